@@ -1,0 +1,1 @@
+"""Experiments: each runs one algorithm with its blocks in place and with them open."""

@@ -1,0 +1,558 @@
+"""The primitive: a named place where the gradient is stopped, and the switch that opens it.
+
+A *block* is a name and the reason why a quantity is held constant. `stop_gradient` and `stop_recording` put it in
+place; `unblock` opens it, so that the same program can be differentiated with the block and without it.
+
+How the switch is made, and why it is not simpler:
+
+- In eager mode the set of open blocks lives in a `ContextVar`: a thread that opens a block affects no other thread.
+- Dynamo cannot read a `ContextVar`, so a function under `torch.compile` reads a module global instead. Dynamo guards
+  that global: opening a block recompiles, and closing it returns to the first graph.
+- While nothing is open anywhere, `stop_gradient` looks at no more than one global before it detaches.
+- A comparison (`toolkit.gradients`) hands in its gates through `gated`; this module knows nothing of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import os
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.fx
+from torch import Tensor
+from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.fx import traceback as fx_traceback
+
+__all__ = [
+    "Block",
+    "block",
+    "declared_blocks",
+    "is_blocked",
+    "scope",
+    "stop_gradient",
+    "stop_recording",
+    "traced_blocks",
+    "unblock",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A named place where the gradient is stopped. Made by `block`.
+
+    Attributes:
+        name: ``"<module>.<quantity>"``, for example ``"em.responsibilities"``.
+        why: One sentence: what the quantity is held constant for. Empty for an ad-hoc block.
+    """
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the source a block was met: file, line and column (both from 1), and the function."""
+
+    file: str
+    line: int
+    column: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_short_path(self.file)}:{self.line}:{self.column}"
+
+
+class Gates(Protocol):
+    """What a comparison puts in the place of every block while it runs (see `gated`)."""
+
+    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
+        """Return `input` behind a gate that decides at backward time."""
+
+    def region(self, name: str, site: Site) -> AbstractContextManager[None]:
+        """Return the context in which the body of a `stop_recording` runs."""
+
+
+@dataclass(frozen=True)
+class _State:
+    """What differs from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names."""
+
+    open: frozenset[str] = frozenset()
+    reached: tuple[set[str], ...] = ()
+    gates: Gates | None = None
+    prefix: str = ""
+
+
+_NORMAL = _State()
+_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+
+_blocks: dict[str, Block] = {}
+_lock = threading.Lock()
+_state: ContextVar[_State] = ContextVar("toolkit.blocks", default=_NORMAL)
+
+# True while no thread has anything but `_NORMAL`: the whole cost of the switch in a program that does not use it.
+_quiet = True
+_active = 0
+
+# What compiled code sees. Rebound, never mutated, so that Dynamo's guard notices.
+_open_when_compiled: frozenset[str] = frozenset()
+_prefix_when_compiled = ""
+_open_counts: Counter[str] = Counter()
+# Blocks that a compiled graph holds in their open form: replaying it cannot report that they were reached.
+_compiled_open: set[str] = set()
+
+
+def block(name: str, why: str) -> Block:
+    """Declare a block, once, at module level.
+
+    Args:
+        name: ``"<module>.<quantity>"``.
+        why: One sentence that says what the quantity is held constant for.
+
+    Raises:
+        ValueError: If the name is empty or taken, or the reason is empty.
+        TypeError: If either is not a string.
+
+    Example:
+        >>> from toolkit import block, stop_gradient
+        >>> TARGET = block("doc.target", "The bootstrap target is a label: only the prediction moves towards it.")
+        >>> stop_gradient(torch.ones(2, requires_grad=True), TARGET).requires_grad
+        False
+    """
+    for argument, value in (("name", name), ("why", why)):
+        if not isinstance(value, str):
+            raise TypeError(f"`{argument}` should be a string. Found {type(value).__name__}.")
+        if not value.strip():
+            raise ValueError(f"`{argument}` should not be empty. Found {value!r}.")
+    with _lock:
+        if name in _blocks:
+            raise ValueError(f"`name` should be a new block's name. Found {name!r}, which is declared already.")
+        _blocks[name] = declared = Block(name, why)
+    return declared
+
+
+def declared_blocks() -> dict[str, Block]:
+    """Return every block known so far, declared or ad hoc, sorted by name.
+
+    A module's blocks are known once it is imported, an ad-hoc block once it has run.
+    """
+    return dict(sorted(_blocks.items()))
+
+
+def stop_gradient(input: T, name: Block | str | None = None) -> T:
+    """Return `input` as a constant of every derivative: reverse mode, forward mode, any order.
+
+    The semantics are those of ``tf.stop_gradient(input, name=None)``: same type, shape, dtype, device, layout and
+    memory; no copy. Because the memory is shared, an in-place operation on the result changes `input` as well.
+
+    Args:
+        input: A tensor of any kind, or a dict, list, tuple, namedtuple or dataclass of such trees, or None. Tensors
+            that carry no gradient (integer, boolean) and None pass. A `torch.nn.Parameter` comes back as a `Tensor`.
+        name: The block. A string names an ad-hoc block, prefixed by `scope`, or a declared one. Without a name the
+            block is known by its place in the source: ``file:line:column``.
+
+    Raises:
+        TypeError: If `input` holds anything else; the message names the type.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> (x * stop_gradient(x)).backward()
+        >>> x.grad
+        tensor(3.)
+    """
+    if is_dynamo_compiling():
+        return _stop_in_graph(input, name)
+    if (
+        _quiet
+        and type(input) in _PLAIN
+        and (name is None or type(name) is Block or name in _blocks)
+        and not is_exporting()
+    ):
+        return input.detach()  # type: ignore[attr-defined, no-any-return]
+    return _stop_eagerly(input, name)
+
+
+@contextmanager
+def stop_recording(name: Block | str) -> Iterator[None]:
+    """Compute a region as a constant: inside it no graph is built while the block is in place.
+
+    The region form of `stop_gradient` (TensorFlow's ``tape.stop_recording``). Because the graph is never built, the
+    peak of memory is saved too, where `stop_gradient` only frees afterwards. Unlike `torch.no_grad` it stops
+    forward-mode derivatives as well.
+
+    Args:
+        name: The block, as in `stop_gradient`.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> with stop_recording("doc.square"):
+        ...     square = x * x
+        >>> square.requires_grad
+        False
+    """
+    if is_dynamo_compiling():
+        key = _name_in_graph(name)
+        _note_in_graph(key, key in _open_when_compiled)
+        if key in _open_when_compiled:
+            yield
+        else:
+            with torch.no_grad():
+                yield
+        return
+    state = _state.get()
+    key = _register(name, state.prefix)
+    if key in state.open:
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            _mark_reached(state, key)
+        yield
+    elif state.gates is not None:
+        with state.gates.region(key, _caller()):
+            yield
+    else:
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+            yield
+
+
+@contextmanager
+def unblock(*names: Block | str) -> Iterator[None]:
+    """Open blocks for the length of a ``with``: values pass, and the gradient too.
+
+    Args:
+        *names: Blocks or their names. None at all opens nothing, so that a list of variants needs no special case.
+
+    Raises:
+        ValueError: On entry, if a name is unknown; the message has the close matches.
+        RuntimeError: On exit, if no tensor that carries a gradient reached one of the blocks: opening it did nothing.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> y = x * stop_gradient(x, "doc.factor")
+        >>> with unblock("doc.factor"):
+        ...     (x * stop_gradient(x, "doc.factor")).backward()
+        >>> x.grad
+        tensor(6.)
+    """
+    if is_dynamo_compiling():
+        raise RuntimeError("`unblock` should be entered outside of a compiled function. Found it inside of one.")
+    opened = frozenset(_known(name) for name in names)
+    state = _state.get()
+    reached: set[str] = set()
+    new = dataclasses.replace(state, open=state.open | opened, reached=(*state.reached, reached))
+    with _entered(new, opened):
+        yield
+    unreached = opened - reached - _compiled_open
+    if unreached:
+        raise RuntimeError(
+            f"`unblock` should open blocks that a tensor with a gradient reaches. Found none at "
+            f"{', '.join(repr(name) for name in sorted(unreached))}: opening changed nothing."
+        )
+
+
+def is_blocked(name: Block | str) -> bool:
+    """Say whether a block is in place, for code that builds a graph only if the gradient may pass.
+
+    False while the block is open, and during a comparison: its gates need the graph.
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if is_dynamo_compiling():
+        return _name_in_graph(name) not in _open_when_compiled
+    state = _state.get()
+    return _known(name) not in state.open and state.gates is None
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of ad-hoc blocks: inside ``scope("critic")`` the block ``"target"`` is ``"critic/target"``.
+
+    Scopes nest. Declared blocks keep their names.
+    """
+    global _prefix_when_compiled
+    if is_dynamo_compiling():
+        outer = _prefix_when_compiled
+        _prefix_when_compiled = f"{outer}{name}/"
+        try:
+            yield
+        finally:
+            _prefix_when_compiled = outer
+        return
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"`name` should be a non-empty string. Found {name!r}.")
+    state = _state.get()
+    outer = _prefix_when_compiled
+    _prefix_when_compiled = f"{state.prefix}{name}/"
+    try:
+        with _entered(dataclasses.replace(state, prefix=f"{state.prefix}{name}/"), frozenset()):
+            yield
+    finally:
+        _prefix_when_compiled = outer
+
+
+def traced_blocks(program: Any) -> dict[torch.fx.Node, Block | None]:
+    """Return the nodes of a traced program that are blocks, in graph order, with the block that each of them is.
+
+    Args:
+        program: A `torch.fx.Graph`, or what has one: a `torch.fx.GraphModule`, a `torch.export.ExportedProgram`.
+
+    Returns:
+        Node -> block; None for a block without a name.
+
+    Example:
+        >>> traced = torch.fx.symbolic_trace(lambda x: x * stop_gradient(x, "doc.factor"))
+        >>> [(node.name, block.name) for node, block in traced_blocks(traced).items()]
+        [('doc_factor', 'doc.factor')]
+    """
+    graph = program if isinstance(program, torch.fx.Graph) else program.graph
+    found: dict[torch.fx.Node, Block | None] = {}
+    for node in graph.nodes:
+        if node.target is stop_gradient:
+            name = node.kwargs["name"]
+        else:
+            annotations = node.meta.get("custom") or {}
+            if _ANNOTATION not in annotations:
+                continue
+            name = annotations[_ANNOTATION]
+        found[node] = _blocks.get(name) or (Block(name, "") if name else None)
+    return found
+
+
+# --- for this project: what other rooms may use, not re-exported -------------------------------------------------
+
+
+no_graph = torch.no_grad
+"""For code that needs no graph at all, an estimator's ``predict`` say. Not a block: there is nothing to open."""
+
+
+def variable(input: Tensor) -> Tensor:
+    """Return `input` as something to differentiate by: itself if it carries a gradient, else a new leaf beside it."""
+    return input if input.requires_grad else input.detach().requires_grad_()
+
+
+def carries_gradient(input: Tensor) -> bool:
+    """Say whether a derivative of any mode or level can flow into `input` (also through `torch.func` wrappers)."""
+    functorch = torch._C._functorch
+    tensor = input
+    while True:
+        if tensor.requires_grad:
+            return True
+        wrapped = functorch.is_functorch_wrapped_tensor(tensor)
+        if forward_ad._current_level >= 0 and not (wrapped and functorch.is_batchedtensor(tensor)):
+            if forward_ad.unpack_dual(tensor).tangent is not None:
+                return True
+        if not wrapped:
+            return False
+        tensor = functorch.get_unwrapped(tensor)
+
+
+def alias(input: Tensor) -> Tensor:
+    """Return a new tensor on the same memory that passes the gradient: what an open block gives back.
+
+    Not `input` itself: the extra node keeps the order in which autograd adds contributions the same for an open block
+    and for an open gate, so that both give the same bits.
+    """
+    if input.layout is not torch.strided or input.is_nested:
+        return input
+    return input.view_as(input)
+
+
+@contextmanager
+def gated(gates: Gates) -> Iterator[None]:
+    """Put `gates` in the place of every block for the length of a ``with``: the slot for a comparison."""
+    with _entered(dataclasses.replace(_state.get(), gates=gates), frozenset()):
+        yield
+
+
+def map_tensors(function: Callable[[Tensor], Any], input: Any) -> Any:
+    """Rebuild a tree with `function` applied to its tensors. See `stop_gradient` for what a tree is."""
+    if isinstance(input, Tensor):
+        return function(input)
+    if input is None:
+        return None
+    if isinstance(input, Mapping):
+        rebuilt: Any = copy.copy(input) if type(input) is not dict else {}
+        for key, value in input.items():
+            rebuilt[key] = map_tensors(function, value)
+        return rebuilt
+    if isinstance(input, (list, tuple)):
+        values = [map_tensors(function, value) for value in input]
+        return type(input)(*values) if hasattr(input, "_fields") else type(input)(values)
+    if dataclasses.is_dataclass(input) and not isinstance(input, type):
+        rebuilt = copy.copy(input)
+        for field in dataclasses.fields(input):
+            object.__setattr__(rebuilt, field.name, map_tensors(function, getattr(input, field.name)))
+        return rebuilt
+    raise TypeError(
+        "`input` should be a tensor, None, or a dict, list, tuple, namedtuple or dataclass of these. "
+        f"Found {type(input).__module__}.{type(input).__qualname__}."
+    )
+
+
+# --- how it is done ----------------------------------------------------------------------------------------------
+
+
+_ANNOTATION = "stop_gradient"
+_HERE = os.path.normcase(__file__)
+
+
+def _stop_eagerly(input: T, name: Block | str | None) -> T:
+    if isinstance(input, torch.fx.Proxy):
+        label = None if name is None else _register(name, _state.get().prefix)
+        return input.tracer.create_proxy(  # type: ignore[return-value]
+            "call_function", stop_gradient, (input,), {"name": label}, name=(label or _ANNOTATION).replace(".", "_")
+        )
+    state = _state.get()
+    key = _register(name, state.prefix) if name is not None else ""
+    if is_exporting():
+        with fx_traceback.preserve_node_meta(), fx_traceback.annotate({_ANNOTATION: key}):
+            return map_tensors(alias if key in state.open else Tensor.detach, input)  # type: ignore[no-any-return]
+    if state.gates is None and not state.open:
+        return map_tensors(_detach, input)  # type: ignore[no-any-return]
+    site = _caller()
+    key = key or str(site)
+
+    def stop(tensor: Tensor) -> Tensor:
+        if key in state.open:
+            if carries_gradient(tensor):
+                _mark_reached(state, key)
+            return alias(tensor)
+        if state.gates is not None:
+            return state.gates.tensor(tensor, key, site)
+        return tensor.detach()
+
+    return map_tensors(stop, input)  # type: ignore[no-any-return]
+
+
+def _stop_in_graph(input: T, name: Block | str | None) -> T:
+    if name is None:
+        if any(":" in opened for opened in _open_when_compiled):
+            raise RuntimeError("An open block should have a name inside a compiled function. Found one without.")
+        key = ""
+    else:
+        key = _name_in_graph(name)
+        _note_in_graph(key, key in _open_when_compiled)
+    if key in _open_when_compiled:
+        return map_tensors(alias, input)  # type: ignore[no-any-return]
+    with fx_traceback.annotate({_ANNOTATION: key}):
+        return map_tensors(_detach, input)  # type: ignore[no-any-return]
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def _name_in_graph(name: Block | str) -> str:
+    return name.name if isinstance(name, Block) else _full_name_in_graph(name, _prefix_when_compiled)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _full_name_in_graph(name: str, prefix: str) -> str:
+    """Run at trace time only: Dynamo would guard the registry, and fail as soon as the name is added to it."""
+    return _register(name, prefix)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _note_in_graph(name: str, is_open: bool) -> bool:
+    """Run at trace time only: remember which blocks a compiled graph holds open."""
+    if is_open:
+        _compiled_open.add(name)
+    return is_open
+
+
+def _register(name: Block | str, prefix: str) -> str:
+    """Return the full name, and make an ad-hoc block known."""
+    if isinstance(name, Block):
+        full, why = name.name, name.why
+    elif isinstance(name, str) and name:
+        declared = _blocks.get(name)
+        full, why = (name, "") if declared is not None and declared.why else (prefix + name, "")
+    else:
+        raise TypeError(f"`name` should be a Block or a non-empty string. Found {name!r}.")
+    if full not in _blocks:
+        with _lock:
+            _blocks.setdefault(full, Block(full, why))
+    return full
+
+
+def _known(name: Block | str) -> str:
+    full = name.name if isinstance(name, Block) else name
+    if not isinstance(full, str):
+        raise TypeError(f"`name` should be a Block or a string. Found {type(full).__name__}.")
+    if full in _blocks or _is_site(full):
+        return full
+    close = difflib.get_close_matches(full, _blocks, n=3, cutoff=0.5)
+    suggestion = f" Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
+    raise ValueError(
+        f"`name` should be a known block. Found {full!r}.{suggestion} "
+        "(A declared block is known once its module is imported, an ad-hoc one once it has run.)"
+    )
+
+
+def _is_site(name: str) -> bool:
+    file, _, rest = name.partition(":")
+    line, _, column = rest.partition(":")
+    return bool(file) and line.isdigit() and column.isdigit()
+
+
+def _mark_reached(state: _State, name: str) -> None:
+    for reached in state.reached:
+        reached.add(name)
+
+
+@contextmanager
+def _entered(state: _State, opened: Collection[str]) -> Iterator[None]:
+    """Make `state` this thread's, and keep count of what is open in any thread for compiled code."""
+    outer = _state.get()
+    _count(+1, opened)
+    _state.set(state)
+    try:
+        yield
+    finally:
+        _state.set(outer)
+        _count(-1, opened)
+
+
+def _count(change: int, opened: Collection[str]) -> None:
+    global _quiet, _active, _open_when_compiled
+    with _lock:
+        _active += change
+        _quiet = _active == 0
+        for name in opened:
+            _open_counts[name] += change
+        if opened:
+            _open_when_compiled = frozenset(name for name, count in _open_counts.items() if count > 0)
+
+
+def _caller() -> Site:
+    """Return the place outside of this module from which a block was reached."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        os.path.normcase(frame.f_code.co_filename) == _HERE or frame.f_globals.get("__name__") == "contextlib"
+    ):
+        frame = frame.f_back
+    assert frame is not None
+    code = frame.f_code
+    positions = list(code.co_positions())[frame.f_lasti // 2]
+    line, column = positions[0] or frame.f_lineno, positions[2]
+    return Site(code.co_filename, line, 0 if column is None else column + 1, code.co_qualname)
+
+
+def _short_path(file: str) -> str:
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return Path(file).name
