@@ -1,0 +1,1 @@
+"""This project beside its floors and its peers: ratios, measured in turn in one process."""

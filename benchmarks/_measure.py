@@ -1,0 +1,66 @@
+"""How two programs are timed side by side."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+__all__ = ["Row", "side_by_side"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the benchmark table.
+
+    Attributes:
+        what: Ours and what it is held against.
+        ratio: Our figure divided by theirs: below 1 is better.
+        goal: The ratio to reach, in words; empty if there is none.
+        note: Both figures with their units, sizes, anything a reader needs to judge the ratio.
+    """
+
+    what: str
+    ratio: float
+    goal: str
+    note: str
+
+
+def side_by_side(ours: Callable[[], object], theirs: Callable[[], object], repeats: int = 15) -> float:
+    """Return the median over pairs of (time of `ours`) / (time of `theirs`).
+
+    The two run in turn, so a machine whose speed drifts slows both. Short programs are looped to at least 2 ms.
+    """
+    return timed_pair(ours, theirs, repeats)[0]
+
+
+def timed_pair(
+    ours: Callable[[], object], theirs: Callable[[], object], repeats: int = 15
+) -> tuple[float, float, float]:
+    """Return the median ratio of the pairs, and the median seconds per call of both."""
+    loops = [max(1, round(2e-3 / max(_seconds(run, 1), 1e-9))) for run in (ours, theirs)]
+    for run, count in zip((ours, theirs), loops, strict=True):
+        _seconds(run, count)
+    pairs = []
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            pairs.append((_seconds(ours, loops[0]), _seconds(theirs, loops[1])))
+    finally:
+        if enabled:
+            gc.enable()
+    return (
+        statistics.median(a / b for a, b in pairs),
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+    )
+
+
+def _seconds(run: Callable[[], object], loops: int) -> float:
+    start = time.perf_counter()
+    for _ in range(loops):
+        run()
+    return (time.perf_counter() - start) / loops
