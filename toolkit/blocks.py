@@ -248,13 +248,9 @@ def unblock(*names: Block | str) -> Iterator[None]:
     """
     if is_dynamo_compiling():
         raise RuntimeError("`unblock` should be entered outside of a compiled function. Found it inside of one.")
-    opened = frozenset(_known(name) for name in names)
-    state = _state.get()
-    reached: set[str] = set()
-    new = dataclasses.replace(state, open=state.open | opened, reached=(*state.reached, reached))
-    with _entered(new, opened):
+    with opened(*names) as reached:
         yield
-    unreached = opened - reached - _compiled_open
+    unreached = {known_name(name) for name in names} - reached - _compiled_open
     if unreached:
         raise RuntimeError(
             f"`unblock` should open blocks that a tensor with a gradient reaches. Found none at "
@@ -273,7 +269,7 @@ def is_blocked(name: Block | str) -> bool:
     if is_dynamo_compiling():
         return _name_in_graph(name) not in _open_when_compiled
     state = _state.get()
-    return _known(name) not in state.open and state.gates is None
+    return known_name(name) not in state.open and state.gates is None
 
 
 @contextmanager
@@ -371,10 +367,36 @@ def alias(input: Tensor) -> Tensor:
 
 
 @contextmanager
+def opened(*names: Block | str) -> Iterator[set[str]]:
+    """Open blocks as `unblock` does, and hand out the set of those reached instead of raising for the others."""
+    names_opened = frozenset(known_name(name) for name in names)
+    state = _state.get()
+    reached: set[str] = set()
+    new = dataclasses.replace(state, open=state.open | names_opened, reached=(*state.reached, reached))
+    with _entered(new, names_opened):
+        yield reached
+
+
+@contextmanager
 def gated(gates: Gates) -> Iterator[None]:
     """Put `gates` in the place of every block for the length of a ``with``: the slot for a comparison."""
     with _entered(dataclasses.replace(_state.get(), gates=gates), frozenset()):
         yield
+
+
+def known_name(name: Block | str) -> str:
+    """Return the name of a block that is known, or raise a ValueError with the close matches."""
+    full = name.name if isinstance(name, Block) else name
+    if not isinstance(full, str):
+        raise TypeError(f"`name` should be a Block or a string. Found {type(full).__name__}.")
+    if full in _blocks or _is_site(full):
+        return full
+    close = difflib.get_close_matches(full, _blocks, n=3, cutoff=0.5)
+    suggestion = f" Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
+    raise ValueError(
+        f"`name` should be a known block. Found {full!r}.{suggestion} "
+        "(A declared block is known once its module is imported, an ad-hoc one once it has run.)"
+    )
 
 
 def map_tensors(function: Callable[[Tensor], Any], input: Any) -> Any:
@@ -486,20 +508,6 @@ def _register(name: Block | str, prefix: str) -> str:
         with _lock:
             _blocks.setdefault(full, Block(full, why))
     return full
-
-
-def _known(name: Block | str) -> str:
-    full = name.name if isinstance(name, Block) else name
-    if not isinstance(full, str):
-        raise TypeError(f"`name` should be a Block or a string. Found {type(full).__name__}.")
-    if full in _blocks or _is_site(full):
-        return full
-    close = difflib.get_close_matches(full, _blocks, n=3, cutoff=0.5)
-    suggestion = f" Did you mean {' or '.join(repr(match) for match in close)}?" if close else ""
-    raise ValueError(
-        f"`name` should be a known block. Found {full!r}.{suggestion} "
-        "(A declared block is known once its module is imported, an ad-hoc one once it has run.)"
-    )
 
 
 def _is_site(name: str) -> bool:

@@ -1,0 +1,188 @@
+"""The same questions to every block of the project, and to the calls that put it in place.
+
+1. Is the value unchanged by the block? 2. With it, is the gradient the stated target? 3. Without it, what is it?
+"""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+
+import pytest
+import torch
+from contract import BlockCase, finite_differences, relative_error
+
+import experiments
+import toolkit
+from toolkit import Block, stop_gradient, unblock
+from toolkit.gradients import compare
+
+HERE = Path(__file__).parent
+
+
+def _modules(package: ModuleType) -> Iterator[ModuleType]:
+    for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not info.name.endswith("__main__"):
+            yield importlib.import_module(info.name)
+
+
+def _block_cases() -> Iterator[BlockCase]:
+    for file in sorted(HERE.glob("test_*.py")):
+        if "BLOCK_CASES" in file.read_text() and file != Path(__file__):
+            spec = importlib.util.spec_from_file_location(f"cases_of_{file.stem}", file)
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+            yield from module.BLOCK_CASES
+
+
+MODULES = [*_modules(toolkit), *_modules(experiments)]
+CASES = list(_block_cases())
+BLOCKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Block)}
+
+
+def _gradient(case: BlockCase) -> dict[str, torch.Tensor]:
+    parameters = case.parameters()
+    gradients = torch.autograd.grad(case.loss(parameters), list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }
+
+
+def check_value_is_the_same_open_and_closed(case: BlockCase) -> None:
+    closed = case.loss(case.parameters())
+    with unblock(case.block):
+        assert torch.equal(case.loss(case.parameters()), closed)
+
+
+def check_blocked_gradient_is_the_witness(case: BlockCase) -> None:
+    assert relative_error(_gradient(case), case.blocked(case.parameters())) <= case.tolerance
+
+
+def check_open_gradient_is_the_witness(case: BlockCase) -> None:
+    with unblock(case.block):
+        found = _gradient(case)
+        numerical = None if case.opened else finite_differences(case.loss, case.parameters())
+    if case.opened:
+        assert relative_error(found, case.opened(case.parameters())) <= case.tolerance
+    else:
+        assert relative_error(found, numerical) <= max(case.tolerance, 1e-7)
+
+
+def check_gate_equals_removal_bit_for_bit(case: BlockCase) -> None:
+    parameters = case.parameters()
+    comparison = compare(lambda: case.loss(parameters), parameters)
+    with unblock(case.block):
+        removed = _gradient(case)
+    for found, expected in ((comparison.gradient([case.block]), removed), (comparison.blocked, _gradient(case))):
+        assert sorted(found) == sorted(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+CHECKS: list[Callable[[BlockCase], None]] = [
+    check_value_is_the_same_open_and_closed,
+    check_blocked_gradient_is_the_witness,
+    check_open_gradient_is_the_witness,
+    check_gate_equals_removal_bit_for_bit,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_block(case: BlockCase, check: Callable[[BlockCase], None]) -> None:
+    check(case)
+
+
+def test_every_block_has_a_case() -> None:
+    assert sorted(BLOCKS) == sorted({case.block.name for case in CASES})
+
+
+# --- mutation: each call of stop_gradient is removed, and replaced by a bare detach ------------------------------
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One call of `stop_gradient` in one function, and the code of the module with that call replaced."""
+
+    id: str
+    function: FunctionType
+    block: Block
+    code: CodeType
+
+
+class _Replace(ast.NodeTransformer):
+    def __init__(self, target: ast.Call, replacement: ast.expr) -> None:
+        self.target, self.replacement = target, replacement
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        return ast.copy_location(self.replacement, node) if node is self.target else self.generic_visit(node)
+
+
+def _mutations() -> Iterator[Mutation]:
+    for module in MODULES:
+        if vars(module).get("stop_gradient") is not stop_gradient or module.__name__ == "toolkit.blocks":
+            continue
+        source = Path(module.__file__).read_text()
+        calls = [node for node in ast.walk(ast.parse(source)) if _is_stop(node)]
+        for index in range(len(calls)):
+            for kind in ("removed", "detached"):
+                tree = ast.parse(source)
+                call = [node for node in ast.walk(tree) if _is_stop(node)][index]
+                bare = call.args[0]
+                method = ast.Attribute(value=bare, attr="detach", ctx=ast.Load())
+                replacement = bare if kind == "removed" else ast.Call(func=method, args=[], keywords=[])
+                block = eval(ast.unparse(call.args[1]), vars(module))
+                mutated = ast.fix_missing_locations(_Replace(call, replacement).visit(tree))
+                code, function = _enclosing(compile(mutated, module.__file__, "exec"), module, call.lineno)
+                yield Mutation(f"{module.__name__}:{call.lineno}:{kind}", function, block, code)
+
+
+def _is_stop(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "stop_gradient"
+
+
+def _enclosing(module_code: CodeType, module: ModuleType, line: int) -> tuple[CodeType, FunctionType]:
+    """Return the code and the function object of the outermost function or method around `line`."""
+    functions = [value for value in vars(module).values() if inspect.isfunction(value)]
+    for cls in (value for value in vars(module).values() if inspect.isclass(value)):
+        functions += [value for value in vars(cls).values() if inspect.isfunction(value)]
+    for function in map(inspect.unwrap, functions):
+        if function.__module__ != module.__name__:
+            continue
+        first = function.__code__.co_firstlineno
+        last = max(line for _, _, line in _all_lines(function.__code__) if line)
+        if first <= line <= last:
+            for code in _nested(module_code):
+                if code.co_qualname == function.__qualname__ and code.co_firstlineno == first:
+                    return code, function
+    raise AssertionError(f"no function around {module.__name__}:{line}")
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _nested(constant)
+
+
+def _all_lines(code: CodeType) -> Iterator[tuple[int, int, int | None]]:
+    for part in (code, *_nested(code)):
+        yield from part.co_lines()
+
+
+@pytest.mark.parametrize("mutation", _mutations(), ids=lambda mutation: mutation.id)
+def test_mutation_is_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutation.function, "__code__", mutation.code)
+    cases = [case for case in CASES if case.block == mutation.block]
+    for case in cases:
+        for check in CHECKS:
+            try:
+                check(case)
+            except (AssertionError, RuntimeError):
+                return
+    pytest.fail(f"nothing notices the mutation in any of {[case.id for case in cases]}")

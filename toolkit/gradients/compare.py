@@ -1,0 +1,372 @@
+"""Compare the gradients of one program for different sets of open blocks, from one forward pass."""
+
+from __future__ import annotations
+
+import html
+import itertools
+import math
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.blocks import Block, declared_blocks, opened
+from toolkit.gradients._gates import GateBoard, Meeting, reachable_nodes
+from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BlockEffect", "Comparison", "Difference", "compare"]
+
+Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
+
+# The sum over subsets doubles with every block.
+_MOST_BLOCKS_ATTRIBUTED = 12
+
+
+class Difference(NamedTuple):
+    """How the gradient with a block open differs from the gradient with every block in place.
+
+    Attributes:
+        leak: ``|open - blocked|``, the Euclidean norm.
+        ratio: ``|open| / |blocked|``; infinite where only the blocked one is 0, NaN where both are.
+        cosine: Cosine of the angle between the two; NaN where one of them is 0.
+    """
+
+    leak: float
+    ratio: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class BlockEffect:
+    """What opening one block, alone, does to the gradient.
+
+    Attributes:
+        name: The block.
+        why: What it is held constant for.
+        site: Where it was met first: ``file:line:column``.
+        calls: How many tensors or regions it was applied to.
+        verdict: ``"no-op"``: nothing that carries a gradient reached it. ``"redundant"``: the leak is zero to
+            rounding. ``"partial"``: it changes the gradient. ``"cuts all paths to [...]"``: it is the only thing
+            between the loss and these parameters.
+        leak: Norm of the difference over all parameters.
+        ratio: Norm of the gradient with the block open over the norm with it in place.
+        cosine: Cosine of the angle between the two.
+        per_parameter: The same three for every parameter.
+    """
+
+    name: str
+    why: str
+    site: str
+    calls: int
+    verdict: str
+    leak: float
+    ratio: float
+    cosine: float
+    per_parameter: dict[str, Difference]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the effect as plain JSON; values that are not finite become None."""
+        return {
+            "name": self.name,
+            "why": self.why,
+            "site": self.site,
+            "calls": self.calls,
+            "verdict": self.verdict,
+            **_plain(Difference(self.leak, self.ratio, self.cosine)),
+            "per_parameter": {name: _plain(difference) for name, difference in self.per_parameter.items()},
+        }
+
+
+class Comparison:
+    """Gradients of one program for any set of open blocks. Made by `compare`.
+
+    Attributes:
+        loss: The loss. It is the same for every set of open blocks.
+        blocked: Parameter -> gradient with every block in place; zero where no path is left.
+        effects: What opening each block alone does, in the order of the program.
+    """
+
+    loss: float
+    blocked: dict[str, Tensor]
+    effects: list[BlockEffect]
+
+    def __init__(self, loss: Callable[[], Tensor], params: Parameters, blocks: Collection[Block | str] | None) -> None:
+        """Run `loss` once; see `compare`."""
+        self._loss_function = loss
+        parts = find_parts(loss, params) if isinstance(params, nn.Module) else find_parts(loss)
+        given = None if params is None else _named(params, parts)
+        self._snapshot = Snapshot(parts, given or {})
+        self._board = GateBoard()
+        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad():
+            with self._board.forward():
+                self._value = self._board.leave(_checked(loss()))
+            self.loss = self._value.item()
+            self._params = given if given is not None else _leaves(self._value, parts)
+            self._versions = {name: parameter._version for name, parameter in self._params.items()}
+            self._names = _selected(blocks, self._board.meetings)
+            self.blocked = self.gradient(())
+            reached = self._reached(())
+            self.effects = [self._effect(name, reached) for name in self._names]
+
+    def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
+        """Return parameter -> gradient while exactly the blocks in `open` are open.
+
+        A gate answers without another forward pass. A block that a derivative inside of the forward pass met (the
+        inner gradient of an attack, say) has changed values by then, so for it the program is run again.
+
+        Raises:
+            ValueError: If a block was not met by the program.
+        """
+        names = frozenset(block.name if isinstance(block, Block) else block for block in open)
+        _selected(names, self._board.meetings)
+        if names & self._board.inner:
+            return self._gradient_of_rerun(names)
+        with self._board.backward(names):
+            gradients = torch.autograd.grad(
+                self._value, list(self._params.values()), retain_graph=True, allow_unused=True
+            )
+        return self._filled(gradients)
+
+    def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
+        """Split the gradient with all blocks open by the set of blocks that each path crosses.
+
+        The gradient is multi-affine in the gates, so the part that crosses exactly the set S is the Moebius sum over
+        its subsets, ``sum over T in S of (-1)^|S - T| gradient(T)``. The parts add up to the gradient with all blocks
+        open; the part of the empty set is the blocked gradient.
+
+        Raises:
+            ValueError: If the program has more than 12 blocks.
+        """
+        if len(self._names) > _MOST_BLOCKS_ATTRIBUTED:
+            raise ValueError(
+                f"`attribution` should have at most {_MOST_BLOCKS_ATTRIBUTED} blocks. Found {len(self._names)}."
+            )
+        parts: dict[frozenset[str], dict[str, Tensor]] = {}
+        for size in range(len(self._names) + 1):
+            for subset in itertools.combinations(self._names, size):
+                part = self.gradient(subset)
+                for smaller, known in parts.items():
+                    if smaller < set(subset):
+                        part = {name: part[name] - known[name] for name in part}
+                parts[frozenset(subset)] = part
+        return parts
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return loss, norm of the blocked gradient and effects as plain JSON."""
+        return {
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "blocked_norm": _norm(self.blocked.values()),
+            "effects": [effect.to_dict() for effect in self.effects],
+        }
+
+    def plot(self) -> Figure:
+        """Return a figure: for every block, size and direction of its gradient against the blocked one."""
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 0.9 + 0.45 * len(self.effects)), layout="constrained")
+        ratios, cosines = figure.subplots(1, 2, sharey=True)
+        names = [effect.name for effect in self.effects]
+        ratios.barh(names, [effect.ratio for effect in self.effects], color="tab:blue")
+        ratios.axvline(1, color="black", linewidth=1)
+        ratios.set_xlabel("|open| / |blocked|")
+        cosines.barh(names, [effect.cosine for effect in self.effects], color="tab:orange")
+        cosines.set_xlim(-1, 1)
+        cosines.axvline(0, color="black", linewidth=1)
+        cosines.set_xlabel("cosine(open, blocked)")
+        ratios.invert_yaxis()
+        return figure
+
+    def __str__(self) -> str:
+        rows = [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, self.effects)]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        head = f"loss {self.loss:.6g}, blocked gradient {_norm(self.blocked.values()):.6g}"
+        return "\n".join([head, *lines] if self.effects else [head, "no blocks were met"])
+
+    def _repr_html_(self) -> str:
+        head, *rows = [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, self.effects)]
+        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{body}</table>"
+
+    def _effect(self, name: str, reached: set[str]) -> BlockEffect:
+        meeting, block = self._board.meetings[name], declared_blocks().get(name, Block(name, ""))
+        gradients = self.gradient([name]) if meeting.carried else self.blocked
+        per_parameter = {key: _difference([gradients[key]], [self.blocked[key]]) for key in self._params}
+        total = _difference(gradients.values(), self.blocked.values())
+        if not meeting.carried:
+            verdict = "no-op"
+        elif _is_rounding(total.leak, gradients, self.blocked):
+            verdict = "redundant"
+        elif cut := sorted(self._reached([name]) - reached):
+            verdict = f"cuts all paths to [{', '.join(cut)}]"
+        else:
+            verdict = "partial"
+        return BlockEffect(name, block.why, str(meeting.site), meeting.calls, verdict, *total, per_parameter)
+
+    def _reached(self, open: Collection[str]) -> set[str]:
+        """Return the parameters that a gradient can reach through the graph."""
+        nodes = {id(node.variable) for node in reachable_nodes(self._value.grad_fn, open) if hasattr(node, "variable")}
+        by_edge = set(reachable_nodes(self._value.grad_fn, open))
+        return {
+            name
+            for name, parameter in self._params.items()
+            if id(parameter) in nodes or (parameter.grad_fn is not None and parameter.grad_fn in by_edge)
+        }
+
+    def _gradient_of_rerun(self, open: frozenset[str]) -> dict[str, Tensor]:
+        for name, parameter in self._params.items():
+            if parameter._version != self._versions[name]:
+                raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
+        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), opened(*open):
+            value = _checked(self._loss_function())
+            return self._filled(torch.autograd.grad(value, list(self._params.values()), allow_unused=True))
+
+    def _filled(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor]:
+        return {
+            name: torch.zeros_like(parameter) if gradient is None else gradient.detach()
+            for (name, parameter), gradient in zip(self._params.items(), gradients, strict=True)
+        }
+
+
+def compare(
+    loss: Callable[[], Tensor], params: Parameters = None, *, blocks: Collection[Block | str] | None = None
+) -> Comparison:
+    """Compare the gradients of `loss` with every block in place and with each block open, from one forward pass.
+
+    Every block that the program meets becomes an identity node that decides at backward time whether it passes the
+    gradient. The program is left as it was found: random state (also of the generators that `loss` uses), ``.grad``,
+    training modes and buffers are restored, also when `loss` raises. Compiled functions run in eager mode.
+
+    Args:
+        loss: Runs the program and returns its loss, a real scalar.
+        params: What to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for every leaf
+            that the loss depends on.
+        blocks: The blocks whose effects are computed; None for all that are met.
+
+    Raises:
+        TypeError: If `loss` does not return a tensor, or `params` holds something else.
+        ValueError: If the loss is not a scalar or has no gradient, if there is no parameter to differentiate by, or
+            if a block in `blocks` was not met.
+
+    Example:
+        >>> w = torch.tensor(3.0, requires_grad=True)
+        >>> comparison = compare(lambda: w * stop_gradient(w * w, "doc.scale"), {"w": w})
+        >>> comparison.blocked["w"], comparison.gradient(["doc.scale"])["w"]
+        (tensor(9.), tensor(27.))
+        >>> comparison.effects[0].verdict
+        'partial'
+    """
+    return Comparison(loss, params, blocks)
+
+
+def _checked(value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`loss` should return a tensor. Found {type(value).__name__}.")
+    if value.numel() != 1:
+        raise ValueError(f"`loss` should return a scalar. Found a tensor of shape {tuple(value.shape)}.")
+    if not value.requires_grad:
+        raise ValueError("`loss` should depend on a tensor that requires a gradient. Found a constant.")
+    return value
+
+
+def _named(params: Parameters, parts: Parts) -> dict[str, Tensor]:
+    if isinstance(params, nn.Module):
+        named: dict[str, Tensor] = dict(params.named_parameters())
+    elif isinstance(params, Mapping):
+        named = dict(params)
+    elif isinstance(params, Tensor):
+        named = {parts.names_of_leaves().get(id(params), "params"): params}
+    else:
+        known = parts.names_of_leaves()
+        entries = list(params or ())
+        named = {known.get(id(entry), f"params[{index}]"): entry for index, entry in enumerate(entries)}
+    for name, parameter in named.items():
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"`params` should hold tensors. Found {type(parameter).__name__} at {name!r}.")
+    required = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if not required:
+        raise ValueError("`params` should hold at least one tensor that requires a gradient. Found none.")
+    return required
+
+
+def _leaves(loss: Tensor, parts: Parts) -> dict[str, Tensor]:
+    known = parts.names_of_leaves()
+    every_gate_open = _Everything()
+    leaves = [node.variable for node in reachable_nodes(loss.grad_fn, every_gate_open) if hasattr(node, "variable")]
+    return {known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}"): leaf for index, leaf in enumerate(leaves)}
+
+
+class _Everything(Collection[str]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+
+def _selected(blocks: Collection[Block | str] | None, met: Mapping[str, Meeting]) -> list[str]:
+    if blocks is None:
+        return list(met)
+    names = [block.name if isinstance(block, Block) else block for block in blocks]
+    for name in names:
+        if name not in met:
+            raise ValueError(f"`blocks` should be among those that the program meets: {sorted(met)}. Found {name!r}.")
+    return names
+
+
+def _difference(open: Iterable[Tensor], blocked: Iterable[Tensor]) -> Difference:
+    dot = leak = open_square = blocked_square = 0.0
+    for a, b in zip(open, blocked, strict=True):
+        a, b = _wide(a), _wide(b)
+        dot += torch.linalg.vecdot(a.reshape(-1), b.reshape(-1)).real.item()
+        leak += (a - b).abs().square().sum().item()
+        open_square += a.abs().square().sum().item()
+        blocked_square += b.abs().square().sum().item()
+    if blocked_square:
+        ratio = math.sqrt(open_square / blocked_square)
+    else:
+        ratio = math.inf if open_square else math.nan
+    product = math.sqrt(open_square) * math.sqrt(blocked_square)
+    return Difference(math.sqrt(leak), ratio, min(1.0, max(-1.0, dot / product)) if product else math.nan)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(_wide(tensor).abs().square().sum().item() for tensor in tensors))
+
+
+def _is_rounding(leak: float, open: Mapping[str, Tensor], blocked: Mapping[str, Tensor]) -> bool:
+    """Judge by the coarsest dtype involved: eps^(3/4) leaves room for the rounding of long sums."""
+    precision = max(torch.finfo(gradient.dtype).eps for gradient in blocked.values())
+    return leak <= precision**0.75 * max(_norm(open.values()), _norm(blocked.values()))
+
+
+def _row(effect: BlockEffect) -> tuple[str, ...]:
+    numbers = (f"{value:.3g}" for value in (effect.leak, effect.ratio, effect.cosine))
+    return (effect.name, effect.verdict, *numbers, effect.site)
+
+
+def _plain(difference: Difference) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in difference._asdict().items()}
+
+
+def _without_compiled_code() -> AbstractContextManager[None]:
+    """A compiled graph has no gates in it: run the Python that it was made of."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance
