@@ -1,15 +1,27 @@
-"""What a config file may say, and one clear sentence for each way to say it wrong.
+"""What a config file may say, and one clear line for each way to say it wrong.
 
 This module does not import torch; an experiment's own `Config`, which does, is imported only when a config names it.
 """
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import pkgutil
+import re
+import tomllib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
-__all__ = ["ExperimentConfig"]
+import experiments
+
+__all__ = ["ConfigError", "ExperimentConfig", "LoadedConfig", "experiment_names", "load_config"]
 
 BlockSet = str | list[str]
 
@@ -32,19 +44,19 @@ class ExperimentConfig(BaseModel):
         threads: Threads for torch. Small models are fastest with one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
 
     experiment: str
-    title: str
-    finding: str
+    title: Annotated[str, Field(min_length=1)]
+    finding: Annotated[str, Field(min_length=1)]
     open: Annotated[list[BlockSet], Field(min_length=1)]
     seeds: Annotated[int, Field(ge=1, le=1000)] = 3
     steps: Annotated[int, Field(ge=1)]
     evaluate_every: Annotated[int, Field(ge=1)] = 1
-    learning_rate: Annotated[float, Field(gt=0)]
+    learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     dtype: Literal["float32", "float64"] = "float64"
-    device: str = "cpu"
-    threads: Annotated[int, Field(ge=1)] = 1
+    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    threads: Annotated[int, Field(ge=1, le=256)] = 1
 
     @property
     def variants(self) -> list[frozenset[str]]:
@@ -54,3 +66,140 @@ class ExperimentConfig(BaseModel):
     def resolved(self) -> dict[str, Any]:
         """Return every value, defaults included, as plain JSON."""
         return self.model_dump(mode="json")
+
+
+class ConfigError(Exception):
+    """A config that cannot be run; its text is one line for each thing that is wrong, ready to be shown."""
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A config file, read and checked.
+
+    Attributes:
+        name: The file's name without its ending: the folder of its results.
+        path: The file.
+        source: Its text.
+        overrides: The ``key=value`` of the command line.
+        config: The values.
+        module: The experiment.
+    """
+
+    name: str
+    path: Path
+    source: str
+    overrides: tuple[str, ...]
+    config: ExperimentConfig
+    module: ModuleType
+
+
+def experiment_names() -> list[str]:
+    """Return the modules of `experiments/` that are experiments: those without a leading underscore."""
+    return sorted(info.name for info in pkgutil.iter_modules(experiments.__path__) if not info.name.startswith("_"))
+
+
+def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+    """Read a config file, apply overrides, and check every value.
+
+    Args:
+        path: A TOML file.
+        overrides: ``key=value`` each; the value is read as TOML, or as a string if it is none.
+
+    Raises:
+        ConfigError: If anything is wrong; the text names file, line and key, and suggests the nearest valid name.
+    """
+    source = _read(path)
+    try:
+        values = tomllib.loads(source)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+    where = _Places(path, source)
+    for override in overrides:
+        key, separator, text = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigError(f"--set {override}: should be key=value")
+        values[key.strip()] = _toml_value(text.strip())
+        where.overridden[key.strip()] = override
+    if "experiment" not in values:
+        raise ConfigError(f"{path}: experiment: missing; should be one of {', '.join(experiment_names())}")
+    name = values["experiment"]
+    if name not in experiment_names():
+        raise ConfigError(f"{where('experiment')}: unknown experiment {name!r}{_suggest(name, experiment_names())}")
+    module = importlib.import_module(f"experiments.{name}")
+    config_class: type[ExperimentConfig] = module.Config
+    try:
+        config = config_class.model_validate(values)
+    except ValidationError as error:
+        lines = [_sentence(details, where, config_class) for details in error.errors()]
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+    _check_blocks(config, where)
+    return LoadedConfig(path.stem, path, source, tuple(overrides), config, module)
+
+
+@dataclass
+class _Places:
+    """Says where in the file, or on the command line, a key was set."""
+
+    path: Path
+    source: str
+
+    def __post_init__(self) -> None:
+        self.overridden: dict[str, str] = {}
+
+    def __call__(self, key: str) -> str:
+        if key in self.overridden:
+            return f"--set {self.overridden[key]}"
+        for number, line in enumerate(self.source.splitlines(), 1):
+            if re.match(rf"\s*{re.escape(key)}\s*=", line):
+                return f"{self.path}:{number}: {key}"
+        return f"{self.path}: {key}"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
+        raise ConfigError(f"{path}: no such file{_suggest(str(path), siblings)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{path}: cannot be read: {reason}") from None
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _sentence(details: ErrorDetails, where: _Places, config_class: type[ExperimentConfig]) -> str:
+    key = str(details["loc"][0]) if details["loc"] else "config"
+    if details["type"] == "extra_forbidden":
+        return f"{where(key)}: unknown key{_suggest(key, config_class.model_fields)}"
+    if details["type"] == "missing":
+        return f"{where.path}: {key}: missing"
+    message = details["msg"].removeprefix("Value error, ")
+    message = message[0].lower() + message[1:]
+    found = details["input"]
+    allowed = (details.get("ctx") or {}).get("expected", "")
+    hint = _suggest(found, re.findall(r"'([^']*)'", allowed)) if isinstance(found, str) and allowed else ""
+    return f"{where(key)}: {message}, found {found!r}{hint}"
+
+
+def _check_blocks(config: ExperimentConfig, where: _Places) -> None:
+    from toolkit import declared_blocks
+
+    known = declared_blocks()
+    for name in dict.fromkeys(name for variant in config.variants for name in sorted(variant)):
+        if name not in known:
+            raise ConfigError(f"{where('open')}: unknown block {name!r}{_suggest(name, known)}")
+    if len(set(config.variants)) < len(config.variants):
+        raise ConfigError(f"{where('open')}: the same blocks are opened twice, found {config.open!r}")
+
+
+def _suggest(found: object, known: Collection[str] | Mapping[str, Any]) -> str:
+    close = difflib.get_close_matches(str(found), list(known), n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; should be one of {', '.join(sorted(known))}" if 0 < len(known) <= 12 else ""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Objective", "Run"]
+from experiments._config import ExperimentConfig
+
+__all__ = ["Objective", "Run", "Training", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,8 @@ class Run:
             ``"objective"`` is required, others are drawn as well.
         optimizer: Updates the parameters.
         target: Computes the stated target of the *blocked* gradient at the current parameters by an independent
-            witness, in the parameters' names. None if there is none for this config.
+            witness, in the parameters' names, for the draws that the next call of `loss` would make. None if there
+            is none for this config.
         after_step: Called after every update with the step's number (from 1): next batch, learning rate.
     """
 
@@ -53,3 +58,60 @@ class Run:
     optimizer: torch.optim.Optimizer
     target: Callable[[], Mapping[str, Tensor]] | None = None
     after_step: Callable[[int], None] = field(default=lambda step: None)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What training one variant gave.
+
+    Attributes:
+        first_loss: The surrogate before the first update.
+        steps: The steps at which the metrics were evaluated; the step counts the updates before it.
+        metrics: Name -> value at each of these steps.
+        diverged_at: The step at which the loss was not finite, or None. Nothing is recorded after it.
+    """
+
+    first_loss: float
+    steps: list[int]
+    metrics: dict[str, list[float]]
+    diverged_at: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON; values that are not finite become None."""
+        return {
+            "first_loss": _finite(self.first_loss),
+            "steps": self.steps,
+            "metrics": {name: [_finite(value) for value in values] for name, values in self.metrics.items()},
+            "diverged_at": self.diverged_at,
+        }
+
+
+def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lambda: None) -> Training:
+    """Train a run for `config.steps` steps, and evaluate its metrics every `config.evaluate_every` steps."""
+    steps: list[int] = []
+    metrics: dict[str, list[float]] = {}
+    first_loss, diverged_at = math.nan, None
+    for step in range(config.steps + 1):
+        if step % config.evaluate_every == 0 or step == config.steps:
+            steps.append(step)
+            for name, value in run.evaluate().items():
+                metrics.setdefault(name, []).append(float(value))
+        if step == config.steps:
+            break
+        run.optimizer.zero_grad()
+        loss = run.loss()
+        value = loss.item()
+        if step == 0:
+            first_loss = value
+        if not math.isfinite(value):
+            diverged_at = step
+            break
+        loss.backward()
+        run.optimizer.step()
+        run.after_step(step + 1)
+        on_step()
+    return Training(first_loss, steps, metrics, diverged_at)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -11,10 +11,14 @@ from toolkit.blocks import (
     traced_blocks,
     unblock,
 )
+from toolkit.gradients import BlockEffect, Comparison, compare
 
 __all__ = [
     "Block",
+    "BlockEffect",
+    "Comparison",
     "block",
+    "compare",
     "declared_blocks",
     "is_blocked",
     "scope",

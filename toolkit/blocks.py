@@ -98,7 +98,7 @@ class _State:
 
 
 _NORMAL = _State()
-_PLAIN = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN: frozenset[type] = frozenset({Tensor, torch.nn.Parameter})
 
 _blocks: dict[str, Block] = {}
 _lock = threading.Lock()
@@ -347,9 +347,9 @@ def carries_gradient(input: Tensor) -> bool:
         if tensor.requires_grad:
             return True
         wrapped = functorch.is_functorch_wrapped_tensor(tensor)
-        if forward_ad._current_level >= 0 and not (wrapped and functorch.is_batchedtensor(tensor)):
-            if forward_ad.unpack_dual(tensor).tangent is not None:
-                return True
+        dual_possible = forward_ad._current_level >= 0 and not (wrapped and functorch.is_batchedtensor(tensor))
+        if dual_possible and forward_ad.unpack_dual(tensor).tangent is not None:
+            return True
         if not wrapped:
             return False
         tensor = functorch.get_unwrapped(tensor)

@@ -1,5 +1,6 @@
 """Questions about blocks, asked of any torch program."""
 
-from toolkit.gradients.compare import BlockEffect, Comparison, compare
+from toolkit.gradients.compare import BlockEffect, Comparison, Difference, compare
+from toolkit.gradients.memory import MemoryUse, measure_memory
 
-__all__ = ["BlockEffect", "Comparison", "compare"]
+__all__ = ["BlockEffect", "Comparison", "Difference", "MemoryUse", "compare", "measure_memory"]

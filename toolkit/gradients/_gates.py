@@ -5,7 +5,6 @@ One forward pass with gates gives the gradient for any set of open blocks, on th
 
 from __future__ import annotations
 
-
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.blocks import Site, alias, carries_gradient, gated
 
-__all__ = ["GateBoard", "Meeting", "reachable_nodes"]
+__all__ = ["EVERY_BLOCK", "GateBoard", "Meeting", "reachable_nodes"]
 
 
 @dataclass
@@ -138,6 +137,15 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
                 stack.append(successor)
 
 
+class _Everything(frozenset[str]):
+    def __contains__(self, item: object) -> bool:
+        return True
+
+
+EVERY_BLOCK: Collection[str] = _Everything()
+"""For `reachable_nodes`: as if every block were open."""
+
+
 class _Gate(torch.autograd.Function):
     """An identity whose derivative is 1 while its block is open, and no derivative at all while it is not.
 
@@ -157,15 +165,15 @@ class _Gate(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, None, None]:
         return (cotangent if ctx.board.passes(ctx.block_name) else None), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:  # type: ignore[override]
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
         return alias(tangent) if ctx.board.passes(ctx.block_name) else torch.zeros_like(tangent)
 
     @staticmethod
-    def vmap(  # type: ignore[override]
+    def vmap(
         info: Any, in_dims: tuple[int | None, ...], input: Tensor, board: GateBoard, name: str
     ) -> tuple[Tensor, int | None]:
         return _Gate.apply(input, board, name), in_dims[0]  # type: ignore[no-untyped-call]
@@ -175,8 +183,8 @@ class _Products:
     """Which region made which tensor, for tensors that are still alive."""
 
     def __init__(self) -> None:
-        self._regions: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._exits: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._regions: Any = WeakIdKeyDictionary()
+        self._exits: Any = WeakIdKeyDictionary()
 
     def __bool__(self) -> bool:
         return bool(self._regions)
@@ -185,12 +193,14 @@ class _Products:
         self._regions[tensor] = region
 
     def region_of(self, tensor: Tensor) -> str | None:
-        return self._regions.get(tensor)
+        name: str | None = self._regions.get(tensor)
+        return name
 
     def exit(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
         if tensor not in self._exits:
             self._exits[tensor] = make()
-        return self._exits[tensor]
+        gated_exit: Tensor = self._exits[tensor]
+        return gated_exit
 
 
 class _RegionExits(TorchFunctionMode):

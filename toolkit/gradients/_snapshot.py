@@ -71,7 +71,9 @@ class Snapshot:
         """Take the random state now; the rest is set aside by `set_aside`."""
         self._modules = list(dict.fromkeys(m for module in parts.modules.values() for m in module.modules()))
         leaves = [p for module in self._modules for p in module.parameters(recurse=False)]
-        self._leaves = list({id(leaf): leaf for leaf in [*leaves, *parts.tensors.values(), *parameters.values()]}.values())
+        self._leaves = list(
+            {id(leaf): leaf for leaf in [*leaves, *parts.tensors.values(), *parameters.values()]}.values()
+        )
         self._generators = parts.generators
         self._random = _RandomState(self._generators)
 
@@ -159,8 +161,10 @@ def _is_plain_object(value: Any) -> bool:
     if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
     home = type(value).__module__.partition(".")[0]
-    return home not in sys.stdlib_module_names and home not in ("numpy", "builtins") and (
-        home != "torch" or isinstance(value, torch.optim.Optimizer)
+    return (
+        home not in sys.stdlib_module_names
+        and home not in ("numpy", "builtins")
+        and (home != "torch" or isinstance(value, torch.optim.Optimizer))
     )
 
 

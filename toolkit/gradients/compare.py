@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.blocks import Block, declared_blocks, opened
-from toolkit.gradients._gates import GateBoard, Meeting, reachable_nodes
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, reachable_nodes
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
 
 if TYPE_CHECKING:
@@ -112,8 +112,7 @@ class Comparison:
             self._versions = {name: parameter._version for name, parameter in self._params.items()}
             self._names = _selected(blocks, self._board.meetings)
             self.blocked = self.gradient(())
-            reached = self._reached(())
-            self.effects = [self._effect(name, reached) for name in self._names]
+            self.effects = [self.effect([name]) for name in self._names]
 
     def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly the blocks in `open` are open.
@@ -124,8 +123,7 @@ class Comparison:
         Raises:
             ValueError: If a block was not met by the program.
         """
-        names = frozenset(block.name if isinstance(block, Block) else block for block in open)
-        _selected(names, self._board.meetings)
+        names = frozenset(_selected(open, self._board.meetings))
         if names & self._board.inner:
             return self._gradient_of_rerun(names)
         with self._board.backward(names):
@@ -133,6 +131,39 @@ class Comparison:
                 self._value, list(self._params.values()), retain_graph=True, allow_unused=True
             )
         return self._filled(gradients)
+
+    def effect(self, open: Collection[Block | str]) -> BlockEffect:
+        """Return what opening these blocks *together* does to the gradient.
+
+        Raises:
+            ValueError: If a block was not met by the program, or none is given.
+        """
+        names = _selected(open, self._board.meetings)
+        if not names:
+            raise ValueError("`open` should name at least one block. Found none.")
+        meetings = [self._board.meetings[name] for name in names]
+        carried = any(meeting.carried for meeting in meetings)
+        gradients = self.gradient(names) if carried else self.blocked
+        total = _difference(gradients.values(), self.blocked.values())
+        if not carried:
+            verdict = "no-op"
+        elif _is_rounding(total.leak, gradients, self.blocked):
+            verdict = "redundant"
+        elif cut := sorted(self._reached(names) - self._reached(())):
+            verdict = f"cuts all paths to [{', '.join(cut)}]"
+        else:
+            verdict = "partial"
+        return BlockEffect(
+            name=" + ".join(names),
+            why=" ".join(declared_blocks()[name].why if name in declared_blocks() else "" for name in names).strip(),
+            site=", ".join(str(meeting.site) for meeting in meetings),
+            calls=sum(meeting.calls for meeting in meetings),
+            verdict=verdict,
+            leak=total.leak,
+            ratio=total.ratio,
+            cosine=total.cosine,
+            per_parameter={key: _difference([gradients[key]], [self.blocked[key]]) for key in self._params},
+        )
 
     def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
         """Split the gradient with all blocks open by the set of blocks that each path crosses.
@@ -194,21 +225,6 @@ class Comparison:
         head, *rows = [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, self.effects)]
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{body}</table>"
-
-    def _effect(self, name: str, reached: set[str]) -> BlockEffect:
-        meeting, block = self._board.meetings[name], declared_blocks().get(name, Block(name, ""))
-        gradients = self.gradient([name]) if meeting.carried else self.blocked
-        per_parameter = {key: _difference([gradients[key]], [self.blocked[key]]) for key in self._params}
-        total = _difference(gradients.values(), self.blocked.values())
-        if not meeting.carried:
-            verdict = "no-op"
-        elif _is_rounding(total.leak, gradients, self.blocked):
-            verdict = "redundant"
-        elif cut := sorted(self._reached([name]) - reached):
-            verdict = f"cuts all paths to [{', '.join(cut)}]"
-        else:
-            verdict = "partial"
-        return BlockEffect(name, block.why, str(meeting.site), meeting.calls, verdict, *total, per_parameter)
 
     def _reached(self, open: Collection[str]) -> set[str]:
         """Return the parameters that a gradient can reach through the graph."""
@@ -298,20 +314,8 @@ def _named(params: Parameters, parts: Parts) -> dict[str, Tensor]:
 
 def _leaves(loss: Tensor, parts: Parts) -> dict[str, Tensor]:
     known = parts.names_of_leaves()
-    every_gate_open = _Everything()
-    leaves = [node.variable for node in reachable_nodes(loss.grad_fn, every_gate_open) if hasattr(node, "variable")]
+    leaves = [node.variable for node in reachable_nodes(loss.grad_fn, EVERY_BLOCK) if hasattr(node, "variable")]
     return {known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}"): leaf for index, leaf in enumerate(leaves)}
-
-
-class _Everything(Collection[str]):
-    def __contains__(self, item: object) -> bool:
-        return True
-
-    def __iter__(self) -> Any:
-        raise AssertionError
-
-    def __len__(self) -> int:
-        raise AssertionError
 
 
 def _selected(blocks: Collection[Block | str] | None, met: Mapping[str, Meeting]) -> list[str]:
@@ -351,8 +355,9 @@ def _norm(tensors: Iterable[Tensor]) -> float:
 
 def _is_rounding(leak: float, open: Mapping[str, Tensor], blocked: Mapping[str, Tensor]) -> bool:
     """Judge by the coarsest dtype involved: eps^(3/4) leaves room for the rounding of long sums."""
-    precision = max(torch.finfo(gradient.dtype).eps for gradient in blocked.values())
-    return leak <= precision**0.75 * max(_norm(open.values()), _norm(blocked.values()))
+    precision: float = max(torch.finfo(gradient.dtype).eps for gradient in blocked.values())
+    tolerance: float = precision**0.75
+    return leak <= tolerance * max(_norm(open.values()), _norm(blocked.values()))
 
 
 def _row(effect: BlockEffect) -> tuple[str, ...]:

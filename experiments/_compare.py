@@ -1,0 +1,196 @@
+"""Runs a config with its blocks in place and with each of them open, and records the difference."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experiments._config import LoadedConfig
+from experiments._results import environment, finished_seeds, results_folder, variant_name, write_record
+from experiments._training import Run, Training, train
+from toolkit import compare, declared_blocks, unblock
+from toolkit.gradients import measure_memory
+
+__all__ = ["RunError", "run_config"]
+
+Variant = frozenset[str]
+
+# Rounds in which the variants are timed in turn: enough for a steady median, short beside the training.
+_TIMING_ROUNDS = 15
+_TIMING_SECONDS = 2.0
+
+
+class RunError(Exception):
+    """A run that cannot be compared; its text says why."""
+
+
+def run_config(
+    loaded: LoadedConfig,
+    root: Path,
+    *,
+    force: bool = False,
+    on_seed: Callable[[int, bool], None] = lambda seed, skipped: None,
+    on_step: Callable[[], None] = lambda: None,
+) -> Path:
+    """Run every seed of a config that has no record yet, and return the folder of the records.
+
+    Args:
+        loaded: The config.
+        root: The results folder.
+        force: Whether to run finished seeds again.
+        on_seed: Called with each seed, and whether its record was there already.
+        on_step: Called after each training step of each variant.
+
+    Raises:
+        RunError: If two variants differ before any gradient was used.
+    """
+    torch.set_num_threads(loaded.config.threads)
+    folder = results_folder(root, loaded.name, loaded.config.resolved())
+    done = set() if force else finished_seeds(folder)
+    for seed in range(loaded.config.seeds):
+        on_seed(seed, seed in done)
+        if seed not in done:
+            data, gradients = _run_seed(loaded, seed, on_step)
+            write_record(folder, seed, data, gradients)
+    return folder
+
+
+def _run_seed(
+    loaded: LoadedConfig, seed: int, on_step: Callable[[], None]
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    config = loaded.config
+    started = datetime.now(UTC)
+
+    def make() -> Run:
+        run: Run = loaded.module.run(config, seed)
+        return run
+
+    first = _Gradients(make(), config.variants)
+    trained: dict[Variant, Training] = {}
+    last = first
+    for variant in config.variants:
+        run = make()
+        with unblock(*variant):
+            trained[variant] = train(run, config, on_step)
+        if not variant:
+            last = _Gradients(run, config.variants)
+    _check_first_losses(loaded, seed, trained)
+    seconds = _seconds_per_step(make, config.variants)
+    variants = {}
+    for variant in config.variants:
+        with unblock(*variant):
+            memory = measure_memory(make().loss)
+        variants[variant_name(variant)] = {
+            "open": sorted(variant),
+            **trained[variant].to_dict(),
+            "seconds_per_step": seconds[variant],
+            "graph_bytes": memory.graph,
+            "peak_bytes": memory.peak,
+        }
+    objective = make().objective
+    known = declared_blocks()
+    data = {
+        "name": loaded.name,
+        "seed": seed,
+        "started": started.isoformat(timespec="seconds"),
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "source": loaded.source,
+        "overrides": list(loaded.overrides),
+        "config": config.resolved(),
+        "about": (loaded.module.__doc__ or "").strip(),
+        **environment(config.threads),
+        "blocks": {name: known[name].why for variant in config.variants for name in sorted(variant)},
+        "objective": {
+            "label": objective.label,
+            "higher_is_better": objective.higher_is_better,
+            "best": objective.best,
+        },
+        "comparison": {"first": first.to_dict(), "last": last.to_dict()},
+        "variants": variants,
+    }
+    arrays = {
+        f"{when}/{key}": value
+        for when, part in (("first", first), ("last", last))
+        for key, value in part.arrays.items()
+    }
+    return data, arrays
+
+
+class _Gradients:
+    """The gradients of every variant at the present parameters of a run, and how far each is from the target."""
+
+    def __init__(self, run: Run, variants: list[Variant]) -> None:
+        comparison = compare(run.loss, run.parameters)
+        target = None if run.target is None else {name: value.cpu() for name, value in run.target().items()}
+        self._comparison = comparison
+        self._variants = variants
+        self.arrays: dict[str, NDArray[Any]] = {}
+        self._errors: dict[str, float | None] = {}
+        for variant in variants:
+            gradient = {name: value.cpu() for name, value in comparison.gradient(variant).items()}
+            name = variant_name(variant)
+            self.arrays.update({f"{name}/{key}": value.double().numpy() for key, value in gradient.items()})
+            self._errors[name] = None if target is None else _relative_error(gradient, target)
+
+    def to_dict(self) -> dict[str, Any]:
+        met = self._comparison.to_dict()
+        effects = {
+            variant_name(variant): self._comparison.effect(sorted(variant)).to_dict()
+            for variant in self._variants
+            if variant
+        }
+        return {**met, "effects": effects, "target_error": self._errors}
+
+
+def _check_first_losses(loaded: LoadedConfig, seed: int, trained: Mapping[Variant, Training]) -> None:
+    expected = trained[frozenset()].first_loss
+    for variant, training in trained.items():
+        if training.first_loss != expected and not (np.isnan(training.first_loss) and np.isnan(expected)):
+            raise RunError(
+                f"{loaded.path}: seed {seed}: the first loss should not depend on a block; found {expected!r} "
+                f"blocked and {training.first_loss!r} with {variant_name(variant)} open, so a difference would not be "
+                "due to the block"
+            )
+
+
+def _seconds_per_step(make: Callable[[], Run], variants: list[Variant]) -> dict[Variant, float]:
+    """Return the median seconds of loss and backward pass; the variants run in turn, so that drift hits all of them."""
+    runs = {variant: make() for variant in variants}
+    times: dict[Variant, list[float]] = {variant: [] for variant in variants}
+    begin = time.perf_counter()
+    for repetition in range(_TIMING_ROUNDS + 1):
+        for variant, run in runs.items():
+            run.optimizer.zero_grad()
+            with unblock(*variant):
+                start = time.perf_counter()
+                run.loss().backward()
+                _synchronize(run)
+                elapsed = time.perf_counter() - start
+            if repetition:  # the first round warms up
+                times[variant].append(elapsed)
+        if repetition >= 3 and time.perf_counter() - begin > _TIMING_SECONDS:
+            break
+    return {variant: statistics.median(elapsed) for variant, elapsed in times.items()}
+
+
+def _synchronize(run: Run) -> None:
+    if any(parameter.is_cuda for parameter in run.parameters.values()):
+        torch.cuda.synchronize()
+
+
+def _relative_error(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> float | None:
+    if set(found) != set(target):
+        raise RunError(f"the target should have the parameters {sorted(found)}; found {sorted(target)}")
+    error = sum(float((found[name].double() - target[name].double()).square().sum()) for name in found)
+    size = sum(float(target[name].double().square().sum()) for name in found)
+    value = (error / size) ** 0.5 if size else error**0.5
+    return value if np.isfinite(value) else None

@@ -1,0 +1,175 @@
+"""The records that runs leave in `results/`: one folder a seed, complete or not there at all.
+
+    results/<config>/<hash of the resolved config>/seed-000/record.json
+                                                            gradients.safetensors
+
+A record is written under another name and renamed, so a run that is killed leaves no half record. This module
+imports neither torch nor toolkit: reports are drawn where they are not installed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+__all__ = [
+    "BLOCKED",
+    "ExperimentRecords",
+    "Record",
+    "environment",
+    "finished_seeds",
+    "read_all",
+    "results_folder",
+    "variant_name",
+    "write_record",
+]
+
+SCHEMA = 1
+BLOCKED = "blocked"
+"""The variant with every block in place."""
+
+_PACKAGES = ("stopgrad", "torch", "numpy", "scipy", "scikit-learn")
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one seed of one config left.
+
+    Attributes:
+        seed: The seed.
+        data: `record.json`.
+        gradients: ``"<first or last>/<variant>/<parameter>"`` -> gradient.
+    """
+
+    seed: int
+    data: dict[str, Any]
+    gradients: dict[str, NDArray[Any]]
+
+
+@dataclass(frozen=True)
+class ExperimentRecords:
+    """All finished seeds of one config, in the order of the seeds; at least one."""
+
+    name: str
+    records: list[Record]
+
+
+def variant_name(opened: frozenset[str]) -> str:
+    """Return how a set of open blocks is called in records and reports."""
+    return " + ".join(sorted(opened)) or BLOCKED
+
+
+def results_folder(root: Path, name: str, resolved: Mapping[str, Any]) -> Path:
+    """Return the folder of a config's records; it changes with every value that can change a seed's record.
+
+    How many seeds there are does not: adding seeds continues a config.
+    """
+    values = {key: value for key, value in resolved.items() if key not in ("seeds", "title", "finding")}
+    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
+    return root / name / digest
+
+
+def finished_seeds(folder: Path) -> set[int]:
+    """Return the seeds whose records are complete."""
+    return {int(path.parent.name.removeprefix("seed-")) for path in folder.glob("seed-*/record.json")}
+
+
+def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Mapping[str, NDArray[Any]]) -> Path:
+    """Write the record of one seed, whole or not at all. An older record of the same seed is replaced."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left_over in folder.glob(f".seed-{seed:03d}.*"):
+        shutil.rmtree(left_over)
+    unfinished = folder / f".seed-{seed:03d}.{os.getpid()}"
+    unfinished.mkdir()
+    text = json.dumps({"schema": SCHEMA, **data}, indent=1, allow_nan=False)
+    (unfinished / "record.json").write_text(text, encoding="utf-8")
+    arrays = {key: np.ascontiguousarray(value) for key, value in gradients.items()}
+    safetensors.numpy.save_file(arrays, unfinished / "gradients.safetensors")
+    for file in unfinished.iterdir():
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+    finished = folder / f"seed-{seed:03d}"
+    if finished.exists():
+        shutil.rmtree(finished)
+    unfinished.replace(finished)
+    return finished
+
+
+def read_all(root: Path) -> list[ExperimentRecords]:
+    """Return the records of every config that has any, sorted by name; the newest values of each config.
+
+    Raises:
+        ValueError: If a record is of another version of this project.
+    """
+    found = []
+    for name in sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []:
+        folders = [folder for folder in (root / name).iterdir() if finished_seeds(folder)]
+        if folders:
+            newest = max(
+                folders, key=lambda folder: max(f.stat().st_mtime_ns for f in folder.glob("seed-*/record.json"))
+            )
+            found.append(ExperimentRecords(name, [_read(path) for path in sorted(newest.glob("seed-*"))]))
+    return found
+
+
+def environment(threads: int) -> dict[str, Any]:
+    """Return what a number in a report must be read with: commit, versions, machine."""
+    return {
+        "git": _git(),
+        "versions": {"python": platform.python_version(), **dict(_versions())},
+        "machine": {
+            "system": f"{platform.system()} {platform.machine()}",
+            "processor": _processor(),
+            "cores": os.cpu_count(),
+            "threads": threads,
+        },
+    }
+
+
+def _read(folder: Path) -> Record:
+    data = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{folder}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: run its config again.")
+    return Record(data["seed"], data, safetensors.numpy.load_file(folder / "gradients.safetensors"))
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield package, importlib.metadata.version(package)
+
+
+def _git() -> dict[str, Any] | None:
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *arguments], check=True, capture_output=True, text=True, timeout=20
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown"
