@@ -21,10 +21,12 @@ C classes along the dimension ``dim``; ``*`` all other dimensions, which are ind
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from toolkit.blocks import block, stop_gradient
 
@@ -119,8 +121,8 @@ def logsumexp(input: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
         Blanchard, Higham & Higham, "Accurately computing the log-sum-exp and softmax functions", 2021, section 4.
 
     Example:
-        >>> logsumexp(torch.tensor([1000.0, 1000.0]))
-        tensor(1000.6931)
+        >>> logsumexp(torch.tensor([1000.0, 1000.0], dtype=torch.float64))
+        tensor(1000.6931, dtype=torch.float64)
     """
     _check(input, "input")
     z, shift = _shifted(input, dim)
@@ -215,10 +217,42 @@ def _shifted(input: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _exp_over_sum(z: Tensor, dim: int) -> Tensor:
-    """Return the softmax of shifted inputs."""
+    """Return the softmax of shifted inputs.
+
+    Forward mode, `torch.func` and a compiler need to see every operation; plain reverse mode is better off without.
+    """
+    if is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return _exp_over_sum_in_plain_autograd(z, dim)
+    return _ExpOverSum.apply(z, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _exp_over_sum_in_plain_autograd(z: Tensor, dim: int) -> Tensor:
+    """Specify `_exp_over_sum`: the same bits forward, the same gradient to rounding."""
     e = z.exp()
     # The maximum alone contributes 1: the sum is smaller only in a row of -inf, where it is 0.
     return e / e.sum(dim, keepdim=True).clamp(min=1)
+
+
+class _ExpOverSum(torch.autograd.Function):
+    r"""The softmax of shifted inputs, differentiated by its Jacobian :math:`\operatorname{diag}(y) - y y^\top`.
+
+    The shift is no part of it: autograd records the subtraction, so an open block is differentiated through. Forward
+    mode and `torch.func` would raise here, never answer wrongly: it defines neither `jvp` nor `vmap`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, dim: int) -> Tensor:
+        e = z.exp()
+        y = e.div_(e.sum(dim, keepdim=True).clamp_(min=1))
+        ctx.save_for_backward(y)
+        ctx.dim = dim
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
+        (y,) = ctx.saved_tensors
+        product = y * cotangent
+        return product.addcmul_(y, product.sum(ctx.dim, keepdim=True), value=-1), None
 
 
 def _log_sum_exp(z: Tensor, dim: int) -> Tensor:
