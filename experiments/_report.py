@@ -1,0 +1,370 @@
+"""Draws the report: one self-contained page from the records in `results/`.
+
+Imports neither torch nor toolkit: the page can be drawn where they are not installed.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from numpy.typing import NDArray
+
+from experiments._figures import COLOURS, Arrow, Band, Bar, draw_arrows, draw_bands, draw_bars, draw_parameters
+from experiments._results import BLOCKED, ExperimentRecords, Record
+
+__all__ = ["write_report"]
+
+# More parameters than this make a picture nobody reads; those with the largest leak are shown.
+_MOST_PARAMETERS = 10
+
+# A difference of the final objective below this, relative, is rounding that training has amplified.
+_NOTHING = 1e-9
+
+
+@dataclass(frozen=True)
+class VariantView:
+    """One set of open blocks, summed up over the seeds, in words and numbers ready for the page."""
+
+    name: str
+    colour: str
+    blocks: list[tuple[str, str]]
+    verdict: str
+    sentence: str
+    outcome: str
+    angle: str
+    ratio: str
+    leak: str
+    target: str
+    final: str
+    training: str
+    time: str
+    memory: str
+
+
+@dataclass(frozen=True)
+class ExperimentView:
+    """One config, ready for the page."""
+
+    key: str
+    title: str
+    finding: str
+    about: str
+    objective: str
+    better: str
+    blocked_final: str
+    blocked_target: str
+    variants: list[VariantView]
+    arrows: str
+    parameters: str
+    curves: str
+    costs: str
+    config: str
+    command: str
+    provenance: list[tuple[str, str]]
+
+
+def write_report(experiments: Sequence[ExperimentRecords], page: Path) -> Path:
+    """Write the page, whole or not at all, and return its path."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("experiments", "."), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    views = [_view(experiment) for experiment in experiments]
+    text = environment.get_template("_report.html.j2").render(experiments=views, blocked_colour=COLOURS[0])
+    page.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = page.with_name(f".{page.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(page)
+
+
+def _view(experiment: ExperimentRecords) -> ExperimentView:
+    records = experiment.records
+    newest = records[-1].data
+    names = [name for name in newest["variants"] if name != BLOCKED]
+    colours = {name: COLOURS[(index + 1) % len(COLOURS)] for index, name in enumerate(names)}
+    key = f"x-{experiment.name}"
+    better = "higher is better" if newest["objective"]["higher_is_better"] else "lower is better"
+    return ExperimentView(
+        key=key,
+        title=newest["config"]["title"],
+        finding=newest["config"]["finding"],
+        about=newest["about"],
+        objective=newest["objective"]["label"],
+        better=better,
+        blocked_final=_spread(_finals(records, BLOCKED)),
+        blocked_target=_target(records, BLOCKED),
+        variants=[_variant(records, name, colours[name]) for name in names],
+        arrows=draw_arrows([(title, _arrows(records, when, colours)) for when, title in _MOMENTS], f"{key}-arrows"),
+        parameters=_parameters(records, names, colours, f"{key}-parameters"),
+        curves=draw_bands(_curves(records, [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}), f"{key}-curves"),
+        costs=draw_bars(_costs(records, [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}), f"{key}-costs"),
+        config=newest["source"].strip(),
+        command=_command(experiment.name, newest),
+        provenance=_provenance(records),
+    )
+
+
+_MOMENTS = (("first", "before the first step"), ("last", "after training with the block"))
+
+
+def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
+    newest = records[-1].data
+    effects = [record.data["comparison"]["first"]["effects"][name] for record in records]
+    last = [record.data["comparison"]["last"]["effects"][name] for record in records]
+    verdicts = Counter(effect["verdict"] for effect in effects)
+    verdict = verdicts.most_common(1)[0][0] if len(verdicts) == 1 else "differs between seeds"
+    return VariantView(
+        name=name,
+        colour=colour,
+        blocks=[(block, newest["blocks"][block]) for block in newest["variants"][name]["open"]],
+        verdict=verdict,
+        sentence=_sentence(verdict, effects, last),
+        outcome=_outcome(records, name),
+        angle=_range([_degrees(effect["cosine"]) for effect in effects], "{:.3g}°"),
+        ratio=_range([effect["ratio"] for effect in effects], "×{:.3g}"),
+        leak=_range([_relative_leak(record, name, "first") for record in records], "{:.2g}"),
+        target=_target(records, name),
+        final=_spread(_finals(records, name)),
+        training=_training(records, name),
+        time=_range([_cost_ratio(record, name, "seconds_per_step") for record in records], "×{:.2f}"),
+        memory=_range([_cost_ratio(record, name, "graph_bytes") for record in records], "×{:.2f}"),
+    )
+
+
+def _sentence(verdict: str, first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) -> str:
+    """Say what the verdict means to a reader who has never heard of stop-gradients."""
+    if verdict == "no-op":
+        return "Nothing that carries a gradient reaches this block: there is nothing for it to stop."
+    if verdict == "redundant":
+        exact = all(effect["leak"] == 0 for effect in [*first, *last])
+        size = "not by a single bit" if exact else "by no more than the rounding of floating-point numbers"
+        return f"Opening the block changes the gradient {size}: what would flow through it is zero."
+    start = _turn(first)
+    sentence = f"Opening the block {start} before the first step, and {_turn(last)} once the model is trained."
+    if verdict.startswith("cuts all paths"):
+        kept = verdict.removeprefix("cuts all paths to ").strip("[]")
+        sentence += f" While it is in place no gradient reaches {kept} at all."
+    return sentence
+
+
+def _turn(effects: Sequence[dict[str, Any]]) -> str:
+    angles = [_degrees(effect["cosine"]) for effect in effects]
+    ratios = [effect["ratio"] for effect in effects]
+    length = _median(ratios)
+    if not math.isfinite(length) or not math.isfinite(_median(angles)):
+        return "changes a gradient that is zero with the block"
+    return f"turns the gradient by {_median(angles):.2g}° and makes it {length:.2g} times as long"
+
+
+def _training(records: Sequence[Record], name: str) -> str:
+    """Say in a few words how the open runs end, for the table of all experiments."""
+    gains, size = _gains(records, name)
+    if not gains:
+        return "breaks off"
+    if max(map(abs, gains)) <= _NOTHING * size:
+        return "same"
+    worse = sum(gain > 0 for gain in gains)
+    return (
+        f"worse in {worse} of {len(gains)}"
+        if 2 * worse >= len(gains)
+        else f"better in {len(gains) - worse} of {len(gains)}"
+    )
+
+
+def _gains(records: Sequence[Record], name: str) -> tuple[list[float], float]:
+    """Return by how much the block improves the final objective, seed by seed, and the objective's size."""
+    sign = 1 if records[-1].data["objective"]["higher_is_better"] else -1
+    pairs = [
+        (blocked, opened)
+        for blocked, opened in zip(_finals(records, BLOCKED), _finals(records, name), strict=True)
+        if math.isfinite(blocked) and math.isfinite(opened)
+    ]
+    size = statistics.fmean(abs(blocked) for blocked, _ in pairs) if pairs else 0.0
+    return [sign * (blocked - opened) for blocked, opened in pairs], size or 1.0
+
+
+def _outcome(records: Sequence[Record], name: str) -> str:
+    gains, size = _gains(records, name)
+    diverged = sum(record.data["variants"][name]["diverged_at"] is not None for record in records)
+    ended = (
+        f" In {diverged} of {len(records)} seeds the open run broke off: its loss was not finite." if diverged else ""
+    )
+    if not gains:
+        return f"No seed can be compared.{ended}"
+    if not any(gains):
+        return f"Training ends at exactly the same value with and without the block, in every seed.{ended}"
+    if max(map(abs, gains)) <= _NOTHING * size:
+        return f"Training ends at the same value with and without the block, up to rounding.{ended}"
+    mean = statistics.fmean(gains)
+    side = "better" if mean > 0 else "worse"
+    wins = sum(gain * mean > 0 for gain in gains)
+    return (
+        f"With the block, training ends {abs(mean):.3g} {side} on average, and {side} in {wins} of {len(gains)} "
+        f"seeds.{ended}"
+    )
+
+
+def _arrows(records: Sequence[Record], when: str, colours: dict[str, str]) -> list[Arrow]:
+    arrows = [Arrow(BLOCKED, 1.0, 1.0, COLOURS[0])]
+    for name, colour in colours.items():
+        effects = [record.data["comparison"][when]["effects"][name] for record in records]
+        ratio, cosine = _median([e["ratio"] for e in effects]), _median([e["cosine"] for e in effects])
+        arrows.append(Arrow("open" if len(colours) == 1 else f"{name} open", ratio, cosine, colour))
+    return arrows
+
+
+def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> str:
+    effects = {name: [record.data["comparison"]["last"]["effects"][name] for record in records] for name in names}
+    known = list(effects[names[0]][0]["per_parameter"])
+
+    def values(name: str, parameter: str, what: str) -> float:
+        return _median([effect["per_parameter"][parameter][what] for effect in effects[name]])
+
+    leaks = {parameter: max(values(name, parameter, "leak") for name in names) for parameter in known}
+    kept = set(sorted(known, key=lambda parameter: -leaks[parameter])[:_MOST_PARAMETERS])
+    shown = [parameter for parameter in known if parameter in kept]
+    series = [
+        (
+            name,
+            [values(name, parameter, "cosine") for parameter in shown],
+            [values(name, parameter, "ratio") for parameter in shown],
+            colours[name],
+        )
+        for name in names
+    ]
+    return draw_parameters(shown, series, key)
+
+
+def _curves(
+    records: Sequence[Record], names: Sequence[str], colours: dict[str, str]
+) -> list[tuple[str, list[Band], float | None]]:
+    newest = records[-1].data
+    metrics = list(newest["variants"][BLOCKED]["metrics"])
+    panels = []
+    for metric in metrics[:3]:
+        bands = []
+        for name in names:
+            runs = [record.data["variants"][name] for record in records]
+            longest = max((run["steps"] for run in runs), key=len)
+            values = np.full((len(runs), len(longest)), np.nan)
+            for row, run in zip(values, runs, strict=True):
+                row[: len(run["steps"])] = [np.nan if v is None else v for v in run["metrics"][metric]]
+            bands.append(Band(_legend(name, names), np.asarray(longest, dtype=float), values, colours[name]))
+        title = newest["objective"]["label"] if metric == "objective" else metric.replace("_", " ")
+        panels.append((title, bands, newest["objective"]["best"] if metric == "objective" else None))
+    return panels
+
+
+def _costs(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> list[tuple[str, list[Bar]]]:
+    def panel(title: str, what: str, write: Callable[[float], str]) -> tuple[str, list[Bar]]:
+        medians = [_median([record.data["variants"][name][what] for record in records]) for name in names]
+        bars = [
+            Bar(_legend(name, names), value, write(value), colours[name])
+            for name, value in zip(names, medians, strict=True)
+        ]
+        return title, bars
+
+    return [
+        panel("time of a gradient", "seconds_per_step", _milliseconds),
+        panel("memory held by the graph", "graph_bytes", _bytes),
+        panel("peak memory of a step", "peak_bytes", _bytes),
+    ]
+
+
+def _legend(name: str, names: Sequence[str]) -> str:
+    if name == BLOCKED:
+        return "blocked"
+    return "open" if len(names) == 2 else f"{name} open"
+
+
+def _finals(records: Sequence[Record], name: str) -> list[float]:
+    values = []
+    for record in records:
+        variant = record.data["variants"][name]
+        final = variant["metrics"]["objective"][-1] if variant["diverged_at"] is None else None
+        values.append(math.nan if final is None else final)
+    return values
+
+
+def _target(records: Sequence[Record], name: str) -> str:
+    return _range([record.data["comparison"]["first"]["target_error"][name] for record in records], "{:.1e}")
+
+
+def _relative_leak(record: Record, name: str, when: str) -> float:
+    comparison = record.data["comparison"][when]
+    size = comparison["blocked_norm"]
+    return comparison["effects"][name]["leak"] / size if size else math.nan
+
+
+def _cost_ratio(record: Record, name: str, what: str) -> float:
+    blocked = record.data["variants"][BLOCKED][what]
+    return record.data["variants"][name][what] / blocked if blocked else math.nan
+
+
+def _degrees(cosine: float | None) -> float:
+    return math.nan if cosine is None else math.degrees(math.acos(cosine))
+
+
+def _median(values: Iterable[float | None]) -> float:
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan
+
+
+def _range(values: Sequence[float | None], pattern: str) -> str:
+    """Write the median, and the range of the seeds where it shows."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
+        return "–"
+    texts = [pattern.format(value) for value in (statistics.median(finite), min(finite), max(finite))]
+    return texts[0] if texts[1] == texts[2] else f"{texts[0]} ({texts[1]} … {texts[2]})"
+
+
+def _spread(values: Sequence[float]) -> str:
+    finite: NDArray[np.float64] = np.asarray([value for value in values if math.isfinite(value)])
+    if not finite.size:
+        return "–"
+    if finite.size == 1:
+        return f"{finite[0]:.5g}"
+    return f"{finite.mean():.5g} ± {finite.std(ddof=1):.2g}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def _command(name: str, data: dict[str, Any]) -> str:
+    overrides = "".join(f" --set {shlex.quote(override)}" for override in data["overrides"])
+    return f"python -m experiments run configs/{name}.toml{overrides}"
+
+
+def _provenance(records: Sequence[Record]) -> list[tuple[str, str]]:
+    newest = records[-1].data
+    git = newest["git"]
+    commit = "not in a git checkout" if git is None else git["commit"][:12] + (" with changes" if git["dirty"] else "")
+    machine = newest["machine"]
+    return [
+        ("seeds", ", ".join(str(record.seed) for record in records)),
+        ("commit", commit),
+        ("versions", ", ".join(f"{package} {version}" for package, version in newest["versions"].items())),
+        (
+            "machine",
+            f"{machine['processor']}, {machine['cores']} cores, {machine['threads']} threads used, {machine['system']}",
+        ),
+        ("finished", newest["finished"]),
+    ]
