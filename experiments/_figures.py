@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -21,7 +22,7 @@ __all__ = ["COLOURS", "Arrow", "Band", "Bar", "draw_arrows", "draw_bands", "draw
 # Okabe and Ito's palette, told apart with every kind of colour vision. Blue is the blocked run in every picture.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
-_STYLE = {
+_STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
     "axes.spines.top": False,

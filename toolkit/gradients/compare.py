@@ -192,8 +192,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Return loss, norm of the blocked gradient and effects as plain JSON."""
         return {
-            "loss": self.loss if math.isfinite(self.loss) else None,
-            "blocked_norm": _norm(self.blocked.values()),
+            "loss": _finite(self.loss),
+            "blocked_norm": _finite(_norm(self.blocked.values())),
             "effects": [effect.to_dict() for effect in self.effects],
         }
 
@@ -366,7 +366,11 @@ def _row(effect: BlockEffect) -> tuple[str, ...]:
 
 
 def _plain(difference: Difference) -> dict[str, float | None]:
-    return {key: value if math.isfinite(value) else None for key, value in difference._asdict().items()}
+    return {key: _finite(value) for key, value in difference._asdict().items()}
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _without_compiled_code() -> AbstractContextManager[None]:

@@ -1,0 +1,146 @@
+"""Config files: what is read, and the one line that each mistake ends with."""
+
+import pytest
+import toy
+from click.testing import CliRunner
+
+from experiments.__main__ import main
+from experiments._config import ConfigError, experiment_names, load_config
+
+
+@pytest.fixture
+def config(request, tmp_path, monkeypatch):
+    name = "toy_" + "".join(letter if letter.isalnum() else "_" for letter in request.node.name)[:40]
+    return toy.install(name, tmp_path, monkeypatch)
+
+
+def _edited(path, old, new):
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    return path
+
+
+def _message(path, *overrides):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_values_and_defaults_are_resolved(config):
+    loaded = load_config(config)
+    assert loaded.name == config.stem
+    assert loaded.config.resolved()["steps"] == 6
+    assert loaded.config.resolved()["noise"] == 0.1
+    assert loaded.config.resolved()["dtype"] == "float64"
+
+
+def test_variants_start_with_the_blocked_run(config):
+    name = config.stem
+    target, shift = f"{name}.target", f"{name}.shift"
+    expected = [frozenset(), frozenset({target}), frozenset({shift}), frozenset({target, shift})]
+    assert load_config(config).config.variants == expected
+
+
+def test_overrides_win_and_are_typed(config):
+    loaded = load_config(config, ["steps=9", "learning_rate=1e-3", "kind=unfair", f"open=['{config.stem}.shift']"])
+    assert (loaded.config.steps, loaded.config.learning_rate, loaded.config.kind) == (9, 1e-3, "unfair")
+    assert loaded.config.open == [f"{config.stem}.shift"]
+
+
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest_one(config):
+    _edited(config, "learning_rate", "learning_rat")
+    assert f"{config}:8: learning_rat: unknown key; did you mean 'learning_rate'?" in _message(config)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("steps = 6", 'steps = "many"', ":6: steps: input should be a valid integer, found 'many'"),
+        ("steps = 6", 'steps = "6"', ":6: steps: input should be a valid integer, found '6'"),
+        ("steps = 6", "steps = 0", ":6: steps: input should be greater than or equal to 1, found 0"),
+        ("learning_rate = 0.1", "learning_rate = -1", ":8: learning_rate: input should be greater than 0, found -1"),
+        ("learning_rate = 0.1", "learning_rate = nan", ":8: learning_rate: input should be"),
+        ("steps = 6", 'steps = 6\ndtype = "float46"', "found 'float46'; did you mean 'float64'?"),
+        ("steps = 6", 'steps = 6\ndevice = "gpu"', ":7: device: string should match pattern"),
+        ("steps = 6\n", "", ": steps: missing"),
+        (".target", ".targte", ":4: open: unknown block"),
+        ("steps = 6", "steps = = 6", "not valid TOML"),
+    ],
+    ids=["word", "text", "zero", "negative", "nan", "choice", "device", "missing", "block", "syntax"],
+)
+def test_a_bad_value_is_one_line_with_file_and_key(config, old, new, says):
+    message = _message(_edited(config, old, new))
+    assert "\n" not in message
+    assert message.startswith(str(config))
+    assert says in message
+
+
+def test_an_unknown_block_is_named_with_the_nearest_one(config):
+    _edited(config, f'"{config.stem}.shift"]', f'"{config.stem}.shfit"]')
+    assert f"did you mean '{config.stem}.shift'?" in _message(config)
+
+
+def test_an_unknown_experiment_is_named_with_the_nearest_one(config):
+    _edited(config, f'experiment = "{config.stem}"', 'experiment = "softmaxx"')
+    assert f"{config}:1: experiment: unknown experiment 'softmaxx'; did you mean 'softmax'?" in _message(config)
+
+
+def test_a_missing_experiment_lists_all(config):
+    _edited(config, f'experiment = "{config.stem}"', "")
+    assert ", ".join(experiment_names()) in _message(config)
+
+
+def test_several_mistakes_are_one_line_each(config):
+    _edited(config, "steps = 6", "steps = 0\nsteppes = 3")
+    assert len(_message(config).splitlines()) == 2
+
+
+def test_a_missing_file_is_named_with_the_nearest_one(config):
+    assert "no such file; did you mean" in _message(config.with_name(config.name + "l"))
+
+
+def test_a_folder_in_place_of_a_file_cannot_be_read(tmp_path):
+    assert _message(tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+def test_a_file_that_is_no_text_cannot_be_read(config):
+    config.write_bytes(b"\xff\xfe\x00")
+    assert _message(config) == f"{config}: cannot be read: not UTF-8 text"
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("steps", "--set steps: should be key=value"),
+        ("steps=no", "--set steps=no: input should be a valid integer, found 'no'"),
+        ("step=3", "--set step=3: unknown key; did you mean 'steps'?"),
+    ],
+    ids=["no-value", "word", "unknown"],
+)
+def test_a_bad_override_names_the_option(config, override, says):
+    assert says in _message(config, override)
+
+
+def test_the_same_blocks_twice_are_refused(config):
+    _edited(config, f'"{config.stem}.shift", [', f'"{config.stem}.target", [')
+    assert "the same blocks are opened twice" in _message(config)
+
+
+def test_the_command_line_ends_with_code_2_and_writes_nothing(config, tmp_path):
+    bad = _edited(config, "steps = 6", "steps = -6")
+    results = tmp_path / "results"
+    done = CliRunner().invoke(main, ["run", str(bad), "--results", str(results)])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"error: {bad}:6: steps:")
+    assert len(done.stderr.splitlines()) == 1
+    assert not results.exists()
+
+
+def test_one_bad_config_among_good_ones_starts_no_run(config, tmp_path):
+    bad = config.with_name("bad.toml")
+    bad.write_text(config.read_text().replace("steps = 6", "steps = -6"))
+    results = tmp_path / "results"
+    done = CliRunner().invoke(main, ["run", str(config), str(bad), "--results", str(results)])
+    assert done.exit_code == 2
+    assert not results.exists()

@@ -1,0 +1,162 @@
+"""Every config: it runs, its variants differ by nothing but the block, and its blocked gradient is the target."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+from click.testing import CliRunner
+
+from experiments.__main__ import main
+from experiments._compare import RunError, run_config
+from experiments._config import load_config
+from experiments._results import BLOCKED, read_all
+from toolkit import compare, unblock
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
+
+
+def _load(path, tmp_path, **values):
+    """Load a config with other values, and the same name."""
+    overrides = [f"{key}={value}" for key, value in values.items()]
+    return load_config(path, overrides)
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    root = tmp_path_factory.mktemp("results")
+    for path in CONFIGS:
+        loaded = load_config(path, ["steps=2", "seeds=1", "evaluate_every=1"])
+        run_config(loaded, root)
+    return {found.name: found.records[0] for found in read_all(root)}
+
+
+def _gradients(run, variant):
+    with unblock(*variant):
+        found = torch.autograd.grad(run.loss(), list(run.parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(run.parameters.items(), found, strict=True)
+    }
+
+
+def test_there_is_a_config_for_every_algorithm():
+    experiments = {tomllib.loads(path.read_text())["experiment"] for path in CONFIGS}
+    assert experiments >= {"softmax", "em", "rbm", "adversarial"}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_two_steps_leave_a_whole_record(path, records):
+    data = records[path.stem].data
+    assert data["config"]["steps"] == 2
+    assert next(iter(data["variants"])) == BLOCKED
+    for variant in data["variants"].values():
+        assert variant["steps"] == [0, 1, 2]
+        assert all(value is not None for value in variant["metrics"]["objective"])
+        assert variant["seconds_per_step"] > 0
+        assert variant["peak_bytes"] >= variant["graph_bytes"] > 0
+    parameters = {key.split("/")[-1] for key in records[path.stem].gradients if key.startswith(f"first/{BLOCKED}/")}
+    assert parameters == set(data["comparison"]["first"]["effects"][list(data["variants"])[1]]["per_parameter"])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_first_loss_does_not_depend_on_a_block(path, records):
+    losses = {variant["first_loss"] for variant in records[path.stem].data["variants"].values()}
+    assert len(losses) == 1
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_blocked_gradient_is_the_target(path, records):
+    comparison = records[path.stem].data["comparison"]
+    tolerance = {"float64": 1e-10, "float32": 1e-4}[records[path.stem].data["config"]["dtype"]]
+    for when in ("first", "last"):
+        error = comparison[when]["target_error"][BLOCKED]
+        if error is not None:
+            assert error <= tolerance
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_gates_and_real_removal_agree_bit_for_bit(path):
+    loaded = load_config(path)
+    run = loaded.module.run(loaded.config, 0)
+    comparison = compare(run.loss, run.parameters)
+    for variant in loaded.config.variants:
+        removed = _gradients(loaded.module.run(loaded.config, 0), variant)
+        found = comparison.gradient(variant)
+        assert all(torch.equal(found[name], removed[name]) for name in removed)
+
+
+def test_variants_with_another_first_loss_are_an_error(tmp_path, monkeypatch):
+    loaded = load_config(toy.install("toy_unfair", tmp_path, monkeypatch), ["kind=unfair"])
+    with pytest.raises(RunError, match="the first loss should not depend on a block"):
+        run_config(loaded, tmp_path / "results")
+    assert read_all(tmp_path / "results") == []
+
+
+def test_an_unfair_run_ends_the_command_line_with_code_1(tmp_path, monkeypatch):
+    path = toy.install("toy_unfair_cli", tmp_path, monkeypatch)
+    done = CliRunner().invoke(main, ["run", str(path), "--set", "kind=unfair", "--results", str(tmp_path / "results")])
+    assert done.exit_code == 1
+    assert "so a difference would not be due to the block" in done.stderr
+
+
+def test_a_run_that_diverges_is_recorded_as_one(tmp_path, monkeypatch):
+    loaded = load_config(toy.install("toy_diverges", tmp_path, monkeypatch), ["kind=diverges", "seeds=1"])
+    run_config(loaded, tmp_path / "results")
+    ((record,),) = (found.records for found in read_all(tmp_path / "results"))
+    assert record.data["variants"][BLOCKED]["diverged_at"] is None
+    assert record.data["variants"]["toy_diverges.target"]["diverged_at"] == 1
+
+
+def test_the_same_config_and_seed_give_the_same_record(tmp_path, monkeypatch):
+    path = toy.install("toy_again", tmp_path, monkeypatch)
+    for root in ("one", "two"):
+        run_config(load_config(path, ["seeds=1"]), tmp_path / root)
+    one, two = (read_all(tmp_path / root)[0].records[0] for root in ("one", "two"))
+
+    def outcome(record):
+        return {name: (v["first_loss"], v["metrics"]) for name, v in record.data["variants"].items()}
+
+    assert outcome(one) == outcome(two)
+    assert one.data["comparison"] == two.data["comparison"]
+
+
+def test_the_variant_with_the_block_is_plain_training(tmp_path, monkeypatch):
+    loaded = load_config(toy.install("toy_plain", tmp_path, monkeypatch), ["seeds=1"])
+    run_config(loaded, tmp_path / "results")
+    ((record,),) = (found.records for found in read_all(tmp_path / "results"))
+    run = loaded.module.run(loaded.config, 0)
+    for _ in range(loaded.config.steps):
+        run.optimizer.zero_grad()
+        run.loss().backward()
+        run.optimizer.step()
+    assert record.data["variants"][BLOCKED]["metrics"]["objective"][-1] == run.evaluate()["objective"]
+
+
+def test_force_runs_finished_seeds_again(tmp_path, monkeypatch):
+    path = toy.install("toy_force", tmp_path, monkeypatch)
+    results = tmp_path / "results"
+    arguments = ["run", str(path), "--results", str(results)]
+    assert CliRunner().invoke(main, arguments).exit_code == 0
+    (record,) = results.glob("toy_force/*/seed-000/record.json")
+    before = record.stat().st_mtime_ns
+    assert "has a record already" in CliRunner().invoke(main, arguments).stderr
+    assert record.stat().st_mtime_ns == before
+    assert CliRunner().invoke(main, [*arguments, "--force"]).exit_code == 0
+    assert record.stat().st_mtime_ns > before
+
+
+def test_list_shows_experiments_blocks_and_configs():
+    done = CliRunner().invoke(main, ["list"])
+    assert done.exit_code == 0
+    for text in ("softmax.shift", "em.responsibilities", "rbm.negative_samples", "adversarial.example"):
+        assert text in done.stdout
+    assert all(path.name in done.stdout for path in CONFIGS)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_records_are_plain_json(records, tmp_path):
+    for record in records.values():
+        assert json.loads(json.dumps(record.data, allow_nan=False)) == record.data

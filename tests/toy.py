@@ -1,0 +1,92 @@
+"""A small experiment that tests put beside the real ones."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import experiments
+
+MODULE = '''
+"""A toy: a straight line learns from its own predictions.
+
+Second paragraph.
+"""
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field
+
+from experiments._config import ExperimentConfig
+from experiments._training import Objective, Run
+from toolkit import block, is_blocked, stop_gradient
+
+TARGET = block("{name}.target", "The target is a label: only the prediction moves.")
+SHIFT = block("{name}.shift", "A shift that cancels.")
+
+
+class Config(ExperimentConfig):
+    """Settings of the toy."""
+
+    noise: Annotated[float, Field(ge=0)] = 0.1
+    kind: str = "fair"
+    pause: float = 0.0
+    sign: str = ""
+
+
+def run(config, seed):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
+    inputs = torch.randn(20, 3, generator=generator, dtype=torch.float64)
+
+    calls = []
+
+    def loss():
+        calls.append(1)
+        time.sleep(config.pause)
+        if config.sign and seed == 1:
+            Path(config.sign).touch()
+        outputs = inputs @ weight
+        noise = config.noise * torch.randn(20, generator=generator, dtype=torch.float64)
+        target = stop_gradient(outputs.tanh() + noise, TARGET)
+        shift = stop_gradient(outputs.mean(), SHIFT)
+        value = ((outputs - target) ** 2).mean() + (outputs - shift).mean() + shift
+        if config.kind == "unfair" and not is_blocked(TARGET):
+            value = value + 1e-9
+        if config.kind == "diverges" and not is_blocked(TARGET):
+            value = value * (torch.nan if len(calls) > 1 else 1.0)
+        return value
+
+    return Run(
+        parameters={{"weight": weight}},
+        loss=loss,
+        objective=Objective(label="squared length (toy units)", higher_is_better=False, best=0.0),
+        evaluate=lambda: {{"objective": weight.square().sum().item(), "first weight": weight[0].item()}},
+        optimizer=torch.optim.SGD([weight], lr=config.learning_rate),
+    )
+'''
+
+CONFIG = """
+experiment = "{name}"
+title = "A toy <b>&amp;</b>"
+finding = "Nothing is known about toys."
+open = ["{name}.target", "{name}.shift", ["{name}.target", "{name}.shift"]]
+seeds = 2
+steps = 6
+evaluate_every = 2
+learning_rate = 0.1
+"""
+
+
+def install(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch | None = None) -> Path:
+    """Write experiment and config under a name that no other test uses, and return the config's path."""
+    modules = folder / "modules"
+    modules.mkdir(parents=True, exist_ok=True)
+    (modules / f"{name}.py").write_text(MODULE.format(name=name))
+    path = folder / f"{name}.toml"
+    path.write_text(textwrap.dedent(CONFIG.format(name=name)).lstrip())
+    if monkeypatch is not None:
+        monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(modules)])
+    return path
