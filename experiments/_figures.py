@@ -6,6 +6,7 @@ import html
 import io
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,18 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-__all__ = ["COLOURS", "Arrow", "Band", "Bar", "draw_arrows", "draw_bands", "draw_bars", "draw_parameters"]
+__all__ = [
+    "COLOURS",
+    "Arrow",
+    "Band",
+    "Bar",
+    "degrees",
+    "draw_arrows",
+    "draw_bands",
+    "draw_bars",
+    "draw_parameters",
+    "significant",
+]
 
 # Okabe and Ito's palette, told apart with every kind of colour vision. Blue is the blocked run in every picture.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -94,8 +106,8 @@ def draw_parameters(
         rows = np.arange(len(names))
         for index, (label, cosines, ratios, colour) in enumerate(series):
             offset = (index - (len(series) - 1) / 2) * height
-            degrees = [math.degrees(math.acos(c)) if math.isfinite(c) else 0.0 for c in cosines]
-            angle.barh(rows + offset, degrees, height * 0.9, color=colour, label=label)
+            angles = [degrees(cosine) if math.isfinite(cosine) else 0.0 for cosine in cosines]
+            angle.barh(rows + offset, angles, height * 0.9, color=colour, label=label)
             finite = [r if math.isfinite(r) and r > 0 else 1.0 for r in ratios]
             length.barh(rows + offset, np.log2(finite), height * 0.9, color=colour)
             for row, r in zip(rows, ratios, strict=True):
@@ -119,7 +131,8 @@ def draw_parameters(
 def draw_bands(panels: Sequence[tuple[str, Sequence[Band], float | None]], key: str) -> str:
     """Draw metrics over training: the mean of the seeds, the range of the seeds shaded, the best value dashed."""
     with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(7.2 if len(panels) > 1 else 5.4, 2.9), layout="constrained")
+        curves = len(panels[0][1]) + (panels[0][2] is not None)
+        figure = Figure(figsize=(7.2 if len(panels) > 1 else 5.4, 2.6 + 0.2 * curves), layout="constrained")
         for axes, (title, bands, best) in zip(_row(figure, len(panels)), panels, strict=True):
             for index, band in enumerate(bands):
                 kept = ~np.isnan(band.values).all(axis=0)
@@ -131,12 +144,12 @@ def draw_bands(panels: Sequence[tuple[str, Sequence[Band], float | None]], key: 
                 axes.fill_between(steps, low, high, color=band.colour, alpha=0.15, linewidth=0)
             if best is not None:
                 axes.axhline(best, color="#555555", linewidth=0.9, linestyle=":", label="best possible")
-            axes.set_title(title)
+            axes.set_title(textwrap.fill(title, 84 // len(panels)))
             axes.set_xlabel("training step")
             axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
             axes.grid(axis="y", color="#eeeeee")
             axes.set_axisbelow(True)
-        figure.axes[0].legend(frameon=False, fontsize=8)
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8)
         return _svg(figure, key, "Metrics over training for every variant")
 
 
@@ -157,6 +170,21 @@ def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]], key: str) -> str:
             axes.spines["bottom"].set_visible(False)
             axes.set_title(title)
         return _svg(figure, key, "Time and memory of every variant")
+
+
+def degrees(cosine: float) -> float:
+    """Return the angle; what `acos` makes of rounding in a cosine near 1 counts as none."""
+    angle = math.degrees(math.acos(cosine))
+    return angle if angle > 1e-4 else 0.0
+
+
+def significant(value: float, digits: int) -> str:
+    """Write a number with so many significant digits, without an exponent as long as that is readable."""
+    if not math.isfinite(value) or value == 0 or not 1e-4 <= abs(value) < 1e6:
+        return f"{value:.{digits}g}"
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{decimals}f}"
+    return text.rstrip("0").rstrip(".") if decimals else text
 
 
 def _draw_arrow_panel(axes: Axes, title: str, arrows: Sequence[Arrow]) -> None:
@@ -190,8 +218,9 @@ def _draw_arrow_panel(axes: Axes, title: str, arrows: Sequence[Arrow]) -> None:
 def _arrow_label(arrow: Arrow) -> str:
     if not math.isfinite(arrow.cosine):
         return f"{arrow.label}: no length" if arrow.ratio == 0 else arrow.label
-    degrees = math.degrees(math.acos(arrow.cosine))
-    return f"{arrow.label}: {degrees:.2g}°, length ×{arrow.ratio:.3g}" if arrow.label != "blocked" else "blocked"
+    if arrow.label == "blocked":
+        return arrow.label
+    return f"{arrow.label}: {significant(degrees(arrow.cosine), 2)}°, length ×{significant(arrow.ratio, 3)}"
 
 
 def _row(figure: Figure, count: int) -> list[Axes]:

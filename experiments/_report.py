@@ -18,7 +18,18 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments._figures import COLOURS, Arrow, Band, Bar, draw_arrows, draw_bands, draw_bars, draw_parameters
+from experiments._figures import (
+    COLOURS,
+    Arrow,
+    Band,
+    Bar,
+    degrees,
+    draw_arrows,
+    draw_bands,
+    draw_bars,
+    draw_parameters,
+    significant,
+)
 from experiments._results import BLOCKED, ExperimentRecords, Record
 
 __all__ = ["write_report"]
@@ -128,14 +139,14 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
         verdict=verdict,
         sentence=_sentence(verdict, effects, last),
         outcome=_outcome(records, name),
-        angle=_range([_degrees(effect["cosine"]) for effect in effects], "{:.3g}°"),
-        ratio=_range([effect["ratio"] for effect in effects], "×{:.3g}"),
-        leak=_range([_relative_leak(record, name, "first") for record in records], "{:.2g}"),
+        angle=_range([_degrees(effect["cosine"]) for effect in effects], lambda angle: f"{significant(angle, 3)}°"),
+        ratio=_range([effect["ratio"] for effect in effects], lambda ratio: f"×{significant(ratio, 3)}"),
+        leak=_range([_relative_leak(record, name, "first") for record in records], "{:.2g}".format),
         target=_target(records, name),
         final=_spread(_finals(records, name)),
         training=_training(records, name),
-        time=_range([_cost_ratio(record, name, "seconds_per_step") for record in records], "×{:.2f}"),
-        memory=_range([_cost_ratio(record, name, "graph_bytes") for record in records], "×{:.2f}"),
+        time=_range([_cost_ratio(record, name, "seconds_per_step") for record in records], "×{:.2f}".format),
+        memory=_range([_cost_ratio(record, name, "graph_bytes") for record in records], "×{:.2f}".format),
     )
 
 
@@ -161,7 +172,9 @@ def _turn(effects: Sequence[dict[str, Any]]) -> str:
     length = _median(ratios)
     if not math.isfinite(length) or not math.isfinite(_median(angles)):
         return "changes a gradient that is zero with the block"
-    return f"turns the gradient by {_median(angles):.2g}° and makes it {length:.2g} times as long"
+    return (
+        f"turns the gradient by {significant(_median(angles), 2)}° and makes it {significant(length, 2)} times as long"
+    )
 
 
 def _training(records: Sequence[Record], name: str) -> str:
@@ -207,7 +220,7 @@ def _outcome(records: Sequence[Record], name: str) -> str:
     side = "better" if mean > 0 else "worse"
     wins = sum(gain * mean > 0 for gain in gains)
     return (
-        f"With the block, training ends {abs(mean):.3g} {side} on average, and {side} in {wins} of {len(gains)} "
+        f"With the block, training ends {significant(abs(mean), 3)} {side} on average, and {side} in {wins} of {len(gains)} "
         f"seeds.{ended}"
     )
 
@@ -295,7 +308,7 @@ def _finals(records: Sequence[Record], name: str) -> list[float]:
 
 
 def _target(records: Sequence[Record], name: str) -> str:
-    return _range([record.data["comparison"]["first"]["target_error"][name] for record in records], "{:.1e}")
+    return _range([record.data["comparison"]["first"]["target_error"][name] for record in records], "{:.1e}".format)
 
 
 def _relative_leak(record: Record, name: str, when: str) -> float:
@@ -310,7 +323,7 @@ def _cost_ratio(record: Record, name: str, what: str) -> float:
 
 
 def _degrees(cosine: float | None) -> float:
-    return math.nan if cosine is None else math.degrees(math.acos(cosine))
+    return math.nan if cosine is None else degrees(cosine)
 
 
 def _median(values: Iterable[float | None]) -> float:
@@ -318,12 +331,12 @@ def _median(values: Iterable[float | None]) -> float:
     return statistics.median(finite) if finite else math.nan
 
 
-def _range(values: Sequence[float | None], pattern: str) -> str:
+def _range(values: Sequence[float | None], write: Callable[[float], str]) -> str:
     """Write the median, and the range of the seeds where it shows."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     if not finite:
         return "–"
-    texts = [pattern.format(value) for value in (statistics.median(finite), min(finite), max(finite))]
+    texts = [write(value) for value in (statistics.median(finite), min(finite), max(finite))]
     return texts[0] if texts[1] == texts[2] else f"{texts[0]} ({texts[1]} … {texts[2]})"
 
 
