@@ -5,8 +5,8 @@ All of them subtract the maximum before they exponentiate, and the maximum is he
 cotangents that reach the shift sum to zero, whatever ties there are, in every order. What the block saves is the
 backward pass through the maximum and the input that it would keep alive.
 
-That holds because each function undoes its shift completely. A program that undoes it by half, or not at all, does
-leak: `experiments/softmax.py` has two of them.
+That holds because each function undoes its shift completely. A program that does not, or that blocks only one of the
+two uses of a shift, does leak: `experiments/softmax.py` trains one.
 
 Half precision is computed in float32 and rounded once at the end. Rows with infinite entries:
 
@@ -259,7 +259,7 @@ def _log_sum_exp(z: Tensor, dim: int) -> Tensor:
     """Return the log-sum-exp (*, 1) of shifted inputs: at least 0, or -inf."""
     if z.numel() == 0:
         return z.sum(dim, keepdim=True).log()
-    top = z.argmax(dim, keepdim=True)
-    # exp(z_top) = 1 + expm1(z_top): the 1 goes to log1p, the derivative stays.
-    excess = z.exp().scatter(dim, top, 0.0).sum(dim, keepdim=True) + z.gather(dim, top).expm1()
+    e, top = z.exp(), z.argmax(dim, keepdim=True)
+    # The term of one maximum is exactly 1 and belongs to log1p; as `e - 1` it adds nothing but its derivative.
+    excess = e.scatter(dim, top, 0.0).sum(dim, keepdim=True) + (e.gather(dim, top) - 1)
     return excess.clamp(min=0).log1p().masked_fill(excess < 0, -math.inf)
