@@ -220,8 +220,8 @@ def _outcome(records: Sequence[Record], name: str) -> str:
     side = "better" if mean > 0 else "worse"
     wins = sum(gain * mean > 0 for gain in gains)
     return (
-        f"With the block, training ends {significant(abs(mean), 3)} {side} on average, and {side} in {wins} of {len(gains)} "
-        f"seeds.{ended}"
+        f"With the block, the {records[-1].data['objective']['label']} ends {significant(abs(mean), 3)} {side} on "
+        f"average, and {side} in {wins} of {len(gains)} seeds.{ended}"
     )
 
 
