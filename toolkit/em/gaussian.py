@@ -1,0 +1,376 @@
+r"""Mixtures of Gaussians: parameters, densities, the closed-form M-step, and coordinates for gradient EM.
+
+The shapes by covariance type are scikit-learn's. `precisions_cholesky` is the upper triangular :math:`P` with
+:math:`\Sigma^{-1} = P P^\top`, so that :math:`P^\top (x - \mu)` is standard normal:
+
+=============  ===================  ============================================
+type           shape                covariance
+=============  ===================  ============================================
+``full``       (K, D, D)            one of its own for each component
+``tied``       (D, D)               one for all components
+``diag``       (K, D)               axis-aligned: its square roots' reciprocals
+``spherical``  (K,)                 one width for all directions
+=============  ===================  ============================================
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "COVARIANCE_TYPES",
+    "CovarianceType",
+    "GaussianParameters",
+    "from_unconstrained",
+    "m_step",
+    "precisions_cholesky",
+    "to_unconstrained",
+]
+
+CovarianceType = Literal["full", "tied", "diag", "spherical"]
+COVARIANCE_TYPES: tuple[CovarianceType, ...] = get_args(CovarianceType)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GaussianParameters:
+    """Parameters of a Gaussian mixture.
+
+    Attributes:
+        log_weights: (K,), nats; the weights sum to 1.
+        means: (K, D).
+        precisions_cholesky: Upper triangular factor of the precisions; the shape depends on the type (see the module).
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
+
+    Raises:
+        ValueError: If the type is unknown, or the shapes do not fit together.
+
+    Example:
+        >>> two = GaussianParameters.from_covariances(
+        ...     weights=torch.tensor([0.25, 0.75]), means=torch.tensor([[0.0], [3.0]]),
+        ...     covariances=torch.tensor([1.0, 4.0]), covariance_type="spherical")
+        >>> two.log_joint(torch.tensor([[1.0]]))
+        tensor([[-2.8052, -2.3998]])
+    """
+
+    log_weights: Tensor
+    means: Tensor
+    precisions_cholesky: Tensor
+    covariance_type: CovarianceType
+
+    def __post_init__(self) -> None:
+        check_covariance_type(self.covariance_type)
+        if self.means.ndim != 2 or 0 in self.means.shape:
+            raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
+        k, d = self.means.shape
+        expected = {"full": (k, d, d), "tied": (d, d), "diag": (k, d), "spherical": (k,)}[self.covariance_type]
+        for name, value, shape in (
+            ("log_weights", self.log_weights, (k,)),
+            ("precisions_cholesky", self.precisions_cholesky, expected),
+        ):
+            if value.shape != shape:
+                raise ValueError(f"`{name}` should have shape {shape}. Found {tuple(value.shape)}.")
+
+    @classmethod
+    def from_covariances(
+        cls, *, weights: Tensor, means: Tensor, covariances: Tensor, covariance_type: CovarianceType
+    ) -> GaussianParameters:
+        """Return the parameters with these weights (K,), means (K, D) and covariances (shaped by the type).
+
+        Raises:
+            ValueError: If a covariance is not positive definite, or the shapes do not fit together.
+        """
+        return cls(
+            log_weights=weights.log(),
+            means=means,
+            precisions_cholesky=precisions_cholesky(covariances, covariance_type),
+            covariance_type=covariance_type,
+        )
+
+    @property
+    def n_components(self) -> int:
+        """K."""
+        return self.means.shape[0]
+
+    @property
+    def n_features(self) -> int:
+        """D."""
+        return self.means.shape[1]
+
+    @property
+    def weights(self) -> Tensor:
+        """(K,), which sum to 1."""
+        return self.log_weights.exp()
+
+    @property
+    def precisions(self) -> Tensor:
+        """Inverse covariances, shaped by the type."""
+        factor = self.precisions_cholesky
+        if self.covariance_type in ("diag", "spherical"):
+            return factor.square()
+        return factor @ factor.mT
+
+    @property
+    def covariances(self) -> Tensor:
+        """Shaped by the type."""
+        factor = self.precisions_cholesky
+        if self.covariance_type in ("diag", "spherical"):
+            return factor.square().reciprocal()
+        inverse: Tensor = torch.linalg.solve_triangular(factor, _identity_like(factor), upper=True)
+        return inverse.mT @ inverse
+
+    def log_joint(self, x: Tensor) -> Tensor:
+        r"""Return :math:`a_{nk} = \log \pi_k - \frac D2 \log 2\pi + \log|P_k| - \frac12 |P_k^\top (x_n - \mu_k)|^2`.
+
+        The difference is taken before anything is multiplied, so an offset of the data costs no accuracy. The price
+        is (K, N, D) of memory; `em_step` does without.
+
+        Args:
+            x: (N, D).
+
+        Returns:
+            (N, K), nats.
+        """
+        distances = self._whiten(x - self.means[:, None]).square().sum(-1)
+        constant = self.log_weights + self.log_determinants - 0.5 * self.n_features * math.log(2 * math.pi)
+        return constant - 0.5 * distances.mT
+
+    @property
+    def log_determinants(self) -> Tensor:
+        """Log-determinants of the precisions' factors, (K,), or a scalar if tied."""
+        factor = self.precisions_cholesky
+        match self.covariance_type:
+            case "full" | "tied":
+                return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+            case "diag":
+                return factor.log().sum(-1)
+            case "spherical":
+                return self.n_features * factor.log()
+
+    def to(self, target: torch.dtype | torch.device) -> GaussianParameters:
+        """Return the parameters in another floating-point type, or on another device."""
+        return dataclasses.replace(
+            self,
+            log_weights=self.log_weights.to(target),
+            means=self.means.to(target),
+            precisions_cholesky=self.precisions_cholesky.to(target),
+        )
+
+    def _whiten(self, differences: Tensor) -> Tensor:
+        """Return the transpose of P times differences (K, N, D)."""
+        factor = self.precisions_cholesky
+        match self.covariance_type:
+            case "full" | "tied":
+                return differences @ factor
+            case "diag":
+                return differences * factor[:, None]
+            case "spherical":
+                return differences * factor[:, None, None]
+
+
+def m_step(
+    x: Tensor, responsibilities: Tensor, *, covariance_type: CovarianceType, reg_covar: float = 0.0
+) -> GaussianParameters:
+    r"""Return the parameters that maximise :math:`\sum_{nk} r_{nk} \log \pi_k \mathcal N(x_n | \mu_k, \Sigma_k)`.
+
+    With :math:`N_k = \sum_n r_{nk}`: :math:`\pi_k = N_k / N`, :math:`\mu_k = \sum_n r_{nk} x_n / N_k`,
+    :math:`\Sigma_k = \sum_n r_{nk} (x_n - \mu_k)(x_n - \mu_k)^\top / N_k`. Moments are taken about the mean, never as
+    a difference of raw moments. Differentiable; `em_step` is the fast twin of ``m_step(x, e_step(...))``.
+
+    Args:
+        x: (N, D).
+        responsibilities: (N, K).
+        covariance_type: Which covariances are shared or restricted.
+        reg_covar: Added to every variance. 0 is maximum likelihood.
+
+    Raises:
+        ValueError: If the shapes do not fit together, or a covariance is singular.
+
+    References:
+        Bishop, "Pattern recognition and machine learning", 2006, equations 9.24 to 9.26.
+
+    Example:
+        >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.tensor([[1.0, 0.0]] * 2 + [[0.0, 1.0]] * 2)
+        >>> two = m_step(x, r, covariance_type="diag")
+        >>> two.means, two.covariances
+        (tensor([[1.],
+                [7.]]), tensor([[1.],
+                [4.]]))
+    """
+    check_covariance_type(covariance_type)
+    if x.ndim != 2 or responsibilities.ndim != 2 or len(x) != len(responsibilities):
+        raise ValueError(
+            "`x` and `responsibilities` should have shapes (N, D) and (N, K). "
+            f"Found {tuple(x.shape)} and {tuple(responsibilities.shape)}."
+        )
+    counts = soft_counts(responsibilities.sum(0))
+    centre = x.mean(0)
+    means = centre + responsibilities.mT @ (x - centre) / counts[:, None]
+    differences = x - means[:, None]
+    weighted = responsibilities.mT[:, :, None] * differences
+    match covariance_type:
+        case "full":
+            covariances = weighted.mT @ differences / counts[:, None, None]
+        case "tied":
+            covariances = (weighted.mT @ differences).sum(0) / counts.sum()
+        case "diag":
+            covariances = (weighted * differences).sum(1) / counts[:, None]
+        case "spherical":
+            covariances = (weighted * differences).sum(1).mean(-1) / counts
+    return GaussianParameters(
+        log_weights=counts.log() - counts.sum().log(),
+        means=means,
+        precisions_cholesky=precisions_cholesky(regularise(covariances, covariance_type, reg_covar), covariance_type),
+        covariance_type=covariance_type,
+    )
+
+
+def precisions_cholesky(covariances: Tensor, covariance_type: CovarianceType) -> Tensor:
+    """Return the upper triangular factors of the inverse covariances.
+
+    A covariance counts as singular when rounding decides its inverse: when a variable, given those before it, has
+    less than D machine epsilons of its variance left.
+
+    Args:
+        covariances: Shaped by the type.
+        covariance_type: The type.
+
+    Raises:
+        ValueError: If a covariance is singular or not positive definite; the message names the components.
+
+    Example:
+        >>> precisions_cholesky(torch.tensor([[4.0, 0.25]]), "diag")
+        tensor([[0.5000, 2.0000]])
+    """
+    if covariance_type in ("diag", "spherical"):
+        sound = covariances > 0
+        _raise_if_singular(sound if sound.ndim == 1 else sound.all(-1))
+        return covariances.rsqrt()
+    factor, _ = torch.linalg.cholesky_ex(covariances)
+    variances = covariances.diagonal(dim1=-2, dim2=-1)
+    least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
+    _raise_if_singular((factor.diagonal(dim1=-2, dim2=-1).square() > least).all(-1))
+    inverse: Tensor = torch.linalg.solve_triangular(factor, _identity_like(factor), upper=False)
+    return inverse.mT
+
+
+def to_unconstrained(parameters: GaussianParameters) -> dict[str, Tensor]:
+    """Return coordinates in which every real value is a mixture, for gradients, optimisers and acceleration.
+
+    Args:
+        parameters: The mixture.
+
+    Returns:
+        ``log_weights`` (K,), free up to a common constant; ``means`` (K, D); ``log_cholesky``: the logarithms of the
+        diagonal of the precisions' factor and then, for full and tied, what is above it, row by row. Its shape is
+        (K, D(D+1)/2), (D(D+1)/2,), (K, D) or (K,).
+
+    Example:
+        >>> two = from_unconstrained(
+        ...     {"log_weights": torch.zeros(2), "means": torch.eye(2), "log_cholesky": torch.zeros(3)}, "tied")
+        >>> {name: tuple(value.shape) for name, value in to_unconstrained(two).items()}
+        {'log_weights': (2,), 'means': (2, 2), 'log_cholesky': (3,)}
+    """
+    factor = parameters.precisions_cholesky
+    if parameters.covariance_type in ("full", "tied"):
+        rows, columns = _above_diagonal(parameters.n_features, factor.device)
+        diagonal = factor.diagonal(dim1=-2, dim2=-1)
+        log_cholesky = torch.cat([diagonal.log(), factor[..., rows, columns]], -1)
+    else:
+        log_cholesky = factor.log()
+    return {"log_weights": parameters.log_weights, "means": parameters.means, "log_cholesky": log_cholesky}
+
+
+def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: CovarianceType) -> GaussianParameters:
+    """Return the mixture at these coordinates: the inverse of `to_unconstrained`, up to the constant of log-weights.
+
+    Args:
+        unconstrained: ``log_weights``, ``means`` and ``log_cholesky``, as `to_unconstrained` returns them.
+        covariance_type: The type.
+
+    Raises:
+        ValueError: If the type is unknown, or the shapes do not fit together.
+    """
+    check_covariance_type(covariance_type)
+    means, log_cholesky = unconstrained["means"], unconstrained["log_cholesky"]
+    if covariance_type in ("full", "tied"):
+        d = means.shape[-1]
+        if log_cholesky.shape[-1:] != (d * (d + 1) // 2,):
+            raise ValueError(
+                f"`log_cholesky` should have {d * (d + 1) // 2} entries in its last dimension for {d} features. "
+                f"Found shape {tuple(log_cholesky.shape)}."
+            )
+        entries = torch.cat(
+            [
+                log_cholesky[..., :d].exp(),
+                log_cholesky[..., d:],
+                means.new_zeros(()).expand(*log_cholesky.shape[:-1], 1),
+            ],
+            -1,
+        )
+        factor = entries[..., _places(d, means.device)]
+    else:
+        factor = log_cholesky.exp()
+    return GaussianParameters(
+        log_weights=unconstrained["log_weights"].log_softmax(0),
+        means=means,
+        precisions_cholesky=factor,
+        covariance_type=covariance_type,
+    )
+
+
+def check_covariance_type(covariance_type: str) -> None:
+    """Raise a ValueError unless the type is known."""
+    if covariance_type not in COVARIANCE_TYPES:
+        raise ValueError(
+            f"`covariance_type` should be one of {', '.join(COVARIANCE_TYPES)}. Found {covariance_type!r}."
+        )
+
+
+def soft_counts(sums: Tensor) -> Tensor:
+    """Return the sums of responsibilities, kept from 0: an empty component has no mean, but must not make NaN."""
+    return sums.clamp(min=torch.finfo(sums.dtype).eps)
+
+
+def regularise(covariances: Tensor, covariance_type: CovarianceType, reg_covar: float) -> Tensor:
+    """Return the covariances with `reg_covar` added to every variance."""
+    if covariance_type in ("diag", "spherical"):
+        return covariances + reg_covar
+    return covariances + reg_covar * _identity_like(covariances)
+
+
+def _identity_like(matrices: Tensor) -> Tensor:
+    return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+
+
+def _above_diagonal(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(size, size, 1, device=device)
+    return rows, columns
+
+
+def _places(size: int, device: torch.device) -> Tensor:
+    """Return where each entry of an upper triangular matrix is found in: diagonal, what is above it, a zero."""
+    rows, columns = _above_diagonal(size, device)
+    places = torch.full((size, size), size + len(rows), device=device)
+    places[rows, columns] = torch.arange(size, size + len(rows), device=device)
+    return places.diagonal_scatter(torch.arange(size, device=device))
+
+
+def _raise_if_singular(sound: Tensor) -> None:
+    # Under torch.func a value cannot be looked at; a singular covariance is NaN there.
+    if torch._C._functorch.is_functorch_wrapped_tensor(sound) or bool(sound.all()):
+        return
+    components = "" if sound.ndim == 0 else f" of component {', '.join(map(str, (~sound).nonzero().ravel().tolist()))}"
+    raise ValueError(
+        f"`covariances` should be positive definite. Found a singular one{components}: too few distinct samples, or "
+        "features that depend on each other. More regularisation (`reg_covar`), fewer components or a more "
+        "restricted `covariance_type` help."
+    )

@@ -1,0 +1,158 @@
+r"""What every finite mixture shares: the E-step, the log-likelihood, and the surrogates that gradient EM ascends.
+
+With the joint log-density :math:`a_{nk} = \log \pi_k f_k(x_n)`, its normaliser over the components is the
+log-density :math:`\ell_n = \log \sum_k e^{a_{nk}}`, and its softmax the responsibilities :math:`r_{nk}`.
+
+The block `em.responsibilities` holds what the E-step hands over. What it does depends on the surrogate:
+
+==========================  ==========================  ======================================================
+program                     gradient with the block     leak without it
+==========================  ==========================  ======================================================
+`surrogate`                 of the log-likelihood       minus the gradient of the entropy of the responsibilities
+`evidence_lower_bound`      of the log-likelihood       exactly nothing
+an M-step after `e_step`    none: a new constant        the Jacobian of the EM map, whose largest eigenvalue is
+                                                        the rate of convergence
+==========================  ==========================  ======================================================
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from toolkit.blocks import block, stop_gradient
+
+__all__ = [
+    "RESPONSIBILITIES",
+    "Mixture",
+    "e_step",
+    "evidence_lower_bound",
+    "log_density",
+    "log_likelihood",
+    "surrogate",
+]
+
+RESPONSIBILITIES = block(
+    "em.responsibilities",
+    "The E-step's output is a fixed weighting of the samples for the M-step: with it constant the surrogate has the "
+    "gradient of the log-likelihood, otherwise the surrogate is raised by making the responsibilities more certain.",
+)
+
+
+class Mixture(Protocol):
+    """A finite mixture at one value of its parameters."""
+
+    def log_joint(self, x: Tensor) -> Tensor:
+        """Return the log of weight times density of each component, (N, K), in nats."""
+
+
+def log_density(mixture: Mixture, x: Tensor) -> Tensor:
+    r"""Return :math:`\ell_n = \log \sum_k \pi_k f_k(x_n)`.
+
+    Args:
+        mixture: The parameters.
+        x: (N, D).
+
+    Returns:
+        (N,), nats.
+    """
+    return mixture.log_joint(x).logsumexp(-1)
+
+
+def log_likelihood(mixture: Mixture, x: Tensor) -> Tensor:
+    r"""Return the objective of EM, :math:`\frac1N \sum_n \log \sum_k \pi_k f_k(x_n)`.
+
+    Args:
+        mixture: The parameters.
+        x: (N, D).
+
+    Returns:
+        Scalar, nats per sample.
+    """
+    return log_density(mixture, x).mean()
+
+
+def e_step(mixture: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return responsibilities :math:`r_{nk} = \pi_k f_k(x_n) / \sum_j \pi_j f_j(x_n)`, blocked, and log-likelihood.
+
+    Args:
+        mixture: The parameters.
+        x: (N, D).
+
+    Returns:
+        Responsibilities (N, K), which sum to 1 over the components and are held constant by `em.responsibilities`,
+        and the log-likelihood: a scalar, nats per sample, which carries its gradient.
+
+    References:
+        Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
+    """
+    log_joint = mixture.log_joint(x)
+    return _log_responsibilities(log_joint).exp(), log_joint.logsumexp(-1).mean()
+
+
+def surrogate(mixture: Mixture, x: Tensor) -> Tensor:
+    r"""Return the expected complete-data log-likelihood :math:`\frac1N \sum_{nk} \bar r_{nk} \log \pi_k f_k(x_n)`.
+
+    :math:`\bar r` is held constant by the block, at the responsibilities of the same parameters. Then
+
+    - the **gradient** is that of the log-likelihood :math:`\ell`, at every parameter (Fisher's identity);
+    - the **value** is not :math:`\ell` but :math:`\ell` minus the entropy of the responsibilities, so a line search
+      or an early stop must look at `log_likelihood`;
+    - the **Hessian** is not that of :math:`\ell` either:
+      :math:`\nabla^2 Q = \nabla^2 \ell - \frac1N \sum_n \mathrm{Cov}_{k \sim r_n}(\nabla a_{nk})` (Louis). Newton's
+      method, L-BFGS and other second-order methods should differentiate `log_likelihood`.
+
+    With the block open the gradient is that of :math:`\ell - H(r)`, the conditional classification likelihood, whose
+    maximum is a different, biased estimate (Baudry). The leak is
+    :math:`\frac1N \sum_n \mathrm{Cov}_{k \sim r_n}(a_{nk}, \nabla a_{nk})`.
+
+    Args:
+        mixture: The parameters.
+        x: (N, D).
+
+    Returns:
+        Scalar, nats per sample, to be maximised.
+
+    References:
+        Fisher's identity: Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm",
+        1977, discussion. Louis, "Finding the observed information matrix when using the EM algorithm", 1982,
+        equation 3.1. Baudry, "Estimation and model selection for model-based clustering with the conditional
+        classification likelihood", 2015, section 2.
+    """
+    log_joint = mixture.log_joint(x)
+    return _expectation(_log_responsibilities(log_joint).exp(), log_joint).mean()
+
+
+def evidence_lower_bound(mixture: Mixture, x: Tensor) -> Tensor:
+    r"""Return :math:`\frac1N \sum_{nk} \bar r_{nk} (\log \pi_k f_k(x_n) - \log \bar r_{nk})`, the bound at its contact.
+
+    At the exact responsibilities the bound touches the log-likelihood, and is stationary in them. So its value *and*
+    its gradient are those of the log-likelihood, and opening the block leaks exactly nothing. The entropy that
+    `surrogate` leaves out is what makes the difference.
+
+    Args:
+        mixture: The parameters.
+        x: (N, D).
+
+    Returns:
+        Scalar, nats per sample.
+
+    References:
+        Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
+        lemma 1.
+    """
+    log_joint = mixture.log_joint(x)
+    log_responsibilities = _log_responsibilities(log_joint)
+    return _expectation(log_responsibilities.exp(), log_joint - log_responsibilities).mean()
+
+
+def _log_responsibilities(log_joint: Tensor) -> Tensor:
+    return stop_gradient(log_joint.log_softmax(-1), RESPONSIBILITIES)
+
+
+def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Return the expectation over the last dimension; what has probability 0 may be infinite."""
+    return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(-1)
