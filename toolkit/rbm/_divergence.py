@@ -1,0 +1,212 @@
+"""Contrastive divergence: surrogates that are differentiated, and the updates that their gradients stand for.
+
+The surrogate is a difference of free energies, lowered at the data and raised at negative samples. The update rule of
+contrastive divergence holds the samples constant. It is the gradient of no function (Sutskever & Tieleman, "On the
+convergence properties of contrastive divergence", 2010); differentiating through the samples as well gives the
+gradient of one, but of the wrong one: it moves the sampler *up* the energy.
+
+N data, M negative samples, V visible units, H hidden units. Losses are in nats per sample.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import Block, block, is_blocked, no_graph, stop_gradient
+from toolkit.rbm._chains import gibbs
+from toolkit.rbm._model import RBM
+from toolkit.rbm._units import Chain
+
+__all__ = [
+    "NEGATIVE_SAMPLES",
+    "PERSISTENT_CHAINS",
+    "cd_gradient",
+    "contrastive_divergence",
+    "likelihood_gradient",
+    "persistent_contrastive_divergence",
+]
+
+NEGATIVE_SAMPLES = block(
+    "rbm.negative_samples",
+    "Negative samples stand for draws from the model, at which the energy is raised; how the draws would move with "
+    "the parameters is no part of the likelihood's gradient.",
+)
+
+PERSISTENT_CHAINS = block(
+    "rbm.persistent_chains",
+    "The state that chains carry from one update to the next is where they go on from; without the block it would "
+    "keep the graph of every update so far.",
+)
+
+
+def contrastive_divergence(
+    rbm: RBM,
+    data: Tensor,
+    *,
+    steps: int,
+    chain: Chain = "sampled",
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Return the surrogate of CD-k, whose gradient is `cd_gradient`.
+
+    .. math::
+        L = \frac1N \sum_n F(v_n) - \frac1N \sum_n F(\operatorname{sg}(v_n^{(k)}))
+
+    :math:`v_n^{(k)}` is k Gibbs steps from :math:`v_n`. The value of the surrogate says little; what is raised is
+    the likelihood, approximately.
+
+    Args:
+        rbm: The machine.
+        data: (N, V), zeros and ones; probabilities do as well.
+        steps: k, the number of Gibbs steps.
+        chain: As in `gibbs`.
+        generator: Draws the chains. None: torch's default one.
+
+    Returns:
+        A scalar, in nats per sample.
+
+    Raises:
+        ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, or `chain` is unknown.
+        TypeError: If `data` does not have the type of the parameters.
+
+    References:
+        Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5, whose third
+        term is dropped there, and blocked here.
+
+    Example:
+        >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
+        >>> loss = contrastive_divergence(rbm, torch.eye(3), steps=1, generator=torch.Generator().manual_seed(1))
+        >>> loss.backward()
+        >>> rbm.visible_bias.grad
+        tensor([0.3333, 0.0000, 0.0000])
+    """
+    _check_rows(rbm, data, "data")
+    with _graph_if_open(NEGATIVE_SAMPLES):
+        moved = gibbs(rbm, data, steps=steps, chain=chain, generator=generator)
+    negative = stop_gradient(moved, NEGATIVE_SAMPLES)
+    return rbm.free_energy(data).mean() - rbm.free_energy(negative).mean()
+
+
+def persistent_contrastive_divergence(
+    rbm: RBM,
+    data: Tensor,
+    chains: Tensor,
+    *,
+    steps: int,
+    chain: Chain = "sampled",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Return the surrogate of persistent CD-k, and the chains to go on from at the next update.
+
+    As `contrastive_divergence`, but the chains start where the last update left them, so that they come close to the
+    model as long as it changes slowly.
+
+    Args:
+        rbm: The machine.
+        data: (N, V), zeros and ones.
+        chains: (M, V); the second result of the last call. M need not be N.
+        steps: k, the number of Gibbs steps.
+        chain: As in `gibbs`.
+        generator: Draws the chains. None: torch's default one.
+
+    Returns:
+        The surrogate, a scalar in nats per sample, and the new chains, (M, V), constants.
+
+    Raises:
+        ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, or `chain` is unknown.
+        TypeError: If `data` or `chains` does not have the type of the parameters.
+
+    References:
+        Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008,
+        section 3.
+
+    Example:
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> data = chains = torch.eye(3)
+        >>> for _ in range(2):
+        ...     loss, chains = persistent_contrastive_divergence(rbm, data, chains, steps=1, generator=generator)
+        >>> chains.requires_grad
+        False
+    """
+    _check_rows(rbm, data, "data")
+    _check_rows(rbm, chains, "chains")
+    with _graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
+        moved = gibbs(rbm, chains, steps=steps, chain=chain, generator=generator)
+    negative = stop_gradient(moved, NEGATIVE_SAMPLES)
+    loss = rbm.free_energy(data).mean() - rbm.free_energy(negative).mean()
+    return loss, stop_gradient(moved, PERSISTENT_CHAINS)
+
+
+def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
+    r"""Return the update of contrastive divergence in closed form, as a gradient to descend.
+
+    .. math::
+        \partial_W = E_-[v h^\top] - E_+[v h^\top], \quad
+        \partial_b = E_-[v] - E_+[v], \quad
+        \partial_c = E_-[h] - E_+[h]
+
+    The hidden units are at their probabilities, :math:`E_+` is the mean over the rows of `data` and :math:`E_-` that
+    over the rows of `negative`, however many there are of each.
+
+    Args:
+        rbm: The machine.
+        data: (N, V).
+        negative: (M, V); the negative samples.
+
+    Returns:
+        The names of the parameters -> gradients.
+
+    Raises:
+        ValueError: If `data` or `negative` has no rows or not V columns.
+        TypeError: If `data` or `negative` does not have the type of the parameters.
+
+    References:
+        Hinton, "A practical guide to training restricted Boltzmann machines", 2010, equations 9 and 13 to 15.
+
+    Example:
+        >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
+        >>> cd_gradient(rbm, torch.eye(3), torch.ones(1, 3))["visible_bias"]
+        tensor([0.6667, 0.6667, 0.6667])
+    """
+    _check_rows(rbm, data, "data")
+    _check_rows(rbm, negative, "negative")
+    return _difference(rbm.statistics(negative), rbm.statistics(data))
+
+
+def likelihood_gradient(rbm: RBM, data: Tensor) -> dict[str, Tensor]:
+    """Return the gradient of the mean *negative* log-likelihood, exactly: what contrastive divergence approximates.
+
+    As `cd_gradient`, with the expectations of the model itself in the place of the negative samples.
+
+    Args:
+        rbm: The machine; its smaller layer is enumerated.
+        data: (N, V).
+
+    Returns:
+        The names of the parameters -> gradients.
+
+    Raises:
+        ValueError: If `data` has no rows or not V columns, or both layers are too large to enumerate.
+        TypeError: If `data` does not have the type of the parameters.
+    """
+    _check_rows(rbm, data, "data")
+    return _difference(rbm.model_statistics(), rbm.statistics(data))
+
+
+def _difference(minuend: dict[str, Tensor], subtrahend: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: minuend[name] - subtrahend[name] for name in minuend}
+
+
+def _graph_if_open(*blocks: Block) -> AbstractContextManager[object]:
+    """Build no graph while all of `blocks` are in place: nothing could flow through it."""
+    return no_graph() if all(map(is_blocked, blocks)) else nullcontext()
+
+
+def _check_rows(rbm: RBM, rows: Tensor, argument: str) -> None:
+    if rows.ndim != 2 or rows.shape[1] != rbm.n_visible or not len(rows):
+        raise ValueError(f"`{argument}` should have shape (N, {rbm.n_visible}) with N > 0. Found {tuple(rows.shape)}.")
+    if rows.dtype != rbm.weights.dtype:
+        raise TypeError(f"`{argument}` should have the parameters' type {rbm.weights.dtype}. Found {rows.dtype}.")
