@@ -1,0 +1,89 @@
+# Two commands are enough: `make run` and `make test`. Both make `.venv` and install into it if that was not done yet.
+# Needed: make, Python 3.11 or newer, a package index. Options of pip pass through the environment, PIP_INDEX_URL say.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install --quiet --constraint constraints.txt
+
+# OpenMP threads that spin while they wait make small models up to ten times slower on two cores.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: help run test report docs bench clean clean-venv
+
+help:
+	@echo 'make run         run every config in configs/ and draw the report'
+	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
+	@echo 'make report      draw the report again, from the records in results/'
+	@echo 'make docs        build the documentation into docs/_build/'
+	@echo 'make bench       measure this project beside its peers'
+	@echo 'make clean       delete caches and built documents; results/ and .venv stay'
+	@echo 'make clean-venv  delete .venv'
+
+run: $(VENV)/installed-run
+	$(BIN)/python -m experiments run configs
+	$(BIN)/python -m experiments report
+
+report: $(VENV)/installed-run
+	$(BIN)/python -m experiments report
+
+test: $(VENV)/installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest
+
+docs: $(VENV)/installed-docs
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build
+	@echo 'documentation: $(CURDIR)/docs/_build/index.html'
+
+bench: $(VENV)/installed-test
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf docs/_build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+clean-venv:
+	rm -rf $(VENV)
+
+# Each stamp is newer than what it was installed from, so a second `make` installs nothing.
+$(VENV)/installed-run: pyproject.toml constraints.txt
+	@$(MAKE_VENV)
+	@echo 'Installing into $(VENV): about a minute, most of it torch.'
+	@$(INSTALL) pip
+	@$(INSTALL) --editable .
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed-run
+	@echo 'Installing what the tests need.'
+	@$(INSTALL) --group test --group check
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-run
+	@echo 'Installing what the documentation needs.'
+	@$(INSTALL) --group docs
+	@touch $@
+
+# Debian keeps `ensurepip` in a package of its own. Without it, a pip or a uv that is there already can fill the venv.
+define MAKE_VENV
+set -e; \
+if $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+    :; \
+elif ! command -v $(PYTHON) >/dev/null; then \
+    echo 'error: $(PYTHON) was not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python'; exit 1; \
+elif ! $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+    echo "error: Python 3.11 or newer is needed. Found $$($(PYTHON) -V). Name a newer one: make PYTHON=/path/to/python"; exit 1; \
+elif $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null; then \
+    $(PYTHON) -m venv $(VENV); \
+elif $(PYTHON) -c 'import pip, venv' 2>/dev/null; then \
+    $(PYTHON) -m venv --without-pip $(VENV); \
+    $(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install --quiet pip; \
+elif command -v uv >/dev/null; then \
+    uv venv --quiet --seed --python $(PYTHON) $(VENV); \
+else \
+    echo 'error: $(PYTHON) can make no virtual environment: its module ensurepip is missing.'; \
+    echo 'On Debian and Ubuntu: apt-get install python3-venv. Or make $(VENV) by other means, and run make again.'; exit 1; \
+fi
+endef
