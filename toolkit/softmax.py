@@ -39,6 +39,7 @@ SHIFT = block(
 )
 
 _HALF = (torch.float16, torch.bfloat16)
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def softmax(input: Tensor, dim: int = -1) -> Tensor:
@@ -58,7 +59,8 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
         IndexError: If `input` has no dimension `dim`.
 
     References:
-        Blanchard, Higham & Higham, "Accurately computing the log-sum-exp and softmax functions", 2021, equation 1.7.
+        Blanchard, Higham & Higham, "Accurately computing the log-sum-exp and softmax functions", 2021: the
+        recommended form.
 
     Example:
         >>> softmax(torch.tensor([1000.0, 1000.0, -torch.inf]))
@@ -87,7 +89,7 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
         IndexError: If `input` has no dimension `dim`.
 
     References:
-        Blanchard, Higham & Higham, "Accurately computing the log-sum-exp and softmax functions", 2021, section 4.
+        Blanchard, Higham & Higham, "Accurately computing the log-sum-exp and softmax functions", 2021.
 
     Example:
         >>> log_softmax(torch.tensor([0.0, -40.0], dtype=torch.float64))
@@ -118,7 +120,7 @@ def logsumexp(input: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
         IndexError: If `input` has no dimension `dim`.
 
     References:
-        Blanchard, Higham & Higham, "Accurately computing the log-sum-exp and softmax functions", 2021, section 4.
+        Blanchard, Higham & Higham, "Accurately computing the log-sum-exp and softmax functions", 2021.
 
     Example:
         >>> logsumexp(torch.tensor([1000.0, 1000.0], dtype=torch.float64))
@@ -158,7 +160,7 @@ def cross_entropy(
         tensor([0.1269, 0.6931])
     """
     _check(logits, "logits")
-    if not isinstance(labels, Tensor) or labels.dtype == torch.bool or labels.is_floating_point():
+    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
         found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"`labels` should be a tensor of integers. Found {found}.")
     if reduction not in ("mean", "sum", "none"):
