@@ -1,0 +1,79 @@
+"""The four files that CONTRIBUTING.md shows are a whole algorithm: in a copy of the project they pass what is asked."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMON = ["conftest.py", "contract.py", "toy.py", "test_block_contract.py", "test_experiments.py", "test_layout.py"]
+
+
+def files_shown(markdown):
+    """Return path -> text of the fenced blocks whose paragraph begins with a path."""
+    shown = re.findall(r"^`([\w/.]+)`:.*?^```\w+\n(.*?)^```$", markdown, re.MULTILINE | re.DOTALL)
+    return dict(shown)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    root = tmp_path_factory.mktemp("project")
+    for room in ("toolkit", "experiments"):
+        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
+    (root / "tests").mkdir()
+    (root / "configs").mkdir()
+    for name in ("pyproject.toml", "conftest.py", *(f"tests/{name}" for name in COMMON)):
+        shutil.copy(ROOT / name, root / name)
+    for name, text in files_shown((ROOT / "CONTRIBUTING.md").read_text("utf-8")).items():
+        assert not (root / name).exists()
+        (root / name).write_text(text, encoding="utf-8")
+    return root
+
+
+def _run(project, *arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_there_are_four_files():
+    shown = files_shown((ROOT / "CONTRIBUTING.md").read_text("utf-8"))
+    assert list(shown) == ["toolkit/irls.py", "experiments/irls.py", "configs/irls.toml", "tests/test_irls.py"]
+
+
+def test_they_pass_their_own_tests_and_the_common_ones(project):
+    output = _run(project, "pytest", "tests", "toolkit/irls.py", "-k", "irls", "-v", "-p", "no:cacheprovider")
+    for expected in (
+        "test_irls.py::test_blocked_gradient_is_that_of_the_objective PASSED",
+        "test_block_contract.py::test_block[irls-open_gradient_is_the_witness] PASSED",
+        "test_block_contract.py::test_mutation_is_noticed[toolkit.irls",
+        "test_layout.py::test_rule[stops_outside_of_blocks-toolkit.irls] PASSED",
+        "test_experiments.py::test_two_steps_leave_a_whole_record[irls] PASSED",
+        "toolkit/irls.py::toolkit.irls.irls_loss PASSED",
+    ):
+        assert expected in output
+
+
+def test_their_experiment_shows_the_finding(project):
+    _run(project, "experiments", "run", "configs/irls.toml", "--set", "seeds=1", "--set", "steps=100")
+    (path,) = project.glob("results/irls/*/seed-000/record.json")
+    record = json.loads(path.read_text("utf-8"))
+    assert record["comparison"]["first"]["target_error"]["blocked"] < 1e-12
+    assert record["comparison"]["first"]["target_error"]["irls.weights"] > 0.1
+    objective = {name: variant["metrics"]["objective"] for name, variant in record["variants"].items()}
+    assert objective["blocked"][0] == objective["irls.weights"][0]
+    assert objective["blocked"][-1] < objective["irls.weights"][-1] / 2
+
+
+def test_they_are_in_the_house_style(project):
+    pytest.importorskip("ruff")
+    files = [str(path.relative_to(project)) for path in project.rglob("*irls.py")]
+    assert len(files) == 3
+    _run(project, "ruff", "check", "--no-cache", *files)
+    _run(project, "ruff", "format", "--no-cache", "--check", *files)
