@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import sys
 import types
@@ -22,13 +23,17 @@ __all__ = ["Parts", "Snapshot", "find_parts"]
 _MOST_OBJECTS = 20_000
 
 
+# The state of these libraries is restored by name, not by a search through their insides.
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+
+
 @dataclass
 class Parts:
     """What a loss function reaches: name -> object, the name as the user's code has it."""
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    generators: list[torch.Generator] = field(default_factory=list)
+    generators: list[Any] = field(default_factory=list)
 
     def names_of_leaves(self) -> dict[int, str]:
         """Return id -> name of every tensor and parameter that was found."""
@@ -42,24 +47,24 @@ class Parts:
 def find_parts(loss: Callable[..., Any], *more: Any) -> Parts:
     """Return the modules, tensors and generators that `loss` reaches.
 
-    Closures, defaults, bound objects, partial arguments, the globals that its code names, containers and the
-    attributes of plain objects are followed; imported modules are not.
+    Closures, defaults, bound objects, partial arguments, the globals that its code names, containers, and the
+    attributes and methods of objects are followed; imported modules as far as the code names what is in them.
     """
     parts = Parts()
     seen: set[int] = set()
     queue: deque[tuple[str, Any]] = deque([("", loss), *(("", extra) for extra in more)])
     while queue and len(seen) < _MOST_OBJECTS:
         name, found = queue.popleft()
-        if id(found) in seen:
+        if id(found) in seen or isinstance(found, (str, bytes, int, float, complex, type(None))):
             continue
         seen.add(id(found))
-        if isinstance(found, torch.Generator):
+        if isinstance(found, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
             parts.generators.append(found)
         elif isinstance(found, Tensor):
-            parts.tensors[name] = found
-        elif isinstance(found, nn.Module):
-            parts.modules[name] = found
+            parts.tensors[_unique(name, parts.tensors)] = found
         else:
+            if isinstance(found, nn.Module):
+                parts.modules[_unique(name, parts.modules)] = found
             queue.extend(_children(name, found))
     return parts
 
@@ -86,19 +91,24 @@ class Snapshot:
         """
         now = _RandomState(self._generators)
         self._random.restore()
-        gradients = [(leaf, leaf.grad) for leaf in self._leaves if leaf.is_leaf]
+        leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self._leaves if leaf.is_leaf]
         modes = [(module, module.training) for module in self._modules]
         buffers = [(module, name, buffer) for module in self._modules for name, buffer in module._buffers.items()]
+        copies = {id(buffer): None if buffer is None else buffer.clone() for _, _, buffer in buffers}
         with ExitStack() as stack:
             stack.callback(now.restore)
-            for leaf, _ in gradients:
+            for leaf, _, _ in leaves:
                 leaf.grad = None
             for module, name, buffer in buffers:
-                module._buffers[name] = None if buffer is None else buffer.clone()
+                module._buffers[name] = copies[id(buffer)]
             try:
                 yield
             finally:
-                for leaf, gradient in gradients:
+                for leaf, gradient, required in leaves:
+                    if not leaf.is_leaf:  # an average of parameters, say, that was updated inside of an open region
+                        leaf.detach_()
+                    if leaf.requires_grad != required:
+                        leaf.requires_grad_(required)
                     leaf.grad = gradient
                 for module, training in modes:
                     module.training = training
@@ -107,10 +117,10 @@ class Snapshot:
 
 
 class _RandomState:
-    def __init__(self, generators: list[torch.Generator]) -> None:
+    def __init__(self, generators: list[Any]) -> None:
         self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        self._generators = [(generator, generator.get_state()) for generator in generators]
+        self._generators = [(generator, _get_state(generator)) for generator in generators]
 
     def restore(self) -> None:
         random.setstate(self._python)
@@ -119,7 +129,22 @@ class _RandomState:
         if self._cuda:
             torch.cuda.set_rng_state_all(self._cuda)
         for generator, state in self._generators:
-            generator.set_state(state)
+            _set_state(generator, state)
+
+
+def _get_state(generator: Any) -> Any:
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def _children(name: str, parent: Any) -> Iterator[tuple[str, Any]]:
@@ -135,37 +160,67 @@ def _children(name: str, parent: Any) -> Iterator[tuple[str, Any]]:
                 yield variable, cell.cell_contents
             except ValueError:  # a cell that is not filled yet
                 continue
-        for variable in _global_names(parent.__code__):
-            if variable in parent.__globals__:
-                yield variable, parent.__globals__[variable]
-        yield from _children(name, [*(parent.__defaults__ or ()), *(parent.__kwdefaults__ or {}).values()])
+        if not _is_library(parent.__module__):
+            yield from _named_globals(parent)
+        arguments = parent.__code__.co_varnames[: parent.__code__.co_argcount]
+        defaults = parent.__defaults__ or ()
+        yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
+        yield from (parent.__kwdefaults__ or {}).items()
     elif isinstance(parent, Mapping):
         for key, value in parent.items():
             yield _join(name, f"{key}"), value
     elif isinstance(parent, (list, tuple, set, frozenset)):
         for index, value in enumerate(parent):
             yield f"{name}[{index}]", value
+    elif isinstance(parent, nn.Module):
+        for prefix, module in parent.named_modules(prefix=name):
+            for key, value in vars(module).items():
+                if key not in ("_parameters", "_buffers", "_modules"):
+                    yield _join(prefix, key), value
+            yield from _methods(module)
     elif _is_plain_object(parent):
         for key, value in vars(parent).items():
             yield _join(name, key), value
+        yield from _methods(parent)
 
 
-def _global_names(code: types.CodeType) -> Iterator[str]:
+def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    names = set(_names_in(function.__code__))
+    for name in sorted(names & function.__globals__.keys()):
+        value = function.__globals__[name]
+        if not isinstance(value, types.ModuleType):
+            yield name, value
+        elif not _is_library(value.__name__):
+            yield from ((f"{name}.{key}", vars(value)[key]) for key in sorted(names & vars(value).keys()))
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+            yield from _names_in(constant)
+
+
+def _methods(value: Any) -> Iterator[tuple[str, Any]]:
+    for parent in type(value).__mro__:
+        if not _is_library(parent.__module__):
+            yield from (("", method) for method in vars(parent).values() if isinstance(method, types.FunctionType))
 
 
 def _is_plain_object(value: Any) -> bool:
     if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
         return False
-    home = type(value).__module__.partition(".")[0]
-    return (
-        home not in sys.stdlib_module_names
-        and home not in ("numpy", "builtins")
-        and (home != "torch" or isinstance(value, torch.optim.Optimizer))
-    )
+    followed = isinstance(value, (torch.optim.Optimizer, types.SimpleNamespace))
+    return followed or not _is_library(type(value).__module__)
+
+
+def _is_library(module: str | None) -> bool:
+    return module is None or module.partition(".")[0] in _LIBRARIES
+
+
+def _unique(name: str, taken: Mapping[str, Any]) -> str:
+    numbered = (f"{name}#{i}" for i in itertools.count(2))
+    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
 
 
 def _join(prefix: str, name: str) -> str:
