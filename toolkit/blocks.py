@@ -378,9 +378,9 @@ def opened(*names: Block | str) -> Iterator[set[str]]:
 
 
 @contextmanager
-def gated(gates: Gates) -> Iterator[None]:
-    """Put `gates` in the place of every block for the length of a ``with``: the slot for a comparison."""
-    with _entered(dataclasses.replace(_state.get(), gates=gates), frozenset()):
+def gated(gates: Gates | None) -> Iterator[None]:
+    """Put `gates`, or nothing but the block, in the place of every block, open or not: the slot for a comparison."""
+    with _entered(dataclasses.replace(_state.get(), gates=gates, open=frozenset()), frozenset()):
         yield
 
 

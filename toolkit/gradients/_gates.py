@@ -1,20 +1,24 @@
 """Gates: identity nodes in the graph that decide at backward time whether a block passes the gradient.
 
-One forward pass with gates gives the gradient for any set of open blocks, on the same random draws.
+One forward pass with gates gives the gradient for any set of open blocks, on the same random draws. A tensor that is
+stopped gets a gate of its own. A region is recorded, and every node that was made in it becomes a gate: autograd
+numbers its nodes, so a node belongs to the regions that were entered when its number was given out, whatever made it.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, alias, carries_gradient, gated
 
@@ -28,7 +32,7 @@ class Meeting:
     Attributes:
         site: Where it was met first.
         calls: How many tensors, or regions, it was applied to.
-        carried: How many of these carried a gradient.
+        carried: How many tensors, or operations of a region, carried a gradient.
     """
 
     site: Site
@@ -44,21 +48,23 @@ class GateBoard:
         meetings: Block -> how it was met, in the order of the program.
         inner: Blocks that a derivative *inside* the forward pass met: their gates have decided already, and cannot be
             opened after the fact.
+        pierced: Regions inside which the program switched the recording on again, so that some of their nodes are
+            recorded also while they are closed, and nobody can tell which.
     """
 
     meetings: dict[str, Meeting] = field(default_factory=dict)
     inner: set[str] = field(default_factory=set)
+    pierced: set[str] = field(default_factory=set)
     _open: frozenset[str] = frozenset()
     _in_forward: bool = False
-    _regions: list[str] = field(default_factory=list)
-    _products: _Products = field(default_factory=lambda: _Products())
+    _regions: list[_Region] = field(default_factory=list)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record a forward pass: every block it meets becomes a gate, closed for derivatives inside of the pass."""
         self._in_forward = True
         try:
-            with gated(self), _RegionExits(self):
+            with gated(self), _Watch(self):
                 yield
         finally:
             self._in_forward = False
@@ -73,6 +79,10 @@ class GateBoard:
         finally:
             self._open = outer
 
+    def needs_rerun(self, open: Collection[str]) -> bool:
+        """Say whether only another forward pass can tell the gradient for these open blocks."""
+        return bool(self.pierced or self.inner & set(open))
+
     def passes(self, name: str) -> bool:
         """Say whether the gate passes now, and note a derivative that was taken inside of the forward pass."""
         if self._in_forward:
@@ -81,46 +91,70 @@ class GateBoard:
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
         """Put a gate behind `input`."""
-        meeting = self.meetings.setdefault(name, Meeting(site))
-        meeting.calls += 1
-        if not carries_gradient(input):
+        carries = carries_gradient(input)
+        if self._in_forward:
+            meeting = self.meetings.setdefault(name, Meeting(site))
+            meeting.calls += 1
+            meeting.carried += carries
+        if not carries:
             return input.detach()
-        meeting.carried += 1
-        return self._gate(input, name)
+        return _Gate.apply(input, self, name)  # type: ignore[no-untyped-call, no-any-return]
 
     @contextmanager
     def region(self, name: str, site: Site) -> Iterator[None]:
-        """Record what a region makes; each of its results gets a gate where it is used outside."""
-        self.meetings.setdefault(name, Meeting(site)).calls += 1
-        self._regions.append(name)
-        try:
+        """Record a region, and which numbers autograd gave to its nodes."""
+        if not self._in_forward:  # a checkpoint computes it again, for its values: the nodes are the first ones
             yield
+            return
+        meeting = self.meetings.setdefault(name, Meeting(site))
+        meeting.calls += 1
+        if forward_ad._current_level >= 0:  # tangents have no nodes to be decided about later
+            meeting.carried += 1
+            self.inner.add(name)
+        region = _Region(name, _next_number())
+        self._regions.append(region)
+        try:
+            with forward_ad._set_fwd_grad_enabled(False):
+                yield
         finally:
-            self._regions.pop()
+            region.end = _next_number()
+            meeting.carried += region.end - region.start
 
-    def leave(self, value: Tensor) -> Tensor:
-        """Return `value` behind the gate of the region that made it, if one did that is left by now."""
-        name = self._products.region_of(value)
-        if name is None or name in self._regions:
-            return value
-        return self._products.exit(value, lambda: self._gate(value, name))
+    def pierce(self) -> None:
+        """Note that the program switches the recording on, which regions that are entered would have switched off."""
+        self.pierced.update(region.name for region in self._regions if region.end is None)
 
-    def note_products(self, result: Any) -> None:
-        """Remember that the innermost region made `result`."""
+    def close_regions(self, *roots: Tensor) -> None:
+        """Make gates of the nodes behind `roots` that were made in a region."""
         if not self._regions:
             return
-        name = self._regions[-1]
+        for root in roots:
+            if root.grad_fn is None:
+                continue
+            for node in reachable_nodes(root.grad_fn, EVERY_BLOCK):
+                names = self._regions_of(node)
+                if names and _REGIONS not in node.metadata:
+                    node.metadata[_REGIONS] = names
+                    node.register_hook(functools.partial(self._cross, names))
 
-        def note(tensor: Tensor) -> Tensor:
-            if carries_gradient(tensor):
-                self.meetings[name].carried += 1
-                self._products.add(tensor, name)
-            return tensor
+    def _regions_of(self, node: Any) -> frozenset[str]:
+        number = node._sequence_nr()
+        return frozenset(region.name for region in self._regions if region.start <= number < (region.end or math.inf))
 
-        tree_map_only(Tensor, note, result)
+    def _cross(self, names: frozenset[str], results: tuple[Tensor | None, ...], _: Any) -> tuple[None, ...] | None:
+        """Drop what a node of these regions found, unless they pass or the derivative is taken inside of them."""
+        entered = {region.name for region in self._regions if region.end is None}
+        passing = [self.passes(name) for name in names - entered]
+        return None if all(passing) else (None,) * len(results)
 
-    def _gate(self, input: Tensor, name: str) -> Tensor:
-        return _Gate.apply(input, self, name)  # type: ignore[no-untyped-call, no-any-return]
+
+@dataclass
+class _Region:
+    """The numbers that autograd gave to the nodes made in one passage through a region: ``start <= number < end``."""
+
+    name: str
+    start: int
+    end: int | None = None
 
 
 def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
@@ -129,7 +163,8 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
     while stack:
         node = stack.pop()
         yield node
-        if isinstance(node, _Gate) and node.block_name not in open:
+        names = {node.block_name} if _is_gate(node) else node.metadata.get(_REGIONS, frozenset())
+        if any(name not in open for name in names):
             continue
         for successor, _ in node.next_functions:
             if successor is not None and successor not in seen:
@@ -157,7 +192,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, board: GateBoard, name: str) -> Tensor:
-        return alias(input)
+        return input.detach()  # and not a view, which an operation in place would be refused
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, GateBoard, str], output: Tensor) -> None:
@@ -179,32 +214,18 @@ class _Gate(torch.autograd.Function):
         return _Gate.apply(input, board, name), in_dims[0]  # type: ignore[no-untyped-call]
 
 
-class _Products:
-    """Which region made which tensor, for tensors that are still alive."""
-
-    def __init__(self) -> None:
-        self._regions: Any = WeakIdKeyDictionary()
-        self._exits: Any = WeakIdKeyDictionary()
-
-    def __bool__(self) -> bool:
-        return bool(self._regions)
-
-    def add(self, tensor: Tensor, region: str) -> None:
-        self._regions[tensor] = region
-
-    def region_of(self, tensor: Tensor) -> str | None:
-        name: str | None = self._regions.get(tensor)
-        return name
-
-    def exit(self, tensor: Tensor, make: Callable[[], Tensor]) -> Tensor:
-        if tensor not in self._exits:
-            self._exits[tensor] = make()
-        gated_exit: Tensor = self._exits[tensor]
-        return gated_exit
+def _is_gate(node: Any) -> bool:
+    return getattr(node, "_forward_cls", None) is _Gate
 
 
-class _RegionExits(TorchFunctionMode):
-    """Sees every operation of a forward pass: notes what regions make, and gates it where it is used outside."""
+_REGIONS = "toolkit.gradients.regions"
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+class _Watch(TorchFunctionMode):
+    """Sees every call of a forward pass: makes gates of regions before a derivative is taken, notes `enable_grad`."""
+
+    _derivatives = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 
     def __init__(self, board: GateBoard) -> None:
         super().__init__()
@@ -213,11 +234,9 @@ class _RegionExits(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        board = self._board
         kwargs = kwargs or {}
-        if board._products:
-            args, kwargs = tree_map_only(Tensor, board.leave, (args, kwargs))
-        result = func(*args, **kwargs)
-        if board._regions:
-            board.note_products(result)
-        return result
+        if func in self._derivatives:
+            self._board.close_regions(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+        elif func is torch._C._set_grad_enabled and args == (True,):
+            self._board.pierce()
+        return func(*args, **kwargs)

@@ -6,15 +6,15 @@ import html
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from toolkit.blocks import Block, declared_blocks, opened
+from toolkit.blocks import Block, declared_blocks, gated, opened
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, reachable_nodes
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
 
@@ -27,6 +27,9 @@ Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
 
 # The sum over subsets doubles with every block.
 _MOST_BLOCKS_ATTRIBUTED = 12
+
+# In a table; `BlockEffect.verdict` names every parameter.
+_WIDEST_VERDICT = 40
 
 
 class Difference(NamedTuple):
@@ -104,15 +107,17 @@ class Comparison:
         given = None if params is None else _named(params, parts)
         self._snapshot = Snapshot(parts, given or {})
         self._board = GateBoard()
-        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad():
+        with self._aside():
             with self._board.forward():
-                self._value = self._board.leave(_checked(loss()))
-            self.loss = self._value.item()
+                self._value = _checked(loss())
+            self._board.close_regions(self._value)
             self._params = given if given is not None else _leaves(self._value, parts)
             self._versions = {name: parameter._version for name, parameter in self._params.items()}
             self._names = _selected(blocks, self._board.meetings)
-            self.blocked = self.gradient(())
-            self.effects = [self.effect([name]) for name in self._names]
+            with self._with_open(frozenset()) as self._value:
+                self.loss = self._value.item()
+                self.blocked = self._differentiated(self._value)
+            self.effects = [self._effect([name]) for name in self._names]
 
     def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly the blocks in `open` are open.
@@ -122,48 +127,24 @@ class Comparison:
 
         Raises:
             ValueError: If a block was not met by the program.
+            RuntimeError: If a parameter was modified since the comparison was made.
         """
         names = frozenset(_selected(open, self._board.meetings))
-        if names & self._board.inner:
-            return self._gradient_of_rerun(names)
-        with self._board.backward(names):
-            gradients = torch.autograd.grad(
-                self._value, list(self._params.values()), retain_graph=True, allow_unused=True
-            )
-        return self._filled(gradients)
+        with self._aside(), self._with_open(names) as value:
+            return self._differentiated(value)
 
     def effect(self, open: Collection[Block | str]) -> BlockEffect:
         """Return what opening these blocks *together* does to the gradient.
 
         Raises:
             ValueError: If a block was not met by the program, or none is given.
+            RuntimeError: If a parameter was modified since the comparison was made.
         """
         names = _selected(open, self._board.meetings)
         if not names:
             raise ValueError("`open` should name at least one block. Found none.")
-        meetings = [self._board.meetings[name] for name in names]
-        carried = any(meeting.carried for meeting in meetings)
-        gradients = self.gradient(names) if carried else self.blocked
-        total = _difference(gradients.values(), self.blocked.values())
-        if not carried:
-            verdict = "no-op"
-        elif _is_rounding(total.leak, gradients, self.blocked):
-            verdict = "redundant"
-        elif cut := sorted(self._reached(names) - self._reached(())):
-            verdict = f"cuts all paths to [{', '.join(cut)}]"
-        else:
-            verdict = "partial"
-        return BlockEffect(
-            name=" + ".join(names),
-            why=" ".join(declared_blocks()[name].why if name in declared_blocks() else "" for name in names).strip(),
-            site=", ".join(str(meeting.site) for meeting in meetings),
-            calls=sum(meeting.calls for meeting in meetings),
-            verdict=verdict,
-            leak=total.leak,
-            ratio=total.ratio,
-            cosine=total.cosine,
-            per_parameter={key: _difference([gradients[key]], [self.blocked[key]]) for key in self._params},
-        )
+        with self._aside():
+            return self._effect(names)
 
     def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
         """Split the gradient with all blocks open by the set of blocks that each path crosses.
@@ -179,14 +160,15 @@ class Comparison:
             raise ValueError(
                 f"`attribution` should have at most {_MOST_BLOCKS_ATTRIBUTED} blocks. Found {len(self._names)}."
             )
-        parts: dict[frozenset[str], dict[str, Tensor]] = {}
-        for size in range(len(self._names) + 1):
-            for subset in itertools.combinations(self._names, size):
-                part = self.gradient(subset)
-                for smaller, known in parts.items():
-                    if smaller < set(subset):
-                        part = {name: part[name] - known[name] for name in part}
-                parts[frozenset(subset)] = part
+        subsets = itertools.chain.from_iterable(
+            itertools.combinations(self._names, size) for size in range(len(self._names) + 1)
+        )
+        parts = {frozenset(subset): self.gradient(subset) for subset in subsets}
+        for block in self._names:
+            for subset in parts:
+                if block in subset:
+                    without = parts[subset - {block}]
+                    parts[subset] = {name: part - without[name] for name, part in parts[subset].items()}
         return parts
 
     def to_dict(self) -> dict[str, Any]:
@@ -226,28 +208,69 @@ class Comparison:
         body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
         return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{body}</table>"
 
-    def _reached(self, open: Collection[str]) -> set[str]:
-        """Return the parameters that a gradient can reach through the graph."""
-        nodes = {id(node.variable) for node in reachable_nodes(self._value.grad_fn, open) if hasattr(node, "variable")}
-        by_edge = set(reachable_nodes(self._value.grad_fn, open))
-        return {
-            name
-            for name, parameter in self._params.items()
-            if id(parameter) in nodes or (parameter.grad_fn is not None and parameter.grad_fn in by_edge)
-        }
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Let the program run without leaving a trace, and in this thread alone: a checkpoint has to meet the gates."""
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
+            yield
 
-    def _gradient_of_rerun(self, open: frozenset[str]) -> dict[str, Tensor]:
+    @contextmanager
+    def _with_open(self, open: frozenset[str]) -> Iterator[Tensor]:
+        """Yield the loss in a context where its derivative passes exactly the blocks in `open`."""
         for name, parameter in self._params.items():
             if parameter._version != self._versions[name]:
                 raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
-        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), opened(*open):
-            value = _checked(self._loss_function())
-            return self._filled(torch.autograd.grad(value, list(self._params.values()), allow_unused=True))
+        if self._board.needs_rerun(open):
+            with opened(*open):
+                yield self._loss_function()
+        else:
+            with self._board.backward(open):
+                yield self._value
 
-    def _filled(self, gradients: Iterable[Tensor | None]) -> dict[str, Tensor]:
+    def _effect(self, names: list[str]) -> BlockEffect:
+        meetings = [self._board.meetings[name] for name in names]
+        gradients, cut, verdict = self.blocked, list[str](), "no-op"
+        if any(meeting.carried for meeting in meetings):
+            with self._with_open(frozenset(names)) as value:
+                gradients = self._differentiated(value)
+                cut = sorted(self._reached(value, names) - self._reached(self._value, ()))
+            verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
+        total = _difference(gradients.values(), self.blocked.values())
+        if verdict != "no-op" and _is_rounding(total.leak, gradients, self.blocked):
+            verdict = "redundant"
+        return BlockEffect(
+            name=" + ".join(names),
+            why=" ".join(declared_blocks()[name].why if name in declared_blocks() else "" for name in names).strip(),
+            site=", ".join(str(meeting.site) for meeting in meetings),
+            calls=sum(meeting.calls for meeting in meetings),
+            verdict=verdict,
+            leak=total.leak,
+            ratio=total.ratio,
+            cosine=total.cosine,
+            per_parameter={key: _difference([gradients[key]], [self.blocked[key]]) for key in self._params},
+        )
+
+    def _reached(self, value: Tensor, open: Collection[str]) -> set[str]:
+        """Return the parameters that a gradient of `value` can reach through the graph."""
+        nodes = [] if value.grad_fn is None else list(reachable_nodes(value.grad_fn, open))
+        reached = {id(getattr(node, "variable", node)) for node in nodes}
         return {
-            name: torch.zeros_like(parameter) if gradient is None else gradient.detach()
-            for (name, parameter), gradient in zip(self._params.items(), gradients, strict=True)
+            name
+            for name, parameter in self._params.items()
+            if id(parameter if parameter.grad_fn is None else parameter.grad_fn) in reached
+        }
+
+    def _differentiated(self, value: Tensor) -> dict[str, Tensor]:
+        # The program may have frozen some of them on its way.
+        wanted = {name: parameter for name, parameter in self._params.items() if parameter.requires_grad}
+        gradients: dict[str, Tensor | None] = {}
+        if value.requires_grad and wanted:
+            found = torch.autograd.grad(value, list(wanted.values()), retain_graph=True, allow_unused=True)
+            gradients = dict(zip(wanted, found, strict=True))
+        return {
+            name: torch.zeros_like(parameter) if (gradient := gradients.get(name)) is None else gradient.detach()
+            for name, parameter in self._params.items()
         }
 
 
@@ -268,8 +291,8 @@ def compare(
 
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds something else.
-        ValueError: If the loss is not a scalar or has no gradient, if there is no parameter to differentiate by, or
-            if a block in `blocks` was not met.
+        ValueError: If the loss is not a real scalar, is not a number or has no gradient, if there is no parameter to
+            differentiate by, or if a block in `blocks` was not met.
 
     Example:
         >>> w = torch.tensor(3.0, requires_grad=True)
@@ -287,6 +310,10 @@ def _checked(value: Any) -> Tensor:
         raise TypeError(f"`loss` should return a tensor. Found {type(value).__name__}.")
     if value.numel() != 1:
         raise ValueError(f"`loss` should return a scalar. Found a tensor of shape {tuple(value.shape)}.")
+    if value.is_complex():
+        raise ValueError(f"`loss` should return a real number. Found {value.dtype}.")
+    if value.isnan():
+        raise ValueError("`loss` should return a number. Found nan.")
     if not value.requires_grad:
         raise ValueError("`loss` should depend on a tensor that requires a gradient. Found a constant.")
     return value
@@ -299,9 +326,13 @@ def _named(params: Parameters, parts: Parts) -> dict[str, Tensor]:
         named = dict(params)
     elif isinstance(params, Tensor):
         named = {parts.names_of_leaves().get(id(params), "params"): params}
+    elif not isinstance(params, Iterable):
+        raise TypeError(
+            f"`params` should be a module, a dict, an iterable of tensors or a tensor. Found {type(params).__name__}."
+        )
     else:
         known = parts.names_of_leaves()
-        entries = list(params or ())
+        entries = list(params)
         named = {known.get(id(entry), f"params[{index}]"): entry for index, entry in enumerate(entries)}
     for name, parameter in named.items():
         if not isinstance(parameter, Tensor):
@@ -321,7 +352,9 @@ def _leaves(loss: Tensor, parts: Parts) -> dict[str, Tensor]:
 def _selected(blocks: Collection[Block | str] | None, met: Mapping[str, Meeting]) -> list[str]:
     if blocks is None:
         return list(met)
-    names = [block.name if isinstance(block, Block) else block for block in blocks]
+    if isinstance(blocks, (str, Block)):
+        blocks = [blocks]
+    names = list(dict.fromkeys(block.name if isinstance(block, Block) else block for block in blocks))
     for name in names:
         if name not in met:
             raise ValueError(f"`blocks` should be among those that the program meets: {sorted(met)}. Found {name!r}.")
@@ -341,7 +374,8 @@ def _difference(open: Iterable[Tensor], blocked: Iterable[Tensor]) -> Difference
     else:
         ratio = math.inf if open_square else math.nan
     product = math.sqrt(open_square) * math.sqrt(blocked_square)
-    return Difference(math.sqrt(leak), ratio, min(1.0, max(-1.0, dot / product)) if product else math.nan)
+    cosine = dot / product if product else math.nan
+    return Difference(math.sqrt(leak), ratio, cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine)))
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -357,12 +391,13 @@ def _is_rounding(leak: float, open: Mapping[str, Tensor], blocked: Mapping[str, 
     """Judge by the coarsest dtype involved: eps^(3/4) leaves room for the rounding of long sums."""
     precision: float = max(torch.finfo(gradient.dtype).eps for gradient in blocked.values())
     tolerance: float = precision**0.75
-    return leak <= tolerance * max(_norm(open.values()), _norm(blocked.values()))
+    return math.isfinite(leak) and leak <= tolerance * max(_norm(open.values()), _norm(blocked.values()))
 
 
 def _row(effect: BlockEffect) -> tuple[str, ...]:
     numbers = (f"{value:.3g}" for value in (effect.leak, effect.ratio, effect.cosine))
-    return (effect.name, effect.verdict, *numbers, effect.site)
+    verdict = effect.verdict if len(effect.verdict) <= _WIDEST_VERDICT else f"{effect.verdict[: _WIDEST_VERDICT - 2]}…]"
+    return (effect.name, verdict, *numbers, effect.site)
 
 
 def _plain(difference: Difference) -> dict[str, float | None]:
