@@ -12,8 +12,9 @@ r"""The closed-form EM step as one pass over the data, with bounded memory.
   changes responsibilities by less than the smallest normal number.
 
 What keeps it exact: data are centred, and whitened where covariances are correlated, so that the expansion cancels
-only as far as a component is narrower than the data. It is left for moments about each component's own mean, which
-never cancel, when the digits lost would show (`_NARROW`). Sums are in float64 whatever the data are.
+only as far as a component is narrower than the data. When the digits lost would show (`_NARROW`), it is left for
+moments about each component's own mean, which do not cancel; also for few components of many features, where writing
+the expansion would cost more than it saves. Sums are in float64 whatever the data are.
 
 B samples of a chunk, D features, K components, F features of features.
 """
@@ -40,7 +41,7 @@ from toolkit.em.gaussian import (
 __all__ = ["Moments", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
 
 # Bytes of a chunk's working set: the second-level cache of a core, or enough to fill a GPU.
-_CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
+_CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 
 # The largest mean squared distance of the data from a component, in units of its covariance, for which the expansion
 # is used. The log-likelihood loses about a tenth of a machine epsilon times it.
@@ -129,7 +130,7 @@ def prepare(x: Tensor, covariance_type: CovarianceType, n_components: int) -> Pr
     n_samples, n_features = x.shape
     correlated = covariance_type in ("full", "tied")
     per_sample = (_n_expanded(n_features, covariance_type) + 2 * n_components + n_features) * x.element_size()
-    size = min(max(_CHUNK_BYTES.get(x.device.type, 2**20) // per_sample, 512), 2**20)
+    size = min(max(_CHUNK_BYTES.get(x.device.type, 2**22) // per_sample, 512), 2**20)
     rows = x.tensor_split(math.ceil(n_samples / size))
     centre = x.mean(0, dtype=torch.float64)
     scale = _cholesky_of_correlations(_mean_products((part - centre).mT for part in rows)) if correlated else None
@@ -142,8 +143,11 @@ def prepare(x: Tensor, covariance_type: CovarianceType, n_components: int) -> Pr
 def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
     """Return what the M-step needs to know of the data, in one pass: the E-step of prepared data."""
     framed = _Framed.of(parameters.to(torch.float64), data)
-    narrow = framed.mean_squared_distance(data.scatter) > _NARROW[data.chunks[0].dtype]
-    return _moments_about_means(framed, data) if narrow else _moments_by_expansion(framed, data)
+    n_components, n_features = framed.means.shape
+    few = framed.kind == "full" and 4 * n_components <= n_features
+    if few or framed.mean_squared_distance(data.scatter) > _NARROW[data.chunks[0].dtype]:
+        return _moments_about_means(framed, data)
+    return _moments_by_expansion(framed, data)
 
 
 @no_graph()

@@ -131,7 +131,7 @@ class GaussianParameters:
         r"""Return :math:`a_{nk} = \log \pi_k - \frac D2 \log 2\pi + \log|P_k| - \frac12 |P_k^\top (x_n - \mu_k)|^2`.
 
         The difference is taken before anything is multiplied, so an offset of the data costs no accuracy. The price
-        is (K, N, D) of memory; `em_step` does without.
+        is (K, D, N) of memory; `em_step` does without.
 
         Args:
             x: (N, D).
@@ -139,9 +139,9 @@ class GaussianParameters:
         Returns:
             (N, K), nats.
         """
-        distances = self._whiten(x - self.means[:, None]).square().sum(-1)
+        distances = self._whiten(x.mT.contiguous() - self.means[:, :, None]).square().sum(1)
         constant = self.log_weights + self.log_determinants - 0.5 * self.n_features * math.log(2 * math.pi)
-        return constant - 0.5 * distances.mT
+        return (constant[:, None] - 0.5 * distances).mT
 
     @property
     def log_determinants(self) -> Tensor:
@@ -165,15 +165,15 @@ class GaussianParameters:
         )
 
     def _whiten(self, differences: Tensor) -> Tensor:
-        """Return the transpose of P times differences (K, N, D)."""
+        """Return the transpose of P times differences (K, D, N)."""
         factor = self.precisions_cholesky
         match self.covariance_type:
             case "full" | "tied":
-                return differences @ factor
+                return factor.mT @ differences
             case "diag":
-                return differences * factor[:, None]
+                return factor[:, :, None] * differences
             case "spherical":
-                return differences * factor[:, None, None]
+                return factor[:, None, None] * differences
 
 
 def m_step(

@@ -1,0 +1,177 @@
+"""What a mixture's responsibilities leak: without the block, gradient EM prefers certainty to likelihood.
+
+A Gaussian mixture is trained by Adam on the expected complete-data log-likelihood, `toolkit.em.surrogate`. With the
+responsibilities held constant its gradient is that of the log-likelihood (Fisher's identity). Without the block it is
+that of the log-likelihood minus the entropy of the responsibilities, so training sharpens the clusters, moves them
+apart, and may empty one of them. With ``surrogate = "evidence_lower_bound"`` the entropy is part of the surrogate, and
+the same block leaks exactly nothing.
+
+All variants start at the same point (k-means++, a few of Lloyd's steps, one common covariance, perhaps a few EM
+steps), and are judged by the log-likelihood, never by the surrogate, which the leaky variant raises further.
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, MultivariateNormal, Normal
+
+from experiments._config import ExperimentConfig
+from experiments._training import Objective, Run
+from toolkit import datasets
+from toolkit.em import (
+    CovarianceType,
+    GaussianParameters,
+    em_step,
+    evidence_lower_bound,
+    fit,
+    from_unconstrained,
+    start,
+    surrogate,
+    to_unconstrained,
+)
+
+__all__ = ["Config", "distribution", "principal_components", "run"]
+
+Data = Literal["iris", "wine", "digits", "two_gaussians"]
+
+_SURROGATES = {"expected_log_joint": surrogate, "evidence_lower_bound": evidence_lower_bound}
+
+
+class Config(ExperimentConfig):
+    """Values of an EM experiment.
+
+    Attributes:
+        data: ``"iris"``, ``"wine"``, ``"digits"``, or the synthetic ``"two_gaussians"``.
+        principal_components: How many principal components of the data are modelled. 0: the features as they are.
+        n_samples: two_gaussians: N.
+        separation: two_gaussians: distance of the means, in standard deviations.
+        n_components: K.
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
+        surrogate: What is maximised by its gradient: ``"expected_log_joint"`` or ``"evidence_lower_bound"``.
+        reg_covar: Added to the variances of the start. Training itself is not regularised.
+        em_steps: Closed-form EM steps from k-means to the common start: enough of them, and it lies where the blocked
+            variant must climb to the maximum that closed-form EM climbs to.
+        em_is_best: Whether closed-form EM from the start is known to reach the highest maximum there is (singular
+            spikes aside), so that the report can show it as the best value.
+    """
+
+    data: Data
+    principal_components: Annotated[int, Field(ge=0)] = 0
+    n_samples: Annotated[int, Field(ge=2)] = 1000
+    separation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0
+    n_components: Annotated[int, Field(ge=1)]
+    covariance_type: CovarianceType
+    surrogate: Literal["expected_log_joint", "evidence_lower_bound"] = "expected_log_joint"
+    reg_covar: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    em_steps: Annotated[int, Field(ge=0)] = 0
+    em_is_best: bool = False
+
+
+def run(config: Config, seed: int) -> Run:
+    """Return one seeded run: a mixture, its surrogate on all of the data, and Adam."""
+    x, first, best = _problem(config.model_dump_json(), seed)
+    options = {"dtype": getattr(torch, config.dtype), "device": torch.device(config.device)}
+    x = x.to(**options)
+    parameters = {
+        name: value.detach().clone().to(**options).requires_grad_() for name, value in to_unconstrained(first).items()
+    }
+    objective = _SURROGATES[config.surrogate]
+
+    def mixture() -> GaussianParameters:
+        return from_unconstrained(parameters, config.covariance_type)
+
+    @torch.no_grad()
+    def evaluate() -> Mapping[str, float]:
+        now = mixture()
+        log_joint = now.log_joint(x)
+        entropy = torch.special.entr(log_joint.softmax(-1)).sum(-1)
+        return {
+            "objective": log_joint.logsumexp(-1).mean().item(),
+            "smallest weight": now.weights.min().item(),
+            "entropy of the responsibilities (nats per sample)": entropy.mean().item(),
+        }
+
+    def target() -> Mapping[str, Tensor]:
+        loss = -distribution(parameters, config.covariance_type).log_prob(x).mean()
+        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+    return Run(
+        parameters=parameters,
+        loss=lambda: -objective(mixture(), x),
+        objective=Objective(label="log-likelihood (nats per sample)", higher_is_better=True, best=best),
+        evaluate=evaluate,
+        optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate),
+        target=target,
+    )
+
+
+def distribution(unconstrained: Mapping[str, Tensor], covariance_type: CovarianceType) -> Distribution:
+    """Return the mixture as a torch distribution, which shares no code with `toolkit.em`: the witness.
+
+    Args:
+        unconstrained: As `toolkit.em.from_unconstrained` takes it.
+        covariance_type: The type.
+    """
+    means, log_cholesky = unconstrained["means"], unconstrained["log_cholesky"]
+    k, d = means.shape
+    components: Distribution
+    if covariance_type in ("full", "tied"):
+        rows, columns = torch.triu_indices(d, d, 1)
+        matrices = []
+        for packed in log_cholesky.expand(k, -1):
+            matrix = torch.diag(packed[:d].exp())
+            matrices.append(matrix.index_put((rows, columns), packed[d:]))
+        upper = torch.stack(matrices)
+        components = MultivariateNormal(means, scale_tril=torch.linalg.inv(upper).mT, validate_args=False)
+    else:
+        deviations = (-log_cholesky).exp().reshape(k, -1).expand(k, d)
+        components = Independent(Normal(means, deviations, validate_args=False), 1, validate_args=False)
+    weights = Categorical(logits=unconstrained["log_weights"], validate_args=False)
+    return MixtureSameFamily(weights, components, validate_args=False)
+
+
+def principal_components(x: Tensor, count: int) -> Tensor:
+    """Return the coordinates (N, count) of centred samples (N, D) along the directions of largest variance.
+
+    Raises:
+        ValueError: If there are fewer directions than asked for.
+    """
+    if count > min(x.shape):
+        raise ValueError(f"`principal_components` should be at most {min(x.shape)} for this data. Found {count}.")
+    centred = x - x.mean(0)
+    directions: Tensor = torch.linalg.svd(centred, full_matrices=False)[2][:count]
+    return centred @ directions.mT
+
+
+@lru_cache(maxsize=1)  # one seed's runs are made anew for each variant
+def _problem(config_json: str, seed: int) -> tuple[Tensor, GaussianParameters, float | None]:
+    """Return the data, the common start, and the best log-likelihood if it is known."""
+    config = Config.model_validate_json(config_json)
+    generator = torch.Generator().manual_seed(seed)
+    match config.data:
+        case "iris":
+            x = datasets.iris().inputs
+        case "wine":
+            x = datasets.wine().inputs
+        case "digits":
+            x = datasets.digits().inputs
+        case "two_gaussians":
+            x = datasets.two_gaussians(config.n_samples, separation=config.separation, generator=generator).inputs
+    if config.principal_components:
+        x = principal_components(x, config.principal_components)
+    kind = config.covariance_type
+    first = start(x, config.n_components, covariance_type=kind, reg_covar=config.reg_covar, generator=generator)
+    for _ in range(config.em_steps):
+        first, _ = em_step(first, x)
+    if not config.em_is_best:
+        return x, first, None
+    best = fit(x, config.n_components, covariance_type=kind, init=first, tol=1e-9, max_iter=10_000, reg_covar=0.0)
+    return x, first, best.log_likelihood
