@@ -21,7 +21,7 @@ ENUMERABLE_UNITS = 20
 """Units of the smaller layer up to which sums over its 2^20 states are exact; beyond, they raise."""
 
 _INITIAL_SCALE = 0.01  # standard deviation of the weights, Hinton 2010, section 8
-_CHUNK = 2**14  # states at a time: at 64 units in float64 one intermediate result takes 8 MiB
+_CHUNK = 2**11  # states at a time: 1 MiB at 64 units in float64, which stays in the cache
 _LINEAR_FROM = 40.0  # here softplus(x) = x to rounding also in float64; torch's default of 20 is off by 2e-9
 
 
@@ -234,15 +234,21 @@ class RBM(nn.Module):
         """
         with no_graph():
             bias, weights, other_bias = self._smaller_layer()
-            log_partition = self.log_partition()
             pairs, own, other = torch.zeros_like(weights), torch.zeros_like(bias), torch.zeros_like(other_bias)
+            log_partition = bias.new_full((), -torch.inf)
             for first, last in _ranges(len(bias)):
                 states = _states(first, last, like=bias)
-                probability = (_log_weight(states, bias, weights, other_bias) - log_partition).exp()
+                log_weight = _log_weight(states, bias, weights, other_bias)
+                so_far = torch.logaddexp(log_partition, log_weight.logsumexp(0))
+                probability = (log_weight - so_far).exp()
                 mean = torch.sigmoid(states @ weights + other_bias)
-                pairs += (probability[:, None] * states).mT @ mean
-                own += probability @ states
-                other += probability @ mean
+                for total, part in (
+                    (pairs, (probability[:, None] * states).mT @ mean),
+                    (own, probability @ states),
+                    (other, probability @ mean),
+                ):
+                    total.mul_((log_partition - so_far).exp()).add_(part)
+                log_partition = so_far
         if self.n_hidden <= self.n_visible:
             return {"weights": pairs.mT, "visible_bias": other, "hidden_bias": own}
         return {"weights": pairs, "visible_bias": own, "hidden_bias": other}
