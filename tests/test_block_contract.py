@@ -175,7 +175,7 @@ def _all_lines(code: CodeType) -> Iterator[tuple[int, int, int | None]]:
         yield from part.co_lines()
 
 
-@pytest.mark.parametrize("mutation", _mutations(), ids=lambda mutation: mutation.id)
+@pytest.mark.parametrize("mutation", list(_mutations()), ids=lambda mutation: mutation.id)
 def test_mutation_is_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutation.function, "__code__", mutation.code)
     cases = [case for case in CASES if case.block == mutation.block]
