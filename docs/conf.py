@@ -1,0 +1,78 @@
+"""Settings of the documentation, the directive that lists blocks, and formulas that need no network."""
+
+import sys
+import tomllib
+from pathlib import Path
+
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+from sphinx.writers.html5 import HTML5Translator
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+project = "stopgrad"
+version = release = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "stopgrad"
+html_math_renderer = "mathml"
+default_role = "py:obj"  # `name` in a docstring is a link where there is something to link to
+
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+napoleon_custom_sections = ["Source"]
+napoleon_use_ivar = True
+
+
+class Blocks(SphinxDirective):
+    """Lists the blocks whose names begin with the argument, each with its reason; all of them without one."""
+
+    optional_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return a definition list."""
+        from experiments._listing import import_everything
+        from toolkit import declared_blocks
+
+        import_everything()
+        prefix = self.arguments[0] if self.arguments else ""
+        entries = [
+            nodes.definition_list_item(
+                "",
+                nodes.term("", "", nodes.literal(text=block.name)),
+                nodes.definition("", nodes.paragraph(text=block.why)),
+            )
+            for block in declared_blocks().values()
+            if block.why and block.name.startswith(prefix)
+        ]
+        if not entries:
+            raise self.error(f"`blocks` should begin with a known name. Found {prefix!r}.")
+        return [nodes.definition_list("", *entries)]
+
+
+def formula(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
+    """Write a formula as MathML, which browsers draw by themselves."""
+    block = isinstance(node, nodes.math_block)
+    try:
+        drawn = tex2mathml(node.astext(), as_block=block)
+    except MathError as error:
+        logging.getLogger(__name__).warning("%s, in %s", error, node.astext(), location=node)
+    else:
+        self.body.append(f'<div class="math" style="padding: 0.5em 0">{drawn}</div>' if block else drawn)
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> None:
+    """Add what is defined here."""
+    app.add_directive("blocks", Blocks)
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
