@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit.adversarial._modes import evaluation, ordinary_tensors
 from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
-from toolkit.blocks import alias, block, stop_gradient, stop_recording, variable
+from toolkit.blocks import alias, block, stop_recording, variable
 
 __all__ = ["EXAMPLE", "fgsm", "margin_loss", "pgd"]
 
@@ -143,7 +143,6 @@ def pgd(
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"`steps` should be a positive integer. Found {steps!r}.")
-    loss = margin_loss if loss is None else loss
     goal, sign = (labels, 1) if targets is None else (targets, -1)
     with ordinary_tensors(), stop_recording(EXAMPLE), evaluation(model):
         x, goal = (tensor.clone() if tensor.is_inference() else tensor for tensor in (x, goal))
@@ -155,8 +154,7 @@ def pgd(
             point = variable(example)
             gradient = _input_gradient(model, point, goal, loss)
             example = ball.project(point + stride * ball.direction(gradient))
-        example = ball.settle(example)
-    return stop_gradient(example, EXAMPLE)
+        return ball.settle(example)
 
 
 def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -181,30 +179,50 @@ def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
         >>> margin_loss(torch.tensor([[200.0, 0.0]]), torch.tensor([0]))
         tensor([-200.])
     """
+    index = _class_index(logits, labels)
+    return _without_label(logits, index).logsumexp(1) - logits.gather(1, index)[:, 0]
+
+
+def _margin_slope(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the derivative of `margin_loss` by the logits: the softmax of the other classes, and -1 at the label."""
+    index = _class_index(logits, labels)
+    return _without_label(logits, index).softmax(1).scatter(1, index, -1.0)
+
+
+def _without_label(logits: Tensor, index: Tensor) -> Tensor:
+    return logits.scatter(1, index, -torch.inf)
+
+
+def _class_index(logits: Tensor, labels: Tensor) -> Tensor:
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(f"`logits` should have shape (N, C) with at least two classes. Found {tuple(logits.shape)}.")
     if labels.shape != logits.shape[:1]:
         raise ValueError(f"`labels` should have shape ({len(logits)},). Found {tuple(labels.shape)}.")
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"`labels` should be integers. Found {labels.dtype}.")
-    index = labels.long()[:, None]
-    return logits.scatter(1, index, -torch.inf).logsumexp(1) - logits.gather(1, index)[:, 0]
+    return labels.long()[:, None]
 
 
 def _input_gradient(
     model: Callable[[Tensor], Tensor],
     point: Tensor,
     labels: Tensor,
-    loss: Callable[[Tensor, Tensor], Tensor],
+    loss: Callable[[Tensor, Tensor], Tensor] | None,
 ) -> Tensor:
     """Return the gradient of every sample's loss by its own input; recorded only if the attack is."""
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        losses = loss(model(point), labels)
+        logits = model(point)
+    if loss is None:  # the derivative of `margin_loss`, without a graph of it
+        outputs, slope = logits, _margin_slope(logits, labels)
+    else:
+        with torch.enable_grad():
+            losses = loss(logits, labels)
         if losses.shape != point.shape[:1]:
             raise ValueError(
                 f"`loss` should return one value per sample, ({len(point)},) (torch's losses: reduction='none'). "
                 f"Found shape {tuple(losses.shape)}."
             )
-        (gradient,) = torch.autograd.grad(losses.sum(), point, create_graph=recorded)
+        outputs, slope = losses, torch.ones_like(losses)
+    (gradient,) = torch.autograd.grad(outputs, point, slope, create_graph=recorded)
     return gradient

@@ -1,0 +1,310 @@
+"""Adversarial training with the attack held constant, and with the loss differentiated through the attack.
+
+A model is trained on inputs that an attack has moved, inside a small ball, to where the model errs most. The attack
+asks the model for its gradient, so where such an input lies depends on the parameters. The block holds it constant.
+
+- ``digits``: handwritten digits, a network, PGD. Judged by the share of held-out digits that are still recognised
+  under a stronger attack; the target is the gradient at the same examples as plain data.
+- ``two_gaussians``: a linear classifier, whose worst case is known in closed form. Judged by the exact robust loss;
+  the target is the gradient of that.
+
+N samples, D features, C classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import scipy.optimize
+import scipy.special
+import torch
+import torch.nn.functional as F
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+
+from experiments._config import ExperimentConfig
+from experiments._training import Objective, Run
+from toolkit.adversarial import adversarial_loss, certify_linear, pgd, robust_loss_linear
+from toolkit.datasets import Dataset, digits, two_gaussians
+
+__all__ = ["Config", "best_robust_loss", "run"]
+
+
+Model = Callable[[Tensor], Tensor]
+
+
+class Config(ExperimentConfig):
+    """Values of an adversarial-training experiment.
+
+    Attributes:
+        data: ``"digits"`` or ``"two_gaussians"``; see the module.
+        network: ``"linear"``, ``"mlp"`` (fully connected) or ``"cnn"`` (3 x 3 convolutions with stride 2).
+        widths: Units, or channels, of the hidden layers.
+        activation: Between the layers.
+        norm: Norm of the ball.
+        epsilon: Radius of the ball. Pixels lie in [0, 1].
+        attack_steps: Steps of the attack in training.
+        attack_step_size: Length of one; None is 2.5 epsilon / steps.
+        random_start: Whether the attack in training starts anywhere in the ball, instead of at the clean input.
+        evaluation_steps: digits: steps of the attack that judges the model.
+        clean_steps: Steps of ordinary training before the run, which then makes a trained model robust.
+        batch_size: Samples of a training step.
+        weight_decay: Of the optimiser.
+        n_samples: two_gaussians: N.
+        n_features: two_gaussians: D.
+        separation: two_gaussians: distance between the means, in standard deviations.
+    """
+
+    data: Literal["digits", "two_gaussians"]
+    network: Literal["linear", "mlp", "cnn"]
+    widths: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
+    activation: Literal["relu", "tanh"] = "relu"
+    norm: Literal["linf", "l2"]
+    epsilon: Annotated[float, Field(ge=0)]
+    attack_steps: Annotated[int, Field(ge=1)]
+    attack_step_size: Annotated[float, Field(gt=0)] | None = None
+    random_start: bool = False
+    evaluation_steps: Annotated[int, Field(ge=1)] = 20
+    clean_steps: Annotated[int, Field(ge=0)] = 0
+    batch_size: Annotated[int, Field(ge=1)] = 128
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    n_samples: Annotated[int, Field(ge=2)] = 400
+    n_features: Annotated[int, Field(ge=1)] = 2
+    separation: Annotated[float, Field(ge=0)] = 4.0
+
+    @model_validator(mode="after")
+    def _closed_form_is_of_linear_models(self) -> Config:
+        if self.data == "two_gaussians" and self.network != "linear":
+            raise ValueError(f"`network` should be 'linear' for two Gaussians. Found {self.network!r}.")
+        return self
+
+
+def run(config: Config, seed: int) -> Run:
+    """Return one seeded run of adversarial training."""
+    return {"digits": _digits, "two_gaussians": _two_gaussians}[config.data](config, seed)
+
+
+def _digits(config: Config, seed: int) -> Run:
+    """Train a network; the target is the gradient at the examples as plain data, in a program without blocks."""
+    train, test = _split(_on_device(digits(dtype=getattr(torch, config.dtype)), config))
+    generator = torch.Generator().manual_seed(seed)
+    model = _network(config, train, generator)
+    batches = _Batches(train, config.batch_size, generator)
+    attack = _Attack(config, seed, batches, (0.0, 1.0))
+    _train_on_clean(model, batches, config)
+
+    def at_constants() -> Mapping[str, Tensor]:
+        with torch.no_grad():
+            example = attack(model, batches.inputs, batches.labels)
+        return _gradient(F.cross_entropy(model(example), batches.labels), model)
+
+    @torch.no_grad()
+    def under_attack() -> Mapping[str, float]:
+        logits = model(attack.of_steps(config.evaluation_steps)(model, test.inputs, test.labels))
+        return {
+            "objective": _accuracy(logits, test.labels),
+            "robust loss (nats per sample)": F.cross_entropy(logits, test.labels).item(),
+            "clean accuracy": _accuracy(model(test.inputs), test.labels),
+        }
+
+    ball = f"{_BALLS[config.norm]} {config.epsilon:g}, PGD-{config.evaluation_steps}"
+    return Run(
+        parameters=dict(model.named_parameters()),
+        loss=lambda: adversarial_loss(model, batches.inputs, batches.labels, attack=attack),
+        objective=Objective(label=f"robust accuracy on held-out digits ({ball})", higher_is_better=True),
+        evaluate=under_attack,
+        optimizer=_optimizer(model, config),
+        target=at_constants,
+        after_step=batches.advance,
+    )
+
+
+def _two_gaussians(config: Config, seed: int) -> Run:
+    """Train a linear classifier; the target is the gradient of its exact robust loss, by Danskin's theorem."""
+    generator = torch.Generator().manual_seed(seed)
+    data = _on_device(
+        two_gaussians(
+            config.n_samples,
+            separation=config.separation,
+            n_features=config.n_features,
+            generator=generator,
+            dtype=getattr(torch, config.dtype),
+        ),
+        config,
+    )
+    model = _network(config, data, generator)
+    batches = _Batches(data, config.batch_size, generator)
+    attack = _Attack(config, seed, batches, None)
+    _train_on_clean(model, batches, config)
+    weight, bias = model.parameters()
+    exact = partial(robust_loss_linear, weight, bias, epsilon=config.epsilon, norm=config.norm, bounds=None)
+
+    @torch.no_grad()
+    def exactly() -> Mapping[str, float]:
+        margins = certify_linear(
+            weight, bias, data.inputs, data.labels, epsilon=config.epsilon, norm=config.norm, bounds=None
+        )
+        return {
+            "objective": exact(data.inputs, data.labels).item(),
+            "exact robust accuracy": (margins > 0).double().mean().item(),
+        }
+
+    return Run(
+        parameters=dict(model.named_parameters()),
+        loss=lambda: adversarial_loss(model, batches.inputs, batches.labels, attack=attack),
+        objective=Objective(
+            label=f"exact robust loss (nats per sample, {_BALLS[config.norm]} {config.epsilon:g})",
+            higher_is_better=False,
+            best=best_robust_loss(data, epsilon=config.epsilon, norm=config.norm),
+        ),
+        evaluate=exactly,
+        optimizer=_optimizer(model, config),
+        target=lambda: _gradient(exact(batches.inputs, batches.labels), model),
+        after_step=batches.advance,
+    )
+
+
+def best_robust_loss(data: Dataset, *, epsilon: float, norm: str) -> float:
+    """Return the least robust loss of any linear classifier of two classes on `data`, in nats per sample.
+
+    Without a box it is ``E softplus(epsilon |w|_* - s (w . x + b))``, s = 1 or -1 and ``|.|_*`` the dual norm: convex
+    in (w, b), and smooth but where a weight is 0. Minimised by L-BFGS on these formulas.
+    """
+    x, sign = data.inputs.double().cpu().numpy(), 2.0 * data.labels.cpu().numpy() - 1
+
+    def loss_and_gradient(flat: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
+        weight, bias = flat[:-1], flat[-1]
+        size = np.linalg.norm(weight, 2 if norm == "l2" else 1)
+        slope = weight / max(size, 1e-300) if norm == "l2" else np.sign(weight)
+        excess = epsilon * size - sign * (x @ weight + bias)
+        share = scipy.special.expit(excess) / len(x)
+        gradient = share.sum() * epsilon * slope - x.T @ (share * sign)
+        return np.logaddexp(0, excess).mean(), np.append(gradient, -(share * sign).sum())
+
+    start = np.append(x.T @ sign / len(x), 0.0)
+    options = {"maxiter": 10_000, "gtol": 1e-10, "ftol": 1e-15}
+    return float(scipy.optimize.minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=options).fun)
+
+
+_BALLS = {"linf": "Linf", "l2": "L2"}
+
+
+class _Batches:
+    """The batch of the current step, and a seeded source of the next ones."""
+
+    def __init__(self, data: Dataset, size: int, generator: torch.Generator) -> None:
+        self._data = data
+        self._indices = _shuffled(len(data.inputs), size, generator)
+        self.advance(0)
+
+    def advance(self, step: int) -> None:
+        """Go on to the next batch after `step` updates."""
+        chosen = next(self._indices).to(self._data.labels.device)
+        self.step, self.inputs, self.labels = step, self._data.inputs[chosen], self._data.labels[chosen]
+
+
+def _shuffled(n_samples: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield the indices of batches for ever: a new permutation every epoch, its incomplete batch dropped."""
+    size = min(size, n_samples)
+    while True:
+        order = torch.randperm(n_samples, generator=generator)
+        yield from order[: n_samples - n_samples % size].split(size)
+
+
+class _Attack:
+    """The attack of a config. A random start depends on the seed and the step alone, so that a loss can be repeated."""
+
+    def __init__(self, config: Config, seed: int, batches: _Batches, bounds: tuple[float, float] | None) -> None:
+        self._ball: dict[str, Any] = {"epsilon": config.epsilon, "norm": config.norm, "bounds": bounds}
+        self._config, self._seed, self._batches = config, seed, batches
+
+    def __call__(self, model: Model, x: Tensor, labels: Tensor) -> Tensor:
+        """Return the examples to train on."""
+        config = self._config
+        start = torch.Generator().manual_seed(1_000_003 * self._seed + self._batches.step)
+        return pgd(
+            model,
+            x,
+            labels,
+            **self._ball,
+            steps=config.attack_steps,
+            step_size=config.attack_step_size,
+            generator=start if config.random_start else None,
+        )
+
+    def of_steps(self, steps: int) -> Callable[[Model, Tensor, Tensor], Tensor]:
+        """Return the attack with other steps, from the clean input: what a model is judged by."""
+        return partial(pgd, **self._ball, steps=steps)
+
+
+def _train_on_clean(model: nn.Module, batches: _Batches, config: Config) -> None:
+    optimizer = _optimizer(model, config)
+    for _ in range(config.clean_steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batches.inputs), batches.labels).backward()
+        optimizer.step()
+        batches.advance(0)
+    optimizer.zero_grad()
+
+
+def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    return torch.optim.Adam(
+        model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, foreach=False
+    )
+
+
+def _gradient(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    parameters = dict(model.named_parameters())
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+def _split(data: Dataset) -> tuple[Dataset, Dataset]:
+    """Return 70 % for training and 30 % held out: the same split for every seed."""
+    order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0)).to(data.inputs.device)
+    cut = round(0.7 * len(order))
+    train, test = (Dataset(data.inputs[part], data.labels[part], data.name) for part in (order[:cut], order[cut:]))
+    return train, test
+
+
+def _on_device(data: Dataset, config: Config) -> Dataset:
+    return Dataset(data.inputs.to(config.device), data.labels.to(config.device), data.name)
+
+
+def _network(config: Config, data: Dataset, generator: torch.Generator) -> nn.Module:
+    """Return the model, its parameters drawn as torch's layers draw theirs, but from `generator`."""
+    activation = {"relu": nn.ReLU, "tanh": nn.Tanh}[config.activation]
+    features, classes = data.inputs.shape[1], int(data.labels.max()) + 1
+    layers: list[nn.Module] = []
+    if config.network == "linear":
+        model: nn.Module = nn.Linear(features, classes)
+    elif config.network == "mlp":
+        for width in config.widths:
+            layers += [nn.Linear(features, width), activation()]
+            features = width
+        model = nn.Sequential(*layers, nn.Linear(features, classes))
+    else:
+        channels, side = 1, math.isqrt(features)
+        for width in config.widths:
+            layers += [nn.Conv2d(channels, width, 3, stride=2, padding=1), activation()]
+            channels, side = width, (side + 1) // 2
+        model = nn.Sequential(
+            nn.Unflatten(1, (1, math.isqrt(features), -1)),
+            *layers,
+            nn.Flatten(),
+            nn.Linear(channels * side**2, classes),
+        )
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            assert layer.bias is not None
+            bound = 1 / math.sqrt(layer.weight[0].numel())
+            for parameter in (layer.weight, layer.bias):
+                nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    return model.to(data.inputs)
+
+
+def _accuracy(logits: Tensor, labels: Tensor) -> float:
+    return (logits.argmax(1) == labels).double().mean().item()
