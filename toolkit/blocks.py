@@ -21,7 +21,7 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -89,12 +89,17 @@ class Gates(Protocol):
 
 @dataclass(frozen=True)
 class _State:
-    """What differs from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names."""
+    """What differs from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names.
+
+    It is made of changes, one for each ``with`` that is entered, so that any of them can be taken back: generators
+    need not leave theirs in the opposite order.
+    """
 
     open: frozenset[str] = frozenset()
     reached: tuple[set[str], ...] = ()
     gates: Gates | None = None
     prefix: str = ""
+    changes: tuple[Callable[[_State], _State], ...] = ()
 
 
 _NORMAL = _State()
@@ -111,13 +116,14 @@ _active = 0
 # What compiled code sees. Rebound, never mutated, so that Dynamo's guard notices.
 _open_when_compiled: frozenset[str] = frozenset()
 _prefix_when_compiled = ""
+_prefixes: dict[object, str] = {}
 _open_counts: Counter[str] = Counter()
 # Blocks that a compiled graph holds in their open form: replaying it cannot report that they were reached.
 _compiled_open: set[str] = set()
 
 
 def block(name: str, why: str) -> Block:
-    """Declare a block, once, at module level.
+    """Declare a block, once, at module level. A name that was only used ad hoc so far becomes this block.
 
     Args:
         name: ``"<module>.<quantity>"``.
@@ -139,7 +145,7 @@ def block(name: str, why: str) -> Block:
         if not value.strip():
             raise ValueError(f"`{argument}` should not be empty. Found {value!r}.")
     with _lock:
-        if name in _blocks:
+        if name in _blocks and _blocks[name].why:
             raise ValueError(f"`name` should be a new block's name. Found {name!r}, which is declared already.")
         _blocks[name] = declared = Block(name, why)
     return declared
@@ -269,7 +275,7 @@ def is_blocked(name: Block | str) -> bool:
     if is_dynamo_compiling():
         return _name_in_graph(name) not in _open_when_compiled
     state = _state.get()
-    return known_name(name) not in state.open and state.gates is None
+    return known_name(_full_name(name, state.prefix)) not in state.open and state.gates is None
 
 
 @contextmanager
@@ -289,14 +295,13 @@ def scope(name: str) -> Iterator[None]:
         return
     if not isinstance(name, str) or not name:
         raise ValueError(f"`name` should be a non-empty string. Found {name!r}.")
-    state = _state.get()
-    outer = _prefix_when_compiled
-    _prefix_when_compiled = f"{state.prefix}{name}/"
-    try:
-        with _entered(dataclasses.replace(state, prefix=f"{state.prefix}{name}/"), frozenset()):
+    with _entered(lambda state: dataclasses.replace(state, prefix=f"{state.prefix}{name}/")):
+        token = object()
+        _set_prefix_when_compiled(token, _state.get().prefix)
+        try:
             yield
-    finally:
-        _prefix_when_compiled = outer
+        finally:
+            _set_prefix_when_compiled(token, None)
 
 
 def traced_blocks(program: Any) -> dict[torch.fx.Node, Block | None]:
@@ -370,17 +375,19 @@ def alias(input: Tensor) -> Tensor:
 def opened(*names: Block | str) -> Iterator[set[str]]:
     """Open blocks as `unblock` does, and hand out the set of those reached instead of raising for the others."""
     names_opened = frozenset(known_name(name) for name in names)
-    state = _state.get()
     reached: set[str] = set()
-    new = dataclasses.replace(state, open=state.open | names_opened, reached=(*state.reached, reached))
-    with _entered(new, names_opened):
+
+    def change(state: _State) -> _State:
+        return dataclasses.replace(state, open=state.open | names_opened, reached=(*state.reached, reached))
+
+    with _entered(change, names_opened):
         yield reached
 
 
 @contextmanager
 def gated(gates: Gates | None) -> Iterator[None]:
     """Put `gates`, or nothing but the block, in the place of every block, open or not: the slot for a comparison."""
-    with _entered(dataclasses.replace(_state.get(), gates=gates, open=frozenset()), frozenset()):
+    with _entered(lambda state: dataclasses.replace(state, gates=gates, open=frozenset())):
         yield
 
 
@@ -399,24 +406,30 @@ def known_name(name: Block | str) -> str:
     )
 
 
-def map_tensors(function: Callable[[Tensor], Any], input: Any) -> Any:
+def map_tensors(function: Callable[[Any], Any], input: Any) -> Any:
     """Rebuild a tree with `function` applied to its tensors. See `stop_gradient` for what a tree is."""
-    if isinstance(input, Tensor):
+    if isinstance(input, (Tensor, torch.fx.Proxy)):
         return function(input)
     if input is None:
         return None
     if isinstance(input, Mapping):
-        rebuilt: Any = copy.copy(input) if type(input) is not dict else {}
-        for key, value in input.items():
-            rebuilt[key] = map_tensors(function, value)
+        mapped = {key: map_tensors(function, value) for key, value in input.items()}
+        if type(input) is dict:
+            return mapped
+        if not isinstance(input, MutableMapping):
+            return type(input)(mapped)  # type: ignore[call-arg]
+        rebuilt: Any = copy.copy(input)
+        rebuilt.update(mapped)
         return rebuilt
     if isinstance(input, (list, tuple)):
         values = [map_tensors(function, value) for value in input]
         return type(input)(*values) if hasattr(input, "_fields") else type(input)(values)
     if dataclasses.is_dataclass(input) and not isinstance(input, type):
         rebuilt = copy.copy(input)
-        for field in dataclasses.fields(input):
-            object.__setattr__(rebuilt, field.name, map_tensors(function, getattr(input, field.name)))
+        fields = {field.name: getattr(input, field.name) for field in dataclasses.fields(input)}
+        beside = getattr(input, "__dict__", {})  # a cached property holds tensors that were made of the fields
+        for name, value in {**beside, **fields}.items():
+            object.__setattr__(rebuilt, name, map_tensors(function, value))
         return rebuilt
     raise TypeError(
         "`input` should be a tensor, None, or a dict, list, tuple, namedtuple or dataclass of these. "
@@ -432,27 +445,26 @@ _HERE = os.path.normcase(__file__)
 
 
 def _stop_eagerly(input: T, name: Block | str | None) -> T:
-    if isinstance(input, torch.fx.Proxy):
-        label = None if name is None else _register(name, _state.get().prefix)
-        return input.tracer.create_proxy(  # type: ignore[return-value]
-            "call_function", stop_gradient, (input,), {"name": label}, name=(label or _ANNOTATION).replace(".", "_")
-        )
     state = _state.get()
-    key = _register(name, state.prefix) if name is not None else ""
+    label = None if name is None else _register(name, state.prefix)
     if is_exporting():
-        with fx_traceback.preserve_node_meta(), fx_traceback.annotate({_ANNOTATION: key}):
-            return map_tensors(alias if key in state.open else Tensor.detach, input)  # type: ignore[no-any-return]
-    if state.gates is None and not state.open:
-        return map_tensors(_detach, input)  # type: ignore[no-any-return]
-    site = _caller()
-    key = key or str(site)
+        with fx_traceback.preserve_node_meta(), fx_traceback.annotate({_ANNOTATION: label or ""}):
+            return map_tensors(alias if label in state.open else Tensor.detach, input)  # type: ignore[no-any-return]
+    key, site = label or "", None
+    if state.open or state.gates is not None:
+        site = _caller()
+        key = label or str(site)
 
-    def stop(tensor: Tensor) -> Tensor:
+    def stop(tensor: Any) -> Any:
+        if isinstance(tensor, torch.fx.Proxy):
+            node = (label or _ANNOTATION).replace(".", "_")
+            return tensor.tracer.create_proxy("call_function", stop_gradient, (tensor,), {"name": label}, name=node)
         if key in state.open:
             if carries_gradient(tensor):
                 _mark_reached(state, key)
             return alias(tensor)
         if state.gates is not None:
+            assert site is not None
             return state.gates.tensor(tensor, key, site)
         return tensor.detach()
 
@@ -461,7 +473,7 @@ def _stop_eagerly(input: T, name: Block | str | None) -> T:
 
 def _stop_in_graph(input: T, name: Block | str | None) -> T:
     if name is None:
-        if any(":" in opened for opened in _open_when_compiled):
+        if any(_is_site(opened) for opened in _open_when_compiled):
             raise RuntimeError("An open block should have a name inside a compiled function. Found one without.")
         key = ""
     else:
@@ -497,23 +509,25 @@ def _note_in_graph(name: str, is_open: bool) -> bool:
 
 def _register(name: Block | str, prefix: str) -> str:
     """Return the full name, and make an ad-hoc block known."""
-    if isinstance(name, Block):
-        full, why = name.name, name.why
-    elif isinstance(name, str) and name:
-        declared = _blocks.get(name)
-        full, why = (name, "") if declared is not None and declared.why else (prefix + name, "")
-    else:
-        raise TypeError(f"`name` should be a Block or a non-empty string. Found {name!r}.")
+    full = _full_name(name, prefix)
     if full not in _blocks:
         with _lock:
-            _blocks.setdefault(full, Block(full, why))
+            _blocks.setdefault(full, name if isinstance(name, Block) else Block(full, ""))
     return full
 
 
+def _full_name(name: Block | str, prefix: str) -> str:
+    if isinstance(name, Block):
+        return name.name
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"`name` should be a Block or a non-empty string. Found {name!r}.")
+    declared = _blocks.get(name)
+    return name if declared is not None and declared.why else prefix + name
+
+
 def _is_site(name: str) -> bool:
-    file, _, rest = name.partition(":")
-    line, _, column = rest.partition(":")
-    return bool(file) and line.isdigit() and column.isdigit()
+    parts = name.rsplit(":", 2)
+    return len(parts) == 3 and parts[0] != "" and parts[1].isdigit() and parts[2].isdigit()
 
 
 def _mark_reached(state: _State, name: str) -> None:
@@ -522,16 +536,33 @@ def _mark_reached(state: _State, name: str) -> None:
 
 
 @contextmanager
-def _entered(state: _State, opened: Collection[str]) -> Iterator[None]:
-    """Make `state` this thread's, and keep count of what is open in any thread for compiled code."""
-    outer = _state.get()
+def _entered(change: Callable[[_State], _State], opened: Collection[str] = ()) -> Iterator[None]:
+    """Change this thread's state, and keep count of what is open in any thread for compiled code."""
     _count(+1, opened)
-    _state.set(state)
+    _state.set(_changed((*_state.get().changes, change)))
     try:
         yield
     finally:
-        _state.set(outer)
+        _state.set(_changed(tuple(other for other in _state.get().changes if other is not change)))
         _count(-1, opened)
+
+
+def _changed(changes: tuple[Callable[[_State], _State], ...]) -> _State:
+    state = _NORMAL
+    for change in changes:
+        state = change(state)
+    return dataclasses.replace(state, changes=changes) if changes else _NORMAL
+
+
+def _set_prefix_when_compiled(token: object, prefix: str | None) -> None:
+    """Let compiled code see the prefix that was entered last and is not left yet, in whatever thread and order."""
+    global _prefix_when_compiled
+    with _lock:
+        if prefix is None:
+            del _prefixes[token]
+        else:
+            _prefixes[token] = prefix
+        _prefix_when_compiled = next(reversed(_prefixes.values()), "")
 
 
 def _count(change: int, opened: Collection[str]) -> None:
