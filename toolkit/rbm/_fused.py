@@ -5,6 +5,8 @@ N data of one batch, M negative samples, V visible units, H hidden units.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -33,9 +35,6 @@ class FusedTrainer:
         chains: (M, H), hidden states at which persistent chains start, zeros for example; copied. None: the chains
             start at the data.
         generator: Draws the chains, on the machine's device. None: torch's default one.
-
-    Attributes:
-        chains: (M, H), the hidden states that the next step starts from, or None.
 
     Raises:
         ValueError: If `batch_size` or `steps` is not positive, or `chains` does not have the shape (M, H).
@@ -69,13 +68,17 @@ class FusedTrainer:
         negatives = batch_size if chains is None else len(chains)
         with no_graph():
             like = rbm.weights
-            self.chains = None if chains is None else chains.to(like, copy=True)
-            # Negative samples first, then the data: a smaller batch leaves both in one piece.
+            self._persistent = chains is not None
+            self._states = like.new_empty(negatives, rbm.n_hidden) if chains is None else chains.to(like, copy=True)
+            self._mean = like.new_empty(negatives, rbm.n_visible)
             self._visible = like.new_empty(negatives + batch_size, rbm.n_visible)
             self._hidden = like.new_empty(negatives + batch_size, rbm.n_hidden)
-            self._scale = like.new_empty(negatives + batch_size)
-            self._states = like.new_empty(negatives, rbm.n_hidden) if self.chains is None else self.chains
-            self._mean = like.new_empty(negatives, rbm.n_visible)
+        self._views: dict[torch.Size, _Views] = {}
+
+    @property
+    def chains(self) -> Tensor | None:
+        """(M, H), the hidden states that the next step starts from and overwrites; None without persistent chains."""
+        return self._states if self._persistent else None
 
     def step(self, data: Tensor, *, learning_rate: float) -> None:
         """Update the parameters, and the chains.
@@ -87,39 +90,70 @@ class FusedTrainer:
         Raises:
             ValueError: If `data` has no rows, more than `batch_size`, or not V columns.
         """
-        rbm, n = self.rbm, len(data)
-        if data.ndim != 2 or data.shape[1] != rbm.n_visible or not 0 < n <= self.batch_size:
-            raise ValueError(
-                f"`data` should have shape (N, {rbm.n_visible}) with 0 < N <= {self.batch_size}. "
-                f"Found {tuple(data.shape)}."
-            )
-        m = n if self.chains is None else len(self.chains)
-        visible, hidden, scale = self._visible[: m + n], self._hidden[: m + n], self._scale[: m + n]
-        states, mean = self._states[:m], self._mean[:m]
+        views = self._views.get(data.shape)
+        if views is None:
+            views = self._views[data.shape] = self._views_for(data.shape)
+        weights, visible_bias, hidden_bias = self.rbm.weights, self.rbm.visible_bias, self.rbm.hidden_bias
+
+        def hidden_mean(visible: Tensor, out: Tensor) -> None:
+            torch.addmm(hidden_bias, visible, weights, out=out).sigmoid_()
+
+        def draw(mean: Tensor, out: Tensor) -> None:
+            out.uniform_(generator=self.generator).lt_(mean)
+
         with no_graph():
-            visible[m:].copy_(data)
-            if self.chains is None:
-                self._hidden_mean(visible[m:], out=hidden[m:])
-                self._draw(hidden[m:], out=states)
+            views.positive.copy_(data)
+            if not self._persistent:
+                hidden_mean(views.positive, out=views.hidden_positive)
+                draw(views.hidden_positive, out=views.states)
             for remaining in reversed(range(self.steps)):
-                torch.addmm(rbm.visible_bias, states, rbm.weights.mT, out=mean).sigmoid_()
-                self._draw(mean, out=visible[:m])
+                torch.addmm(visible_bias, views.states, weights.mT, out=views.mean).sigmoid_()
+                draw(views.mean, out=views.negative)
                 if remaining:
-                    self._hidden_mean(visible[:m], out=hidden[:m])
-                    self._draw(hidden[:m], out=states)
-            if self.chains is None:
-                self._hidden_mean(visible[:m], out=hidden[:m])
+                    hidden_mean(views.negative, out=views.hidden_negative)
+                    draw(views.hidden_negative, out=views.states)
+            if self._persistent:
+                hidden_mean(views.visible, out=views.hidden)
+                draw(views.hidden_negative, out=views.states)
             else:
-                self._hidden_mean(visible, out=hidden)
-                self._draw(hidden[:m], out=states)
-            scale[:m], scale[m:] = -learning_rate / m, learning_rate / n
-            hidden.mul_(scale[:, None])
-            rbm.weights.addmm_(visible.mT, hidden)
-            rbm.visible_bias.addmv_(visible.mT, scale)
-            rbm.hidden_bias.add_(hidden.sum(0))
+                hidden_mean(views.negative, out=views.hidden_negative)
+            visible_bias.addmv_(views.visible.mT, views.share, alpha=learning_rate)
+            hidden_bias.addmv_(views.hidden.mT, views.share, alpha=learning_rate)
+            weights.addmm_(views.visible.mT, views.hidden.mul_(views.share[:, None]), alpha=learning_rate)
 
-    def _hidden_mean(self, visible: Tensor, *, out: Tensor) -> None:
-        torch.addmm(self.rbm.hidden_bias, visible, self.rbm.weights, out=out).sigmoid_()
+    def _views_for(self, shape: torch.Size) -> _Views:
+        n_visible = self.rbm.n_visible
+        if len(shape) != 2 or shape[1] != n_visible or not 0 < shape[0] <= self.batch_size:
+            raise ValueError(
+                f"`data` should have shape (N, {n_visible}) with 0 < N <= {self.batch_size}. Found {tuple(shape)}."
+            )
+        n = shape[0]
+        m = len(self._states) if self._persistent else n
+        visible, hidden = self._visible[: m + n], self._hidden[: m + n]
+        with no_graph():
+            share = torch.cat([visible.new_full((m,), -1 / m), visible.new_full((n,), 1 / n)])
+        return _Views(
+            states=self._states[:m],
+            mean=self._mean[:m],
+            visible=visible,
+            negative=visible[:m],
+            positive=visible[m:],
+            hidden=hidden,
+            hidden_negative=hidden[:m],
+            hidden_positive=hidden[m:],
+            share=share,
+        )
 
-    def _draw(self, mean: Tensor, *, out: Tensor) -> None:
-        out.uniform_(generator=self.generator).lt_(mean)
+
+class _Views(NamedTuple):
+    """The parts of the buffers that a batch of N rows uses: negative samples first, then data, in one piece."""
+
+    states: Tensor
+    mean: Tensor
+    visible: Tensor
+    negative: Tensor
+    positive: Tensor
+    hidden: Tensor
+    hidden_negative: Tensor
+    hidden_positive: Tensor
+    share: Tensor  # -1/M and 1/N: the part of each row in the update
