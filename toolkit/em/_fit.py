@@ -67,7 +67,7 @@ def fit(
     maximum likelihood, is not taken, and ends the fit.
 
     Args:
-        x: (N, D), floating point, finite.
+        x: (N, D), float32 or float64, finite.
         n_components: K, at most N.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         tol: The fit has converged when a step gains no more, in nats per sample. What is still to gain is
@@ -79,7 +79,7 @@ def fit(
         generator: Randomness of the start. None is torch's global generator.
 
     Raises:
-        TypeError: If `x` is not a floating-point tensor.
+        TypeError: If `x` is not a float32 or float64 tensor.
         ValueError: If an argument is out of range, `x` is not finite, or a covariance becomes singular.
 
     References:
@@ -133,7 +133,7 @@ def start(
     that of the samples about their nearest mean: it is not singular where a cluster of few samples would be.
 
     Args:
-        x: (N, D), floating point, finite.
+        x: (N, D), float32 or float64, finite.
         n_components: K, at most N.
         covariance_type: As in `fit`.
         init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
@@ -145,7 +145,7 @@ def start(
         A mixture in float64, in which the squares of large offsets and small widths keep their digits.
 
     Raises:
-        TypeError: If `x` is not a floating-point tensor.
+        TypeError: If `x` is not a float32 or float64 tensor.
         ValueError: If an argument is out of range, or all samples lie at the means and `reg_covar` is 0.
 
     References:
@@ -250,9 +250,9 @@ def _finite(value: Tensor) -> float:
 
 
 def _check(x: Tensor, n_components: int, covariance_type: CovarianceType, reg_covar: float) -> None:
-    if not isinstance(x, Tensor) or not x.is_floating_point():
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` should be a floating-point tensor. Found {found}.")
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
     if not bool(x.isfinite().all()):

@@ -33,6 +33,7 @@ from toolkit.blocks import no_graph
 from toolkit.em.gaussian import (
     CovarianceType,
     GaussianParameters,
+    check_features,
     precisions_cholesky,
     regularise,
     soft_counts,
@@ -94,14 +95,15 @@ def em_step(parameters: GaussianParameters, x: Tensor, *, reg_covar: float = 0.0
 
     Args:
         parameters: The mixture.
-        x: (N, D), floating point.
+        x: (N, D), float32 or float64.
         reg_covar: Added to every variance. 0 is maximum likelihood, for which the log-likelihood never falls.
 
     Returns:
         The new mixture, and a float64 scalar in nats per sample.
 
     Raises:
-        ValueError: If a covariance becomes singular.
+        TypeError: If `x` is neither float32 nor float64.
+        ValueError: If `x` does not have the features of the means, or a covariance becomes singular.
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
@@ -115,6 +117,7 @@ def em_step(parameters: GaussianParameters, x: Tensor, *, reg_covar: float = 0.0
         tensor([[0.5125],
                 [4.2683]])
     """
+    check_features(parameters, x)
     kind = parameters.covariance_type
     data = prepare(x, kind, parameters.n_components)
     moments = accumulate(parameters, data)
@@ -127,6 +130,8 @@ def prepare(x: Tensor, covariance_type: CovarianceType, n_components: int) -> Pr
 
     Any centre and scale give the same steps; these make the expansion accurate.
     """
+    if x.dtype not in _NARROW:
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {x.dtype}.")
     n_samples, n_features = x.shape
     correlated = covariance_type in ("full", "tied")
     per_sample = (_n_expanded(n_features, covariance_type) + 2 * n_components + n_features) * x.element_size()
@@ -155,7 +160,9 @@ def maximise(moments: Moments, data: Prepared, kind: CovarianceType, reg_covar: 
     """Return the mixture with these moments, float64: the M-step of prepared data."""
     counts = soft_counts(moments.counts)
     shifts = moments.first / counts[:, None]
-    means, covariances = moments.origins + shifts, _covariances(moments.second, shifts, counts, kind)
+    # An empty component is left at the centre, wherever its moments were taken about.
+    means = torch.where((moments.counts < counts)[:, None], 0.0, moments.origins + shifts)
+    covariances = _covariances(moments.second, shifts, counts, kind)
     if data.scale is not None:
         means, covariances = means @ data.scale.mT, data.scale @ covariances @ data.scale.mT
     return GaussianParameters(

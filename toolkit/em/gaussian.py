@@ -138,7 +138,11 @@ class GaussianParameters:
 
         Returns:
             (N, K), nats.
+
+        Raises:
+            ValueError: If `x` does not have the features of the means.
         """
+        check_features(self, x)
         distances = self._whiten(x.mT.contiguous() - self.means[:, :, None]).square().sum(1)
         constant = self.log_weights + self.log_determinants - 0.5 * self.n_features * math.log(2 * math.pi)
         return (constant[:, None] - 0.5 * distances).mT
@@ -254,10 +258,10 @@ def precisions_cholesky(covariances: Tensor, covariance_type: CovarianceType) ->
         sound = covariances > 0
         _raise_if_singular(sound if sound.ndim == 1 else sound.all(-1))
         return covariances.rsqrt()
-    factor, _ = torch.linalg.cholesky_ex(covariances)
+    factor, failed = torch.linalg.cholesky_ex(covariances)
     variances = covariances.diagonal(dim1=-2, dim2=-1)
     least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
-    _raise_if_singular((factor.diagonal(dim1=-2, dim2=-1).square() > least).all(-1))
+    _raise_if_singular((failed == 0) & (factor.diagonal(dim1=-2, dim2=-1).square() > least).all(-1))
     inverse: Tensor = torch.linalg.solve_triangular(factor, _identity_like(factor), upper=False)
     return inverse.mT
 
@@ -333,6 +337,12 @@ def check_covariance_type(covariance_type: str) -> None:
         raise ValueError(
             f"`covariance_type` should be one of {', '.join(COVARIANCE_TYPES)}. Found {covariance_type!r}."
         )
+
+
+def check_features(parameters: GaussianParameters, x: Tensor) -> None:
+    """Raise a ValueError unless the samples have the mixture's features; one feature would broadcast."""
+    if x.ndim != 2 or x.shape[1] != parameters.n_features:
+        raise ValueError(f"`x` should have shape (N, {parameters.n_features}). Found {tuple(x.shape)}.")
 
 
 def soft_counts(sums: Tensor) -> Tensor:
