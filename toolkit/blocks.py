@@ -447,9 +447,9 @@ _HERE = os.path.normcase(__file__)
 def _stop_eagerly(input: T, name: Block | str | None) -> T:
     state = _state.get()
     label = None if name is None else _register(name, state.prefix)
-    if is_exporting():
+    if is_exporting() and label not in state.open:
         with fx_traceback.preserve_node_meta(), fx_traceback.annotate({_ANNOTATION: label or ""}):
-            return map_tensors(alias if label in state.open else Tensor.detach, input)  # type: ignore[no-any-return]
+            return map_tensors(Tensor.detach, input)  # type: ignore[no-any-return]
     key, site = label or "", None
     if state.open or state.gates is not None:
         site = _caller()
