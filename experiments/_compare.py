@@ -81,7 +81,7 @@ def _run_seed(
         run = make()
         with unblock(*variant):
             trained[variant] = train(run, config, on_step)
-        if not variant:
+        if not variant and trained[variant].diverged_at is None:
             last = _Gradients(run, config.variants)
     _check_first_losses(loaded, seed, trained)
     seconds = _seconds_per_step(make, config.variants)

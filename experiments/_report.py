@@ -40,6 +40,9 @@ _MOST_PARAMETERS = 10
 # A difference of the final objective below this, relative, is rounding that training has amplified.
 _NOTHING = 1e-9
 
+# A gradient that opening the block makes so many times longer is one that has vanished with it.
+_VANISHED = 1e4
+
 
 @dataclass(frozen=True)
 class VariantView:
@@ -170,6 +173,10 @@ def _turn(effects: Sequence[dict[str, Any]]) -> str:
     angles = [_degrees(effect["cosine"]) for effect in effects]
     ratios = [effect["ratio"] for effect in effects]
     length = _median(ratios)
+    if length > _VANISHED:
+        return (
+            f"leaves a gradient {significant(length, 2)} times as long as the one with the block, which has vanished,"
+        )
     if not math.isfinite(length) or not math.isfinite(_median(angles)):
         return "changes a gradient that is zero with the block"
     return (

@@ -417,6 +417,21 @@ def test_a_closed_gate_at_an_infinite_slope_gives_no_nan() -> None:
     assert json.loads(json.dumps(effect.to_dict(), allow_nan=False))["leak"] is None
 
 
+def test_a_leak_of_nothing_is_redundant_where_the_gradient_vanishes():
+    logits = torch.tensor([0.3, -1.1, 0.7], dtype=torch.float64, requires_grad=True)
+    optimum = (logits.detach() - logits.detach().logsumexp(0)).exp()
+
+    def loss():  # the gradient of the relative entropy is rounding here, and so is the leak of the shift
+        shifted = logits - stop_gradient(logits.amax(), "vanishing.shift")
+        return (optimum * (optimum.log() - shifted + shifted.exp().sum().log())).sum()
+
+    def other_loss():
+        return loss() + 1e-6 * stop_gradient(logits.sum(), "vanishing.not")
+
+    assert [effect.verdict for effect in compare(loss).effects] == ["redundant"]
+    assert [effect.verdict for effect in compare(other_loss).effects][1] == "partial"
+
+
 def test_an_infinite_leak_is_not_called_rounding() -> None:
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     (effect,) = compare(lambda: x + stop_gradient(x.sqrt(), "infinite"), x).effects

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +28,9 @@ Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
 
 # The sum over subsets doubles with every block.
 _MOST_BLOCKS_ATTRIBUTED = 12
+
+# A leak of up to so many times the noise of rounding counts as rounding.
+_MOST_NOISE = 100.0
 
 # In a table; `BlockEffect.verdict` names every parameter.
 _WIDEST_VERDICT = 40
@@ -109,7 +113,7 @@ class Comparison:
         self._board = GateBoard()
         with self._aside():
             with self._board.forward():
-                self._value = _checked(loss())
+                self._value = checked_loss(loss())
             self._board.close_regions(self._value)
             self._params = given if given is not None else _leaves(self._value, parts)
             self._versions = {name: parameter._version for name, parameter in self._params.items()}
@@ -234,11 +238,13 @@ class Comparison:
         if any(meeting.carried for meeting in meetings):
             with self._with_open(frozenset(names)) as value:
                 gradients = self._differentiated(value)
+                leak = _difference(gradients.values(), self.blocked.values()).leak
                 cut = sorted(self._reached(value, names) - self._reached(self._value, ()))
-            verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
+                if self._is_rounding(leak, value, gradients):
+                    verdict = "redundant"
+                else:
+                    verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
         total = _difference(gradients.values(), self.blocked.values())
-        if verdict != "no-op" and _is_rounding(total.leak, gradients, self.blocked):
-            verdict = "redundant"
         return BlockEffect(
             name=" + ".join(names),
             why=" ".join(declared_blocks()[name].why if name in declared_blocks() else "" for name in names).strip(),
@@ -261,12 +267,44 @@ class Comparison:
             if id(parameter if parameter.grad_fn is None else parameter.grad_fn) in reached
         }
 
-    def _differentiated(self, value: Tensor) -> dict[str, Tensor]:
+    def _is_rounding(self, leak: float, value: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+        """Judge whether a leak is what rounding makes of zero.
+
+        Against the size of the gradients, with room for the rounding of long sums: eps^(3/4) of the coarsest dtype.
+        Where the gradient itself vanishes, as after training, that says nothing; there against the noise of both.
+        """
+        if not math.isfinite(leak):
+            return False
+        precision: float = max(torch.finfo(gradient.dtype).eps for gradient in self.blocked.values())
+        if not math.isfinite(leak):
+            return False
+        if leak <= precision**0.75 * max(_norm(gradients.values()), _norm(self.blocked.values())):
+            return True
+        # One extra pass for all blocks, and one for a block whose leak is as small as that.
+        noise = self._blocked_noise
+        return leak <= _MOST_NOISE**2 * noise and leak <= _MOST_NOISE * max(noise, self._noise(value, gradients))
+
+    @cached_property
+    def _blocked_noise(self) -> float:
+        with self._with_open(frozenset()) as value:
+            return self._noise(value, self.blocked)
+
+    def _noise(self, value: Tensor, gradients: Mapping[str, Tensor]) -> float:
+        """Return how far rounding moves a gradient: the same one again, of a third and a seventh of the loss."""
+        distances = []
+        for divisor in (3, 7):
+            share = torch.ones_like(value) / divisor
+            parts = self._differentiated(value, share)
+            restored = [_wide(part) / _wide(share).reshape(()) for part in parts.values()]
+            distances.append(_difference(restored, gradients.values()).leak)
+        return max(distances)
+
+    def _differentiated(self, value: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
         # The program may have frozen some of them on its way.
         wanted = {name: parameter for name, parameter in self._params.items() if parameter.requires_grad}
         gradients: dict[str, Tensor | None] = {}
         if value.requires_grad and wanted:
-            found = torch.autograd.grad(value, list(wanted.values()), retain_graph=True, allow_unused=True)
+            found = torch.autograd.grad(value, list(wanted.values()), weight, retain_graph=True, allow_unused=True)
             gradients = dict(zip(wanted, found, strict=True))
         return {
             name: torch.zeros_like(parameter) if (gradient := gradients.get(name)) is None else gradient.detach()
@@ -305,7 +343,8 @@ def compare(
     return Comparison(loss, params, blocks)
 
 
-def _checked(value: Any) -> Tensor:
+def checked_loss(value: Any) -> Tensor:
+    """Return what a loss function returned, if a gradient can be asked of it."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`loss` should return a tensor. Found {type(value).__name__}.")
     if value.numel() != 1:
@@ -385,13 +424,6 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(_wide(tensor).abs().square().sum().item() for tensor in tensors))
-
-
-def _is_rounding(leak: float, open: Mapping[str, Tensor], blocked: Mapping[str, Tensor]) -> bool:
-    """Judge by the coarsest dtype involved: eps^(3/4) leaves room for the rounding of long sums."""
-    precision: float = max(torch.finfo(gradient.dtype).eps for gradient in blocked.values())
-    tolerance: float = precision**0.75
-    return math.isfinite(leak) and leak <= tolerance * max(_norm(open.values()), _norm(blocked.values()))
 
 
 def _row(effect: BlockEffect) -> tuple[str, ...]:
