@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
 from toolkit.gradients._snapshot import Snapshot, find_parts
+from toolkit.gradients.compare import checked_loss
 
 __all__ = ["MemoryUse", "measure_memory"]
 
@@ -37,6 +38,10 @@ def measure_memory(loss: Callable[[], Tensor]) -> MemoryUse:
     Counts the storages of every tensor that torch makes, on any device, whether Python or the graph holds it; scratch
     memory inside of one operation is not seen. The program is left as it was found.
 
+    Raises:
+        TypeError: If `loss` does not return a tensor.
+        ValueError: If the loss is not a real scalar, is not a number or has no gradient.
+
     Example:
         >>> x = torch.ones(256, dtype=torch.float64, requires_grad=True)
         >>> measure_memory(lambda: (x * stop_gradient(x.exp().exp(), "doc.factor")).sum()).graph  # one factor, the loss
@@ -45,7 +50,7 @@ def measure_memory(loss: Callable[[], Tensor]) -> MemoryUse:
     parts = find_parts(loss)
     live = _LiveBytes()
     with Snapshot(parts, {}).set_aside(), torch.enable_grad(), live:
-        value = loss()
+        value = checked_loss(loss())
         graph = live.now
         nodes = reachable_nodes(value.grad_fn, EVERY_BLOCK)
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
