@@ -174,9 +174,7 @@ def _turn(effects: Sequence[dict[str, Any]]) -> str:
     ratios = [effect["ratio"] for effect in effects]
     length = _median(ratios)
     if length > _VANISHED:
-        return (
-            f"leaves a gradient {significant(length, 2)} times as long as the one with the block, which has vanished,"
-        )
+        return f"makes a gradient that has vanished {significant(length, 2)} times as long"
     if not math.isfinite(length) or not math.isfinite(_median(angles)):
         return "changes a gradient that is zero with the block"
     return (
