@@ -32,7 +32,7 @@ def gibbs(
 
             - ``"sampled"``: a draw. Its derivative is exactly zero, as that of `torch.bernoulli` is.
             - ``"straight_through"``: the same draw, bit for bit, with the derivative of the mean (Bengio, Léonard &
-              Courville, "Estimating or propagating gradients through stochastic neurons", 2013, section 4).
+              Courville, "Estimating or propagating gradients through stochastic neurons", 2013).
             - ``"mean_field"``: the mean. No random numbers, and no longer a Markov chain of the model.
         generator: Draws the units, on their device. None: torch's default one.
 

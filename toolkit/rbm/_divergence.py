@@ -2,8 +2,9 @@
 
 The surrogate is a difference of free energies, lowered at the data and raised at negative samples. The update rule of
 contrastive divergence holds the samples constant. It is the gradient of no function (Sutskever & Tieleman, "On the
-convergence properties of contrastive divergence", 2010); differentiating through the samples as well gives the
-gradient of one, but of the wrong one: it moves the sampler *up* the energy.
+convergence properties of contrastive divergence", 2010). What a derivative through the samples adds depends on the
+units of the chain: nothing at all for draws; otherwise a pull *up* the energy on the sampler, towards samples that the
+machine holds to be improbable.
 
 N data, M negative samples, V visible units, H hidden units. Losses are in nats per sample.
 """
@@ -120,8 +121,7 @@ def persistent_contrastive_divergence(
         TypeError: If `data` or `chains` does not have the type of the parameters.
 
     References:
-        Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008,
-        section 3.
+        Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
 
     Example:
         >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
@@ -164,7 +164,7 @@ def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
         TypeError: If `data` or `negative` does not have the type of the parameters.
 
     References:
-        Hinton, "A practical guide to training restricted Boltzmann machines", 2010, equations 9 and 13 to 15.
+        Hinton, "A practical guide to training restricted Boltzmann machines", 2010, sections 2 and 3.3.
 
     Example:
         >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))

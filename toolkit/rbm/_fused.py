@@ -21,7 +21,7 @@ class FusedTrainer:
     r"""Stochastic gradient descent on contrastive divergence, in place: :math:`\theta \leftarrow \theta - \eta g`.
 
     :math:`g` is `cd_gradient`, which is what autograd gives for the blocked surrogate; here both sides of it come
-    from one product :math:`[v_-; v_+]^\top [-\tfrac{\eta}{M} h_-; \tfrac{\eta}{N} h_+]`, and every intermediate
+    from one product :math:`[v_-; v_+]^\top [-\tfrac1M h_-; \tfrac1N h_+]`, which is :math:`-g`, and every intermediate
     result has its buffer. Each side is a mean over its own rows, so a last, smaller batch is weighted right.
 
     Without `chains` it is CD-k and draws as `contrastive_divergence` does: the same generator gives the same update.

@@ -50,7 +50,7 @@ class RBM(nn.Module):
         ValueError: If a size is not positive, or `dtype` is not a floating-point type.
 
     References:
-        Hinton, "Training products of experts by minimizing contrastive divergence", 2002, section 4.
+        Hinton, "Training products of experts by minimizing contrastive divergence", 2002.
         Hinton, "A practical guide to training restricted Boltzmann machines", 2010, section 8 (initial values).
 
     Example:
@@ -130,7 +130,7 @@ class RBM(nn.Module):
             TypeError: If `visible` does not have the type of the parameters.
 
         References:
-            Hinton, "A practical guide to training restricted Boltzmann machines", 2010, equation 17.
+            Hinton, "A practical guide to training restricted Boltzmann machines", 2010, section 16.1.
 
         Example:
             >>> RBM(3, 2, generator=torch.Generator().manual_seed(0)).free_energy(torch.zeros(1, 3))
