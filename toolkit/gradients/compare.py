@@ -234,17 +234,16 @@ class Comparison:
 
     def _effect(self, names: list[str]) -> BlockEffect:
         meetings = [self._board.meetings[name] for name in names]
-        gradients, cut, verdict = self.blocked, list[str](), "no-op"
+        verdict, products = "no-op", _products(self._flat_blocked, self._flat_blocked)
         if any(meeting.carried for meeting in meetings):
             with self._with_open(frozenset(names)) as value:
                 gradients = self._differentiated(value)
-                leak = _difference(gradients.values(), self.blocked.values()).leak
-                cut = sorted(self._reached(value, names) - self._reached(self._value, ()))
-                if self._is_rounding(leak, value, gradients):
+                products = _products(map(_flat, gradients.values()), self._flat_blocked)
+                cut = sorted(self._reached(value, names) - self._reached_when_blocked)
+                verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
+                if self._is_rounding(products.sum(0), value, gradients):
                     verdict = "redundant"
-                else:
-                    verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
-        total = _difference(gradients.values(), self.blocked.values())
+        total = _difference(products.sum(0).tolist())
         return BlockEffect(
             name=" + ".join(names),
             why=" ".join(declared_blocks()[name].why if name in declared_blocks() else "" for name in names).strip(),
@@ -254,8 +253,16 @@ class Comparison:
             leak=total.leak,
             ratio=total.ratio,
             cosine=total.cosine,
-            per_parameter={key: _difference([gradients[key]], [self.blocked[key]]) for key in self._params},
+            per_parameter=dict(zip(self._params, map(_difference, products.tolist()), strict=True)),
         )
+
+    @cached_property
+    def _flat_blocked(self) -> list[Tensor]:
+        return [_flat(gradient) for gradient in self.blocked.values()]
+
+    @cached_property
+    def _reached_when_blocked(self) -> set[str]:
+        return self._reached(self._value, ())
 
     def _reached(self, value: Tensor, open: Collection[str]) -> set[str]:
         """Return the parameters that a gradient of `value` can reach through the graph."""
@@ -267,21 +274,20 @@ class Comparison:
             if id(parameter if parameter.grad_fn is None else parameter.grad_fn) in reached
         }
 
-    def _is_rounding(self, leak: float, value: Tensor, gradients: Mapping[str, Tensor]) -> bool:
+    def _is_rounding(self, products: Tensor, value: Tensor, gradients: Mapping[str, Tensor]) -> bool:
         """Judge whether a leak is what rounding makes of zero.
 
         Against the size of the gradients, with room for the rounding of long sums: eps^(3/4) of the coarsest dtype.
         Where the gradient itself vanishes, as after training, that says nothing; there against the noise of both.
         """
+        leak, opened, blocked = (math.sqrt(products[i].item()) for i in (0, 2, 3))
         if not math.isfinite(leak):
             return False
         precision: float = max(torch.finfo(gradient.dtype).eps for gradient in self.blocked.values())
-        if not math.isfinite(leak):
-            return False
-        if leak <= precision**0.75 * max(_norm(gradients.values()), _norm(self.blocked.values())):
+        if leak <= precision**0.75 * max(opened, blocked):
             return True
         # One extra pass for all blocks, and one for a block whose leak is as small as that.
-        noise = self._blocked_noise
+        noise: float = self._blocked_noise
         return leak <= _MOST_NOISE**2 * noise and leak <= _MOST_NOISE * max(noise, self._noise(value, gradients))
 
     @cached_property
@@ -295,8 +301,9 @@ class Comparison:
         for divisor in (3, 7):
             share = torch.ones_like(value) / divisor
             parts = self._differentiated(value, share)
-            restored = [_wide(part) / _wide(share).reshape(()) for part in parts.values()]
-            distances.append(_difference(restored, gradients.values()).leak)
+            scale = share.double().item()
+            moved = zip(parts.values(), gradients.values(), strict=True)
+            distances.append(math.hypot(*((_flat(part) / scale - _flat(whole)).norm().item() for part, whole in moved)))
         return max(distances)
 
     def _differentiated(self, value: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
@@ -400,30 +407,35 @@ def _selected(blocks: Collection[Block | str] | None, met: Mapping[str, Meeting]
     return names
 
 
-def _difference(open: Iterable[Tensor], blocked: Iterable[Tensor]) -> Difference:
-    dot = leak = open_square = blocked_square = 0.0
+def _products(open: Iterable[Tensor], blocked: Iterable[Tensor]) -> Tensor:
+    """Return (P, 4), for every parameter with its gradients a and b: ``|a - b|^2, a . b, |a|^2, |b|^2``."""
+    rows = []
     for a, b in zip(open, blocked, strict=True):
-        a, b = _wide(a), _wide(b)
-        dot += torch.linalg.vecdot(a.reshape(-1), b.reshape(-1)).real.item()
-        leak += (a - b).abs().square().sum().item()
-        open_square += a.abs().square().sum().item()
-        blocked_square += b.abs().square().sum().item()
-    if blocked_square:
-        ratio = math.sqrt(open_square / blocked_square)
+        leak = a - b
+        rows.append(torch.stack([leak.dot(leak), a.dot(b), a.dot(a), b.dot(b)]).cpu())
+    return torch.stack(rows)
+
+
+def _difference(products: Iterable[float]) -> Difference:
+    leak, dot, open, blocked = products
+    if blocked:
+        ratio = math.sqrt(open / blocked)
     else:
-        ratio = math.inf if open_square else math.nan
-    product = math.sqrt(open_square) * math.sqrt(blocked_square)
-    cosine = dot / product if product else math.nan
+        ratio = math.inf if open else math.nan
+    lengths = math.sqrt(open) * math.sqrt(blocked)
+    cosine = dot / lengths if lengths else math.nan
     return Difference(math.sqrt(leak), ratio, cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine)))
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _flat(tensor: Tensor) -> Tensor:
+    """Return all numbers of a tensor of any layout, real and imaginary parts apart, as one float64 vector."""
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.to(torch.float64).reshape(-1)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.sqrt(sum(_wide(tensor).abs().square().sum().item() for tensor in tensors))
+    return math.hypot(*(_flat(tensor).norm().item() for tensor in tensors))
 
 
 def _row(effect: BlockEffect) -> tuple[str, ...]:
