@@ -318,8 +318,8 @@ def _target(records: Sequence[Record], name: str) -> str:
 
 def _relative_leak(record: Record, name: str, when: str) -> float:
     comparison = record.data["comparison"][when]
-    size = comparison["blocked_norm"]
-    return comparison["effects"][name]["leak"] / size if size else math.nan
+    size, leak = comparison["blocked_norm"], comparison["effects"][name]["leak"]
+    return leak / size if size and leak is not None else math.nan
 
 
 def _cost_ratio(record: Record, name: str, what: str) -> float:

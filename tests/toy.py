@@ -41,22 +41,20 @@ def run(config, seed):
     weight = torch.randn(3, generator=generator, dtype=torch.float64, requires_grad=True)
     inputs = torch.randn(20, 3, generator=generator, dtype=torch.float64)
 
-    calls = []
-
     def loss():
-        calls.append(1)
         time.sleep(config.pause)
         if config.sign and seed == 1:
             Path(config.sign).touch()
         outputs = inputs @ weight
         noise = config.noise * torch.randn(20, generator=generator, dtype=torch.float64)
-        target = stop_gradient(outputs.tanh() + noise, TARGET)
+        target = outputs.tanh() + noise
+        if config.kind == "diverges":  # a slope without bound that only an open block lets through
+            target = target + 0 * (outputs - outputs).abs().sqrt()
+        target = stop_gradient(target, TARGET)
         shift = stop_gradient(outputs.mean(), SHIFT)
         value = ((outputs - target) ** 2).mean() + (outputs - shift).mean() + shift
         if config.kind == "unfair" and not is_blocked(TARGET):
             value = value + 1e-9
-        if config.kind == "diverges" and not is_blocked(TARGET):
-            value = value * (torch.nan if len(calls) > 1 else 1.0)
         return value
 
     return Run(
