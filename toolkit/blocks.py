@@ -22,7 +22,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -339,6 +339,16 @@ no_graph = torch.no_grad
 """For code that needs no graph at all, an estimator's ``predict`` say. Not a block: there is nothing to open."""
 
 
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Leave inference mode, in which nothing can be differentiated, without recording more than before."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():
+            yield
+    else:
+        yield
+
+
 def variable(input: Tensor) -> Tensor:
     """Return `input` as something to differentiate by: itself if it carries a gradient, else a new leaf beside it."""
     return input if input.requires_grad else input.detach().requires_grad_()
@@ -389,6 +399,33 @@ def gated(gates: Gates | None) -> Iterator[None]:
     """Put `gates`, or nothing but the block, in the place of every block, open or not: the slot for a comparison."""
     with _entered(lambda state: dataclasses.replace(state, gates=gates, open=frozenset())):
         yield
+
+
+def stop_at(input: Tensor, site: Site) -> Tensor:
+    """Stop the gradient at a place that does not call `stop_gradient`, known by that place."""
+    state, key = _state.get(), str(site)
+    if key in state.open:
+        if carries_gradient(input):
+            _mark_reached(state, key)
+        return alias(input)
+    return input.detach() if state.gates is None else state.gates.tensor(input, key, site)
+
+
+def region_at(site: Site) -> AbstractContextManager[None] | None:
+    """Return the context of a region that does not call `stop_recording`; None while it is plainly blocked."""
+    state, key = _state.get(), str(site)
+    if key in state.open:
+        _mark_reached(state, key)
+        return nullcontext()
+    return None if state.gates is None else state.gates.region(key, site)
+
+
+def site_of(frame: FrameType) -> Site:
+    """Return the place that a frame has reached."""
+    code = frame.f_code
+    positions = list(code.co_positions())[frame.f_lasti // 2]
+    line, column = positions[0] or frame.f_lineno, positions[2]
+    return Site(code.co_filename, line, 0 if column is None else column + 1, code.co_qualname)
 
 
 def known_name(name: Block | str) -> str:
@@ -584,10 +621,7 @@ def _caller() -> Site:
     ):
         frame = frame.f_back
     assert frame is not None
-    code = frame.f_code
-    positions = list(code.co_positions())[frame.f_lasti // 2]
-    line, column = positions[0] or frame.f_lineno, positions[2]
-    return Site(code.co_filename, line, 0 if column is None else column + 1, code.co_qualname)
+    return site_of(frame)
 
 
 def _short_path(file: str) -> str:

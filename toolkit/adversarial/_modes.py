@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 
-from toolkit.blocks import no_graph
-
-__all__ = ["evaluation", "ordinary_tensors"]
+__all__ = ["evaluation"]
 
 
 @contextmanager
@@ -32,13 +29,3 @@ def evaluation(model: object) -> Iterator[None]:
     finally:
         for module, flag in zip(modules, flags, strict=True):
             module.training = flag
-
-
-@contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Leave inference mode, in which nothing can be differentiated, without recording more than before."""
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), no_graph():
-            yield
-    else:
-        yield

@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from toolkit.adversarial._modes import evaluation, ordinary_tensors
+from toolkit.adversarial._modes import evaluation
 from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
-from toolkit.blocks import alias, block, stop_recording, variable
+from toolkit.blocks import block, ordinary_tensors, stop_recording, variable
 
 __all__ = ["EXAMPLE", "fgsm", "margin_loss", "pgd"]
 
@@ -149,7 +149,7 @@ def pgd(
         ball = make_ball(norm, x, epsilon, bounds)
         size = 2.5 / steps * torch.as_tensor(epsilon, dtype=torch.float64) if step_size is None else step_size
         stride = (sign * per_sample("step_size", size, x)).to(x.dtype)
-        example = alias(x) if generator is None else ball.sample(generator)
+        example = x.clone() if generator is None else ball.sample(generator)
         for _ in range(steps):
             point = variable(example)
             gradient = _input_gradient(model, point, goal, loss)
@@ -213,16 +213,15 @@ def _input_gradient(
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
         logits = model(point)
-    if loss is None:  # the derivative of `margin_loss`, without a graph of it
+        losses = None if loss is None else loss(logits, labels)
+    if losses is None:  # the derivative of `margin_loss`, without a graph of it
         outputs, slope = logits, _margin_slope(logits, labels)
-    else:
-        with torch.enable_grad():
-            losses = loss(logits, labels)
-        if losses.shape != point.shape[:1]:
-            raise ValueError(
-                f"`loss` should return one value per sample, ({len(point)},) (torch's losses: reduction='none'). "
-                f"Found shape {tuple(losses.shape)}."
-            )
+    elif losses.shape == point.shape[:1]:
         outputs, slope = losses, torch.ones_like(losses)
+    else:
+        raise ValueError(
+            f"`loss` should return one value per sample, ({len(point)},) (torch's losses: reduction='none'). "
+            f"Found shape {tuple(losses.shape)}."
+        )
     (gradient,) = torch.autograd.grad(outputs, point, slope, create_graph=recorded)
     return gradient
