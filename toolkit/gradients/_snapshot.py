@@ -25,6 +25,7 @@ _MOST_OBJECTS = 20_000
 
 # The state of these libraries is restored by name, not by a search through their insides.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
+_STATELESS = ("toolkit.blocks", "toolkit.gradients")
 
 
 @dataclass
@@ -215,7 +216,7 @@ def _is_plain_object(value: Any) -> bool:
 
 
 def _is_library(module: str | None) -> bool:
-    return module is None or module.partition(".")[0] in _LIBRARIES
+    return module is None or module.partition(".")[0] in _LIBRARIES or module.startswith(_STATELESS)
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:

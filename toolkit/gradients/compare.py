@@ -32,6 +32,9 @@ _MOST_BLOCKS_ATTRIBUTED = 12
 # A leak of up to so many times the noise of rounding counts as rounding.
 _MOST_NOISE = 100.0
 
+# Numbers that are widened to float64 at a time: a copy of a large gradient would cost more than its norm.
+_CHUNK = 2**16
+
 # In a table; `BlockEffect.verdict` names every parameter.
 _WIDEST_VERDICT = 40
 
@@ -234,12 +237,14 @@ class Comparison:
 
     def _effect(self, names: list[str]) -> BlockEffect:
         meetings = [self._board.meetings[name] for name in names]
-        verdict, products = "no-op", _products(self._flat_blocked, self._flat_blocked)
-        if any(meeting.carried for meeting in meetings):
+        if not any(meeting.carried for meeting in meetings):
+            verdict, products = "no-op", _products(self._flat_blocked, self._flat_blocked)
+        else:
             with self._with_open(frozenset(names)) as value:
                 gradients = self._differentiated(value)
                 products = _products(map(_flat, gradients.values()), self._flat_blocked)
-                cut = sorted(self._reached(value, names) - self._reached_when_blocked)
+                # What has a gradient with every block in place has a path to it; only the others need a search.
+                cut = [] if products[:, 3].all() else sorted(self._reached(value, names) - self._reached_when_blocked)
                 verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
                 if self._is_rounding(products.sum(0), value, gradients):
                     verdict = "redundant"
@@ -283,12 +288,38 @@ class Comparison:
         leak, opened, blocked = (math.sqrt(products[i].item()) for i in (0, 2, 3))
         if not math.isfinite(leak):
             return False
-        precision: float = max(torch.finfo(gradient.dtype).eps for gradient in self.blocked.values())
-        if leak <= precision**0.75 * max(opened, blocked):
+        if leak <= self._precision**0.75 * max(opened, blocked):
             return True
+        if self._is_resolved:
+            return False
         # One extra pass for all blocks, and one for a block whose leak is as small as that.
         noise: float = self._blocked_noise
         return leak <= _MOST_NOISE**2 * noise and leak <= _MOST_NOISE * max(noise, self._noise(value, gradients))
+
+    @cached_property
+    def _precision(self) -> float:
+        return max(torch.finfo(gradient.dtype).eps for gradient in self.blocked.values())
+
+    @cached_property
+    def _is_resolved(self) -> bool:
+        """Whether the blocked gradient is clearly more than noise, as far as a short backward pass can tell.
+
+        Of the parameters that have a good part of the gradient, the one that the program used last answers for all.
+        """
+        names = {id(parameter): name for name, parameter in self._params.items()}
+        norms = {name: _norm([gradient]) for name, gradient in self.blocked.items()}
+        large = {name for name, norm in norms.items() if norm > 0.1 * math.hypot(*norms.values())}
+        uses = [
+            (node._sequence_nr(), name)
+            for node in ([] if self._value.grad_fn is None else reachable_nodes(self._value.grad_fn, ()))
+            for successor, _ in node.next_functions
+            if (name := names.get(id(getattr(successor, "variable", None)))) in large
+        ]
+        if not uses:
+            return False
+        _, last = max(uses)
+        with self._with_open(frozenset()) as value:
+            return self._noise(value, {last: self.blocked[last]}) <= math.sqrt(self._precision) * norms[last]
 
     @cached_property
     def _blocked_noise(self) -> float:
@@ -300,22 +331,25 @@ class Comparison:
         distances = []
         for divisor in (3, 7):
             share = torch.ones_like(value) / divisor
-            parts = self._differentiated(value, share)
+            parts = self._differentiated(value, {name: self._params[name] for name in gradients}, share)
             scale = share.double().item()
             moved = zip(parts.values(), gradients.values(), strict=True)
-            distances.append(math.hypot(*((_flat(part) / scale - _flat(whole)).norm().item() for part, whole in moved)))
+            distances.append(_norm(_flat(part).double() / scale - _flat(whole).double() for part, whole in moved))
         return max(distances)
 
-    def _differentiated(self, value: Tensor, weight: Tensor | None = None) -> dict[str, Tensor]:
+    def _differentiated(
+        self, value: Tensor, params: Mapping[str, Tensor] | None = None, weight: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        params = self._params if params is None else params
         # The program may have frozen some of them on its way.
-        wanted = {name: parameter for name, parameter in self._params.items() if parameter.requires_grad}
+        wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}
         gradients: dict[str, Tensor | None] = {}
         if value.requires_grad and wanted:
             found = torch.autograd.grad(value, list(wanted.values()), weight, retain_graph=True, allow_unused=True)
             gradients = dict(zip(wanted, found, strict=True))
         return {
             name: torch.zeros_like(parameter) if (gradient := gradients.get(name)) is None else gradient.detach()
-            for name, parameter in self._params.items()
+            for name, parameter in params.items()
         }
 
 
@@ -411,9 +445,17 @@ def _products(open: Iterable[Tensor], blocked: Iterable[Tensor]) -> Tensor:
     """Return (P, 4), for every parameter with its gradients a and b: ``|a - b|^2, a . b, |a|^2, |b|^2``."""
     rows = []
     for a, b in zip(open, blocked, strict=True):
-        leak = a - b
-        rows.append(torch.stack([leak.dot(leak), a.dot(b), a.dot(a), b.dot(b)]).cpu())
-    return torch.stack(rows)
+        parts = [(a, b)] if a.numel() <= _CHUNK else zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
+        products = [_four_products(a_part.double(), b_part.double()) for a_part, b_part in parts]
+        rows.append(
+            products[0] if len(products) == 1 else [torch.stack(column).sum() for column in zip(*products, strict=True)]
+        )
+    return torch.stack([product for row in rows for product in row]).view(-1, 4).cpu()
+
+
+def _four_products(a: Tensor, b: Tensor) -> list[Tensor]:
+    leak = a - b
+    return [leak.dot(leak), a.dot(b), a.dot(a), b.dot(b)]
 
 
 def _difference(products: Iterable[float]) -> Difference:
@@ -428,14 +470,14 @@ def _difference(products: Iterable[float]) -> Difference:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """Return all numbers of a tensor of any layout, real and imaginary parts apart, as one float64 vector."""
+    """Return all numbers of a tensor of any layout, real and imaginary parts apart, as one vector."""
     tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
     tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.to(torch.float64).reshape(-1)
+    return tensor.reshape(-1)
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.hypot(*(_flat(tensor).norm().item() for tensor in tensors))
+    return math.hypot(*(_flat(tensor).double().norm().item() for tensor in tensors))
 
 
 def _row(effect: BlockEffect) -> tuple[str, ...]:
