@@ -1,0 +1,82 @@
+"""Print a table of ratios: ``python -m benchmarks [module ...]``, for example ``python -m benchmarks blocks em``."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Before torch is imported: two small thread pools that spin-wait for each other measure nothing but themselves.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import difflib
+import importlib
+import pkgutil
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import benchmarks
+
+_VERSIONS = ("stopgrad", "torch", "numpy", "scipy", "scikit-learn")
+
+
+def main(chosen: list[str]) -> int:
+    """Run the chosen modules, or all of them, and return the exit code."""
+    torch.set_num_threads(1)
+    names = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.name.startswith("_")]
+    for name in chosen:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            print(f"A benchmark should be one of {', '.join(names)}. Found {name!r}.{hint}", file=sys.stderr)
+            return 2
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    console.print(_machine(), highlight=False)
+    table = Table("what", "ratio", "goal", "measured", title="ours / theirs: below 1 is better", title_justify="left")
+    table.columns[1].justify = "right"
+    skipped = []
+    for name in chosen or names:
+        try:
+            for row in importlib.import_module(f"benchmarks.{name}").rows():
+                table.add_row(row.what, f"{row.ratio:.2f}", row.goal, row.note)
+        except ModuleNotFoundError as error:
+            skipped.append(f"{name}: stopped, because the optional peer {error.name!r} is not installed")
+        table.add_section()
+    console.print(table)
+    for line in skipped:
+        console.print(line, highlight=False)
+    return 0
+
+
+def _machine() -> str:
+    versions = ", ".join(f"{name} {_version(name)}" for name in _VERSIONS)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return (
+        f"{_cpu()}, {cores} cores, {torch.get_num_threads()} thread used, {platform.system()} {platform.machine()}\n"
+        f"Python {platform.python_version()}, {versions}"
+    )
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        for line in information.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or "unknown processor"
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
