@@ -172,22 +172,30 @@ def best_robust_loss(data: Dataset, *, epsilon: float, norm: str) -> float:
     """Return the least robust loss of any linear classifier of two classes on `data`, in nats per sample.
 
     Without a box it is ``E softplus(epsilon |w|_* - s (w . x + b))``, s = 1 or -1 and ``|.|_*`` the dual norm: convex
-    in (w, b), and smooth but where a weight is 0. Minimised by L-BFGS on these formulas.
+    in (w, b). In Linf that norm is a sum of absolute values; w is split into what is positive and what is negative, so
+    that the sum is smooth. Minimised by L-BFGS on these formulas.
     """
     x, sign = data.inputs.double().cpu().numpy(), 2.0 * data.labels.cpu().numpy() - 1
+    split = norm == "linf"
+    features = np.hstack([x, -x]) if split else x
 
     def loss_and_gradient(flat: np.ndarray[Any, Any]) -> tuple[float, np.ndarray[Any, Any]]:
         weight, bias = flat[:-1], flat[-1]
-        size = np.linalg.norm(weight, 2 if norm == "l2" else 1)
-        slope = weight / max(size, 1e-300) if norm == "l2" else np.sign(weight)
-        excess = epsilon * size - sign * (x @ weight + bias)
+        size = weight.sum() if split else np.linalg.norm(weight)
+        slope = np.ones_like(weight) if split else weight / max(size, 1e-300)
+        excess = epsilon * size - sign * (features @ weight + bias)
         share = scipy.special.expit(excess) / len(x)
-        gradient = share.sum() * epsilon * slope - x.T @ (share * sign)
+        gradient = share.sum() * epsilon * slope - features.T @ (share * sign)
         return np.logaddexp(0, excess).mean(), np.append(gradient, -(share * sign).sum())
 
-    start = np.append(x.T @ sign / len(x), 0.0)
+    least = 0.0 if split else -math.inf
+    start = np.append((features.T @ sign / len(x)).clip(least), 0.0)
+    bounds = [(least, math.inf)] * features.shape[1] + [(-math.inf, math.inf)]
     options = {"maxiter": 10_000, "gtol": 1e-10, "ftol": 1e-15}
-    return float(scipy.optimize.minimize(loss_and_gradient, start, jac=True, method="L-BFGS-B", options=options).fun)
+    found = scipy.optimize.minimize(
+        loss_and_gradient, start, jac=True, bounds=bounds, method="L-BFGS-B", options=options
+    )
+    return float(found.fun)
 
 
 _BALLS = {"linf": "Linf", "l2": "L2"}
@@ -279,24 +287,22 @@ def _network(config: Config, data: Dataset, generator: torch.Generator) -> nn.Mo
     activation = {"relu": nn.ReLU, "tanh": nn.Tanh}[config.activation]
     features, classes = data.inputs.shape[1], int(data.labels.max()) + 1
     layers: list[nn.Module] = []
-    if config.network == "linear":
-        model: nn.Module = nn.Linear(features, classes)
-    elif config.network == "mlp":
-        for width in config.widths:
-            layers += [nn.Linear(features, width), activation()]
-            features = width
-        model = nn.Sequential(*layers, nn.Linear(features, classes))
-    else:
-        channels, side = 1, math.isqrt(features)
-        for width in config.widths:
-            layers += [nn.Conv2d(channels, width, 3, stride=2, padding=1), activation()]
-            channels, side = width, (side + 1) // 2
-        model = nn.Sequential(
-            nn.Unflatten(1, (1, math.isqrt(features), -1)),
-            *layers,
-            nn.Flatten(),
-            nn.Linear(channels * side**2, classes),
-        )
+    with torch.device("meta"):  # where layers draw nothing
+        if config.network == "cnn":
+            channels, side = 1, math.isqrt(features)
+            layers = [nn.Unflatten(1, (1, side, side))]
+            for width in config.widths:
+                layers += [nn.Conv2d(channels, width, 3, stride=2, padding=1), activation()]
+                channels, side = width, (side + 1) // 2
+            layers += [nn.Flatten()]
+            features = channels * side**2
+        elif config.network == "mlp":
+            for width in config.widths:
+                layers += [nn.Linear(features, width), activation()]
+                features = width
+        last = nn.Linear(features, classes)
+        model = nn.Sequential(*layers, last) if layers else last
+    model.to_empty(device="cpu")
     for layer in model.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             assert layer.bias is not None

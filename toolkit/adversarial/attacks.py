@@ -153,7 +153,7 @@ def pgd(
         for _ in range(steps):
             point = variable(example)
             gradient = _input_gradient(model, point, goal, loss)
-            example = ball.project(point + stride * ball.direction(gradient))
+            example = ball.project(torch.addcmul(point, ball.direction(gradient), stride))
         return ball.settle(example)
 
 

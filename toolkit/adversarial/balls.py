@@ -15,9 +15,9 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from toolkit.blocks import alias, carries_gradient, no_graph
+from toolkit.blocks import carries_gradient, no_graph
 
-__all__ = ["Ball", "Bounds", "L2Ball", "LinfBall", "Norm", "make_ball", "per_sample"]
+__all__ = ["Ball", "Bounds", "L2Ball", "LinfBall", "Norm", "box", "make_ball", "per_sample"]
 
 Norm = Literal["linf", "l2"]
 Bounds = tuple[float | Tensor, float | Tensor] | None
@@ -62,7 +62,7 @@ def make_ball(norm: Norm, x: Tensor, epsilon: float | Tensor, bounds: Bounds) ->
         raise ValueError(f"`norm` should be one of {', '.join(map(repr, _BALLS))}. Found {norm!r}.")
     radius = per_sample("epsilon", epsilon, x)
     with no_graph():
-        lower, upper = _box(x, bounds)
+        lower, upper = box(x, bounds)
     return _BALLS[norm].around(x, radius, lower, upper)
 
 
@@ -82,6 +82,24 @@ def per_sample(argument: str, value: float | Tensor, x: Tensor) -> Tensor:
             found = f"{value:g}" if isinstance(value, int | float) else f"a smallest value of {sizes.min().item():g}"
             raise ValueError(f"`{argument}` should be finite and not negative. Found {found}.")
         return sizes.reshape(-1, *[1] * (x.dim() - 1))
+
+
+def box(x: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Return the least and greatest value of every coordinate: the bounds, rounded inwards, but never beyond `x`.
+
+    Raises:
+        ValueError: If `x` is out of the bounds by more than a rounding.
+    """
+    least, most = bounds or (-math.inf, math.inf)
+    lower, upper = _bound(least, x, math.inf), _bound(most, x, -math.inf)
+    if x.numel():
+        rounding = 8 * torch.finfo(x.dtype).eps * max(1.0, x.abs().max().item())
+        if not max((lower - x).max().item(), (x - upper).max().item()) <= rounding:
+            raise ValueError(
+                f"`x` should lie within `bounds`, {_in_words(lower)} to {_in_words(upper)}. "
+                f"Found values from {x.min().item():.9g} to {x.max().item():.9g}."
+            )
+    return torch.minimum(lower, x), torch.maximum(upper, x)
 
 
 @dataclass(frozen=True)
@@ -227,7 +245,7 @@ def add_inward(x: Tensor, displacement: Tensor) -> Tensor:
     # Knuth's two-sum (The Art of Computer Programming 2, section 4.2.2, theorem B): total + error is the exact sum.
     virtual = total - x
     error = (x - (total - virtual)) + (displacement - virtual)
-    return _step_towards(x, total, too_far=_is_positive(-error * displacement.sign()))
+    return _step_towards(x, total, too_far=_is_positive(error * -displacement.sign()))
 
 
 def to_dtype_inward(displacement: Tensor, dtype: torch.dtype) -> Tensor:
@@ -242,22 +260,8 @@ def follow(value: Tensor, source: Tensor) -> Tensor:
     if not carries_gradient(source):
         return value
     with no_graph():
-        constant = alias(source)
+        constant = source.clone()  # a view would carry the gradient still
     return value + (source - constant)
-
-
-def _box(x: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest value of every coordinate: the bounds, rounded inwards, but never beyond `x`."""
-    least, most = bounds or (-math.inf, math.inf)
-    lower, upper = _bound(least, x, math.inf), _bound(most, x, -math.inf)
-    if x.numel():
-        rounding = 8 * torch.finfo(x.dtype).eps * max(1.0, x.abs().max().item())
-        if not max((lower - x).max().item(), (x - upper).max().item()) <= rounding:
-            raise ValueError(
-                f"`x` should lie within `bounds`, {_in_words(lower)} to {_in_words(upper)}. "
-                f"Found values from {x.min().item():.9g} to {x.max().item():.9g}."
-            )
-    return torch.minimum(lower, x), torch.maximum(upper, x)
 
 
 def _bound(value: float | Tensor, x: Tensor, inwards: float) -> Tensor:
@@ -270,7 +274,7 @@ def _bound(value: float | Tensor, x: Tensor, inwards: float) -> Tensor:
 
 def _step_towards(target: Tensor, value: Tensor, *, too_far: Tensor) -> Tensor:
     """Return the next number towards `target` where `too_far` is 1, and `value` where it is 0."""
-    return torch.nextafter(value, value + too_far * (target - value))
+    return torch.nextafter(value, torch.lerp(value, target, too_far))
 
 
 def _is_positive(input: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Exact worst cases of linear classifiers: what every attack on them is held against.
 
 A linear function on a ball cut by a box is maximal at a point that can be written down, so the worst case of each
-margin is exact. Nothing here shares code with the attacks.
+margin is exact. How it is found shares no code with the attacks.
 
 N samples, D features, C classes.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls import Bounds, Norm, box, per_sample
 from toolkit.blocks import no_graph
 
 __all__ = ["certify_linear", "robust_loss_linear"]
@@ -50,7 +50,8 @@ def certify_linear(
         (N,), float64, in the units of the logits.
 
     Raises:
-        ValueError: If `norm` is unknown, or shapes do not fit.
+        ValueError: If `norm` is unknown, shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside
+            of `bounds`.
 
     Source:
         Linf without a box: Goodfellow, Shlens and Szegedy, "Explaining and harnessing adversarial examples", 2015,
@@ -65,15 +66,16 @@ def certify_linear(
         raise ValueError(f"`weight` should have shape (C, D), at least two classes. Found {tuple(weight.shape)}.")
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"`x` should have shape (N, {weight.shape[1]}). Found {tuple(x.shape)}.")
+    if labels.shape != x.shape[:1]:
+        raise ValueError(f"`labels` should have shape ({len(x)},). Found {tuple(labels.shape)}.")
     if norm not in _FARTHEST:
         raise ValueError(f"`norm` should be one of {', '.join(map(repr, _FARTHEST))}. Found {norm!r}.")
     weight = weight.double()
     bias = weight.new_zeros(len(weight)) if bias is None else bias.double()
     with no_graph():
         start = x.double()
-        radius = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).reshape(-1, 1)
-        least, most = (torch.as_tensor(b, dtype=torch.float64) for b in bounds or (-math.inf, math.inf))
-        lower, upper = (least - start).clamp(max=0), (most - start).clamp(min=0)
+        radius = per_sample("epsilon", epsilon, x)
+        lower, upper = (bound - start for bound in box(start, bounds))
     margins = []
     for other in range(len(weight)):
         towards = weight[other] - weight[labels]
