@@ -432,6 +432,31 @@ def test_a_leak_of_nothing_is_redundant_where_the_gradient_vanishes():
     assert [effect.verdict for effect in compare(other_loss).effects][1] == "partial"
 
 
+@pytest.mark.parametrize("seed", [0, 2, 5, 11])
+def test_noise_is_told_from_a_leak_where_the_gradient_vanishes(seed: int) -> None:
+    """At these points the leak is a good part of the gradient, and both are nothing but rounding."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
+    optimum = logits.detach().softmax(0)
+
+    def loss() -> Tensor:
+        shifted = logits - stop_gradient(logits.amax(), "noise.shift")
+        return (optimum * (optimum.log() - shifted + shifted.exp().sum().log())).sum()
+
+    (effect,) = compare(loss, {"logits": logits}).effects
+    assert 0 < effect.leak < 1e-15
+    assert not effect.ratio == pytest.approx(1, rel=0.05)
+    assert effect.verdict == "redundant"
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 1e9])
+def test_a_small_leak_into_a_gradient_that_does_not_vanish_is_a_leak(size: float) -> None:
+    x, y = (torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in (0.7, -1.3))
+    (effect,) = compare(lambda: x.exp() * y + size * stop_gradient(x * y, "small"), {"x": x, "y": y}).effects
+    assert effect.verdict == "partial"
+    assert effect.leak == pytest.approx(size * math.hypot(0.7, 1.3))
+
+
 def test_an_infinite_leak_is_not_called_rounding() -> None:
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     (effect,) = compare(lambda: x + stop_gradient(x.sqrt(), "infinite"), x).effects
@@ -811,6 +836,20 @@ def test_an_average_that_is_updated_in_a_region_stays_a_leaf() -> None:
     assert all(parameter.is_leaf and not parameter.requires_grad for parameter in average.parameters())
 
 
+def test_what_the_methods_of_a_module_name_is_found() -> None:
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+        def forward(self) -> Tensor:
+            return (self.weight * torch.rand(2, generator=GENERATOR)).sum()
+
+    before = GENERATOR.get_state()
+    compare(Noisy())
+    assert torch.equal(GENERATOR.get_state(), before)
+
+
 def test_generators_in_imported_modules_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     module = types.ModuleType("users_own_module")
     module.generator = torch.Generator().manual_seed(4)
@@ -854,6 +893,10 @@ def test_the_open_blocks_outside_do_not_change_a_comparison() -> None:
         found = compare(lambda: block_in_a_loop(parameters), parameters)
     assert torch.equal(found.blocked["w"], expected["w"])
     assert found.effects[0].leak > 0
+    alone = compare(lambda: inner_gradient(parameters), parameters).gradient(["inner.factor"])
+    with opened("inner.slope"):
+        beside = compare(lambda: inner_gradient(parameters), parameters).gradient(["inner.factor"])
+    assert all(torch.equal(alone[name], beside[name]) for name in alone)
 
 
 # --- modified parameters -----------------------------------------------------------------------------------------

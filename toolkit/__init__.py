@@ -11,12 +11,14 @@ from toolkit.blocks import (
     traced_blocks,
     unblock,
 )
-from toolkit.gradients import BlockEffect, Comparison, compare
+from toolkit.gradients import Audit, BlockEffect, Comparison, audit, compare
 
 __all__ = [
+    "Audit",
     "Block",
     "BlockEffect",
     "Comparison",
+    "audit",
     "block",
     "compare",
     "declared_blocks",

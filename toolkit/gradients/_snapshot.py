@@ -36,6 +36,10 @@ class Parts:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
 
+    def leaves(self) -> list[Tensor]:
+        """Return every tensor and parameter that was found, buffers not included."""
+        return [*self.tensors.values(), *(p for module in self.modules.values() for p in module.parameters())]
+
     def names_of_leaves(self) -> dict[int, str]:
         """Return id -> name of every tensor and parameter that was found."""
         names = {id(tensor): name for name, tensor in self.tensors.items()}

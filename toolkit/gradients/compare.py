@@ -6,7 +6,7 @@ import html
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -107,9 +107,17 @@ class Comparison:
     blocked: dict[str, Tensor]
     effects: list[BlockEffect]
 
-    def __init__(self, loss: Callable[[], Tensor], params: Parameters, blocks: Collection[Block | str] | None) -> None:
-        """Run `loss` once; see `compare`."""
+    def __init__(
+        self,
+        loss: Callable[[], Tensor],
+        params: Parameters,
+        blocks: Collection[Block | str] | None,
+        *,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run `loss` once; see `compare`. Whatever runs of the program later on runs inside of `around` as well."""
         self._loss_function = loss
+        self._around = around
         parts = find_parts(loss, params) if isinstance(params, nn.Module) else find_parts(loss)
         given = None if params is None else _named(params, parts)
         self._snapshot = Snapshot(parts, given or {})
@@ -117,6 +125,7 @@ class Comparison:
         with self._aside():
             with self._board.forward():
                 self._value = checked_loss(loss())
+            _refuse_hidden_graphs(self._value)
             self._board.close_regions(self._value)
             self._params = given if given is not None else _leaves(self._value, parts)
             self._versions = {name: parameter._version for name, parameter in self._params.items()}
@@ -125,6 +134,11 @@ class Comparison:
                 self.loss = self._value.item()
                 self.blocked = self._differentiated(self._value)
             self.effects = [self._effect([name]) for name in self._names]
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Name -> what is differentiated by."""
+        return self._params
 
     def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly the blocks in `open` are open.
@@ -204,23 +218,27 @@ class Comparison:
         return figure
 
     def __str__(self) -> str:
-        rows = [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, self.effects)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        head = f"loss {self.loss:.6g}, blocked gradient {_norm(self.blocked.values()):.6g}"
-        return "\n".join([head, *lines] if self.effects else [head, "no blocks were met"])
+        table = text_table(self.rows()) if self.effects else "no blocks were met"
+        return f"{self.head()}\n{table}"
 
     def _repr_html_(self) -> str:
-        head, *rows = [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, self.effects)]
-        body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-        return f"<table><tr>{''.join(f'<th>{cell}</th>' for cell in head)}</tr>{body}</table>"
+        return html_table(self.rows())
+
+    def head(self) -> str:
+        """Return the line above the table: loss and size of the blocked gradient."""
+        return f"loss {self.loss:.6g}, blocked gradient {_norm(self.blocked.values()):.6g}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table of the effects as text, the names of its columns first."""
+        return [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, self.effects)]
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Let the program run without leaving a trace, and in this thread alone: a checkpoint has to meet the gates."""
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
-            yield
+            with self._around():
+                yield
 
     @contextmanager
     def _with_open(self, open: frozenset[str]) -> Iterator[Tensor]:
@@ -423,6 +441,15 @@ def _named(params: Parameters, parts: Parts) -> dict[str, Tensor]:
     return required
 
 
+def _refuse_hidden_graphs(loss: Tensor) -> None:
+    """Raise if parts of the graph are made anew in the backward pass, where no derivative by a parameter finds them."""
+    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in reachable_nodes(loss.grad_fn, EVERY_BLOCK)):
+        raise RuntimeError(
+            "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides the graph of "
+            "what it runs."
+        )
+
+
 def _leaves(loss: Tensor, parts: Parts) -> dict[str, Tensor]:
     known = parts.names_of_leaves()
     leaves = [node.variable for node in reachable_nodes(loss.grad_fn, EVERY_BLOCK) if hasattr(node, "variable")]
@@ -478,6 +505,23 @@ def _flat(tensor: Tensor) -> Tensor:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return math.hypot(*(_flat(tensor).double().norm().item() for tensor in tensors))
+
+
+def text_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows of cells as lines of aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def html_table(rows: Sequence[tuple[str, ...]]) -> str:
+    """Return rows of cells as a table, the first as its head."""
+    lines = [
+        "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        for tag, row in zip(("th", *("td",) * (len(rows) - 1)), rows, strict=True)
+    ]
+    return f"<table>{''.join(lines)}</table>"
 
 
 def _row(effect: BlockEffect) -> tuple[str, ...]:

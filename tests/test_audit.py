@@ -1,0 +1,465 @@
+"""Audits of code that was not written with blocks: found, named, opened one by one, and never a lie."""
+
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from toolkit.gradients import audit, compare
+
+ORIGINALS = [
+    (owner, name, owner.__dict__.get(name))
+    for owner, names in (
+        (
+            torch.Tensor,
+            ("detach", "detach_", "data", "new_tensor", "item", "tolist", "numpy", "__array__", "__float__"),
+        ),
+        (torch, ("detach", "tensor", "is_grad_enabled")),
+        (nn.Parameter, ("__new__",)),
+        (torch.no_grad, ("__enter__", "__exit__")),
+        (torch.enable_grad, ("__enter__", "__exit__")),
+        (torch.inference_mode, ("__enter__", "__exit__")),
+        (torch.set_grad_enabled, ("__init__", "__enter__", "__exit__")),
+    )
+    for name in names
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_replaced():
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(default)
+    for owner, name, original in ORIGINALS:
+        assert owner.__dict__.get(name) is original, f"{owner}.{name} stayed replaced"
+
+
+def _line() -> int:
+    return sys._getframe(1).f_lineno
+
+
+class Pair:
+    """Two layers and some data."""
+
+    def __init__(self):
+        self.a, self.b = nn.Linear(4, 3), nn.Linear(4, 3)
+        self.x, self.y = torch.randn(6, 4), torch.randn(6, 4)
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(3)
+    return Pair()
+
+
+def _plain(loss, parameters):
+    return torch.autograd.grad(loss(), list(parameters), allow_unused=True)
+
+
+# --- every kind of stop, with the gradient that it has when it is opened -----------------------------------------
+
+
+@torch.no_grad()
+def _decorated(pair):
+    return pair.b(pair.x).exp()
+
+
+def _context(stop):
+    def hold(pair):
+        with stop():
+            return pair.b(pair.x).exp()
+
+    return hold
+
+
+def _detach_in_functional_form(pair):
+    return torch.detach(pair.b(pair.x).exp())
+
+
+KINDS = {
+    "detach": ("detach()", lambda pair: pair.b(pair.x).exp().detach()),
+    "torch.detach": ("detach()", _detach_in_functional_form),
+    "data": (".data", lambda pair: pair.b(pair.x).exp().data),
+    "torch.tensor": ("torch.tensor()", lambda pair: torch.tensor(pair.b(pair.x).exp())),
+    "new_tensor": ("new_tensor()", lambda pair: pair.x.new_tensor(pair.b(pair.x).exp())),
+    "no_grad": ("no_grad", _context(torch.no_grad)),
+    "no_grad-decorator": ("no_grad", _decorated),
+    "inference_mode": ("inference_mode", _context(torch.inference_mode)),
+    "set_grad_enabled": ("set_grad_enabled", _context(lambda: torch.set_grad_enabled(False))),
+}
+LAMBDAS_OPEN_ELSEWHERE = {"set_grad_enabled"}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("name", [name for name in KINDS if name not in LAMBDAS_OPEN_ELSEWHERE])
+def test_every_kind_is_found_and_opened(pair, name):
+    kind, hold = KINDS[name]
+
+    def loss():
+        held = hold(pair)
+        held = held.clone() if held.is_inference() else held
+        return (pair.a(pair.x) * held).sum()
+
+    def open_loss():
+        return (pair.a(pair.x) * pair.b(pair.x).exp()).sum()
+
+    parameters = [*pair.a.parameters(), *pair.b.parameters()]
+    found = audit(loss, parameters)
+    assert found.valid, found.reason
+    (effect,) = found.effects
+    assert found.kinds[effect.name] == kind
+    assert effect.verdict.startswith("cuts all paths to")
+    assert {"pair.b.weight", "pair.b.bias"} <= set(found.blocked)
+    opened = found.gradient([effect.name])
+    for expected, gradient in zip(_plain(open_loss, parameters), opened.values(), strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+
+
+def test_set_grad_enabled_with_a_region_is_opened(pair):
+    def loss():
+        with torch.set_grad_enabled(False):
+            held = pair.a(pair.x).exp()
+        return (pair.a(pair.x) * held).sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert [found.kinds[effect.name] for effect in found.effects] == ["set_grad_enabled"]
+    open_loss = compare(lambda: (pair.a(pair.x) * pair.a(pair.x).exp()).sum(), pair.a)
+    opened = found.gradient([found.effects[0].name])
+    torch.testing.assert_close(opened["weight"], open_loss.blocked["weight"], rtol=1e-12, atol=0)
+
+
+def test_set_grad_enabled_without_a_region_is_listed(pair):
+    def loss():
+        torch.set_grad_enabled(False)
+        held = pair.a(pair.x).exp()
+        torch.set_grad_enabled(True)
+        return (pair.a(pair.x) * held).sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert found.effects == []
+    assert "no end at which a region could be closed" in found.unopened[0].reason
+
+
+def test_detach_in_place_is_listed(pair):
+    def loss():
+        held = pair.a(pair.x).exp()
+        held.detach_()
+        return (pair.a(pair.x) * held).sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert [entry.kind for entry in found.unopened] == ["detach_()"]
+
+
+# --- names, places, verdicts -------------------------------------------------------------------------------------
+
+
+def test_places_have_file_line_and_column(pair):
+    def loss():
+        a = pair.a(pair.x)
+        return (a * a.detach() + 2 * a * a.detach().exp()).sum(), _line()
+
+    found = audit(lambda: loss()[0], pair.a)
+    line = loss()[1]
+    assert [effect.site for effect in found.effects] == [
+        f"tests/test_audit.py:{line}:21",
+        f"tests/test_audit.py:{line}:42",
+    ]
+
+
+def test_a_critic_with_three_detaches_gets_three_verdicts(pair):
+    reward = torch.randn(6)
+
+    def loss():
+        value = pair.a(pair.x).sum(1)
+        next_value = pair.a(pair.y).sum(1).detach()
+        zero = (value - value).detach()
+        return ((reward + 0.9 * next_value - value) ** 2 + value * zero + reward.detach()).mean()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert [effect.verdict for effect in found.effects] == ["partial", "redundant", "no-op"]
+
+
+def test_a_detach_inside_of_torch_is_found():
+    torch.manual_seed(0)
+    layer, x = nn.Linear(5, 3), torch.randn(4, 5)
+
+    def loss():
+        return (F.gumbel_softmax(layer(x), hard=True) * torch.arange(3.0)).sum()
+
+    found = audit(loss, layer)
+    assert found.valid
+    (effect,) = found.effects
+    assert effect.site.startswith("functional.py:")
+    assert effect.ratio < 1e-12  # opened, the straight-through estimator passes nothing
+
+
+def test_blocks_with_names_are_audited_as_well(pair):
+    from toolkit import stop_gradient
+
+    def loss():
+        a = pair.a(pair.x)
+        return (a * stop_gradient(a.exp(), "audited.factor") * a.detach()).sum()
+
+    found = audit(loss, pair.a)
+    assert [found.kinds[effect.name] for effect in found.effects] == ["stop_gradient", "detach()"]
+
+
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True")
+def test_escapes_are_listed_with_their_places(pair):
+    def loss():
+        a = pair.a(pair.x)
+        scale = a.mean().item() + float(a.sum()) + a.detach().numpy().sum() + a.sum().tolist()
+        return (a * scale).sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert [escape.kind for escape in found.escapes] == ["item()", "float()", "numpy()", "tolist()"]
+    assert all(escape.site.startswith("tests/test_audit.py:") for escape in found.escapes)
+
+
+def test_a_parameter_made_of_a_result_is_listed(pair):
+    found = audit(lambda: (pair.a(pair.x) * nn.Parameter(pair.a(pair.x).exp())).sum(), pair.a)
+    assert [escape.kind for escape in found.escapes] == ["nn.Parameter()"]
+
+
+# --- it never lies -----------------------------------------------------------------------------------------------
+
+
+def test_a_program_that_looks_at_its_own_blocks_makes_the_audit_invalid(pair):
+    def loss():
+        a = pair.a(pair.x)
+        held = a.exp().detach()
+        return (a * held).sum() * (2 if held.requires_grad else 1)
+
+    found = audit(loss, pair.a)
+    assert not found.valid
+    assert "with everything closed the loss is" in found.reason
+    assert str(found).startswith("INVALID: ")
+
+
+def test_a_gradient_that_looks_at_its_own_blocks_makes_the_audit_invalid(pair):
+    def loss():
+        a = pair.a(pair.x)
+        held = a.exp().detach()
+        return (a * held).sum() + ((a - a.detach()).sum() if held.requires_grad else 0)
+
+    found = audit(loss, pair.a)
+    assert not found.valid
+    assert "with everything closed the gradient of weight differs" in found.reason
+
+
+def test_a_program_that_is_not_deterministic_is_told_from_a_wrong_audit(pair):
+    calls = []
+
+    def loss():
+        calls.append(1)
+        return (pair.a(pair.x) * pair.a(pair.x).detach()).sum() * len(calls)
+
+    found = audit(loss, pair.a)
+    assert not found.valid
+    assert found.reason == "the program is not deterministic: two plain runs differ"
+
+
+def test_valid_audits_report_the_plain_run(pair):
+    def loss():
+        return (pair.a(pair.x) * pair.a(pair.x).exp().detach()).sum()
+
+    found = audit(loss, pair.a)
+    assert found.loss == loss().item()
+    for expected, gradient in zip(_plain(loss, pair.a.parameters()), found.blocked.values(), strict=True):
+        assert torch.equal(gradient, expected)
+
+
+# --- what is known to be hard ------------------------------------------------------------------------------------
+
+
+def test_an_average_of_parameters_keeps_its_state(pair):
+    before = [parameter.detach().clone() for parameter in pair.b.parameters()]
+
+    def loss():
+        value = ((pair.a(pair.x) - pair.b(pair.x).detach()) ** 2).mean()
+        with torch.no_grad():
+            for average, parameter in zip(pair.b.parameters(), pair.a.parameters(), strict=True):
+                average.mul_(0.9).add_(parameter, alpha=0.1)
+        return value
+
+    found = audit(loss, [*pair.a.parameters(), *pair.b.parameters()])
+    assert found.valid
+    assert [effect.verdict[:4] for effect in found.effects] == ["cuts", "no-o"]
+    assert "in-place changes inside of it" in found.unopened[0].reason
+    for parameter, value in zip(pair.b.parameters(), before, strict=True):
+        assert parameter.is_leaf
+        assert torch.equal(parameter, value)
+
+
+def test_a_change_in_place_of_a_stopped_value_is_opened(pair):
+    def loss():
+        a = pair.a(pair.x)
+        held = (2 * a).detach()
+        held.clamp_(max=1.0)
+        return (a * held).sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert [effect.verdict for effect in found.effects] == ["partial"]
+    direct = compare(lambda: (pair.a(pair.x) * (2 * pair.a(pair.x)).clamp(max=1.0)).sum(), pair.a).blocked
+    opened = found.gradient([found.effects[0].name])
+    torch.testing.assert_close(opened["weight"], direct["weight"], rtol=1e-12, atol=0)
+
+
+def test_a_stopped_value_whose_source_cannot_do_without_it_is_listed(pair):
+    def loss():
+        a = pair.a(pair.x)
+        held = a.exp().detach()  # autograd keeps this very memory for the derivative of exp
+        held.clamp_(max=1.0)
+        return (a * held).sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert "modified by an inplace operation" in found.unopened[0].reason
+
+
+def test_a_result_written_to_out_is_left_alone_or_opened(pair):
+    buffer = torch.empty(6, 3)
+
+    def loss():
+        with torch.no_grad():
+            torch.exp(pair.a(pair.x), out=buffer)
+        return (pair.a(pair.x) * buffer).sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert "in-place changes inside of it" in found.unopened[0].reason
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpoints_are_right_or_refused(pair, reentrant):
+    def body(x):
+        a = pair.a(x)
+        return a * a.exp().detach()
+
+    def loss():
+        x = pair.x.clone().requires_grad_() if reentrant else pair.x
+        return checkpoint(body, x, use_reentrant=reentrant).sum()
+
+    if reentrant:
+        with pytest.raises(RuntimeError, match="should checkpoint with use_reentrant=False"):
+            audit(loss, pair.a)
+        return
+    found = audit(loss, pair.a)
+    assert found.valid
+    assert [effect.verdict for effect in found.effects] == ["partial"]
+    direct = audit(lambda: body(pair.x).sum(), pair.a)
+    names = [found.effects[0].name]
+    assert torch.equal(found.gradient(names)["weight"], direct.gradient(names)["weight"])
+
+
+def test_spectral_norm_is_audited():
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 3))
+    x, vector = torch.randn(4, 5), None
+    vector = layer.parametrizations.weight[0]._u.clone()
+    found = audit(lambda: layer(x).square().sum(), layer)
+    assert found.valid
+    assert torch.equal(layer.parametrizations.weight[0]._u, vector)
+
+
+def test_a_compiled_model_runs_in_eager_mode(pair):
+    torch._dynamo.reset()
+    compiled = torch.compile(pair.a, backend="eager")
+
+    def loss():
+        return (compiled(pair.x) * compiled(pair.x).exp().detach()).sum()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loss()
+        found = audit(loss, pair.a)
+    assert found.valid
+    assert [effect.verdict for effect in found.effects] == ["partial"]
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "functional_call"])
+def test_function_transforms(pair, transform):
+    def body(x):
+        return (pair.a(x) * pair.a(x).exp().detach()).sum()
+
+    losses = {
+        "vmap": lambda: torch.func.vmap(body)(pair.x).sum(),
+        "grad": lambda: torch.func.grad(body)(pair.x).square().sum(),
+        "functional_call": lambda: (
+            torch.func.functional_call(pair.a, dict(pair.a.named_parameters()), pair.x) * pair.a(pair.x).detach()
+        ).sum(),
+    }
+    found = audit(losses[transform], pair.a)
+    assert found.valid, found.reason
+    (effect,) = found.effects
+    assert effect.leak > 0
+
+
+def test_dropout_draws_are_the_same_in_every_run(pair):
+    dropout = nn.Dropout(0.5)
+    state = torch.get_rng_state()
+
+    def loss():
+        return (dropout(pair.a(pair.x)) * dropout(pair.a(pair.x)).detach()).sum()
+
+    assert audit(loss, pair.a).valid
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# --- wrong input -------------------------------------------------------------------------------------------------
+
+
+def test_an_error_of_the_program_is_its_own(pair):
+    def loss():
+        held = pair.a(pair.x).detach()
+        raise KeyError(f"mine {held.shape}")
+
+    with pytest.raises(KeyError, match="mine"):
+        audit(loss, pair.a)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda pair: pair.a(pair.x), ValueError, "`loss` should return a scalar"),
+        (lambda pair: torch.ones(()), ValueError, "should depend on a tensor that requires a gradient"),
+        (lambda pair: pair.a(pair.x).sum().item(), TypeError, "`loss` should return a tensor"),
+        (lambda pair: pair.a(pair.x).sum() * torch.nan, ValueError, "should return a number"),
+    ],
+    ids=["vector", "constant", "float", "nan"],
+)
+def test_wrong_losses_are_one_clear_error(pair, make, error, message):
+    with pytest.raises(error, match=message):
+        audit(lambda: make(pair), pair.a)
+
+
+def test_two_audits_at_once_are_refused(pair):
+    def inner():
+        return audit(lambda: pair.a(pair.x).sum(), pair.a).loss * pair.a(pair.x).sum()
+
+    with pytest.raises(RuntimeError, match="once at a time"):
+        audit(inner, pair.a)
+
+
+def test_text_page_and_json(pair):
+    def loss():
+        a = pair.a(pair.x)
+        return (a * a.exp().detach()).sum() * a.mean().item()
+
+    found = audit(loss, pair.a)
+    assert "where" in str(found).splitlines()[1]
+    assert "leaves the graph: item()" in str(found)
+    assert "<table>" in found._repr_html_()
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["valid"] is True
