@@ -224,6 +224,21 @@ def test_a_scope_inside_and_outside() -> None:
     assert {"inside/compiled.scoped", "outside/inside/compiled.scoped"} <= declared_blocks().keys()
 
 
+def test_an_outer_scope_is_back_when_the_inner_one_is_left() -> None:
+    def program(x: Tensor) -> Tensor:
+        return x * stop_gradient(x.exp(), "compiled.back")
+
+    compiled = torch.compile(program, backend="eager", fullgraph=True)
+    with scope("outer"):
+        with scope("inner"):
+            compiled(_leaf())
+        compiled(_leaf())
+        for names in ((), ("outer/compiled.back",)):
+            _check(program, compiled, *names)
+    compiled(_leaf())
+    assert {"outer/inner/compiled.back", "outer/compiled.back", "compiled.back"} <= declared_blocks().keys()
+
+
 def test_a_block_without_a_name_stays_closed_and_is_refused_when_a_place_is_open() -> None:
     def program(x: Tensor) -> Tensor:
         return x * stop_gradient(x.exp())
