@@ -230,6 +230,13 @@ def test_example_lies_in_ball_and_box_in_exact_arithmetic(
             assert sum(d * d for d in offset) <= Fraction(epsilon) ** 2
 
 
+def test_half_precision_takes_norms_whose_squares_overflow() -> None:
+    x = torch.full((2, 12), 100.0, dtype=torch.float16)
+    example = pgd(nn.Linear(12, 2).half(), x, torch.tensor([0, 1]), epsilon=300, norm="l2", steps=5, bounds=None)
+    distance = (example.double() - x.double()).norm(dim=1)
+    assert ((distance > 299) & (distance <= 300)).all()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("norm", NORMS)
 def test_epsilon_zero_returns_the_values_of_the_input(norm: str, dtype: torch.dtype) -> None:
@@ -442,7 +449,7 @@ def test_attack_leaves_everything_as_it_was(norm: str, opened: tuple[()], breaks
 @pytest.mark.parametrize("created_in_it", [False, True])
 def test_attack_in_inference_mode_is_the_same(created_in_it: bool) -> None:
     model, x, labels = fragile()
-    attack = partial(pgd, model, epsilon=0.1, norm="l2", steps=3)
+    attack = partial(pgd, model, epsilon=0.1, norm="l2", steps=3, loss=partial(F.cross_entropy, reduction="none"))
     expected = attack(x, labels)
     with torch.inference_mode():
         found = attack(x.clone(), labels.clone()) if created_in_it else attack(x, labels)
@@ -488,6 +495,13 @@ def test_loss_is_the_cross_entropy_at_the_example() -> None:
     z = network(parameters)(attack(network(parameters), x, labels))
     expected = (z.logsumexp(1) - z[torch.arange(3), labels]).mean()
     torch.testing.assert_close(adversarial_loss(network(parameters), x, labels, attack=attack), expected)
+
+
+def test_attack_of_the_users_own_is_blocked_as_well() -> None:
+    parameters, (x, labels) = network_parameters(), inputs()
+    loss = adversarial_loss(network(parameters), x, labels, attack=lambda model, x, labels: x + parameters["b1"][0])
+    found = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    assert relative_error(found, paper_gradient(parameters, x + parameters["b1"][0].detach(), labels)) < 1e-13
 
 
 def gradient_through(norm: str, *, steps: int, opened: tuple[()] = ()) -> dict[str, Tensor]:

@@ -114,8 +114,8 @@ def pgd(
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"`` or ``"l2"``.
         steps: Number of gradient steps.
-        step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``, with which
-            every point of the ball can be reached (Madry et al. 2018, section 5).
+        step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``, enough to reach
+            the boundary from anywhere in the ball (Madry et al. 2018, section 5).
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         loss: Logits and labels to the losses (N,) to be raised, or lowered towards `targets`. None: `margin_loss`.

@@ -260,7 +260,7 @@ def follow(value: Tensor, source: Tensor) -> Tensor:
     if not carries_gradient(source):
         return value
     with no_graph():
-        constant = source.clone()  # a view would carry the gradient still
+        constant = source.clone()
     return value + (source - constant)
 
 
