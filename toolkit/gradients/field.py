@@ -1,0 +1,303 @@
+"""The gradient of a program with blocks as a vector field: is it the gradient of anything, is its fixed point stable?
+
+A blocked gradient g need not be the gradient of any loss. It is one exactly if its Jacobian J = dg/dtheta is symmetric
+everywhere. Gradient descent with small steps returns to a fixed point exactly if the eigenvalues of -J have negative
+real parts. In J the blocked values move with theta although g leaves their derivative out: the blocks are closed at
+first order and open at second. A plain `detach` is closed at both and cannot tell.
+
+n numbers in all parameters together, J (n, n).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
+from toolkit.gradients._snapshot import Snapshot, find_parts
+from toolkit.gradients.compare import Parameters, _named, _without_compiled_code, checked_loss
+
+__all__ = ["Field", "field_jacobian"]
+
+# A dense Jacobian takes a backward pass for every number, and here 32 MB.
+_MOST_NUMBERS_DENSE = 2000
+
+# One random vector shows with probability 1 that J is not symmetric; some more, for when one is nearly in a null space.
+_PROBES = 4
+
+
+class Field:
+    """The Jacobian J of a blocked gradient at one point. Made by `field_jacobian`.
+
+    Parameters are flattened and joined in their order. Matrices are made when they are first asked for; for many
+    parameters there are the products `jvp` and `vjp`, and what is made of them.
+
+    Attributes:
+        names: The parameters.
+        size: n.
+        gradient: The blocked gradient g, (n,).
+    """
+
+    names: list[str]
+    size: int
+    gradient: Tensor
+
+    def __init__(self, loss: Callable[[], Tensor], params: Parameters) -> None:
+        """Run `loss` once; see `field_jacobian`."""
+        parts = find_parts(loss, params)
+        named = _named(params, parts)
+        for name, parameter in named.items():
+            if parameter.is_complex():
+                raise ValueError(f"`params` should be real. Found {parameter.dtype} at {name!r}.")
+        self.names = list(named)
+        self._params = list(named.values())
+        self._versions = [parameter._version for parameter in self._params]
+        self._snapshot = Snapshot(parts, named)
+        self._board = GateBoard()
+        with self._passing(()):
+            with self._board.forward():
+                value = checked_loss(loss())
+            if self._board.pierced:
+                raise ValueError(
+                    "`loss` should not switch the recording on inside of a region: which of its values move is not "
+                    f"known then. Found it in {sorted(self._board.pierced)}."
+                )
+            self._board.close_regions(value)
+            found = torch.autograd.grad(value, self._params, create_graph=True, allow_unused=True)
+            self._gradient = self._joined(found)
+            self._board.close_regions(self._gradient)
+        self.gradient = self._gradient.detach()
+        self.size = len(self.gradient)
+
+    def jvp(self, vector: Tensor) -> Tensor:
+        """Return J v, (n,): how the gradient changes as the parameters move along v.
+
+        Raises:
+            ValueError: If `vector` does not have shape (n,).
+            RuntimeError: If a parameter was modified since the field was made.
+        """
+        probe, pulled = self._pullback
+        if not pulled.requires_grad:
+            self._check(vector)
+            return torch.zeros_like(self.gradient)
+        return self._product(pulled, [probe], vector)
+
+    def vjp(self, vector: Tensor) -> Tensor:
+        """Return J^T v, (n,).
+
+        Raises:
+            ValueError: If `vector` does not have shape (n,).
+            RuntimeError: If a parameter was modified since the field was made.
+        """
+        return self._product(self._gradient, self._params, vector)
+
+    @cached_property
+    def jacobian(self) -> Tensor:
+        """J, (n, n): row i has the derivatives of component i of the gradient.
+
+        Raises:
+            ValueError: If n is more than 2000.
+        """
+        if self.size > _MOST_NUMBERS_DENSE:
+            raise ValueError(
+                f"`params` should have at most {_MOST_NUMBERS_DENSE} numbers for a dense Jacobian. Found {self.size}: "
+                "use `jvp`, `vjp`, `estimate_asymmetry` or `leading_eigenvalues`."
+            )
+        return torch.stack([self.vjp(row) for row in torch.eye(self.size).to(self.gradient)])
+
+    @property
+    def asymmetry(self) -> float:
+        """``|J - J^T| / |J|``, Frobenius norms: 0 for the gradient of a loss, 2 for a pure rotation; 0 if J is 0.
+
+        Raises:
+            ValueError: If n is more than 2000; `estimate_asymmetry` has no limit.
+        """
+        norm = self.jacobian.norm().item()
+        return (self.jacobian - self.jacobian.T).norm().item() / norm if norm else 0.0
+
+    def estimate_asymmetry(self, *, probes: int = 16, generator: torch.Generator | None = None) -> float:
+        """Estimate `asymmetry` by two products with each of some random vectors.
+
+        ``|A|^2 = E |A v|^2`` for any matrix A and standard normal v. The relative error falls as one over the square
+        root of `probes`; 0 is found exactly.
+
+        Args:
+            probes: How many vectors.
+            generator: Draws them on the CPU; None: a new one with seed 0.
+
+        Raises:
+            ValueError: If `probes` is not positive.
+            RuntimeError: If a parameter was modified since the field was made.
+
+        References:
+            Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1990.
+        """
+        if probes < 1:
+            raise ValueError(f"`probes` should be positive. Found {probes}.")
+        generator = generator or torch.Generator().manual_seed(0)
+        difference = norm = 0.0
+        for _ in range(probes):
+            vector = torch.randn(self.size, generator=generator, dtype=torch.float64).to(self.gradient)
+            pushed = self.jvp(vector)
+            difference += (pushed - self.vjp(vector)).square().sum().item()
+            norm += pushed.square().sum().item()
+        return (difference / norm) ** 0.5 if norm else 0.0
+
+    @cached_property
+    def is_gradient_field(self) -> bool:
+        """Whether J is symmetric to rounding at this point, by `estimate_asymmetry`.
+
+        False: the gradient of no loss. True is what every gradient is, here; ask at other points as well.
+        """
+        return self.estimate_asymmetry(probes=_PROBES) <= self._precision
+
+    @cached_property
+    def eigenvalues(self) -> Tensor:
+        """The eigenvalues of -J, complex, (n,), by falling real part: growth rates under gradient flow ``-g``.
+
+        Raises:
+            ValueError: If n is more than 2000; `leading_eigenvalues` has no limit.
+        """
+        return _by_growth(torch.linalg.eigvals(-self.jacobian))
+
+    def leading_eigenvalues(self, k: int = 6) -> Tensor:
+        """Return the `k` eigenvalues of -J with the largest real parts, complex, (k,), without a matrix.
+
+        By Lanczos iteration for a gradient field and by Arnoldi iteration otherwise; of almost all eigenvalues of a
+        small J, from the matrix.
+
+        Args:
+            k: How many.
+
+        Raises:
+            ValueError: If `k` is not between 1 and n.
+            RuntimeError: If the iteration does not converge, or a parameter was modified since the field was made.
+
+        References:
+            Lehoucq, Sorensen and Yang, "ARPACK users' guide", 1998, through `scipy.sparse.linalg`.
+        """
+        if not 1 <= k <= self.size:
+            raise ValueError(f"`k` should be between 1 and {self.size}. Found {k}.")
+        if k >= self.size - 1:
+            return self.eigenvalues[:k]
+        find, which = (scipy.sparse.linalg.eigsh, "LA") if self.is_gradient_field else (scipy.sparse.linalg.eigs, "LR")
+        start = np.random.default_rng(0).standard_normal(self.size)
+        found = find(self._operator, k, which=which, v0=start, tol=self._precision, return_eigenvectors=False)
+        return _by_growth(torch.from_numpy(np.asarray(found, dtype=np.complex128)))
+
+    @property
+    def stable(self) -> bool:
+        """Whether gradient descent with small steps returns to this point if it is a fixed point.
+
+        A growth rate that is 0 to rounding is not stable: nothing draws the parameters back in its direction.
+        """
+        rates = self.eigenvalues if self.size <= _MOST_NUMBERS_DENSE else self.leading_eigenvalues(1)
+        return rates[0].real.item() < -self._precision * self._scale
+
+    def __str__(self) -> str:
+        rates = self.eigenvalues if self.size <= _MOST_NUMBERS_DENSE else self.leading_eigenvalues(1)
+        kind = "perhaps the gradient of a loss" if self.is_gradient_field else "the gradient of no loss"
+        return (
+            f"{self.size} parameters, |g| = {self.gradient.norm().item():.3g}; {kind}, asymmetry "
+            f"{self.estimate_asymmetry():.3g}; {'stable' if self.stable else 'not stable'}, growth rate "
+            f"{rates[0].real.item():.3g}"
+        )
+
+    # --- how it is done ------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _passing(self, open: Collection[str]) -> Iterator[None]:
+        """Differentiate with `open` open: without a trace, and in this thread, where a checkpoint meets the gates."""
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), one_thread:
+            with self._board.backward(open):
+                yield
+
+    @cached_property
+    def _pullback(self) -> tuple[Tensor, Tensor]:
+        """A vector u and J^T u, which is linear in u: its derivative by u, weighted with v, is J v."""
+        probe = torch.zeros_like(self.gradient, requires_grad=True)
+        return probe, self._product(self._gradient, self._params, probe, create_graph=True)
+
+    def _product(self, outputs: Tensor, inputs: list[Tensor], vector: Tensor, *, create_graph: bool = False) -> Tensor:
+        self._check(vector)
+        if not outputs.requires_grad:
+            return torch.zeros_like(self.gradient)
+        with self._passing(EVERY_BLOCK):
+            found = torch.autograd.grad(
+                outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
+            return self._joined(found, inputs)
+
+    def _joined(self, gradients: Any, inputs: list[Tensor] | None = None) -> Tensor:
+        pairs = zip(gradients, self._params if inputs is None else inputs, strict=True)
+        return torch.cat([(torch.zeros_like(i) if g is None else g).reshape(-1) for g, i in pairs])
+
+    def _check(self, vector: Tensor) -> None:
+        if vector.shape != self.gradient.shape:
+            raise ValueError(f"`vector` should have shape ({self.size},). Found {tuple(vector.shape)}.")
+        for name, parameter, version in zip(self.names, self._params, self._versions, strict=True):
+            if parameter._version != version:
+                raise RuntimeError(f"`{name}` should be as it was when the field was made. Found it modified.")
+
+    @cached_property
+    def _precision(self) -> float:
+        """What counts as rounding, relative: room for that of long sums."""
+        coarsest: float = max(torch.finfo(parameter.dtype).eps for parameter in self._params)
+        return math.sqrt(coarsest * math.sqrt(coarsest))
+
+    @cached_property
+    def _scale(self) -> float:
+        """About the size of J."""
+        generator = torch.Generator().manual_seed(0)
+        vectors = torch.randn(_PROBES, self.size, generator=generator, dtype=torch.float64).to(self.gradient)
+        norms: list[float] = [self.jvp(vector).norm().item() for vector in vectors]
+        return max(norms)
+
+    @property
+    def _operator(self) -> Any:
+        def product(function: Callable[[Tensor], Tensor]) -> Callable[[Any], Any]:
+            return lambda vector: (
+                -function(torch.from_numpy(vector.reshape(-1)).to(self.gradient)).double().cpu().numpy()
+            )
+
+        shape = (self.size, self.size)
+        return scipy.sparse.linalg.LinearOperator(shape, product(self.jvp), product(self.vjp), dtype=np.float64)
+
+
+def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
+    """Differentiate the blocked gradient of `loss` as a vector field: blocks closed at first order, open at second.
+
+    What the program holds constant by other means, a bare ``detach`` or an inner derivative without ``create_graph``,
+    does not move in J either: make it a block. The program is left as it was found, as in `compare`.
+
+    Args:
+        loss: Runs the program and returns its loss, a real scalar.
+        params: A module, a dict, an iterable of tensors, or a tensor.
+
+    Raises:
+        TypeError: If `loss` does not return a tensor, or `params` holds something else.
+        ValueError: If the loss is not a real scalar, is not a number or has no gradient, if there is no real parameter
+            to differentiate by, or if the program switches the recording on inside of a region.
+
+    Example:
+        >>> w = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+        >>> def loss():  # temporal differences between two states of value w and 2 w, without reward
+        ...     return (w - stop_gradient(0.9 * 2 * w, "doc.next_value")).square().sum() / 2
+        >>> field = field_jacobian(loss, w)
+        >>> round(field.jacobian.item(), 3), round(field.eigenvalues.real.item(), 3), field.stable  # they diverge
+        (-0.8, 0.8, False)
+    """
+    return Field(loss, params)
+
+
+def _by_growth(eigenvalues: Tensor) -> Tensor:
+    return eigenvalues[torch.argsort(eigenvalues.real, descending=True)]
