@@ -457,6 +457,23 @@ def test_a_small_leak_into_a_gradient_that_does_not_vanish_is_a_leak(size: float
     assert effect.leak == pytest.approx(size * math.hypot(0.7, 1.3))
 
 
+def test_the_noise_of_a_program_that_is_run_again_is_that_of_its_blocked_gradient():
+    weight = torch.tensor([0.3, -0.4], requires_grad=True)
+    draws = torch.Generator().manual_seed(5)
+
+    def loss():  # recording is switched on inside of a region, so every question runs the program again
+        x = torch.randn(2, generator=draws)
+        with stop_recording("again.step"), torch.enable_grad():
+            moved = x + weight.square()
+        return (weight * stop_gradient(moved, "again.step")).square().sum()
+
+    comparison = compare(loss, weight)
+    (effect,) = comparison.effects
+    assert effect.verdict == "partial"
+    opened = comparison.gradient(["again.step"])["weight"]
+    assert effect.leak == pytest.approx((opened - comparison.blocked["weight"]).norm().item(), rel=1e-6)
+
+
 def test_an_infinite_leak_is_not_called_rounding() -> None:
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     (effect,) = compare(lambda: x + stop_gradient(x.sqrt(), "infinite"), x).effects

@@ -247,7 +247,8 @@ class Comparison:
             if parameter._version != self._versions[name]:
                 raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
         if self._board.needs_rerun(open):
-            with opened(*open):
+            # On the draws of the first run, and with nothing open that another question has opened around this one.
+            with self._snapshot.set_aside(), gated(None), opened(*open):
                 yield self._loss_function()
         else:
             with self._board.backward(open):
