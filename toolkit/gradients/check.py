@@ -1,0 +1,280 @@
+"""Gradient checks for programs with blocks: what they hold constant is held, and finite differences agree.
+
+A checker compares derivatives with differences of values at perturbed inputs. The value of a block moves with them,
+although its derivative is left out by design, so every checker rejects a correct program with blocks. Here the program
+runs once at the inputs and the values of its blocks are kept. At the perturbed points they are put in place again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch._C import DisableTorchFunction
+from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from toolkit.blocks import Site, carries_gradient, gated
+from toolkit.gradients._snapshot import Snapshot, find_parts
+from toolkit.gradients.compare import _without_compiled_code
+
+__all__ = ["gradcheck", "gradgradcheck"]
+
+Program = Callable[..., Any]
+
+
+def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) -> bool:
+    """Check the derivatives of a program with blocks against finite differences, the values of its blocks held.
+
+    `torch.autograd.gradcheck` of the program in which every block, open or not, is the constant that it is at `inputs`.
+    Random numbers, buffers and modes are the same in every run, and afterwards as they were.
+
+    A block inside of a backward pass, of a custom function or of what a checkpoint computes again, is met when the
+    program has returned. It is not held, which a second derivative notices.
+
+    Args:
+        fn: Takes `inputs`, returns a tensor or a tuple of tensors.
+        inputs: Those in double precision that require a gradient are checked.
+        **tolerances: ``eps``, ``atol``, ``rtol``, ``check_forward_ad`` and the others of `torch.autograd.gradcheck`.
+
+    Returns:
+        True; False if they differ and ``raise_exception=False`` is among `tolerances`.
+
+    Raises:
+        torch.autograd.gradcheck.GradcheckError: If they differ.
+        ValueError: If none of `inputs` requires a gradient.
+        RuntimeError: If the program meets other blocks at a perturbed point than at `inputs`, other values when it runs
+            again, or takes a derivative of `torch.func` inside of a region.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
+        >>> program = lambda x: x * stop_gradient(x.exp(), "doc.factor")
+        >>> gradcheck(program, x), torch.autograd.gradcheck(program, x, raise_exception=False)
+        (True, False)
+    """
+    held = _Held(fn, inputs)
+    return torch.autograd.gradcheck(held, held.inputs, **tolerances)
+
+
+def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], *more: Any, **tolerances: Any) -> bool:
+    """Check second derivatives as `gradcheck` does the first, by `torch.autograd.gradgradcheck`.
+
+    The values are held at both orders. What moves at second order is a question for `field_jacobian`.
+
+    Args:
+        fn: As for `gradcheck`.
+        inputs: As for `gradcheck`.
+        *more: ``grad_outputs`` of `torch.autograd.gradgradcheck`.
+        **tolerances: As for `gradcheck`.
+
+    Returns:
+        As `gradcheck`.
+
+    Raises:
+        torch.autograd.gradcheck.GradcheckError: If they differ.
+        ValueError: If none of `inputs` requires a gradient.
+        RuntimeError: As `gradcheck`.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
+        >>> gradgradcheck(lambda x: x**3 * stop_gradient(x.exp(), "doc.factor"), x)
+        True
+    """
+    held = _Held(fn, inputs)
+    return torch.autograd.gradgradcheck(held, held.inputs, *more, **tolerances)
+
+
+class _Held:
+    """A program with the values of its blocks held as they are at `inputs`."""
+
+    def __init__(self, fn: Program, inputs: Tensor | Sequence[Any]) -> None:
+        self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
+        if not any(isinstance(entry, Tensor) and entry.requires_grad for entry in self.inputs):
+            raise ValueError("`inputs` should have a tensor that requires a gradient. Found none.")
+        self._fn = fn
+        self._snapshot = Snapshot(find_parts(fn), {})
+        self._tape = _Tape()
+        self._run(self._tape, self.inputs)
+        self._tape.replays = True
+        plain, held = (tree_leaves(self._run(gates, self.inputs)) for gates in (None, self._tape))
+        if len(plain) != len(held) or not all(map(_same, plain, held)):
+            raise RuntimeError(
+                "`fn` should give the same values when it runs again with the values of its blocks in place. Found "
+                "others: it is random beyond torch, numpy and its generators, or writes into what a block shares."
+            )
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._run(self._tape, inputs)
+
+    def _run(self, gates: _Tape | None, inputs: tuple[Any, ...]) -> Any:
+        with self._snapshot.set_aside(), _without_compiled_code(), gated(gates):
+            if gates is None:
+                return self._fn(*inputs)
+            with gates.played():
+                return self._fn(*inputs)
+
+
+@dataclass
+class _Tape:
+    """The values of blocks in the order of the program: recorded by a first run, put in place by the others."""
+
+    replays: bool = False
+    _entries: list[tuple[str, Any]] = field(default_factory=list)
+    _position: int = 0
+
+    @contextmanager
+    def played(self) -> Iterator[None]:
+        """Begin at the beginning, and see to it that a run that replays comes to the end."""
+        self._position = 0
+        yield
+        if self.replays and self._position != len(self._entries):
+            name, value = self._entries[self._position]
+            raise RuntimeError(_other_block(None, (name, value)))
+
+    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
+        """Return a constant that has the value of `input` at the recorded point."""
+        return self.held(input, name).detach()
+
+    def region(self, name: str, site: Site) -> AbstractContextManager[None]:
+        """Return a context in which every result is a constant that has its value at the recorded point."""
+        return self._region(name)
+
+    @contextmanager
+    def _region(self, name: str) -> Iterator[None]:
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), _Region(self, name):
+            yield
+
+    def held(self, input: Tensor, name: str) -> Tensor:
+        """Return a copy of `input` with the recorded value."""
+        with DisableTorchFunction():
+            if is_functorch_wrapped_tensor(input):
+                return _HeldInside.apply(input, self, name)  # type: ignore[no-untyped-call, no-any-return]
+            value: Tensor = self.value(input.detach(), name)
+            return value.clone()
+
+    def value(self, found: Any, name: str) -> Any:
+        """Record what was found, or return what was recorded in its place."""
+        if not self.replays:
+            self._entries.append((name, found.clone() if isinstance(found, Tensor) else found))
+            return found
+        kept = self._entries[self._position] if self._position < len(self._entries) else None
+        if kept is None or kept[0] != name or _kind(kept[1]) != _kind(found):
+            raise RuntimeError(_other_block((name, found), kept))
+        self._position += 1
+        return kept[1]
+
+
+class _HeldInside(torch.autograd.Function):
+    """Takes a tensor out of what `torch.func` wrapped it in, holds it, and wraps it again."""
+
+    @staticmethod
+    def forward(input: Tensor, tape: _Tape, name: str) -> Tensor:
+        return tape.held(input, name)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, _Tape, str], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[None, None, None]:
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return torch.zeros_like(tangent)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], input: Tensor, tape: _Tape, name: str
+    ) -> tuple[Tensor, int | None]:
+        return _HeldInside.apply(input, tape, name), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+class _Region(TorchFunctionMode):
+    """Holds what the calls inside of a region return or write, except where they record a gradient after all."""
+
+    def __init__(self, tape: _Tape, name: str) -> None:
+        super().__init__()
+        self._tape = tape
+        self._name = name
+        self._level = _level()
+        self._memory: dict[int, Any] = {}  # of tensors made here, kept alive so that no other has its address
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if _level() != self._level and _differentiates():
+            raise RuntimeError(
+                f"`fn` should take no derivative of torch.func inside of region {self._name!r}. Found one: its value "
+                "cannot be held. Stop its result by `stop_gradient` instead."
+            )
+        given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        versions = {key: leaf._version for key, leaf in given.items()}
+        result = func(*args, **kwargs)
+        with DisableTorchFunction():
+            for key, leaf in given.items():
+                if leaf._version != versions[key] and not _records(leaf):
+                    leaf.copy_(self._tape.held(leaf, self._name))
+            return tree_map(lambda leaf: leaf if id(leaf) in given else self._hold(leaf), result)
+
+    def _hold(self, leaf: Any) -> Any:
+        if isinstance(leaf, (bool, int, float, complex)):
+            return self._tape.value(leaf, self._name)
+        if not isinstance(leaf, Tensor) or _records(leaf) or _address(leaf) in self._memory:
+            return leaf
+        held = self._tape.held(leaf, self._name)
+        if (address := _address(held)) is not None:
+            self._memory[address] = held
+        return held
+
+
+def _records(tensor: Tensor) -> bool:
+    """Say whether a gradient is recorded in spite of the region; a view of a leaf claims one also where none is."""
+    return torch.is_grad_enabled() and carries_gradient(tensor)
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Return what identifies the memory of a tensor, if it has memory of its own."""
+    if is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+        return None
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _level() -> int:
+    interpreter = peek_interpreter_stack()
+    return 0 if interpreter is None else interpreter.level()
+
+
+def _differentiates() -> bool:
+    interpreter = peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() in (TransformType.Grad, TransformType.Jvp)
+
+
+def _kind(value: Any) -> Any:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
+        return bool(one == other)
+    return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
+
+
+def _other_block(found: tuple[str, Any] | None, kept: tuple[str, Any] | None) -> str:
+    def text(entry: tuple[str, Any] | None) -> str:
+        if entry is None:
+            return "no more"
+        name, value = entry
+        return f"{name!r} with shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{name!r} with a number"
+
+    return (
+        f"`fn` should meet the same blocks at every point. Found {text(found)} where it met {text(kept)} at `inputs`."
+    )
