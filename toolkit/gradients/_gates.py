@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, alias, carries_gradient, gated
 
-__all__ = ["EVERY_BLOCK", "GateBoard", "Meeting", "reachable_nodes"]
+__all__ = ["EVERY_BLOCK", "GateBoard", "Meeting", "gate_of", "next_number", "reachable_nodes", "regions_of"]
 
 
 @dataclass
@@ -55,7 +55,7 @@ class GateBoard:
     meetings: dict[str, Meeting] = field(default_factory=dict)
     inner: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
-    _open: Collection[str] = frozenset()
+    _open: frozenset[str] = frozenset()
     _in_forward: bool = False
     _regions: list[_Region] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class GateBoard:
     @contextmanager
     def backward(self, open: Collection[str]) -> Iterator[None]:
         """Let the gates of `open` pass in a backward pass; a checkpoint that recomputes meets gates again."""
-        outer, self._open = self._open, open if open is EVERY_BLOCK else frozenset(open)
+        outer, self._open = self._open, frozenset(open)
         try:
             with gated(self):
                 yield
@@ -111,13 +111,13 @@ class GateBoard:
         if forward_ad._current_level >= 0:  # tangents have no nodes to be decided about later
             meeting.carried += 1
             self.inner.add(name)
-        region = _Region(name, _next_number())
+        region = _Region(name, next_number())
         self._regions.append(region)
         try:
             with forward_ad._set_fwd_grad_enabled(False):
                 yield
         finally:
-            region.end = _next_number()
+            region.end = next_number()
             meeting.carried += region.end - region.start
 
     def pierce(self) -> None:
@@ -163,13 +163,23 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
     while stack:
         node = stack.pop()
         yield node
-        names = {node.block_name} if _is_gate(node) else node.metadata.get(_REGIONS, frozenset())
-        if any(name not in open for name in names):
+        if any(name not in open for name in gate_of(node) | regions_of(node)):
             continue
         for successor, _ in node.next_functions:
             if successor is not None and successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
+
+
+def gate_of(node: Any) -> frozenset[str]:
+    """Return the block that this node is the gate of; most are none's."""
+    return frozenset({node.block_name}) if getattr(node, "_forward_cls", None) is _Gate else frozenset()
+
+
+def regions_of(node: Any) -> frozenset[str]:
+    """Return the blocks in whose regions this node was made, once `GateBoard.close_regions` was there."""
+    regions: frozenset[str] = node.metadata.get(_REGIONS, frozenset())
+    return regions
 
 
 class _Everything(frozenset[str]):
@@ -214,12 +224,8 @@ class _Gate(torch.autograd.Function):
         return _Gate.apply(input, board, name), in_dims[0]  # type: ignore[no-untyped-call]
 
 
-def _is_gate(node: Any) -> bool:
-    return getattr(node, "_forward_cls", None) is _Gate
-
-
 _REGIONS = "toolkit.gradients.regions"
-_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class _Watch(TorchFunctionMode):

@@ -1,0 +1,166 @@
+"""Folds the nodes of a graph that were made inside one call of a module into one box, without hiding a cut."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+
+from toolkit.gradients._drawing import Arrow, Box
+
+__all__ = ["Call", "Node", "folded"]
+
+# Of parameters, in the second line of a box; its tip has them all.
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: The module's path.
+        type: The module's class.
+        parent: The call inside of which it was made, by index.
+        level: How many calls deep that is: 1 for those of the loss function itself.
+        is_leaf: Whether no other module was called inside.
+    """
+
+    name: str
+    type: str
+    parent: int | None
+    level: int
+    is_leaf: bool
+
+
+@dataclass(frozen=True)
+class Node:
+    """The loss, a node of autograd's, or a cut.
+
+    Attributes:
+        kind: As of a `Box`; a node is no module.
+        label: What it is called.
+        tip: More about it.
+        call: The innermost call of a module in which it was made, by index.
+        blocks: What has to be open for a gradient to pass.
+        parameters: Whose gradient arrives here.
+    """
+
+    kind: str
+    label: str
+    tip: str
+    call: int | None = None
+    blocks: frozenset[str] = frozenset()
+    parameters: tuple[str, ...] = ()
+
+
+def folded(
+    nodes: Sequence[Node],
+    edges: Collection[tuple[int, int]],
+    calls: Sequence[Call],
+    reached: set[int],
+    level: int | None,
+) -> tuple[list[Box], list[Arrow]]:
+    """Return what is to be drawn if modules called `level` deep, or that call no others, are one box each.
+
+    A call with a block in it, or with nodes that a gradient reaches beside nodes that it does not, is looked into:
+    a fold hides no cut. With None nothing is folded.
+    """
+    chains = [list(_outwards(node.call, calls)) for node in nodes]
+    unfolded = _not_uniform(nodes, chains, reached)
+    while True:
+        homes = [
+            next((c for c in reversed(chain) if c not in unfolded and _is_deep(calls[c], level)), None)
+            for chain in chains
+        ]
+        _take_in_parameters(homes, nodes, edges)
+        members: dict[tuple[int | None, int], list[int]] = {}
+        for index, home in enumerate(homes):
+            members.setdefault((home, index if home is None else 0), []).append(index)
+        place = {index: box for box, indices in enumerate(members.values()) for index in indices}
+        arrows: dict[Arrow, None] = {}
+        for start, end in edges:
+            if place[start] != place[end]:
+                cut = "block" in (nodes[start].kind, nodes[end].kind)
+                arrows[Arrow(place[start], place[end], cut, start in reached)] = None
+        try:
+            _check_acyclic(arrows)
+        except CycleError as error:
+            # Numbers of nodes that another thread made say nothing about the modules of this one.
+            homes_of_boxes = [home for home, _ in members]
+            unfolded |= {home for box in error.args[1] if (home := homes_of_boxes[box]) is not None}
+        else:
+            several = {name for name, count in Counter(call.name for call in calls).items() if count > 1}
+            boxes = [
+                _node_box(nodes[indices[0]], calls, indices[0] in reached)
+                if home is None
+                else _module_box(home, calls, [nodes[i] for i in indices], several, indices[0] in reached)
+                for (home, _), indices in members.items()
+            ]
+            return boxes, list(arrows)
+
+
+def _outwards(call: int | None, calls: Sequence[Call]) -> Iterator[int]:
+    while call is not None:
+        yield call
+        call = calls[call].parent
+
+
+def _is_deep(call: Call, level: int | None) -> bool:
+    return level is not None and (call.level >= level or call.is_leaf)
+
+
+def _not_uniform(nodes: Sequence[Node], chains: Sequence[Sequence[int]], reached: set[int]) -> set[int]:
+    found, states = set[int](), set[tuple[int, bool]]()
+    for index, (node, chain) in enumerate(zip(nodes, chains, strict=True)):
+        states.update((call, index in reached) for call in chain)
+        if node.kind == "block":
+            found.update(chain)
+    return found | {call for call, is_reached in states if is_reached and (call, False) in states}
+
+
+def _take_in_parameters(homes: list[int | None], nodes: Sequence[Node], edges: Collection[tuple[int, int]]) -> None:
+    """Let a parameter be in the box of all that uses it, if that is one."""
+    users: dict[int, set[int | None]] = {}
+    for start, end in edges:
+        if nodes[end].kind == "parameter" and nodes[end].call is None:
+            users.setdefault(end, set()).add(homes[start])
+    for leaf, boxes in users.items():
+        if len(boxes) == 1:
+            (homes[leaf],) = boxes
+
+
+def _check_acyclic(arrows: Collection[Arrow]) -> None:
+    above: dict[int, set[int]] = {}
+    for arrow in arrows:
+        above.setdefault(arrow.end, set()).add(arrow.start)
+    TopologicalSorter(above).prepare()
+
+
+def _node_box(node: Node, calls: Sequence[Call], reached: bool) -> Box:
+    inside = "" if node.call is None or not calls[node.call].name else f"\nin {calls[node.call].name}"
+    return Box(node.kind, node.label, "", f"{node.tip}{inside}{_fate(reached)}", reached)
+
+
+def _module_box(
+    home: int, calls: Sequence[Call], nodes: Sequence[Node], several: Collection[str], reached: bool
+) -> Box:
+    call = calls[home]
+    names = [name.removeprefix(f"{call.name}.") for node in nodes for name in node.parameters]
+    about = [call.type] if call.name != call.type else []
+    if call.name in several:
+        about.append(f"call {sum(other.name == call.name for other in calls[: home + 1])}")
+    if names:
+        about.append(", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} parameters")
+    operations = [node.label for node in nodes if node.kind == "operation"]
+    lines = [
+        f"{call.name}: {call.type}",
+        f"{len(operations)} operations: {', '.join(dict.fromkeys(reversed(operations)))}",
+        *([f"parameters: {', '.join(names)}"] if names else []),
+    ]
+    return Box("module", call.name, " · ".join(about), "\n".join(lines) + _fate(reached), reached)
+
+
+def _fate(reached: bool) -> str:
+    return "" if reached else "\nreached only through a cut"
