@@ -2,6 +2,7 @@
 
 from toolkit.blocks import (
     Block,
+    GradientFlowError,
     block,
     declared_blocks,
     is_blocked,
@@ -18,6 +19,7 @@ __all__ = [
     "Block",
     "BlockEffect",
     "Comparison",
+    "GradientFlowError",
     "audit",
     "block",
     "compare",

@@ -27,17 +27,18 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.fx
-from torch import Tensor
+from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.fx import traceback as fx_traceback
 
 __all__ = [
     "Block",
+    "GradientFlowError",
     "block",
     "declared_blocks",
     "is_blocked",
@@ -49,6 +50,16 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+OnFlow = Literal["stop", "error"]
+
+
+class GradientFlowError(RuntimeError):
+    """A derivative arrived at a block that was put in place with ``on_flow="error"``.
+
+    A `RuntimeError`, as every error of a backward pass in torch is. TensorFlow's ``prevent_gradient`` has a
+    `LookupError`, because there the search for a gradient function fails; in Python that means a missing key or index,
+    and code around a backward pass that handles those should not swallow this one.
+    """
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,10 @@ class Gates(Protocol):
         """Return the context in which the body of a `stop_recording` runs."""
 
 
+# Told of each tensor that `stop_gradient` gives out as a constant: the block, and where it was put in place.
+Watch = Callable[[Tensor, str, Site], None]
+
+
 @dataclass(frozen=True)
 class _State:
     """What differs from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names.
@@ -98,11 +113,13 @@ class _State:
     open: frozenset[str] = frozenset()
     reached: tuple[set[str], ...] = ()
     gates: Gates | None = None
+    watches: tuple[Watch, ...] = ()
     prefix: str = ""
     changes: tuple[Callable[[_State], _State], ...] = ()
 
 
 _NORMAL = _State()
+_STOP = "stop"
 _PLAIN: frozenset[type] = frozenset({Tensor, torch.nn.Parameter})
 
 _blocks: dict[str, Block] = {}
@@ -159,7 +176,7 @@ def declared_blocks() -> dict[str, Block]:
     return dict(sorted(_blocks.items()))
 
 
-def stop_gradient(input: T, name: Block | str | None = None) -> T:
+def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow = "stop") -> T:
     """Return `input` as a constant of every derivative: reverse mode, forward mode, any order.
 
     The semantics are those of ``tf.stop_gradient(input, name=None)``: same type, shape, dtype, device, layout and
@@ -170,9 +187,17 @@ def stop_gradient(input: T, name: Block | str | None = None) -> T:
             that carry no gradient (integer, boolean) and None pass. A `torch.nn.Parameter` comes back as a `Tensor`.
         name: The block. A string names an ad-hoc block, prefixed by `scope`, or a declared one. Without a name the
             block is known by its place in the source: ``file:line:column``.
+        on_flow: What a derivative meets that arrives here. ``"stop"``: it ends. ``"error"``: a `GradientFlowError` is
+            raised, with the block and its place, for a path on which no derivative should ever come (TensorFlow's
+            ``prevent_gradient``). It is raised in the backward pass, and in forward mode as soon as a tangent comes.
+            A comparison shows what arrives at such a block, and raises nothing. Compiled code has no such block:
+            ``torch.compile`` runs it in between its graphs, or refuses with ``fullgraph=True``; ``torch.export``
+            refuses.
 
     Raises:
         TypeError: If `input` holds anything else; the message names the type.
+        ValueError: If `on_flow` is neither of the two.
+        RuntimeError: If ``on_flow="error"`` is met in a full graph or an export.
 
     Example:
         >>> x = torch.tensor(3.0, requires_grad=True)
@@ -181,15 +206,16 @@ def stop_gradient(input: T, name: Block | str | None = None) -> T:
         tensor(3.)
     """
     if is_dynamo_compiling():
-        return _stop_in_graph(input, name)
+        return _stop_in_graph(input, name, on_flow)
     if (
         _quiet
+        and on_flow is _STOP
         and type(input) in _PLAIN
         and (name is None or type(name) is Block or name in _blocks)
-        and not is_exporting()
+        and not compiler._is_exporting_flag  # `is_exporting()` without the call: a tenth of a `detach`
     ):
         return input.detach()  # type: ignore[attr-defined, no-any-return]
-    return _stop_eagerly(input, name)
+    return _stop_eagerly(input, name, on_flow)
 
 
 @contextmanager
@@ -401,6 +427,13 @@ def gated(gates: Gates | None) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Tell `watch` of every tensor that `stop_gradient` gives out as a constant."""
+    with _entered(lambda state: dataclasses.replace(state, watches=(*state.watches, watch))):
+        yield
+
+
 def stop_at(input: Tensor, site: Site) -> Tensor:
     """Stop the gradient at a place that does not call `stop_gradient`, known by that place."""
     state, key = _state.get(), str(site)
@@ -481,34 +514,91 @@ _ANNOTATION = "stop_gradient"
 _HERE = os.path.normcase(__file__)
 
 
-def _stop_eagerly(input: T, name: Block | str | None) -> T:
+def _stop_eagerly(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
     state = _state.get()
     label = None if name is None else _register(name, state.prefix)
+    _check_on_flow(on_flow)
     if is_exporting() and label not in state.open:
+        if on_flow == "error":
+            raise RuntimeError("`on_flow` should be 'stop' in a program that is exported. Found 'error'.")
         with fx_traceback.preserve_node_meta(), fx_traceback.annotate({_ANNOTATION: label or ""}):
             return map_tensors(Tensor.detach, input)  # type: ignore[no-any-return]
     key, site = label or "", None
-    if state.open or state.gates is not None:
+    if state.open or state.gates is not None or state.watches or on_flow == "error":
         site = _caller()
         key = label or str(site)
 
     def stop(tensor: Any) -> Any:
         if isinstance(tensor, torch.fx.Proxy):
             node = (label or _ANNOTATION).replace(".", "_")
-            return tensor.tracer.create_proxy("call_function", stop_gradient, (tensor,), {"name": label}, name=node)
+            options = {"name": label} if on_flow == "stop" else {"name": label, "on_flow": on_flow}
+            return tensor.tracer.create_proxy("call_function", stop_gradient, (tensor,), options, name=node)
         if key in state.open:
             if carries_gradient(tensor):
                 _mark_reached(state, key)
             return alias(tensor)
         if state.gates is not None:
             assert site is not None
-            return state.gates.tensor(tensor, key, site)
-        return tensor.detach()
+            stopped = state.gates.tensor(tensor, key, site)
+        elif on_flow == "error" and carries_gradient(tensor):
+            stopped = _Refusal.apply(tensor, key, str(site))  # type: ignore[no-untyped-call]
+        else:
+            stopped = tensor.detach()
+        for watch in state.watches:
+            assert site is not None
+            watch(stopped, key, site)
+        return stopped
 
     return map_tensors(stop, input)  # type: ignore[no-any-return]
 
 
-def _stop_in_graph(input: T, name: Block | str | None) -> T:
+class _Refusal(torch.autograd.Function):
+    """An identity that raises when it is differentiated."""
+
+    @staticmethod
+    def forward(input: Tensor, name: str, site: str) -> Tensor:
+        return input.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
+        _, ctx.block_name, ctx.site = inputs
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[None, None, None]:
+        if cotangent is not None:
+            _Refusal._raise(ctx.block_name, ctx.site, "gradient")
+        return None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: Any) -> Tensor:
+        return _Refusal._raise(ctx.block_name, ctx.site, "tangent")
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], input: Tensor, name: str, site: str
+    ) -> tuple[Tensor, int | None]:
+        return _Refusal.apply(input, name, site), in_dims[0]  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _raise(name: str, site: str, what: str) -> NoReturn:
+        where = "at" if name == site else f"{name!r} at"
+        raise GradientFlowError(f"No derivative should arrive at the block {where} {site}. Found a {what}.")
+
+
+def _check_on_flow(on_flow: str) -> None:
+    if on_flow not in ("stop", "error"):
+        raise ValueError(f"`on_flow` should be 'stop' or 'error'. Found {on_flow!r}.")
+
+
+@torch.compiler.disable(reason="`on_flow` should be 'stop' inside of a full graph. Found 'error'.")  # type: ignore[untyped-decorator]
+def _stop_between_graphs(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
+    """Put a block in place that no graph can hold: Dynamo ends one graph before it, and begins another after it."""
+    return _stop_eagerly(input, name, on_flow)
+
+
+def _stop_in_graph(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
+    _check_on_flow(on_flow)
     if name is None:
         if any(_is_site(opened) for opened in _open_when_compiled):
             raise RuntimeError("An open block should have a name inside a compiled function. Found one without.")
@@ -518,6 +608,8 @@ def _stop_in_graph(input: T, name: Block | str | None) -> T:
         _note_in_graph(key, key in _open_when_compiled)
     if key in _open_when_compiled:
         return map_tensors(alias, input)  # type: ignore[no-any-return]
+    if on_flow == "error":
+        return _stop_between_graphs(input, name, on_flow)  # type: ignore[no-any-return]
     with fx_traceback.annotate({_ANNOTATION: key}):
         return map_tensors(_detach, input)  # type: ignore[no-any-return]
 
@@ -617,7 +709,8 @@ def _caller() -> Site:
     """Return the place outside of this module from which a block was reached."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
-        os.path.normcase(frame.f_code.co_filename) == _HERE or frame.f_globals.get("__name__") == "contextlib"
+        os.path.normcase(frame.f_code.co_filename) == _HERE
+        or frame.f_globals.get("__name__") in ("contextlib", "torch._dynamo.eval_frame")
     ):
         frame = frame.f_back
     assert frame is not None
