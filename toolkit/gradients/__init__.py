@@ -1,7 +1,9 @@
 """Questions about blocks, asked of any torch program."""
 
 from toolkit.gradients.audit import Audit, audit
+from toolkit.gradients.check import gradcheck, gradgradcheck
 from toolkit.gradients.compare import BlockEffect, Comparison, Difference, compare
+from toolkit.gradients.field import Field, field_jacobian
 from toolkit.gradients.grad import grad
 from toolkit.gradients.graph import Graph, graph
 from toolkit.gradients.memory import MemoryUse, measure_memory
@@ -11,11 +13,15 @@ __all__ = [
     "BlockEffect",
     "Comparison",
     "Difference",
+    "Field",
     "Graph",
     "MemoryUse",
     "audit",
     "compare",
+    "field_jacobian",
     "grad",
+    "gradcheck",
+    "gradgradcheck",
     "graph",
     "measure_memory",
 ]

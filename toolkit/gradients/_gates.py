@@ -55,7 +55,7 @@ class GateBoard:
     meetings: dict[str, Meeting] = field(default_factory=dict)
     inner: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
-    _open: frozenset[str] = frozenset()
+    _open: Collection[str] = frozenset()
     _in_forward: bool = False
     _regions: list[_Region] = field(default_factory=list)
 
@@ -72,7 +72,7 @@ class GateBoard:
     @contextmanager
     def backward(self, open: Collection[str]) -> Iterator[None]:
         """Let the gates of `open` pass in a backward pass; a checkpoint that recomputes meets gates again."""
-        outer, self._open = self._open, frozenset(open)
+        outer, self._open = self._open, open if open is EVERY_BLOCK else frozenset(open)
         try:
             with gated(self):
                 yield
