@@ -407,6 +407,87 @@ def test_function_transforms(pair, transform):
     assert effect.leak > 0
 
 
+def test_data_that_makes_the_gradient_wrong_is_told_from_data_that_does_not(pair):
+    def wrong():
+        a = pair.a(pair.x).sigmoid()
+        a.data.clamp_(max=0.5)  # the derivative of the sigmoid is made of its result
+        return a.square().sum()
+
+    def harmless():
+        held = pair.a(pair.x).sigmoid().data
+        held.clamp_(max=0.5)
+        return (pair.a(pair.x) * held).sum()
+
+    (found,) = audit(wrong, pair.a).unopened
+    assert found.reason == "the memory is changed where autograd cannot see it: the gradient is that of other values"
+    assert torch.autograd.grad(wrong(), pair.a.weight)[0].isfinite().all()
+    (found,) = audit(harmless, pair.a).unopened
+    assert found.reason.startswith("opened, the program fails: one of the variables needed for gradient computation")
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_checkpoint_that_records_nothing_is_listed(pair):
+    def loss(x):
+        held = checkpoint(lambda x: pair.b(x).exp(), x, use_reentrant=True)
+        return (pair.a(pair.x) * held).sum(), _line()
+
+    found = audit(lambda: loss(pair.x)[0], [*pair.a.parameters(), *pair.b.parameters()])
+    assert found.valid
+    assert found.blocked["pair.b.weight"].eq(0).all()
+    (escape,) = found.escapes
+    assert escape.kind == "checkpoint(use_reentrant=True)"
+    assert escape.site == f"tests/test_audit.py:{loss(pair.x)[1] - 1}:16"
+
+
+def _scale_in_no_grad(x):
+    with torch.no_grad():
+        return x.square().sum()
+
+
+def _scale_in_set_grad_enabled(x):
+    with torch.set_grad_enabled(False):
+        return x.square().sum()
+
+
+def _scale_in_inference_mode(x):
+    with torch.inference_mode():
+        return x.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("scale", "passes"),
+    [(_scale_in_no_grad, True), (_scale_in_set_grad_enabled, True), (_scale_in_inference_mode, False)],
+    ids=["no_grad", "set_grad_enabled", "inference_mode"],
+)
+def test_a_region_that_a_tangent_crosses_is_told(pair, scale, passes):
+    def scaled(x):
+        return pair.a(x) * scale(x).clone()
+
+    def loss():
+        _, slope = torch.func.jvp(scaled, (pair.x,), (pair.y,))
+        return slope.square().sum()
+
+    found = audit(loss, pair.a)
+    assert found.valid, found.reason
+    assert found.one_mode == [effect.name for effect in found.effects if passes]
+    assert ("stops reverse mode alone" in str(found)) is passes
+    held = pair.x.square().sum()
+    slope_of_scale = 2 * (pair.x * pair.y).sum()
+    expected = pair.y @ pair.a.weight.T * held + passes * pair.a(pair.x) * slope_of_scale
+    assert found.loss == pytest.approx(expected.square().sum().item(), rel=1e-12)
+
+
+def test_a_region_without_tangents_is_not_told(pair):
+    def noisy(x):
+        with torch.no_grad():
+            mask = pair.y > 0
+        return pair.a(x) * mask[:, :3]
+
+    found = audit(lambda: torch.func.jvp(noisy, (pair.x,), (pair.y,))[1].square().sum(), pair.a)
+    assert found.valid
+    assert found.one_mode == []
+
+
 def test_dropout_draws_are_the_same_in_every_run(pair):
     dropout = nn.Dropout(0.5)
     state = torch.get_rng_state()

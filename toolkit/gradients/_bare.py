@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +22,15 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.blocks import Site, carries_gradient, region_at, site_of, stop_at
+from toolkit.gradients._gates import next_number
 
 __all__ = ["BareBlocks", "Escape"]
 
@@ -34,6 +38,20 @@ _TOOLKIT = str(Path(__file__).parent.parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 # Parts of torch that are models, not machinery: what they stop is the user's business.
 _MODELS = tuple(_TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/"))
+
+# What user code may have bound to a name of its own before it is replaced: then only a mode sees the call.
+_BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
+    (torch._C.TensorBase.detach, Tensor, "detach"),
+    (torch.detach, Tensor, "detach"),
+    (torch.ops.aten.detach, Tensor, "detach"),
+    (torch.ops.aten.detach.default, Tensor, "detach"),
+    (torch._C.TensorBase.detach_, Tensor, "detach_"),
+    (torch.tensor, torch, "tensor"),
+    (torch._C.TensorBase.new_tensor, Tensor, "new_tensor"),
+    (torch.asarray, torch, "asarray"),
+)
+_DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+_WITHOUT_END = "a call without `with` has no end at which a region could be closed"
 
 # One audit at a time: the replaced attributes are those of the whole process.
 _one_audit = threading.Lock()
@@ -60,16 +78,34 @@ class BareBlocks:
         kinds: Place -> what stops the gradient there, in the order of the program.
         real: Place -> why it keeps its original meaning.
         escapes: Places where a value leaves the graph.
-        changed: Places of regions that change tensors in place which were made before them.
+        partly: Place of a region -> what in it stays as it is while it is open.
+        one_mode: Places of regions through which a forward-mode derivative passes, whether they are open or not.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
     real: dict[str, str] = field(default_factory=dict)
     escapes: dict[Escape, None] = field(default_factory=dict)
-    changed: set[str] = field(default_factory=set)
+    partly: dict[str, str] = field(default_factory=dict)
+    one_mode: dict[str, None] = field(default_factory=dict)
     recent: list[str] = field(default_factory=list)
     _thread: int = field(default_factory=threading.get_ident)
-    _region: Site | None = None
+    _region: _Entered | None = None
+    _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+
+    @staticmethod
+    @contextmanager
+    def changes_counted() -> Iterator[None]:
+        """Let autograd notice changes in place through ``.data`` for the length of a ``with``, as through `detach`."""
+
+        def counting(original: Any) -> Any:
+            def get(input: Tensor) -> Any:
+                real = _is_machinery(sys._getframe(1).f_code.co_filename)
+                return original.__get__(input) if real else torch._C.TensorBase.detach(input)
+
+            return property(get, original.__set__)
+
+        with _replaced(Tensor, "data", counting):
+            yield
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -85,7 +121,8 @@ class BareBlocks:
             with ExitStack() as stack:
                 for owner, name, make in self._replacements():
                     stack.enter_context(_replaced(owner, name, make))
-                stack.enter_context(_InPlace(self))
+                self._bound_earlier = {original: getattr(owner, name) for original, owner, name in _BOUND_EARLIER}
+                stack.enter_context(_Watch(self))
                 yield
         finally:
             _one_audit.release()
@@ -96,6 +133,7 @@ class BareBlocks:
             (torch, "detach", self._detach),
             (Tensor, "detach_", self._detach_in_place),
             (Tensor, "data", self._data),
+            (torch, "asarray", self._asarray),
             (torch, "tensor", functools.partial(self._copy, "torch.tensor()", 0)),
             (Tensor, "new_tensor", functools.partial(self._copy, "new_tensor()", 1)),
             (nn.Parameter, "__new__", self._parameter),
@@ -123,14 +161,14 @@ class BareBlocks:
 
     def _detach(self, original: Any) -> Any:
         def detach(input: Tensor) -> Any:
-            site = self._site("detach()", sys._getframe(1))
+            site = self._site("detach()", _caller())
             return original(input) if site is None else stop_at(input, site)
 
         return detach
 
     def _detach_in_place(self, original: Any) -> Any:
         def detach_(input: Tensor) -> Any:
-            site = self._site("detach_()", sys._getframe(1))
+            site = self._site("detach_()", _caller())
             if site is None or not carries_gradient(input):
                 if site is not None:
                     stop_at(input, site)
@@ -145,12 +183,12 @@ class BareBlocks:
         def get(input: Tensor) -> Any:
             if not carries_gradient(input):
                 return original.__get__(input)
-            site = self._site(".data", sys._getframe(1))
+            site = self._site(".data", _caller())
             return original.__get__(input) if site is None else stop_at(input, site)
 
         def set(input: Tensor, value: Tensor) -> None:
             if isinstance(value, Tensor) and carries_gradient(value):
-                self._note_escape(".data = ...", sys._getframe(1))
+                self._note_escape(".data = ...", _caller())
             original.__set__(input, value)
 
         return property(get, set)
@@ -160,9 +198,9 @@ class BareBlocks:
             source = args[position] if len(args) > position else kwargs.get("data")
             if not isinstance(source, Tensor) or kwargs.get("requires_grad"):
                 if any(isinstance(leaf, Tensor) and carries_gradient(leaf) for leaf in tree_leaves(source)):
-                    self._note_escape(kind, sys._getframe(1))
+                    self._note_escape(kind, _caller())
                 return original(*args, **kwargs)
-            site = self._site(kind, sys._getframe(1))
+            site = self._site(kind, _caller())
             if site is None:
                 return original(*args, **kwargs)
             like = args[0] if position else source
@@ -172,11 +210,21 @@ class BareBlocks:
 
         return copy
 
+    def _asarray(self, original: Any) -> Any:
+        def asarray(input: Any, **kwargs: Any) -> Any:
+            stops = kwargs.get("requires_grad") is False and isinstance(input, Tensor)
+            site = self._site("torch.asarray()", _caller()) if stops else None
+            if site is None:
+                return original(input, **kwargs)
+            return stop_at(original(input, **{**kwargs, "requires_grad": None}), site)
+
+        return asarray
+
     def _parameter(self, original: Any) -> Any:
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
             data = args[0] if args else kwargs.get("data")
             if isinstance(data, Tensor) and carries_gradient(data):
-                self._note_escape("nn.Parameter()", sys._getframe(1))
+                self._note_escape("nn.Parameter()", _caller())
             return original(cls, *args, **kwargs)
 
         return staticmethod(new)
@@ -187,7 +235,7 @@ class BareBlocks:
         def leave(input: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not carries_gradient(input):
                 return original(input, *args, **kwargs)
-            self._note_escape(kind, sys._getframe(1))
+            self._note_escape(kind, _caller())
             return original(torch._C.TensorBase.detach(input), *args, **kwargs)
 
         return leave
@@ -196,23 +244,20 @@ class BareBlocks:
 
     def _enter(self, kind: str | None, original: Any) -> Any:
         def enter(context: Any) -> Any:
-            outer = self._region
             mode = getattr(context, "mode", True)
-            site = self._site(kind, sys._getframe(1)) if kind is not None and mode else None
-            inner: AbstractContextManager[Any] | None = None if site is None else region_at(site)
-            context.__dict__["_toolkit"] = (inner, outer)
-            if inner is None:
+            site = self._site(kind, _caller()) if kind is not None and mode else None
+            if not self._begin(context, site, kind):
+                self._note_blind_checkpoint(_caller())
                 self._region = None if kind is None else self._region
                 return original(context)
-            self._region = site
-            inner.__enter__()
             return context
 
         return enter
 
     def _exit(self, original: Any) -> Any:
         def leave(context: Any, *error: Any) -> Any:
-            inner, self._region = context.__dict__.pop("_toolkit", (None, self._region))
+            entered = context.__dict__.get("_toolkit")
+            inner, self._region = entered.pop() if entered else (None, self._region)
             if inner is None:
                 return original(context, *error)
             inner.__exit__(*error)
@@ -220,38 +265,53 @@ class BareBlocks:
 
         return leave
 
+    def _begin(self, context: Any, site: Site | None, kind: str | None) -> bool:
+        """Record the region that `context` opens, if it is to become a block; its end finds what it has to end."""
+        region = None if site is None else region_at(site)
+        inner = None if region is None else _recorded(region, kind)
+        context.__dict__.setdefault("_toolkit", []).append((inner, self._region))
+        if inner is None:
+            return False
+        self._region = _Entered(str(site), next_number())
+        inner.__enter__()
+        return True
+
     def _set_grad_enabled(self, original: Any) -> Any:
         def init(context: Any, mode: bool) -> None:
-            site = None if mode else self._site("set_grad_enabled", sys._getframe(1))
-            if site is None:
-                original(context, mode)
-                return
+            caller = _caller()
+            site = None if mode or _is_decorating(caller) else self._site("set_grad_enabled", caller)
             # Without a ``with`` it has no end that could be seen: it keeps the real block.
-            caller = sys._getframe(1)
-            if not _opens_with(caller):
-                self.real[str(site)] = "a call without `with` has no end at which a region could be closed"
+            if site is not None and not _opens_with(caller):
+                self.real[str(site)] = _WITHOUT_END
+                site = None
+            context.prev, context.mode = torch._C._is_grad_enabled(), mode
+            if site is None or not self._begin(context, site, "set_grad_enabled"):
+                context.__dict__.pop("_toolkit", None)
                 original(context, mode)
-                return
-            context.prev, context.mode = torch._C.is_grad_enabled(), mode
-            inner = region_at(site)
-            assert inner is not None
-            context.__dict__["_toolkit"] = (inner, self._region)
-            self._region = site
-            inner.__enter__()
 
         return init
 
     def _enter_set_grad_enabled(self, original: Any) -> Any:
         def enter(context: Any) -> None:
-            if "_toolkit" not in context.__dict__:
+            if "_toolkit" in context.__dict__:
+                return
+            caller = _caller()
+            site = self._site("set_grad_enabled", caller) if _is_decorating(caller) and not context.mode else None
+            if site is not None:
+                torch._C._set_grad_enabled(context.prev)
+            if site is None or not self._begin(context, site, "set_grad_enabled"):
+                context.__dict__.pop("_toolkit", None)
                 original(context)
 
         return enter
 
     def _is_grad_enabled(self, original: Any) -> Any:
         def is_grad_enabled() -> bool:
-            user = not sys._getframe(1).f_code.co_filename.startswith((_TOOLKIT, _TORCH))
-            return bool(original()) and not (user and self._region is not None and self._mine())
+            user = not _caller().f_code.co_filename.startswith((_TOOLKIT, _TORCH))
+            if not (user and self._region is not None and self._mine()):
+                return bool(original())
+            self.partly.setdefault(self._region.site, "`is_grad_enabled()` answers in it as if it were closed")
+            return False
 
         return is_grad_enabled
 
@@ -262,6 +322,8 @@ class BareBlocks:
 
     def _site(self, kind: str, frame: FrameType | None) -> Site | None:
         """Return the place of a call that is to become a block, or None for one that keeps its meaning."""
+        while frame is not None and frame.f_globals.get("__name__") == "contextlib":  # an `ExitStack`
+            frame = frame.f_back
         if frame is None or not self._mine():
             return None
         file = frame.f_code.co_filename
@@ -287,9 +349,20 @@ class BareBlocks:
         if frame is not None and not _is_machinery(frame.f_code.co_filename) and self._mine():
             self.escapes[Escape(kind, str(site_of(frame)))] = None
 
+    def _note_blind_checkpoint(self, frame: FrameType) -> None:
+        """Note a reentrant checkpoint that records nothing, because no input of it carries a gradient."""
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            inputs = frame.f_locals["args"]
+            if not any(isinstance(input, Tensor) and input.requires_grad for input in inputs):
+                self._note_escape("checkpoint(use_reentrant=True)", frame)
 
-class _InPlace(TorchFunctionMode):
-    """Keeps operations in place on older tensors out of the graph of an opened region: they are state, not values."""
+
+class _Watch(TorchFunctionMode):
+    """Sees every call inside of a region.
+
+    Operations in place on older tensors are kept out of the graph of an opened region: they are state, not values.
+    Operations on tangents are noted: `torch.no_grad` does not stop them.
+    """
 
     def __init__(self, bare: BareBlocks) -> None:
         super().__init__()
@@ -299,24 +372,81 @@ class _InPlace(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        region = self._bare._region
-        if region is not None and self._bare._mine() and _changes(func, kwargs):
-            target = kwargs.get("out", args[0] if args else None)
-            if isinstance(target, Tensor) and target.is_leaf:
-                self._bare.changed.add(str(region))
-                grad_mode = torch._C.is_grad_enabled()
-                torch._C._set_grad_enabled(False)
-                try:
-                    return func(*args, **kwargs)
-                finally:
-                    torch._C._set_grad_enabled(grad_mode)
-        return func(*args, **kwargs)
+        bare = self._bare
+        if not bare._mine():
+            return func(*args, **kwargs)
+        if func in bare._bound_earlier:
+            return bare._bound_earlier[func](*args, **kwargs)
+        if func in _DERIVATIVES and not kwargs.get("create_graph"):
+            bare._note_escape(f"{func.__name__}()", _caller())
+        elif func is torch._C._set_grad_enabled and args == (False,) and (site := bare._site("_set_grad_enabled", _caller())):
+            bare.real[str(site)] = _WITHOUT_END
+        region = bare._region
+        if region is None:
+            return func(*args, **kwargs)
+        leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, leaves)):
+            bare.one_mode[region.site] = None
+        targets = _changed(func, args, kwargs)
+        if any(region.is_younger_than(target) for target in targets):
+            bare.partly[region.site] = "in-place changes inside of it to older tensors stay blocked"
+            grad_mode = torch._C.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
+            try:
+                return func(*args, **kwargs)
+            finally:
+                torch._C._set_grad_enabled(grad_mode)
+        result = func(*args, **kwargs)
+        if not targets:
+            given = set(map(id, leaves))
+            region.note_made(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and id(leaf) not in given)
+        return result
 
 
-def _changes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+@dataclass
+class _Entered:
+    """A region that is being recorded: its place, the number that autograd gives to its first node, what it made."""
+
+    site: str
+    start: int
+    made: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
+
+    def note_made(self, tensors: Iterable[Tensor]) -> None:
+        """Remember constants that were made in the region: they have no node that tells."""
+        for tensor in tensors:
+            if tensor.is_leaf and tensor._base is None:
+                self.made[tensor] = True
+
+    def is_younger_than(self, tensor: Tensor) -> bool:
+        """Say whether a tensor, or what it is a view of, is older than the region."""
+        base = tensor if tensor._base is None else tensor._base
+        if base.grad_fn is None:
+            return base not in self.made
+        return base.grad_fn._sequence_nr() < self.start
+
+
+@contextmanager
+def _recorded(region: AbstractContextManager[None], kind: str | None) -> Iterator[None]:
+    """Record a region as torch would run it, and keep its casts from what autocast remembers for later code."""
+    remembers = torch.is_autocast_cache_enabled()
+    with region:
+        if kind != "inference_mode":
+            torch._C._set_fwd_grad_enabled(True)  # it stops reverse mode alone
+        torch.set_autocast_cache_enabled(False)
+        try:
+            yield
+        finally:
+            torch.set_autocast_cache_enabled(remembers)
+
+
+def _changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
     name = getattr(func, "__name__", "")
     in_place = name.endswith("_") and not name.endswith("__")
-    return in_place or name == "__setitem__" or kwargs.get("out") is not None or name in _IN_PLACE_OPERATORS
+    changed = kwargs.get("out")
+    if changed is None and (in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS):
+        changed = args[:1]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
 _IN_PLACE_OPERATORS = frozenset(
@@ -324,8 +454,35 @@ _IN_PLACE_OPERATORS = frozenset(
 )
 
 
+def _has_tangent(input: Tensor) -> bool:
+    """Say whether a forward-mode derivative of any level flows into `input`."""
+    functorch = torch._C._functorch
+    while True:
+        wrapped = functorch.is_functorch_wrapped_tensor(input)
+        batched = wrapped and functorch.is_batchedtensor(input)
+        if not batched and forward_ad.unpack_dual(input).tangent is not None:
+            return True
+        if not wrapped:
+            return False
+        input = functorch.get_unwrapped(input)
+
+
 def _is_machinery(file: str) -> bool:
     return file.startswith((_TOOLKIT, _TORCH)) and not file.startswith(_MODELS)
+
+
+def _caller() -> FrameType:
+    """Return the frame that called a replaced attribute, by its name or by one that was bound before."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__" and _is_machinery(frame.f_code.co_filename):
+        frame = frame.f_back
+    assert frame is not None
+    return frame
+
+
+def _is_decorating(frame: FrameType) -> bool:
+    """Say whether torch enters a context for a function that was decorated with it."""
+    return frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name != "<module>"
 
 
 def _opens_with(frame: FrameType) -> bool:

@@ -51,6 +51,7 @@ class Audit:
         kinds: Place -> what stops the gradient there.
         unopened: Places that had to keep stopping the gradient, and why.
         escapes: Places where a value leaves the graph for good (``.item()``, ``.numpy()``): nothing can be opened.
+        one_mode: Places that stop reverse mode alone, although a forward-mode derivative comes by: `torch.no_grad`.
     """
 
     valid: bool
@@ -61,6 +62,7 @@ class Audit:
     kinds: dict[str, str]
     unopened: list[Unopened]
     escapes: list[Escape]
+    one_mode: list[str]
 
     def __init__(self, loss: Callable[[], Tensor], params: Parameters) -> None:
         """Run `loss`; see `audit`."""
@@ -74,12 +76,13 @@ class Audit:
         self.valid = not self.reason
         self.loss, self.blocked, self.effects = plain_loss, plain, self._comparison.effects
         self.kinds = {**{effect.name: "stop_gradient" for effect in self.effects}, **bare.kinds}
+        self._explain_hidden_changes(loss, parts, bare)
         self.unopened = [Unopened(bare.kinds[site], site, reason) for site, reason in bare.real.items()]
         self.unopened += [
-            Unopened(bare.kinds[site], site, "in-place changes inside of it to older tensors stay blocked")
-            for site in sorted(bare.changed - bare.real.keys())
+            Unopened(bare.kinds[site], site, reason) for site, reason in bare.partly.items() if site not in bare.real
         ]
         self.escapes = list(bare.escapes)
+        self.one_mode = list(bare.one_mode)
 
     def gradient(self, open: list[str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly these places are open, as `Comparison.gradient`."""
@@ -95,6 +98,7 @@ class Audit:
             "kinds": self.kinds,
             "unopened": [vars(entry) for entry in self.unopened],
             "escapes": [vars(entry) for entry in self.escapes],
+            "one_mode": self.one_mode,
         }
 
     def plot(self) -> Figure:
@@ -119,7 +123,25 @@ class Audit:
     def notes(self) -> list[str]:
         """Return a line for everything that could not be opened."""
         notes = [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
-        return notes + [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
+        notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
+        return notes + [
+            f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"
+            for site in self.one_mode
+        ]
+
+    def _explain_hidden_changes(self, loss: Callable[[], Tensor], parts: Parts, bare: BareBlocks) -> None:
+        """Find out whether changes in place through ``.data`` have made the plain gradient wrong."""
+        suspects = [site for site in bare.real if bare.kinds[site] == ".data"]
+        if not suspects or not self.valid:
+            return
+        try:
+            with bare.changes_counted():
+                _plain_run(loss, parts, self._comparison.parameters)
+        except RuntimeError:
+            for site in suspects:
+                bare.real[site] = (
+                    "the memory is changed where autograd cannot see it: the gradient is that of other values"
+                )
 
 
 def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
@@ -165,7 +187,7 @@ def _compare_with_retries(loss: Callable[[], Tensor], params: Parameters, parts:
             suspect = next((site for site in reversed(bare.recent) if site not in bare.real), None)
             if suspect is None:
                 raise
-            bare.real[suspect] = f"opened, the program fails: {str(error).splitlines()[0] if str(error) else error!r}"
+            bare.real[suspect] = f"opened, the program fails: {(str(error) or repr(error)).splitlines()[0]}"
 
 
 def _plain_run(
