@@ -474,6 +474,61 @@ def test_the_noise_of_a_program_that_is_run_again_is_that_of_its_blocked_gradien
     assert effect.leak == pytest.approx((opened - comparison.blocked["weight"]).norm().item(), rel=1e-6)
 
 
+class _Clipped(torch.autograd.Function):
+    """An identity whose cotangent is clipped: its backward pass is not linear."""
+
+    @staticmethod
+    def forward(ctx, input):
+        return input.view_as(input)
+
+    @staticmethod
+    def backward(ctx, cotangent):
+        return cotangent.clamp(-1, 1)
+
+
+def _hooked(tensor):
+    tensor.register_hook(lambda cotangent: cotangent.clamp(-1, 1))
+    return tensor
+
+
+@pytest.mark.parametrize("clip", [_Clipped.apply, _hooked], ids=["function", "hook"])
+def test_effects_are_right_where_a_backward_pass_is_not_linear(clip):
+    weight = torch.tensor([0.3, -2.0, 1.4], dtype=torch.float64, requires_grad=True)
+
+    def loss():
+        inner = clip(weight * 2)
+        return (inner * stop_gradient(inner.exp(), "nonlinear.factor")).sum()
+
+    comparison = compare(loss, weight)
+    opened = comparison.gradient(["nonlinear.factor"])["weight"]
+    (effect,) = comparison.effects
+    assert effect.leak == pytest.approx((opened - comparison.blocked["weight"]).norm().item(), rel=1e-12)
+    assert effect.ratio == pytest.approx((opened.norm() / comparison.blocked["weight"].norm()).item(), rel=1e-12)
+
+
+def test_a_leak_below_the_rounding_of_the_gradient_is_measured():
+    weight = torch.tensor([0.5, 2.0], requires_grad=True)  # float32
+    (effect,) = compare(lambda: (weight + 1e-12 * stop_gradient(weight, "tiny.part")).sum(), weight).effects
+    assert effect.verdict == "redundant"
+    assert effect.leak == pytest.approx(1e-12 * 2**0.5, rel=1e-5)
+
+
+def test_a_block_that_is_used_twice_along_a_path_leaks_along_both():
+    weight = torch.tensor([0.5, -1.2], dtype=torch.float64, requires_grad=True)
+
+    def loss():
+        first = weight * stop_gradient(weight.exp(), "twice.factor")
+        return (first * stop_gradient(first.sin(), "twice.factor")).sum()
+
+    comparison = compare(loss, weight)
+    opened = comparison.gradient(["twice.factor"])["weight"]
+    (effect,) = comparison.effects
+    assert effect.leak == pytest.approx((opened - comparison.blocked["weight"]).norm().item(), rel=1e-12)
+    assert effect.cosine == pytest.approx(
+        torch.nn.functional.cosine_similarity(opened, comparison.blocked["weight"], dim=0).item(), rel=1e-12
+    )
+
+
 def test_an_infinite_leak_is_not_called_rounding() -> None:
     x = torch.zeros((), dtype=torch.float64, requires_grad=True)
     (effect,) = compare(lambda: x + stop_gradient(x.sqrt(), "infinite"), x).effects

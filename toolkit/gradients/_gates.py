@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -46,6 +47,9 @@ class GateBoard:
 
     Attributes:
         meetings: Block -> how it was met, in the order of the program.
+        arrivals: While it is a list, every gate that a backward pass reaches adds its block, the edge behind it, and
+            the cotangent that arrived.
+        linear: Whether nothing was seen in the forward pass that may act on cotangents other than linearly.
         inner: Blocks that a derivative *inside* the forward pass met: their gates have decided already, and cannot be
             opened after the fact.
         pierced: Regions inside which the program switched the recording on again, so that some of their nodes are
@@ -53,6 +57,8 @@ class GateBoard:
     """
 
     meetings: dict[str, Meeting] = field(default_factory=dict)
+    arrivals: list[tuple[str, GradientEdge, Tensor]] | None = None
+    linear: bool = True
     inner: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
     _open: Collection[str] = frozenset()
@@ -98,7 +104,11 @@ class GateBoard:
             meeting.carried += carries
         if not carries:
             return input.detach()
-        return _Gate.apply(input, self, name)  # type: ignore[no-untyped-call, no-any-return]
+        if torch._C._are_functorch_transforms_active():
+            self.linear = False  # its nodes belong to graphs of their own
+            return _Gate.apply(input, self, name)  # type: ignore[no-untyped-call, no-any-return]
+        # What `Function.apply` ends in, without the ten times longer way there.
+        return super(torch.autograd.Function, _Gate).apply(input, self, name)  # type: ignore[no-any-return, no-untyped-call]
 
     @contextmanager
     def region(self, name: str, site: Site) -> Iterator[None]:
@@ -211,6 +221,8 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[Tensor | None, None, None]:
+        if ctx.board.arrivals is not None and cotangent is not None:
+            ctx.board.arrivals.append((ctx.block_name, GradientEdge(*ctx.next_functions[0]), cotangent))
         return (cotangent if ctx.board.passes(ctx.block_name) else None), None, None
 
     @staticmethod
@@ -245,4 +257,6 @@ class _Watch(TorchFunctionMode):
             self._board.close_regions(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
         elif func is torch._C._set_grad_enabled and args == (True,):
             self._board.pierce()
+        elif func is Tensor.register_hook:
+            self._board.linear = False
         return func(*args, **kwargs)

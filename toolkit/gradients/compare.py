@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from toolkit.blocks import Block, declared_blocks, gated, opened
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, reachable_nodes
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, gate_of, reachable_nodes, regions_of
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
 
 if TYPE_CHECKING:
@@ -130,9 +131,11 @@ class Comparison:
             self._params = given if given is not None else _leaves(self._value, parts)
             self._versions = {name: parameter._version for name, parameter in self._params.items()}
             self._names = _selected(blocks, self._board.meetings)
+            self._board.arrivals = []
             with self._with_open(frozenset()) as self._value:
                 self.loss = self._value.item()
                 self.blocked = self._differentiated(self._value)
+            self._arrivals, self._board.arrivals = self._board.arrivals, None
             self.effects = [self._effect([name]) for name in self._names]
 
     @property
@@ -260,8 +263,7 @@ class Comparison:
             verdict, products = "no-op", _products(self._flat_blocked, self._flat_blocked)
         else:
             with self._with_open(frozenset(names)) as value:
-                gradients = self._differentiated(value)
-                products = _products(map(_flat, gradients.values()), self._flat_blocked)
+                products, gradients = self._products_when_open(value, names)
                 # What has a gradient with every block in place has a path to it; only the others need a search.
                 cut = [] if products[:, 3].all() else sorted(self._reached(value, names) - self._reached_when_blocked)
                 verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
@@ -355,6 +357,43 @@ class Comparison:
             moved = zip(parts.values(), gradients.values(), strict=True)
             distances.append(_norm(_flat(part).double() / scale - _flat(whole).double() for part, whole in moved))
         return max(distances)
+
+    def _products_when_open(self, value: Tensor, names: Collection[str]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the products of `_products` with `names` open, and the gradient.
+
+        The gradient is the blocked one plus the leak: what the cotangents that arrived at the gates of the blocked
+        program become further up. So only the graph above the gates is passed again. It takes a backward pass that is
+        linear: where hooks or functions of the user's own may look at cotangents, the whole pass is made.
+        """
+        if not self._is_linear:
+            gradients = self._differentiated(value)
+            return _products(map(_flat, gradients.values()), self._flat_blocked), gradients
+        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
+        wanted = {name: parameter for name, parameter in self._params.items() if parameter.requires_grad}
+        gradients, rows = dict(self.blocked), dict(self._products_when_blocked)
+        if arrived and wanted:
+            edges, cotangents = zip(*arrived, strict=True)
+            leaks = torch.autograd.grad(edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True)
+            for name, leak in zip(wanted, leaks, strict=True):
+                if leak is not None:
+                    gradients[name] = self.blocked[name] + leak.detach()
+                    rows[name] = _products_of_leak(_flat(leak), _flat(self.blocked[name]))
+        return torch.stack(list(rows.values())).cpu(), gradients
+
+    @cached_property
+    def _products_when_blocked(self) -> dict[str, Tensor]:
+        products = _products(self._flat_blocked, self._flat_blocked)
+        return dict(zip(self._params, products.to(self._value.device), strict=True))
+
+    @cached_property
+    def _is_linear(self) -> bool:
+        if not self._board.linear or self._board.inner or self._board.pierced or self._value.grad_fn is None:
+            return False
+        leaves_with_hooks = any(parameter._backward_hooks for parameter in self._params.values())
+        return not leaves_with_hooks and not any(
+            regions_of(node) or (isinstance(node, BackwardCFunction) and not gate_of(node))
+            for node in reachable_nodes(self._value.grad_fn, EVERY_BLOCK)
+        )
 
     def _differentiated(
         self, value: Tensor, params: Mapping[str, Tensor] | None = None, weight: Tensor | None = None
@@ -479,6 +518,16 @@ def _products(open: Iterable[Tensor], blocked: Iterable[Tensor]) -> Tensor:
             products[0] if len(products) == 1 else [torch.stack(column).sum() for column in zip(*products, strict=True)]
         )
     return torch.stack([product for row in rows for product in row]).view(-1, 4).cpu()
+
+
+def _products_of_leak(leak: Tensor, blocked: Tensor) -> Tensor:
+    """Return the row of `_products` for the gradient ``blocked + leak``, without rounding the leak into the sum."""
+    rows = []
+    for part, b in zip(leak.split(_CHUNK), blocked.split(_CHUNK), strict=True):
+        part, b = part.double(), b.double()
+        a = b + part
+        rows.append(torch.stack([part.dot(part), a.dot(b), a.dot(a), b.dot(b)]))
+    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
 
 
 def _four_products(a: Tensor, b: Tensor) -> list[Tensor]:
