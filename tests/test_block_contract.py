@@ -99,7 +99,7 @@ def test_block(case: BlockCase, check: Callable[[BlockCase], None]) -> None:
 
 
 def test_every_block_has_a_case() -> None:
-    assert sorted(BLOCKS) == sorted({case.block.name for case in CASES})
+    assert BLOCKS.keys() <= {case.block.name for case in CASES}
 
 
 # --- mutation: each call of stop_gradient is removed, and replaced by a bare detach ------------------------------
