@@ -1,0 +1,174 @@
+"""Assertions about the gradients of a program, for a user's own test suite.
+
+The program is left as it was found. What fails is an `AssertionError` with the table of a comparison; what makes no
+sense to ask is a `ValueError` or a `TypeError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Collection, Iterable
+from typing import NoReturn
+
+from torch import Tensor, nn
+
+from toolkit.blocks import Block
+from toolkit.gradients._snapshot import find_parts
+from toolkit.gradients.compare import Comparison, compare
+from toolkit.gradients.graph import graph
+
+__all__ = ["assert_blocked", "assert_flows", "assert_load_bearing", "assert_redundant"]
+
+Parameter = str | Tensor | nn.Module
+
+
+def assert_blocked(loss: Callable[[], Tensor], param: Parameter) -> None:
+    """Assert that no gradient of `loss` reaches a parameter: the graph has no path to it.
+
+    A path on which the gradient happens to be zero is a path, so that the assertion does not depend on the numbers of
+    today.
+
+    Args:
+        loss: Runs the program and returns its loss, a real scalar.
+        param: A parameter, or a module for all of its parameters; or a name as `loss` has it, ``"encoder.weight"`` for
+            the weight of a variable ``encoder``.
+
+    Raises:
+        AssertionError: If there is a path.
+        TypeError: If `loss` does not return a tensor, or `param` is something else.
+        ValueError: If the loss is not a real scalar, is not a number or has no gradient, or if the parameter is not one
+            that `loss` uses or that requires a gradient.
+
+    Example:
+        >>> online, target = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
+        >>> x = torch.ones(3, 2)
+        >>> def loss():
+        ...     return (online(x) - stop_gradient(target(x), "doc.target")).square().mean()
+        >>> assert_blocked(loss, target)
+        >>> assert_flows(loss, "online.weight")
+    """
+    __tracebackhide__ = True
+    params, reached = _paths(loss, param)
+    if reached:
+        comparison = compare(loss, params)
+        found = (f"a path to {name!r}, gradient {comparison.blocked[name].norm():.3g}" for name in sorted(reached))
+        _fail("`param` should be blocked: no gradient should reach it.", found, comparison)
+
+
+def assert_flows(loss: Callable[[], Tensor], param: Parameter) -> None:
+    """Assert that a gradient of `loss` reaches a parameter: there is a path, and what comes is finite and not zero.
+
+    Args:
+        loss: Runs the program and returns its loss, a real scalar.
+        param: As in `assert_blocked`. A gradient has to reach every parameter of a module.
+
+    Raises:
+        AssertionError: If nothing, zero, or something that is not finite reaches the parameter.
+        TypeError: As `assert_blocked`.
+        ValueError: As `assert_blocked`.
+
+    Example:
+        >>> w = torch.tensor(2.0, requires_grad=True)
+        >>> assert_flows(lambda: w * stop_gradient(w, "doc.factor"), "w")
+    """
+    __tracebackhide__ = True
+    params, reached = _paths(loss, param)
+    comparison, found = compare(loss, params, blocks=[]), []
+    for name, gradient in comparison.blocked.items():
+        if name not in reached:
+            found.append(f"no path to {name!r}")
+        elif not gradient.isfinite().all():
+            found.append(f"a gradient that is not finite at {name!r}")
+        elif not gradient.count_nonzero():
+            found.append(f"a path to {name!r} on which the gradient is zero")
+    if found:
+        _fail("`param` should get a gradient.", found, compare(loss, params))
+
+
+def assert_redundant(loss: Callable[[], Tensor], block: Block | str) -> None:
+    """Assert that a block changes nothing: with it open the gradient is the same, to rounding.
+
+    The block has to be met by something that carries a gradient, or the assertion fails: nothing was tried.
+
+    Args:
+        loss: Runs the program and returns its loss, a real scalar.
+        block: A block or its name. One without a name is known by its place, ``"file.py:line:column"``.
+
+    Raises:
+        AssertionError: If opening the block changes the gradient, or if no gradient reaches the block.
+        TypeError: If `loss` does not return a tensor, or `block` is no block.
+        ValueError: If the program does not meet the block, or for a loss that `assert_blocked` refuses.
+
+    Example:
+        >>> x = torch.tensor([1.0, 3.0], requires_grad=True)
+        >>> def log_sum_exp():
+        ...     shift = stop_gradient(x.max(), "doc.shift")
+        ...     return (x - shift).exp().sum().log() + shift
+        >>> assert_redundant(log_sum_exp, "doc.shift")
+    """
+    __tracebackhide__ = True
+    _assert_verdict(loss, block, {"redundant"}, "`block` should be redundant: with it open the gradient is the same.")
+
+
+def assert_load_bearing(loss: Callable[[], Tensor], block: Block | str) -> None:
+    """Assert that a block matters: with it open the gradient is another.
+
+    Args:
+        loss: Runs the program and returns its loss, a real scalar.
+        block: As in `assert_redundant`.
+
+    Raises:
+        AssertionError: If opening the block changes nothing.
+        TypeError: As `assert_redundant`.
+        ValueError: As `assert_redundant`.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> assert_load_bearing(lambda: x * stop_gradient(x, "doc.factor"), "doc.factor")
+    """
+    __tracebackhide__ = True
+    wish = "`block` should be load-bearing: with it open the gradient is another."
+    _assert_verdict(loss, block, {"partial", "cuts"}, wish)
+
+
+def _assert_verdict(loss: Callable[[], Tensor], block: Block | str, verdicts: Collection[str], wish: str) -> None:
+    __tracebackhide__ = True
+    if not isinstance(block, (Block, str)):
+        raise TypeError(f"`block` should be a Block or its name. Found {type(block).__name__}.")
+    comparison = compare(loss, blocks=[block])
+    (effect,) = comparison.effects
+    if effect.verdict.split()[0] not in verdicts:
+        unmet = ", nothing that carries a gradient reaches it" if effect.verdict == "no-op" else ""
+        _fail(wish, [f"{effect.name!r}: {effect.verdict}{unmet}"], comparison)
+
+
+def _paths(loss: Callable[[], Tensor], param: Parameter) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """Return name -> tensor for what `param` means, and the names to which the graph has a path."""
+    parts = find_parts(loss)
+    named = {name: tensor for name, tensor in parts.tensors.items() if isinstance(tensor, Tensor)}
+    for prefix, module in parts.modules.items():
+        named |= dict(module.named_parameters(prefix))
+    if isinstance(param, nn.Module):
+        known = parts.names_of_leaves()
+        params = {known.get(id(tensor), name): tensor for name, tensor in param.named_parameters()}
+    elif isinstance(param, Tensor):
+        params = {parts.names_of_leaves().get(id(param), "param"): param}
+    elif isinstance(param, str):
+        params = {name: tensor for name, tensor in named.items() if f"{name}.".startswith(f"{param}.")}
+        if not params:
+            close = difflib.get_close_matches(param, named, n=3, cutoff=0.5)
+            hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else f" It has {sorted(named)}."
+            raise ValueError(f"`param` should be the name of a parameter that `loss` uses. Found {param!r}.{hint}")
+    else:
+        raise TypeError(f"`param` should be a parameter, a module or a name. Found {type(param).__name__}.")
+    found = graph(loss, params)
+    used = {id(tensor) for tensor in named.values()} | {id(params[name]) for name in found.reachable("all")}
+    for name in found.parameters:
+        if id(params[name]) not in used:
+            raise ValueError(f"`param` should be one that `loss` uses. Found {name!r}, which it does not reach.")
+    return params, found.reachable()
+
+
+def _fail(wish: str, found: Iterable[str], comparison: Comparison) -> NoReturn:
+    __tracebackhide__ = True
+    raise AssertionError(f"{wish} Found {'; '.join(found)}.\n{comparison}")
