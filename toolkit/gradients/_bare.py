@@ -284,7 +284,7 @@ class BareBlocks:
             if site is not None and not _opens_with(caller):
                 self.real[str(site)] = _WITHOUT_END
                 site = None
-            context.prev, context.mode = torch._C._is_grad_enabled(), mode
+            context.prev, context.mode = torch._C.is_grad_enabled(), mode
             if site is None or not self._begin(context, site, "set_grad_enabled"):
                 context.__dict__.pop("_toolkit", None)
                 original(context, mode)
@@ -385,8 +385,9 @@ class _Watch(TorchFunctionMode):
         if region is None:
             return func(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled() and any(map(_has_tangent, leaves)):
-            bare.one_mode[region.site] = None
+        if forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode":
+            if any(map(_has_tangent, leaves)):
+                bare.one_mode[region.site] = None
         targets = _changed(func, args, kwargs)
         if any(region.is_younger_than(target) for target in targets):
             bare.partly[region.site] = "in-place changes inside of it to older tensors stay blocked"
