@@ -19,7 +19,10 @@ from toolkit.gradients.compare import BlockEffect, Comparison, Parameters, html_
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["Audit", "Unopened", "audit"]
+__all__ = ["HIDDEN_CHANGE", "Audit", "Unopened", "audit"]
+
+HIDDEN_CHANGE = "the memory is changed where autograd cannot see it: the gradient is that of other values"
+"""Why a ``.data`` is not opened through which a change in place has made the gradient of the plain program wrong."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,7 @@ class Audit:
                 _plain_run(loss, parts, self._comparison.parameters)
         except RuntimeError:
             for site in suspects:
-                bare.real[site] = (
-                    "the memory is changed where autograd cannot see it: the gradient is that of other values"
-                )
+                bare.real[site] = HIDDEN_CHANGE
 
 
 def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
