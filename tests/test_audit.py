@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from toolkit import stop_gradient
 from toolkit.gradients import audit, compare
 
 ORIGINALS = [
@@ -204,8 +205,6 @@ def test_a_detach_inside_of_torch_is_found():
 
 
 def test_blocks_with_names_are_audited_as_well(pair):
-    from toolkit import stop_gradient
-
     def loss():
         a = pair.a(pair.x)
         return (a * stop_gradient(a.exp(), "audited.factor") * a.detach()).sum()
@@ -235,22 +234,36 @@ def test_a_parameter_made_of_a_result_is_listed(pair):
 # --- it never lies -----------------------------------------------------------------------------------------------
 
 
-def test_a_program_that_looks_at_its_own_blocks_makes_the_audit_invalid(pair):
+def test_a_place_that_the_program_looks_at_keeps_its_meaning(pair):
     def loss():
         a = pair.a(pair.x)
         held = a.exp().detach()
-        return (a * held).sum() * (2 if held.requires_grad else 1)
+        return (a * held * a.sin().detach()).sum() * (2 if held.requires_grad else 1)
+
+    found = audit(loss, pair.a)
+    assert found.valid, found.reason
+    assert [effect.verdict for effect in found.effects] == ["partial"]
+    (entry,) = found.unopened
+    assert "recorded, it changes the program: with everything closed the loss is" in entry.reason
+
+
+def test_a_program_that_looks_at_its_own_blocks_makes_the_audit_invalid(pair):
+    def loss():
+        a = pair.a(pair.x)
+        held = stop_gradient(a.exp())
+        return (a * held * a.detach()).sum() * (2 if held.requires_grad else 1)
 
     found = audit(loss, pair.a)
     assert not found.valid
     assert "with everything closed the loss is" in found.reason
     assert str(found).startswith("INVALID: ")
+    assert found.unopened == []
 
 
 def test_a_gradient_that_looks_at_its_own_blocks_makes_the_audit_invalid(pair):
     def loss():
         a = pair.a(pair.x)
-        held = a.exp().detach()
+        held = stop_gradient(a.exp())
         return (a * held).sum() + ((a - a.detach()).sum() if held.requires_grad else 0)
 
     found = audit(loss, pair.a)

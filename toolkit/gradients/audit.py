@@ -71,11 +71,21 @@ class Audit:
         """Run `loss`; see `audit`."""
         parts = find_parts(loss, params)
         bare = BareBlocks()
-        self._comparison = _compare_with_retries(loss, params, parts, bare)
+        self._comparison, self._left = _compare_with_retries(loss, params, parts, bare)
         plain_loss, plain = _plain_run(loss, parts, self._comparison.parameters)
         self.reason = _mismatch(self._comparison, plain_loss, plain)
         if self.reason and _mismatch_of_two(loss, parts, self._comparison.parameters, plain_loss, plain):
             self.reason = "the program is not deterministic: two plain runs differ"
+        elif self.reason and _found_what_cannot_be_recorded(loss, params, parts, bare, (plain_loss, plain)):
+            self.reason = ""
+            self._comparison, self._left = _compare_with_retries(loss, params, parts, bare)
+        self._remarks: list[str] = []
+        if self.reason and torch.backends.mha.get_fastpath_enabled():
+            with _without_fast_path():
+                slow_loss, slow = _plain_run(loss, parts, self._comparison.parameters)
+            if not _mismatch(self._comparison, slow_loss, slow):
+                plain_loss, plain, self.reason = slow_loss, slow, ""
+                self._remarks = ["attention takes its fast path in a plain run, which is left out here: other rounding"]
         self.valid = not self.reason
         self.loss, self.blocked, self.effects = plain_loss, plain, self._comparison.effects
         self.kinds = {**{effect.name: "stop_gradient" for effect in self.effects}, **bare.kinds}
@@ -89,7 +99,8 @@ class Audit:
 
     def gradient(self, open: list[str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly these places are open, as `Comparison.gradient`."""
-        return self._comparison.gradient(open)
+        with self._left.again():
+            return self._comparison.gradient(open)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the gradients as plain JSON."""
@@ -125,7 +136,7 @@ class Audit:
 
     def notes(self) -> list[str]:
         """Return a line for everything that could not be opened."""
-        notes = [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
+        notes = self._remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
         notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
         return notes + [
             f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"
@@ -152,8 +163,9 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
     ``inference_mode`` (also as decorators), ``set_grad_enabled``, in your code, in third-party packages and inside
     `torch.nn`. From one forward pass each is opened alone. What cannot be opened is listed with its place.
 
-    With everything closed the loss and every gradient must equal those of a plain run, bit for bit; otherwise the
-    result says that it is not valid, and why. The program is left as it was found: parameters, buffers, ``.grad``,
+    With everything closed the loss and every gradient must equal those of a plain run, bit for bit. A place that changes
+    them as soon as it is recorded keeps its meaning and is listed; if that does not help, the result says that it is
+    not valid, and why. The program is left as it was found: parameters, buffers, ``.grad``,
     modes, random state; and torch's attributes, which are replaced while it runs. Compiled functions run in eager mode.
 
     Args:
@@ -175,15 +187,18 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
     return Audit(loss, params)
 
 
-def _compare_with_retries(loss: Callable[[], Tensor], params: Parameters, parts: Parts, bare: BareBlocks) -> Comparison:
+def _compare_with_retries(
+    loss: Callable[[], Tensor], params: Parameters, parts: Parts, bare: BareBlocks, blocks: list[str] | None = None
+) -> tuple[Comparison, _Values]:
     """Compare with every place a block; a place at which the program then fails keeps its original meaning."""
     while True:
         bare.recent.clear()
+        values = _Values(parts)
         try:
-            with _values_kept(parts):
-                return Comparison(loss, params, None, around=bare.replaced)
+            with values.kept():
+                return Comparison(loss, params, blocks, around=bare.replaced), values
         except Exception as error:
-            with _values_kept(parts), Snapshot(parts, {}).set_aside(), torch.enable_grad():
+            with _Values(parts).kept(), Snapshot(parts, {}).set_aside(), torch.enable_grad():
                 loss()  # the program's own error, if it has one, is the one to see
             suspect = next((site for site in reversed(bare.recent) if site not in bare.real), None)
             if suspect is None:
@@ -191,10 +206,43 @@ def _compare_with_retries(loss: Callable[[], Tensor], params: Parameters, parts:
             bare.real[suspect] = f"opened, the program fails: {(str(error) or repr(error)).splitlines()[0]}"
 
 
+def _found_what_cannot_be_recorded(
+    loss: Callable[[], Tensor],
+    params: Parameters,
+    parts: Parts,
+    bare: BareBlocks,
+    plain: tuple[float, Mapping[str, Tensor]],
+) -> bool:
+    """Let the places keep their meaning that change the program as soon as they are recorded, and no others.
+
+    A fast path that torch takes while nothing is recorded, say, or code that asks whether its result needs a gradient.
+    """
+    suspects = [site for site in bare.kinds if site not in bare.real]
+    if not suspects:
+        return False
+
+    def mismatch() -> str:
+        try:
+            return _mismatch(_compare_with_retries(loss, params, parts, bare, [])[0], *plain)
+        except Exception as error:
+            return (str(error) or repr(error)).splitlines()[0]
+
+    bare.real.update(dict.fromkeys(suspects, "recorded, it changes the program"))
+    if mismatch():
+        for site in suspects:
+            del bare.real[site]
+        return False
+    for site in suspects:
+        reason = bare.real.pop(site)
+        if found := mismatch():
+            bare.real[site] = f"{reason}: {found}"
+    return True
+
+
 def _plain_run(
     loss: Callable[[], Tensor], parts: Parts, parameters: Mapping[str, Tensor]
 ) -> tuple[float, dict[str, Tensor]]:
-    with _values_kept(parts), Snapshot(parts, parameters).set_aside(), torch.enable_grad():
+    with _Values(parts).kept(), Snapshot(parts, parameters).set_aside(), torch.enable_grad():
         value = loss()
         wanted = [parameter for parameter in parameters.values() if parameter.requires_grad]
         found = torch.autograd.grad(value, wanted, allow_unused=True) if value.requires_grad else [None] * len(wanted)
@@ -205,11 +253,21 @@ def _plain_run(
     }
 
 
+@contextmanager
+def _without_fast_path() -> Iterator[None]:
+    """Let attention take the path on which it can be recorded, as it does whenever calls are watched."""
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+
+
 def _mismatch(comparison: Comparison, loss: float, gradients: Mapping[str, Tensor]) -> str:
     if comparison.loss != loss:
         return f"with everything closed the loss is {comparison.loss!r}, in a plain run {loss!r}"
     for name, expected in gradients.items():
-        if not torch.equal(comparison.blocked[name], expected) and not _both_nan(comparison.blocked[name], expected):
+        if not _equal(comparison.blocked[name], expected):
             return f"with everything closed the gradient of {name} differs from that of a plain run"
     return ""
 
@@ -222,22 +280,70 @@ def _mismatch_of_two(
     first: Mapping[str, Tensor],
 ) -> bool:
     second_loss, second = _plain_run(loss, parts, parameters)
-    return second_loss != first_loss or any(not torch.equal(first[name], second[name]) for name in first)
+    return second_loss != first_loss or any(not _equal(first[name], second[name]) for name in first)
 
 
-def _both_nan(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Say whether two gradients have the same numbers; two that are not a number are the same here."""
+    if a.layout is not b.layout or a.shape != b.shape:
+        return False
+    a, b = (tensor if tensor.layout is torch.strided else tensor.to_dense() for tensor in (a, b))
+    return torch.equal(a, b) or bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
-@contextmanager
-def _values_kept(parts: Parts) -> Iterator[None]:
-    """Give every leaf that a program changes in place its values back."""
-    leaves = {id(leaf): leaf for leaf in parts.leaves() if leaf.is_leaf}.values()
-    kept = [(leaf, leaf._version, leaf.detach().clone()) for leaf in leaves]
-    try:
-        yield
-    finally:
-        for leaf, version, values in kept:
-            if leaf._version != version:
-                with torch.no_grad():
-                    leaf.copy_(values)
+@dataclass(frozen=True)
+class _Kept:
+    """What a leaf was at one time: its memory, the values in it, and how often autograd saw them change."""
+
+    leaf: Tensor
+    memory: Tensor
+    values: Tensor
+    version: int
+
+    @classmethod
+    def now(cls, leaf: Tensor) -> _Kept:
+        return cls(leaf, leaf.detach(), leaf.detach().clone(), leaf._version)
+
+    def is_changed(self) -> bool:
+        moved = self.leaf.data_ptr() != self.memory.data_ptr()
+        return moved or self.leaf._version != self.version or not _equal(self.leaf.detach(), self.values)
+
+    def put_back(self) -> None:
+        with torch.no_grad():
+            if self.leaf.data_ptr() != self.memory.data_ptr():
+                self.leaf.data = self.memory
+            self.leaf.copy_(self.values)
+        torch._C._autograd._unsafe_set_version_counter((self.leaf,), (self.version,))
+
+
+class _Values:
+    """The values of every leaf, for a program that changes them: before it ran, and as it left them."""
+
+    def __init__(self, parts: Parts) -> None:
+        """Take the values now."""
+        leaves = {id(leaf): leaf for leaf in parts.leaves() if leaf.is_leaf and not leaf.is_inference()}.values()
+        self._before = [_Kept.now(leaf) for leaf in leaves]
+        self._after: list[_Kept] = []
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Give every leaf that a body changes its memory and its values back, also those that autograd cannot see."""
+        try:
+            yield
+        finally:
+            changed = [before for before in self._before if before.is_changed()]
+            self._after = [_Kept.now(before.leaf) for before in changed]
+            for before in changed:
+                before.put_back()
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Let the leaves be what the body left them: its graph refers to their memory."""
+        now = [_Kept.now(after.leaf) for after in self._after]
+        try:
+            for after in self._after:
+                after.put_back()
+            yield
+        finally:
+            for kept in now:
+                kept.put_back()
