@@ -386,11 +386,46 @@ def test_calls_of_one_module_are_boxes_that_share_parameters() -> None:
     found = graph(lambda: (net(torch.ones(2)) * stop_gradient(net(torch.zeros(2)), "shared")).sum())
     boxes = _boxes(found)
     assert boxes["module"] == boxes["grey"] == ["net"]
-    assert boxes["parameter"] == ["net.bias", "net.weight"]
-    notes = [
-        group.findall(f"{SVG}text")[1].text for kind, _, _, group in _drawn(found.svg()) if kind in ("module", "grey")
-    ]
-    assert notes == ["Linear · call 1", "Linear · call 2"]
+    assert boxes["parameter"] == ["net"]
+    notes = [group.findall(f"{SVG}text")[1:] for _, label, _, group in _drawn(found.svg()) if label == "net"]
+    assert [note.text for (note,) in notes] == ["Linear · call 1", "bias, weight", "Linear · call 2"]
+
+
+def test_a_region_around_a_module_is_a_cut_before_its_box() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+
+    def loss() -> Tensor:
+        with stop_recording("around.module"):
+            target = net(torch.ones(2))
+        return (net(torch.zeros(2)) * target).sum()
+
+    boxes = _boxes(graph(loss), fold=1)
+    assert boxes["module"] == boxes["grey"] == ["net"]
+    assert boxes["block"] == ["around.module"]
+
+
+def test_a_region_inside_of_a_module_is_looked_for() -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with stop_recording("inside.module"):
+                hidden = self.net(x)
+            return hidden * self.net(x)
+
+    inside = Inside()
+    boxes = _boxes(graph(lambda: inside(torch.ones(2)).sum()), fold=1)
+    assert boxes["module"] == boxes["grey"] == ["inside.net"]
+    assert boxes["block"] == ["inside.module"]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("log1p", "log1p"), ("log_softmax", "log_softmax"), ("sum", "sum")])
+def test_operations_have_the_names_of_functions(name: str, expected: str) -> None:
+    x = torch.ones(2, requires_grad=True)
+    arguments = (-1,) if name == "log_softmax" else ()
+    assert expected in _boxes(graph(getattr(torch, name)(x, *arguments)))["operation"]
 
 
 def test_a_module_that_is_made_on_the_way_has_the_name_of_its_class() -> None:
@@ -474,9 +509,9 @@ def test_cuts_are_dashed_and_what_is_behind_is_grey() -> None:
     }
     strokes = {path.get("stroke"): path for path in ET.fromstring(svg).iter(f"{SVG}path") if path.get("stroke")}
     assert {colour: path.get("stroke-dasharray") for colour, path in strokes.items()} == {
+        "#bcc2c9": None,  # exp to y
         "#5f6b7a": None,  # loss to sum, sum to mul, mul to x
         "#c62828": "5 4",  # mul to the block, the block to exp
-        "#bcc2c9": None,  # exp to y
     }
     assert [path.get("d").count("M") for _, path in sorted(strokes.items())] == [3, 1, 2]
 

@@ -65,6 +65,7 @@ _LOOKS = {
 }
 _GREY = {"fill": "#f4f5f6", "line": "#bcc2c9", "text": "#68717c"}
 _FLOW, _CUT = "#5f6b7a", "#c62828"
+_PAINTED = [_GREY["line"], _FLOW, _CUT]
 
 _BOLD = ("block", "loss")
 
@@ -144,7 +145,7 @@ def _edges(routes: Iterable[Route]) -> Iterator[str]:
             )
             x, y = to_x, to_y
         lines.append(path)
-    for (colour, dashes), (lines, heads) in sorted(strokes.items()):
+    for (colour, dashes), (lines, heads) in sorted(strokes.items(), key=lambda stroke: _PAINTED.index(stroke[0][0])):
         dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
         yield f'<path d="{"".join(lines)}" fill="none" stroke="{colour}"{dashed}/>'
         yield f'<path d="{"".join(heads)}" fill="{colour}"/>'

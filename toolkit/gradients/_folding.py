@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 
 from toolkit.gradients._drawing import Arrow, Box
 
-__all__ = ["Call", "Node", "folded"]
+__all__ = ["Call", "Node", "folded", "innermost_common"]
 
 # Of parameters, in the second line of a box; its tip has them all.
 _MOST_NAMES = 3
@@ -74,10 +75,10 @@ def folded(
             next((c for c in reversed(chain) if c not in unfolded and _is_deep(calls[c], level)), None)
             for chain in chains
         ]
-        _take_in_parameters(homes, nodes, edges)
-        members: dict[tuple[int | None, int], list[int]] = {}
+        members: dict[Hashable, list[int]] = {}
+        shared = _parameters_by_users(homes, nodes, edges)
         for index, home in enumerate(homes):
-            members.setdefault((home, index if home is None else 0), []).append(index)
+            members.setdefault(shared.get(index, ("node", index) if home is None else home), []).append(index)
         place = {index: box for box, indices in enumerate(members.values()) for index in indices}
         arrows: dict[Arrow, None] = {}
         for start, end in edges:
@@ -88,17 +89,26 @@ def folded(
             _check_acyclic(arrows)
         except CycleError as error:
             # Numbers of nodes that another thread made say nothing about the modules of this one.
-            homes_of_boxes = [home for home, _ in members]
-            unfolded |= {home for box in error.args[1] if (home := homes_of_boxes[box]) is not None}
+            homes_of_boxes = list(members)
+            unfolded |= {home for box in error.args[1] if isinstance(home := homes_of_boxes[box], int)}
         else:
             several = {name for name, count in Counter(call.name for call in calls).items() if count > 1}
-            boxes = [
-                _node_box(nodes[indices[0]], calls, indices[0] in reached)
-                if home is None
-                else _module_box(home, calls, [nodes[i] for i in indices], several, indices[0] in reached)
-                for (home, _), indices in members.items()
-            ]
+            boxes = []
+            for key, indices in members.items():
+                inside, is_reached = [nodes[index] for index in indices], indices[0] in reached
+                if isinstance(key, int):
+                    boxes.append(_module_box(key, calls, inside, several, is_reached))
+                elif len(inside) > 1:
+                    boxes.append(_parameters_box(inside, is_reached))
+                else:
+                    boxes.append(_node_box(inside[0], calls, is_reached))
             return boxes, list(arrows)
+
+
+def innermost_common(first: int | None, second: int | None, calls: Sequence[Call]) -> int | None:
+    """Return the innermost call that both of these are inside of, or None."""
+    around = set(_outwards(first, calls))
+    return next((call for call in _outwards(second, calls) if call in around), None)
 
 
 def _outwards(call: int | None, calls: Sequence[Call]) -> Iterator[int]:
@@ -120,15 +130,19 @@ def _not_uniform(nodes: Sequence[Node], chains: Sequence[Sequence[int]], reached
     return found | {call for call, is_reached in states if is_reached and (call, False) in states}
 
 
-def _take_in_parameters(homes: list[int | None], nodes: Sequence[Node], edges: Collection[tuple[int, int]]) -> None:
-    """Let a parameter be in the box of all that uses it, if that is one."""
+def _parameters_by_users(
+    homes: Sequence[int | None], nodes: Sequence[Node], edges: Collection[tuple[int, int]]
+) -> dict[int, Hashable]:
+    """Return parameter -> its box: that of the call that uses it, or one for all that the same few calls use."""
     users: dict[int, set[int | None]] = {}
     for start, end in edges:
         if nodes[end].kind == "parameter" and nodes[end].call is None:
             users.setdefault(end, set()).add(homes[start])
-    for leaf, boxes in users.items():
-        if len(boxes) == 1:
-            (homes[leaf],) = boxes
+    return {
+        leaf: next(iter(calls)) if len(calls) == 1 else ("parameters", frozenset(calls))
+        for leaf, calls in users.items()
+        if None not in calls
+    }
 
 
 def _check_acyclic(arrows: Collection[Arrow]) -> None:
@@ -152,7 +166,7 @@ def _module_box(
     if call.name in several:
         about.append(f"call {sum(other.name == call.name for other in calls[: home + 1])}")
     if names:
-        about.append(", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} parameters")
+        about.append(_listed(names))
     operations = [node.label for node in nodes if node.kind == "operation"]
     lines = [
         f"{call.name}: {call.type}",
@@ -160,6 +174,20 @@ def _module_box(
         *([f"parameters: {', '.join(names)}"] if names else []),
     ]
     return Box("module", call.name, " · ".join(about), "\n".join(lines) + _fate(reached), reached)
+
+
+def _parameters_box(nodes: Sequence[Node], reached: bool) -> Box:
+    names = [node.label for node in nodes]
+    paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    common = ".".join(part for part, *_ in itertools.takewhile(lambda parts: len(set(parts)) == 1, paths))
+    label, note = common or _listed(names), _listed([name.removeprefix(f"{common}.") for name in names])
+    return Box(
+        "parameter", label, note if common else "", "\n".join(node.tip for node in nodes) + _fate(reached), reached
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= _MOST_NAMES else f"{len(names)} parameters"
 
 
 def _fate(reached: bool) -> str:

@@ -174,28 +174,31 @@ def _across(
         distances[index] = [(widths[a] + widths[b]) / 2 + _GAP_ACROSS for a, b in itertools.pairwise(layer)]
         for vertex, place in zip(layer, itertools.accumulate(distances[index], initial=0.0), strict=False):
             x[vertex] = place - sum(distances[index]) / 2
-    for sweep in range(2 * _SWEEPS + 1):
-        is_last, downwards = sweep == 2 * _SWEEPS, sweep % 2 == 0
+    upwards = [_pulls(vertex, above.get(vertex, ()), n_boxes) for vertex in range(len(x))]
+    down = [_pulls(vertex, below.get(vertex, ()), n_boxes) for vertex in range(len(x))]
+    both = [[*pulls, *more] for pulls, more in zip(upwards, down, strict=True)]
+    for vertex, pulls in enumerate(upwards):
+        if len(pulls) == 1 and (len(down[pulls[0][0]]) == 1 or min(vertex, pulls[0][0]) >= n_boxes):
+            both[vertex] = pulls  # a chain hangs straight from its first box
+    for pulls_of, downwards in [(upwards, True), (down, False)] * _SWEEPS + [(both, True)] * 2:
         for index in range(len(layers)) if downwards else reversed(range(len(layers))):
             wanted, weights = [], []
             for vertex in layers[index]:
-                uppers, lowers = above.get(vertex, ()), below.get(vertex, ())
-                if is_last and len(uppers) == 1 and (len(below[uppers[0]]) == 1 or min(vertex, uppers[0]) >= n_boxes):
-                    neighbours = [*uppers]  # a chain hangs straight from its first box
-                else:
-                    neighbours = [
-                        *(uppers if is_last or downwards else ()),
-                        *(lowers if is_last or not downwards else ()),
-                    ]
-                # Straightness matters most where an edge is long: between two dummies, then at its ends.
-                pulls = [(1.0, 3.0, 9.0)[(vertex >= n_boxes) + (other >= n_boxes)] for other in neighbours]
-                pulled = sum(pull * x[other] for pull, other in zip(pulls, neighbours, strict=True))
-                wanted.append(pulled / sum(pulls) if pulls else x[vertex])
-                weights.append(sum(pulls) or 0.01)
+                total = pulled = 0.0
+                for other, pull in pulls_of[vertex]:
+                    total += pull
+                    pulled += pull * x[other]
+                wanted.append(pulled / total if total else x[vertex])
+                weights.append(total or 0.01)
             for vertex, place in zip(layers[index], _apart(wanted, weights, distances[index]), strict=True):
                 x[vertex] = place
     left = min((place - width / 2 for place, width in zip(x, widths, strict=True)), default=0.0)
     return [place - left for place in x]
+
+
+def _pulls(vertex: int, others: Iterable[int], n_boxes: int) -> list[tuple[int, float]]:
+    """Return how strongly each neighbour pulls: most where an edge is long, between two dummies, then at its ends."""
+    return [(other, (1.0, 3.0, 9.0)[(vertex >= n_boxes) + (other >= n_boxes)]) for other in others]
 
 
 def _apart(wanted: Sequence[float], weights: Sequence[float], distances: Sequence[float]) -> list[float]:

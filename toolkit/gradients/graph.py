@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from toolkit.blocks import Block, declared_blocks, gated, opened
 from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
-from toolkit.gradients._folding import Call, Node, folded
+from toolkit.gradients._folding import Call, Node, folded, innermost_common
 from toolkit.gradients._gates import GateBoard, gate_of, next_number, regions_of
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
 from toolkit.gradients.compare import Parameters, _named, _without_compiled_code
@@ -318,9 +318,11 @@ def _recorded(
         if entered := regions_of(node) - left:
             if (end, entered) not in entries:
                 entries[end, entered] = len(nodes)
-                nodes.append(_cut(entered, board, calls.of(node)))
-            edges[start, entries[end, entered]] = None
-            start = entries[end, entered]
+                nodes.append(_cut(entered, board, nodes[end].call))
+            cut = entries[end, entered]
+            nodes[cut] = replace(nodes[cut], call=innermost_common(nodes[cut].call, nodes[start].call, calls.calls))
+            edges[start, cut] = None
+            start = cut
         edges[start, end] = None
     blocks = dict.fromkeys([*board.meetings, *sorted(name for node in nodes for name in node.blocks)])
     return Graph(tuple(blocks), tuple(parameters), nodes, list(edges), calls.calls, _remarks(board)), parameters
@@ -370,7 +372,7 @@ def _operation(node: Any) -> str:
     if hasattr(node, "_forward_cls"):
         return str(node._forward_cls.__name__)
     name = re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[0-9])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _shape(node: Any) -> str:
