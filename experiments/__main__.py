@@ -58,20 +58,55 @@ def run(configs: tuple[Path, ...], overrides: tuple[str, ...], force: bool, resu
 
 
 @main.command()
+@click.argument("folder", type=click.Path(path_type=Path), default=Path("docs/zoo"))
+@RESULTS
+def zoo(folder: Path, results: Path) -> None:
+    """Audit the programs of the bug zoo, with their bug and without, and keep the answers for the report.
+
+    FOLDER holds the programs; docs/zoo by default.
+    """
+    from experiments._results import write_zoo
+    from experiments._zoo import examine, read_programs
+
+    try:
+        examined = [examine(program) for program in read_programs(folder)]
+    except ValueError as error:
+        _stop(str(error), 2)
+    for program in examined:
+        click.echo(f"{program['name']}: {program['title']}")
+        for complaint in program["buggy"]["complaints"]:
+            click.echo(f"    {complaint}")
+    write_zoo(results, examined)
+    missed = [program["name"] for program in examined if not program["buggy"]["complaints"]]
+    wronged = [program["name"] for program in examined if program["fixed"]["complaints"]]
+    if missed or wronged:
+        _stop(
+            "\n".join(
+                [
+                    *(f"{name}: no bug was found" for name in missed),
+                    *(f"{name}: the fixed program is blamed" for name in wronged),
+                ]
+            ),
+            1,
+        )
+    click.echo(f"{len(examined)} bugs found, {len(examined)} fixed programs pass; record in {results}/zoo.json")
+
+
+@main.command()
 @RESULTS
 @click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="The page.  [RESULTS/index.html]")
 def report(results: Path, output: Path | None) -> None:
     """Draw one self-contained page from the records. Needs no torch."""
     from experiments._report import write_report
-    from experiments._results import read_all
+    from experiments._results import read_all, read_zoo
 
     try:
-        records = read_all(results)
+        records, programs = read_all(results), read_zoo(results)
     except ValueError as error:
         _stop(str(error), 1)
-    if not records:
+    if not records and not programs:
         _stop(f"{results}: no records there; run a config first", 2)
-    page = write_report(records, output or results / "index.html")
+    page = write_report(records, output or results / "index.html", programs)
     click.echo(f"report of {len(records)} configs: {page.resolve()}")
 
 

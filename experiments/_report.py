@@ -9,7 +9,7 @@ import math
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,20 @@ class ExperimentView:
     provenance: list[tuple[str, str]]
 
 
-def write_report(experiments: Sequence[ExperimentRecords], page: Path) -> Path:
-    """Write the page, whole or not at all, and return its path."""
+def write_report(experiments: Sequence[ExperimentRecords], page: Path, zoo: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """Write the page, whole or not at all, and return its path.
+
+    Args:
+        experiments: The records of every config.
+        page: Where to.
+        zoo: The record of the bug zoo; without one the page has none.
+    """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("experiments", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
     views = [_view(experiment) for experiment in experiments]
-    text = environment.get_template("_report.html.j2").render(experiments=views, blocked_colour=COLOURS[0])
+    template = environment.get_template("_report.html.j2")
+    text = template.render(experiments=views, zoo=zoo, blocked_colour=COLOURS[0])
     page.parent.mkdir(parents=True, exist_ok=True)
     unfinished = page.with_name(f".{page.name}.unfinished")
     unfinished.write_text(text, encoding="utf-8")
@@ -277,8 +284,14 @@ def _curves(
                 row[: len(run["steps"])] = [np.nan if v is None else v for v in run["metrics"][metric]]
             bands.append(Band(_legend(name, names), np.asarray(longest, dtype=float), values, colours[name]))
         title = newest["objective"]["label"] if metric == "objective" else metric.replace("_", " ")
-        panels.append((title, bands, newest["objective"]["best"] if metric == "objective" else None))
+        panels.append((title, bands, _best(records) if metric == "objective" else None))
     return panels
+
+
+def _best(records: Sequence[Record]) -> float | None:
+    """Return the best value that can be reached: the mean over the seeds, whose data may differ."""
+    values = [record.data["objective"]["best"] for record in records]
+    return None if None in values else statistics.fmean(values)
 
 
 def _costs(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> list[tuple[str, list[Bar]]]:

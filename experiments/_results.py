@@ -2,6 +2,7 @@
 
     results/<config>/<hash of the resolved config>/seed-000/record.json
                                                             gradients.safetensors
+    results/zoo.json
 
 A record is written under another name and renamed, so a run that is killed leaves no half record. This module
 imports neither torch nor toolkit: reports are drawn where they are not installed.
@@ -17,7 +18,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,9 +34,11 @@ __all__ = [
     "environment",
     "finished_seeds",
     "read_all",
+    "read_zoo",
     "results_folder",
     "variant_name",
     "write_record",
+    "write_zoo",
 ]
 
 SCHEMA = 1
@@ -126,6 +129,30 @@ def read_all(root: Path) -> list[ExperimentRecords]:
     return found
 
 
+def write_zoo(root: Path, programs: Sequence[Mapping[str, Any]]) -> Path:
+    """Write the record of the bug zoo, whole or not at all."""
+    root.mkdir(parents=True, exist_ok=True)
+    unfinished = root / f".zoo.{os.getpid()}"
+    text = json.dumps({"schema": SCHEMA, "programs": programs, **environment(1)}, indent=1, allow_nan=False)
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(root / "zoo.json")
+
+
+def read_zoo(root: Path) -> list[dict[str, Any]]:
+    """Return what `write_zoo` was given; nothing if there is no such record.
+
+    Raises:
+        ValueError: If the record is of another version of this project.
+    """
+    path = root / "zoo.json"
+    if not path.is_file():
+        return []
+    data = json.loads(path.read_text(encoding="utf-8"))
+    _check_schema(data, path)
+    programs: list[dict[str, Any]] = data["programs"]
+    return programs
+
+
 def environment(threads: int) -> dict[str, Any]:
     """Return what a number in a report must be read with: commit, versions, machine."""
     return {
@@ -142,9 +169,13 @@ def environment(threads: int) -> dict[str, Any]:
 
 def _read(folder: Path) -> Record:
     data = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{folder}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: run its config again.")
+    _check_schema(data, folder)
     return Record(data["seed"], data, safetensors.numpy.load_file(folder / "gradients.safetensors"))
+
+
+def _check_schema(data: Mapping[str, Any], path: Path) -> None:
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{path}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: run its config again.")
 
 
 def _versions() -> Iterator[tuple[str, str]]:

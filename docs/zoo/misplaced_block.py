@@ -1,0 +1,38 @@
+"""The block of the discriminator's step stands in the generator's.
+
+In the step of the discriminator the fake batch is detached. Copied into the step of the generator, usually to silence
+an error about the graph, the same line takes away all that the generator could learn from. The loss still moves,
+because the discriminator does.
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+SOURCES = ["tamarott/SinGAN#117", "samet-akcay/skip-ganomaly#5"]
+MOVES, STAYS = ["generator"], []
+
+
+def buggy():
+    networks, noise = setup()
+
+    def generator_loss():
+        fake = networks["generator"](noise)
+        return softplus(-networks["discriminator"](fake.detach())).mean()
+
+    return generator_loss, networks
+
+
+def fixed():
+    networks, noise = setup()
+
+    def generator_loss():
+        fake = networks["generator"](noise)
+        return softplus(-networks["discriminator"](fake)).mean()
+
+    return generator_loss, networks
+
+
+def setup():
+    networks = nn.ModuleDict({"generator": nn.Linear(2, 4), "discriminator": nn.Linear(4, 1)})
+    return networks, torch.randn(8, 2)

@@ -1,0 +1,40 @@
+"""A gradient is detached that has no graph.
+
+What `torch.autograd.grad` returns has no history unless `create_graph` asks for one. Detaching it again does nothing,
+and makes the next reader look for what it protects.
+"""
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+SOURCES = ["seanie12/CLAPS#3", "zhuchen03/FreeLB#18", "pytorch/examples#731"]
+MOVES, STAYS = ["classifier"], []
+
+
+def buggy():
+    networks, x, labels = setup()
+
+    def loss():
+        x_clean = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(cross_entropy(networks["classifier"](x_clean), labels), x_clean)
+        x_adversarial = x + 0.1 * slope.detach().sign()
+        return cross_entropy(networks["classifier"](x_adversarial), labels)
+
+    return loss, networks
+
+
+def fixed():
+    networks, x, labels = setup()
+
+    def loss():
+        x_clean = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(cross_entropy(networks["classifier"](x_clean), labels), x_clean)
+        x_adversarial = x + 0.1 * slope.sign()
+        return cross_entropy(networks["classifier"](x_adversarial), labels)
+
+    return loss, networks
+
+
+def setup():
+    return nn.ModuleDict({"classifier": nn.Linear(4, 3)}), torch.randn(8, 4), torch.randint(3, (8,))

@@ -1,0 +1,161 @@
+"""Audits the bug zoo: small programs with a stop-gradient missing, misplaced or needless, and the same without the bug.
+
+A program is a file of plain torch. Its docstring tells the bug, its title first; ``SOURCES`` names public threads where
+it was met, ``MOVES`` and ``STAYS`` the networks that its loss should and should not train. ``buggy()`` and ``fixed()``
+return the loss and the networks, as ``python -m toolkit audit file.py:buggy`` expects.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib.util
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from toolkit import Audit, audit
+from toolkit.gradients.audit import HIDDEN_CHANGE
+
+__all__ = ["Program", "complaints", "examine", "read_programs"]
+
+VARIANTS = ("buggy", "fixed")
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of the zoo.
+
+    Attributes:
+        path: Its file.
+        source: Its text.
+        module: The same, imported.
+    """
+
+    path: Path
+    source: str
+    module: ModuleType
+
+    @property
+    def title(self) -> str:
+        """The bug in one sentence."""
+        return (self.module.__doc__ or "").strip().splitlines()[0]
+
+    @property
+    def story(self) -> str:
+        """How it comes about and what it does."""
+        return " ".join((self.module.__doc__ or "").strip().splitlines()[1:]).strip()
+
+    def audit(self, variant: str, *, seed: int = 0) -> Audit:
+        """Return the audit of ``"buggy"`` or ``"fixed"``; both draw the same random numbers."""
+        with torch.random.fork_rng(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(seed)
+            loss, networks = getattr(self.module, variant)()
+            return audit(loss, networks)
+
+    def changed_lines(self) -> dict[str, list[tuple[int, str]]]:
+        """Return for each variant the lines that the other does not have, with their numbers in the file."""
+        first = {node.name: node for node in ast.parse(self.source).body if isinstance(node, ast.FunctionDef)}
+        lines = self.source.splitlines()
+        starts = [first[variant].lineno for variant in VARIANTS]
+        bodies = [lines[first[variant].lineno : first[variant].end_lineno] for variant in VARIANTS]
+        changed: dict[str, list[tuple[int, str]]] = {variant: [] for variant in VARIANTS}
+        for tag, *spans in difflib.SequenceMatcher(None, *bodies, autojunk=False).get_opcodes():
+            if tag != "equal":
+                for variant, body, start, (begin, end) in zip(
+                    VARIANTS, bodies, starts, (spans[:2], spans[2:]), strict=True
+                ):
+                    changed[variant] += [(start + 1 + index, body[index]) for index in range(begin, end)]
+        return changed
+
+
+def read_programs(folder: Path) -> list[Program]:
+    """Return the programs of a folder, sorted by name.
+
+    Raises:
+        ValueError: If there is none, or one lacks a part.
+    """
+    found = []
+    for path in sorted(folder.glob("*.py")):
+        spec = importlib.util.spec_from_file_location(f"zoo_{path.stem}", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        missing = [part for part in ("SOURCES", "MOVES", "STAYS", *VARIANTS) if not hasattr(module, part)]
+        if missing or not module.__doc__:
+            raise ValueError(
+                f"{path}: a program of the zoo should have {', '.join(missing) or 'a docstring'}. Found none."
+            )
+        found.append(Program(path, path.read_text("utf-8"), module))
+    if not found:
+        raise ValueError(f"{folder}: the zoo should have programs. Found no .py files.")
+    return found
+
+
+def complaints(found: Audit, *, moves: list[str], stays: list[str]) -> list[str]:
+    """Return what is wrong with a program by its audit, in sentences; nothing if nothing is.
+
+    Args:
+        found: The audit.
+        moves: Names of networks that the loss should train. Every parameter of them should get a gradient.
+        stays: Names of networks that it should not. No parameter of them should get one.
+    """
+    return list(_complaints(found, moves, stays))
+
+
+def _complaints(found: Audit, moves: list[str], stays: list[str]) -> Iterator[str]:
+    if not found.valid:
+        yield f"The audit is not valid: {found.reason}."
+    moved = {name: bool(gradient.count_nonzero()) for name, gradient in found.blocked.items()}
+    wrongly = [name for network in stays for name in moved if name.startswith(f"{network}.") and moved[name]]
+    if wrongly:
+        yield f"The loss moves {', '.join(wrongly)}, which should stay."
+    still = [name for network in moves for name in moved if name.startswith(f"{network}.") and not moved[name]]
+    if still:
+        cuts = [
+            f"{found.kinds[effect.name]} at {effect.site}"
+            for effect in found.effects
+            if any(effect.per_parameter[name].leak > 0 for name in still)
+        ]
+        yield f"The loss does not move {', '.join(still)}{': cut by ' + ', '.join(cuts) if cuts else ''}."
+    for effect in found.effects:
+        if effect.verdict == "no-op":
+            yield f"There is nothing to stop for {found.kinds[effect.name]} at {effect.site}."
+    for escape in found.escapes:
+        yield f"A value leaves the graph: {escape.kind} at {escape.site}."
+    for entry in found.unopened:
+        if entry.reason == HIDDEN_CHANGE:
+            yield f"{entry.kind} at {entry.site}: {entry.reason}."
+    for site in found.one_mode:
+        yield f"{found.kinds[site]} at {site} stops reverse mode alone: a forward-mode derivative passes."
+
+
+def examine(program: Program) -> dict[str, Any]:
+    """Return what the audit finds in both variants of a program, as plain JSON for a record."""
+    lines = program.changed_lines()
+    variants = {}
+    for variant in VARIANTS:
+        found = program.audit(variant)
+        variants[variant] = {
+            "lines": [{"number": number, "text": text} for number, text in lines[variant]],
+            "loss": found.loss,
+            "rows": found.rows()[1:],
+            "notes": found.notes(),
+            "complaints": complaints(found, moves=program.module.MOVES, stays=program.module.STAYS),
+        }
+    return {
+        "name": program.path.stem,
+        "title": program.title,
+        "story": program.story,
+        "sources": program.module.SOURCES,
+        "moves": program.module.MOVES,
+        "stays": program.module.STAYS,
+        **variants,
+    }
