@@ -96,7 +96,13 @@ def inner_gradient(w):
 
 def vmapped(w):
     rows = torch.stack([w, w.sin(), w.square()])
-    return torch.vmap(lambda row: row @ stop_gradient((row * w[2]).exp(), "check.vmapped"))(rows)
+
+    def f(row):
+        factor = stop_gradient((row * w[2]).exp(), "check.vmapped")
+        assert not factor.requires_grad
+        return row @ factor
+
+    return torch.vmap(f)(rows)
 
 
 def jacobian_reverse(w):
@@ -147,8 +153,9 @@ def region_that_writes(w):
     buffer = torch.zeros(3, dtype=w.dtype)
     with stop_recording("check.writes"):
         buffer[1:] = w[:2].exp()
-        buffer.mul_(w[0])
+        buffer.mul_(w)
         torch.sin(buffer, out=buffer)
+        buffer += w
     return buffer * w
 
 
@@ -179,7 +186,7 @@ def region_with_recording_inside(w):
     with stop_recording("check.pierced"):
         before = w.exp()
         with torch.enable_grad():
-            inside = (before * w).sin()
+            inside = (before * w).mul_(w[0]).sin()
     return inside * before * w
 
 
@@ -418,6 +425,19 @@ def test_a_block_inside_of_a_backward_pass_is_not_held_and_noticed(inside) -> No
         gradgradcheck(inside, w)
 
 
+def test_cotangents_of_a_second_derivative_can_be_given() -> None:
+    w, cotangent = _point(), _randn(3).requires_grad_()
+    assert gradgradcheck(loop, w, cotangent)
+    with pytest.raises(GradcheckError):
+        gradgradcheck(lambda w: loop(w) * _Wrong.apply(w), w, cotangent)
+
+
+def test_a_compiled_program_runs_the_python_that_it_was_made_of() -> None:
+    compiled = torch.compile(temporal_differences, backend="eager")
+    compiled(_point())
+    assert gradcheck(compiled, _point())
+
+
 def test_an_opened_block_is_held_and_its_opening_reported_as_useless() -> None:
     w = _point()
     temporal_differences(w)
@@ -470,8 +490,16 @@ def test_other_blocks_at_a_perturbed_point_are_refused(program) -> None:
 
 def test_a_program_that_is_random_in_its_own_way_is_refused() -> None:
     count = itertools.count()
-    with pytest.raises(RuntimeError, match="`fn` should give the same values when it runs again"):
+    with pytest.raises(RuntimeError, match="`fn` should give the same values and derivatives"):
         gradcheck(lambda w: w * stop_gradient(w, "check.count") + next(count), _point())
+
+
+def test_a_program_that_only_asks_whether_a_block_is_in_place_is_refused() -> None:
+    def program(w):
+        return w * (w.exp().detach() if is_blocked(_SKIPPED) else w.exp())
+
+    with pytest.raises(RuntimeError, match="`fn` should give the same values and derivatives"):
+        gradcheck(program, _point())
 
 
 def test_a_value_that_is_not_a_number_is_the_same_value() -> None:
@@ -481,7 +509,7 @@ def test_a_value_that_is_not_a_number_is_the_same_value() -> None:
 
 def test_a_write_into_what_a_block_shares_is_refused() -> None:
     def program(w):
-        source = w.exp()
+        source = w.sin()
         stop_gradient(source, "check.shared").mul_(2)
         return source + w
 

@@ -401,6 +401,14 @@ def test_a_bare_detach_is_constant_at_both_orders() -> None:
     torch.testing.assert_close(field.jacobian, (2 * p.detach().exp()).diag())
 
 
+def test_a_compiled_program_runs_the_python_that_it_was_made_of() -> None:
+    p = _leaf(0.7, -0.4)
+    compiled = torch.compile(temporal_differences, backend="eager")
+    compiled(p)
+    found = field_jacobian(lambda: compiled(p), p).jacobian
+    assert torch.equal(found, field_jacobian(lambda: temporal_differences(p), p).jacobian)
+
+
 def test_modules_frozen_parameters_and_several_types_are_joined_in_their_order() -> None:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
@@ -459,6 +467,8 @@ def test_leading_eigenvalues_without_a_matrix(symmetric: bool, monkeypatch: pyte
     eigenvalues = torch.cat([torch.tensor([-0.5, -0.125]), torch.linspace(0.5, 4, 78)]).double()
     field = _matrix_field(_with_eigenvalues(eigenvalues, symmetric=symmetric))
     assert field.is_gradient_field == symmetric
+    other = "eigs" if symmetric else "eigsh"
+    monkeypatch.setattr(f"scipy.sparse.linalg.{other}", lambda *_, **__: pytest.fail("the other iteration"))
     monkeypatch.setattr(type(field), "jacobian", property(lambda _: pytest.fail("made a matrix")))
     found = field.leading_eigenvalues(3)
     torch.testing.assert_close(found.real, torch.tensor([0.5, 0.125, -0.5], dtype=torch.float64), rtol=0, atol=1e-9)
@@ -471,6 +481,14 @@ def test_leading_eigenvalues_of_a_small_field_come_from_its_matrix() -> None:
         torch.testing.assert_close(
             field.leading_eigenvalues(k).real, torch.tensor([2.0, -1, -3], dtype=torch.float64)[:k]
         )
+
+
+@pytest.mark.parametrize("limit", [2000, 1], ids=["matrix", "iteration"])
+def test_a_growth_rate_that_is_zero_to_rounding_is_not_stable(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("toolkit.gradients.field._MOST_NUMBERS_DENSE", limit)
+    eigenvalues = torch.tensor([1e-17, 1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+    assert not _matrix_field(eigenvalues.diag()).stable
+    assert _matrix_field((eigenvalues + 1e-9).diag()).stable
 
 
 @pytest.mark.parametrize("smallest", [0.05, -0.05], ids=["stable", "unstable"])

@@ -102,12 +102,22 @@ class _Held:
         self._tape = _Tape()
         self._run(self._tape, self.inputs)
         self._tape.replays = True
-        plain, held = (tree_leaves(self._run(gates, self.inputs)) for gates in (None, self._tape))
+        plain, held = (self._values_and_slopes(gates) for gates in (None, self._tape))
         if len(plain) != len(held) or not all(map(_same, plain, held)):
             raise RuntimeError(
-                "`fn` should give the same values when it runs again with the values of its blocks in place. Found "
-                "others: it is random beyond torch, numpy and its generators, or writes into what a block shares."
+                "`fn` should give the same values and derivatives when it runs again with the values of its blocks in "
+                "place. Found others: it is random beyond torch, numpy and its generators, or writes into what a block "
+                "shares."
             )
+
+    def _values_and_slopes(self, gates: _Tape | None) -> list[Any]:
+        values = tree_leaves(self._run(gates, self.inputs))
+        roots = [value for value in values if isinstance(value, Tensor) and value.requires_grad]
+        leaves = [entry for entry in self.inputs if isinstance(entry, Tensor) and entry.requires_grad]
+        if not roots:
+            return values
+        weights = [torch.ones_like(root) for root in roots]
+        return values + list(torch.autograd.grad(roots, leaves, weights, allow_unused=True))
 
     def __call__(self, *inputs: Any) -> Any:
         return self._run(self._tape, inputs)
@@ -139,7 +149,7 @@ class _Tape:
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
         """Return a constant that has the value of `input` at the recorded point."""
-        return self.held(input, name).detach()
+        return self.held(input, name)
 
     def region(self, name: str, site: Site) -> AbstractContextManager[None]:
         """Return a context in which every result is a constant that has its value at the recorded point."""
@@ -218,11 +228,10 @@ class _Region(TorchFunctionMode):
         given = {id(leaf): leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         versions = {key: leaf._version for key, leaf in given.items()}
         result = func(*args, **kwargs)
-        with DisableTorchFunction():
-            for key, leaf in given.items():
-                if leaf._version != versions[key] and not _records(leaf):
-                    leaf.copy_(self._tape.held(leaf, self._name))
-            return tree_map(lambda leaf: leaf if id(leaf) in given else self._hold(leaf), result)
+        for key, leaf in given.items():
+            if leaf._version != versions[key] and not _records(leaf):
+                leaf.copy_(self._tape.held(leaf, self._name))
+        return tree_map(lambda leaf: leaf if id(leaf) in given else self._hold(leaf), result)
 
     def _hold(self, leaf: Any) -> Any:
         if isinstance(leaf, (bool, int, float, complex)):
@@ -265,7 +274,7 @@ def _kind(value: Any) -> Any:
 def _same(one: Any, other: Any) -> bool:
     if not (isinstance(one, Tensor) and isinstance(other, Tensor)):
         return bool(one == other)
-    return one.shape == other.shape and bool(((one == other) | (one != one) & (other != other)).all())
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-12, atol=0, equal_nan=True)
 
 
 def _other_block(found: tuple[str, Any] | None, kept: tuple[str, Any] | None) -> str:

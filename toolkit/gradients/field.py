@@ -73,8 +73,7 @@ class Field:
             self._board.close_regions(value)
             found = torch.autograd.grad(value, self._params, create_graph=True, allow_unused=True)
             self._gradient = self._joined(found)
-            self._board.close_regions(self._gradient)
-        self.gradient = self._gradient.detach()
+            self.gradient = self._gradient.detach()
         self.size = len(self.gradient)
 
     def jvp(self, vector: Tensor) -> Tensor:
@@ -85,9 +84,6 @@ class Field:
             RuntimeError: If a parameter was modified since the field was made.
         """
         probe, pulled = self._pullback
-        if not pulled.requires_grad:
-            self._check(vector)
-            return torch.zeros_like(self.gradient)
         return self._product(pulled, [probe], vector)
 
     def vjp(self, vector: Tensor) -> Tensor:
