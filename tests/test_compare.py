@@ -616,11 +616,44 @@ def test_single_toggles_mislead_about_the_magic_box() -> None:
     assert together.name == "test_compare.weights + dice.box"
 
 
-def test_attribution_refuses_what_would_take_for_ever() -> None:
+def test_single_effects_that_cancel_are_warned_of() -> None:
+    x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def loss() -> Tensor:
+        log_probability = torch.nn.functional.logsigmoid(x)
+        box = (log_probability - stop_gradient(log_probability, "dice.box")).exp()
+        return stop_gradient(log_probability.exp(), WEIGHTS) * box
+
+    comparison = compare(loss, x)
+    assert comparison.interaction < 1e-15
+    assert "cancel to 0% of the largest single leak" in str(comparison)
+
+
+def test_single_effects_that_miss_a_path_are_warned_of() -> None:
+    x = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+
+    def loss() -> Tensor:  # one path crosses both blocks: opened one by one, neither shows it
+        return x.exp() + stop_gradient(stop_gradient(x, "nested.inner") ** 2, "nested.outer")
+
+    comparison = compare(loss, x)
+    assert comparison.interaction == pytest.approx(1.4 / (math.exp(0.7) + 1.4), rel=1e-12)
+    assert "along paths that cross several of them" in str(comparison)
+
+
+def test_effects_that_add_up_are_not_warned_of() -> None:
+    x = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
+    comparison = compare(lambda: x * stop_gradient(x, "adds.up") + stop_gradient(x.exp(), "adds.more"), x)
+    assert "mislead" not in str(comparison)
+
+
+def test_attribution_of_many_blocks_is_by_pairs_and_says_so() -> None:
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
     comparison = compare(lambda: sum(stop_gradient(x.sum(), f"many.{i}") for i in range(13)) + x.sum(), x)
-    with pytest.raises(ValueError, match=r"at most 12 blocks\. Found 13"):
-        comparison.attribution()
+    with pytest.warns(UserWarning, match=r"exact for at most 12 blocks\. Found 13: only single blocks and pairs"):
+        parts = comparison.attribution()
+    assert len(parts) == 1 + 13 + 13 * 12 // 2
+    assert torch.equal(parts[frozenset({"many.3"})]["x"], torch.ones(2, dtype=torch.float64))
+    assert torch.equal(parts[frozenset({"many.3", "many.7"})]["x"], torch.zeros(2, dtype=torch.float64))
 
 
 # --- verdicts and numbers ----------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import html
 import itertools
 import math
 import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -177,15 +178,19 @@ class Comparison:
         its subsets, ``sum over T in S of (-1)^|S - T| gradient(T)``. The parts add up to the gradient with all blocks
         open; the part of the empty set is the blocked gradient.
 
-        Raises:
-            ValueError: If the program has more than 12 blocks.
+        With more than 12 blocks only sets of up to two are split off, with a `UserWarning` that says so: what crosses
+        three blocks or more is then in none of the parts.
         """
-        if len(self._names) > _MOST_BLOCKS_ATTRIBUTED:
-            raise ValueError(
-                f"`attribution` should have at most {_MOST_BLOCKS_ATTRIBUTED} blocks. Found {len(self._names)}."
+        largest = len(self._names)
+        if largest > _MOST_BLOCKS_ATTRIBUTED:
+            largest = 2
+            warnings.warn(
+                f"`attribution` is exact for at most {_MOST_BLOCKS_ATTRIBUTED} blocks. Found {len(self._names)}: only "
+                "single blocks and pairs are split off.",
+                stacklevel=2,
             )
         subsets = itertools.chain.from_iterable(
-            itertools.combinations(self._names, size) for size in range(len(self._names) + 1)
+            itertools.combinations(self._names, size) for size in range(largest + 1)
         )
         parts = {frozenset(subset): self.gradient(subset) for subset in subsets}
         for block in self._names:
@@ -194,6 +199,22 @@ class Comparison:
                     without = parts[subset - {block}]
                     parts[subset] = {name: part - without[name] for name, part in parts[subset].items()}
         return parts
+
+    @cached_property
+    def interaction(self) -> float:
+        """How far the effects of single blocks mislead about all of them together.
+
+        ``|g(all) - g(none) - sum of the leaks of single blocks|``, relative to the largest of the gradients. Not 0 if a
+        path crosses two blocks or more: opened one by one, none of them shows it.
+        """
+        everything = self.gradient(self._names)
+        singles = [self.gradient([name]) for name in self._names]
+        rests, sizes = [], [_norm(everything.values()), _norm(self.blocked.values())]
+        for name, blocked in self.blocked.items():
+            leaks = sum((_flat(single[name]).double() - _flat(blocked).double() for single in singles), 0.0)
+            rests.append(_flat(everything[name]).double() - _flat(blocked).double() - leaks)
+        sizes += [_norm(single.values()) for single in singles]
+        return _norm(rests) / size if (size := max(sizes)) else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return loss, norm of the blocked gradient and effects as plain JSON."""
@@ -222,7 +243,7 @@ class Comparison:
 
     def __str__(self) -> str:
         table = text_table(self.rows()) if self.effects else "no blocks were met"
-        return f"{self.head()}\n{table}"
+        return "\n".join([self.head(), table, *self.warnings()])
 
     def _repr_html_(self) -> str:
         return html_table(self.rows())
@@ -230,6 +251,26 @@ class Comparison:
     def head(self) -> str:
         """Return the line above the table: loss and size of the blocked gradient."""
         return f"loss {self.loss:.6g}, blocked gradient {_norm(self.blocked.values()):.6g}"
+
+    def warnings(self) -> list[str]:
+        """Return a line for each way in which the effects of single blocks mislead about all of them together."""
+        carried = [effect for effect in self.effects if effect.verdict != "no-op"]
+        unchanged = all(p._version == self._versions[name] for name, p in self._params.items())
+        if len(carried) < 2 or not unchanged:
+            return []
+        found = []
+        if self.interaction > self._precision**0.5:
+            found.append(
+                "single effects mislead: all blocks together change the gradient by another "
+                f"{self.interaction:.0%} of its size, along paths that cross several of them (see attribution)"
+            )
+        together, largest = self.effect(self._names).leak, max(effect.leak for effect in carried)
+        if together < 0.1 * largest and any(effect.verdict != "redundant" for effect in carried):
+            found.append(
+                f"single effects mislead: opened together, the blocks cancel to {together / largest:.0%} of the "
+                "largest single leak"
+            )
+        return found
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table of the effects as text, the names of its columns first."""
