@@ -427,9 +427,9 @@ def test_a_block_inside_of_a_backward_pass_is_not_held_and_noticed(inside) -> No
 
 def test_cotangents_of_a_second_derivative_can_be_given() -> None:
     w, cotangent = _point(), _randn(3).requires_grad_()
-    assert gradgradcheck(loop, w, cotangent)
+    assert gradgradcheck(loop, w, grad_outputs=cotangent)
     with pytest.raises(GradcheckError):
-        gradgradcheck(lambda w: loop(w) * _Wrong.apply(w), w, cotangent)
+        gradgradcheck(lambda w: loop(w) * _Wrong.apply(w), w, grad_outputs=cotangent)
 
 
 def test_a_compiled_program_runs_the_python_that_it_was_made_of() -> None:

@@ -217,7 +217,8 @@ def test_temporal_differences_have_the_matrix_of_the_textbook() -> None:
 
 def test_off_policy_temporal_differences_grow() -> None:
     w = _leaf(0.5)
-    field = field_jacobian(lambda: off_policy(w), w)
+    with torch.no_grad():  # the caller's own mode does not matter
+        field = field_jacobian(lambda: off_policy(w), w)
     assert field.eigenvalues.tolist() == [pytest.approx(0.8, abs=1e-15)]
     assert not field.stable
     assert field.is_gradient_field  # of -0.4 w^2: in one dimension every field is a gradient
@@ -514,10 +515,13 @@ def test_float32_has_its_own_rounding() -> None:
     generator = torch.Generator().manual_seed(4)
     matrix = torch.randn(30, 30, generator=generator)
     w = torch.linspace(-1, 1, 30, requires_grad=True)
-    scale = torch.linspace(1, 3, 30)
-    symmetric = field_jacobian(lambda: w @ stop_gradient(matrix.T @ (scale * (matrix @ w)), "field.single"), w)
+    nearly = (matrix.T * torch.linspace(1, 3, 30)) @ matrix  # symmetric but for rounding
+    symmetric = field_jacobian(lambda: w @ stop_gradient(nearly @ w, "field.single"), w)
     assert symmetric.is_gradient_field
-    assert 0 < symmetric.asymmetry < 1e-6
+    assert 0 < symmetric.estimate_asymmetry() < 1e-6
+    double = _leaf(1.0)
+    loss = lambda: w @ stop_gradient(nearly @ w, "field.single") + double.square().sum()  # noqa: E731
+    assert field_jacobian(loss, [double, w]).is_gradient_field
     assert not field_jacobian(lambda: w @ stop_gradient(matrix @ w, "field.single"), w).is_gradient_field
 
 

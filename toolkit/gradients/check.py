@@ -49,8 +49,8 @@ def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) ->
     Raises:
         torch.autograd.gradcheck.GradcheckError: If they differ.
         ValueError: If none of `inputs` requires a gradient.
-        RuntimeError: If the program meets other blocks at a perturbed point than at `inputs`, other values when it runs
-            again, or takes a derivative of `torch.func` inside of a region.
+        RuntimeError: If the program meets other blocks at a perturbed point than at `inputs`, gives other values or
+            derivatives when it runs again, or takes a derivative of `torch.func` inside of a region.
 
     Example:
         >>> x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
@@ -62,7 +62,7 @@ def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) ->
     return torch.autograd.gradcheck(held, held.inputs, **tolerances)
 
 
-def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], *more: Any, **tolerances: Any) -> bool:
+def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) -> bool:
     """Check second derivatives as `gradcheck` does the first, by `torch.autograd.gradgradcheck`.
 
     The values are held at both orders. What moves at second order is a question for `field_jacobian`.
@@ -70,8 +70,7 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], *more: Any, **tol
     Args:
         fn: As for `gradcheck`.
         inputs: As for `gradcheck`.
-        *more: ``grad_outputs`` of `torch.autograd.gradgradcheck`.
-        **tolerances: As for `gradcheck`.
+        **tolerances: As for `gradcheck`, and ``grad_outputs``.
 
     Returns:
         As `gradcheck`.
@@ -87,7 +86,7 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], *more: Any, **tol
         True
     """
     held = _Held(fn, inputs)
-    return torch.autograd.gradgradcheck(held, held.inputs, *more, **tolerances)
+    return torch.autograd.gradgradcheck(held, held.inputs, **tolerances)
 
 
 class _Held:
