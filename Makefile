@@ -13,7 +13,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 .PHONY: help run test report docs bench clean clean-venv
 
 help:
-	@echo 'make run         run every config in configs/ and draw the report'
+	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
 	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
 	@echo 'make report      draw the report again, from the records in results/'
 	@echo 'make docs        build the documentation into docs/_build/'
@@ -23,6 +23,7 @@ help:
 
 run: $(VENV)/installed-run
 	$(BIN)/python -m experiments run configs
+	$(BIN)/python -m experiments zoo
 	$(BIN)/python -m experiments report
 
 report: $(VENV)/installed-run

@@ -1,8 +1,10 @@
 """Settings of the documentation, the directive that lists blocks, and formulas that need no network."""
 
+import contextlib
 import sys
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from docutils import nodes
 from docutils.utils.math import MathError
@@ -11,6 +13,9 @@ from sphinx.application import Sphinx
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 from sphinx.writers.html5 import HTML5Translator
+
+if TYPE_CHECKING:
+    from experiments._zoo import Program
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -60,6 +65,36 @@ class Blocks(SphinxDirective):
         return [nodes.definition_list("", *entries)]
 
 
+class Zoo(SphinxDirective):
+    """Shows the programs of a folder: what each is about, what an audit finds in it, its text."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return a section for each program."""
+        from experiments._zoo import examine, read_programs
+
+        with contextlib.chdir(ROOT):  # places are named as a reader of the repository has them
+            return [self._section(program, examine(program)) for program in read_programs(Path(self.arguments[0]))]
+
+    def _section(self, program: "Program", examined: dict[str, Any]) -> nodes.section:
+        self.env.note_dependency(str(ROOT / program.path))
+        section = nodes.section(ids=[f"zoo-{examined['name'].replace('_', '-')}"])
+        section += nodes.title("", "", *self.parse_inline(examined["title"].rstrip("."))[0])
+        section += nodes.paragraph("", "", *self.parse_inline(examined["story"])[0])
+        found = nodes.bullet_list()
+        for complaint in examined["buggy"]["complaints"]:
+            found += nodes.list_item("", nodes.paragraph(text=complaint))
+        section += [nodes.paragraph(text="What an audit finds in the buggy program, and not in the fixed one:"), found]
+        code = program.source.partition('"""\n\nimport')
+        section += nodes.literal_block("", "import" + code[2].rstrip(), language="python")
+        threads = nodes.paragraph(text="Met in ")
+        for index, source in enumerate(examined["sources"]):
+            threads += [nodes.Text(", " if index else ""), nodes.literal(text=source)]
+        section += threads
+        return section
+
+
 def formula(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
     """Write a formula as MathML, which browsers draw by themselves."""
     block = isinstance(node, nodes.math_block)
@@ -75,4 +110,5 @@ def formula(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
 def setup(app: Sphinx) -> None:
     """Add what is defined here."""
     app.add_directive("blocks", Blocks)
+    app.add_directive("zoo", Zoo)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

@@ -77,18 +77,10 @@ def zoo(folder: Path, results: Path) -> None:
         for complaint in program["buggy"]["complaints"]:
             click.echo(f"    {complaint}")
     write_zoo(results, examined)
-    missed = [program["name"] for program in examined if not program["buggy"]["complaints"]]
-    wronged = [program["name"] for program in examined if program["fixed"]["complaints"]]
-    if missed or wronged:
-        _stop(
-            "\n".join(
-                [
-                    *(f"{name}: no bug was found" for name in missed),
-                    *(f"{name}: the fixed program is blamed" for name in wronged),
-                ]
-            ),
-            1,
-        )
+    wrong = [f"{program['name']}: no bug was found" for program in examined if not program["buggy"]["complaints"]]
+    wrong += [f"{program['name']}: blamed without its bug" for program in examined if program["fixed"]["complaints"]]
+    if wrong:
+        _stop("\n".join(wrong), 1)
     click.echo(f"{len(examined)} bugs found, {len(examined)} fixed programs pass; record in {results}/zoo.json")
 
 

@@ -61,17 +61,15 @@ class Program:
 
     def changed_lines(self) -> dict[str, list[tuple[int, str]]]:
         """Return for each variant the lines that the other does not have, with their numbers in the file."""
-        first = {node.name: node for node in ast.parse(self.source).body if isinstance(node, ast.FunctionDef)}
-        lines = self.source.splitlines()
-        starts = [first[variant].lineno for variant in VARIANTS]
-        bodies = [lines[first[variant].lineno : first[variant].end_lineno] for variant in VARIANTS]
-        changed: dict[str, list[tuple[int, str]]] = {variant: [] for variant in VARIANTS}
-        for tag, *spans in difflib.SequenceMatcher(None, *bodies, autojunk=False).get_opcodes():
+        functions = {node.name: node for node in ast.parse(self.source).body if isinstance(node, ast.FunctionDef)}
+        lines = list(enumerate(self.source.splitlines(), 1))
+        buggy, fixed = (lines[functions[name].lineno : functions[name].end_lineno] for name in VARIANTS)
+        before, after = ([text for _, text in body] for body in (buggy, fixed))
+        changed: dict[str, list[tuple[int, str]]] = {name: [] for name in VARIANTS}
+        for tag, *span in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes():
             if tag != "equal":
-                for variant, body, start, (begin, end) in zip(
-                    VARIANTS, bodies, starts, (spans[:2], spans[2:]), strict=True
-                ):
-                    changed[variant] += [(start + 1 + index, body[index]) for index in range(begin, end)]
+                changed["buggy"] += buggy[span[0] : span[1]]
+                changed["fixed"] += fixed[span[2] : span[3]]
         return changed
 
 
@@ -146,8 +144,7 @@ def examine(program: Program) -> dict[str, Any]:
         variants[variant] = {
             "lines": [{"number": number, "text": text} for number, text in lines[variant]],
             "loss": found.loss,
-            "rows": found.rows()[1:],
-            "notes": found.notes(),
+            "places": [(effect.name, found.kinds[effect.name], effect.verdict) for effect in found.effects],
             "complaints": complaints(found, moves=program.module.MOVES, stays=program.module.STAYS),
         }
     return {
