@@ -150,7 +150,7 @@ def _paths(loss: Callable[[], Tensor], param: Parameter) -> tuple[dict[str, Tens
         named |= dict(module.named_parameters(prefix))
     if isinstance(param, nn.Module):
         known = parts.names_of_leaves()
-        params = {known.get(id(tensor), name): tensor for name, tensor in param.named_parameters()}
+        params: dict[str, Tensor] = {known.get(id(entry), name): entry for name, entry in param.named_parameters()}
     elif isinstance(param, Tensor):
         params = {parts.names_of_leaves().get(id(param), "param"): param}
     elif isinstance(param, str):

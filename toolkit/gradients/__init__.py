@@ -6,9 +6,11 @@ from toolkit.gradients.compare import BlockEffect, Comparison, Difference, compa
 from toolkit.gradients.field import Field, field_jacobian
 from toolkit.gradients.grad import grad
 from toolkit.gradients.graph import Graph, graph
+from toolkit.gradients.lint import AliasWarning, ModeFinding, ModeReport, alias_guard, mode_lint
 from toolkit.gradients.memory import MemoryUse, measure_memory
 
 __all__ = [
+    "AliasWarning",
     "Audit",
     "BlockEffect",
     "Comparison",
@@ -16,6 +18,9 @@ __all__ = [
     "Field",
     "Graph",
     "MemoryUse",
+    "ModeFinding",
+    "ModeReport",
+    "alias_guard",
     "audit",
     "compare",
     "field_jacobian",
@@ -24,4 +29,5 @@ __all__ = [
     "gradgradcheck",
     "graph",
     "measure_memory",
+    "mode_lint",
 ]

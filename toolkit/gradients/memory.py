@@ -71,9 +71,9 @@ class _LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if _has_storage(leaf)}
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if has_storage(leaf)}
         for leaf in tree_leaves(result):
-            if _has_storage(leaf):
+            if has_storage(leaf):
                 self._count(leaf.untyped_storage(), given)
         return result
 
@@ -91,7 +91,8 @@ class _LiveBytes(TorchDispatchMode):
         self.now -= size
 
 
-def _has_storage(leaf: Any) -> bool:
+def has_storage(leaf: Any) -> bool:
+    """Say whether something is a tensor whose memory can be told: strided, and no wrapper of `torch.func`."""
     return (
         isinstance(leaf, Tensor)
         and leaf.layout is torch.strided

@@ -1,0 +1,456 @@
+"""What is wrong with a program whatever its gradient should be: two modes that disagree, a constant that changes.
+
+`mode_lint` compares forward and reverse mode, which are two ways to compute one derivative. `alias_guard` watches the
+memory of blocked values: they share it with what they were made of, so that an optimizer's step can change a constant.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad, grad_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from toolkit.blocks import Site, site_of, watched
+from toolkit.gradients._snapshot import Snapshot, find_parts
+from toolkit.gradients.compare import _without_compiled_code
+from toolkit.gradients.memory import has_storage
+
+__all__ = ["AliasWarning", "ModeFinding", "ModeReport", "alias_guard", "mode_lint"]
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_TOOLKIT = str(Path(__file__).parent.parent) + "/"
+
+
+# --- forward mode against reverse mode ---------------------------------------------------------------------------
+
+_DIRECTIONS = 3  # a disagreement hides from a random direction with probability 0; the others are for bad luck
+
+
+@dataclass(frozen=True)
+class ModeFinding:
+    """One place where forward and reverse mode part.
+
+    Attributes:
+        site: ``file:line:column``, for a decorated function the place of the function; empty if no place explains it.
+        kind: ``"region"``: reverse mode is switched off there, and forward mode is not. ``"hook"``: a hook changes a
+            gradient, and forward mode has no hooks. ``"unknown"``: neither, so that an operation's own two derivatives
+            differ, a `torch.autograd.Function`'s ``backward`` and ``jvp`` say.
+        calls: How often the program came by.
+        difference: How much of the disagreement goes away when both modes do the same there, relative to the size of
+            the products that are compared.
+    """
+
+    site: str
+    kind: str
+    calls: int
+    difference: float
+
+    def __str__(self) -> str:
+        if self.kind == "unknown":
+            return (
+                f"Forward and reverse mode differ by {self.difference:.3g} and no place explains that: a "
+                "torch.autograd.Function may have a `backward` and a `jvp` that are not of the same function."
+            )
+        times = f" ({self.calls} times)" if self.calls > 1 else ""
+        what = {
+            "region": "the recording is switched off, which stops reverse mode and not forward mode; "
+            "`stop_recording` and `stop_gradient` stop both",
+            "hook": "a hook changes the gradient of reverse mode, and forward mode has no hooks; "
+            "a torch.autograd.Function with `backward` and `jvp` changes both",
+        }[self.kind]
+        return f"{self.site}{times}: {what}. The modes differ by {self.difference:.3g} because of it."
+
+
+@dataclass(frozen=True)
+class ModeReport:
+    """What `mode_lint` found; empty, and false, if the modes agree.
+
+    Attributes:
+        findings: In the order of the program.
+    """
+
+    findings: tuple[ModeFinding, ...]
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.findings)) or "Forward and reverse mode agree."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the findings as plain JSON."""
+        return {"findings": [{**vars(finding), "sentence": str(finding)} for finding in self.findings]}
+
+
+def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> ModeReport:
+    """Compare forward and reverse mode of ``fn(*inputs)``, and find the places where they part.
+
+    With the Jacobian J, ``u . (J v)`` by forward mode and ``(u J) . v`` by reverse mode are the same number. Both are
+    taken of one forward pass, for random v and u. `torch.no_grad` and `torch.set_grad_enabled` stop reverse mode and
+    leave forward mode on, so that ``jacfwd`` and ``jacrev`` differ. Where the two numbers differ, the program runs
+    again for every place that may be the reason, with both modes doing the same there: a place that changes the
+    difference is a finding. The program is left as it was found, and compiled functions run in eager mode.
+
+    Args:
+        fn: The function; its result is a tensor, or a tree of lists, tuples and dicts with tensors in it.
+        inputs: One tensor or several. Those of floating point or complex dtype are what is differentiated by; float64
+            sees differences down to 1e-10 of the products' size, float32 down to 1e-5.
+
+    Raises:
+        TypeError: If `inputs` holds something else.
+        ValueError: If no input or no result has a derivative, or if a product is not finite.
+        NotImplementedError: If an operation has no derivative in forward mode.
+        RuntimeError: If a `torch.autograd.Function` has none.
+
+    References:
+        Griewank and Walther, "Evaluating Derivatives", 2nd ed. 2008, section 3.2 (the identity of the products).
+
+    Example:
+        >>> def loss(x):
+        ...     with torch.no_grad():
+        ...         scale = x.exp()
+        ...     return (scale * x).sum()
+        >>> print(mode_lint(loss, torch.ones(3, dtype=torch.float64)))  # doctest: +ELLIPSIS
+        <...>:2:5: the recording is switched off, which stops reverse mode and not forward mode; ...
+        >>> print(mode_lint(torch.sin, torch.ones(3, dtype=torch.float64)))
+        Forward and reverse mode agree.
+    """
+    given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
+    for entry in given:
+        if not isinstance(entry, Tensor):
+            raise TypeError(f"`inputs` should be tensors. Found {type(entry).__name__}.")
+    if not any(_is_smooth(entry) for entry in given):
+        raise ValueError("`inputs` should hold at least one tensor of floating point or complex dtype. Found none.")
+    snapshot = Snapshot(find_parts(fn), {})
+    places: dict[str, _Place] = {}
+
+    def differences(nests: bool, *mended: str) -> tuple[Tensor, Tensor]:
+        watch = _GradMode(mended)
+        with snapshot.set_aside(), _without_compiled_code(), torch.enable_grad():
+            found = [_products(fn, given, seed, nests, watch) for seed in range(_DIRECTIONS)]
+        for key, place in watch.places.items():
+            places.setdefault(key, place)
+        return torch.tensor([a - b for a, b, _ in found]), torch.tensor([scale for _, _, scale in found])
+
+    nests = False
+    try:
+        difference, scale = differences(nests)
+    except RuntimeError as error:
+        if "Nested forward mode" not in str(error):
+            raise
+        nests = True
+        difference, scale = differences(nests)
+    if not scale.isfinite().all():
+        raise ValueError("`fn` should have finite derivatives. Found a product that is not.")
+    eps = max(torch.finfo(entry.dtype).eps for entry in given if _is_smooth(entry))
+    tolerance = eps ** (2 / 3) * scale
+    if (difference.abs() <= tolerance).all():
+        return ModeReport(())
+    findings = []
+    for key, place in list(places.items()):
+        changed = (differences(nests, key)[0] - difference).abs()
+        if (changed > tolerance).any():
+            findings.append(ModeFinding(key, place.kind, place.calls // _DIRECTIONS, (changed / scale).max().item()))
+    rest = differences(nests, *(finding.site for finding in findings))[0].abs()
+    if (rest > tolerance).any():
+        findings.append(ModeFinding("", "unknown", 1, (rest / scale).max().item()))
+    return ModeReport(tuple(findings))
+
+
+def _products(
+    fn: Callable[..., Any], inputs: list[Tensor], seed: int, nests: bool, watch: _GradMode
+) -> tuple[float, float, float]:
+    """Return ``u . (J v)``, ``(u J) . v`` and the size that they are measured against."""
+    generator = torch.Generator().manual_seed(seed)
+    primals = [entry.detach().requires_grad_() for entry in inputs if _is_smooth(entry)]
+    directions = [_random_like(primal, generator) for primal in primals]
+
+    def smooth(*smooth_inputs: Tensor) -> tuple[Tensor, ...]:
+        rest = iter(smooth_inputs)
+        result = fn(*(next(rest) if _is_smooth(entry) else entry for entry in inputs))
+        return tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _is_smooth(leaf))
+
+    with ExitStack() as stack:
+        if nests:  # a derivative of forward mode inside of the program; refuses hooks, and buffers that are updated
+            with watch:
+                pair: Any = torch.func.jvp(smooth, tuple(primals), tuple(directions))
+        else:  # until the reverse pass is done: a checkpoint runs its part again
+            stack.enter_context(forward_ad.dual_level())
+            with watch:
+                results = smooth(*map(forward_ad.make_dual, primals, directions))
+            pair = zip(*map(_unpacked, results), strict=True) if results else ((), ())
+        values, tangents = pair
+        if not values:
+            raise ValueError("`fn` should return a tensor of floating point or complex dtype. Found none.")
+        weights = [_random_like(value, generator) for value in values]
+        gradients = _reverse(values, primals, weights)
+    forward, forward_size = _dot(weights, tangents)
+    reverse, reverse_size = _dot(gradients, directions)
+    return forward, reverse, max(forward_size + reverse_size, torch.finfo(torch.float64).tiny)
+
+
+def _unpacked(value: Tensor) -> tuple[Tensor, Tensor]:
+    primal, tangent = forward_ad.unpack_dual(value)
+    return primal, torch.zeros_like(primal) if tangent is None else tangent
+
+
+def _reverse(values: Sequence[Tensor], primals: list[Tensor], weights: list[Tensor]) -> Sequence[Tensor | None]:
+    recorded = [(value, weight) for value, weight in zip(values, weights, strict=True) if value.requires_grad]
+    if not recorded:
+        return [None] * len(primals)
+    roots, cotangents = zip(*recorded, strict=True)
+    return torch.autograd.grad(roots, primals, cotangents, allow_unused=True)
+
+
+def _dot(left: Sequence[Tensor | None], right: Sequence[Tensor]) -> tuple[float, float]:
+    """Return the real inner product and the product of the norms."""
+    products = squares = others = 0.0
+    for a, b in zip(left, right, strict=True):
+        b = b.detach().to(torch.complex128).reshape(-1)
+        others += b.abs().square().sum().item()
+        if a is not None:
+            a = a.detach().to(torch.complex128).reshape(-1)
+            squares += a.abs().square().sum().item()
+            products += torch.linalg.vecdot(a, b).real.item()
+    return products, math.sqrt(squares * others)
+
+
+def _is_smooth(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    dtype = torch.complex128 if tensor.is_complex() else torch.float64
+    return torch.randn(tensor.shape, dtype=dtype, generator=generator).to(tensor.device, tensor.dtype)
+
+
+@dataclass
+class _Place:
+    kind: str
+    calls: int = 0
+
+
+class _GradMode(TorchFunctionMode):
+    """Notes where reverse mode is switched off or changed, and in one place lets both modes do the same."""
+
+    def __init__(self, mended: Collection[str]) -> None:
+        super().__init__()
+        self.places: dict[str, _Place] = {}
+        self._mended = mended
+        # id -> the context object, so that its id stays its own; what it restores; whether it is the mended place.
+        self._entered: dict[int, tuple[Any, bool | None, bool]] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C._set_grad_enabled:
+            self._switch(args[0], sys._getframe(1))
+        elif func is Tensor.register_hook and self._note("hook", sys._getframe(1)):
+            return func(args[0], lambda _: None)
+        return func(*args, **(kwargs or {}))
+
+    def _switch(self, enabled: bool, frame: FrameType) -> None:
+        """Follow ``with`` statements by their context objects: leaving one restores what was before it."""
+        context, leaving = None, False
+        while frame.f_code.co_filename == grad_mode.__file__ and frame.f_back is not None:
+            context, leaving = frame.f_locals.get("self"), leaving or frame.f_code.co_name == "__exit__"
+            frame = frame.f_back
+        if leaving:
+            _, before, _ = self._entered.pop(id(context), (None, None, False))
+            if before is not None:
+                torch._C._set_fwd_grad_enabled(before)
+        elif id(context) not in self._entered:
+            mended = not enabled and self._note("region", frame)
+            within = enabled and any(outer for _, _, outer in self._entered.values())
+            before = torch._C._is_fwd_grad_enabled() if mended or within else None
+            if mended or within:
+                torch._C._set_fwd_grad_enabled(enabled)
+            self._entered[id(context)] = (context, before, mended)
+
+    def _note(self, kind: str, frame: FrameType) -> bool:
+        key = str(_user_site(frame))
+        place = self.places.setdefault(key, _Place(kind))
+        place.calls += 1
+        return key in self._mended
+
+
+def _user_site(frame: FrameType | None) -> Site:
+    """Return the innermost place outside of torch and this library, for a decorated function that of the function."""
+    inner = frame
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
+        decorated = frame.f_locals.get("func") if frame.f_code.co_name == "decorate_context" else None
+        code = getattr(decorated, "__code__", None)
+        if code is not None and not code.co_filename.startswith((_TORCH, _TOOLKIT)):
+            return Site(code.co_filename, code.co_firstlineno, 1, code.co_qualname)
+        frame = frame.f_back
+    found = frame or inner
+    assert found is not None
+    return site_of(found)
+
+
+# --- constants that change ---------------------------------------------------------------------------------------
+
+
+class AliasWarning(UserWarning):
+    """A value that a block holds constant was changed in memory after the block."""
+
+
+@dataclass
+class _Held:
+    """A constant that a block gave out.
+
+    Attributes:
+        block: The block.
+        site: Where it was put in place.
+        views: The constant, and what was made of it on the same memory, for as long as anything holds them, the graph
+            included.
+        changed: Where and by what its memory was written to since.
+    """
+
+    block: str
+    site: Site
+    views: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    changed: str = ""
+
+    def add(self, view: Tensor) -> None:
+        """Count a tensor as the constant."""
+        self.views[id(view)] = weakref.ref(view)
+
+    def has(self, tensor: Any) -> bool:
+        """Say whether a tensor counts as the constant, by identity."""
+        return id(tensor) in self.views and self.views[id(tensor)]() is tensor
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether something still holds it."""
+        return any(view() is not None for view in self.views.values())
+
+
+@contextmanager
+def alias_guard() -> Iterator[None]:
+    """Warn when a value that a block holds constant changes, because the memory it shares is written to.
+
+    `stop_gradient` copies nothing: its result is its input's memory. If an optimizer's step, ``add_`` or a write
+    through ``.data`` changes that memory, the constant changes with it, and autograd notices only some of it.
+
+    A warning is given when a constant is *used* after its memory was written to, in the forward or in the backward
+    pass, and, at the end of the ``with``, for a constant that was written to and that something still holds. Not for
+    one that nothing uses any more: a step of the optimizer after the backward pass is as it should be. Watched are the
+    results of `stop_gradient`, while eager or compiled functions run as Python. Writes that torch does not make, by
+    numpy on shared memory say, are not seen. Nothing is watched, and nothing slower, outside of the ``with``.
+
+    Warns:
+        AliasWarning: With the block, its place, where the memory was written to, and where it is used. Once per block
+            call.
+
+    Example:
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with warnings.catch_warnings(record=True) as caught, alias_guard():
+        ...     warnings.simplefilter("always")
+        ...     target = stop_gradient(w, "doc.target")
+        ...     with torch.no_grad():
+        ...         _ = w.add_(1)
+        ...     distance = (w - target).norm()  # 0, and not 1.4
+        >>> caught[0].category.__name__
+        'AliasWarning'
+    """
+    memory = _Memory()
+    with _without_compiled_code(), watched(memory.hold), memory:
+        yield
+    memory.finish()
+
+
+class _Memory(TorchDispatchMode):
+    """Sees every operation on memory, of the program, its backward pass and its optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held: dict[int, list[_Held]] = {}
+
+    def hold(self, value: Tensor, block: str, site: Site) -> None:
+        """Watch a constant from now on."""
+        while torch._C._functorch.is_functorch_wrapped_tensor(value):
+            value = torch._C._functorch.get_unwrapped(value)
+        if has_storage(value):
+            held = _Held(block, site)
+            held.add(value)
+            alive = [other for other in self._held.get(_memory_of(value), []) if other.is_alive]
+            self._held[_memory_of(value)] = [*alive, held]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        written = [leaf for leaf in tree_leaves(_written(func, args, kwargs or {})) if has_storage(leaf)]
+        if self._held:
+            for leaf in tree_leaves((args, kwargs)):
+                if has_storage(leaf) and not any(leaf is other for other in written):
+                    self._use(leaf)
+        result = func(*args, **(kwargs or {}))
+        if self._held:
+            for leaf in written:
+                self._write(leaf, func)
+            self._follow(args, result)
+        return result
+
+    def finish(self) -> None:
+        """Warn of the constants that changed and are still held."""
+        for held in [held for group in self._held.values() for held in group]:
+            if held.changed and held.is_alive:
+                _warn(held, "is still held at the end of `alias_guard`", held.site)
+
+    def _use(self, leaf: Tensor) -> None:
+        for held in self._held.get(_memory_of(leaf), []):
+            if held.changed and held.has(leaf):
+                place = _user_site(sys._getframe(1))
+                self._held[_memory_of(leaf)].remove(held)
+                _warn(held, f"is used after that at {place}", place)
+                return
+
+    def _write(self, leaf: Tensor, func: Any) -> None:
+        for held in self._held.get(_memory_of(leaf), []):
+            if not held.changed:
+                held.changed = f"{func._schema.name.removeprefix('aten::')} at {_user_site(sys._getframe(1))}"
+
+    def _follow(self, args: tuple[Any, ...], result: Any) -> None:
+        """Count a view of a constant as the constant."""
+        for leaf in tree_leaves(result):
+            if has_storage(leaf):
+                for held in self._held.get(_memory_of(leaf), []):
+                    if any(held.has(given) for given in tree_leaves(args)):
+                        held.add(leaf)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return what an operation writes to, by its schema."""
+    found = []
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[index] if index < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def _memory_of(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _warn(held: _Held, how: str, place: Site) -> None:
+    message = (
+        f"The value that {held.block!r} holds constant at {held.site} {how}, but its memory was changed by "
+        f"{held.changed}: it is no longer what it was. A clone before the block would keep it."
+    )
+    warnings.warn_explicit(message, AliasWarning, place.file, place.line)
