@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from toolkit import block, compare, is_blocked, stop_gradient, stop_recording
 from toolkit.blocks import opened
 from toolkit.gradients._folding import Call, Node, folded
-from toolkit.gradients._layout import _apart, _crossings, layered
+from toolkit.gradients._gates import GateBoard, reachable_nodes
+from toolkit.gradients._layout import _apart, _crossings, _ordered, layered
 from toolkit.gradients.graph import Graph, graph
 
 TARGET = block("test_graph.target", "The target is a label.")
@@ -143,7 +144,7 @@ def mapped(p):
 def inner_gradient(p):
     """The graph of an inner derivative is another one while its block is open."""
     (slope,) = torch.autograd.grad(
-        (p["v"] * stop_gradient(p["s"] * p["v"], "inner.block")).sum(), p["v"], create_graph=True
+        (p["v"] * stop_gradient(p["s"] * p["v"], "inner.<block>")).sum(), p["v"], create_graph=True
     )
     return (slope * p["w"][0].detach()).sum()
 
@@ -196,6 +197,16 @@ def test_the_verdict_of_a_comparison_agrees() -> None:
     effect = compare(lambda: nested(parameters), parameters).effect(found.blocks)
     cut = sorted(found.reachable("all") - found.reachable())
     assert effect.verdict == f"cuts all paths to [{', '.join(cut)}]"
+
+
+def test_a_gate_in_a_region_is_behind_both() -> None:
+    p, board = _parameters(), GateBoard()
+    with board.forward():
+        value = block_in_a_region(p)
+    board.close_regions(value)
+    for open, expected in [((), False), (["around.block"], False), (["around.block", "around.region"], True)]:
+        nodes = reachable_nodes(value.grad_fn, open)
+        assert any(getattr(node, "variable", None) is p["v"] for node in nodes) == expected
 
 
 def test_without_params_every_leaf_has_the_name_of_the_program() -> None:
@@ -419,6 +430,8 @@ def test_a_region_inside_of_a_module_is_looked_for() -> None:
     boxes = _boxes(graph(lambda: inside(torch.ones(2)).sum()), fold=1)
     assert boxes["module"] == boxes["grey"] == ["inside.net"]
     assert boxes["block"] == ["inside.module"]
+    behind = graph(lambda: (stop_gradient(inside(torch.ones(2)), "behind") * torch.ones(2, requires_grad=True)).sum())
+    assert "inside.module" in [label for _, label, _, _ in _drawn(behind.svg(fold=1))]
 
 
 @pytest.mark.parametrize(("name", "expected"), [("log1p", "log1p"), ("log_softmax", "log_softmax"), ("sum", "sum")])
@@ -450,17 +463,17 @@ def test_a_call_that_raises_is_left() -> None:
 
 
 def test_modules_that_other_threads_call_are_not_mixed_up() -> None:
-    net, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    net, other, last = (nn.Linear(2, 1) for _ in range(3))
 
     def loss() -> Tensor:
-        values = []
+        values = [net(torch.ones(2))]
         thread = threading.Thread(target=lambda: values.append(other(torch.ones(2))))
         thread.start()
         thread.join()
-        return values[0].exp() * net(torch.ones(2))
+        return values[0] * values[1].exp() * last(torch.ones(2))
 
     found = graph(loss)
-    assert _boxes(found)["module"] == ["net"]
+    assert sorted(_boxes(found)["module"]) == ["last", "net"]
     assert {"other.weight", "other.bias"} <= found.reachable()
 
 
@@ -571,7 +584,7 @@ def test_a_wrong_fold_is_refused() -> None:
 def test_blocks_that_a_picture_cannot_show_are_told_about() -> None:
     parameters = _parameters()
     svg = graph(lambda: inner_gradient(parameters)).svg()
-    assert "inner.block: met by a derivative inside of the program" in svg
+    assert "inner.&lt;block&gt;: met by a derivative inside of the program" in svg
     svg = graph(lambda: decides_for_itself(parameters)).svg()
     assert "pierced.region: in part recorded also while it is in place" in svg
 
@@ -701,6 +714,43 @@ def test_a_tangle_that_can_be_undone_is() -> None:
     assert (x[1] < x[2]) == (x[4] < x[3]) == (x[5] < x[6])
     assert x[1] == x[4] == x[5]
     assert x[2] == x[3] == x[6]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sweeps_leave_no_more_crossings_than_they_found(seed: int) -> None:
+    rng = random.Random(seed)
+    layers = [list(range(i, i + 7)) for i in (0, 7, 14)]
+    pairs = {(rng.choice(layers[i]), rng.choice(layers[i + 1])) for i in (0, 1) for _ in range(12)}
+    below = {a: [b for first, b in pairs if first == a] for a, _ in pairs}
+    above = {b: [a for a, second in pairs if second == b] for _, b in pairs}
+    ordered = _ordered(layers, above, below)
+    assert [sorted(layer) for layer in ordered] == layers
+    assert _crossings(ordered, below) <= _crossings(layers, below)
+
+
+def test_a_long_edge_goes_around_the_boxes_that_it_passes() -> None:
+    layout = layered([(40, 20)] * 4, [(0, 1, ("",)), (1, 2, ("",)), (2, 3, ("",)), (0, 3, ("",))])
+    passing = [points for _, ends_at_box, points in layout.routes if not ends_at_box]
+    assert len(passing) == 2
+    for points, box in zip(sorted(passing, key=lambda points: points[-1][1]), (1, 2), strict=True):
+        (x, top), (_, bottom) = points[-2:]
+        assert top < layout.centres[box][1] < bottom
+        assert abs(x - layout.centres[box][0]) > 20
+
+
+def test_a_chain_hangs_straight_beside_a_crowd() -> None:
+    edges = [
+        (0, 1),
+        (0, 2),
+        (1, 3),
+        (3, 4),
+        (4, 5),
+        *((2, box) for box in range(6, 10)),
+        *((6, box) for box in range(10, 14)),
+    ]
+    layout = layered([(60, 20)] * 14, [(*edge, ("",)) for edge in edges])
+    x = [x for x, _ in layout.centres]
+    assert x[3:6] == pytest.approx([x[1]] * 3, abs=0.5)
 
 
 def test_places_are_the_least_squares_answer() -> None:

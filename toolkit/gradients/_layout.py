@@ -179,7 +179,7 @@ def _across(
     both = [[*pulls, *more] for pulls, more in zip(upwards, down, strict=True)]
     for vertex, pulls in enumerate(upwards):
         if len(pulls) == 1 and (len(down[pulls[0][0]]) == 1 or min(vertex, pulls[0][0]) >= n_boxes):
-            both[vertex] = pulls  # a chain hangs straight from its first box
+            both[vertex] = [(pulls[0][0], 1000.0)]  # a chain hangs straight from its first box: a crowd gives way
     for pulls_of, downwards in [(upwards, True), (down, False)] * _SWEEPS + [(both, True)] * 2:
         for index in range(len(layers)) if downwards else reversed(range(len(layers))):
             wanted, weights = [], []

@@ -77,7 +77,7 @@ class Graph:
         found = self._run_again(open)
         if found is None:
             found = frozenset(name for node in self._reached(open) for name in self._nodes[node].parameters)
-        return found & set(self.parameters)
+        return found
 
     def to_dot(self, *, fold: Fold = "auto") -> str:
         """Return the picture as text for Graphviz.
