@@ -90,6 +90,8 @@ class BareBlocks:
     recent: list[str] = field(default_factory=list)
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
+    _recording: int = 0
+    _remembers: bool = True
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @staticmethod
@@ -116,7 +118,7 @@ class BareBlocks:
         """
         if not _one_audit.acquire(blocking=False):
             raise RuntimeError("`audit` should run once at a time in a process. Found another one running.")
-        self._region = None
+        self._region, self._recording, self._remembers = None, 0, torch.is_autocast_cache_enabled()
         try:
             with ExitStack() as stack:
                 for owner, name, make in self._replacements():
@@ -125,6 +127,7 @@ class BareBlocks:
                 stack.enter_context(_Watch(self))
                 yield
         finally:
+            torch.set_autocast_cache_enabled(self._remembers)
             _one_audit.release()
 
     def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -216,7 +219,7 @@ class BareBlocks:
             site = self._site("torch.asarray()", _caller()) if stops else None
             if site is None:
                 return original(input, **kwargs)
-            return stop_at(original(input, **{**kwargs, "requires_grad": None}), site)
+            return stop_at(original(input, **{**kwargs, "requires_grad": carries_gradient(input)}), site)
 
         return asarray
 
@@ -268,13 +271,28 @@ class BareBlocks:
     def _begin(self, context: Any, site: Site | None, kind: str | None) -> bool:
         """Record the region that `context` opens, if it is to become a block; its end finds what it has to end."""
         region = None if site is None else region_at(site)
-        inner = None if region is None else _recorded(region, kind)
+        inner = None if region is None else self._recorded(region, kind)
         context.__dict__.setdefault("_toolkit", []).append((inner, self._region))
         if inner is None:
             return False
+        context.prev = torch._C.is_grad_enabled()  # for an end that comes when nothing is replaced any more
         self._region = _Entered(str(site), next_number())
         inner.__enter__()
         return True
+
+    @contextmanager
+    def _recorded(self, region: AbstractContextManager[None], kind: str | None) -> Iterator[None]:
+        """Record a region as torch would run it, and keep its casts from what autocast remembers for later code."""
+        self._recording += 1
+        with region:
+            if kind != "inference_mode":
+                torch._C._set_fwd_grad_enabled(True)  # it stops reverse mode alone
+            torch.set_autocast_cache_enabled(False)
+            try:
+                yield
+            finally:
+                self._recording -= 1
+                torch.set_autocast_cache_enabled(self._remembers and not self._recording)
 
     def _set_grad_enabled(self, original: Any) -> Any:
         def init(context: Any, mode: bool) -> None:
@@ -344,7 +362,7 @@ class BareBlocks:
         return site
 
     def _note_escape(self, kind: str, frame: FrameType | None) -> None:
-        while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or _passes_on(frame)):
             frame = frame.f_back
         if frame is not None and not _is_machinery(frame.f_code.co_filename) and self._mine():
             self.escapes[Escape(kind, str(site_of(frame)))] = None
@@ -379,7 +397,11 @@ class _Watch(TorchFunctionMode):
             return bare._bound_earlier[func](*args, **kwargs)
         if func in _DERIVATIVES and not kwargs.get("create_graph"):
             bare._note_escape(f"{func.__name__}()", _caller())
-        elif func is torch._C._set_grad_enabled and args == (False,) and (site := bare._site("_set_grad_enabled", _caller())):
+        elif (
+            func is torch._C._set_grad_enabled
+            and args == (False,)
+            and (site := bare._site("_set_grad_enabled", _caller()))
+        ):
             bare.real[str(site)] = _WITHOUT_END
         region = bare._region
         if region is None:
@@ -426,20 +448,6 @@ class _Entered:
         return base.grad_fn._sequence_nr() < self.start
 
 
-@contextmanager
-def _recorded(region: AbstractContextManager[None], kind: str | None) -> Iterator[None]:
-    """Record a region as torch would run it, and keep its casts from what autocast remembers for later code."""
-    remembers = torch.is_autocast_cache_enabled()
-    with region:
-        if kind != "inference_mode":
-            torch._C._set_fwd_grad_enabled(True)  # it stops reverse mode alone
-        torch.set_autocast_cache_enabled(False)
-        try:
-            yield
-        finally:
-            torch.set_autocast_cache_enabled(remembers)
-
-
 def _changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that an operation changes in place."""
     name = getattr(func, "__name__", "")
@@ -475,10 +483,17 @@ def _is_machinery(file: str) -> bool:
 def _caller() -> FrameType:
     """Return the frame that called a replaced attribute, by its name or by one that was bound before."""
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name == "__torch_function__" and _is_machinery(frame.f_code.co_filename):
+    while frame is not None and _passes_on(frame):
         frame = frame.f_back
     assert frame is not None
     return frame
+
+
+def _passes_on(frame: FrameType) -> bool:
+    """Say whether a call only comes through here, on its way through modes and through the names of `torch.ops`."""
+    code = frame.f_code
+    mode = code.co_name == "__torch_function__" and code.co_filename.startswith(_TOOLKIT)
+    return mode or code.co_filename == _TORCH + "_ops.py"
 
 
 def _is_decorating(frame: FrameType) -> bool:
