@@ -7,7 +7,7 @@ from toolkit.gradients.field import Field, field_jacobian
 from toolkit.gradients.grad import grad
 from toolkit.gradients.graph import Graph, graph
 from toolkit.gradients.lint import AliasWarning, ModeFinding, ModeReport, alias_guard, mode_lint
-from toolkit.gradients.memory import MemoryUse, measure_memory
+from toolkit.gradients.memory import Ledger, LedgerEntry, MemoryUse, measure_memory, memory_ledger
 
 __all__ = [
     "AliasWarning",
@@ -17,6 +17,8 @@ __all__ = [
     "Difference",
     "Field",
     "Graph",
+    "Ledger",
+    "LedgerEntry",
     "MemoryUse",
     "ModeFinding",
     "ModeReport",
@@ -29,5 +31,6 @@ __all__ = [
     "gradgradcheck",
     "graph",
     "measure_memory",
+    "memory_ledger",
     "mode_lint",
 ]

@@ -1,22 +1,26 @@
-"""What the autograd graph costs in memory: bytes it keeps alive, and the peak of a training step."""
+"""What the autograd graph costs in memory: bytes it keeps alive, the peak of a step, and what each block saves."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from toolkit.blocks import Site, gated, opened
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
 from toolkit.gradients._snapshot import Snapshot, find_parts
-from toolkit.gradients.compare import checked_loss
+from toolkit.gradients.compare import checked_loss, text_table
 
-__all__ = ["MemoryUse", "measure_memory"]
+__all__ = ["Ledger", "LedgerEntry", "MemoryUse", "measure_memory", "memory_ledger"]
 
 
 @dataclass(frozen=True)
@@ -47,15 +51,203 @@ def measure_memory(loss: Callable[[], Tensor]) -> MemoryUse:
         >>> measure_memory(lambda: (x * stop_gradient(x.exp().exp(), "doc.factor")).sum()).graph  # one factor, the loss
         2056
     """
+    return _measured(loss)
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """What one block costs and saves.
+
+    Attributes:
+        name: The block.
+        form: ``"tensor"`` for `stop_gradient`, ``"region"`` for `stop_recording`, ``"both"``.
+        site: Where it was met first: ``file:line:column``.
+        open: What the program needs with this block removed, and all others in place.
+        as_region: What it would need if a region stood around all that is computed for the block alone. None for a
+            block that is a region already, and where that cannot be told: the block meets tensors of `torch.func`, a
+            part is computed for a derivative inside of the forward pass, or two runs differ.
+    """
+
+    name: str
+    form: Literal["tensor", "region", "both"]
+    site: str
+    open: MemoryUse
+    as_region: MemoryUse | None
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes of one training step, for every block that it meets. Made by `memory_ledger`; ``str`` is a table.
+
+    Attributes:
+        in_place: What the program needs as it is, with every block in place.
+        entries: The blocks, in the order of the program.
+    """
+
+    in_place: MemoryUse
+    entries: tuple[LedgerEntry, ...]
+
+    def __str__(self) -> str:
+        head = f"every block in place: graph {_readable(self.in_place.graph)}, peak {_readable(self.in_place.peak)}"
+        if not self.entries:
+            return f"{head}\nno blocks were met"
+        title = ("block", "form", "graph open", "peak open", "graph as region", "peak as region", "where")
+        return f"{head}\n{text_table([title, *map(_row, self.entries)])}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the bytes as plain JSON."""
+        return {"in_place": asdict(self.in_place), "entries": [asdict(entry) for entry in self.entries]}
+
+
+def memory_ledger(loss: Callable[[], Tensor]) -> Ledger:
+    """Measure what a training step needs in bytes, with every block in place and with each one removed.
+
+    A block that stops a tensor frees what was recorded for it, but only afterwards: the peak is that of no block. A
+    region records nothing, so that it saves the peak as well. The ledger has both, and for each `stop_gradient` what a
+    `stop_recording` in its place would need. That is measured as well, by a run in which the part of the graph that
+    leads to blocks and nowhere else keeps no tensor. The program runs up to twice per block, and is left as it was
+    found.
+
+    Raises:
+        TypeError: If `loss` does not return a tensor.
+        ValueError: If the loss is not a real scalar, is not a number or has no gradient.
+
+    Example:
+        >>> x = torch.ones(256, dtype=torch.float64, requires_grad=True)
+        >>> ledger = memory_ledger(lambda: (x * stop_gradient(x.exp().exp().exp(), "doc.factor")).sum())
+        >>> (entry,) = ledger.entries
+        >>> ledger.in_place, entry.as_region  # three factors at once, or two
+        (MemoryUse(graph=2056, peak=6144), MemoryUse(graph=2056, peak=4112))
+    """
+    roll = _Roll()
+    parts = find_parts(loss)
+    with Snapshot(parts, {}).set_aside(), torch.enable_grad():
+        roll.start = _next_number()
+        with gated(roll):
+            value = checked_loss(loss())
+        roll.end = _next_number()
+        needed = set(reachable_nodes(value.grad_fn, EVERY_BLOCK))
+    alone = {name: _numbers_alone(met, needed, roll.start) for name, met in roll.met.items()}
+    length = roll.end - roll.start
+    forms = {name: (met.form, str(met.site)) for name, met in roll.met.items()}
+    del value, needed, roll  # a graph that is alive is not counted, but its memory is
+    entries = []
+    for name, (form, site) in forms.items():
+        with opened(name):
+            open = _measured(loss)
+        entries.append(LedgerEntry(name, form, site, open, _as_region(loss, alone[name], length)))
+    return Ledger(_measured(loss), tuple(entries))
+
+
+def _measured(loss: Callable[[], Tensor], around: AbstractContextManager[Any] | None = None) -> MemoryUse:
     parts = find_parts(loss)
     live = _LiveBytes()
-    with Snapshot(parts, {}).set_aside(), torch.enable_grad(), live:
+    with Snapshot(parts, {}).set_aside(), torch.enable_grad(), live, around or nullcontext():
         value = checked_loss(loss())
         graph = live.now
         nodes = reachable_nodes(value.grad_fn, EVERY_BLOCK)
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
         torch.autograd.grad(value, leaves, allow_unused=True)
     return MemoryUse(graph=graph, peak=live.peak)
+
+
+# --- what a region would save ------------------------------------------------------------------------------------
+
+_next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+@dataclass
+class _Met:
+    form: Literal["tensor", "region", "both"]
+    site: Site
+    sources: list[Any] = field(default_factory=list)
+    is_plain: bool = True
+
+
+@dataclass
+class _Roll:
+    """Stands in the place of every block, blocks as it does, and notes which there are and what leads to them."""
+
+    met: dict[str, _Met] = field(default_factory=dict)
+    start: int = 0
+    end: int = 0
+
+    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
+        """Stop a tensor, and keep the node that it comes from."""
+        met = self._meet(name, "tensor", site)
+        if torch._C._functorch.is_functorch_wrapped_tensor(input):
+            met.is_plain = False
+        elif input.grad_fn is not None:
+            met.sources.append(input.grad_fn)
+        return input.detach()
+
+    @contextmanager
+    def region(self, name: str, site: Site) -> Iterator[None]:
+        """Compute a region as a constant."""
+        self._meet(name, "region", site)
+        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+            yield
+
+    def _meet(self, name: str, form: Literal["tensor", "region"], site: Site) -> _Met:
+        met = self.met.setdefault(name, _Met(form, site))
+        if met.form != form:
+            met.form = "both"
+        return met
+
+
+def _numbers_alone(met: _Met, needed: set[Any], start: int) -> frozenset[int] | None:
+    """Return the numbers, since the start, of the nodes that lead to a block and nowhere else; None if nobody can."""
+    if met.form == "region" or not met.is_plain:
+        return None
+    nodes = {node for source in met.sources for node in reachable_nodes(source, EVERY_BLOCK)} - needed
+    return frozenset(node._sequence_nr() - start for node in nodes)
+
+
+class _Needed(Exception):
+    """A tensor was asked for that a region would not have kept."""
+
+
+def _as_region(loss: Callable[[], Tensor], alone: frozenset[int] | None, length: int) -> MemoryUse | None:
+    """Measure a run in which these nodes keep nothing."""
+    if alone is None:
+        return None
+    start = _next_number()
+
+    def keep(tensor: Tensor) -> Tensor | None:
+        # A node gets its number before it saves its tensors. The view is not the tensor itself, which could hold it.
+        return None if _next_number() - 1 - start in alone else tensor.detach()
+
+    def give(kept: Tensor | None) -> Tensor:
+        if kept is None:
+            raise _Needed
+        return kept
+
+    def counted() -> Tensor:
+        value = loss()
+        if _next_number() - start != length:
+            raise _Needed
+        return value
+
+    try:
+        return _measured(counted, saved_tensors_hooks(keep, give))
+    except _Needed:
+        return None
+
+
+def _row(entry: LedgerEntry) -> tuple[str, ...]:
+    region = ("", "") if entry.as_region is None else (entry.as_region.graph, entry.as_region.peak)
+    sizes = (entry.open.graph, entry.open.peak, *region)
+    return (entry.name, entry.form, *(size if size == "" else _readable(size) for size in sizes), entry.site)
+
+
+def _readable(size: int) -> str:
+    scaled, units = float(size), ["bytes", "KiB", "MiB", "GiB", "TiB"]
+    while scaled >= 1024 and len(units) > 1:
+        scaled, units = scaled / 1024, units[1:]
+    return f"{scaled:.4g} {units[0]}"
+
+
+# --- counting ----------------------------------------------------------------------------------------------------
 
 
 class _LiveBytes(TorchDispatchMode):
