@@ -1043,3 +1043,20 @@ def test_fx_traces_trees() -> None:
 
 def test_a_graph_without_blocks_has_none() -> None:
     assert traced_blocks(torch.fx.symbolic_trace(lambda x: x * 2)) == {}
+
+
+@pytest.mark.parametrize("view", [lambda v: v[0], lambda v: v.view(3) * 2, lambda v: v.unbind()[1]])
+def test_a_view_made_in_a_region_has_no_tangent(view: Callable[[Tensor], Tensor]) -> None:
+    point = torch.tensor([2.0, 3.0, 5.0], dtype=torch.float64)
+
+    def function(v: Tensor) -> Tensor:
+        with stop_recording("regions.view"):
+            held = view(v)
+        return held * v
+
+    expected = torch.diag(view(point).expand(3))
+    assert torch.equal(torch.func.jacfwd(function)(point), expected)
+    assert torch.equal(torch.func.jacrev(function)(point), expected)
+    with unblock("regions.view"):
+        assert torch.equal(torch.func.jacfwd(function)(point), torch.func.jacrev(function)(point))
+        assert not torch.equal(torch.func.jacfwd(function)(point), expected)

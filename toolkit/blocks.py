@@ -35,6 +35,8 @@ import torch.fx
 from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 __all__ = [
     "Block",
@@ -255,7 +257,7 @@ def stop_recording(name: Block | str) -> Iterator[None]:
         with state.gates.region(key, _caller()):
             yield
     else:
-        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        with torch.no_grad(), without_tangents():
             yield
 
 
@@ -373,6 +375,23 @@ def ordinary_tensors() -> Iterator[None]:
             yield
     else:
         yield
+
+
+@contextmanager
+def without_tangents() -> Iterator[None]:
+    """Switch forward mode off. Views keep their tangents even then, so theirs are dropped one by one."""
+    dropped = _DropTangents() if forward_ad._current_level >= 0 else nullcontext()
+    with forward_ad._set_fwd_grad_enabled(False), dropped:
+        yield
+
+
+class _DropTangents(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        with forward_ad._set_fwd_grad_enabled(True):  # without forward mode `detach` is a view like any other
+            return tree_map_only(Tensor, lambda tensor: tensor.detach() if carries_gradient(tensor) else tensor, result)
 
 
 def variable(input: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, alias, carries_gradient, gated
+from toolkit.blocks import Site, alias, carries_gradient, gated, without_tangents
 
 __all__ = ["EVERY_BLOCK", "GateBoard", "Meeting", "gate_of", "next_number", "reachable_nodes", "regions_of"]
 
@@ -124,7 +124,7 @@ class GateBoard:
         region = _Region(name, next_number())
         self._regions.append(region)
         try:
-            with forward_ad._set_fwd_grad_enabled(False):
+            with without_tangents():
                 yield
         finally:
             region.end = next_number()
