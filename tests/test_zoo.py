@@ -2,6 +2,7 @@
 
 import ast
 import html
+import inspect
 import json
 import re
 import subprocess
@@ -16,7 +17,8 @@ from experiments.__main__ import main
 from experiments._report import write_report
 from experiments._results import read_zoo, write_zoo
 from experiments._zoo import complaints, examine, read_programs
-from toolkit import audit
+from toolkit import audit, stop_gradient
+from toolkit.gradients.lint import AliasWarning, alias_guard, mode_lint
 from toolkit.testing import assert_blocked, assert_flows
 
 ROOT = Path(__file__).parent.parent
@@ -303,6 +305,32 @@ def test_needless_block_is_needless():
     assert all(torch.equal(found.blocked[key], fixed.blocked[key]) for key in found.blocked)
 
 
+# --- other lints find them as well -------------------------------------------------------------------------------
+
+
+def test_the_mode_lint_names_the_same_place():
+    for variant in ("buggy", "fixed"):
+        torch.manual_seed(0)
+        penalty, networks = getattr(PROGRAMS["forward_mode"].module, variant)()
+        held = inspect.getclosurevars(penalty).nonlocals
+        report = mode_lint(held["normalised"], held["x"])
+        assert [finding.site for finding in report.findings] == audit(penalty, networks).one_mode
+        assert len(report) == (variant == "buggy")
+
+
+def test_the_alias_guard_sees_the_step_once_the_constant_has_a_name():
+    """The program with `stop_gradient` in the place of `detach`."""
+    source = PROGRAMS["shared_memory"].source.replace("parameter.detach()", "stop_gradient(parameter, 'zoo.old')")
+    names = {"stop_gradient": stop_gradient}
+    exec(source, names)
+    with alias_guard():
+        penalty, _ = names["buggy"]()
+        with pytest.warns(AliasWarning, match=r"zoo\.old"):
+            penalty()
+        penalty, _ = names["fixed"]()
+        penalty()  # a warning would be an error
+
+
 # --- what is complained about ------------------------------------------------------------------------------------
 
 
@@ -314,6 +342,15 @@ def test_complaints_name_networks_and_places():
         f"The loss does not move generator.weight, generator.bias: cut by detach() at {site}.",
     ]
     assert complaints(found, moves=["discriminator"], stays=["generator"]) == []
+
+
+def test_a_derivative_inside_of_a_program_is_no_complaint_and_a_number_is():
+    found = PROGRAMS["needless_block"].audit("fixed")
+    assert [escape.kind for escape in found.escapes] == ["grad()"]
+    assert complaints(found, moves=[], stays=[]) == []
+    found = PROGRAMS["loss_without_effect"].audit("buggy")
+    assert [escape.kind for escape in found.escapes] == ["item()"]
+    assert len(complaints(found, moves=[], stays=[])) == 1
 
 
 def test_an_audit_that_is_not_valid_is_a_complaint():
