@@ -656,7 +656,7 @@ def test_opening_a_place_is_writing_the_program_without_it(name, tmp_path):
     effects = {tuple(map(int, effect.site.rsplit(":", 2)[1:])): effect for effect in found.effects if _is_in(effect)}
     for line, words in listed.items():
         assert any(f"program.py:{line}:" in note and words in note for note in found.notes()), found.notes()
-    assert {line: sum(at == line for at, _ in effects) for line in opened} == opened
+    assert {line: sum(at == line for at, _ in effects) for line in opened} == opened, found.notes()
     assert {line for line, _ in effects} <= opened.keys() | listed.keys()
 
     if not any(words in text for words in ("fast path", "lerp_", "old.data")):  # other bits; changes its parameters

@@ -96,8 +96,8 @@ class Gates(Protocol):
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
         """Return `input` behind a gate that decides at backward time."""
 
-    def region(self, name: str, site: Site) -> AbstractContextManager[None]:
-        """Return the context in which the body of a `stop_recording` runs."""
+    def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None]:
+        """Return the context in which a body runs that is stopped in reverse mode, and perhaps in forward mode too."""
 
 
 # Told of each tensor that `stop_gradient` gives out as a constant: the block, and where it was put in place.
@@ -254,7 +254,7 @@ def stop_recording(name: Block | str) -> Iterator[None]:
             _mark_reached(state, key)
         yield
     elif state.gates is not None:
-        with state.gates.region(key, _caller()):
+        with state.gates.region(key, _caller(), both_modes=True):
             yield
     else:
         with torch.no_grad(), without_tangents():
@@ -463,13 +463,13 @@ def stop_at(input: Tensor, site: Site) -> Tensor:
     return input.detach() if state.gates is None else state.gates.tensor(input, key, site)
 
 
-def region_at(site: Site) -> AbstractContextManager[None] | None:
+def region_at(site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
     """Return the context of a region that does not call `stop_recording`; None while it is plainly blocked."""
     state, key = _state.get(), str(site)
     if key in state.open:
         _mark_reached(state, key)
         return nullcontext()
-    return None if state.gates is None else state.gates.region(key, site)
+    return None if state.gates is None else state.gates.region(key, site, both_modes=both_modes)
 
 
 def site_of(frame: FrameType) -> Site:

@@ -270,8 +270,9 @@ class BareBlocks:
 
     def _begin(self, context: Any, site: Site | None, kind: str | None) -> bool:
         """Record the region that `context` opens, if it is to become a block; its end finds what it has to end."""
-        region = None if site is None else region_at(site)
-        inner = None if region is None else self._recorded(region, kind)
+        # `torch.no_grad` and `torch.set_grad_enabled` leave forward mode on.
+        region = None if site is None else region_at(site, both_modes=kind == "inference_mode")
+        inner = None if region is None else self._recorded(region)
         context.__dict__.setdefault("_toolkit", []).append((inner, self._region))
         if inner is None:
             return False
@@ -281,12 +282,10 @@ class BareBlocks:
         return True
 
     @contextmanager
-    def _recorded(self, region: AbstractContextManager[None], kind: str | None) -> Iterator[None]:
-        """Record a region as torch would run it, and keep its casts from what autocast remembers for later code."""
+    def _recorded(self, region: AbstractContextManager[None]) -> Iterator[None]:
+        """Record a region, and keep its casts from what autocast remembers for later code."""
         self._recording += 1
         with region:
-            if kind != "inference_mode":
-                torch._C._set_fwd_grad_enabled(True)  # it stops reverse mode alone
             torch.set_autocast_cache_enabled(False)
             try:
                 yield
@@ -407,9 +406,9 @@ class _Watch(TorchFunctionMode):
         if region is None:
             return func(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode":
-            if any(map(_has_tangent, leaves)):
-                bare.one_mode[region.site] = None
+        one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"
+        if one_mode and any(map(_has_tangent, leaves)):
+            bare.one_mode[region.site] = None
         targets = _changed(func, args, kwargs)
         if any(region.is_younger_than(target) for target in targets):
             bare.partly[region.site] = "in-place changes inside of it to older tensors stay blocked"

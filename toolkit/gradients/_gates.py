@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,7 +111,7 @@ class GateBoard:
         return super(torch.autograd.Function, _Gate).apply(input, self, name)  # type: ignore[no-any-return, no-untyped-call]
 
     @contextmanager
-    def region(self, name: str, site: Site) -> Iterator[None]:
+    def region(self, name: str, site: Site, *, both_modes: bool) -> Iterator[None]:
         """Record a region, and which numbers autograd gave to its nodes."""
         if not self._in_forward:  # a checkpoint computes it again, for its values: the nodes are the first ones
             yield
@@ -124,7 +124,7 @@ class GateBoard:
         region = _Region(name, next_number())
         self._regions.append(region)
         try:
-            with without_tangents():
+            with without_tangents() if both_modes else nullcontext():
                 yield
         finally:
             region.end = next_number()

@@ -150,7 +150,7 @@ class _Tape:
         """Return a constant that has the value of `input` at the recorded point."""
         return self.held(input, name)
 
-    def region(self, name: str, site: Site) -> AbstractContextManager[None]:
+    def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None]:
         """Return a context in which every result is a constant that has its value at the recorded point."""
         return self._region(name)
 

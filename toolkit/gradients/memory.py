@@ -182,7 +182,7 @@ class _Roll:
         return input.detach()
 
     @contextmanager
-    def region(self, name: str, site: Site) -> Iterator[None]:
+    def region(self, name: str, site: Site, *, both_modes: bool) -> Iterator[None]:
         """Compute a region as a constant."""
         self._meet(name, "region", site)
         with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
