@@ -289,6 +289,17 @@ def test_wrong_branch_and_checkpoint_leave_networks_as_they_were():
         assert all(gradient.ne(0).any() for gradient in _blocked(fixed, network))
 
 
+def test_wrong_branch_moves_towards_a_constant():
+    for variant, found in zip(("buggy", "fixed"), _audits("wrong_branch"), strict=True):
+        networks, view, other_view = _setup("wrong_branch")
+        z, p = networks["encoder"](other_view), networks["predictor"](networks["encoder"](view))
+        constant = (p if variant == "buggy" else z).detach()
+        loss = -torch.nn.functional.cosine_similarity(constant, z if variant == "buggy" else p).mean()
+        gradients = torch.autograd.grad(loss, list(networks["encoder"].parameters()))
+        for gradient, expected in zip(_blocked(found, "encoder"), gradients, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-15)
+
+
 def test_loss_without_effect_has_the_gradient_of_the_other_term():
     found, fixed = _audits("loss_without_effect")
     networks, x = _setup("loss_without_effect")
@@ -363,6 +374,15 @@ def test_an_audit_that_is_not_valid_is_a_complaint():
 
     (complaint,) = complaints(audit(loss, {"w": w}), moves=[], stays=[])
     assert complaint == "The audit is not valid: the program is not deterministic: two plain runs differ."
+
+
+def test_an_audit_draws_the_same_numbers_and_leaves_the_generator_alone():
+    first = PROGRAMS["forgotten_block"].audit("buggy")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    assert PROGRAMS["forgotten_block"].audit("buggy").loss == first.loss
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_lines_that_differ_have_their_numbers():
