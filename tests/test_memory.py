@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -293,6 +294,20 @@ def test_second_derivatives_are_as_they_were() -> None:
     assert torch.equal(as_region, in_place)
     assert torch.equal(rolled, in_place)
     assert not torch.equal(opened, in_place)
+
+
+def test_one_run_is_in_memory_at_a_time() -> None:
+    x = torch.linspace(0, 1, 10, dtype=torch.float64, requires_grad=True)
+    saved: list[weakref.ref] = []
+
+    def loss() -> Tensor:
+        assert not any(tensor() is not None for tensor in saved)
+        y = x.exp()
+        saved.append(weakref.ref(y))
+        return (y.sin() * stop_gradient(x.exp().exp(), "memory.run")).sum()
+
+    assert _entry(loss).form == "tensor"
+    assert len(saved) == 4
 
 
 def test_ledger_of_a_program_without_blocks() -> None:
