@@ -90,6 +90,12 @@ def a_step_of_power_iteration(x):
     return matrix / (u @ matrix @ u)
 
 
+def only_a_view(x):
+    with torch.no_grad():  # view
+        c = x.view(3, 1)[:, 0]
+    return c * x
+
+
 DISAGREE = {
     "context": context,
     "decorator": decorator,
@@ -98,6 +104,7 @@ DISAGREE = {
     "hook": hook,
     "inside": inside_a_region_that_records,
     "nested": in_a_function_that_takes_its_own_derivative,
+    "view": only_a_view,
     "power": a_step_of_power_iteration,
 }
 
@@ -206,6 +213,21 @@ def test_every_place_is_found_and_no_other() -> None:
     assert (int(loop.site.split(":")[-2]), loop.calls) == (_line("loop"), 2)
     assert (int(last.site.split(":")[-2]), last.calls) == (_line("last"), 1)
     assert "(2 times)" in str(loop)
+
+
+def a_region_of_torch_inside_of_a_block(x):
+    with torch.no_grad():  # outside
+        c = x.exp()
+    with stop_recording("lint.outer"):
+        with torch.no_grad():
+            d = x.sin()
+        d = d * x.cos()
+    return c * d * x
+
+
+def test_what_a_block_stops_already_is_no_place() -> None:
+    (finding,) = mode_lint(a_region_of_torch_inside_of_a_block, _x()).findings
+    assert int(finding.site.split(":")[-2]) == _line("outside")
 
 
 class _TwoDerivatives(torch.autograd.Function):

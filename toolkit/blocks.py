@@ -389,9 +389,13 @@ class _DropTangents(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        with forward_ad._set_fwd_grad_enabled(True):  # without forward mode `detach` is a view like any other
-            return tree_map_only(Tensor, lambda tensor: tensor.detach() if carries_gradient(tensor) else tensor, result)
+        return constants(func(*args, **(kwargs or {})))
+
+
+def constants(result: Any) -> Any:
+    """Return what an operation gave back, without its gradients and tangents."""
+    with forward_ad._set_fwd_grad_enabled(True):  # without forward mode `detach` is a view like any other
+        return tree_map_only(Tensor, lambda tensor: tensor.detach() if carries_gradient(tensor) else tensor, result)
 
 
 def variable(input: Tensor) -> Tensor:

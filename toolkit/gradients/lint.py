@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, site_of, watched
+from toolkit.blocks import Site, constants, site_of, watched
 from toolkit.gradients._snapshot import Snapshot, find_parts
 from toolkit.gradients.compare import _without_compiled_code
 from toolkit.gradients.memory import has_storage
@@ -252,7 +252,8 @@ class _GradMode(TorchFunctionMode):
         self.places: dict[str, _Place] = {}
         self._mended = mended
         # id -> the context object, so that its id stays its own; what it restores; whether it is the mended place.
-        self._entered: dict[int, tuple[Any, bool | None, bool]] = {}
+        self._entered: dict[int, tuple[Any, tuple[bool, bool] | None, bool]] = {}
+        self._stopped = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -261,7 +262,15 @@ class _GradMode(TorchFunctionMode):
             self._switch(args[0], sys._getframe(1))
         elif func is Tensor.register_hook and self._note("hook", sys._getframe(1)):
             return func(args[0], lambda _: None)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        return constants(result) if self._stopped else result  # views keep their tangents without forward mode
+
+    def _stop(self, stopped: bool, enabled: bool) -> tuple[bool, bool]:
+        """Stop forward mode, or let it go on, and return what `_stop` takes to take that back."""
+        before = self._stopped, torch._C._is_fwd_grad_enabled()
+        self._stopped = stopped
+        torch._C._set_fwd_grad_enabled(enabled)
+        return before
 
     def _switch(self, enabled: bool, frame: FrameType) -> None:
         """Follow ``with`` statements by their context objects: leaving one restores what was before it."""
@@ -272,13 +281,11 @@ class _GradMode(TorchFunctionMode):
         if leaving:
             _, before, _ = self._entered.pop(id(context), (None, None, False))
             if before is not None:
-                torch._C._set_fwd_grad_enabled(before)
+                self._stop(*before)
         elif id(context) not in self._entered:
             mended = not enabled and self._note("region", frame)
             within = enabled and any(outer for _, _, outer in self._entered.values())
-            before = torch._C._is_fwd_grad_enabled() if mended or within else None
-            if mended or within:
-                torch._C._set_fwd_grad_enabled(enabled)
+            before = self._stop(not enabled, enabled) if mended or within else None
             self._entered[id(context)] = (context, before, mended)
 
     def _note(self, kind: str, frame: FrameType) -> bool:

@@ -9,13 +9,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, gated, opened
+from toolkit.blocks import Site, gated, opened, without_tangents
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
 from toolkit.gradients._snapshot import Snapshot, find_parts
 from toolkit.gradients.compare import checked_loss, text_table
@@ -185,7 +184,7 @@ class _Roll:
     def region(self, name: str, site: Site, *, both_modes: bool) -> Iterator[None]:
         """Compute a region as a constant."""
         self._meet(name, "region", site)
-        with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False):
+        with torch.no_grad(), without_tangents():
             yield
 
     def _meet(self, name: str, form: Literal["tensor", "region"], site: Site) -> _Met:
