@@ -200,7 +200,7 @@ def test_a_detach_inside_of_torch_is_found():
     found = audit(loss, layer)
     assert found.valid
     (effect,) = found.effects
-    assert effect.site.startswith("functional.py:")
+    assert "functional.py:" in effect.site
     assert effect.ratio < 1e-12  # opened, the straight-through estimator passes nothing
 
 

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
@@ -184,6 +183,8 @@ class Field:
             raise ValueError(f"`k` should be between 1 and {self.size}. Found {k}.")
         if k >= self.size - 1:
             return self.eigenvalues[:k]
+        import scipy.sparse.linalg  # a third of a second that only this takes
+
         find, which = (scipy.sparse.linalg.eigsh, "LA") if self.is_gradient_field else (scipy.sparse.linalg.eigs, "LR")
         start = np.random.default_rng(0).standard_normal(self.size)
         found = find(self._operator, k, which=which, v0=start, tol=self._precision, return_eigenvectors=False)
@@ -266,6 +267,8 @@ class Field:
             )
 
         shape = (self.size, self.size)
+        import scipy.sparse.linalg
+
         return scipy.sparse.linalg.LinearOperator(shape, product(self.jvp), product(self.vjp), dtype=np.float64)
 
 
