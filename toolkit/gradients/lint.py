@@ -253,7 +253,7 @@ class _GradMode(TorchFunctionMode):
         self._mended = mended
         # id -> the context object, so that its id stays its own; what it restores; whether it is the mended place.
         self._entered: dict[int, tuple[Any, tuple[bool, bool] | None, bool]] = {}
-        self._stopped = False
+        self._dropping = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -263,29 +263,31 @@ class _GradMode(TorchFunctionMode):
         elif func is Tensor.register_hook and self._note("hook", sys._getframe(1)):
             return func(args[0], lambda _: None)
         result = func(*args, **(kwargs or {}))
-        return constants(result) if self._stopped else result  # views keep their tangents without forward mode
+        return constants(result) if self._dropping else result  # views keep their tangents without forward mode
 
-    def _stop(self, stopped: bool, enabled: bool) -> tuple[bool, bool]:
-        """Stop forward mode, or let it go on, and return what `_stop` takes to take that back."""
-        before = self._stopped, torch._C._is_fwd_grad_enabled()
-        self._stopped = stopped
+    def _forward(self, dropping: bool, enabled: bool) -> tuple[bool, bool]:
+        """Drop tangents or not, switch forward mode off or on, and return how both were."""
+        before = self._dropping, torch._C._is_fwd_grad_enabled()
+        self._dropping = dropping
         torch._C._set_fwd_grad_enabled(enabled)
         return before
 
     def _switch(self, enabled: bool, frame: FrameType) -> None:
         """Follow ``with`` statements by their context objects: leaving one restores what was before it."""
         context, leaving = None, False
+        while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of other modes
+            frame = frame.f_back
         while frame.f_code.co_filename == grad_mode.__file__ and frame.f_back is not None:
             context, leaving = frame.f_locals.get("self"), leaving or frame.f_code.co_name == "__exit__"
             frame = frame.f_back
         if leaving:
             _, before, _ = self._entered.pop(id(context), (None, None, False))
             if before is not None:
-                self._stop(*before)
+                self._forward(*before)
         elif id(context) not in self._entered:
             mended = not enabled and self._note("region", frame)
             within = enabled and any(outer for _, _, outer in self._entered.values())
-            before = self._stop(not enabled, enabled) if mended or within else None
+            before = self._forward(not enabled, enabled) if mended or within else None
             self._entered[id(context)] = (context, before, mended)
 
     def _note(self, kind: str, frame: FrameType) -> bool:
