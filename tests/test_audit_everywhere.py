@@ -556,6 +556,14 @@ PROGRAMS = {
                 held = norm(A(y))
             return (norm(A(x)) * held).sum()
     """,
+    "one-culprit": """
+        def loss():
+            a, b = A(x), B(x)
+            held = a.exp().detach()  # listed: modified by an inplace operation
+            held.clamp_(max=1.0)
+            b = b * b.sin().detach()  # opened
+            return (a * held * b.exp().detach()).sum()  # opened
+    """,
     "older-value-in-place": """
         def loss():
             a, b = A(x), A(x).exp() * 1

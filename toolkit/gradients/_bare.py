@@ -76,6 +76,7 @@ class BareBlocks:
 
     Attributes:
         kinds: Place -> what stops the gradient there, in the order of the program.
+        sites: Place -> its file, line, column and function; of escapes as well.
         real: Place -> why it keeps its original meaning.
         escapes: Places where a value leaves the graph.
         partly: Place of a region -> what in it stays as it is while it is open.
@@ -83,6 +84,7 @@ class BareBlocks:
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
+    sites: dict[str, Site] = field(default_factory=dict)
     real: dict[str, str] = field(default_factory=dict)
     escapes: dict[Escape, None] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
@@ -355,6 +357,7 @@ class BareBlocks:
             site = site_of(frame)
         key = str(site)
         self.kinds.setdefault(key, kind)
+        self.sites.setdefault(key, site)
         if key in self.real:
             return None
         self.recent.append(key)
@@ -364,7 +367,9 @@ class BareBlocks:
         while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or _passes_on(frame)):
             frame = frame.f_back
         if frame is not None and not _is_machinery(frame.f_code.co_filename) and self._mine():
-            self.escapes[Escape(kind, str(site_of(frame)))] = None
+            site = site_of(frame)
+            self.sites.setdefault(str(site), site)
+            self.escapes[Escape(kind, str(site))] = None
 
     def _note_blind_checkpoint(self, frame: FrameType) -> None:
         """Note a reentrant checkpoint that records nothing, because no input of it carries a gradient."""

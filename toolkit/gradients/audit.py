@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from toolkit.blocks import Site
 from toolkit.gradients._bare import BareBlocks, Escape
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
 from toolkit.gradients.compare import BlockEffect, Comparison, Parameters, html_table, text_table
+from toolkit.gradients.graph import Graph, graph
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,6 +56,8 @@ class Audit:
         kinds: Place -> what stops the gradient there.
         unopened: Places that had to keep stopping the gradient, and why.
         escapes: Places where a value leaves the graph for good (``.item()``, ``.numpy()``): nothing can be opened.
+        sites: Place -> its file, line, column and function; also of what could not be opened.
+        remarks: What else a reader should know.
         one_mode: Places that stop reverse mode alone, although a forward-mode derivative comes by: `torch.no_grad`.
     """
 
@@ -65,6 +69,8 @@ class Audit:
     kinds: dict[str, str]
     unopened: list[Unopened]
     escapes: list[Escape]
+    sites: dict[str, Site]
+    remarks: list[str]
     one_mode: list[str]
 
     def __init__(self, loss: Callable[[], Tensor], params: Parameters) -> None:
@@ -79,13 +85,13 @@ class Audit:
         elif self.reason and _found_what_cannot_be_recorded(loss, params, parts, bare, (plain_loss, plain)):
             self.reason = ""
             self._comparison, self._left = _compare_with_retries(loss, params, parts, bare)
-        self._remarks: list[str] = []
+        self.remarks = []
         if self.reason and torch.backends.mha.get_fastpath_enabled():
             with _without_fast_path():
                 slow_loss, slow = _plain_run(loss, parts, self._comparison.parameters)
             if not _mismatch(self._comparison, slow_loss, slow):
                 plain_loss, plain, self.reason = slow_loss, slow, ""
-                self._remarks = ["attention takes its fast path in a plain run, which is left out here: other rounding"]
+                self.remarks = ["attention takes its fast path in a plain run, which is left out here: other rounding"]
         self.valid = not self.reason
         self.loss, self.blocked, self.effects = plain_loss, plain, self._comparison.effects
         self.kinds = {**{effect.name: "stop_gradient" for effect in self.effects}, **bare.kinds}
@@ -96,11 +102,18 @@ class Audit:
         ]
         self.escapes = list(bare.escapes)
         self.one_mode = list(bare.one_mode)
+        self.sites = {name: meeting.site for name, meeting in self._comparison.meetings.items()} | bare.sites
+        self._loss_function, self._parts, self._bare = loss, parts, bare
 
     def gradient(self, open: list[str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly these places are open, as `Comparison.gradient`."""
         with self._left.again():
             return self._comparison.gradient(open)
+
+    def graph(self) -> Graph:
+        """Return the autograd graph with these places as its cuts. The program is run once more."""
+        with _Values(self._parts).kept(), self._bare.replaced():
+            return graph(self._loss_function, self._comparison.parameters)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the gradients as plain JSON."""
@@ -111,6 +124,7 @@ class Audit:
             "loss": self.loss if math.isfinite(self.loss) else None,
             "kinds": self.kinds,
             "unopened": [vars(entry) for entry in self.unopened],
+            "remarks": self.remarks,
             "escapes": [vars(entry) for entry in self.escapes],
             "one_mode": self.one_mode,
         }
@@ -122,7 +136,7 @@ class Audit:
     def __str__(self) -> str:
         lines = [] if self.valid else [f"INVALID: {self.reason}"]
         table = text_table(self.rows()) if self.effects else "nothing stops a gradient"
-        return "\n".join([*lines, self._comparison.head(), table, *self.notes()])
+        return "\n".join([*lines, self._comparison.head(), table, *self._comparison.warnings(), *self.notes()])
 
     def _repr_html_(self) -> str:
         head = "" if self.valid else f"<p><strong>Invalid:</strong> {html.escape(self.reason)}</p>"
@@ -136,7 +150,7 @@ class Audit:
 
     def notes(self) -> list[str]:
         """Return a line for everything that could not be opened."""
-        notes = self._remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
+        notes = self.remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
         notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
         return notes + [
             f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"
@@ -163,10 +177,10 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
     ``inference_mode`` (also as decorators), ``set_grad_enabled``, in your code, in third-party packages and inside
     `torch.nn`. From one forward pass each is opened alone. What cannot be opened is listed with its place.
 
-    With everything closed the loss and every gradient must equal those of a plain run, bit for bit. A place that changes
-    them as soon as it is recorded keeps its meaning and is listed; if that does not help, the result says that it is
-    not valid, and why. The program is left as it was found: parameters, buffers, ``.grad``,
-    modes, random state; and torch's attributes, which are replaced while it runs. Compiled functions run in eager mode.
+    With everything closed the loss and every gradient must equal those of a plain run, bit for bit. A place that
+    changes them as soon as it is recorded keeps its meaning and is listed; if that does not help, the result says that
+    it is not valid, and why. The program is left as it was found: parameters, buffers, ``.grad``, modes, random state;
+    and torch's attributes, which are replaced while it runs. Compiled functions run in eager mode.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar. It should not update parameters.
@@ -190,20 +204,37 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
 def _compare_with_retries(
     loss: Callable[[], Tensor], params: Parameters, parts: Parts, bare: BareBlocks, blocks: list[str] | None = None
 ) -> tuple[Comparison, _Values]:
-    """Compare with every place a block; a place at which the program then fails keeps its original meaning."""
+    """Compare with every place a block; a place because of which the program then fails keeps its original meaning."""
+    failed: list[str] = []
     while True:
         bare.recent.clear()
         values = _Values(parts)
         try:
             with values.kept():
-                return Comparison(loss, params, blocks, around=bare.replaced), values
+                comparison = Comparison(loss, params, blocks, around=bare.replaced)
+            break
         except Exception as error:
             with _Values(parts).kept(), Snapshot(parts, {}).set_aside(), torch.enable_grad():
                 loss()  # the program's own error, if it has one, is the one to see
             suspect = next((site for site in reversed(bare.recent) if site not in bare.real), None)
             if suspect is None:
                 raise
-            bare.real[suspect] = f"opened, the program fails: {(str(error) or repr(error)).splitlines()[0]}"
+            bare.real[suspect] = f"opened, the program fails: {_sentence(error)}"
+            failed.append(suspect)
+    for suspect in failed[:-1]:  # the last one was needed; those before it may have been suspected without reason
+        reason = bare.real.pop(suspect)
+        again = _Values(parts)
+        try:
+            with again.kept():
+                comparison, values = Comparison(loss, params, blocks, around=bare.replaced), again
+        except Exception:
+            bare.real[suspect] = reason
+    return comparison, values
+
+
+def _sentence(error: Exception) -> str:
+    """Return what an error says, without the advice after it."""
+    return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].rstrip(".")
 
 
 def _found_what_cannot_be_recorded(
@@ -225,7 +256,7 @@ def _found_what_cannot_be_recorded(
         try:
             return _mismatch(_compare_with_retries(loss, params, parts, bare, [])[0], *plain)
         except Exception as error:
-            return (str(error) or repr(error)).splitlines()[0]
+            return _sentence(error)
 
     bare.real.update(dict.fromkeys(suspects, "recorded, it changes the program"))
     if mismatch():

@@ -140,6 +140,11 @@ class Comparison:
             self.effects = [self._effect([name]) for name in self._names]
 
     @property
+    def meetings(self) -> dict[str, Meeting]:
+        """Block -> how the program met it, in its order."""
+        return self._board.meetings
+
+    @property
     def parameters(self) -> dict[str, Tensor]:
         """Name -> what is differentiated by."""
         return self._params
