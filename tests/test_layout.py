@@ -47,6 +47,7 @@ REPORT = r"experiments\._(results|report|figures)"
 ARROWS = [
     (r"toolkit", r"toolkit\.(blocks|gradients(\.\w+)*)"),
     (r"toolkit\.(blocks|datasets)", r"(?!)"),
+    (r"toolkit\.__main__", r"toolkit\.gradients(\.\w+)*"),
     (r"toolkit\._\w+", r"toolkit\.(blocks|_\w+)"),
     (r"toolkit\.testing", r"toolkit\.(blocks|_\w+|gradients(\.\w+)*)"),
     (r"toolkit\.(?P<room>\w+)(\.\w+)*", r"toolkit\.(blocks|_\w+|{room}(\.\w+)*)"),
