@@ -305,8 +305,8 @@ def _costs(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
 
     return [
         panel("time of a gradient", "seconds_per_step", _milliseconds),
-        panel("memory held by the graph", "graph_bytes", _bytes),
-        panel("peak memory of a step", "peak_bytes", _bytes),
+        panel("graph memory", "graph_bytes", _bytes),
+        panel("peak memory", "peak_bytes", _bytes),
     ]
 
 
