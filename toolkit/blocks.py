@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 OnFlow = Literal["stop", "error"]
 
 
@@ -645,13 +646,22 @@ def _name_in_graph(name: Block | str) -> str:
     return name.name if isinstance(name, Block) else _full_name_in_graph(name, _prefix_when_compiled)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _at_trace_time(function: F) -> F:
+    """Let Dynamo run a function while it traces, and take its result for a constant.
+
+    What `torch.compiler.assume_constant_result` does, without the second that importing Dynamo takes.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_at_trace_time
 def _full_name_in_graph(name: str, prefix: str) -> str:
     """Run at trace time only: Dynamo would guard the registry, and fail as soon as the name is added to it."""
     return _register(name, prefix)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_at_trace_time
 def _note_in_graph(name: str, is_open: bool) -> bool:
     """Run at trace time only: remember which blocks a compiled graph holds open."""
     if is_open:
