@@ -9,7 +9,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Parts", "Snapshot", "find_parts"]
+__all__ = ["Parts", "Snapshot", "find_parts", "without_compiled_code"]
 
 # A loss function reaches few objects; the bound only keeps a pathological program from being searched for ever.
 _MOST_OBJECTS = 20_000
@@ -230,3 +230,11 @@ def _unique(name: str, taken: Mapping[str, Any]) -> str:
 
 def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
+
+
+def without_compiled_code() -> AbstractContextManager[None]:
+    """A compiled graph has no gates in it: run the Python that it was made of."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return stance

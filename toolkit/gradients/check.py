@@ -21,8 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from toolkit.blocks import Site, carries_gradient, gated
-from toolkit.gradients._snapshot import Snapshot, find_parts
-from toolkit.gradients.compare import _without_compiled_code
+from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 
 __all__ = ["gradcheck", "gradgradcheck"]
 
@@ -122,7 +121,7 @@ class _Held:
         return self._run(self._tape, inputs)
 
     def _run(self, gates: _Tape | None, inputs: tuple[Any, ...]) -> Any:
-        with self._snapshot.set_aside(), _without_compiled_code(), gated(gates):
+        with self._snapshot.set_aside(), without_compiled_code(), gated(gates):
             if gates is None:
                 return self._fn(*inputs)
             with gates.played():

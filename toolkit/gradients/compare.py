@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import itertools
 import math
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,12 +18,12 @@ from torch.autograd.function import BackwardCFunction
 
 from toolkit.blocks import Block, declared_blocks, gated, opened
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, gate_of, reachable_nodes, regions_of
-from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
+from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BlockEffect", "Comparison", "Difference", "compare"]
+__all__ = ["BlockEffect", "Comparison", "Difference", "checked_loss", "compare", "named_parameters"]
 
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
 
@@ -121,7 +120,7 @@ class Comparison:
         self._loss_function = loss
         self._around = around
         parts = find_parts(loss, params) if isinstance(params, nn.Module) else find_parts(loss)
-        given = None if params is None else _named(params, parts)
+        given = None if params is None else named_parameters(params, parts)
         self._snapshot = Snapshot(parts, given or {})
         self._board = GateBoard()
         with self._aside():
@@ -285,7 +284,7 @@ class Comparison:
     def _aside(self) -> Iterator[None]:
         """Let the program run without leaving a trace, and in this thread alone: a checkpoint has to meet the gates."""
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
+        with self._snapshot.set_aside(), without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
             with self._around():
                 yield
 
@@ -503,7 +502,13 @@ def checked_loss(value: Any) -> Tensor:
     return value
 
 
-def _named(params: Parameters, parts: Parts) -> dict[str, Tensor]:
+def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:
+    """Return name -> tensor for what a caller gave to differentiate by; raise if it cannot be.
+
+    Raises:
+        TypeError: If `params` holds something else than tensors.
+        ValueError: If none of them requires a gradient.
+    """
     if isinstance(params, nn.Module):
         named: dict[str, Tensor] = dict(params.named_parameters())
     elif isinstance(params, Mapping):
@@ -632,11 +637,3 @@ def _plain(difference: Difference) -> dict[str, float | None]:
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-def _without_compiled_code() -> AbstractContextManager[None]:
-    """A compiled graph has no gates in it: run the Python that it was made of."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
-from toolkit.gradients._snapshot import Snapshot, find_parts
-from toolkit.gradients.compare import Parameters, _named, _without_compiled_code, checked_loss
+from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
+from toolkit.gradients.compare import Parameters, checked_loss, named_parameters
 
 __all__ = ["Field", "field_jacobian"]
 
@@ -52,7 +52,7 @@ class Field:
     def __init__(self, loss: Callable[[], Tensor], params: Parameters) -> None:
         """Run `loss` once; see `field_jacobian`."""
         parts = find_parts(loss, params)
-        named = _named(params, parts)
+        named = named_parameters(params, parts)
         for name, parameter in named.items():
             if parameter.is_complex():
                 raise ValueError(f"`params` should be real. Found {parameter.dtype} at {name!r}.")
@@ -214,7 +214,7 @@ class Field:
     def _passing(self, open: Collection[str]) -> Iterator[None]:
         """Differentiate with `open` open: without a trace, and in this thread, where a checkpoint meets the gates."""
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with self._snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), one_thread:
+        with self._snapshot.set_aside(), without_compiled_code(), torch.enable_grad(), one_thread:
             with self._board.backward(open):
                 yield
 

@@ -26,8 +26,8 @@ from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
 from toolkit.gradients._folding import Call, Node, folded, innermost_common
 from toolkit.gradients._gates import GateBoard, gate_of, next_number, regions_of
-from toolkit.gradients._snapshot import Parts, Snapshot, find_parts
-from toolkit.gradients.compare import Parameters, _named, _without_compiled_code
+from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
+from toolkit.gradients.compare import Parameters, named_parameters
 
 __all__ = ["Graph", "graph"]
 
@@ -197,7 +197,7 @@ def graph(loss: Callable[[], Tensor] | Tensor, params: Parameters = None) -> Gra
     parts = Parts() if isinstance(loss, Tensor) else find_parts(loss)
     if isinstance(params, nn.Module):
         parts = find_parts((lambda: None) if isinstance(loss, Tensor) else loss, params)
-    given = None if params is None else _named(params, parts)
+    given = None if params is None else named_parameters(params, parts)
     if isinstance(loss, Tensor):
         return _recorded(_checked(loss), given, parts, GateBoard(), _ModuleCalls(parts))[0]
     snapshot, board, calls = Snapshot(parts, given or {}), GateBoard(), _ModuleCalls(parts)
@@ -224,7 +224,7 @@ def graph(loss: Callable[[], Tensor] | Tensor, params: Parameters = None) -> Gra
 def _aside(snapshot: Snapshot) -> Iterator[None]:
     """Let the program run without leaving a trace, and its derivatives be taken in this thread alone."""
     one_thread = torch.autograd.set_multithreading_enabled(False)
-    with snapshot.set_aside(), _without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
+    with snapshot.set_aside(), without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
         yield
 
 

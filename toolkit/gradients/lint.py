@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, constants, site_of, watched
-from toolkit.gradients._snapshot import Snapshot, find_parts
-from toolkit.gradients.compare import _without_compiled_code
+from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 from toolkit.gradients.memory import has_storage
 
 __all__ = ["AliasWarning", "ModeFinding", "ModeReport", "alias_guard", "mode_lint"]
@@ -140,7 +139,7 @@ def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> Mode
 
     def differences(nests: bool, *mended: str) -> tuple[Tensor, Tensor]:
         watch = _GradMode(mended)
-        with snapshot.set_aside(), _without_compiled_code(), torch.enable_grad():
+        with snapshot.set_aside(), without_compiled_code(), torch.enable_grad():
             found = [_products(fn, given, seed, nests, watch) for seed in range(_DIRECTIONS)]
         for key, place in watch.places.items():
             places.setdefault(key, place)
@@ -378,7 +377,7 @@ def alias_guard() -> Iterator[None]:
         'AliasWarning'
     """
     memory = _Memory()
-    with _without_compiled_code(), watched(memory.hold), memory:
+    with without_compiled_code(), watched(memory.hold), memory:
         yield
     memory.finish()
 
