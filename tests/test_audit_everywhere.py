@@ -5,6 +5,7 @@ taken out of its syntax tree. A place marked ``# listed: words`` is not opened, 
 """
 
 import ast
+import math
 import os
 import re
 import subprocess
@@ -675,7 +676,10 @@ def test_opening_a_place_is_writing_the_program_without_it(name, tmp_path):
         if line in opened:
             direct = program.without(line, column)
             torch.set_rng_state(random_state)
-            for expected, gradient in zip(direct.gradients(), found.gradient([effect.name]).values(), strict=True):
+            gradients = found.gradient([effect.name])
+            leak = math.hypot(*((gradients[key] - found.blocked[key]).to_dense().norm() for key in gradients))
+            assert effect.leak == pytest.approx(leak, rel=1e-5, abs=1e-11)
+            for expected, gradient in zip(direct.gradients(), gradients.values(), strict=True):
                 torch.testing.assert_close(gradient.to_dense(), expected.to_dense(), **tolerance)
 
 

@@ -130,6 +130,10 @@ class GateBoard:
             region.end = next_number()
             meeting.carried += region.end - region.start
 
+    def are_regions(self, names: Collection[str]) -> bool:
+        """Say whether some of these blocks are regions, at which no cotangents are kept."""
+        return any(region.name in names for region in self._regions)
+
     def pierce(self) -> None:
         """Note that the program switches the recording on, which regions that are entered would have switched off."""
         self.pierced.update(region.name for region in self._regions if region.end is None)

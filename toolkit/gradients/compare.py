@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from toolkit.blocks import Block, declared_blocks, gated, opened
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, gate_of, reachable_nodes, regions_of
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, gate_of, reachable_nodes
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
 
 if TYPE_CHECKING:
@@ -410,7 +410,7 @@ class Comparison:
         program become further up. So only the graph above the gates is passed again. It takes a backward pass that is
         linear: where hooks or functions of the user's own may look at cotangents, the whole pass is made.
         """
-        if not self._is_linear:
+        if not self._is_linear or self._board.are_regions(names):
             gradients = self._differentiated(value)
             return _products(map(_flat, gradients.values()), self._flat_blocked), gradients
         arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
@@ -436,7 +436,7 @@ class Comparison:
             return False
         leaves_with_hooks = any(parameter._backward_hooks for parameter in self._params.values())
         return not leaves_with_hooks and not any(
-            regions_of(node) or (isinstance(node, BackwardCFunction) and not gate_of(node))
+            isinstance(node, BackwardCFunction) and not gate_of(node)
             for node in reachable_nodes(self._value.grad_fn, EVERY_BLOCK)
         )
 

@@ -1,0 +1,102 @@
+"""What an audit costs beside the passes that it stands for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks._measure import Row, timed_pair
+from toolkit.gradients import Audit, audit
+
+N_SITES = 5
+
+
+class Residual(nn.Module):
+    """Two 3 x 3 convolutions with batch normalization, beside a path that skips them."""
+
+    def __init__(self, n_in: int, n_out: int, stride: int) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(n_in, n_out, 3, stride, padding=1, bias=False)
+        self.second = nn.Conv2d(n_out, n_out, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(n_out) for _ in range(2))
+        same = stride == 1 and n_in == n_out
+        self.skip = nn.Identity() if same else nn.Conv2d(n_in, n_out, 1, stride, bias=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return (N, n_out, H / stride, W / stride) of (N, n_in, H, W)."""
+        hidden = F.relu(self.norms[0](self.first(images)))
+        return F.relu(self.norms[1](self.second(hidden)) + self.skip(images))
+
+
+class ResNet18(nn.Module):
+    """The 18 layers and 11 million parameters of He et al., "Deep residual learning", 2016, table 1, for small images.
+
+    A tenth of each stage's result is added as a constant: four stops in the depth of the network.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+        widths = [64, 64, 128, 256, 512]
+        self.stages = nn.ModuleList(
+            nn.Sequential(Residual(n_in, n_out, 1 if i == 0 else 2), Residual(n_out, n_out, 1))
+            for i, (n_in, n_out) in enumerate(itertools.pairwise(widths))
+        )
+        self.head = nn.Linear(512, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return logits, (N, 10), of (N, 3, H, W)."""
+        first, second, third, fourth = self.stages
+        hidden = F.relu(self.stem(images))
+        hidden = 0.9 * (hidden := first(hidden)) + 0.1 * hidden.detach()
+        hidden = 0.9 * (hidden := second(hidden)) + 0.1 * hidden.detach()
+        hidden = 0.9 * (hidden := third(hidden)) + 0.1 * hidden.detach()
+        hidden = 0.9 * (hidden := fourth(hidden)) + 0.1 * hidden.detach()
+        return self.head(hidden.mean((2, 3)))
+
+
+def rows() -> Iterator[Row]:
+    """Measure an audit of a ResNet-18 with 5 stops, in float32."""
+    torch.manual_seed(0)
+    net, images, labels = ResNet18(), torch.randn(8, 3, 32, 32), torch.randint(10, (8,))
+    parameters = list(net.parameters())
+
+    def loss() -> Tensor:
+        logits = net(images)
+        with torch.no_grad():
+            confidence = logits.softmax(1).amax(1)
+        return (F.cross_entropy(logits, labels, reduction="none") * confidence).mean()
+
+    def plain_passes() -> list[tuple[Tensor, ...]]:
+        return [torch.autograd.grad(loss(), parameters) for _ in range(N_SITES + 2)]
+
+    def audited() -> Audit:
+        return audit(loss, net)
+
+    def backward_passes() -> list[tuple[Tensor, ...]]:
+        value = loss()
+        return [torch.autograd.grad(value, parameters, retain_graph=True) for _ in range(N_SITES + 2)]
+
+    before = attributes_of_torch()
+    found = audited()
+    assert attributes_of_torch() == before, "an attribute of torch stayed replaced"
+    assert found.valid, found.reason
+    assert len(found.effects) == N_SITES
+    size = "ResNet-18, 8 images of 32 x 32"
+    yield _row(f"audit, {N_SITES} places / {N_SITES + 2} forward and backward passes, {size}", audited, plain_passes)
+    yield _row(f"audit, {N_SITES} places / 1 forward, {N_SITES + 2} backward passes, {size}", audited, backward_passes)
+
+
+def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object]) -> Row:
+    ratio, seconds, their_seconds = timed_pair(ours, theirs, repeats=5)
+    return Row(what, ratio, "at most 1.1", f"{seconds:.3g} s against {their_seconds:.3g} s")
+
+
+def attributes_of_torch() -> list[object]:
+    """Return what an audit replaces while it runs: nothing of it may cost a program anything afterwards."""
+    owners = (Tensor, nn.Parameter, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
+    return [value for owner in owners for value in vars(owner).values()] + [torch.tensor, torch.asarray, torch.detach]
