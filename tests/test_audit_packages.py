@@ -1,6 +1,7 @@
 """Audits of published packages, as they are: what their own stops do, by closed forms and by the packages' claims.
 
-None of them is needed otherwise: ``pip install --group peers`` has them.
+None of them is needed otherwise. Tried: vector-quantize-pytorch 1.32.0, pytorch-metric-learning 2.9.0, torchrl 0.14.1
+with tensordict 0.15.3; a test whose package is missing is skipped.
 """
 
 import pytest
