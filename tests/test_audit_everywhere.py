@@ -342,7 +342,9 @@ PROGRAMS = {
         def loss():
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 with torch.no_grad():  # opened bfloat16
-                    held = A(x.float())
+                    with torch.no_grad():  # opened
+                        scale = B(x.float()).exp()
+                    held = A(x.float()) * scale
                 a = A(x.float())
                 return (a * held * B(x.float()).exp().detach()).float().sum()  # opened
     """,
@@ -798,8 +800,14 @@ def test_a_region_that_is_left_open_ends_as_it_would_have():
     found = audit(loss, net)
     assert found.valid, found.reason
     assert torch.is_autocast_cache_enabled()
-    del kept[:]
-    assert torch.is_grad_enabled()
+    assert [effect.verdict for effect in found.effects] == ["partial"]
+    for generator in kept:
+        generator.close()
+        assert torch.is_grad_enabled()
+    weight = net.weight.detach().clone().requires_grad_()
+    a = nn.functional.linear(x, weight, net.bias)
+    (expected,) = torch.autograd.grad((a * a.exp()).sum(), weight)
+    torch.testing.assert_close(found.gradient([found.effects[0].name])["weight"], expected)
 
 
 def test_a_compiled_program_is_audited_as_it_was_written():

@@ -74,6 +74,8 @@ class GateBoard:
                 yield
         finally:
             self._in_forward = False
+            for region in self._regions:  # a generator that is kept holds its region open for longer than the program
+                self._end(region)
 
     @contextmanager
     def backward(self, open: Collection[str]) -> Iterator[None]:
@@ -127,8 +129,12 @@ class GateBoard:
             with without_tangents() if both_modes else nullcontext():
                 yield
         finally:
+            self._end(region)
+
+    def _end(self, region: _Region) -> None:
+        if region.end is None:
             region.end = next_number()
-            meeting.carried += region.end - region.start
+            self.meetings[region.name].carried += region.end - region.start
 
     def are_regions(self, names: Collection[str]) -> bool:
         """Say whether some of these blocks are regions, at which no cotangents are kept."""

@@ -295,8 +295,9 @@ class Comparison:
             if parameter._version != self._versions[name]:
                 raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
         if self._board.needs_rerun(open):
-            # On the draws of the first run, and with nothing open that another question has opened around this one.
-            with self._snapshot.set_aside(), gated(None), opened(*open):
+            # On the draws of the first run, with nothing open that another question has opened around this one, and
+            # recording, which a program may switch off and not on again.
+            with self._snapshot.set_aside(), gated(None), opened(*open), torch.enable_grad():
                 yield self._loss_function()
         else:
             with self._board.backward(open):
