@@ -667,6 +667,9 @@ def test_opening_a_place_is_writing_the_program_without_it(name, tmp_path):
     effects = {tuple(map(int, effect.site.rsplit(":", 2)[1:])): effect for effect in found.effects if _is_in(effect)}
     for line, words in listed.items():
         assert any(f"program.py:{line}:" in note and words in note for note in found.notes()), found.notes()
+    for row in found.rows()[1:]:
+        line = int(row[0].rsplit(":", 2)[1]) if "program.py:" in row[0] else 0
+        assert row[1].endswith(", in part") == (line in listed and line not in opened)
     assert {line: sum(at == line for at, _ in effects) for line in opened} == opened, found.notes()
     assert {line for line, _ in effects} <= opened.keys() | listed.keys()
 

@@ -145,7 +145,8 @@ class Audit:
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table of the effects as text, the names of its columns first."""
         head, *rows = self._comparison.rows()
-        named = [(name, self.kinds[name], *cells) for name, *cells in rows]
+        partly = {entry.site for entry in self.unopened}
+        named = [(name, self.kinds[name] + ", in part" * (name in partly), *cells) for name, *cells in rows]
         return [tuple(row[:-1]) for row in [("where", "what", *head[1:]), *named]]
 
     def notes(self) -> list[str]:
