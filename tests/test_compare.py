@@ -1130,3 +1130,14 @@ def test_unblock_and_compare_tell_the_same() -> None:
     with unblock("nested.inner", "nested.outer"):
         gradient = torch.autograd.grad(nested_blocks(parameters), parameters["v"])[0]
     assert torch.equal(comparison.gradient(["nested.outer", "nested.inner"])["v"], gradient)
+
+
+def test_a_module_names_its_parameters_also_where_an_optimizer_is_found_first() -> None:
+    model = torch.nn.Linear(2, 1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loss() -> Tensor:
+        assert optimizer.param_groups
+        return model(torch.ones(2, dtype=torch.float64)).sum()
+
+    assert set(compare(loss).blocked) == {"model.weight", "model.bias"}

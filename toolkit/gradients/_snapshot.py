@@ -42,10 +42,12 @@ class Parts:
 
     def names_of_leaves(self) -> dict[int, str]:
         """Return id -> name of every tensor and parameter that was found."""
-        names = {id(tensor): name for name, tensor in self.tensors.items()}
-        for prefix, module in self.modules.items():
+        names: dict[int, str] = {}
+        for prefix, module in self.modules.items():  # before what an optimiser calls the same parameters
             for name, parameter in module.named_parameters(prefix):
                 names.setdefault(id(parameter), name)
+        for name, tensor in self.tensors.items():
+            names.setdefault(id(tensor), name)
         return names
 
 
