@@ -320,6 +320,6 @@ def test_private_texts_are_noticed(text: str) -> None:
     assert PRIVATE.search(text.format("/", "."))
 
 
-@pytest.mark.parametrize("text", ["a/work/b", "make PYTHON=/path/to/python", "https://docs.pytorch.org/"])
+@pytest.mark.parametrize("text", ["a{0}work{0}b", "make PYTHON=/path/to/python", "https://docs.pytorch.org/"])
 def test_other_texts_pass(text: str) -> None:
-    assert not PRIVATE.search(text)
+    assert not PRIVATE.search(text.format("/"))
