@@ -13,6 +13,7 @@ from toolkit.em.gaussian import (
 )
 from toolkit.em.mixture import (
     RESPONSIBILITIES,
+    Family,
     Mixture,
     e_step,
     evidence_lower_bound,
@@ -25,6 +26,7 @@ __all__ = [
     "COVARIANCE_TYPES",
     "RESPONSIBILITIES",
     "CovarianceType",
+    "Family",
     "Fit",
     "GaussianParameters",
     "Init",

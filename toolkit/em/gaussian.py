@@ -159,6 +159,18 @@ class GaussianParameters:
             case "spherical":
                 return self.n_features * factor.log()
 
+    def m_step(self, x: Tensor, responsibilities: Tensor) -> GaussianParameters:
+        """Return the maximum-likelihood M-step with this covariance type (see the function `m_step`)."""
+        return m_step(x, responsibilities, covariance_type=self.covariance_type)
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return free coordinates (see `to_unconstrained`)."""
+        return to_unconstrained(self)
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> GaussianParameters:
+        """Return the mixture of this type at these coordinates (see `from_unconstrained`)."""
+        return from_unconstrained(values, self.covariance_type)
+
     def to(self, target: torch.dtype | torch.device) -> GaussianParameters:
         """Return the parameters in another floating-point type, or on another device."""
         return dataclasses.replace(

@@ -19,7 +19,8 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Protocol, Self
 
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from toolkit.blocks import block, stop_gradient
 
 __all__ = [
     "RESPONSIBILITIES",
+    "Family",
     "Mixture",
     "e_step",
     "evidence_lower_bound",
@@ -49,6 +51,25 @@ class Mixture(Protocol):
         """Return the log of weight times density of each component, (N, K), in nats."""
 
 
+class Family(Mixture, Protocol):
+    """A mixture that can be fitted: it has a closed-form M-step, and coordinates without constraints.
+
+    Every method returns new parameters; what is not estimated (degrees of freedom that are given, say) is carried over.
+    """
+
+    def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
+        """Return the parameters that maximise the expected log-joint under `responsibilities` (N, K).
+
+        Weighted samples: multiply the responsibilities by the weights.
+        """
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return coordinates in which every real value is a mixture."""
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
+        """Return the mixture at these coordinates."""
+
+
 def log_density(mixture: Mixture, x: Tensor) -> Tensor:
     r"""Return :math:`\ell_n = \log \sum_k \pi_k f_k(x_n)`.
 
@@ -62,25 +83,27 @@ def log_density(mixture: Mixture, x: Tensor) -> Tensor:
     return mixture.log_joint(x).logsumexp(-1)
 
 
-def log_likelihood(mixture: Mixture, x: Tensor) -> Tensor:
+def log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     r"""Return the objective of EM, :math:`\frac1N \sum_n \log \sum_k \pi_k f_k(x_n)`.
 
     Args:
         mixture: The parameters.
         x: (N, D).
+        sample_weight: (N,), not negative; the mean over the samples is weighted by it. None: all 1.
 
     Returns:
         Scalar, nats per sample.
     """
-    return log_density(mixture, x).mean()
+    return _mean(log_density(mixture, x), sample_weight)
 
 
-def e_step(mixture: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
+def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
     r"""Return responsibilities :math:`r_{nk} = \pi_k f_k(x_n) / \sum_j \pi_j f_j(x_n)`, blocked, and log-likelihood.
 
     Args:
         mixture: The parameters.
         x: (N, D).
+        sample_weight: (N,): weighs the log-likelihood. The responsibilities are those of the samples, not weighted.
 
     Returns:
         Responsibilities (N, K), which sum to 1 over the components and are held constant by `em.responsibilities`,
@@ -90,10 +113,10 @@ def e_step(mixture: Mixture, x: Tensor) -> tuple[Tensor, Tensor]:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
     """
     log_joint = mixture.log_joint(x)
-    return _log_responsibilities(log_joint).exp(), log_joint.logsumexp(-1).mean()
+    return _log_responsibilities(log_joint).exp(), _mean(log_joint.logsumexp(-1), sample_weight)
 
 
-def surrogate(mixture: Mixture, x: Tensor) -> Tensor:
+def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     r"""Return the expected complete-data log-likelihood :math:`\frac1N \sum_{nk} \bar r_{nk} \log \pi_k f_k(x_n)`.
 
     :math:`\bar r` is held constant by the block, at the responsibilities of the same parameters. Then
@@ -112,6 +135,7 @@ def surrogate(mixture: Mixture, x: Tensor) -> Tensor:
     Args:
         mixture: The parameters.
         x: (N, D).
+        sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
 
     Returns:
         Scalar, nats per sample, to be maximised.
@@ -123,10 +147,10 @@ def surrogate(mixture: Mixture, x: Tensor) -> Tensor:
         classification likelihood", 2015, section 2.
     """
     log_joint = mixture.log_joint(x)
-    return _expectation(_log_responsibilities(log_joint).exp(), log_joint).mean()
+    return _mean(_expectation(_log_responsibilities(log_joint).exp(), log_joint), sample_weight)
 
 
-def evidence_lower_bound(mixture: Mixture, x: Tensor) -> Tensor:
+def evidence_lower_bound(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     r"""Return :math:`\frac1N \sum_{nk} \bar r_{nk} (\log \pi_k f_k(x_n) - \log \bar r_{nk})`, the bound at its contact.
 
     At the exact responsibilities the bound touches the log-likelihood, and is stationary in them. So its value *and*
@@ -136,6 +160,7 @@ def evidence_lower_bound(mixture: Mixture, x: Tensor) -> Tensor:
     Args:
         mixture: The parameters.
         x: (N, D).
+        sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
 
     Returns:
         Scalar, nats per sample.
@@ -146,7 +171,7 @@ def evidence_lower_bound(mixture: Mixture, x: Tensor) -> Tensor:
     """
     log_joint = mixture.log_joint(x)
     log_responsibilities = _log_responsibilities(log_joint)
-    return _expectation(log_responsibilities.exp(), log_joint - log_responsibilities).mean()
+    return _mean(_expectation(log_responsibilities.exp(), log_joint - log_responsibilities), sample_weight)
 
 
 def _log_responsibilities(log_joint: Tensor) -> Tensor:
@@ -156,3 +181,7 @@ def _log_responsibilities(log_joint: Tensor) -> Tensor:
 def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
     """Return the expectation over the last dimension; what has probability 0 may be infinite."""
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(-1)
+
+
+def _mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    return values.mean() if weights is None else (weights * values).sum() / weights.sum()
