@@ -1,0 +1,87 @@
+"""Shows how a fit gets on: a line that moves in a terminal, lines one below the other elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
+
+Callback = Callable[[int, float], None]
+
+
+class Progress:
+    """Shows the steps of one fit, and passes them on.
+
+    Silent fits do not import what draws.
+
+    Example:
+        >>> with Progress(verbose=1, interval=10, callback=None) as progress:
+        ...     progress.begin("Start 1 of 1")
+        ...     for n in range(11):
+        ...         progress(n, -2.0 + n / 10)
+        ...     progress.end("converged", -1.0)
+        Start 1 of 1
+          step 10: -1.000000 nats per sample, +1.0e+00
+          converged at -1.000000 nats per sample
+    """
+
+    def __init__(self, *, verbose: int, interval: int, callback: Callback | None) -> None:
+        self._verbose, self._interval, self._callback = verbose, interval, callback
+        self._console: Console | None = None
+        self._status: Status | None = None
+        self._what, self._shown, self._since = "", float("nan"), time.perf_counter()
+
+    def __enter__(self) -> Self:
+        if self._verbose:
+            from rich.console import Console
+
+            self._console = Console(highlight=False, soft_wrap=True)
+            if self._console.is_terminal:
+                self._status = self._console.status("")
+                self._status.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    @property
+    def listener(self) -> Callback | None:
+        """What a fit should call, or None if nobody listens."""
+        return self if self._verbose or self._callback is not None else None
+
+    def begin(self, what: str) -> None:
+        """Say what begins."""
+        self._what, self._shown, self._since = what, float("nan"), time.perf_counter()
+        if self._console is not None:
+            self._console.print(what)
+
+    def __call__(self, n_iter: int, log_likelihood: float) -> None:
+        """Show a step, and pass it on."""
+        if self._callback is not None:
+            self._callback(n_iter, log_likelihood)
+        if self._console is None:
+            return
+        if self._shown != self._shown:
+            self._shown = log_likelihood
+        line = f"step {n_iter}: {log_likelihood:.6f} nats per sample, {log_likelihood - self._shown:+.1e}{self._time()}"
+        if self._status is not None:
+            self._status.update(f"{self._what}, {line}")
+        elif n_iter and n_iter % self._interval == 0:
+            self._console.print(f"  {line}")
+            self._shown = log_likelihood
+
+    def end(self, how: str, log_likelihood: float) -> None:
+        """Say how it ended."""
+        if self._console is not None:
+            self._console.print(f"  {how} at {log_likelihood:.6f} nats per sample{self._time()}")
+
+    def _time(self) -> str:
+        return f", {time.perf_counter() - self._since:.2f} s" if self._verbose > 1 else ""

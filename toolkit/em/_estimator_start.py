@@ -1,0 +1,213 @@
+"""Where the estimator's fits start: responsibilities or means by `init_params`, and what the user has given instead.
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em._fit import Init, start
+from toolkit.em.gaussian import CovarianceType, GaussianParameters, precisions_cholesky, regularise
+
+InitParams = Literal["kmeans", "k-means++", "random", "random_from_data"]
+
+_CHUNK = 2**14
+
+# The least share of the common variance that counts as a component's own, and not as rounding.
+_LEAST = 1e-8
+
+
+@no_graph()
+def start_by(
+    x: Tensor,
+    n_components: int,
+    *,
+    covariance_type: CovarianceType,
+    init_params: InitParams,
+    reg_covar: float,
+    generator: torch.Generator,
+    sample_weight: Tensor | None = None,
+    means: Tensor | None = None,
+) -> GaussianParameters:
+    """Return the start that scikit-learn's names describe: responsibilities, and one M-step from them.
+
+    ``"kmeans"``: those of k-means. ``"random"``: uniform draws. ``"random_from_data"``, ``"k-means++"``: samples are
+    the means, and all samples belong to the nearest. With `means` they belong to the nearest of those, whatever
+    `init_params` says: a mean that was given and a covariance that was found elsewhere do not belong together.
+
+    A component whose samples have no covariance of their own, being too few, gets that of all samples about their
+    means: a variance of `reg_covar` alone would hold it at one sample for good.
+
+    Args:
+        x: (N, D), finite.
+        n_components: K.
+        covariance_type: As in `fit`.
+        init_params: One of the four.
+        reg_covar: Added to every variance.
+        generator: Randomness.
+        sample_weight: (N,).
+        means: (K, D), or None.
+
+    Returns:
+        A mixture in float64.
+
+    Raises:
+        ValueError: If all samples lie at the means and `reg_covar` is 0.
+    """
+    origins = means
+    if origins is None and init_params == "random":
+        sampled, total = torch.zeros_like(x[0], dtype=torch.float64), 0.0
+        for _, part, weights in _parts(x, sample_weight):
+            sampled, total = sampled + weights @ part, total + float(weights.sum())
+        origins = (sampled / total).expand(n_components, -1)
+        draws = torch.rand(len(x), n_components, generator=generator, device=generator.device).to(x.device)
+        return _m_step(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
+    if origins is None:
+        # Only the means are wanted: whatever the regularisation, they can be had.
+        init = cast(Init, init_params)
+        found = start(x, n_components, covariance_type="spherical", init=init, reg_covar=1.0, generator=generator)
+        origins = found.means
+    moved = _m_step(x, None, origins, covariance_type, reg_covar, sample_weight)
+    if means is None and init_params == "kmeans":
+        return moved
+    return GaussianParameters(
+        log_weights=moved.log_weights,
+        means=origins,
+        precisions_cholesky=moved.precisions_cholesky,
+        covariance_type=covariance_type,
+    )
+
+
+def _m_step(
+    x: Tensor,
+    responsibilities: Tensor | None,
+    origins: Tensor,
+    covariance_type: CovarianceType,
+    reg_covar: float,
+    sample_weight: Tensor | None,
+) -> GaussianParameters:
+    """Return the M-step from responsibilities (N, K), by default those of the nearest origin (K, D)."""
+    n_components, n_features = origins.shape
+    counts, first = origins.new_zeros(n_components), torch.zeros_like(origins)
+    matrix = covariance_type in ("full", "tied")
+    second = origins.new_zeros((n_components, n_features, n_features) if matrix else (n_components, n_features))
+    half_squares = (origins - origins[0]).square().sum(1) / 2
+    for rows, part, weights in _parts(x, sample_weight):
+        if responsibilities is None:
+            nearest = (half_squares - (part - origins[0]) @ (origins - origins[0]).mT).argmin(1)
+        for k in range(n_components):
+            if responsibilities is None:
+                mine = nearest == k
+                differences, shares = part[mine] - origins[k], weights[mine]
+            else:
+                differences, shares = part - origins[k], weights * responsibilities[rows, k]
+            counts[k] += shares.sum()
+            first[k] += shares @ differences
+            second[k] += (shares[:, None] * differences).mT @ differences if matrix else shares @ differences.square()
+    # One sample's worth at least, as an empty component is otherwise lost before the first step.
+    total = counts.sum()
+    weights = torch.maximum(counts, total / len(x))
+    safe = torch.where(counts > 0, counts, 1.0)
+    shifts = first / safe[:, None]
+    if matrix:
+        scatter = second - counts[:, None, None] * shifts[:, :, None] * shifts[:, None]
+    else:
+        scatter = second - counts[:, None] * shifts.square()
+    return GaussianParameters(
+        log_weights=weights.log() - weights.sum().log(),
+        means=origins + shifts,
+        precisions_cholesky=precisions_cholesky(
+            regularise(_covariances(scatter, safe, total, covariance_type), covariance_type, reg_covar), covariance_type
+        ),
+        covariance_type=covariance_type,
+    )
+
+
+def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, kind: CovarianceType) -> Tensor:
+    """Return covariances from the components' scatter; where a component has none of its own, the common one.
+
+    `scatter` is (K, D, D) for full and tied, else (K, D).
+    """
+    common = scatter.sum(0) / total
+    match kind:
+        case "tied":
+            return common
+        case "full":
+            own = scatter / counts[:, None, None]
+            # Relative to the common one: a direction in which nothing varies must not count.
+            values, vectors = torch.linalg.eigh(common)
+            kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+            directions = vectors[:, kept] * values[kept].rsqrt()
+            least = torch.linalg.eigvalsh(directions.mT @ own @ directions).amin(-1) if kept.any() else counts
+            return torch.where((least > _LEAST)[:, None, None], own, common)
+        case "diag":
+            own = scatter / counts[:, None]
+            sound = (own > _LEAST * common) | (common == 0)
+            return torch.where(sound.all(-1, keepdim=True), own, common)
+        case "spherical":
+            own = scatter.mean(-1) / counts
+            return torch.where(own > _LEAST * common.mean(), own, common.mean())
+
+
+def _parts(x: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield rows, their samples and their weights, float64, of a size that memory does not notice."""
+    for i in range(0, len(x), _CHUNK):
+        part = x[i : i + _CHUNK].double()
+        weights = part.new_ones(len(part)) if sample_weight is None else sample_weight[i : i + _CHUNK]
+        yield slice(i, i + len(part)), part, weights
+
+
+def check_given(
+    weights: Tensor | None,
+    means: Tensor | None,
+    precisions: Tensor | None,
+    shape: tuple[int, int],
+    kind: CovarianceType,
+) -> Tensor | None:
+    """Return the precisions' Cholesky factor, or None; raise a ValueError if something given cannot be used."""
+    k, d = shape
+    if weights is not None:
+        _check_shape("weights_init", weights, (k,))
+        if bool((weights < 0).any()) or not abs(float(weights.sum()) - 1) < 1e-6:
+            raise ValueError(
+                "`weights_init` should be not negative and sum to 1. "
+                f"Found {weights.tolist()}, which sum to {float(weights.sum()):.6g}."
+            )
+    if means is not None:
+        _check_shape("means_init", means, (k, d))
+    if precisions is None:
+        return None
+    expected = {"full": (k, d, d), "tied": (d, d), "diag": (k, d), "spherical": (k,)}[kind]
+    _check_shape("precisions_init", precisions, expected)
+    if kind in ("diag", "spherical"):
+        if not bool((precisions > 0).all()):
+            raise ValueError(f"`precisions_init` should be positive. Found {float(precisions.min())}.")
+        return precisions.sqrt()
+    asymmetry = (precisions - precisions.mT).abs().amax((-1, -2)) > 1e-5 * precisions.abs().amax((-1, -2))
+    # The reversed Cholesky factor: upper triangular P with P P^T equal to the precision.
+    factor, failed = torch.linalg.cholesky_ex(precisions.flip((-1, -2)))
+    wrong = asymmetry | (failed > 0)
+    if bool(wrong.any()):
+        which = "" if kind == "tied" else f" Found one that is not, of component {int(wrong.nonzero()[0])}."
+        raise ValueError(f"`precisions_init` should be symmetric and positive definite.{which}")
+    reversed_factor: Tensor = factor.flip((-1, -2))
+    return reversed_factor
+
+
+def _check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
+    if value.shape != expected:
+        raise ValueError(f"`{name}` should have shape {expected}. Found {tuple(value.shape)}.")
+    if not bool(value.isfinite().all()):
+        raise ValueError(f"`{name}` should be finite. Found {value.tolist()}.")
+
+
+def check_init_params(init_params: object) -> None:
+    """Raise a ValueError unless it is one of the four."""
+    if init_params not in get_args(InitParams):
+        raise ValueError(f"`init_params` should be one of {', '.join(get_args(InitParams))}. Found {init_params!r}.")
