@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._estimator_engine import as_type
 from toolkit.em.gaussian import GaussianParameters
 
 # How many times `reg_covar` a variance of the whole mixture must be to count as resolved.
@@ -37,7 +38,7 @@ def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> li
         [1]
     """
     parameters = parameters.to(torch.float64)
-    weights, covariances = parameters.weights, _matrices(parameters)
+    weights, covariances = parameters.weights, as_type(parameters, "full").covariances
     shifts = parameters.means - weights @ parameters.means
     whole = (weights[:, None, None] * covariances).sum(0) + (weights[:, None] * shifts).mT @ shifts
     values, vectors = torch.linalg.eigh(whole)
@@ -57,18 +58,3 @@ def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> li
 
 def _indices(chosen: Tensor) -> list[int]:
     return [i for i, yes in enumerate(chosen.tolist()) if yes]
-
-
-def _matrices(parameters: GaussianParameters) -> Tensor:
-    """Return the covariances as matrices (K, D, D)."""
-    k, d = parameters.means.shape
-    covariances = parameters.covariances
-    match parameters.covariance_type:
-        case "full":
-            return covariances
-        case "tied":
-            return covariances.expand(k, d, d)
-        case "diag":
-            return covariances.diag_embed()
-        case "spherical":
-            return covariances[:, None, None] * torch.eye(d, dtype=covariances.dtype, device=covariances.device)

@@ -9,13 +9,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Real
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from toolkit.em._samples import Chunk, rows_of
 
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator
@@ -103,44 +104,119 @@ def from_numpy(array: npt.NDArray[np.floating]) -> Tensor:
         return torch.from_numpy(np.asarray(array))
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Samples that are read again for each step, and never held at once.
+
+    Attributes:
+        again: Gives the chunks (B, D) with their weights (B,) or None, checked, anew each time it is called.
+        form: The form of the first chunk; the others are brought to its type and device.
+        n_samples: N.
+    """
+
+    again: Callable[[], Iterator[Chunk]]
+    form: Form
+    n_samples: int
+
+    def rows(self, length: int) -> Iterator[Chunk]:
+        """Yield the chunks, cut to at most this length."""
+        for x, weights in self.again():
+            yield from rows_of(x, weights)(length)
+
+    def choose(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
+        """Return at most `count` samples, drawn without replacement by weight, in their order, and their weights.
+
+        If all samples are returned their weights are too; else the draw has used them.
+
+        References:
+            Efraimidis & Spirakis, "Weighted random sampling with a reservoir", 2006, algorithm A.
+        """
+        kept: list[Tensor] = []
+        keys, first = torch.empty(0, dtype=torch.float64), 0
+        weighed: list[Tensor] = []
+        places = torch.empty(0, dtype=torch.int64)
+        for x, weights in self.again():
+            w = torch.ones(len(x), dtype=torch.float64) if weights is None else weights.to("cpu", torch.float64)
+            draws = torch.rand(len(x), generator=generator, device=generator.device, dtype=torch.float64).cpu()
+            new = draws.log_().neg_() / w  # infinite for a weight of 0: taken last
+            keys, places = torch.cat([keys, new]), torch.cat([places, first + torch.arange(len(x))])
+            kept, weighed, first = [torch.cat([*kept, x])], [torch.cat([*weighed, w])], first + len(x)
+            if len(keys) > count:
+                best = keys.topk(count, largest=False).indices.sort().values
+                kept, weighed = [kept[0][best.to(x.device)]], [weighed[0][best]]
+                keys, places = keys[best], places[best]
+        positive = weighed[0] > 0
+        samples = kept[0][positive.to(kept[0].device)]
+        return samples, weighed[0][positive].to(samples.device) if first <= count else None
+
+
 def read_chunks(
-    estimator: BaseEstimator, source: object, *, reset: bool, missing: bool
-) -> tuple[Callable[[], Iterator[Tensor]], Form]:
-    """Return a function that reads all chunks again, each (B, D) and checked, and the form of the first one.
+    estimator: BaseEstimator, source: object, sample_weight: object = None, *, reset: bool, missing: bool
+) -> Chunks:
+    """Return samples that come in chunks, after one pass that has looked at all of them.
 
     Args:
         estimator: As in `read`.
-        source: What `is_chunked` says yes to.
+        source: What `is_chunked` says yes to. A chunk is a matrix, or a pair or list of a matrix and its weights, such
+            as a data loader's batch.
+        sample_weight: (N,) for all chunks, if they bring none.
         reset: As in `read`, by the first chunk.
         missing: Whether NaN is allowed.
 
     Raises:
         TypeError: If the source can be read only once.
-        ValueError: If there is no chunk, or as `read`, for each chunk.
+        ValueError: If there is no sample, or as `read`, for each chunk.
     """
     if hasattr(source, "__next__"):
         raise TypeError(
             "`X` should be chunks that can be read again for each step: a list, a DataLoader, or a function that "
             f"returns a new iterator. Found {type(source).__name__}."
         )
+    common = None if sample_weight is None else read_weights(sample_weight, None, torch.empty(0))
+    form: Form | None = None
+    learn = reset
 
-    def chunks() -> Iterator[object]:
-        again: Iterable[object] = source() if callable(source) else source  # type: ignore[assignment]
-        for chunk in again:
-            # A data loader's batch has the samples first, then perhaps labels.
-            yield chunk[0] if isinstance(chunk, list | tuple) and chunk and hasattr(chunk[0], "shape") else chunk
+    def again() -> Iterator[Chunk]:
+        nonlocal form, learn
+        first = 0
+        pieces: Iterable[object] = source() if callable(source) else cast("Iterable[object]", source)
+        for chunk in pieces:
+            x, own = _parts_of(chunk)
+            if hasattr(x, "__len__") and len(x) == 0:
+                continue
+            samples, found = read(estimator, x, reset=learn, missing=missing)
+            form, learn = form or found, False
+            samples = samples.to(form.device, form.dtype)
+            last = first + len(samples)
+            weights = None if common is None else common[first:last]
+            yield samples, read_weights(own if weights is None else weights, len(samples), samples, total=False)
+            first = last
+        if form is None:
+            raise ValueError("`X` should have at least one sample. Found no chunk that has one.")
+        if common is not None and len(common) != first:
+            raise ValueError(f"`sample_weight` should have shape ({first},). Found {tuple(common.shape)}.")
 
-    first = next(chunks(), None)
-    if first is None:
-        raise ValueError("`X` should have at least one chunk. Found none.")
-    _, form = read(estimator, first, reset=reset, missing=missing)
+    n_samples = sum(len(x) for x, _ in again())
+    assert form is not None
+    return Chunks(again, form, n_samples)
 
-    def again() -> Iterator[Tensor]:
-        for chunk in chunks():
-            if len(chunk):  # type: ignore[arg-type]
-                yield read(estimator, chunk, reset=False, missing=missing)[0].to(form.device, form.dtype)
 
-    return again, form
+def _parts_of(chunk: object) -> tuple[object, object]:
+    """Return the samples and the weights, if any, of a chunk."""
+    if isinstance(chunk, list | tuple) and chunk and hasattr(chunk[0], "ndim") and chunk[0].ndim == 2:
+        if len(chunk) > 2:
+            raise ValueError(f"A chunk of `X` should be samples, or samples and weights. Found {len(chunk)} things.")
+        return chunk[0], chunk[1] if len(chunk) == 2 else None
+    return chunk, None
+
+
+def read_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> tuple[Iterable[Tensor], Form]:
+    """Return samples for a fitted estimator, in the parts they come in, and their form."""
+    if is_chunked(x):
+        chunks = read_chunks(estimator, x, reset=False, missing=missing)
+        return (part for part, _ in chunks.again()), chunks.form
+    samples, form = read(estimator, x, reset=False, missing=missing)
+    return [samples], form
 
 
 def is_chunked(x: object) -> bool:
@@ -155,17 +231,14 @@ def is_chunked(x: object) -> bool:
     return hasattr(x, "__iter__") and not random_access
 
 
-def read_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> tuple[Iterable[Tensor], Form]:
-    """Return samples for a fitted estimator, in the parts they come in, and their form."""
-    if is_chunked(x):
-        again, form = read_chunks(estimator, x, reset=False, missing=missing)
-        return again(), form
-    samples, form = read(estimator, x, reset=False, missing=missing)
-    return [samples], form
-
-
-def read_weights(sample_weight: object, n_samples: int, like: Tensor) -> Tensor | None:
+def read_weights(sample_weight: object, n_samples: int | None, like: Tensor, *, total: bool = True) -> Tensor | None:
     """Return the weights of the samples, (N,) float64 on the device of the samples, or None for equal ones.
+
+    Args:
+        sample_weight: (N,), one number for all, or None.
+        n_samples: N, or None if it is not known yet.
+        like: On which device.
+        total: Whether these are all weights, one of which must not be 0.
 
     Raises:
         ValueError: If there are not N, one is negative or not finite, or all are 0.
@@ -178,16 +251,20 @@ def read_weights(sample_weight: object, n_samples: int, like: Tensor) -> Tensor 
             raise ValueError(f"`sample_weight` should be numbers. Found dtype {values.dtype}.")
         values = from_numpy(values.astype(np.float64))
     weights = values.to(like.device, torch.float64)
-    if weights.ndim == 0 and isinstance(sample_weight, Real):
+    if weights.ndim == 0 and n_samples is not None:
         weights = weights.expand(n_samples)
-    if weights.shape != (n_samples,):
-        raise ValueError(f"`sample_weight` should have shape ({n_samples},). Found {tuple(weights.shape)}.")
-    if not bool((weights.isfinite() & (weights >= 0)).all()):
-        row = int((~(weights.isfinite() & (weights >= 0))).nonzero()[0])
+    if weights.ndim != 1 or len(weights) != (len(weights) if n_samples is None else n_samples):
+        raise ValueError(
+            f"`sample_weight` should have shape ({'N' if n_samples is None else n_samples},). "
+            f"Found {tuple(weights.shape)}."
+        )
+    sound = weights.isfinite() & (weights >= 0)
+    if not bool(sound.all()):
+        row = int((~sound).nonzero()[0])
         raise ValueError(
             f"`sample_weight` should be finite and not negative. Found {float(weights[row])} in row {row}."
         )
-    if not bool(weights.any()):
+    if total and not bool(weights.any()):
         raise ValueError("`sample_weight` should have a positive entry. Found sample_weight of zeros only.")
     return weights
 

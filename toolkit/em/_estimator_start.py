@@ -6,7 +6,7 @@ N samples, D features, K components.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -205,9 +205,3 @@ def _check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:
         raise ValueError(f"`{name}` should have shape {expected}. Found {tuple(value.shape)}.")
     if not bool(value.isfinite().all()):
         raise ValueError(f"`{name}` should be finite. Found {value.tolist()}.")
-
-
-def check_init_params(init_params: object) -> None:
-    """Raise a ValueError unless it is one of the four."""
-    if init_params not in get_args(InitParams):
-        raise ValueError(f"`init_params` should be one of {', '.join(get_args(InitParams))}. Found {init_params!r}.")

@@ -7,10 +7,12 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self, cast, get_args
+from dataclasses import dataclass
+from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -27,22 +29,44 @@ from toolkit.em._estimator_data import (
     RandomState,
     generator_of,
     integer,
+    is_chunked,
     not_negative,
     read,
+    read_chunks,
     read_parts,
     read_weights,
 )
+from toolkit.em._estimator_engine import (
+    Engine,
+    GaussianEngine,
+    Options,
+    ParsimoniousEngine,
+    as_gaussian,
+    as_type,
+    engine_type,
+    gaussian_type,
+    model_of,
+    start_type,
+)
 from toolkit.em._estimator_progress import Progress
-from toolkit.em._estimator_start import InitParams, check_given, check_init_params, start_by
-from toolkit.em._fit import Fit, fit
-from toolkit.em.acceleration import Accelerate
-from toolkit.em.gaussian import CovarianceType, GaussianParameters, check_covariance_type
+from toolkit.em._estimator_start import InitParams, check_given, start_by
+from toolkit.em._samples import Rows, rows_of
+from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
 from toolkit.em.mixture import Mixture
+from toolkit.em.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
+from toolkit.em.prior import Prior
 
 __all__ = ["BaseMixture", "CollapseWarning", "GaussianMixture"]
 
 # Numbers of a batch's (K, D, B) array: what a prediction needs beside its input and output.
 _BATCH = 2**20
+
+# Bytes of samples up to which a copy of them, feature by feature, is kept between the steps: it makes them faster.
+_CACHED = 2**28
+
+# The most samples that a start is made of where they come in chunks.
+_SAMPLED = 2**15
 
 
 class CollapseWarning(UserWarning):
@@ -256,6 +280,18 @@ def tensor(values: Any) -> Tensor:
     return values.to(torch.float64) if isinstance(values, Tensor) else torch.as_tensor(np.array(values, np.float64))
 
 
+@dataclass(frozen=True)
+class Data:
+    """Samples to fit: all of them, (N, D) or what gives their rows, with weights; and those that starts are made of."""
+
+    x: Tensor | Rows
+    weights: Tensor | None
+    sampled: Tensor
+    sampled_weights: Tensor | None
+    form: Form
+    n_samples: int
+
+
 class GaussianMixture(BaseMixture):
     r"""A mixture of Gaussians, fitted by EM.
 
@@ -273,7 +309,9 @@ class GaussianMixture(BaseMixture):
 
     Args:
         n_components: K.
-        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``, or one of mclust's fourteen models, such
+            as ``"VEV"``: whether components differ in volume, shape and orientation (E: equal, V: varying, I: aligned
+            with the axes). Covariances of a model are matrices (K, D, D).
         tol: The fit has converged when what is left to gain is about this, in nats per sample. With
             ``accelerate="none"``: when a step gains no more.
         reg_covar: Added to every variance, in the data's units squared.
@@ -290,6 +328,8 @@ class GaussianMixture(BaseMixture):
         verbose_interval: Steps between two lines of progress where it is not drawn in a terminal.
         accelerate: ``"anderson"`` or ``"squarem"``: extrapolate the steps, and take what raises the likelihood.
             ``"none"``: plain EM.
+        prior: Maximise the posterior density given a `Prior`, ``"default"`` being `Prior.default` of the samples.
+            `lower_bound_` and `history_` then are log-likelihood plus log-prior over N. For the four types.
         callback: Called after each step with the number of steps and the log-likelihood.
 
     Attributes:
@@ -326,7 +366,7 @@ class GaussianMixture(BaseMixture):
         self,
         n_components: int = 1,
         *,
-        covariance_type: CovarianceType = "full",
+        covariance_type: CovarianceType | CovarianceModel = "full",
         tol: float = 1e-6,
         reg_covar: float = 1e-6,
         max_iter: int = 1000,
@@ -340,6 +380,7 @@ class GaussianMixture(BaseMixture):
         verbose: int = 0,
         verbose_interval: int = 10,
         accelerate: Accelerate = "anderson",
+        prior: Prior | Literal["default"] | None = None,
         callback: Callable[[int, float], None] | None = None,
     ) -> None:
         self.n_components = n_components
@@ -357,6 +398,7 @@ class GaussianMixture(BaseMixture):
         self.verbose = verbose
         self.verbose_interval = verbose_interval
         self.accelerate = accelerate
+        self.prior = prior
         self.callback = callback
 
     @no_graph()
@@ -381,28 +423,39 @@ class GaussianMixture(BaseMixture):
                 covariance becomes singular.
         """
         self._check_parameters()
-        x, form = read(self, X, reset=True, missing=False, least=2)
-        weights = read_weights(sample_weight, len(x), x)
-        if weights is not None and not bool(weights.all()):
-            # A sample of no weight is no sample, neither for the start.
-            x, weights = x[weights > 0], weights[weights > 0]
-        if self.n_components > len(x):
+        data = self._data(X, sample_weight)
+        if self.n_components > data.n_samples:
             raise ValueError(
-                f"`n_components` should be at most {len(x)}, the number of samples. Found {self.n_components}."
+                f"`n_components` should be at most {data.n_samples}, the number of samples. Found {self.n_components}."
             )
         going_on = self.warm_start and hasattr(self, "converged_")
-        generator = generator_of(self.random_state, x.device)
-        fits = []
         n_init = 1 if going_on else int(self.n_init)
+        engine = self._engine(data)
+        generator = generator_of(self.random_state, data.sampled.device)
+        fits, failures = [], []
         with Progress(verbose=int(self.verbose), interval=self.verbose_interval, callback=self.callback) as progress:
+            options = Options(
+                accelerate=self.accelerate,
+                tol=float(self.tol),
+                max_iter=int(self.max_iter),
+                callback=progress.listener,
+            )
             for i in range(n_init):
                 progress.begin(f"Start {i + 1} of {n_init}")
-                first = self._last(x) if going_on else self._start(x, weights, generator)
-                fits.append(self._climb(first, x, weights, progress))
-                how = "converged" if fits[-1].converged else "not converged"
-                progress.end(how, fits[-1].log_likelihood)
-        best = max(fits, key=self._merit)
-        self._set(best, form)
+                try:
+                    first = self._last(data.sampled) if going_on else self._start(data, generator)
+                    found = engine.climb(first, options)
+                except ValueError as error:
+                    # Another start may be better than one in which a component becomes singular.
+                    failures.append(error)
+                    progress.end(f"failed ({error})", math.nan)
+                else:
+                    fits.append(found)
+                    progress.end("converged" if found.converged else "not converged", found.log_likelihood)
+        if not fits:
+            raise failures[-1]
+        self._set(max(fits, key=self._merit), data.form)
+        self._warn(len(failures))
         return self
 
     # --- hooks of the base ---
@@ -412,14 +465,11 @@ class GaussianMixture(BaseMixture):
             log_weights=tensor(self.weights_).log(),
             means=tensor(self.means_),
             precisions_cholesky=tensor(self.precisions_cholesky_),
-            covariance_type=self.covariance_type,
+            covariance_type=gaussian_type(self.covariance_type) or "full",
         )
 
     def _n_parameters(self) -> int:
-        k, d = self.means_.shape
-        triangle = d * (d + 1) // 2
-        covariances = {"full": k * triangle, "tied": triangle, "diag": k * d, "spherical": k}[self.covariance_type]
-        return covariances + k * d + k - 1
+        return n_free_parameters(model_of(self.covariance_type), *self.means_.shape)
 
     def _draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
         mixture = self._mixture()
@@ -445,80 +495,113 @@ class GaussianMixture(BaseMixture):
 
     def _check_parameters(self) -> None:
         """Raise a ValueError for the first parameter that is out of range."""
-        for name, least in (
-            ("n_components", 1),
-            ("n_init", 1),
-            ("max_iter", 0),
-            ("verbose", 0),
-            ("verbose_interval", 1),
-        ):
-            value = getattr(self, name)
-            integer(name, int(value) if name == "verbose" and isinstance(value, bool) else value, least)
+        least = {"n_components": 1, "n_init": 1, "max_iter": 0, "verbose_interval": 1}
+        for name, smallest in least.items():
+            integer(name, getattr(self, name), smallest)
+        integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
         for name in ("tol", "reg_covar"):
             not_negative(name, getattr(self, name))
-        check_covariance_type(self.covariance_type)
-        check_init_params(self.init_params)
-        if self.accelerate not in get_args(Accelerate):
-            raise ValueError(
-                f"`accelerate` should be one of {', '.join(get_args(Accelerate))}. Found {self.accelerate!r}."
-            )
+        for name, choices in (
+            ("covariance_type", (*COVARIANCE_TYPES, *COVARIANCE_MODELS)),
+            ("init_params", get_args(InitParams)),
+            ("accelerate", get_args(Accelerate)),
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` should be one of {', '.join(choices)}. Found {getattr(self, name)!r}.")
+        if self.prior not in (None, "default") and not isinstance(self.prior, Prior):
+            raise ValueError(f"`prior` should be a Prior, 'default' or None. Found {self.prior!r}.")
+        if self.covariance_type in COVARIANCE_MODELS:
+            for name in ("prior", "precisions_init"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"`{name}` should be None for the covariance model {self.covariance_type}: it is for the types "
+                        f"{', '.join(COVARIANCE_TYPES)}."
+                    )
 
-    def _start(self, x: Tensor, weights: Tensor | None, generator: torch.Generator) -> GaussianParameters:
+    def _data(self, x: object, sample_weight: object) -> Data:
+        """Return the samples to fit, whole or in chunks, without those of weight 0."""
+        if is_chunked(x):
+            chunks = read_chunks(self, x, sample_weight, reset=True, missing=False)
+            sampled, weights = chunks.choose(_SAMPLED, generator_of(self.random_state, chunks.form.device))
+            if chunks.n_samples < 2:
+                raise ValueError(f"`X` should have at least 2 samples. Found {chunks.n_samples}.")
+            return Data(chunks.rows, None, sampled, weights, chunks.form, chunks.n_samples)
+        samples, form = read(self, x, reset=True, missing=False, least=2)
+        weights = read_weights(sample_weight, len(samples), samples)
+        if weights is not None and not bool(weights.all()):
+            # A sample of no weight is no sample, neither for the start.
+            samples, weights = samples[weights > 0], weights[weights > 0]
+        return Data(samples, weights, samples, weights, form, len(samples))
+
+    def _engine(self, data: Data) -> Engine:
+        n_components, reg_covar = int(self.n_components), float(self.reg_covar)
+        kind = engine_type(self.covariance_type)
+        if kind is None:
+            rows = rows_of(data.x, data.weights) if isinstance(data.x, Tensor) else data.x
+            model = cast(CovarianceModel, self.covariance_type)
+            return ParsimoniousEngine(rows, n_components, model, reg_covar=reg_covar)
+        prior = self.prior
+        if prior == "default":
+            prior = Prior.default(data.sampled, n_components, kind, sample_weight=data.sampled_weights)
+        return GaussianEngine(
+            data.x,
+            n_components,
+            kind,
+            sample_weight=data.weights,
+            reg_covar=reg_covar,
+            prior=prior,
+            cache=isinstance(data.x, Tensor) and data.x.nbytes <= _CACHED,
+        )
+
+    def _start(self, data: Data, generator: torch.Generator) -> GaussianParameters:
         """Return one start, float64: what the user gave, and the rest by `init_params`."""
+        x, kind = data.sampled, start_type(self.covariance_type)
         given = {
             name: None if (value := getattr(self, f"{name}_init")) is None else tensor(value).to(x.device)
             for name in ("weights", "means", "precisions")
         }
+        weights, means = given["weights"], given["means"]
         shape = int(self.n_components), x.shape[1]
-        factor = check_given(given["weights"], given["means"], given["precisions"], shape, self.covariance_type)
-        found = None
-        if given["weights"] is None or given["means"] is None or factor is None:
-            found = start_by(
-                x,
-                shape[0],
-                covariance_type=self.covariance_type,
-                init_params=self.init_params,
-                reg_covar=float(self.reg_covar),
-                generator=generator,
-                sample_weight=weights,
-                means=given["means"],
+        factor = check_given(weights, means, given["precisions"], shape, kind)
+        if weights is not None and means is not None and factor is not None:
+            return GaussianParameters(
+                log_weights=weights.log(), means=means, precisions_cholesky=factor, covariance_type=kind
             )
-        log_weights = None if given["weights"] is None else given["weights"].log()
-        return GaussianParameters(
-            log_weights=log_weights if log_weights is not None else cast(GaussianParameters, found).log_weights,
-            means=given["means"] if given["means"] is not None else cast(GaussianParameters, found).means,
-            precisions_cholesky=factor if factor is not None else cast(GaussianParameters, found).precisions_cholesky,
-            covariance_type=self.covariance_type,
+        found = start_by(
+            x,
+            shape[0],
+            covariance_type=kind,
+            init_params=self.init_params,
+            reg_covar=float(self.reg_covar),
+            generator=generator,
+            sample_weight=data.sampled_weights,
+            means=means,
+        )
+        return dataclasses.replace(
+            found,
+            log_weights=found.log_weights if weights is None else weights.log(),
+            precisions_cholesky=found.precisions_cholesky if factor is None else factor,
         )
 
     def _last(self, x: Tensor) -> GaussianParameters:
-        """Return the parameters of the last fit."""
+        """Return the parameters of the last fit, to go on from them."""
         last = self._mixture().to(x.device)
         if (last.n_components, last.n_features) != (self.n_components, x.shape[1]):
             raise ValueError(
                 f"`warm_start` should go on with the last fit's n_components={last.n_components} and "
                 f"{last.n_features} features. Found {self.n_components} and {x.shape[1]}."
             )
-        return last
+        return as_type(last, start_type(self.covariance_type))
 
-    def _climb(self, first: GaussianParameters, x: Tensor, weights: Tensor | None, progress: Progress) -> Fit:
-        return fit(
-            x,
-            int(self.n_components),
-            covariance_type=self.covariance_type,
-            tol=float(self.tol),
-            max_iter=int(self.max_iter),
-            init=first,
-            reg_covar=float(self.reg_covar),
-        )
+    def _merit(self, found: Climb[Any]) -> tuple[bool, float]:
+        """Return what the fit from the best start has most of."""
+        return not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)), found.log_likelihood
 
-    def _merit(self, found: Fit) -> tuple[bool, float]:
-        """Return what the fit with the best start has most of."""
-        return not collapsed_components(found.parameters, float(self.reg_covar)), found.log_likelihood
-
-    def _set(self, found: Fit, form: Form) -> None:
-        """Set the attributes, and warn of what a user should know."""
-        parameters = found.parameters.to(torch.float64)
+    def _set(self, found: Climb[Any], form: Form) -> None:
+        """Set the attributes."""
+        parameters = as_gaussian(found.parameters)
+        self.collapsed_ = np.array(collapsed_components(parameters, float(self.reg_covar)), dtype=np.int64)
+        parameters = as_type(parameters, gaussian_type(self.covariance_type) or "full")
         self.weights_ = form.give(parameters.weights)
         self.means_ = form.give(parameters.means)
         self.covariances_ = form.give(parameters.covariances)
@@ -530,20 +613,27 @@ class GaussianMixture(BaseMixture):
         self.lower_bound_ = found.log_likelihood
         self.history_ = np.array(found.history)
         self.lower_bounds_ = list(found.history[1:])
-        collapsed = collapsed_components(parameters, float(self.reg_covar))
-        self.collapsed_ = np.array(collapsed, dtype=np.int64)
-        if not found.converged and self.max_iter > 0:
+
+    def _warn(self, n_failures: int) -> None:
+        """Warn of what a user should know about the fit."""
+        if not self.converged_ and self.max_iter > 0:
             warnings.warn(
                 f"The fit did not converge in {self.max_iter} steps: more than `tol` is left to gain, {self.tol} nats "
                 "per sample. Raise `max_iter` or `tol`, try other starts, or look for degenerate data.",
                 ConvergenceWarning,
                 stacklevel=4,
             )
-        if collapsed:
+        if len(self.collapsed_):
             warnings.warn(
-                f"Component {', '.join(map(str, collapsed))} collapsed: it has too few distinct samples for a "
+                f"Component {', '.join(map(str, self.collapsed_))} collapsed: it has too few distinct samples for a "
                 "covariance, and the likelihood says nothing about the fit. More starts (`n_init`), fewer components, "
-                "a more restricted `covariance_type` or a larger `reg_covar` help.",
+                "a more restricted `covariance_type`, a `prior` or a larger `reg_covar` help.",
+                CollapseWarning,
+                stacklevel=4,
+            )
+        if n_failures:
+            warnings.warn(
+                f"{n_failures} of {self.n_init} starts ended in a singular covariance, and do not count.",
                 CollapseWarning,
                 stacklevel=4,
             )
