@@ -36,6 +36,7 @@ from toolkit.em import (
     to_unconstrained,
 )
 from toolkit.em import _fused as fused
+from toolkit.em import _samples
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -355,8 +356,8 @@ def difference(one: GaussianParameters, other: GaussianParameters) -> float:
 @pytest.mark.parametrize("path", ["expansion", "about-means"])
 def test_one_pass_is_its_plain_twin(path, d, k, kind, monkeypatch):
     if path == "about-means":
-        monkeypatch.setattr(fused, "_NARROW", {F64: 0.0})
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", {"cpu": 1})  # 512 samples, so that there are several chunks
+        monkeypatch.setattr(fused, "_EXPANDED", 0.0)
+    monkeypatch.setattr(_samples, "_CHUNK_BYTES", {"cpu": 1})  # 512 samples, so that there are several chunks
     x, before = samples(1300, d, k), mixture(kind, d, k)
     responsibilities, log_likelihood_before = e_step(before, x)
     plain = m_step(x, responsibilities, covariance_type=kind, reg_covar=1e-3)
@@ -369,7 +370,7 @@ def test_one_pass_is_its_plain_twin(path, d, k, kind, monkeypatch):
 @pytest.mark.parametrize("path", ["expansion", "about-means"])
 def test_a_component_that_no_sample_is_near_to_is_left_at_the_centre(path, kind, monkeypatch):
     if path == "about-means":
-        monkeypatch.setattr(fused, "_NARROW", {F64: 0.0})
+        monkeypatch.setattr(fused, "_EXPANDED", 0.0)
     x, there = samples(), mixture(kind)
     far = dataclasses.replace(there, means=there.means + torch.tensor([0.0, 0.0, 1e4], dtype=F64)[:, None])
     plain = m_step(x, e_step(far, x)[0], covariance_type=kind, reg_covar=1e-3)
@@ -393,9 +394,9 @@ def test_narrow_components_leave_the_expansion():
     before = m_step(x, labels.to(F64), covariance_type="full")
     data = fused.prepare(x, "full", 2)
     framed = fused._Framed.of(before, data)
-    assert framed.mean_squared_distance(data.scatter) > fused._NARROW[F64]
+    assert framed.mean_squared_distance(data.scatter) > fused._EXPANDED
     assert difference(em_step(before, x)[0], before) < 1e-6  # what float64 keeps of 5 + 1e-6 z
-    lossy = fused.maximise(fused._moments_by_expansion(framed, data), data, "full", 0.0)
+    lossy = fused.maximise(fused._moments_by_expansion(framed, data, F64), data, "full", 0.0)
     assert difference(lossy, before) > 1e-6
 
 

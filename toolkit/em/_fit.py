@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fused import Prepared, accumulate, maximise, prepare
+from toolkit.em._fused import accumulate, maximise
+from toolkit.em._samples import Prepared, prepare
 from toolkit.em.gaussian import (
     CovarianceType,
     GaussianParameters,

@@ -7,29 +7,39 @@ r"""The closed-form EM step as one pass over the data, with bounded memory.
   work because the symmetric products are there once. Tied covariances need only :math:`(x_i, 1)`: what is quadratic is
   the same for all components, and its sum is known beforehand.
 - **One pass.** A chunk that fits the cache is expanded, weighed, and added up; nothing of size N x K is ever stored.
+  Where the features of features do not fit, they are written in groups, twice: that is cheaper than to read them back.
 - **Components first.** Sums over components run along the long dimension of memory.
+- **No maximum.** A log-joint is at most the component's constant. So exponentials may be taken at a fixed shift, if it
+  is then seen that no sample was so far away that its densities vanish; otherwise the maximum is found after all.
+- **Powers of two.** Log-joints are computed in bits, because torch's `exp2` takes a third of the time of its `exp`.
 - **Clamped exponents.** Where a result would be denormal, the exponential is an order of magnitude slower. The clamp
   changes responsibilities by less than the smallest normal number.
+- **Triangles.** For few components of many features the expansion costs more than it saves. There each component has
+  its own triangular product in the E-step and symmetric one in the M-step, which are half of the general ones.
 
 What keeps it exact: data are centred, and whitened where covariances are correlated, so that the expansion cancels
-only as far as a component is narrower than the data. When the digits lost would show (`_NARROW`), it is left for
-moments about each component's own mean, which do not cancel; also for few components of many features, where writing
-the expansion would cost more than it saves. Sums are in float64 whatever the data are.
+only as far as a component is narrower than the data. When the digits lost would show, arithmetic is in float64
+(`_SINGLE`), and beyond `_EXPANDED` moments are taken about each component's own mean, which do not cancel. Sums are in
+float64 whatever the data are.
 
 B samples of a chunk, D features, K components, F features of features.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
+import numpy as np
 import torch
+from scipy.linalg import blas
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._samples import Chunk, Prepared, prepare, total_over_ranks
 from toolkit.em.gaussian import (
     CovarianceType,
     GaussianParameters,
@@ -39,36 +49,32 @@ from toolkit.em.gaussian import (
     soft_counts,
 )
 
-__all__ = ["Moments", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
+__all__ = ["Moments", "MomentsPrior", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
 
-# Bytes of a chunk's working set: the second-level cache of a core, or enough to fill a GPU.
-_CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
+# The largest mean squared distance of the data from a component, in units of its covariance, for which arithmetic is
+# in float32, and for which the expansion is used in float64. The log-likelihood loses about a hundredth of a machine
+# epsilon times it.
+_SINGLE = 2000.0
+_EXPANDED = 1e6
 
-# The largest mean squared distance of the data from a component, in units of its covariance, for which the expansion
-# is used. The log-likelihood loses about a tenth of a machine epsilon times it.
-_NARROW = {torch.float32: 250.0, torch.float64: 1e6}
+# Below these a power of two is denormal.
+_SMALLEST_EXPONENT = {torch.float32: -126.0, torch.float64: -1022.0}
+_LOG2_E = math.log2(math.e)
 
-# Below these the exponential is denormal.
-_SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -708.0}
+# Densities are taken relative to the largest possible one times e^-shift, and a sample may be e^-shift below that.
+_SHIFT = {torch.float32: 40.0, torch.float64: 300.0}
+
+# The most features of features that are written at once.
+_GROUP = 320
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Data in the coordinates of the pass.
+class MomentsPrior(Protocol):
+    """A prior whose mode can be found from weighted moments."""
 
-    Attributes:
-        centre: (D,), float64: the origin.
-        scale: (D, D), float64, lower triangular: a sample is ``centre + scale @ z``. None: it is ``centre + z``.
-        chunks: (D, B) each.
-        scatter: (D, D) for full and tied, else (D,), float64: the mean of ``z z^T``, or of ``z * z``.
-        n_samples: N.
-    """
-
-    centre: Tensor
-    scale: Tensor | None
-    chunks: list[Tensor]
-    scatter: Tensor
-    n_samples: int
+    def maximise(
+        self, counts: Tensor, means: Tensor, scatter: Tensor, covariance_type: CovarianceType
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights, means and covariances at the mode, from counts, means and scatter about the means."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,9 @@ class Moments:
 
 
 @no_graph()
-def em_step(parameters: GaussianParameters, x: Tensor, *, reg_covar: float = 0.0) -> tuple[GaussianParameters, Tensor]:
+def em_step(
+    parameters: GaussianParameters, x: Tensor, *, sample_weight: Tensor | None = None, reg_covar: float = 0.0
+) -> tuple[GaussianParameters, Tensor]:
     """Return the parameters after one EM step, and the log-likelihood *before* it.
 
     The result is that of ``m_step(x, e_step(parameters, x)[0])`` to rounding, in one pass and bounded memory. It has no
@@ -96,6 +104,7 @@ def em_step(parameters: GaussianParameters, x: Tensor, *, reg_covar: float = 0.0
     Args:
         parameters: The mixture.
         x: (N, D), float32 or float64.
+        sample_weight: (N,), not negative. None: all 1.
         reg_covar: Added to every variance. 0 is maximum likelihood, for which the log-likelihood never falls.
 
     Returns:
@@ -119,29 +128,9 @@ def em_step(parameters: GaussianParameters, x: Tensor, *, reg_covar: float = 0.0
     """
     check_features(parameters, x)
     kind = parameters.covariance_type
-    data = prepare(x, kind, parameters.n_components)
+    data = prepare(x, kind, parameters.n_components, sample_weight=sample_weight)
     moments = accumulate(parameters, data)
     return maximise(moments, data, kind, reg_covar).to(parameters.means.dtype), moments.log_likelihood
-
-
-@no_graph()
-def prepare(x: Tensor, covariance_type: CovarianceType, n_components: int) -> Prepared:
-    """Return the data, centred, whitened where it helps, transposed, and cut into chunks of bounded size.
-
-    Any centre and scale give the same steps; these make the expansion accurate.
-    """
-    if x.dtype not in _NARROW:
-        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {x.dtype}.")
-    n_samples, n_features = x.shape
-    correlated = covariance_type in ("full", "tied")
-    per_sample = (_n_expanded(n_features, covariance_type) + 2 * n_components + n_features) * x.element_size()
-    size = min(max(_CHUNK_BYTES.get(x.device.type, 2**22) // per_sample, 512), 2**20)
-    rows = x.tensor_split(math.ceil(n_samples / size))
-    centre = x.mean(0, dtype=torch.float64)
-    scale = _cholesky_of_correlations(_mean_products((part - centre).mT for part in rows)) if correlated else None
-    chunks = [_to_frame(part.double(), centre, scale).to(x.dtype) for part in rows]
-    scatter = _mean_products(chunks) if correlated else _mean_squares(chunks)
-    return Prepared(centre, scale, chunks, scatter, n_samples)
 
 
 @no_graph()
@@ -149,25 +138,39 @@ def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
     """Return what the M-step needs to know of the data, in one pass: the E-step of prepared data."""
     framed = _Framed.of(parameters.to(torch.float64), data)
     n_components, n_features = framed.means.shape
+    distance = framed.mean_squared_distance(data.scatter)
+    dtype = data.dtype if distance <= _SINGLE else torch.float64
     few = framed.kind == "full" and 4 * n_components <= n_features
-    if few or framed.mean_squared_distance(data.scatter) > _NARROW[data.chunks[0].dtype]:
-        return _moments_about_means(framed, data)
-    return _moments_by_expansion(framed, data)
+    if few or distance > _EXPANDED:
+        on_cpu = framed.kind == "full" and data.centre.device.type == "cpu"
+        moments = _moments_by_triangles(framed, data, dtype) if on_cpu else _moments_about_means(framed, data)
+    else:
+        moments = _moments_by_expansion(framed, data, dtype)
+    return dataclasses.replace(moments, log_likelihood=moments.log_likelihood / data.total_weight)
 
 
 @no_graph()
-def maximise(moments: Moments, data: Prepared, kind: CovarianceType, reg_covar: float) -> GaussianParameters:
-    """Return the mixture with these moments, float64: the M-step of prepared data."""
+def maximise(
+    moments: Moments, data: Prepared, kind: CovarianceType, reg_covar: float, prior: MomentsPrior | None = None
+) -> GaussianParameters:
+    """Return the mixture with these moments, or the mode given a prior, float64: the M-step of prepared data."""
     counts = soft_counts(moments.counts)
     shifts = moments.first / counts[:, None]
     # An empty component is left at the centre, wherever its moments were taken about.
     means = torch.where((moments.counts < counts)[:, None], 0.0, moments.origins + shifts)
-    covariances = _covariances(moments.second, shifts, counts, kind)
+    scatter = _scatter(moments.second, shifts, counts, kind)
+    means = data.from_frame(means)
     if data.scale is not None:
-        means, covariances = means @ data.scale.mT, data.scale @ covariances @ data.scale.mT
+        scatter = data.scale @ scatter @ data.scale.mT
+    if prior is None:
+        log_weights = counts.log() - counts.sum().log()
+        covariances = _covariances(scatter, counts, kind, means.shape[1])
+    else:
+        weights, means, covariances = prior.maximise(moments.counts, means, scatter, kind)
+        log_weights = weights.log()
     return GaussianParameters(
-        log_weights=counts.log() - counts.sum().log(),
-        means=data.centre + means,
+        log_weights=log_weights,
+        means=means,
         precisions_cholesky=precisions_cholesky(regularise(covariances, kind, reg_covar), kind),
         covariance_type=kind,
     )
@@ -190,7 +193,7 @@ class _Framed:
         normaliser = 0.5 * parameters.n_features * math.log(2 * math.pi)
         factor = parameters.precisions_cholesky
         return cls(
-            means=_to_frame(parameters.means, data.centre, data.scale).mT,
+            means=data.to_frame(parameters.means),
             factor=factor if data.scale is None else data.scale.mT @ factor,
             constant=parameters.log_weights + parameters.log_determinants - normaliser,
             kind=parameters.covariance_type,
@@ -207,13 +210,14 @@ class _Framed:
                 distances = self.factor.square() * scatter.sum()
         return float(distances.max())
 
-    def coefficients(self) -> Tensor:
-        """Return Theta (K, F): the log-joint of each component as a linear function of the expanded features."""
+    def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the log-joint of each component as a function of products, features and 1: (K, .), (K, D), (K,)."""
         match self.kind:
             case "full":
                 precisions = self.factor @ self.factor.mT
-                rows, columns = torch.triu_indices(*precisions.shape[-2:], device=precisions.device)
-                quadratic = torch.where(rows == columns, -0.5, -1.0) * precisions[:, rows, columns]
+                # Products (i, j) with i <= j; those below the diagonal, which a block has as well, count nothing.
+                once = -precisions.triu(1) - 0.5 * torch.diag_embed(precisions.diagonal(dim1=-2, dim2=-1))
+                quadratic = torch.cat([once[:, rows, first:].flatten(1) for rows, first in _blocks(self.means)], 1)
                 linear = (precisions @ self.means[..., None])[..., 0]
             case "tied":
                 quadratic = self.means[:, :0]
@@ -224,41 +228,207 @@ class _Framed:
             case "spherical":
                 quadratic = -0.5 * self.factor.square()[:, None]
                 linear = self.factor.square()[:, None] * self.means
-        constant = self.constant - 0.5 * (linear * self.means).sum(-1)
-        return torch.cat([quadratic, linear, constant[:, None]], 1)
+        return quadratic, linear, self.constant - 0.5 * (linear * self.means).sum(-1)
 
 
-def _moments_by_expansion(framed: _Framed, data: Prepared) -> Moments:
-    theta = framed.coefficients()
-    n_components, n_expanded = theta.shape
-    n_features = framed.means.shape[1]
-    weights = theta.to(data.chunks[0].dtype)
-    longest = max(chunk.shape[1] for chunk in data.chunks)
-    expanded = weights.new_empty(n_expanded, longest)
-    expanded[-1] = 1
-    joint = weights.new_empty(n_components, longest)
+def _blocks(means: Tensor) -> Iterator[tuple[slice, int]]:
+    """Return rows i of each block of products (i, j), and its first j: four rows at once waste little and are fast."""
+    n_features = means.shape[1]
+    for first in range(0, n_features, 4):
+        yield slice(first, min(first + 4, n_features)), first
+
+
+class _Expansion:
+    """Writes the features of features of a chunk, in groups of rows that fit the cache."""
+
+    def __init__(self, kind: CovarianceType, means: Tensor, length: int, dtype: torch.dtype) -> None:
+        self.kind = kind
+        self.n_features = n_features = means.shape[1]
+        self.groups: list[list[tuple[slice, int, int]]] = [[]]  # of (rows, first column, offset in the group)
+        self.sizes = [0]
+        blocks = list(_blocks(means)) if kind == "full" else []
+        for rows, first in blocks:
+            size = (rows.stop - rows.start) * (n_features - first)
+            if self.sizes[-1] and self.sizes[-1] + size > _GROUP:
+                self.groups.append([])
+                self.sizes.append(0)
+            self.groups[-1].append((rows, first, self.sizes[-1]))
+            self.sizes[-1] += size
+        if kind in ("diag", "spherical"):
+            self.sizes = [n_features if kind == "diag" else 1]
+        # The last group also has the features themselves, and 1.
+        self.widths = [*self.sizes[:-1], self.sizes[-1] + n_features + 1]
+        self.buffer = means.new_empty((max(self.widths), length), dtype=dtype)
+
+    def write(self, group: int, z: Tensor) -> Tensor:
+        """Return the features of features of one group (F, B), which are overwritten by the next."""
+        size, length = self.sizes[group], z.shape[1]
+        phi = self.buffer[: self.widths[group], :length]
+        match self.kind:
+            case "full":
+                for rows, first, offset in self.groups[group]:
+                    height, width = rows.stop - rows.start, self.n_features - first
+                    out = phi[offset : offset + height * width].unflatten(0, (height, width))
+                    torch.mul(z[rows, None], z[None, first:], out=out)
+            case "diag":
+                torch.mul(z, z, out=phi[:size])
+            case "spherical":
+                torch.sum(z * z, 0, out=phi[0])
+        if group == len(self.sizes) - 1:
+            phi[size:-1] = z
+            phi[-1] = 1
+        return phi
+
+
+def _moments_by_expansion(framed: _Framed, data: Prepared, dtype: torch.dtype) -> Moments:
+    quadratic, linear, constant = framed.coefficients()
+    n_components, n_features = framed.means.shape
+    # A shift of all log-joints, so that their exponentials need no maximum. What is tied leaves a part out.
+    shift = float(framed.constant.max()) - _SHIFT[dtype] if framed.kind != "tied" else 0.0
+    theta = _LOG2_E * torch.cat([quadratic, linear, constant[:, None] - shift], 1)
+    expansion: _Expansion | None = None
+    buffers = torch.empty(0)
     sums = torch.zeros_like(theta)
     total = theta.new_zeros(())
-    for chunk in data.chunks:
-        phi, log_joint = expanded[:, : chunk.shape[1]], joint[:, : chunk.shape[1]]
-        _expand(chunk, phi, framed.kind)
-        torch.mm(weights, phi, out=log_joint)
-        total += _weigh(log_joint)
-        sums += log_joint @ phi.mT
-    quadratic, first, counts = sums.split([n_expanded - n_features - 1, n_features, 1], 1)
+    bounded = framed.kind != "tied" and theta.device.type == "cpu"
+    for z, weights in _in(dtype, data):
+        length = z.shape[1]
+        if expansion is None or length > buffers.shape[1]:
+            expansion = _Expansion(framed.kind, framed.means, length, dtype)
+            buffers = theta.new_empty((n_components, length), dtype=dtype)
+            coefficients = theta.to(dtype).split(expansion.widths, 1)
+            statistics = sums.split(expansion.widths, 1)
+        joint = buffers[:, :length]
+        phi = _log_joint(expansion, coefficients, z, joint)
+        densities = _exponentials(joint) if bounded else None
+        if densities is None:
+            # A sample is too far away for a fixed shift. In the rest of the pass there may be more of them.
+            if bounded:
+                phi = _log_joint(expansion, coefficients, z, joint)
+            bounded = False
+            peak = joint.amax(0)
+            densities = _exponentials(joint.sub_(peak), least=0.0)
+            assert densities is not None
+            total += _dot(peak, weights) / _LOG2_E
+        total += _dot(densities.log(), weights)
+        share = densities.reciprocal_() if weights is None else weights.to(dtype) / densities
+        by_component = len(expansion.sizes) > 1 or n_components <= len(phi)
+        if by_component:
+            joint.mul_(share)
+        for group, statistic in enumerate(statistics):
+            if len(expansion.sizes) > 1:
+                phi = expansion.write(group, z)
+            if not by_component:
+                phi = phi.mul_(share)
+            if dtype == torch.float64:
+                statistic.addmm_(joint, phi.mT)
+            else:
+                statistic += joint @ phi.mT
+    sums, total = total_over_ranks(data.group, sums, total)
+    total += data.total_weight * shift
+    quadratic, first, counts = sums.split([sums.shape[1] - n_features - 1, n_features, 1], 1)
     match framed.kind:
         case "full":
-            rows, columns = torch.triu_indices(n_features, n_features, device=sums.device)
-            second = sums.new_empty(n_components, n_features, n_features)
-            second[:, rows, columns] = second[:, columns, rows] = quadratic
+            second = _symmetric(quadratic, framed.means)
         case "tied":
-            second = data.n_samples * data.scatter
-            total -= 0.5 * data.n_samples * framed.mean_squared_distance(data.scatter)
+            second = data.total_weight * data.scatter
+            total = total - 0.5 * data.total_weight * framed.mean_squared_distance(data.scatter)
         case "diag":
             second = quadratic
         case "spherical":
             second = quadratic[:, 0]
-    return Moments(counts[:, 0], first, second, torch.zeros_like(first), total / data.n_samples)
+    return Moments(counts[:, 0], first, second, torch.zeros_like(first), total)
+
+
+def _log_joint(expansion: _Expansion, coefficients: tuple[Tensor, ...], z: Tensor, out: Tensor) -> Tensor:
+    """Write the log-joints (K, B) of a chunk, in bits, and return the features of features of the last group."""
+    for group, theta in enumerate(coefficients):
+        phi = expansion.write(group, z)
+        if group:
+            out.addmm_(theta, phi)
+        else:
+            torch.mm(theta, phi, out=out)
+    return phi
+
+
+def _exponentials(joint: Tensor, least: float | None = None) -> Tensor | None:
+    """Turn shifted log-joints (K, B), in bits, into densities in place, and return their sum (B,).
+
+    Or None, if a sample is so far away from every component that its densities would lose digits to the clamp.
+    """
+    joint.clamp_(min=_SMALLEST_EXPONENT[joint.dtype]).exp2_()
+    total = joint.sum(0)
+    if least is None:
+        least = math.exp(-_SHIFT[joint.dtype])
+    return total if float(total.min()) > least else None
+
+
+def _dot(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the sum of values (B,), weighted, in float64."""
+    return values.sum(dtype=torch.float64) if weights is None else values.double() @ weights.double()
+
+
+def _in(dtype: torch.dtype, data: Prepared) -> Iterator[Chunk]:
+    for z, weights in data.chunks():
+        if z.shape[1]:
+            yield z.to(dtype), weights
+
+
+def _symmetric(quadratic: Tensor, means: Tensor) -> Tensor:
+    """Return second moments (K, D, D) from those of the products of all blocks, side by side (K, .)."""
+    n_components, n_features = means.shape
+    second = quadratic.new_zeros(n_components, n_features, n_features)
+    offset = 0
+    for rows, first in _blocks(means):
+        height, width = rows.stop - rows.start, n_features - first
+        part = quadratic[:, offset : offset + height * width].unflatten(1, (height, width))
+        second[:, rows, first:] = part
+        second[:, first:, rows] = part.mT
+        offset += height * width
+    return second
+
+
+def _moments_by_triangles(framed: _Framed, data: Prepared, dtype: torch.dtype) -> Moments:
+    """Return moments about the means of full covariances: products with a triangle, and products that are symmetric.
+
+    torch has neither as such; BLAS does, for float32 and float64 on the CPU.
+    """
+    n_components, n_features = framed.means.shape
+    triangular, symmetric = (blas.strmm, blas.ssyrk) if dtype == torch.float32 else (blas.dtrmm, blas.dsyrk)
+    means = framed.means.to(dtype)[:, :, None]
+    factors = [np.asfortranarray(factor.to(dtype).numpy()) for factor in framed.factor]
+    counts, first = framed.constant.new_zeros(n_components), torch.zeros_like(framed.means)
+    second = framed.means.new_zeros(n_components, n_features, n_features)
+    total = framed.constant.new_zeros(())
+    constant = (_LOG2_E * framed.constant).to(dtype)[:, None]
+    joint, work = torch.empty(0), torch.empty(0)
+    for z, weights in _in(dtype, data):
+        if z.shape[1] > joint.shape[-1]:
+            joint = means.new_empty(n_components, z.shape[1])
+            work = torch.empty_like(z)
+        log_joint, differences = joint[:, : z.shape[1]], work[:, : z.shape[1]].contiguous()
+        rows = differences.numpy().T  # (B, D) with features side by side, as Fortran has it
+        for k in range(n_components):
+            torch.sub(z, means[k], out=differences)
+            triangular(1.0, factors[k], rows, side=1, overwrite_b=1)
+            torch.sum(differences.square_(), 0, out=log_joint[k])
+        log_joint.mul_(-0.5 * _LOG2_E).add_(constant)
+        peak = log_joint.amax(0)
+        densities = _exponentials(log_joint.sub_(peak), least=0.0)
+        assert densities is not None
+        total += _dot(densities.log().add_(peak, alpha=1 / _LOG2_E), weights)
+        log_joint.mul_(densities.reciprocal_() if weights is None else weights.to(dtype) / densities)
+        counts += log_joint.sum(1)
+        roots = log_joint.sqrt()
+        for k in range(n_components):
+            torch.sub(z, means[k], out=differences)
+            first[k] += differences @ log_joint[k]
+            differences.mul_(roots[k])
+            second[k] += torch.from_numpy(symmetric(1.0, rows, trans=1))
+    # BLAS fills the upper triangle, seen from Fortran.
+    counts, first, second, total = total_over_ranks(data.group, counts, first, second, total)
+    second = second.triu() + second.triu(1).mT
+    return Moments(counts, first, second, framed.means, total)
 
 
 def _moments_about_means(framed: _Framed, data: Prepared) -> Moments:
@@ -270,98 +440,58 @@ def _moments_about_means(framed: _Framed, data: Prepared) -> Moments:
         framed.means.new_zeros(()),
     )
     second = first.new_zeros((n_components, n_features, n_features) if matrix else (n_components, n_features))
-    size = max(1, _CHUNK_BYTES.get(first.device.type, 2**20) // (8 * n_components * n_features))
-    for part in (part for chunk in data.chunks for part in chunk.split(size, 1)):
-        differences = part.double() - framed.means[:, :, None]
-        match framed.kind:
-            case "full" | "tied":
-                whitened = framed.factor.mT @ differences
-            case "diag":
-                whitened = framed.factor[:, :, None] * differences
-            case "spherical":
-                whitened = framed.factor[:, None, None] * differences
-        log_joint = framed.constant[:, None] - 0.5 * whitened.square_().sum(1)
-        total += _weigh(log_joint)
-        weighted = log_joint[:, None] * differences
-        counts += log_joint.sum(1)
-        first += weighted.sum(2)
-        second += weighted @ differences.mT if matrix else (weighted * differences).sum(2)
+    budget = 2**26 if first.device.type == "cuda" else 2**20
+    size = max(1, budget // (8 * n_components * n_features))
+    for z, w in data.chunks():
+        weights = z.new_ones(z.shape[1]) if w is None else w
+        for part, share in zip(z.split(size, 1), weights.double().split(size), strict=True):
+            differences = part.double() - framed.means[:, :, None]
+            match framed.kind:
+                case "full" | "tied":
+                    whitened = framed.factor.mT @ differences
+                case "diag":
+                    whitened = framed.factor[:, :, None] * differences
+                case "spherical":
+                    whitened = framed.factor[:, None, None] * differences
+            log_joint = _LOG2_E * (framed.constant[:, None] - 0.5 * whitened.square_().sum(1))
+            peak = log_joint.amax(0)
+            densities = _exponentials(log_joint.sub_(peak), least=0.0)
+            assert densities is not None
+            total += share @ densities.log().add_(peak, alpha=1 / _LOG2_E)
+            log_joint.mul_(share / densities)
+            weighted = log_joint[:, None] * differences
+            counts += log_joint.sum(1)
+            first += weighted.sum(2)
+            second += weighted @ differences.mT if matrix else (weighted * differences).sum(2)
     if framed.kind == "tied":
         second = second.sum(0)
     elif framed.kind == "spherical":
         second = second.sum(1)
-    return Moments(counts, first, second, framed.means, total / data.n_samples)
+    counts, first, second, total = total_over_ranks(data.group, counts, first, second, total)
+    return Moments(counts, first, second, framed.means, total)
 
 
-def _covariances(second: Tensor, shifts: Tensor, counts: Tensor, kind: CovarianceType) -> Tensor:
-    """Return the covariances from second moments about the origins, where the means are at `shifts` (K, D)."""
+def _scatter(second: Tensor, shifts: Tensor, counts: Tensor, kind: CovarianceType) -> Tensor:
+    """Return summed second moments about the means, which are at `shifts` (K, D) from the origins."""
     match kind:
         case "full":
-            return second / counts[:, None, None] - shifts[:, :, None] * shifts[:, None]
+            return second - counts[:, None, None] * shifts[:, :, None] * shifts[:, None]
         case "tied":
-            return (second - (counts[:, None] * shifts).mT @ shifts) / counts.sum()
+            return second - (counts[:, None] * shifts).mT @ shifts
         case "diag":
-            return second / counts[:, None] - shifts.square()
+            return second - counts[:, None] * shifts.square()
         case "spherical":
-            return (second / counts - shifts.square().sum(1)) / shifts.shape[1]
+            return second - counts * shifts.square().sum(1)
 
 
-def _n_expanded(n_features: int, kind: CovarianceType) -> int:
-    quadratic = {"full": n_features * (n_features + 1) // 2, "tied": 0, "diag": n_features, "spherical": 1}[kind]
-    return quadratic + n_features + 1
-
-
-def _expand(z: Tensor, phi: Tensor, kind: CovarianceType) -> None:
-    """Write the expanded features of a chunk (D, B) to `phi` (F, B), whose last row is 1 already."""
-    n_features = len(z)
+def _covariances(scatter: Tensor, counts: Tensor, kind: CovarianceType, n_features: int) -> Tensor:
+    """Return the maximum-likelihood covariances."""
     match kind:
         case "full":
-            row = 0
-            for i in range(n_features):
-                torch.mul(z[i:], z[i], out=phi[row : row + n_features - i])
-                row += n_features - i
+            return scatter / counts[:, None, None]
+        case "tied":
+            return scatter / counts.sum()
         case "diag":
-            torch.mul(z, z, out=phi[:n_features])
+            return scatter / counts[:, None]
         case "spherical":
-            torch.sum(z * z, 0, out=phi[0])
-    phi[-1 - n_features : -1] = z
-
-
-def _weigh(log_joint: Tensor) -> Tensor:
-    """Turn log-joints (K, B) into responsibilities in place, and return the sum of log-densities, float64."""
-    peak = log_joint.amax(0)
-    log_joint.sub_(peak).clamp_(min=_SMALLEST_EXPONENT[log_joint.dtype]).exp_()
-    total = log_joint.sum(0)
-    log_joint.div_(total)
-    return total.log_().add_(peak).sum(dtype=torch.float64)
-
-
-def _to_frame(points: Tensor, centre: Tensor, scale: Tensor | None) -> Tensor:
-    """Return points (M, D) in the coordinates of the pass, (D, M)."""
-    centred = (points - centre).mT
-    return centred.contiguous() if scale is None else torch.linalg.solve_triangular(scale, centred, upper=False)
-
-
-def _mean_products(chunks: Iterable[Tensor]) -> Tensor:
-    """Return the mean of z z^T over chunks (D, B), float64."""
-    return _mean((z.double() @ z.double().mT, z.shape[1]) for z in chunks)
-
-
-def _mean_squares(chunks: Iterable[Tensor]) -> Tensor:
-    """Return the mean of z * z over chunks (D, B), float64."""
-    return _mean((z.double().square().sum(1), z.shape[1]) for z in chunks)
-
-
-def _mean(sums: Iterable[tuple[Tensor, int]]) -> Tensor:
-    total, count = functools.reduce(lambda a, b: (a[0] + b[0], a[1] + b[1]), sums)
-    return total / count
-
-
-def _cholesky_of_correlations(covariance: Tensor) -> Tensor:
-    """Return a lower triangular L with L L^T near `covariance`, invertible also where that is singular."""
-    deviations = covariance.diagonal().sqrt()
-    deviations = torch.where(deviations > 0, deviations, 1.0)
-    correlations = covariance / deviations / deviations[:, None]
-    ridge = 1e-10 * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-    factor: Tensor = torch.linalg.cholesky(correlations + ridge)
-    return deviations[:, None] * factor
+            return scatter / (counts * n_features)

@@ -1,0 +1,265 @@
+r"""Samples in the coordinates of the fast pass, wherever they are: in memory, in a file, in chunks, on several ranks.
+
+Any centre and scale give the same EM steps (they are affinely equivariant). The mean and the Cholesky factor of the
+covariance are chosen, because there the expansion of `toolkit.em._fused` cancels least.
+
+B samples of a chunk, D features, K components.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+from toolkit.blocks import no_graph
+
+__all__ = ["Chunk", "Prepared", "Rows", "chunk_length", "check_rows", "prepare", "rows_of", "total_over_ranks"]
+
+# Samples (B, D) and their weights (B,), or None if all are 1.
+Chunk: TypeAlias = tuple[Tensor, Tensor | None]
+
+# Gives all samples anew, chunk by chunk, each time it is called.
+Rows: TypeAlias = Callable[[int], Iterator[Chunk]]
+
+# Bytes of a chunk's working set: the second-level cache of a core, or enough to fill a GPU.
+_CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
+
+FLOATS = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Data in the coordinates of the pass.
+
+    Attributes:
+        centre: (D,), float64: the origin.
+        scale: (D, D), float64, lower triangular: a sample is ``centre + scale @ z``. None: it is ``centre + z``.
+        scatter: (D, D) for full and tied, else (D,), float64: the weighted mean of ``z z^T``, or of ``z * z``.
+        total_weight: The sum of the weights over all ranks; the number of samples if there are none.
+        dtype: Of the chunks.
+        group: The ranks that hold parts of the data; None: this process alone.
+        chunks: Gives the chunks (D, B) of this rank, with weights (B,) or None, anew each time it is called.
+    """
+
+    centre: Tensor
+    scale: Tensor | None
+    scatter: Tensor
+    total_weight: float
+    dtype: torch.dtype
+    group: ProcessGroup | None
+    chunks: Callable[[], Iterator[Chunk]]
+
+    def to_frame(self, points: Tensor) -> Tensor:
+        """Return points (M, D), float64, in the coordinates of the pass, (M, D)."""
+        centred = points - self.centre
+        return centred if self.scale is None else torch.linalg.solve_triangular(self.scale, centred.mT, upper=False).mT
+
+    def from_frame(self, points: Tensor) -> Tensor:
+        """Return the samples (M, D) of coordinates of the pass (M, D)."""
+        return self.centre + (points if self.scale is None else points @ self.scale.mT)
+
+
+@no_graph()
+def prepare(
+    x: Tensor | Rows,
+    covariance_type: str,
+    n_components: int,
+    *,
+    sample_weight: Tensor | None = None,
+    cache: bool = True,
+    group: ProcessGroup | None = None,
+) -> Prepared:
+    """Return the data, centred, whitened where it helps, feature by feature, in chunks that fit a cache.
+
+    Args:
+        x: (N, D), or what gives its rows.
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
+        n_components: K.
+        sample_weight: (N,), not negative.
+        cache: Whether the transposed data are kept. If not, every pass transposes them again.
+        group: The ranks that hold parts of the data.
+
+    Raises:
+        TypeError: If `x` is neither float32 nor float64.
+    """
+    rows = rows_of(x, sample_weight) if isinstance(x, Tensor) else x
+    correlated = covariance_type in ("full", "tied")
+    first = next(rows(2**20), None)
+    if first is None:
+        raise ValueError("`x` should have a chunk, if only an empty one. Found none.")
+    if first[0].dtype not in FLOATS:
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {first[0].dtype}.")
+    length = chunk_length(first[0], covariance_type, n_components)
+    weight, centre, covariance = _moments(rows(length), first[0], correlated, group)
+    scale = _cholesky_of_correlations(covariance) if correlated else None
+    unscale = None if scale is None else torch.linalg.inv(scale)
+    scatter = covariance if unscale is None else unscale @ covariance @ unscale.mT
+
+    def chunks() -> Iterator[Chunk]:
+        for part, weights in rows(length):
+            centred = part.to(torch.float64) - centre
+            framed = centred.mT if unscale is None else unscale @ centred.mT
+            yield framed.to(part.dtype).contiguous(), weights
+
+    return Prepared(
+        centre=centre,
+        scale=scale,
+        scatter=scatter,
+        total_weight=weight,
+        dtype=first[0].dtype,
+        group=group,
+        chunks=functools.partial(iter, list(chunks())) if cache else chunks,
+    )
+
+
+def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
+    """Return how many samples of a chunk keep the working set of a pass in the cache."""
+    n_features = like.shape[1]
+    expanded = {"full": min(n_features * (n_features + 1) // 2, 128), "diag": n_features}.get(covariance_type, 1)
+    per_sample = (expanded + 2 * n_features + 2 * n_components) * like.element_size()
+    return min(max(_CHUNK_BYTES.get(like.device.type, 2**20) // per_sample, 512), 2**20)
+
+
+def rows_of(x: Tensor, sample_weight: Tensor | None) -> Rows:
+    """Return what cuts a tensor (N, D), and its weights (N,), into chunks."""
+
+    def rows(length: int) -> Iterator[Chunk]:
+        pieces = max(1, math.ceil(len(x) / length))
+        parts = x.tensor_split(pieces)
+        weights = itertools.repeat(None) if sample_weight is None else sample_weight.tensor_split(pieces)
+        yield from zip(parts, weights, strict=False)
+
+    return rows
+
+
+def check_rows(source: Iterable[Any], *, missing: bool = False) -> Rows:
+    """Return what gives the chunks of a re-iterable of arrays, of tensors, or of pairs of samples and weights.
+
+    Each chunk is looked at when it comes: a sample that is not finite raises a ValueError that tells its row.
+
+    Raises:
+        TypeError: If the source can be read only once.
+    """
+    if isinstance(source, np.memmap):
+        return _rows_of_file(source)
+    if iter(source) is source:
+        raise TypeError(
+            "Chunks should come from something that can be read again for each pass, such as a list or a DataLoader. "
+            f"Found a {type(source).__name__}, which can be read once."
+        )
+
+    def rows(length: int) -> Iterator[Chunk]:
+        n_features, start = None, 0
+        for piece in source:
+            values, weights = piece if isinstance(piece, tuple | list) else (piece, None)
+            x = torch.as_tensor(values)
+            x = x if x.dtype in FLOATS else x.to(torch.float64)
+            n_features = x.shape[-1] if n_features is None else n_features
+            if x.ndim != 2 or x.shape[1] != n_features:
+                raise ValueError(f"Every chunk should have shape (B, {n_features}). Found {tuple(x.shape)}.")
+            if not missing and not bool(x.isfinite().all()):
+                row = int((~x.isfinite()).any(1).nonzero()[0])
+                raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {start + row}.")
+            start += len(x)
+            w = None if weights is None else torch.as_tensor(weights).to(x)
+            yield from rows_of(x, w)(length)
+
+    return rows
+
+
+def _rows_of_file(array: np.memmap[Any, Any]) -> Rows:
+    """Return what reads a memory-mapped array (N, D) and gives its pages back, so that memory stays bounded."""
+
+    def rows(length: int) -> Iterator[Chunk]:
+        step = max(length, 2**22 // max(1, array.shape[1] * array.itemsize))
+        for start in range(0, max(len(array), 1), step):
+            x = torch.from_numpy(np.array(array[start : start + step]))
+            x = x if x.dtype in FLOATS else x.to(torch.float64)
+            mapping = getattr(array, "_mmap", None)
+            if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+                mapping.madvise(mmap.MADV_DONTNEED)
+            if not bool(x.isfinite().all()):
+                row = int((~x.isfinite()).any(1).nonzero()[0])
+                raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {start + row}.")
+            yield from rows_of(x, None)(length)
+
+    return rows
+
+
+def total_over_ranks(group: ProcessGroup | None, *parts: Tensor) -> list[Tensor]:
+    """Return the sums of these float64 tensors over the ranks, by one reduction."""
+    if group is None:
+        return list(parts)
+    flat = torch.cat([part.reshape(-1) for part in parts])
+    all_reduce(flat, op=ReduceOp.SUM, group=group)
+    return [piece.view_as(part) for piece, part in zip(flat.split([p.numel() for p in parts]), parts, strict=True)]
+
+
+def _moments(
+    chunks: Iterator[Chunk], like: Tensor, correlated: bool, group: ProcessGroup | None
+) -> tuple[float, Tensor, Tensor]:
+    """Return total weight, weighted mean (D,) and covariance, (D, D) or its diagonal (D,), in float64.
+
+    One pass: the moments of each chunk about its own mean are merged (Chan, Golub & LeVeque 1983, equation 2.1).
+    """
+    n_features = like.shape[1]
+    options = {"dtype": torch.float64, "device": like.device}
+    shape = (n_features, n_features) if correlated else (n_features,)
+    weight = torch.zeros((), **options)
+    mean, scatter = torch.zeros(n_features, **options), torch.zeros(shape, **options)
+    for part, weights in chunks:
+        if not len(part):
+            continue
+        x = part.to(torch.float64)
+        w = x.new_ones(len(x)) if weights is None else weights.to(torch.float64)
+        total = w.sum()
+        own = x.mean(0) if weights is None else (w @ x) / total.clamp(min=torch.finfo(torch.float64).tiny)
+        x = x - own
+        y = x if weights is None else x * w[:, None]
+        inner = y.mT @ x if correlated else (y * x).sum(0)
+        weight, mean, scatter = _merge((weight, mean, scatter), (total, own, inner))
+    if group is not None:
+        weight, mean, scatter = _merge_ranks(weight, mean, scatter, group)
+    total_weight = float(weight)
+    return total_weight, mean, scatter / max(total_weight, torch.finfo(torch.float64).tiny)
+
+
+_Sums: TypeAlias = tuple[Tensor, Tensor, Tensor]
+
+
+def _merge(a: _Sums, b: _Sums) -> _Sums:
+    weight = a[0] + b[0]
+    share = b[0] / weight.clamp(min=torch.finfo(torch.float64).tiny)
+    step = b[1] - a[1]
+    between = step[:, None] * step if a[2].ndim == 2 else step.square()
+    return weight, a[1] + share * step, a[2] + b[2] + a[0] * share * between
+
+
+def _merge_ranks(weight: Tensor, mean: Tensor, scatter: Tensor, group: ProcessGroup) -> _Sums:
+    """Return the moments of all ranks: the mean first, so that the scatter is taken about it."""
+    total, first = total_over_ranks(group, weight, weight * mean)
+    common = first / total.clamp(min=torch.finfo(torch.float64).tiny)
+    step = mean - common
+    between = step[:, None] * step if scatter.ndim == 2 else step.square()
+    (second,) = total_over_ranks(group, scatter + weight * between)
+    return total, common, second
+
+
+def _cholesky_of_correlations(covariance: Tensor) -> Tensor:
+    """Return a lower triangular L with L L^T near `covariance`, invertible also where that is singular."""
+    deviations = covariance.diagonal().sqrt()
+    deviations = torch.where(deviations > 0, deviations, 1.0)
+    correlations = covariance / deviations / deviations[:, None]
+    ridge = 1e-10 * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
+    factor: Tensor = torch.linalg.cholesky(correlations + ridge)
+    return deviations[:, None] * factor
