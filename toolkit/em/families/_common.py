@@ -1,0 +1,202 @@
+"""What the families of components share: weights, checks of the data, seeds for a start, and draws.
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from toolkit.em.gaussian import soft_counts
+
+__all__ = [
+    "FAR",
+    "Components",
+    "check_shape",
+    "check_start",
+    "clamp_coordinates",
+    "device_of",
+    "is_wrapped",
+    "log_of",
+    "log_weights_of",
+    "nearest",
+    "partition",
+    "raise_row",
+    "seeds",
+    "shares",
+]
+
+# e^-40 is less than a rounding error of 1: coordinates beyond it change no likelihood, and would spoil extrapolation.
+FAR = 40.0
+
+_LLOYD_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Components:
+    """The weights of a mixture.
+
+    Attributes:
+        log_weights: (K,), nats; the weights sum to 1.
+    """
+
+    log_weights: Tensor
+
+    @property
+    def n_components(self) -> int:
+        """K."""
+        return len(self.log_weights)
+
+    @property
+    def weights(self) -> Tensor:
+        """(K,), which sum to 1."""
+        return self.log_weights.exp()
+
+    def to(self, target: torch.dtype | torch.device) -> Self:
+        """Return the mixture in another floating-point type, or on another device."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: value.to(target) for name, value in values.items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **moved)
+
+    def _labels(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Draw the components of `n` samples, (N,)."""
+        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+            raise ValueError(f"`n` should be a positive integer. Found {n!r}.")
+        weights = self.weights.to(device_of(generator, self.log_weights))
+        return torch.multinomial(weights, n, replacement=True, generator=generator).to(self.log_weights.device)
+
+    def _check_fields(self, **shapes: tuple[int, ...]) -> None:
+        """Raise a ValueError unless the fields have these shapes."""
+        for name, shape in {"log_weights": (self.n_components,), **shapes}.items():
+            found = tuple(getattr(self, name).shape)
+            if found != shape or 0 in shape:
+                raise ValueError(f"`{name}` should have shape {shape}, nowhere 0. Found {found}.")
+
+
+def shares(counts: Tensor) -> Tensor:
+    """Return log-weights for sums of responsibilities (K,)."""
+    counts = soft_counts(counts)
+    return counts.log() - counts.sum().log()
+
+
+def log_of(values: Tensor) -> Tensor:
+    """Return logarithms, minus infinity for 0, where the derivative is taken as 0 and not as infinite."""
+    positive = values > 0
+    return torch.where(positive, values, 1.0).log().masked_fill(~positive, -torch.inf)
+
+
+def clamp_coordinates(values: Tensor, *, above: bool = False) -> Tensor:
+    """Return logarithms no further below (and above) 0 than matters, so that every coordinate is finite."""
+    return values.clamp(-FAR, FAR if above else None)
+
+
+def is_wrapped(*values: Tensor) -> bool:
+    """Say whether a tensor is one of `torch.func`'s, whose values cannot decide what to compute."""
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in values)
+
+
+def check_shape(x: Tensor, n_features: int) -> None:
+    """Raise a ValueError unless the samples have these features; one feature would broadcast."""
+    if x.ndim != 2 or x.shape[1] != n_features:
+        raise ValueError(f"`x` should have shape (N, {n_features}). Found {tuple(x.shape)}.")
+
+
+def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = None) -> None:
+    """Raise unless `x` (N, D) can be split into so many components."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
+    if x.is_complex():
+        raise TypeError(f"`x` should be real. Found {x.dtype}.")
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+    if not isinstance(n_components, int) or isinstance(n_components, bool) or n_components < 1:
+        raise ValueError(f"`n_components` should be a positive integer. Found {n_components!r}.")
+    if n_components > len(x):
+        raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
+    if sample_weight is not None and sample_weight.shape != (len(x),):
+        raise ValueError(f"`sample_weight` should have shape {(len(x),)}. Found {tuple(sample_weight.shape)}.")
+
+
+def raise_row(x: Tensor, bad: Tensor, should: str) -> None:
+    """Raise a ValueError that shows the first sample in which `bad` (N, D) is true."""
+    if bool(bad.any()):
+        row = int(bad.any(1).nonzero()[0])
+        raise ValueError(f"`x` should {should}. Found {x[row].tolist()} in row {row}.")
+
+
+def seeds(points: Tensor, n: int, weights: Tensor | None, generator: torch.Generator | None) -> Tensor:
+    """Choose `n` samples one by one, each with probability proportional to its squared distance from those before it.
+
+    Args:
+        points: (N, D), finite.
+        n: How many.
+        weights: (N,): multiplies the probabilities. None: all 1.
+        generator: Randomness. None is torch's global generator.
+
+    Returns:
+        Their indices, (n,).
+    """
+    distances = torch.ones_like(points[:, 0])
+    chosen: list[Tensor] = []
+    for i in range(n):
+        odds = distances if weights is None else distances * weights
+        if not bool((odds > 0).any()):  # fewer distinct samples than seeds
+            odds = torch.ones_like(odds)
+        cumulative = odds.double().cumsum(0)
+        draw = torch.rand((), generator=generator, device=device_of(generator, points), dtype=torch.float64)
+        index = torch.searchsorted(cumulative, draw.to(points.device) * cumulative[-1], right=True)
+        chosen.append(index.clamp(max=len(points) - 1))
+        squares = (points - points[chosen[-1]]).square().sum(1)
+        distances = torch.minimum(distances, squares) if i else squares
+    return torch.stack(chosen)
+
+
+def nearest(points: Tensor, means: Tensor) -> Tensor:
+    """Return the index of the nearest mean of each point, (N,)."""
+    half_squares = means.square().sum(1) / 2
+    return (half_squares - points @ means.mT).argmin(1)
+
+
+def partition(x: Tensor, n: int, weights: Tensor | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Split real samples by a few steps of k-means, in units of each feature's spread.
+
+    Args:
+        x: (N, D), finite.
+        n: K, at most N.
+        weights: (N,), or None: all 1.
+        generator: Randomness. None is torch's global generator.
+
+    Returns:
+        The component of each sample (N,), and the weight of each sample (N,) in `x`'s type.
+    """
+    weights = torch.ones_like(x[:, 0]) if weights is None else weights.to(x)
+    share = (weights / weights.sum())[:, None]
+    centred = x - (share * x).sum(0)
+    spread = (share * centred.square()).sum(0).sqrt()
+    points = centred / torch.where(spread > 0, spread, 1.0)
+    means = points[seeds(points, n, weights, generator)]
+    labels = nearest(points, means)
+    for _ in range(_LLOYD_STEPS):
+        counts = torch.zeros_like(means[:, :1]).index_add(0, labels, weights[:, None])
+        sums = torch.zeros_like(means).index_add(0, labels, weights[:, None] * points)
+        means = torch.where(counts > 0, sums / torch.where(counts > 0, counts, 1.0), means)
+        before, labels = labels, nearest(points, means)
+        if torch.equal(labels, before):
+            break
+    return labels, weights
+
+
+def device_of(generator: torch.Generator | None, x: Tensor) -> torch.device:
+    """Return where random numbers are drawn."""
+    return x.device if generator is None else generator.device
+
+
+def log_weights_of(values: Mapping[str, Tensor]) -> Tensor:
+    """Return normalised log-weights from the coordinates."""
+    return values["log_weights"].log_softmax(0)

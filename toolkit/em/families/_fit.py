@@ -1,0 +1,137 @@
+"""Fits a mixture of any family: starts, climbs, and keeps the best.
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol, Self, TypeVar
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em.acceleration import Accelerate, Climb, climb, maximise_likelihood
+from toolkit.em.mixture import Family, e_step, log_likelihood
+
+__all__ = ["Kind", "fit_family"]
+
+
+class Kind(Family, Protocol):
+    """A family that knows how to start, and what samples it takes."""
+
+    @classmethod
+    def start(cls, x: Tensor, n_components: int, **options: Any) -> Self:
+        """Return a mixture to start from, given `sample_weight`, `generator` and what else the family takes."""
+
+    def check(self, x: Tensor) -> None:
+        """Raise a ValueError unless the samples are such as the family describes."""
+
+
+F = TypeVar("F", bound=Kind)
+
+
+@no_graph()
+def fit_family(
+    family: type[F],
+    x: Tensor,
+    n_components: int,
+    *,
+    n_init: int = 1,
+    sample_weight: Tensor | None = None,
+    accelerate: Accelerate = "anderson",
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    generator: torch.Generator | None = None,
+    callback: Callable[[int, float], None] | None = None,
+    **options: Any,
+) -> Climb[F]:
+    """Maximise the likelihood of a mixture from starts of its own, or the posterior density if it has a prior.
+
+    Args:
+        family: `BernoulliMixture`, `PoissonMixture`, `CategoricalMixture`, `StudentMixture`, `FactorAnalysers`,
+            `DistributionMixture`, or what else has their methods.
+        x: (N, D).
+        n_components: K, at most N.
+        n_init: Fits from this many starts, of which the best is returned.
+        sample_weight: (N,), not negative, not all 0. None: all 1.
+        accelerate: As in `climb`.
+        tol: As in `climb`.
+        max_iter: As in `climb`.
+        generator: Randomness of the starts. None is torch's global generator.
+        callback: As in `climb`.
+        **options: What else the family's `start` takes: `pseudo_count`, `covariance_type`, `n_factors`, ...
+
+    Returns:
+        The mixture found, and how. With pseudo-counts `history` has the log-likelihood plus the log-prior over N, which
+        never falls, and `log_likelihood` is without the prior.
+
+    Raises:
+        TypeError: If `x` is no real tensor.
+        ValueError: If an argument is out of range, or an EM step fails (a singular scatter, say).
+
+    Example:
+        >>> from toolkit.em.families import PoissonMixture
+        >>> x = torch.tensor([[0.0], [1.0], [2.0], [30.0], [34.0]])
+        >>> found = fit_family(PoissonMixture, x, 2, generator=torch.Generator().manual_seed(0))
+        >>> found.parameters.rates.sort(0).values.T, found.converged
+        (tensor([[ 1., 32.]]), True)
+    """
+    if not isinstance(n_init, int) or isinstance(n_init, bool) or n_init < 1:
+        raise ValueError(f"`n_init` should be a positive integer. Found {n_init!r}.")
+    best: Climb[F] | None = None
+    for _ in range(n_init):
+        first = family.start(x, n_components, sample_weight=sample_weight, generator=generator, **options)
+        first.check(x)
+        found = _maximise(first, x, sample_weight, accelerate, tol, max_iter, callback)
+        if best is None or found.history[-1] > best.history[-1]:
+            best = found
+    assert best is not None
+    if getattr(best.parameters, "log_prior", None) is not None:
+        value = float(log_likelihood(best.parameters, x, sample_weight))
+        best = dataclasses.replace(best, log_likelihood=value)
+    return best
+
+
+def _maximise(
+    first: F,
+    x: Tensor,
+    sample_weight: Tensor | None,
+    accelerate: Accelerate,
+    tol: float,
+    max_iter: int,
+    callback: Callable[[int, float], None] | None,
+) -> Climb[F]:
+    prior: Callable[[F], Tensor] | None = getattr(type(first), "log_prior", None)
+    if prior is None:
+        return maximise_likelihood(
+            first,
+            x,
+            sample_weight=sample_weight,
+            accelerate=accelerate,
+            tol=tol,
+            max_iter=max_iter,
+            callback=callback,
+        )
+    total = float(len(x) if sample_weight is None else sample_weight.sum())
+    leaves = first.unconstrained()
+    sizes = [leaf.numel() for leaf in leaves.values()]
+
+    def em(mixture: F) -> tuple[F, float]:
+        responsibilities, value = e_step(mixture, x, sample_weight)
+        if sample_weight is not None:
+            responsibilities = responsibilities * sample_weight[:, None].to(responsibilities.dtype)
+        return mixture.m_step(x, responsibilities), float(value) + float(prior(mixture)) / total
+
+    def pack(mixture: F) -> Tensor:
+        return torch.cat([leaf.reshape(-1).double() for leaf in mixture.unconstrained().values()])
+
+    def unpack(position: Tensor) -> F:
+        parts = zip(leaves.items(), position.split(sizes), strict=True)
+        return first.with_unconstrained({name: part.view(leaf.shape).to(leaf.dtype) for (name, leaf), part in parts})
+
+    return climb(
+        em, first, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback
+    )
