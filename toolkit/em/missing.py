@@ -1,0 +1,826 @@
+r"""Gaussian mixtures of samples with missing values (NaN): the exact likelihood of what was seen, and its EM.
+
+A sample counts with the marginal density of its seen features :math:`o`, so values must be missing at random. Given the
+component, the missing features :math:`m` are normal, with the precision :math:`\Lambda_{mm}` and the mean
+:math:`\mu_m - \Lambda_{mm}^{-1} \Lambda_{mo} (x_o - \mu_o)`. The E-step hands over responsibilities *and* these two
+moments; the block `em.responsibilities` holds both.
+
+- full and tied: the M-step completes each sample by its conditional mean, and adds the conditional covariance.
+- diag and spherical: given the component, missing features know nothing of the seen ones. They drop out of the
+  expected log-likelihood, and the M-step averages over what was seen: fewer unknowns, faster convergence.
+
+Samples are sorted by which features they lack. Each of these patterns is factored once, many patterns in one batch.
+A sample without any value has the log-density 0; it counts as a sample, and says nothing about the parameters.
+
+N samples, D features, K components; P patterns with up to B samples each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph, stop_gradient
+from toolkit.em._fit import Init, start
+from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.gaussian import (
+    CovarianceType,
+    GaussianParameters,
+    check_covariance_type,
+    check_features,
+    precisions_cholesky,
+    regularise,
+    soft_counts,
+)
+from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.prior import Prior
+
+__all__ = [
+    "MissingGaussian",
+    "draw_missing",
+    "em_step_missing",
+    "fit_missing",
+    "impute",
+    "marginal_log_joint",
+    "start_missing",
+    "surrogate_missing",
+]
+
+# Bytes of one (K, P, B, D) array, which bounds what a pass needs at a time, and the most samples of one pattern in it.
+_CHUNK_BYTES = 2**21
+_LONGEST = 2048
+
+_LLOYD_STEPS = 10
+
+
+@dataclass(frozen=True)
+class MissingGaussian:
+    """A Gaussian mixture as a `Family` of samples with missing values, for `e_step`, `maximise_likelihood` and others.
+
+    Attributes:
+        parameters: Those of the whole samples.
+
+    Example:
+        >>> one = GaussianParameters.from_covariances(weights=torch.ones(1), means=torch.zeros(1, 2),
+        ...     covariances=torch.ones(1, 2), covariance_type="diag")
+        >>> MissingGaussian(one).log_joint(torch.tensor([[0.0, 0.0], [0.0, torch.nan], [torch.nan, torch.nan]]))
+        tensor([[-1.8379],
+                [-0.9189],
+                [ 0.0000]])
+    """
+
+    parameters: GaussianParameters
+
+    def log_joint(self, x: Tensor) -> Tensor:
+        """Return the log of weight times marginal density (see `marginal_log_joint`)."""
+        return marginal_log_joint(self.parameters, x)
+
+    def m_step(self, x: Tensor, responsibilities: Tensor) -> MissingGaussian:
+        """Return the maximum of the expected complete-data log-likelihood.
+
+        The moments of the missing values are those under the current parameters, held constant by the block.
+
+        Args:
+            x: (N, D), NaN where missing.
+            responsibilities: (N, K), times the samples' weights if they have any.
+
+        Raises:
+            ValueError: If the shapes do not fit together, or a covariance is singular.
+        """
+        moments = _expected_moments(self.parameters, x, responsibilities)
+        return MissingGaussian(_maximise(self.parameters, moments, reg_covar=0.0, prior=None))
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return coordinates in which every real value is a mixture."""
+        return self.parameters.unconstrained()
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> MissingGaussian:
+        """Return the mixture at these coordinates."""
+        return MissingGaussian(self.parameters.with_unconstrained(values))
+
+
+def marginal_log_joint(parameters: GaussianParameters, x: Tensor) -> Tensor:
+    r"""Return :math:`\log \pi_k + \log \mathcal N(x_{n, o} \mid \mu_{k, o}, \Sigma_{k, oo})`.
+
+    Differentiable, also by `x` where it is seen.
+
+    Args:
+        parameters: The mixture.
+        x: (N, D), NaN where missing.
+
+    Returns:
+        (N, K), nats. The log of the weights for a sample without any value.
+
+    Raises:
+        ValueError: If `x` does not have the features of the means.
+
+    References:
+        Ghahramani & Jordan, "Supervised learning from incomplete data via an EM approach", 1994, section 3.
+    """
+    check_features(parameters, x)
+    data = _prepare(x, None, parameters.n_components)
+    joints = [_Pass.of(parameters, part).log_joint.flatten(1) for part in data.parts]
+    return torch.cat(joints, 1).mT[data.order]
+
+
+def surrogate_missing(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
+    r"""Return the expected complete-data log-likelihood, whose maximum is the M-step of `em_step_missing`.
+
+    .. math::
+        \frac1N \sum_{nk} \bar r_{nk} \left(\log \pi_k
+        - \tfrac D2 \log 2\pi - \tfrac12 \log|\Sigma_k|
+        - \tfrac12 (\hat x_{nk} - \mu_k)^\top \Lambda_k (\hat x_{nk} - \mu_k)
+        - \tfrac12 \mathrm{tr}\, \Lambda_k \hat C_{nk}\right)
+
+    The responsibilities, the completed samples :math:`\hat x_{nk}` and the covariances :math:`\hat C_{nk}` of what was
+    completed are held constant by the block `em.responsibilities`. Then the **gradient** is that of the log-likelihood
+    of what was seen (Fisher's identity). As in `surrogate`, value and Hessian are not. For diag and spherical
+    covariances there is nothing to complete: the sums run over the seen features.
+
+    Args:
+        parameters: The mixture.
+        x: (N, D), NaN where missing.
+        sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
+
+    Returns:
+        Scalar, nats per sample, to be maximised.
+
+    Raises:
+        ValueError: If `x` does not have the features of the means.
+
+    References:
+        Little & Rubin, "Statistical analysis with missing data", 2002, sections 8.4 and 11.2.
+    """
+    responsibilities, _ = e_step(MissingGaussian(parameters), x)
+    weights = x.new_ones(len(x)) if sample_weight is None else sample_weight
+    moments = _expected_moments(parameters, x, responsibilities * weights[:, None])
+    # 0, but for its gradient: the moments are about the same means, held constant.
+    shifts = parameters.means - moments.origins
+    factor = parameters.precisions_cholesky
+    log_2pi = math.log(2 * math.pi)
+    if parameters.covariance_type in ("full", "tied"):
+        crossed = moments.first[..., None] * shifts[:, None]
+        about = moments.counts[:, None, None] * shifts[..., None] * shifts[:, None]
+        second = moments.second - crossed - crossed.mT + about
+        squares = (second * parameters.precisions).sum((-1, -2))
+        normalisers = moments.counts * (parameters.log_determinants - 0.5 * parameters.n_features * log_2pi)
+    else:
+        factor = factor if factor.ndim == 2 else factor[:, None]
+        second = moments.second - 2 * moments.first * shifts + moments.seen * shifts.square()
+        squares = (second * factor.square()).sum(-1)
+        normalisers = (moments.seen * (factor.log() - 0.5 * log_2pi)).sum(-1)
+    # A component without weight has the log-weight minus infinity, and no samples.
+    log_weights = parameters.log_weights.masked_fill(moments.counts == 0, 0.0)
+    return (moments.counts * log_weights + normalisers - 0.5 * squares).sum() / weights.sum()
+
+
+@no_graph()
+def em_step_missing(
+    parameters: GaussianParameters,
+    x: Tensor,
+    *,
+    sample_weight: Tensor | None = None,
+    reg_covar: float = 0.0,
+    prior: Prior | None = None,
+) -> tuple[GaussianParameters, Tensor]:
+    """Return the parameters after one EM step, and the log-likelihood of what was seen *before* it.
+
+    Without missing values it is `em_step`. It has no gradient: differentiate `MissingGaussian.m_step` instead.
+
+    Args:
+        parameters: The mixture.
+        x: (N, D), float32 or float64, NaN where missing.
+        sample_weight: (N,), finite, not negative, not all 0. None: all 1.
+        reg_covar: Added to every variance. 0 is maximum likelihood, for which the log-likelihood never falls.
+        prior: What the M-step is drawn to. With it, ``log_likelihood + prior.log_density(parameters) / N`` never falls.
+
+    Returns:
+        The new mixture, and a float64 scalar in nats per sample.
+
+    Raises:
+        TypeError: If `x` is not a float32 or float64 tensor.
+        ValueError: If an argument is out of range, a feature has no value at all, or a covariance becomes singular.
+
+    References:
+        Ghahramani & Jordan, "Supervised learning from incomplete data via an EM approach", 1994, section 3.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 1.0], [2.0, torch.nan], [4.0, 2.0]])
+        >>> one = GaussianParameters.from_covariances(weights=torch.ones(1), means=torch.zeros(1, 2),
+        ...     covariances=torch.eye(2), covariance_type="tied")
+        >>> em_step_missing(one, x)[0].means
+        tensor([[2., 1.]])
+    """
+    check_features(parameters, x)
+    _check(x, sample_weight)
+    data = _prepare(x.double(), sample_weight, parameters.n_components)
+    after, value = _em_step(parameters.to(torch.float64), data, reg_covar, prior)
+    return after.to(parameters.means.dtype), value
+
+
+@no_graph()
+def fit_missing(
+    x: Tensor,
+    n_components: int,
+    *,
+    covariance_type: CovarianceType = "full",
+    sample_weight: Tensor | None = None,
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    n_init: int = 1,
+    init: Init | GaussianParameters = "kmeans",
+    reg_covar: float = 1e-6,
+    prior: Prior | None = None,
+    accelerate: Accelerate = "anderson",
+    generator: torch.Generator | None = None,
+    callback: Callable[[int, float], None] | None = None,
+) -> Climb[GaussianParameters]:
+    """Maximise the log-likelihood of what was seen, for samples with missing values.
+
+    Args:
+        x: (N, D), float32 or float64, finite where it is seen, NaN where missing.
+        n_components: K, at most the number of samples with a value.
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
+        sample_weight: (N,), finite, not negative, not all 0. None: all 1.
+        tol: As in `climb`.
+        max_iter: As in `climb`. 0 returns the start.
+        n_init: Fits from this many starts, of which the best is returned.
+        init: How to start (see `start_missing`), or the start itself.
+        reg_covar: Added to every variance, in the data's units squared.
+        prior: What the estimate is drawn to (MAP). None: maximum likelihood.
+        accelerate: As in `climb`.
+        generator: Randomness of the start. None is torch's global generator.
+        callback: As in `climb`.
+
+    Returns:
+        The mixture, in the type of `x`, and how it was found. With a prior the history is that of the log-likelihood
+        plus the log-prior over the sum of weights; `log_likelihood` is the log-likelihood alone.
+
+    Raises:
+        TypeError: If `x` is not a float32 or float64 tensor.
+        ValueError: If an argument is out of range, a feature has no value at all, or a covariance becomes singular.
+
+    References:
+        Ghahramani & Jordan, "Supervised learning from incomplete data via an EM approach", 1994, section 3.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 0.2], [1.0, torch.nan], [8.0, 4.0], [9.0, 5.0], [torch.nan, 6.0], [0.5, 0.0]])
+        >>> two = fit_missing(x, 2, covariance_type="diag", generator=torch.Generator().manual_seed(0))
+        >>> two.parameters.means
+        tensor([[0.5000, 0.1000],
+                [8.5000, 5.0000]])
+    """
+    _check(x, sample_weight)
+    _check_options(x, n_components, covariance_type, n_init, reg_covar)
+    if isinstance(init, GaussianParameters):
+        _check_start(init, x, n_components, covariance_type)
+    data = _prepare(x.double(), sample_weight, n_components)
+
+    def objective(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
+        after, value = _em_step(parameters, data, reg_covar, prior)
+        return after, float(value) + _log_prior(prior, parameters, data)
+
+    best: Climb[GaussianParameters] | None = None
+    for _ in range(n_init):
+        first = init
+        if not isinstance(first, GaussianParameters):
+            first = start_missing(
+                x,
+                n_components,
+                covariance_type=covariance_type,
+                sample_weight=sample_weight,
+                init=first,
+                reg_covar=reg_covar,
+                generator=generator,
+            )
+        found = climb(
+            objective,
+            first.to(torch.float64),
+            pack=_pack,
+            unpack=_unpack_like(first.to(torch.float64)),
+            accelerate=accelerate,
+            tol=tol,
+            max_iter=max_iter,
+            callback=callback,
+        )
+        if best is None or found.log_likelihood > best.log_likelihood:
+            best = found
+    assert best is not None
+    log_likelihood = best.log_likelihood - _log_prior(prior, best.parameters, data)
+    return dataclasses.replace(best, parameters=best.parameters.to(x.dtype), log_likelihood=log_likelihood)
+
+
+@no_graph()
+def start_missing(
+    x: Tensor,
+    n_components: int,
+    *,
+    covariance_type: CovarianceType,
+    sample_weight: Tensor | None = None,
+    init: Init = "kmeans",
+    reg_covar: float = 1e-6,
+    generator: torch.Generator | None = None,
+) -> GaussianParameters:
+    """Choose a start as `start` does, for samples with missing values.
+
+    Means are chosen among the samples, completed by the features' means. For ``"kmeans"`` they are improved by Lloyd's
+    steps on what was seen: a sample goes to the mean that is nearest in its seen features, which is what k-means does
+    with missing values that are filled with the mean they belong to. The variances are those of what was seen about
+    the nearest means; correlations count missing values as 0, which keeps the covariance positive definite.
+
+    Args:
+        x: (N, D), NaN where missing.
+        n_components: K, at most the number of samples with a value and a weight.
+        covariance_type: As in `fit_missing`.
+        sample_weight: (N,), not negative: samples of weight 0 are left out, the others count alike. None: all 1.
+        init: As in `start`.
+        reg_covar: Added to every variance.
+        generator: Randomness. None is torch's global generator.
+
+    Returns:
+        A mixture in float64.
+
+    Raises:
+        TypeError: If `x` is not a float32 or float64 tensor.
+        ValueError: If an argument is out of range, or a feature has no value at all.
+
+    References:
+        Chi, Chi & Baraniuk, "k-POD: a method for k-means clustering of missing data", 2016, section 2.
+    """
+    _check(x, sample_weight)
+    _check_options(x, n_components, covariance_type, 1, reg_covar)
+    here = ~x.isnan().all(1) if sample_weight is None else ~x.isnan().all(1) & (sample_weight > 0)
+    if n_components > int(here.sum()):
+        raise ValueError(
+            f"`n_components` should be at most {int(here.sum())}, the number of samples with a value. "
+            f"Found {n_components}."
+        )
+    x = x[here].double()
+    seen = (~x.isnan()).to(x.dtype)
+    centre = x.nanmean(0)
+    points = (x - centre).nan_to_num(0.0)
+    first = start(points, n_components, covariance_type="spherical", init=init, reg_covar=1.0, generator=generator)
+    means, nearest = _lloyd(points, seen, first.means, _LLOYD_STEPS if init == "kmeans" else 0)
+    shares = nearest.bincount(minlength=n_components).clamp(min=1).to(x.dtype)
+    covariance = _covariance_of_seen(seen * (points - means[nearest]), seen)
+    covariances = {
+        "full": lambda: covariance.expand(n_components, -1, -1),
+        "tied": lambda: covariance,
+        "diag": lambda: covariance.diagonal().expand(n_components, -1),
+        "spherical": lambda: covariance.diagonal().mean().expand(n_components),
+    }[covariance_type]()
+    return GaussianParameters.from_covariances(
+        weights=shares / shares.sum(),
+        means=centre + means,
+        covariances=regularise(covariances, covariance_type, reg_covar),
+        covariance_type=covariance_type,
+    )
+
+
+def impute(parameters: GaussianParameters, x: Tensor) -> Tensor:
+    r"""Return the samples with missing values replaced by their expectation given the seen ones.
+
+    It is :math:`\sum_k r_{nk} (\mu_{k, m} - \Lambda_{k, mm}^{-1} \Lambda_{k, mo} (x_{n, o} - \mu_{k, o}))`, the best
+    guess in squared error. Its spread is too small for what is estimated afterwards: see `draw_missing`.
+
+    Args:
+        parameters: The mixture.
+        x: (N, D), NaN where missing.
+
+    Returns:
+        (N, D). What was seen is as it was.
+
+    Raises:
+        ValueError: If `x` does not have the features of the means.
+
+    Example:
+        >>> one = GaussianParameters.from_covariances(weights=torch.ones(1), means=torch.tensor([[0.0, 3.0]]),
+        ...     covariances=torch.tensor([[1.0, 0.5], [0.5, 1.0]]), covariance_type="tied")
+        >>> impute(one, torch.tensor([[2.0, torch.nan]]))
+        tensor([[2., 4.]])
+    """
+    check_features(parameters, x)
+    data = _prepare(x, None, parameters.n_components)
+    guesses = []
+    for part in data.parts:
+        current = _Pass.of(parameters, part)
+        responsibilities = current.log_joint.softmax(0)[..., None]
+        completed = current.complete() + parameters.means[:, None, None]
+        guesses.append((responsibilities * completed).sum(0).flatten(0, 1))
+    return torch.where(x.isnan(), torch.cat(guesses)[data.order].to(x.dtype), x)
+
+
+@no_graph()
+def draw_missing(
+    parameters: GaussianParameters, x: Tensor, n_draws: int, *, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw missing values from their distribution given the seen ones, for multiple imputation.
+
+    A component is drawn by the responsibilities of each sample, then its missing features together.
+
+    Args:
+        parameters: The mixture.
+        x: (N, D), NaN where missing.
+        n_draws: How many times.
+        generator: Randomness. None is torch's global generator.
+
+    Returns:
+        (n_draws, N, D). What was seen is as it was.
+
+    Raises:
+        ValueError: If `x` does not have the features of the means, or `n_draws` is not a positive integer.
+
+    References:
+        Little & Rubin, "Statistical analysis with missing data", 2002, section 5.4.
+    """
+    check_features(parameters, x)
+    _check_integer("n_draws", n_draws)
+    device = x.device if generator is None else generator.device
+    data = _prepare(x, None, parameters.n_components)
+    draws = []
+    for _ in range(n_draws):
+        values = []
+        for part in data.parts:
+            current = _Pass.of(parameters, part)
+            completed = current.complete() + parameters.means[:, None, None]
+            shape = part.x.shape
+            noise = torch.randn(shape, generator=generator, device=device, dtype=completed.dtype).to(x.device)
+            completed = completed + current.spread(noise)
+            chances = current.log_joint.softmax(0).flatten(1).mT.to(device)
+            chosen = torch.multinomial(chances, 1, generator=generator).to(x.device)
+            picked = completed.flatten(1, 2).gather(0, chosen.view(1, -1, 1).expand(1, -1, shape[-1]))
+            values.append(picked[0])
+        draws.append(torch.where(x.isnan(), torch.cat(values)[data.order].to(x.dtype), x))
+    return torch.stack(draws)
+
+
+# --- samples by pattern ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Samples of P patterns, padded to B each.
+
+    Attributes:
+        x: (P, B, D), 0 where missing.
+        seen: (P, D): 1 where seen, 0 where missing.
+        weights: (P, B); 0 where padded.
+        rows: (P, B): which sample it is; any where padded.
+        real: (P, B): not padded.
+    """
+
+    x: Tensor
+    seen: Tensor
+    weights: Tensor
+    rows: Tensor
+    real: Tensor
+
+
+@dataclass(frozen=True)
+class _Incomplete:
+    """Samples sorted by pattern.
+
+    Attributes:
+        parts: Of bounded size.
+        order: (N,): where each sample is among the samples of all parts.
+        total_weight: Sum of the weights.
+    """
+
+    parts: list[_Part]
+    order: Tensor
+    total_weight: Tensor
+
+
+def _prepare(x: Tensor, sample_weight: Tensor | None, n_components: int) -> _Incomplete:
+    weights = x.new_ones(len(x)) if sample_weight is None else sample_weight.to(x)
+    missing = x.isnan()
+    values = x.masked_fill(missing, 0.0)
+    parts = []
+    for rows, real in _rows_by_pattern(missing, n_components):
+        parts.append(
+            _Part(
+                x=values[rows],
+                seen=(~missing[rows[:, 0]]).to(x.dtype),
+                weights=weights[rows] * real,
+                rows=rows,
+                real=real,
+            )
+        )
+    places = torch.cat([part.rows.flatten().masked_fill(~part.real.flatten(), len(x)) for part in parts])
+    order = torch.empty(len(x) + 1, dtype=torch.long, device=x.device)
+    order = order.scatter(0, places, torch.arange(len(places), device=x.device))
+    return _Incomplete(parts, order[:-1], weights.sum())
+
+
+def _rows_by_pattern(missing: Tensor, n_components: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows (P, B) of which each has one pattern, and which of them are not padding."""
+    n, d = missing.shape
+    device = missing.device
+    if torch._C._functorch.is_functorch_wrapped_tensor(missing) or n == 0:
+        # Under torch.func.vmap a value cannot be looked at: each sample is a pattern of its own.
+        yield torch.arange(n, device=device)[:, None], torch.ones(n, 1, dtype=torch.bool, device=device)
+        return
+    codes = _codes(missing)
+    by_pattern, counts = codes.argsort(stable=True), codes.bincount()
+    longest = min(_LONGEST, max(d, _CHUNK_BYTES // (8 * n_components * d)))
+    n_blocks = (counts + longest - 1) // longest
+    pattern = torch.arange(len(counts), device=device).repeat_interleave(n_blocks)
+    done = longest * (torch.arange(len(pattern), device=device) - (n_blocks.cumsum(0) - n_blocks)[pattern])
+    first = (counts.cumsum(0) - counts)[pattern] + done
+    lengths = (counts[pattern] - done).clamp(max=longest)
+    # Blocks of similar length are batched, so that less than half is padding.
+    size = lengths.double().log2().ceil().long()
+    for one in size.unique().tolist():
+        (blocks,) = (size == one).nonzero(as_tuple=True)
+        width = int(lengths[blocks].max())
+        at_once = max(1, _CHUNK_BYTES // (8 * n_components * d * max(width, d)))
+        steps = torch.arange(width, device=device)
+        for some in blocks.split(at_once):
+            yield (
+                by_pattern[(first[some][:, None] + steps).clamp(max=n - 1)].where(
+                    steps < lengths[some][:, None], by_pattern[first[some]][:, None]
+                ),
+                steps < lengths[some][:, None],
+            )
+
+
+def _codes(missing: Tensor) -> Tensor:
+    """Return the number of each sample's pattern, (N,), from 0 without gaps."""
+    codes = torch.zeros(len(missing), dtype=torch.long, device=missing.device)
+    for bits in missing.long().split(30, 1):
+        words = (bits << torch.arange(bits.shape[1], device=bits.device)).sum(1)
+        codes = (codes << 30 | words).unique(return_inverse=True)[1]
+    return codes
+
+
+# --- one pass over a part --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A mixture beside the samples of one part.
+
+    Attributes:
+        differences: (K, P, B, D): from the means, 0 where missing.
+        completion: (K, P, D, D), K = 1 if tied: the differences of all features are expected to be
+            ``completion @ differences``. None for diag and spherical: those of missing features are 0.
+        root: (K, P, D, D): lower triangular factor of the missing features' precision, with the identity where seen;
+            for diag and spherical (K, D or 1): the precisions' factor.
+        hidden: (P, D): 1 where missing, 0 where seen.
+        log_joint: (K, P, B).
+    """
+
+    differences: Tensor
+    completion: Tensor | None
+    root: Tensor
+    hidden: Tensor
+    log_joint: Tensor
+
+    @classmethod
+    def of(cls, parameters: GaussianParameters, part: _Part) -> _Pass:
+        seen = part.seen.to(torch.promote_types(part.seen.dtype, parameters.means.dtype))
+        differences = (part.x - parameters.means[:, None, None]) * seen[:, None]
+        factor = parameters.precisions_cholesky
+        completion = None
+        if parameters.covariance_type in ("full", "tied"):
+            factor = factor.view(-1, 1, *factor.shape[-2:])
+            precisions = factor @ factor.mT
+            hidden, identity = (1 - seen)[:, :, None], torch.diag_embed(seen)
+            root = torch.linalg.cholesky(hidden * precisions * hidden.mT + identity)
+            completion = identity - torch.cholesky_solve(hidden * precisions * seen[:, None], root)
+            whitened = differences @ (completion.mT @ factor)
+            volumes = parameters.log_determinants[..., None] - root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        else:
+            root = factor if factor.ndim == 2 else factor[:, None]
+            whitened = differences * root[:, None, None]
+            volumes = (root[:, None].log() * seen).sum(-1)
+        constants = parameters.log_weights[:, None] + volumes - 0.5 * math.log(2 * math.pi) * seen.sum(-1)
+        log_joint = constants[..., None] - 0.5 * whitened.square().sum(-1)
+        return cls(differences, completion, root, 1 - seen, log_joint)
+
+    def complete(self) -> Tensor:
+        """Return the expected differences from the means of all features, (K, P, B, D)."""
+        return self.differences if self.completion is None else self.differences @ self.completion.mT
+
+    def spread(self, noise: Tensor) -> Tensor:
+        """Return standard normal noise (P, B, D) with the covariances of missing features, (K, P, B, D)."""
+        if self.completion is None:
+            return self.hidden[:, None] * noise / self.root[:, None, None]
+        wide = noise.expand(len(self.root), *noise.shape)
+        drawn: Tensor = torch.linalg.solve_triangular(self.root, wide, upper=False, left=False)
+        return self.hidden[:, None] * drawn
+
+    def moments(self, responsibilities: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return counts, sums, second moments and counts of seen features under responsibilities (K, P, B)."""
+        counts = responsibilities.sum(-1)
+        weighted = responsibilities[..., None] * self.differences
+        first = weighted.sum(-2)
+        seen = 1 - self.hidden
+        if self.completion is None:
+            second = (weighted * self.differences).sum(-2)
+        else:
+            first = (self.completion @ first[..., None])[..., 0]
+            inverse = torch.cholesky_inverse(self.root) - torch.diag_embed(seen)
+            second = self.completion @ (weighted.mT @ self.differences) @ self.completion.mT
+            second = second + counts[..., None, None] * inverse
+        return counts.sum(1), first.sum(1), second.sum(1), counts @ seen
+
+
+@dataclass(frozen=True)
+class _Moments:
+    """What the M-step needs: sums weighed by responsibilities, of differences from `origins` (K, D).
+
+    `counts` (K,); `first` (K, D); `second` (K, D, D) for full and tied, (K, D) for diag and spherical; `seen` (K, D):
+    the counts of samples in which a feature is seen.
+    """
+
+    counts: Tensor
+    first: Tensor
+    second: Tensor
+    seen: Tensor
+    origins: Tensor
+
+    @classmethod
+    def of(cls, sums: list[tuple[Tensor, Tensor, Tensor, Tensor]], origins: Tensor) -> _Moments:
+        counts, first, second, seen = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+        return cls(counts, first, second, seen, origins)
+
+
+def _expected_moments(parameters: GaussianParameters, x: Tensor, responsibilities: Tensor) -> _Moments:
+    """Return the moments of samples completed under the parameters: the second output of the E-step, blocked."""
+    check_features(parameters, x)
+    if responsibilities.shape != (len(x), parameters.n_components):
+        raise ValueError(
+            f"`responsibilities` should have shape {(len(x), parameters.n_components)}. "
+            f"Found {tuple(responsibilities.shape)}."
+        )
+    sums = []
+    for part in _prepare(x, None, parameters.n_components).parts:
+        weights = responsibilities[part.rows].movedim(-1, 0) * _telling(part)
+        sums.append(_Pass.of(parameters, part).moments(weights))
+    return stop_gradient(_Moments.of(sums, parameters.means), RESPONSIBILITIES)
+
+
+def _em_step(
+    parameters: GaussianParameters, data: _Incomplete, reg_covar: float, prior: Prior | None
+) -> tuple[GaussianParameters, Tensor]:
+    sums, total = [], data.total_weight.new_zeros(())
+    for part in data.parts:
+        current = _Pass.of(parameters, part)
+        log_density = current.log_joint.logsumexp(0)
+        total += (part.weights * log_density).sum()
+        sums.append(current.moments((current.log_joint - log_density).exp() * _telling(part)))
+    after = _maximise(parameters, _Moments.of(sums, parameters.means), reg_covar, prior)
+    return after, total / data.total_weight
+
+
+def _telling(part: _Part) -> Tensor:
+    """Return the weights (P, B) of samples that have any value: one without would only slow EM down."""
+    return part.weights * part.seen.amax(-1, keepdim=True)
+
+
+def _maximise(
+    before: GaussianParameters, moments: _Moments, reg_covar: float, prior: Prior | None
+) -> GaussianParameters:
+    """Return the M-step. A component without samples stays where it was; so does a feature that it has none of."""
+    kind = before.covariance_type
+    matrix = kind in ("full", "tied")
+    counts = soft_counts(moments.counts)
+    seen = counts[:, None] if matrix else soft_counts(moments.seen)
+    shifts = moments.first / seen
+    means, scatter = moments.origins + shifts, _scatter(moments, shifts, kind)
+    weights = counts / counts.sum()
+    if prior is not None:
+        weights, means, covariances = prior.maximise(
+            moments.counts, means, scatter, kind, feature_counts=None if matrix else moments.seen
+        )
+    else:
+        sums = {
+            "full": lambda: counts[:, None, None],
+            "tied": lambda: counts.sum(),
+            "diag": lambda: seen,
+            "spherical": lambda: seen.sum(-1),
+        }[kind]()
+        covariances = regularise(scatter / sums, kind, reg_covar)
+        if kind == "diag":
+            covariances = torch.where(moments.seen < seen, before.covariances, covariances)
+    return GaussianParameters(
+        log_weights=weights.log(),
+        means=means,
+        precisions_cholesky=precisions_cholesky(covariances, kind),
+        covariance_type=kind,
+    )
+
+
+def _scatter(moments: _Moments, shifts: Tensor, kind: CovarianceType) -> Tensor:
+    """Return sums of second moments about the means, which are at `shifts` (K, D) from the origins."""
+    if kind in ("full", "tied"):
+        scatter = moments.second - moments.first[..., None] * shifts[:, None]
+        scatter = 0.5 * (scatter + scatter.mT)
+        return scatter if kind == "full" else scatter.sum(0)
+    scatter = moments.second - moments.first * shifts
+    return scatter if kind == "diag" else scatter.sum(-1)
+
+
+# --- how the fit starts, and what it is asked ------------------------------------------------------------------------
+
+
+def _lloyd(points: Tensor, seen: Tensor, means: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
+    """Return the means (K, D) after k-means on seen features, and the nearest of them to each point (N,)."""
+    nearest = _nearest_in_seen(points, seen, means)
+    for _ in range(n_steps):
+        sums = torch.zeros_like(means).index_add_(0, nearest, points)
+        counts = torch.zeros_like(means).index_add_(0, nearest, seen)
+        means = torch.where(counts > 0, sums / counts, means)
+        before, nearest = nearest, _nearest_in_seen(points, seen, means)
+        if torch.equal(nearest, before):
+            break
+    return means, nearest
+
+
+def _nearest_in_seen(points: Tensor, seen: Tensor, means: Tensor) -> Tensor:
+    return (0.5 * seen @ means.square().mT - points @ means.mT).argmin(1)
+
+
+def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:
+    """Return the covariance (D, D) of residuals that are 0 where missing, inflated to the variances of the seen."""
+    share = seen.mean(0).rsqrt()
+    covariance: Tensor = share[:, None] * (residuals.mT @ residuals / len(residuals)) * share
+    return covariance
+
+
+def _pack(parameters: GaussianParameters) -> Tensor:
+    return torch.cat([value.reshape(-1) for value in parameters.unconstrained().values()])
+
+
+def _unpack_like(first: GaussianParameters) -> Callable[[Tensor], GaussianParameters]:
+    shapes = {name: value.shape for name, value in first.unconstrained().items()}
+
+    def unpack(vector: Tensor) -> GaussianParameters:
+        parts = vector.split([shape.numel() for shape in shapes.values()])
+        return first.with_unconstrained(
+            {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+        )
+
+    return unpack
+
+
+def _log_prior(prior: Prior | None, parameters: GaussianParameters, data: _Incomplete) -> float:
+    return 0.0 if prior is None else float(prior.log_density(parameters) / data.total_weight)
+
+
+def _check(x: Tensor, sample_weight: Tensor | None) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+    if bool(x.isinf().any()):
+        row = int(x.isinf().any(1).nonzero()[0])
+        raise ValueError(f"`x` should be finite, or NaN where missing. Found {x[row].tolist()} in row {row}.")
+    if sample_weight is not None:
+        _check_weights(sample_weight, len(x))
+        x = x[sample_weight > 0]
+    empty = x.isnan().all(0)
+    if bool(empty.any()):
+        features = ", ".join(map(str, empty.nonzero().ravel().tolist()))
+        raise ValueError(f"`x` should have at least one value of every feature. Found none of feature {features}.")
+
+
+def _check_weights(sample_weight: Tensor, n_samples: int) -> None:
+    if not isinstance(sample_weight, Tensor):
+        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
+    if sample_weight.shape != (n_samples,):
+        raise ValueError(f"`sample_weight` should have shape {(n_samples,)}. Found {tuple(sample_weight.shape)}.")
+    if not bool((sample_weight.isfinite() & (sample_weight >= 0)).all()) or not bool((sample_weight > 0).any()):
+        raise ValueError(
+            "`sample_weight` should be finite, not negative and not all 0. "
+            f"Found a minimum of {float(sample_weight.min())} and a sum of {float(sample_weight.sum())}."
+        )
+
+
+def _check_options(x: Tensor, n_components: int, covariance_type: CovarianceType, n_init: int, reg: float) -> None:
+    for name, value in (("n_components", n_components), ("n_init", n_init)):
+        _check_integer(name, value)
+    if n_components > len(x):
+        raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
+    check_covariance_type(covariance_type)
+    if not 0 <= reg < math.inf:
+        raise ValueError(f"`reg_covar` should be finite and not negative. Found {reg!r}.")
+
+
+def _check_integer(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"`{name}` should be a positive integer. Found {value!r}.")
+
+
+def _check_start(init: GaussianParameters, x: Tensor, n_components: int, covariance_type: CovarianceType) -> None:
+    found = (init.n_components, init.n_features, init.covariance_type)
+    expected = (n_components, x.shape[1], covariance_type)
+    if found != expected:
+        raise ValueError(f"`init` should have (n_components, n_features, covariance_type) {expected}. Found {found}.")
