@@ -1,15 +1,17 @@
 r"""Climbs to a maximum of the likelihood by EM steps, plain or extrapolated: SQUAREM and Anderson acceleration.
 
-EM is a fixed-point iteration :math:`\theta \leftarrow G(\theta)` whose error shrinks at a linear rate, the largest
-fraction of missing information. Both methods look at residuals :math:`f = G(\theta) - \theta` of points they have been
-at, and jump to where these predict it to vanish. A jump is taken only if the likelihood is not lower there; otherwise
-the EM step is. So the likelihood never falls, as in EM, whatever a jump does.
+EM is a fixed-point iteration :math:`\theta \leftarrow G(\theta)` whose error shrinks at a linear rate: the largest
+fraction of missing information, near 1 where components overlap. Both methods look at residuals
+:math:`f = G(\theta) - \theta` of points they have been at, and jump to where these predict it to vanish. A jump is
+taken only if the likelihood is not lower there; otherwise the EM step is, which is known already. So the likelihood
+never falls, as in EM, wherever a jump leads.
 
-N samples, K components, P coordinates without constraints.
+N samples, D features, K components, P coordinates without constraints, M points remembered.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +30,15 @@ Accelerate = Literal["none", "squarem", "anderson"]
 P = TypeVar("P")
 F = TypeVar("F", bound=Family)
 
+# Relative difference of two log-likelihoods below which rounding decides which is higher.
+_ROUNDING = 1e-14
+
+# Points that Anderson's method remembers, and evaluations over which an accelerated climb must gain no more than `tol`.
+_MEMORY = 8
+
+# Relative to the largest singular value squared, of Anderson's least squares.
+_RIDGE = 1e-14
+
 
 @dataclass(frozen=True)
 class Climb(Generic[P]):
@@ -36,8 +47,8 @@ class Climb(Generic[P]):
     Attributes:
         parameters: The highest point found.
         log_likelihood: There, nats per sample.
-        converged: Whether nothing worth `tol` was left to gain.
-        n_iter: Evaluations of the EM map after that at the start.
+        converged: Whether it ended because too little was left to gain.
+        n_iter: Evaluations of the EM map after the one at the start. Jumps that were not taken count too.
         history: The log-likelihood at the start and at each point moved to; it never falls.
     """
 
@@ -46,27 +57,6 @@ class Climb(Generic[P]):
     converged: bool
     n_iter: int
     history: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class _Point(Generic[P]):
-    """A point, its coordinates, and what one evaluation of the EM map says about it."""
-
-    parameters: P
-    position: Tensor
-    image: P
-    residual: Tensor
-    value: float
-
-
-class _Method(Protocol):
-    """What proposes jumps, and is told of every point that is moved to."""
-
-    def jump(self, position: Tensor, residual: Tensor) -> Tensor | None:
-        """Return where to go from the current point. None: to its image."""
-
-    def judge(self, accepted: bool) -> None:
-        """Learn whether the last jump was taken."""
 
 
 @no_graph()
@@ -81,50 +71,94 @@ def climb(
     max_iter: int = 1000,
     callback: Callable[[int, float], None] | None = None,
 ) -> Climb[P]:
-    """Maximise a likelihood by an EM map."""
+    r"""Maximise a likelihood by its EM map.
+
+    Anderson's method is the fastest near a maximum, where the map is nearly linear; SQUAREM is more robust far from
+    one. ``"anderson"`` falls back on SQUAREM for a while whenever its jump would not go uphill.
+
+    **When it ends.** Without acceleration, when a step gains no more than `tol`; still to gain is then
+    ``tol * rate / (1 - rate)``, often a thousand times `tol`. With acceleration, when the last eight evaluations
+    together gained no more than `tol`; a jump aims at the maximum, so that what it gains was nearly all there was, and
+    what is left is at most about `tol`. In all cases, when rounding decides what is higher.
+
+    Args:
+        em: Takes parameters to those after one EM step, and the log-likelihood *before* it, nats per sample.
+        start: Where to start.
+        pack: Takes parameters to a flat float64 vector (P,) of coordinates in which every real value is valid.
+        unpack: The inverse of `pack`. Redundant coordinates are allowed.
+        accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``.
+        tol: See above, nats per sample. 0: as high as rounding lets it see.
+        max_iter: The most evaluations of `em` after the one at the start. 0 returns the start.
+        callback: Called after each evaluation with the number of evaluations after the start, and the log-likelihood,
+            which is lower than before for a jump that is not taken.
+
+    Raises:
+        ValueError: If an option is out of range, if the log-likelihood is not finite where EM leads, and whatever `em`
+            raises there. Where a jump leads, a ValueError only means that it is not taken.
+
+    References:
+        Varadhan & Roland, "Simple and globally convergent methods for accelerating the convergence of any EM
+        algorithm", 2008, section 3, scheme S3. Anderson, "Iterative procedures for nonlinear integral equations",
+        1965, section 4. Henderson & Varadhan, "Damped Anderson acceleration with restarts and monotonicity control
+        for accelerating EM and EM-like algorithms", 2019, section 3.
+
+    Example:
+        >>> slow = lambda x: (x - 0.01 * (x - 3.0), -float((x - 3.0) ** 2))
+        >>> found = climb(slow, torch.zeros((), dtype=torch.float64), pack=lambda x: x[None], unpack=lambda v: v[0])
+        >>> found.parameters, found.n_iter < 10
+        (tensor(3.0000, dtype=torch.float64), True)
+    """
     _check_options(accelerate, tol, max_iter)
-    n_iter = 0
 
     def evaluate(parameters: P, position: Tensor) -> _Point[P]:
         image, value = em(parameters)
-        if callback is not None:
-            callback(n_iter, value)
-        return _Point(parameters, position, image, pack(image) - position, value)
+        return _Point.at(parameters, position, image, pack(image), value)
 
-    point = evaluate(start, pack(start))
-    _check_finite(point.value)
-    method: _Method | None = {"none": lambda: None, "squarem": _Squarem, "anderson": _Anderson}[accelerate]()
-    history = [point.value]
-    converged = False
+    def tell(point: _Point[P]) -> None:
+        if callback is not None:
+            callback(n_iter, point.value)
+
+    n_iter, here = 0, evaluate(start, pack(start))
+    tell(here)
+    _check_finite(here.value)
+    method = _METHODS[accelerate]()
+    history, gained = [here.value], [here.value]  # at each point moved to; after each evaluation
+    window = 1 if accelerate == "none" else _MEMORY
+    stuck = 0  # how often neither the likelihood nor the residual moved
+    converged = stepped = False
     while not converged and n_iter < max_iter:
-        here = point
-        target = method.jump(here.position, here.residual) if method is not None else None
-        candidate = None
-        if method is not None and target is not None:
+        there = None
+        target = method.jump(here, stepped)
+        if target is not None:
             n_iter += 1
-            try:
-                candidate = evaluate(unpack(target), target)
-            except ValueError:
-                candidate = None
-            accepted = candidate is not None and candidate.value >= here.value - _ROUNDING * abs(here.value)
-            method.judge(accepted)
-            if not accepted:
-                candidate = None
-                if n_iter == max_iter:
-                    break
-        if candidate is None:
+            with contextlib.suppress(ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
+                there = evaluate(unpack(target), target)
+            if there is not None:
+                tell(there)
+                there = there if _is_taken(there, here) else None
+            method.judge(there is not None)
+            if there is None:
+                gained.append(history[-1])
+        stepped = there is None
+        if there is None:
+            if n_iter == max_iter:
+                break
             n_iter += 1
-            candidate = evaluate(here.image, here.position + here.residual)
-            _check_finite(candidate.value)
-            if candidate.value < here.value:
-                n_iter -= method is None
+            there = evaluate(here.image, here.image_position)
+            tell(there)
+            _check_finite(there.value)
+            if there.value < here.value:
+                n_iter -= accelerate == "none"
                 converged = True
                 break
-        gain = candidate.value - here.value
-        history.append(max(candidate.value, here.value))
-        point = candidate
-        converged = gain <= tol
-    return Climb(point.parameters, history[-1], converged, n_iter, tuple(history))
+        history.append(max(there.value, here.value))
+        gained.append(history[-1])
+        converged = len(gained) > window and gained[-1] - gained[-1 - window] <= tol
+        if target is not None and there.value - here.value <= _ROUNDING * abs(here.value):
+            stuck += there.size >= 0.5 * here.size
+            converged = converged or stuck == 2
+        here = there
+    return Climb(here.parameters, history[-1], converged, n_iter, tuple(history))
 
 
 @no_graph()
@@ -173,33 +207,176 @@ def maximise_likelihood(
         _check_integer("batch_size", batch_size, 1)
     leaves = start.unconstrained()
     sizes = [leaf.numel() for leaf in leaves.values()]
-    weight = None if sample_weight is None else sample_weight.double()
-    total = float(len(x)) if weight is None else float(weight.sum())
+    # Weights in float64 make a float64 mean of float32 log-densities.
+    weight = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    shares = weight / weight.sum()
+    batches = list(zip(*(whole.split(batch_size or len(x)) for whole in (x, weight, shares)), strict=True))
 
     def em(mixture: F) -> tuple[F, float]:
         responsibilities, value = [], 0.0
-        for rows in torch.arange(len(x), device=x.device).split(batch_size or len(x)):
-            part = x[int(rows[0]) : int(rows[-1]) + 1]
-            weights = None if weight is None else weight[rows]
-            share, mean = e_step(mixture, part, weights)
-            count = float(len(part)) if weights is None else float(weights.sum())
-            if weights is not None:
-                share = share * weights[:, None].to(share.dtype)
-            responsibilities.append(share)
-            value += float(mean) * count / total if count > 0 else 0.0
-        whole = responsibilities[0] if len(responsibilities) == 1 else torch.cat(responsibilities)
-        return mixture.m_step(x, whole), value
+        for part, weights, share in batches:
+            batch, mean = e_step(mixture, part, weights)
+            responsibilities.append(batch if sample_weight is None else batch * weights.to(batch.dtype)[:, None])
+            value += float(mean * share.sum()) if bool(share.any()) else 0.0
+        return mixture.m_step(x, torch.cat(responsibilities)), value
 
     def pack(mixture: F) -> Tensor:
-        return torch.cat([leaf.reshape(-1).double() for leaf in mixture.unconstrained().values()])
+        return torch.cat([leaf.reshape(-1).cpu().double() for leaf in mixture.unconstrained().values()])
 
     def unpack(position: Tensor) -> F:
         parts = zip(leaves.items(), position.split(sizes), strict=True)
-        return start.with_unconstrained({name: part.view(leaf.shape).to(leaf.dtype) for (name, leaf), part in parts})
+        return start.with_unconstrained({name: part.view(leaf.shape).to(leaf) for (name, leaf), part in parts})
 
     return climb(
         em, start, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback
     )
+
+
+@dataclass(frozen=True)
+class _Point(Generic[P]):
+    """A point, and what one evaluation of the EM map says about it; positions are coordinates."""
+
+    parameters: P
+    position: Tensor
+    image: P
+    image_position: Tensor
+    residual: Tensor
+    size: float
+    value: float
+
+    @classmethod
+    def at(cls, parameters: P, position: Tensor, image: P, image_position: Tensor, value: float) -> _Point[P]:
+        residual = image_position - position
+        size = float(residual.norm())
+        if not math.isfinite(size):
+            # A weight or a rate of exactly 0 has a logarithm of minus infinity, and stays there.
+            residual = residual.nan_to_num(0.0, 0.0, 0.0)
+            size = float(residual.norm())
+        return cls(parameters, position, image, image_position, residual, size, value)
+
+
+def _is_taken(there: _Point[P], here: _Point[P]) -> bool:
+    """Say whether a jump went uphill; where rounding decides, whether it came nearer to a fixed point."""
+    rounding = _ROUNDING * abs(here.value)
+    gain = there.value - here.value
+    return math.isfinite(there.value) and (gain > rounding or (gain >= -rounding and there.size < here.size))
+
+
+class _Method(Protocol):
+    """What proposes jumps. It is asked once at each point moved to."""
+
+    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+        """Return where to go, or None: to the image. `stepped`: the last move was to the image of the point before."""
+
+    def judge(self, taken: bool) -> None:
+        """Learn whether the last jump was taken."""
+
+
+class _Plain:
+    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+        return None
+
+    def judge(self, taken: bool) -> None:
+        pass
+
+
+class _Squarem:
+    """Alternates an EM step with a jump along it and its change, as long as those of their ratio (scheme S3).
+
+    The published scheme takes one more EM step after each jump, to stabilise. Here the guard does that.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[Tensor, Tensor] | None = None
+        self._length = 1.0
+        self._bound = 4.0
+
+    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+        before, self._before = self._before, (here.position, here.residual)
+        if not stepped or before is None:
+            return None
+        position, step = before
+        change = here.residual - step
+        size = float(change.norm())
+        self._length = min(float(step.norm()) / size, self._bound) if size > 0 else self._bound
+        if self._length <= 1:  # EM itself is as fast
+            return None
+        return position + 2 * self._length * step + self._length**2 * change
+
+    def judge(self, taken: bool) -> None:
+        if self._length == self._bound:
+            self._bound = 4 * self._bound if taken else max(4.0, self._bound / 4)
+
+
+class _Anderson:
+    """Goes to the point whose residual, were it linear between the last few points, would be smallest (type II).
+
+    It finds any fixed point, a saddle as well. So it forgets all it knows when its jump does not go uphill, and leaves
+    the next jumps, twice as many each time, to SQUAREM, which only goes forward.
+    """
+
+    def __init__(self) -> None:
+        self._squarem = _Squarem()
+        self._last: tuple[Tensor, Tensor] | None = None
+        self._steps: list[Tensor] = []
+        self._changes: list[Tensor] = []
+        self._patience = 1
+        self._left_to_squarem = 0
+        self._by_squarem = False
+
+    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+        self._remember(here)
+        other = self._squarem.jump(here, stepped)
+        self._by_squarem = self._left_to_squarem > 0
+        if self._by_squarem:
+            return other
+        if not self._steps:
+            return None
+        step = self._extrapolate(here.residual)
+        if float(step @ here.residual) < 0:
+            self._left_to_squarem = self._patience
+            return None
+        return here.position + step
+
+    def judge(self, taken: bool) -> None:
+        if self._by_squarem:
+            self._left_to_squarem -= 1
+            self._squarem.judge(taken)
+        elif taken:
+            self._patience = max(1, self._patience // 2)
+        else:
+            self._left_to_squarem = self._patience
+            self._patience = min(_MEMORY, 2 * self._patience)
+            self._steps.clear()
+            self._changes.clear()
+
+    def _remember(self, here: _Point[P]) -> None:
+        if self._last is not None:
+            self._steps.append((here.position - self._last[0]).nan_to_num_(0.0, 0.0, 0.0))
+            self._changes.append(here.residual - self._last[1])
+            del self._steps[:-_MEMORY], self._changes[:-_MEMORY]
+        self._last = here.position, here.residual
+
+    def _extrapolate(self, residual: Tensor) -> Tensor:
+        """Return the step to the point of least residual in the affine hull of the points remembered, and its image."""
+        steps, changes = torch.stack(self._steps), torch.stack(self._changes)
+        sizes = changes.norm(dim=1)
+        sizes = torch.where(sizes > 0, sizes, 1.0)
+        # In proportion, so that large old changes do not hide small new ones from the ridge. QR first: P may be large.
+        basis, triangle = torch.linalg.qr((changes / sizes[:, None]).mT)
+        left, singular, right = torch.linalg.svd(triangle, full_matrices=False)
+        shrunk = singular / (singular.square() + _RIDGE * singular[0] ** 2)
+        weights = ((shrunk * (left.mT @ (basis.mT @ residual))) @ right) / sizes
+        step: Tensor = residual - weights @ (steps + changes)
+        return step
+
+
+_METHODS: dict[str, Callable[[], _Method]] = {"none": _Plain, "squarem": _Squarem, "anderson": _Anderson}
+
+
+def _check_finite(value: float) -> None:
+    if not math.isfinite(value):
+        raise ValueError(f"The log-likelihood should be finite. Found {value}: the data are too large for their type.")
 
 
 def _check_integer(name: str, value: int, least: int) -> None:
@@ -234,67 +411,3 @@ def _check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
             f"`sample_weight` should be finite, not negative and not all 0. Found a minimum of "
             f"{float(sample_weight.min())} and a sum of {float(sample_weight.sum())}."
         )
-
-
-_ROUNDING = 1e-14
-
-
-def _check_finite(value: float) -> None:
-    if not math.isfinite(value):
-        raise ValueError(f"The log-likelihood should be finite. Found {value}: the data are too large for their type.")
-
-
-class _Squarem:
-    def __init__(self) -> None:
-        self.before: tuple[Tensor, Tensor] | None = None
-        self.jumped = False
-
-    def jump(self, position: Tensor, residual: Tensor) -> Tensor | None:
-        if self.before is None:
-            self.before = position, residual
-            return None
-        start, r = self.before
-        self.before = None
-        v = residual - r
-        alpha = float(r.norm() / v.norm())
-        if not math.isfinite(alpha) or alpha <= 1:
-            return None
-        return start + 2 * alpha * r + alpha**2 * v
-
-    def judge(self, accepted: bool) -> None:
-        pass
-
-
-class _Anderson:
-    """Type II: the point whose residual, linear between the points known, is smallest."""
-
-    order = 8
-    least = 1e-14
-
-    def __init__(self) -> None:
-        self.positions: Tensor | None = None
-        self.last: tuple[Tensor, Tensor] | None = None
-        self.steps: list[Tensor] = []
-        self.changes: list[Tensor] = []
-        self.ridge = self.least
-
-    def jump(self, position: Tensor, residual: Tensor) -> Tensor | None:
-        if self.last is not None:
-            self.steps.append(position - self.last[0])
-            self.changes.append(residual - self.last[1])
-            del self.steps[: -self.order], self.changes[: -self.order]
-        self.last = position, residual
-        if not self.steps:
-            return None
-        changes, steps = torch.stack(self.changes, 1), torch.stack(self.steps, 1)
-        sizes = changes.norm(dim=0)
-        u, s, vh = torch.linalg.svd(changes / sizes, full_matrices=False)
-        weights = (vh.mT @ (s / (s.square() + self.ridge * s[0] ** 2) * (u.mT @ residual))) / sizes
-        target: Tensor = position + residual - (steps + changes) @ weights
-        return target
-
-    def judge(self, accepted: bool) -> None:
-        if not accepted:
-            self.ridge = min(1.0, self.ridge * 100)
-        else:
-            self.ridge = max(self.least, self.ridge / 10)
