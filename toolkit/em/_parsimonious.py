@@ -1,0 +1,551 @@
+r"""Covariances that share volume, shape or orientation, and their M-steps from sufficient statistics.
+
+A covariance is :math:`\Sigma_k = \lambda_k Q_k A_k Q_k^\top`: a volume :math:`\lambda_k = |\Sigma_k|^{1/D}`, a shape
+:math:`A_k`, diagonal with determinant 1, and an orientation :math:`Q_k`, orthogonal. A model is named by three letters,
+for volume, shape and orientation: each is equal for all components (E), varies between them (V), or is the identity
+(I). ``VVV`` is scikit-learn's ``full``, ``EEE`` its ``tied``, ``VVI`` its ``diag`` and ``VII`` its ``spherical``.
+
+What is stored is :math:`\Sigma_k^{-1} = B_k \, \mathrm{diag}(e^{-v_k - s_k}) \, B_k^\top` with the log-volume
+:math:`v`, log-shapes :math:`s` that sum to 0, and axes :math:`B`:
+
+=======================  ====================================================================================
+models                   axes
+=======================  ====================================================================================
+EII VII EEI VEI EVI VVI  the identity
+EEV VEV EVE VVE          orthogonal: the orientation
+EEE VEE EVV VVV          unit upper triangular: shape and orientation go together, so their product may be any
+                         matrix of determinant 1, and this factor of it is smooth also where eigenvalues meet
+=======================  ====================================================================================
+
+N samples, D features, K components; G is K for what varies and 1 for what all components share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em.gaussian import precisions_cholesky
+
+__all__ = [
+    "COVARIANCE_MODELS",
+    "CovarianceModel",
+    "ParsimoniousCovariances",
+    "check_model",
+    "covariances_from_scatter",
+    "identity_like",
+    "is_triangular",
+    "n_free_parameters",
+    "upper_factor",
+]
+
+CovarianceModel = Literal[
+    "EII", "VII", "EEI", "VEI", "EVI", "VVI", "EEE", "VEE", "EVE", "VVE", "EEV", "VEV", "EVV", "VVV"
+]
+COVARIANCE_MODELS: tuple[CovarianceModel, ...] = get_args(CovarianceModel)
+
+# Under vmap nothing can be looked at, so the number of inner iterations is fixed.
+_INNER_STEPS_UNSEEN = 100
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParsimoniousCovariances:
+    """Covariances of K components that share volume, shape or orientation.
+
+    Attributes:
+        model: One of the fourteen.
+        log_volumes: (G,): the log of the D-th root of the determinant.
+        log_shapes: (G, D), each row sums to 0.
+        axes: (G, D, D) (see the module).
+
+    Raises:
+        ValueError: If the model is unknown, or the shapes do not fit together.
+    """
+
+    model: CovarianceModel
+    log_volumes: Tensor
+    log_shapes: Tensor
+    axes: Tensor
+
+    def __post_init__(self) -> None:
+        check_model(self.model)
+        d = self.log_shapes.shape[-1]
+        for name, letter, value, tail in zip(
+            ("log_volumes", "log_shapes", "axes"),
+            self.model,
+            (self.log_volumes, self.log_shapes, self.axes),
+            ((), (d,), (d, d)),
+            strict=True,
+        ):
+            groups = value.shape[:1] if letter == "V" else (1,)
+            if value.shape != (*groups, *tail) or value.ndim == 0:
+                wanted = ", ".join(map(str, ("K" if letter == "V" else 1, *tail)))
+                raise ValueError(f"`{name}` of {self.model} should have shape ({wanted}). Found {tuple(value.shape)}.")
+
+    @property
+    def n_features(self) -> int:
+        """D."""
+        return self.log_shapes.shape[-1]
+
+    @property
+    def log_variances(self) -> Tensor:
+        """Logs of the variances along the axes, (G, D)."""
+        return self.log_volumes[:, None] + self.log_shapes
+
+    @property
+    def factors(self) -> Tensor:
+        """Factors of the precisions, (G, D, D): precision = factor @ factor.T. Triangular only if the axes are."""
+        return self.axes * (-0.5 * self.log_variances).exp()[:, None, :]
+
+    @property
+    def covariances(self) -> Tensor:
+        """(G, D, D)."""
+        if is_triangular(self.model):
+            inverse: Tensor = torch.linalg.solve_triangular(self.axes, identity_like(self.axes), upper=True)
+            roots = inverse.mT * (0.5 * self.log_variances).exp()[:, None, :]
+        else:
+            roots = self.axes * (0.5 * self.log_variances).exp()[:, None, :]
+        return roots @ roots.mT
+
+    def decomposed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return volumes (G,), shapes (G, D) and orientations (G, D, D), whatever the axes are.
+
+        The covariance is ``volume * orientation @ diag(shape) @ orientation.T``. For triangular axes the shapes ascend.
+        """
+        if not is_triangular(self.model):
+            return self.log_volumes.exp(), self.log_shapes.exp(), self.axes
+        unit = ParsimoniousCovariances(
+            model=self.model, log_volumes=torch.zeros_like(self.log_volumes), log_shapes=self.log_shapes, axes=self.axes
+        )
+        shapes, orientations = torch.linalg.eigh(unit.covariances)
+        if self.model[1] == "E":
+            shapes, orientations = shapes[:1], orientations[:1]
+        return self.log_volumes.exp(), shapes, orientations
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return the free coordinates that the model has of these.
+
+        ``log_volumes`` (G,); ``log_shapes`` (G, D - 1), all but the last; ``axes`` (G, D(D-1)/2): what is above the
+        diagonal, of the axes if they are triangular, else of the skew-symmetric :math:`S` whose Cayley transform
+        :math:`(I - S)(I + S)^{-1}` is the orientation. The sign of an orientation's column means nothing; it is chosen
+        such that S exists.
+        """
+        coordinates = {"log_volumes": self.log_volumes}
+        if self.model[1] != "I":
+            coordinates["log_shapes"] = self.log_shapes[:, :-1]
+        if self.model[2] != "I":
+            rows, columns = _above_diagonal(self.axes)
+            entries = self.axes if is_triangular(self.model) else _to_skew(self.axes)
+            coordinates["axes"] = entries[:, rows, columns]
+        return coordinates
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> ParsimoniousCovariances:
+        """Return the covariances of this model at these coordinates: the inverse of `unconstrained`."""
+        log_shapes, axes = self.log_shapes, self.axes
+        if self.model[1] != "I":
+            free = values["log_shapes"]
+            log_shapes = torch.cat([free, -free.sum(-1, keepdim=True)], -1)
+        if self.model[2] != "I":
+            upper = _strictly_upper(values["axes"], self.n_features)
+            identity = identity_like(upper)
+            axes = identity + upper if is_triangular(self.model) else _cayley(upper - upper.mT)
+        return dataclasses.replace(self, log_volumes=values["log_volumes"], log_shapes=log_shapes, axes=axes)
+
+
+def n_free_parameters(model: CovarianceModel, n_components: int, n_features: int) -> int:
+    """Return how many parameters are free: K - 1 weights, KD means, and those of the covariances.
+
+    Args:
+        model: One of the fourteen.
+        n_components: K.
+        n_features: D.
+
+    References:
+        Celeux & Govaert, "Gaussian parsimonious clustering models", 1995, table 1.
+
+    Example:
+        >>> [n_free_parameters(model, 2, 4) for model in ("EII", "VEV", "VVV")]
+        [10, 26, 29]
+    """
+    check_model(model)
+    volume, shape, orientation = ({"I": 0, "E": 1, "V": n_components}[letter] for letter in model)
+    free_axes = n_features * (n_features - 1) // 2
+    return n_components - 1 + n_components * n_features + volume + shape * (n_features - 1) + orientation * free_axes
+
+
+def covariances_from_scatter(
+    model: CovarianceModel,
+    counts: Tensor,
+    scatter: Tensor,
+    *,
+    start: ParsimoniousCovariances | None = None,
+    inner_steps: int = 1000,
+) -> ParsimoniousCovariances:
+    r"""Return the M-step's covariances: the maximum of the expected log-joint, from sufficient statistics alone.
+
+    With :math:`N_k = \sum_n r_{nk}` and :math:`W_k = \sum_n r_{nk} (x_n - \mu_k)(x_n - \mu_k)^\top` they minimise
+    :math:`\sum_k N_k \log|\Sigma_k| + \mathrm{tr}(W_k \Sigma_k^{-1})` within the model. Five have no closed form:
+
+    - VEI, VEE, VEV: volumes and what is shared are improved in turn;
+    - EVE, VVE: the common orientation by quasi-Newton steps over the rotations, with a line search. There may be
+      several local minima: without a `start` the lowest of those from K + 1 starts is returned.
+
+    Args:
+        model: One of the fourteen.
+        counts: (K,), positive.
+        scatter: (K, D, D). The diagonals (K, D) are enough for axis-aligned models; the sum (1, D, D) is for EEE.
+        start: Where iterations start; the result is never worse.
+        inner_steps: The most iterations. They end earlier when nothing moves any more but by rounding.
+
+    Raises:
+        ValueError: If the model is unknown, the shapes do not fit together, or a covariance is singular.
+
+    References:
+        Celeux & Govaert, "Gaussian parsimonious clustering models", 1995, sections 3 and 4. Browne & McNicholas,
+        "Estimating common principal components in high dimensions", 2014, section 2. Ablin, Cardoso & Gramfort,
+        "Beyond Pham's algorithm for joint diagonalization", 2019, section 3.
+
+    Example:
+        >>> scatter = torch.tensor([[[2.0, 0.0], [0.0, 8.0]], [[18.0, 0.0], [0.0, 2.0]]])
+        >>> shared = covariances_from_scatter("EEV", torch.tensor([2.0, 3.0]), scatter)
+        >>> shared.covariances[0]
+        tensor([[0.8000, 0.0000],
+                [0.0000, 5.2000]])
+    """
+    check_model(model)
+    axis_aligned = model[2] == "I"
+    diagonals = axis_aligned and scatter.ndim == 2
+    if counts.ndim != 1 or not (diagonals or (scatter.ndim == 3 and scatter.shape[1] == scatter.shape[2])):
+        raise ValueError(
+            "`counts` and `scatter` should have shapes (K,) and (K, D, D). "
+            f"Found {tuple(counts.shape)} and {tuple(scatter.shape)}."
+        )
+    if len(scatter) != len(counts) and not (model == "EEE" and len(scatter) == 1):
+        raise ValueError(f"`scatter` should be of {len(counts)} components, as `counts` are. Found {len(scatter)}.")
+    if start is not None and start.model != model:
+        raise ValueError(f"`start` should be of the model {model}. Found {start.model}.")
+    if axis_aligned:
+        spread = scatter if diagonals else scatter.diagonal(dim1=-2, dim2=-1)
+        return _along(model, counts, spread, torch.diag_embed(torch.ones_like(spread[:1])), start, inner_steps)
+    if is_triangular(model):
+        return _by_matrices(model, counts, scatter, start, inner_steps)
+    if model[2] == "E":
+        axes = _common_axes(model, counts, scatter, start, inner_steps)
+        return _along(
+            model, counts, (axes.mT @ scatter @ axes).diagonal(dim1=-2, dim2=-1), axes[None], start, inner_steps
+        )
+    # The trace is least if the eigenvalues of both are paired in order (von Neumann).
+    eigenvalues, axes = torch.linalg.eigh(scatter)
+    return _along(model, counts, eigenvalues, axes, start, inner_steps)
+
+
+# --- M-steps ---------------------------------------------------------------------------------------------------------
+
+
+def _along(
+    model: CovarianceModel,
+    counts: Tensor,
+    spread: Tensor,
+    axes: Tensor,
+    start: ParsimoniousCovariances | None,
+    inner_steps: int,
+) -> ParsimoniousCovariances:
+    """Return the volumes and shapes that are best for these axes (G, D, D), along which the scatter is (K, D)."""
+    n_features = spread.shape[1]
+    total = counts.sum()
+    match model[:2]:
+        case "EI":
+            log_volumes = (spread.sum() / (n_features * total)).log()[None]
+            log_shapes = torch.zeros_like(spread[:1])
+        case "VI":
+            log_volumes = (spread.mean(1) / counts).log()
+            log_shapes = torch.zeros_like(spread[:1])
+        case "EE":
+            log_volumes, log_shapes = _split((spread.sum(0, keepdim=True) / total).log())
+        case "VE":
+            log_volumes, log_shapes = _volumes_and_common_shape(counts, spread, start, inner_steps)
+        case "EV":
+            separate, log_shapes = _split((spread / counts[:, None]).log())
+            log_volumes = ((counts * separate.exp()).sum() / total).log()[None]
+        case "VV":
+            log_volumes, log_shapes = _split((spread / counts[:, None]).log())
+    found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
+    # Features may have scales of their own; along axes that are mixtures of them the largest decides what is rounding.
+    pooled = spread.sum(0) / total
+    scale = pooled if model[2] == "I" else pooled.max()
+    _raise_if_singular((found.log_variances.exp() > _least(spread) * scale).all(-1))
+    return found
+
+
+def _volumes_and_common_shape(
+    counts: Tensor, spread: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+) -> tuple[Tensor, Tensor]:
+    """Return log-volumes (K,) and log-shapes (1, D): each is best given the other, and together they are optimal.
+
+    As a function of the shape's logarithm what is minimised is convex: a sum of log-sum-exps.
+    """
+
+    def shape(log_volumes: Tensor) -> Tensor:
+        return _split((spread * (-log_volumes).exp()[:, None]).sum(0, keepdim=True).log())[1]
+
+    def improve(log_volumes: Tensor) -> Tensor:
+        return ((spread * (-shape(log_volumes)).exp()).mean(1) / counts).log()
+
+    log_volumes = _iterate(
+        improve, inner_steps, (spread.mean(1) / counts).log() if start is None else start.log_volumes
+    )
+    return log_volumes, shape(log_volumes)
+
+
+def _by_matrices(
+    model: CovarianceModel, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+) -> ParsimoniousCovariances:
+    """Return the covariances of the models in which shape and orientation go together, scatter (K, D, D)."""
+    total = counts.sum()
+    match model:
+        case "EEE":
+            log_volumes, log_shapes, axes = _factored(scatter.sum(0, keepdim=True) / total)
+        case "VEE":
+            log_volumes, unit = _volumes_and_common_matrix(counts, scatter, start, inner_steps)
+            _, log_shapes, axes = _factored(unit[None])
+        case _:
+            log_volumes, log_shapes, axes = _factored(scatter / counts[:, None, None])
+            if model == "EVV":
+                log_volumes = ((counts * log_volumes.exp()).sum() / total).log()[None]
+    found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
+    if model != "EEE":
+        factors = found.factors
+        relative = (factors * (scatter.sum(0) / total @ factors)).sum(-2)
+        _raise_if_singular((relative < 1 / _least(scatter)).all(-1))
+    return found
+
+
+def _volumes_and_common_matrix(
+    counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+) -> tuple[Tensor, Tensor]:
+    """Return log-volumes (K,) and the matrix of determinant 1 (D, D) that all covariances are multiples of."""
+    n_features = scatter.shape[1]
+
+    def matrix(log_volumes: Tensor) -> tuple[Tensor, Tensor]:
+        pooled = (scatter * (-log_volumes).exp()[:, None, None]).sum(0)
+        factor, _ = torch.linalg.cholesky_ex(pooled)
+        return pooled, factor * (-factor.diagonal().log().mean()).exp()
+
+    def improve(log_volumes: Tensor) -> Tensor:
+        precision = torch.cholesky_inverse(matrix(log_volumes)[1])
+        return ((scatter * precision).sum((1, 2)) / (n_features * counts)).log()
+
+    first = scatter.diagonal(dim1=-2, dim2=-1).mean(1) / counts
+    log_volumes = _iterate(improve, inner_steps, first.log() if start is None else start.log_volumes)
+    pooled, factor = matrix(log_volumes)
+    precisions_cholesky(pooled, "tied")  # names what is singular
+    return log_volumes, factor @ factor.mT
+
+
+# The steps of a line search; the last is not to move.
+_FRACTIONS = (1.0, 0.5, 0.25, 0.0625, 0.00390625, 0.0)
+_LONGEST_ROTATION = 0.5
+
+
+def _common_axes(
+    model: CovarianceModel, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+) -> Tensor:
+    """Return the orientation (D, D) that EVE and VVE share."""
+    if start is None:
+        axes = torch.linalg.eigh(torch.cat([scatter.sum(0, keepdim=True), scatter])).eigenvectors
+    else:
+        axes = start.axes
+    unseen = _is_batched(scatter)
+    settled = 100 * torch.finfo(scatter.dtype).eps
+    for _ in range(_INNER_STEPS_UNSEEN if unseen else inner_steps):
+        axes, moved = _rotate(model, counts, scatter, axes)
+        if not unseen and not bool((moved > settled).any()):
+            break
+    # One Newton-Schulz step: the product of many rotations stays a rotation.
+    axes = 0.5 * axes @ (3 * identity_like(axes) - axes.mT @ axes)
+    best: Tensor = axes[_misfit(model, counts, _spread_along(scatter, axes))[0].argmin()]
+    return best
+
+
+def _spread_along(scatter: Tensor, axes: Tensor) -> Tensor:
+    """Return the scatter (K, D, D) along each of several systems of axes (..., D, D) as (..., K, D)."""
+    return (axes[..., None, :, :] * (scatter @ axes[..., None, :, :])).sum(-2)
+
+
+def _misfit(model: CovarianceModel, counts: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return what a common orientation minimises, (...), given the scatter along it (..., K, D), and weights (..., K).
+
+    It is twice the negative expected log-joint at the best volumes and shapes, up to a constant: for VVE
+    :math:`\sum_k N_k \sum_j \log m_{kj}`, for EVE :math:`N D \log \sum_k \prod_j m_{kj}^{1/D}`. Its derivative is
+    that of the weighted sum of :math:`\sum_j \log m_{kj}`.
+    """
+    logs = spread.log().sum(-1)
+    if model == "VVE":
+        return (counts * logs).sum(-1), counts.expand(logs.shape)
+    n_features = spread.shape[-1]
+    roots = logs / n_features
+    return n_features * counts.sum() * roots.logsumexp(-1), counts.sum() * roots.softmax(-1)
+
+
+def _rotate(model: CovarianceModel, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return axes (R, D, D) after one quasi-Newton step each, and how far each has moved, (R,).
+
+    The Hessian is taken as it is where the axes diagonalise every scatter: there it is diagonal in the planes of
+    rotation.
+    """
+    rotated = axes.mT[:, None] @ scatter @ axes[:, None]
+    spread = rotated.diagonal(dim1=-2, dim2=-1)
+    value, weights = _misfit(model, counts, spread)
+    ratios = weights[..., None] / spread
+    slopes = (rotated * ratios[..., None, :]).sum(1)
+    slopes = slopes - slopes.mT
+    curvatures = spread.mT @ ratios
+    curvatures = curvatures + curvatures.mT - 2 * weights.sum(-1)[:, None, None]
+    eps = torch.finfo(scatter.dtype).eps
+    turn = -slopes / curvatures.clamp(min=math.sqrt(eps) * counts.sum())
+    longest = turn.abs().amax((-2, -1), keepdim=True)
+    turn = turn * (_LONGEST_ROTATION / longest.clamp(min=_LONGEST_ROTATION))
+    fractions = turn.new_tensor(_FRACTIONS)
+    candidates = axes @ _cayley(-0.5 * fractions[:, None, None, None] * turn)
+    values, _ = _misfit(model, counts, _spread_along(scatter, candidates))
+    # Near the minimum differences of values are rounding, while slopes still tell the direction.
+    slack = 10 * eps * scatter.shape[-1] * counts.sum()
+    acceptable = (values <= value + slack) | (fractions == 0)[:, None]
+    chosen = acceptable.to(torch.uint8).argmax(0)
+    which = chosen[None, :, None, None].expand(1, *axes.shape)
+    return candidates.gather(0, which)[0], fractions[chosen] * longest[:, 0, 0]
+
+
+def _iterate(improve: Callable[[Tensor], Tensor], inner_steps: int, value: Tensor) -> Tensor:
+    """Improve a value until it no longer changes."""
+    unseen = _is_batched(improve(value))
+    settled = 100 * torch.finfo(value.dtype).eps
+    for _ in range(_INNER_STEPS_UNSEEN if unseen else inner_steps):
+        before, value = value, improve(value)
+        if not unseen and not bool(((value - before).abs() > settled).any()):
+            break
+    return value
+
+
+def _least(scatter: Tensor) -> float:
+    """Return the least variance in units of that of all components within which rounding does not decide."""
+    return 100 * scatter.shape[-1] * torch.finfo(scatter.dtype).eps
+
+
+def _split(log_variances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return log-volumes (G,) and log-shapes (G, D)."""
+    log_volumes = log_variances.mean(-1)
+    return log_volumes, log_variances - log_volumes[:, None]
+
+
+def _factored(covariances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-volumes (G,), log-shapes (G, D) and unit upper triangular axes (G, D, D)."""
+    if len(covariances) == 1:
+        factor = precisions_cholesky(covariances[0], "tied")[None]
+    else:
+        factor = precisions_cholesky(covariances, "full")
+    diagonal = factor.diagonal(dim1=-2, dim2=-1)
+    return *_split(-2 * diagonal.log()), factor / diagonal[:, None, :]
+
+
+# --- orthogonal matrices ---------------------------------------------------------------------------------------------
+
+
+def _cayley(skew: Tensor) -> Tensor:
+    """Return the rotations (I - S)(I + S)^-1 of skew-symmetric matrices (..., D, D)."""
+    identity = identity_like(skew)
+    rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew)
+    return rotation
+
+
+def _to_skew(axes: Tensor) -> Tensor:
+    """Return the skew-symmetric matrices whose Cayley transforms are the orthogonal `axes`, up to signs of columns.
+
+    References:
+        O'Dorney, "Minimizing the Cayley transform of an orthogonal matrix by multiplying by signature matrices", 2014:
+        signs for which it exists always do.
+    """
+    signed = axes * _signs(axes)[..., None, :]
+    identity = identity_like(axes)
+    skew: Tensor = torch.linalg.solve(identity + signed, identity - signed)
+    return 0.5 * (skew - skew.mT)
+
+
+@no_graph()
+def _signs(axes: Tensor) -> Tensor:
+    """Return signs (..., D) of the columns for which I + Q is far from singular: no pivot of it is below 1."""
+    identity = identity_like(axes)
+    elimination = identity.expand(axes.shape)
+    signs = []
+    for j in range(axes.shape[-1]):
+        column = (elimination @ axes[..., j, None])[..., 0]
+        signs.append(torch.where(column[..., j] < 0, -1.0, 1.0).to(axes.dtype))
+        pivoted = elimination[..., j] + signs[-1][..., None] * column
+        below = (torch.arange(axes.shape[-1], device=axes.device) > j) * pivoted / pivoted[..., j, None]
+        elimination = elimination - below[..., :, None] * elimination[..., j, None, :]
+    return torch.stack(signs, -1)
+
+
+def upper_factor(factors: Tensor) -> Tensor:
+    """Return the upper triangular U with U U^T = F F^T for factors (..., D, D): QR with both orders reversed."""
+    triangular = torch.linalg.qr(factors.flip(-2).mT).R
+    upper = triangular.mT.flip(-1, -2)
+    positive: Tensor = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    return positive
+
+
+def _strictly_upper(entries: Tensor, size: int) -> Tensor:
+    """Return the matrices (..., D, D) with these entries (..., D(D-1)/2) above the diagonal, row by row, else 0."""
+    if entries.shape[-1] != size * (size - 1) // 2:
+        raise ValueError(
+            f"`axes` should have {size * (size - 1) // 2} entries in its last dimension for {size} features. "
+            f"Found shape {tuple(entries.shape)}."
+        )
+    places = torch.full((size, size), entries.shape[-1], device=entries.device)
+    rows, columns = torch.triu_indices(size, size, 1, device=entries.device)
+    places[rows, columns] = torch.arange(entries.shape[-1], device=entries.device)
+    return torch.cat([entries, torch.zeros_like(entries[..., :0].sum(-1, keepdim=True))], -1)[..., places]
+
+
+def _above_diagonal(matrices: Tensor) -> tuple[Tensor, Tensor]:
+    size = matrices.shape[-1]
+    rows, columns = torch.triu_indices(size, size, 1, device=matrices.device)
+    return rows, columns
+
+
+def identity_like(matrices: Tensor) -> Tensor:
+    return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+
+
+def is_triangular(model: CovarianceModel) -> bool:
+    return model[1] == model[2] != "I"
+
+
+def _is_batched(tensor: Tensor) -> bool:
+    batched: bool = torch._C._functorch.is_batchedtensor(tensor)
+    return batched
+
+
+def check_model(model: str) -> None:
+    """Raise a ValueError unless the model is known."""
+    if model not in COVARIANCE_MODELS:
+        raise ValueError(f"`model` should be one of {', '.join(COVARIANCE_MODELS)}. Found {model!r}.")
+
+
+def _raise_if_singular(sound: Tensor) -> None:
+    # Under torch.func a value cannot be looked at; a singular covariance is NaN or infinite there.
+    if torch._C._functorch.is_functorch_wrapped_tensor(sound) or bool(sound.all()):
+        return
+    components = "" if len(sound) == 1 else f" of component {', '.join(map(str, (~sound).nonzero().ravel().tolist()))}"
+    raise ValueError(
+        f"`scatter` should be positive definite. Found a singular one{components}: too few distinct samples, or "
+        "features that depend on each other. More regularisation (`reg_covar`), fewer components or a more "
+        "restricted `model` help."
+    )

@@ -1,0 +1,435 @@
+r"""Chooses the number of components and the covariance model of a Gaussian mixture, by BIC, AIC or ICL.
+
+All criteria are to be minimised, as in scikit-learn; mclust's BIC and ICL are minus these. With p free parameters,
+N samples and the log-likelihood :math:`\ell` in nats per sample:
+
+=====  ==============================================================================
+AIC    :math:`-2 N \ell + 2 p`
+BIC    :math:`-2 N \ell + p \log N`
+ICL    BIC :math:`- 2 \sum_n \log \max_k r_{nk}`: overlapping components cost extra
+=====  ==============================================================================
+
+A likelihood of Gaussians without bounds has no maximum: a component may shrink onto a few samples, or onto values that
+were rounded alike, and raise it for ever. Such *spikes* win any search that looks at the likelihood alone. Here a fit
+whose covariance becomes singular, or far narrower than the others, is not chosen, and the table says so.
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em._fit import Init, start
+from toolkit.em._parsimonious import COVARIANCE_MODELS, CovarianceModel, check_model, n_free_parameters
+from toolkit.em.acceleration import Accelerate
+from toolkit.em.gaussian import CovarianceType, GaussianParameters
+from toolkit.em.mixture import Mixture
+from toolkit.em.parsimonious import Climber, ParsimoniousParameters, check_samples, start_type
+
+__all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select", "spikes"]
+
+Criterion = Literal["bic", "aic", "icl"]
+Verdict = Literal["sound", "spike", "singular"]
+
+# A component is a spike if in some direction its variance is less than this, in units of the average component's.
+_NARROWEST = 1e-3
+
+
+def aic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
+    r"""Return Akaike's criterion :math:`-2 N \ell + 2 p`, to be minimised.
+
+    Args:
+        log_likelihood: Nats per sample.
+        n_parameters: p, how many are free.
+        n_samples: N, or the sum of the weights.
+
+    References:
+        Akaike, "A new look at the statistical model identification", 1974, section V.
+    """
+    return -2 * n_samples * log_likelihood + 2 * n_parameters
+
+
+def bic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
+    r"""Return the Bayesian information criterion :math:`-2 N \ell + p \log N`, to be minimised.
+
+    Args:
+        log_likelihood: Nats per sample.
+        n_parameters: p, how many are free.
+        n_samples: N, or the sum of the weights.
+
+    References:
+        Schwarz, "Estimating the dimension of a model", 1978. Its sign is that of scikit-learn; mclust's is the other.
+
+    Example:
+        >>> round(bic(-215.726 / 150, 26, 150), 4)
+        561.7285
+    """
+    return -2 * n_samples * log_likelihood + n_parameters * math.log(n_samples)
+
+
+def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor | None = None) -> float:
+    r"""Return the integrated completed likelihood, to be minimised: BIC with each sample's likeliest component known.
+
+    It is BIC :math:`- 2 \sum_n \log \max_k r_{nk}`, at least BIC, and more the more the components overlap.
+
+    Args:
+        mixture: At the maximum of its likelihood.
+        x: (N, D).
+        n_parameters: p, how many are free.
+        sample_weight: (N,). None: all 1.
+
+    References:
+        Biernacki, Celeux & Govaert, "Assessing a mixture model for clustering with the integrated completed
+        likelihood", 2000, equation 8.
+    """
+    log_joint = mixture.log_joint(x)
+    weights = torch.ones_like(log_joint[:, 0]) if sample_weight is None else sample_weight.to(log_joint)
+    completed = float(weights @ log_joint.amax(1))
+    total = float(weights.sum())
+    return bic(completed / total, n_parameters, total)
+
+
+def spikes(parameters: ParsimoniousParameters, narrowest: float = _NARROWEST) -> tuple[int, ...]:
+    r"""Return the components that are far narrower in some direction than the components are on average.
+
+    The variance in each direction is measured in units of the average covariance :math:`\sum_k \pi_k \Sigma_k`, so the
+    answer is the same for any linear transformation of the data. Components that share shape and volume are no spikes.
+
+    Args:
+        parameters: The mixture.
+        narrowest: The least variance of a component that is none. 1e-3 is a width of 3 %.
+
+    Returns:
+        Their indices, in order.
+
+    References:
+        McLachlan & Peel, "Finite mixture models", 2000, section 3.10.
+    """
+    covariances = parameters.covariances.to(torch.float64)
+    average = (parameters.weights.to(torch.float64)[:, None, None] * covariances).sum(0)
+    factor, failed = torch.linalg.cholesky_ex(average)
+    if bool(failed):
+        return tuple(range(parameters.n_components))
+    half = torch.linalg.solve_triangular(factor, covariances, upper=False)
+    relative = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+    least = torch.linalg.eigvalsh(relative).amin(-1)
+    return tuple((least < narrowest).nonzero().ravel().tolist())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One model with one number of components, fitted.
+
+    Attributes:
+        model: The covariance model.
+        n_components: K.
+        n_parameters: How many are free.
+        verdict: ``"sound"``; ``"spike"``: the best fit found has one, and no other start led to a sound fit;
+            ``"singular"``: a covariance became singular from every start.
+        log_likelihood: Nats per sample. NaN if singular.
+        bic: To be minimised, as `aic` and `icl`. NaN if singular.
+        aic: See `bic`.
+        icl: See `bic`.
+        converged: Whether the climb ended before its last step.
+        n_iter: Evaluations of the EM map.
+        n_refused: Starts that led to a spike or a singular covariance, of those that were followed to the end.
+        note: What went wrong, in words. Empty if nothing did.
+        parameters: The mixture. None if singular.
+    """
+
+    model: CovarianceModel
+    n_components: int
+    n_parameters: int
+    verdict: Verdict
+    log_likelihood: float = math.nan
+    bic: float = math.nan
+    aic: float = math.nan
+    icl: float = math.nan
+    converged: bool = False
+    n_iter: int = 0
+    n_refused: int = 0
+    note: str = ""
+    parameters: ParsimoniousParameters | None = None
+
+    def to_dict(self) -> dict[str, str | int | float | bool | None]:
+        """Return all but the mixture, in types that JSON knows; what is NaN is None."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del values["parameters"]
+        return {
+            name: None if isinstance(value, float) and math.isnan(value) else value for name, value in values.items()
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What `select` compared; printed, it is a table.
+
+    Attributes:
+        candidates: By number of components, then by model.
+        criterion: What `best` minimises.
+        n_samples: N, or the sum of the weights.
+    """
+
+    candidates: tuple[Candidate, ...]
+    criterion: Criterion
+    n_samples: float
+
+    @property
+    def ranked(self) -> tuple[Candidate, ...]:
+        """The sound candidates, best first."""
+        sound = [candidate for candidate in self.candidates if candidate.verdict == "sound"]
+        return tuple(sorted(sound, key=self._value))
+
+    @property
+    def best(self) -> Candidate:
+        """The sound candidate that minimises the criterion.
+
+        Raises:
+            ValueError: If there is none.
+        """
+        ranked = self.ranked
+        if not ranked:
+            raise ValueError("A candidate should have a fit without singular or far too narrow components. Found none.")
+        return ranked[0]
+
+    @property
+    def table(self) -> dict[tuple[CovarianceModel, int], float]:
+        """The criterion of each (model, K), sound or not; NaN if singular."""
+        return {(candidate.model, candidate.n_components): self._value(candidate) for candidate in self.candidates}
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the criterion, N and the candidates without their mixtures, in types that JSON knows."""
+        return {
+            "criterion": self.criterion,
+            "n_samples": self.n_samples,
+            "best": {"model": self.best.model, "n_components": self.best.n_components} if self.ranked else None,
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+        }
+
+    def __str__(self) -> str:
+        models = list(dict.fromkeys(candidate.model for candidate in self.candidates))
+        cells = {(candidate.n_components, candidate.model): self._cell(candidate) for candidate in self.candidates}
+        rows = list(dict.fromkeys(candidate.n_components for candidate in self.candidates))
+        width = max(len(cell) for cell in cells.values()) + 1
+        lines = [f"{self.criterion.upper()}, lower is better", "  K" + "".join(f"{model:>{width}}" for model in models)]
+        lines += [f"{k:3}" + "".join(f"{cells[k, model]:>{width}}" for model in models) for k in rows]
+        for candidate in self.ranked[:3]:
+            lines.append(f"{candidate.model},{candidate.n_components}: {self._value(candidate):.2f}")
+        verdicts = {candidate.verdict for candidate in self.candidates}
+        if "spike" in verdicts:
+            lines.append("*: a component is far narrower than the others, onto too few distinct samples: not chosen")
+        if "singular" in verdicts:
+            lines.append("-: a covariance became singular from every start")
+        return "\n".join(lines)
+
+    def _value(self, candidate: Candidate) -> float:
+        value: float = getattr(candidate, self.criterion)
+        return value
+
+    def _cell(self, candidate: Candidate) -> str:
+        if candidate.verdict == "singular":
+            return "- "
+        return f"{self._value(candidate):.2f}" + ("*" if candidate.verdict == "spike" else " ")
+
+
+@no_graph()
+def select(
+    x: Tensor,
+    n_components: Iterable[int] = range(1, 10),
+    models: Sequence[CovarianceModel] | None = None,
+    *,
+    criterion: Criterion = "bic",
+    n_init: int = 10,
+    init: Sequence[Init] = ("kmeans", "k-means++"),
+    narrowest: float = _NARROWEST,
+    sample_weight: Tensor | None = None,
+    reg_covar: float = 0.0,
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    accelerate: Accelerate = "anderson",
+    generator: torch.Generator | None = None,
+    callback: Callable[[Candidate], None] | None = None,
+) -> Selection:
+    """Fit every model with every number of components, and compare them.
+
+    Of each, `n_init` starts are improved by ten EM steps, and the best climbs to the maximum. If it ends in a spike or
+    a singular covariance, the next best climbs, and so on. All models see the same starts.
+
+    Args:
+        x: (N, D), float32 or float64, finite.
+        n_components: The numbers of components to try, each at most N.
+        models: The covariance models to try. None: all fourteen; of a single feature EII and VII, which the others
+            then equal (mclust's E and V).
+        criterion: ``"bic"``, ``"aic"`` or ``"icl"``.
+        n_init: Starts for each.
+        init: How to start, in turn (see `start`).
+        narrowest: As in `spikes`. 0: only singular covariances are refused.
+        sample_weight: (N,), not negative, not all 0: how often each sample counts. None: all 1.
+        reg_covar: As in `fit_parsimonious`.
+        tol: As in `climb`.
+        max_iter: As in `climb`.
+        accelerate: As in `climb`.
+        generator: Randomness of the starts. None is torch's global generator.
+        callback: Is told of each candidate when it is done.
+
+    Returns:
+        The candidates, of which `Selection.best` is the chosen one.
+
+    Raises:
+        TypeError: If `x` is not a float32 or float64 tensor, or `sample_weight` no tensor.
+        ValueError: If an argument is out of range.
+
+    References:
+        Fraley & Raftery, "Model-based clustering, discriminant analysis, and density estimation", 2002, section 2.4.
+        Biernacki, Celeux & Govaert, "Choosing starting values for the EM algorithm for getting the highest likelihood
+        in multivariate Gaussian mixture models", 2003, section 3.
+
+    Example:
+        >>> x = torch.tensor([[0.0], [1.0], [2.0], [20.0], [21.0], [22.0], [41.0], [40.0], [43.0]])
+        >>> found = select(x, range(1, 4), generator=torch.Generator().manual_seed(0))
+        >>> found.best.model, found.best.n_components
+        ('EII', 3)
+    """
+    check_samples(x, sample_weight)
+    numbers = sorted(set(n_components))
+    if models is None:
+        models = COVARIANCE_MODELS if x.shape[1] > 1 else ("EII", "VII")
+    options = _Options(
+        n_init=n_init,
+        init=tuple(init),
+        narrowest=narrowest,
+        reg_covar=reg_covar,
+        tol=tol,
+        max_iter=max_iter,
+        accelerate=accelerate,
+    )
+    _check(x, numbers, models, criterion, options)
+    candidates = []
+    for k in numbers:
+        kinds = dict.fromkeys(start_type(model) for model in models)
+        starts = {kind: _starts(x, k, kind, options, generator) for kind in kinds}
+        for model in models:
+            candidates.append(_candidate(x, sample_weight, k, model, starts[start_type(model)], options))
+            if callback is not None:
+                callback(candidates[-1])
+    n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
+    return Selection(candidates=tuple(candidates), criterion=criterion, n_samples=n_samples)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    """What all fits of a selection have in common (see `select`)."""
+
+    n_init: int
+    init: tuple[Init, ...]
+    narrowest: float
+    reg_covar: float
+    tol: float
+    max_iter: int
+    accelerate: Accelerate
+
+
+def _starts(
+    x: Tensor, n_components: int, kind: CovarianceType, options: _Options, generator: torch.Generator | None
+) -> list[GaussianParameters] | str:
+    """Return the starts of all models of one kind, or why there are none."""
+    count = options.n_init if n_components > 1 else 1
+    try:
+        return [
+            start(
+                x,
+                n_components,
+                covariance_type=kind,
+                init=options.init[i % len(options.init)],
+                reg_covar=options.reg_covar,
+                generator=generator,
+            )
+            for i in range(count)
+        ]
+    except ValueError as error:
+        return str(error)
+
+
+def _candidate(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    n_components: int,
+    model: CovarianceModel,
+    starts: list[GaussianParameters] | str,
+    options: _Options,
+) -> Candidate:
+    """Fit one model with one number of components."""
+    n_parameters = n_free_parameters(model, n_components, x.shape[1])
+    singular = Candidate(model=model, n_components=n_components, n_parameters=n_parameters, verdict="singular")
+    if isinstance(starts, str):
+        return dataclasses.replace(singular, note=starts)
+    try:
+        climber = Climber(x, n_components, model, options.reg_covar, sample_weight)
+    except ValueError as error:
+        return dataclasses.replace(singular, note=str(error))
+    search = climber.search(
+        starts,
+        tol=options.tol,
+        max_iter=options.max_iter,
+        accelerate=options.accelerate,
+        refuse=lambda parameters: bool(spikes(parameters, options.narrowest)),
+    )
+    fit = search.best or search.refused
+    if fit is None:
+        return dataclasses.replace(singular, n_refused=search.n_refused, note=search.failures[-1])
+    mixture = fit.parameters
+    narrow = spikes(mixture, options.narrowest)
+    n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
+    return Candidate(
+        model=model,
+        n_components=n_components,
+        n_parameters=n_parameters,
+        verdict="spike" if narrow else "sound",
+        log_likelihood=fit.log_likelihood,
+        bic=bic(fit.log_likelihood, n_parameters, n_samples),
+        aic=aic(fit.log_likelihood, n_parameters, n_samples),
+        icl=icl(mixture, x.to(torch.float64), n_parameters, sample_weight=sample_weight),
+        converged=fit.converged,
+        n_iter=fit.n_iter,
+        n_refused=search.n_refused,
+        note=f"far narrower than the others: component {', '.join(map(str, narrow))}" if narrow else "",
+        parameters=mixture.to(x.dtype),
+    )
+
+
+def _check(
+    x: Tensor, numbers: Sequence[int], models: Sequence[CovarianceModel], criterion: str, options: _Options
+) -> None:
+    if not numbers or not all(isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= len(x) for k in numbers):
+        raise ValueError(
+            f"`n_components` should be integers from 1 to {len(x)}, the number of samples. Found {numbers}."
+        )
+    if not models:
+        raise ValueError("`models` should name at least one model. Found none.")
+    for model in models:
+        check_model(model)
+    if criterion not in get_args(Criterion):
+        raise ValueError(f"`criterion` should be one of {', '.join(get_args(Criterion))}. Found {criterion!r}.")
+    if not isinstance(options.n_init, int) or isinstance(options.n_init, bool) or options.n_init < 1:
+        raise ValueError(f"`n_init` should be a positive integer. Found {options.n_init!r}.")
+    if not options.init or not set(options.init) <= set(get_args(Init)):
+        raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {options.init!r}.")
+    for name in ("narrowest", "reg_covar", "tol"):
+        value = getattr(options, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
+    if not isinstance(options.max_iter, int) or isinstance(options.max_iter, bool) or options.max_iter < 0:
+        raise ValueError(f"`max_iter` should be an integer from 0. Found {options.max_iter!r}.")
+    if options.accelerate not in get_args(Accelerate):
+        raise ValueError(
+            f"`accelerate` should be one of {', '.join(get_args(Accelerate))}. Found {options.accelerate!r}."
+        )
