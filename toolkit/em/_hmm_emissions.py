@@ -1,0 +1,563 @@
+r"""What the states of a hidden Markov model emit: Gaussian vectors, or symbols.
+
+Each kind comes twice: as parameters with differentiable `log_prob` and `m_step`, which are the specification; and, from
+`prepare`, as data that are laid out for the fast pass of `toolkit.em._hmm_recursions`.
+
+N steps, D features, M symbols, K states. A chunk has its slots as columns, in the order of the pass.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em._hmm_recursions import Plan, smallest_exponent
+from toolkit.em.gaussian import (
+    CovarianceType,
+    GaussianParameters,
+    from_unconstrained,
+    precisions_cholesky,
+    regularise,
+    soft_counts,
+    to_unconstrained,
+)
+
+__all__ = ["CategoricalEmissions", "Emissions", "GaussianEmissions", "Pass", "Prepared"]
+
+# Largest mean of the squared terms of a distance, of which the expansion loses a tenth of an epsilon's share.
+_NARROW = {torch.float32: 30.0, torch.float64: 1e5}
+
+# Slots of one product of posteriors with expanded data: in float32 its sum is that of so many.
+_TILE = 2**12
+
+
+class Pass(Protocol):
+    """Emissions at one value of their parameters, at work on prepared data."""
+
+    def emit(self, chunk: int, begin: int, out: Tensor) -> Tensor:
+        """Write scaled emission probabilities, and return the logs of the scales (see `_hmm_recursions.Emit`)."""
+
+    def consume(self, chunk: int, posteriors: Tensor) -> None:
+        """Add a chunk's posteriors (K, N) to the statistics of the M-step."""
+
+    def finish(self, *, prior: float | Tensor, reg_covar: float) -> Emissions:
+        """Return the M-step's emissions."""
+
+
+class Prepared(Protocol):
+    """Data laid out for the fast pass."""
+
+    def begin(self, emissions: Emissions) -> Pass:
+        """Return a pass over these data."""
+
+
+class Emissions(Protocol):
+    """What the states emit."""
+
+    @property
+    def n_states(self) -> int:
+        """K."""
+
+    def check(self, x: Tensor) -> None:
+        """Raise an error unless `x` is data of this kind: N steps in the first dimension."""
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Return the log-probability or log-density of each step in each state, (N, K), nats."""
+
+    def m_step(self, x: Tensor, posteriors: Tensor, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> Self:
+        """Return the emissions that are most likely under posteriors (N, K).
+
+        `prior` are Dirichlet concentrations, for symbols; `reg_covar` is added to variances, for Gaussians.
+        """
+
+    def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw what states (N,) emit."""
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return coordinates in which every real value is allowed."""
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
+        """Return the emissions at these coordinates."""
+
+    def to(self, target: torch.dtype | torch.device) -> Self:
+        """Return the emissions in another floating-point type, or on another device."""
+
+    def prepare(self, x: Tensor, plan: Plan) -> Prepared:
+        """Return data laid out for the fast pass."""
+
+
+# --- Gaussian ---
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GaussianEmissions:
+    """A Gaussian for each state.
+
+    Attributes:
+        means: (K, D).
+        precisions_cholesky: Shaped by the type, as in `GaussianParameters`.
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
+
+    Raises:
+        ValueError: If the type is unknown, or the shapes do not fit together.
+
+    Example:
+        >>> two = GaussianEmissions.from_covariances(
+        ...     means=torch.tensor([[0.0], [3.0]]), covariances=torch.tensor([1.0, 4.0]), covariance_type="spherical")
+        >>> two.log_prob(torch.tensor([[1.0]]))
+        tensor([[-1.4189, -2.1121]])
+    """
+
+    means: Tensor
+    precisions_cholesky: Tensor
+    covariance_type: CovarianceType
+
+    def __post_init__(self) -> None:
+        self._mixture()
+
+    @classmethod
+    def from_covariances(cls, *, means: Tensor, covariances: Tensor, covariance_type: CovarianceType) -> Self:
+        """Return the emissions with these means (K, D) and covariances (shaped by the type).
+
+        Raises:
+            ValueError: If a covariance is not positive definite, or the shapes do not fit together.
+        """
+        factor = precisions_cholesky(covariances, covariance_type)
+        return cls(means=means, precisions_cholesky=factor, covariance_type=covariance_type)
+
+    @property
+    def n_states(self) -> int:
+        """K."""
+        return self.means.shape[0]
+
+    @property
+    def n_features(self) -> int:
+        """D."""
+        return self.means.shape[1]
+
+    @property
+    def covariances(self) -> Tensor:
+        """Shaped by the type."""
+        return self._mixture().covariances
+
+    def check(self, x: Tensor) -> None:
+        """Raise a ValueError unless `x` has shape (N, D)."""
+        if x.ndim != 2 or x.shape[1] != self.n_features:
+            raise ValueError(f"`x` should have shape (N, {self.n_features}). Found {tuple(x.shape)}.")
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Return the log-density of each step in each state, (N, K), nats. `x` is (N, D)."""
+        return self._mixture().log_joint(x)
+
+    def m_step(self, x: Tensor, posteriors: Tensor, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> Self:
+        r"""Return means :math:`\sum_n \gamma_{nk} x_n / N_k` and the covariances about them.
+
+        A state without posteriors keeps what it has.
+
+        Args:
+            x: (N, D).
+            posteriors: (N, K).
+            prior: Ignored: it is for symbols.
+            reg_covar: Added to every variance. 0 is maximum likelihood.
+
+        Raises:
+            ValueError: If a covariance becomes singular.
+        """
+        counts = soft_counts(posteriors.sum(0))
+        centre = x.mean(0)
+        means = centre + posteriors.mT @ (x - centre) / counts[:, None]
+        differences = x - means[:, None]
+        weighted = posteriors.mT[:, :, None] * differences
+        match self.covariance_type:
+            case "full" | "tied":
+                scatter = weighted.mT @ differences
+            case "diag":
+                scatter = (weighted * differences).sum(1)
+            case "spherical":
+                scatter = (weighted * differences).sum((1, 2))
+        return self._estimate(posteriors.sum(0), means, scatter, reg_covar)
+
+    def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw what states (N,) emit, (N, D)."""
+        shape = (len(states), self.n_features)
+        device = self.means.device if generator is None else generator.device
+        noise = torch.randn(shape, generator=generator, dtype=self.means.dtype, device=device).to(self.means.device)
+        factor, d = self.precisions_cholesky, self.n_features
+        match self.covariance_type:
+            case "full" | "tied":
+                eye = torch.eye(d, dtype=factor.dtype, device=factor.device)
+                roots = torch.linalg.solve_triangular(factor, eye, upper=True).expand(self.n_states, d, d)
+                scaled = (noise[:, None] @ roots[states])[:, 0]
+            case "diag":
+                scaled = noise / factor[states]
+            case "spherical":
+                scaled = noise / factor[states, None]
+        drawn: Tensor = self.means[states] + scaled
+        return drawn
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return ``means`` and ``log_cholesky`` (see `to_unconstrained`)."""
+        values = to_unconstrained(self._mixture())
+        return {name: values[name] for name in ("means", "log_cholesky")}
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
+        """Return the emissions at these coordinates."""
+        weights = values["means"].new_zeros(len(values["means"]))
+        mixture = from_unconstrained({**values, "log_weights": weights}, self.covariance_type)
+        return dataclasses.replace(self, means=mixture.means, precisions_cholesky=mixture.precisions_cholesky)
+
+    def to(self, target: torch.dtype | torch.device) -> Self:
+        """Return the emissions in another floating-point type, or on another device."""
+        return dataclasses.replace(
+            self, means=self.means.to(target), precisions_cholesky=self.precisions_cholesky.to(target)
+        )
+
+    def prepare(self, x: Tensor, plan: Plan) -> PreparedGaussian:
+        """Return data (N, D) laid out for the fast pass."""
+        return PreparedGaussian.of(x, plan)
+
+    def _mixture(self) -> GaussianParameters:
+        return GaussianParameters(
+            log_weights=self.means.new_zeros(self.means.shape[:1]),
+            means=self.means,
+            precisions_cholesky=self.precisions_cholesky,
+            covariance_type=self.covariance_type,
+        )
+
+    def _estimate(self, counts: Tensor, means: Tensor, scatter: Tensor, reg_covar: float) -> Self:
+        """Return the emissions of these counts (K,), means and sums of products about them; keep empty states'."""
+        kind = self.covariance_type
+        empty, safe = counts <= torch.finfo(counts.dtype).eps, soft_counts(counts)
+        means = torch.where(empty[:, None], self.means, means)
+        match kind:
+            case "full":
+                covariances = scatter / safe[:, None, None]
+            case "tied":
+                covariances = scatter.sum(0) / safe.sum()
+            case "diag":
+                covariances = scatter / safe[:, None]
+            case "spherical":
+                covariances = scatter / safe / self.n_features
+        covariances = regularise(covariances, kind, reg_covar)
+        if kind != "tied":
+            shape = (-1, *[1] * (covariances.ndim - 1))
+            covariances = torch.where(empty.view(shape), self.covariances, covariances)
+        return type(self).from_covariances(means=means, covariances=covariances, covariance_type=kind)
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedGaussian:
+    """Centred features as rows.
+
+    Attributes:
+        centre: (D,), float64.
+        widths: (D,), float64: root mean squares of the centred features.
+        chunks: (D, N) each.
+    """
+
+    centre: Tensor
+    widths: Tensor
+    chunks: tuple[Tensor, ...]
+
+    @classmethod
+    @no_graph()
+    def of(cls, x: Tensor, plan: Plan) -> PreparedGaussian:
+        """Lay data (N, D) out."""
+        centre = x.mean(0, dtype=torch.float64)
+        chunks = []
+        squares = torch.zeros_like(centre)
+        for chunk in plan.chunks:
+            rows = x.index_select(0, chunk.steps)
+            centred = (rows - centre).to(x.dtype).mT.contiguous()
+            squares += centred.square().sum(1, dtype=torch.float64)
+            chunks.append(centred)
+        return cls(centre, (squares / max(1, len(x))).sqrt(), tuple(chunks))
+
+    def begin(self, emissions: Emissions) -> GaussianPass:
+        """Return a pass with these emissions."""
+        assert isinstance(emissions, GaussianEmissions)
+        return GaussianPass(self, emissions.to(torch.float64))
+
+
+class GaussianPass:
+    """Gaussian emissions at work.
+
+    The log-density is linear in :math:`(x_i x_j, x_i, 1)`, and so are the statistics: one matrix product each. When
+    that expansion would cancel too far (`_NARROW`), differences from the means are taken instead.
+    """
+
+    def __init__(self, data: PreparedGaussian, emissions: GaussianEmissions) -> None:
+        self._data, self._emissions = data, emissions
+        mixture = emissions._mixture()
+        self._means = emissions.means - data.centre
+        self._constant = mixture.log_determinants.expand(emissions.n_states) - 0.5 * emissions.n_features * math.log(
+            2 * math.pi
+        )
+        k, d = self._means.shape
+        self._kind = kind = emissions.covariance_type
+        self._rows, self._columns = torch.triu_indices(d, d, device=data.centre.device)
+        precisions = mixture.precisions
+        if kind in ("full", "tied"):
+            precisions = precisions.expand(k, d, d)
+            terms = precisions.abs() * data.widths[:, None] * data.widths
+            quadratic = precisions[:, self._rows, self._columns] * torch.where(self._rows == self._columns, 0.5, 1.0)
+            linear = (precisions @ self._means[..., None])[..., 0]
+        else:
+            wide = precisions if kind == "diag" else precisions[:, None].expand(k, d)
+            terms = wide * data.widths.square()
+            quadratic = 0.5 * (wide if kind == "diag" else precisions[:, None])
+            linear = wide * self._means
+        constant = self._constant - 0.5 * (linear * self._means).sum(1)
+        theta = torch.cat([-quadratic, linear, constant[:, None]], 1)
+        dtype = data.chunks[0].dtype if data.chunks else torch.float64
+        self._expands = bool(terms.flatten(1).sum(1).max() < _NARROW[dtype])
+        self._theta = theta.to(dtype)
+        self._sums = theta.new_zeros(theta.shape)
+        self._scatter: Tensor | float = 0.0
+
+    def emit(self, chunk: int, begin: int, out: Tensor) -> Tensor:
+        """Write scaled emissions (see `Pass`)."""
+        n_times, _, n_rows = out.shape
+        x = self._data.chunks[chunk][:, begin : begin + n_times * n_rows]
+        if self._expands:
+            return scaled(self._theta @ self._expand(x), out)
+        return scaled(self._constant[:, None] - 0.5 * self._whiten(self._differences(x)).square_().sum(1), out)
+
+    def consume(self, chunk: int, posteriors: Tensor) -> None:
+        """Add a chunk's posteriors (see `Pass`)."""
+        x = self._data.chunks[chunk]
+        for begin in range(0, x.shape[1], _TILE):
+            part, share = x[:, begin : begin + _TILE], posteriors[:, begin : begin + _TILE]
+            if self._expands:
+                self._sums += share @ self._expand(part).mT
+            else:
+                self._add_about_means(self._differences(part), share.double())
+
+    def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> GaussianEmissions:
+        """Return the M-step's emissions (see `Pass`)."""
+        k, d = self._means.shape
+        counts, sums = self._sums[:, -1], self._sums[:, -1 - d : -1]
+        shifts = sums / soft_counts(counts)[:, None]
+        raw = self._sums[:, : -1 - d] if self._expands else self._scatter
+        assert isinstance(raw, Tensor)
+        if self._kind in ("full", "tied"):
+            if self._expands:
+                square = raw.new_empty(k, d, d)
+                square[:, self._rows, self._columns] = square[:, self._columns, self._rows] = raw
+                raw = square
+            scatter = raw - sums[:, :, None] * shifts[:, None]
+        elif self._kind == "diag":
+            scatter = raw - sums * shifts
+        else:
+            scatter = raw.reshape(k) - (sums * shifts).sum(1)
+        origins = self._data.centre if self._expands else self._emissions.means
+        return self._emissions._estimate(counts, origins + shifts, scatter, reg_covar)
+
+    def _expand(self, x: Tensor) -> Tensor:
+        """Return (x_i x_j, x_i, 1) of columns (D, B): (F, B)."""
+        match self._kind:
+            case "full" | "tied":
+                quadratic = x[self._rows] * x[self._columns]
+            case "diag":
+                quadratic = x.square()
+            case "spherical":
+                quadratic = x.square().sum(0, keepdim=True)
+        return torch.cat([quadratic, x, x.new_ones(1, x.shape[1])])
+
+    def _differences(self, x: Tensor) -> Tensor:
+        return x.double() - self._means[:, :, None]
+
+    def _whiten(self, differences: Tensor) -> Tensor:
+        factor = self._emissions.precisions_cholesky
+        match self._kind:
+            case "full" | "tied":
+                return factor.mT @ differences
+            case "diag":
+                return factor[:, :, None] * differences
+            case "spherical":
+                return factor[:, None, None] * differences
+
+    def _add_about_means(self, differences: Tensor, share: Tensor) -> None:
+        d = differences.shape[1]
+        weighted = share[:, None] * differences
+        self._sums[:, -1] += share.sum(1)
+        self._sums[:, -1 - d : -1] += weighted.sum(2)
+        match self._kind:
+            case "full" | "tied":
+                self._scatter = self._scatter + weighted @ differences.mT
+            case "diag":
+                self._scatter = self._scatter + (weighted * differences).sum(2)
+            case "spherical":
+                self._scatter = self._scatter + (weighted * differences).sum((1, 2))
+
+
+def scaled(log_prob: Tensor, out: Tensor) -> Tensor:
+    """Write the exponentials of (K, B) as (n_times, K, n_rows), divided by each slot's largest; return its log (B,)."""
+    n_times, k, n_rows = out.shape
+    largest = log_prob.amax(0)
+    # Clamped: the exponential of what would be denormal is an order of magnitude slower.
+    relative = log_prob.sub_(largest).clamp_(min=smallest_exponent(out.dtype))
+    torch.exp(relative.view(k, n_times, n_rows).transpose(0, 1), out=out)
+    return largest
+
+
+# --- symbols ---
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CategoricalEmissions:
+    """A distribution over symbols 0 to M - 1 for each state.
+
+    Attributes:
+        log_probabilities: (K, M), nats. Each row's probabilities sum to 1; minus infinity is a symbol that never comes.
+
+    Raises:
+        ValueError: If the shape is another one.
+
+    Example:
+        >>> weather = CategoricalEmissions(log_probabilities=torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
+        >>> weather.log_prob(torch.tensor([0, 1])).exp()
+        tensor([[0.9000, 0.2000],
+                [0.1000, 0.8000]])
+    """
+
+    log_probabilities: Tensor
+
+    def __post_init__(self) -> None:
+        if self.log_probabilities.ndim != 2 or 0 in self.log_probabilities.shape:
+            raise ValueError(
+                f"`log_probabilities` should have shape (K, M). Found {tuple(self.log_probabilities.shape)}."
+            )
+
+    @property
+    def n_states(self) -> int:
+        """K."""
+        return self.log_probabilities.shape[0]
+
+    @property
+    def n_symbols(self) -> int:
+        """M."""
+        return self.log_probabilities.shape[1]
+
+    def check(self, x: Tensor) -> None:
+        """Raise an error unless `x` holds symbols, (N,)."""
+        if x.dtype != torch.int64:
+            raise TypeError(f"`x` should be an int64 tensor of symbols. Found {x.dtype}.")
+        if x.ndim != 1:
+            raise ValueError(f"`x` should have shape (N,). Found {tuple(x.shape)}.")
+        if len(x) and not (0 <= int(x.min()) and int(x.max()) < self.n_symbols):
+            raise ValueError(
+                f"`x` should hold symbols from 0 to {self.n_symbols - 1}. Found {int(x.min())} to {int(x.max())}."
+            )
+
+    def log_prob(self, x: Tensor) -> Tensor:
+        """Return the log-probability of each symbol in each state, (N, K), nats. `x` is (N,), int64."""
+        return self.log_probabilities.mT[x]
+
+    def m_step(self, x: Tensor, posteriors: Tensor, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> Self:
+        """Return the frequencies of symbols (N,) under posteriors (N, K); a state without any keeps what it has.
+
+        Args:
+            x: (N,), int64.
+            posteriors: (N, K).
+            prior: Dirichlet concentrations, one or (K, M) or (M,). 1 is maximum likelihood.
+            reg_covar: Ignored: it is for Gaussians.
+        """
+        counts = posteriors.new_zeros(self.n_symbols, self.n_states).index_add(0, x, posteriors).mT
+        return self._estimate(counts, prior)
+
+    def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Draw what states (N,) emit, (N,) int64."""
+        return draw(self.log_probabilities.exp()[states], generator)
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return ``log_probabilities``, free up to a constant in each row."""
+        return {"log_probabilities": self.log_probabilities}
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
+        """Return the emissions at these coordinates."""
+        return dataclasses.replace(self, log_probabilities=values["log_probabilities"].log_softmax(1))
+
+    def to(self, target: torch.dtype | torch.device) -> Self:
+        """Return the emissions in another floating-point type, or on another device."""
+        return dataclasses.replace(self, log_probabilities=self.log_probabilities.to(target))
+
+    def prepare(self, x: Tensor, plan: Plan) -> PreparedSymbols:
+        """Return symbols (N,) laid out for the fast pass."""
+        return PreparedSymbols(tuple(x[chunk.steps] for chunk in plan.chunks))
+
+    def _estimate(self, counts: Tensor, prior: float | Tensor) -> Self:
+        return type(self)(log_probabilities=normalise(counts, self.log_probabilities, prior))
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedSymbols:
+    """Symbols (N,) of each chunk."""
+
+    chunks: tuple[Tensor, ...]
+
+    def begin(self, emissions: Emissions) -> CategoricalPass:
+        """Return a pass with these emissions."""
+        assert isinstance(emissions, CategoricalEmissions)
+        return CategoricalPass(self, emissions.to(torch.float64))
+
+
+class CategoricalPass:
+    """Categorical emissions at work: look-ups, and counts."""
+
+    def __init__(self, data: PreparedSymbols, emissions: CategoricalEmissions) -> None:
+        self._data, self._emissions = data, emissions
+        self._largest = emissions.log_probabilities.amax(0)
+        relative = emissions.log_probabilities - self._largest.clamp(min=torch.finfo(torch.float64).min)
+        self._table = relative.exp()
+        self._counts = torch.zeros_like(self._table)
+
+    def emit(self, chunk: int, begin: int, out: Tensor) -> Tensor:
+        """Write scaled emissions (see `Pass`)."""
+        n_times, k, n_rows = out.shape
+        symbols = self._data.chunks[chunk][begin : begin + n_times * n_rows]
+        out.copy_(self._table.index_select(1, symbols).view(k, n_times, n_rows).transpose(0, 1))
+        return self._largest[symbols]
+
+    def consume(self, chunk: int, posteriors: Tensor) -> None:
+        """Add a chunk's posteriors (see `Pass`)."""
+        symbols = self._data.chunks[chunk]
+        for count, share in zip(self._counts, posteriors.double(), strict=True):
+            count += torch.bincount(symbols, share, minlength=len(count))
+
+    def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> CategoricalEmissions:
+        """Return the M-step's emissions (see `Pass`)."""
+        return self._emissions._estimate(self._counts, prior)
+
+
+def normalise(counts: Tensor, log_before: Tensor, prior: float | Tensor) -> Tensor:
+    """Return the logs of the most probable distributions, given counts and a Dirichlet prior, along the last dimension.
+
+    What was impossible stays impossible, whatever the prior. Rows without any counts keep what they have.
+    """
+    impossible = log_before == -math.inf
+    added = (counts + (prior - 1)).clamp(min=0).masked_fill(impossible, 0.0)
+    total = added.sum(-1, keepdim=True)
+    # Of 0 neither the logarithm nor its slope is taken: both would be infinite, where only the first should be.
+    positive = added > 0
+    logs = torch.where(positive, added, 1.0).log() - torch.where(total > 0, total, 1.0).log()
+    return torch.where(total > 0, logs.masked_fill(~positive, -math.inf), log_before)
+
+
+def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw an index from each row, (N,)."""
+    device = probabilities.device if generator is None else generator.device
+    cumulative = probabilities.cumsum(-1)
+    uniform = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64, device=device)
+    threshold = uniform.to(cumulative) * cumulative[..., -1]
+    # What has probability 0 is never drawn, also not by a draw of 0 or by rounding: ties go to the right.
+    index = torch.searchsorted(cumulative, threshold[..., None], right=True)[..., 0]
+    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
+    return torch.minimum(index, last)

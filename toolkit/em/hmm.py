@@ -1,0 +1,806 @@
+r"""Hidden Markov models: their parameters, Baum-Welch, Viterbi, posteriors, and the surrogate for gradient EM.
+
+A path of states :math:`z_1 \dots z_T` has the joint log-density
+
+.. math:: a(z) = \log \pi_{z_1} + \sum_{t>1} \log A_{z_{t-1} z_t} + \sum_t \log b_{z_t}(x_t),
+
+and a sequence the log-likelihood :math:`\ell = \log \sum_z e^{a(z)}`. The E-step's output is what its M-step needs of
+the distribution of paths :math:`r = e^{a - \ell}`: the posteriors :math:`\gamma_{tk}` of states, and the expected
+numbers :math:`\xi_{ij}` of transitions.
+
+The block `em.responsibilities` holds them constant. With it the gradient of `surrogate` is that of the log-likelihood
+(Fisher's identity). Without it the surrogate is :math:`\ell - H(r)`, and the leak is minus the gradient of the entropy
+of the *paths*: EM by gradients then seeks parameters under which the path is certain.
+
+What is public here is differentiable and in logarithms: the specification. `posteriors`, `em_step`, `fit` and
+`viterbi` are its fast twins, without a gradient.
+
+Sequences stand one after the other in `x`; `lengths` says where each ends. S sequences, N steps in all, T steps of the
+longest, D features, M symbols, K states.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph, stop_recording
+from toolkit.em._hmm_emissions import (
+    CategoricalEmissions,
+    Emissions,
+    GaussianEmissions,
+    Pass,
+    Prepared,
+    draw,
+    normalise,
+)
+from toolkit.em._hmm_recursions import Chunk, Consume, ForwardBackward, Plan, forward_backward, plan
+from toolkit.em._hmm_viterbi import best_paths
+from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.mixture import RESPONSIBILITIES
+
+__all__ = [
+    "CategoricalEmissions",
+    "DirichletPrior",
+    "Emissions",
+    "GaussianEmissions",
+    "HMMParameters",
+    "Posteriors",
+    "e_step",
+    "em_step",
+    "expected_log_joint",
+    "fit",
+    "log_likelihood",
+    "log_likelihoods",
+    "m_step",
+    "posteriors",
+    "sample",
+    "surrogate",
+    "viterbi",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HMMParameters:
+    """Parameters of a hidden Markov model.
+
+    Attributes:
+        log_start: (K,), nats: the first state's distribution.
+        log_transition: (K, K), nats: row i is the distribution of the state after i. Minus infinity is a transition
+            that is forbidden: EM keeps it so.
+        emissions: What the states emit.
+
+    Raises:
+        ValueError: If the shapes do not fit together.
+
+    Example:
+        >>> weather = HMMParameters.of(
+        ...     start=torch.tensor([0.5, 0.5]), transition=torch.tensor([[0.7, 0.3], [0.3, 0.7]]),
+        ...     emissions=CategoricalEmissions(log_probabilities=torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()))
+        >>> posteriors(weather, torch.tensor([0, 0, 1, 0, 0])).states[:, 0]
+        tensor([0.8673, 0.8204, 0.3075, 0.8204, 0.8673])
+    """
+
+    log_start: Tensor
+    log_transition: Tensor
+    emissions: Emissions
+
+    def __post_init__(self) -> None:
+        k = self.emissions.n_states
+        for name, value, shape in (
+            ("log_start", self.log_start, (k,)),
+            ("log_transition", self.log_transition, (k, k)),
+        ):
+            if value.shape != shape:
+                raise ValueError(f"`{name}` should have shape {shape}. Found {tuple(value.shape)}.")
+
+    @classmethod
+    def of(cls, *, start: Tensor, transition: Tensor, emissions: Emissions) -> Self:
+        """Return the parameters with these probabilities (K,) and (K, K), whose rows sum to 1."""
+        return cls(log_start=start.log(), log_transition=transition.log(), emissions=emissions)
+
+    @property
+    def n_states(self) -> int:
+        """K."""
+        return len(self.log_start)
+
+    def unconstrained(self) -> dict[str, Tensor]:
+        """Return coordinates in which every finite value is a model; logs are free up to a constant in each row."""
+        return {"log_start": self.log_start, "log_transition": self.log_transition, **self.emissions.unconstrained()}
+
+    def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
+        """Return the model at these coordinates; minus infinity stays impossible."""
+        rest = {name: value for name, value in values.items() if name not in ("log_start", "log_transition")}
+        return dataclasses.replace(
+            self,
+            log_start=values["log_start"].log_softmax(0),
+            log_transition=values["log_transition"].log_softmax(1),
+            emissions=self.emissions.with_unconstrained(rest),
+        )
+
+    def to(self, target: torch.dtype | torch.device) -> Self:
+        """Return the parameters in another floating-point type, or on another device."""
+        return dataclasses.replace(
+            self,
+            log_start=self.log_start.to(target),
+            log_transition=self.log_transition.to(target),
+            emissions=self.emissions.to(target),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Posteriors:
+    """The E-step's output; with sequence weights, times the weight of the sequence.
+
+    Attributes:
+        states: (N, K): probability of each state at each step, given the whole sequence.
+        start: (K,): sum of those at the sequences' first steps.
+        transitions: (K, K): expected numbers of transitions.
+        log_likelihoods: (S,), nats per sequence; never weighted.
+    """
+
+    states: Tensor
+    start: Tensor
+    transitions: Tensor
+    log_likelihoods: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirichletPrior:
+    """Dirichlet concentrations, each one number or a tensor that broadcasts. 1 is no prior: maximum likelihood.
+
+    Attributes:
+        start: (K,).
+        transition: (K, K).
+        emission: (K, M), for symbols.
+    """
+
+    start: float | Tensor = 1.0
+    transition: float | Tensor = 1.0
+    emission: float | Tensor = 1.0
+
+    def log_density(self, parameters: HMMParameters) -> Tensor:
+        """Return the log of the prior density up to a constant, nats; what is impossible has no share."""
+        terms = [(self.start, parameters.log_start), (self.transition, parameters.log_transition)]
+        if isinstance(parameters.emissions, CategoricalEmissions):
+            terms.append((self.emission, parameters.emissions.log_probabilities))
+        values = (((prior - 1) * logs.masked_fill(logs == -math.inf, 0.0)).sum() for prior, logs in terms)
+        return torch.stack(list(values)).sum()
+
+
+def log_likelihoods(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    """Return the log-likelihood of each sequence, by the forward recursion in logarithms; differentiable.
+
+    Args:
+        parameters: The model.
+        x: The sequences, one after the other: (N, D), or symbols (N,).
+        lengths: (S,), which sum to N. None: one sequence.
+
+    Returns:
+        (S,), nats per sequence. Minus infinity if no path is possible.
+
+    Raises:
+        ValueError: If `x` or `lengths` do not fit.
+
+    References:
+        Rabiner, "A tutorial on hidden Markov models and selected applications in speech recognition", 1989,
+        equations 19 to 21.
+    """
+    lengths = _check(parameters, x, lengths)
+    log_prob, alive = _side_by_side(parameters.emissions.log_prob(x), lengths)
+    return _forward(parameters, log_prob, alive)[1].sum(0)
+
+
+def log_likelihood(
+    parameters: HMMParameters,
+    x: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    sequence_weight: Tensor | None = None,
+) -> Tensor:
+    """Return the objective of Baum-Welch: the log-likelihood of all sequences divided by their steps.
+
+    Args:
+        parameters: The model.
+        x: As in `log_likelihoods`.
+        lengths: As in `log_likelihoods`.
+        sequence_weight: (S,), not negative: how often each sequence counts. None: once each.
+
+    Returns:
+        Scalar, nats per step.
+    """
+    lengths = _check(parameters, x, lengths)
+    values = log_likelihoods(parameters, x, lengths)
+    return _per_step(values if sequence_weight is None else sequence_weight * values, lengths, sequence_weight)
+
+
+def e_step(
+    parameters: HMMParameters,
+    x: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    sequence_weight: Tensor | None = None,
+) -> Posteriors:
+    r"""Return posteriors of states and expected transitions, held constant by the block `em.responsibilities`.
+
+    With the block in place no graph is built for them; the log-likelihoods carry their gradient. It is in logarithms
+    throughout, and takes (S, K, K) of memory; `posteriors` is its fast twin.
+
+    Args:
+        parameters: The model.
+        x: As in `log_likelihoods`.
+        lengths: As in `log_likelihoods`.
+        sequence_weight: (S,), not negative. None: all 1.
+
+    References:
+        Rabiner, 1989, equations 27 and 37. Baum, Petrie, Soules & Weiss, "A maximization technique occurring in the
+        statistical analysis of probabilistic functions of Markov chains", 1970.
+    """
+    lengths = _check(parameters, x, lengths)
+    with stop_recording(RESPONSIBILITIES):
+        states, start, transitions = _smooth(parameters, x, lengths, sequence_weight)
+    return Posteriors(
+        states=states,
+        start=start,
+        transitions=transitions,
+        log_likelihoods=log_likelihoods(parameters, x, lengths),
+    )
+
+
+def expected_log_joint(parameters: HMMParameters, x: Tensor, posteriors: Posteriors) -> Tensor:
+    r"""Return :math:`Q = \sum \bar\gamma_{1k} \log \pi_k + \bar\xi_{ij} \log A_{ij} + \bar\gamma_{tk} \log b_k(x_t)`.
+
+    Args:
+        parameters: The model.
+        x: As in `log_likelihoods`.
+        posteriors: Of any parameters. Those of `posteriors(parameters, x, lengths)` make this the blocked surrogate,
+            at the speed of the fast pass.
+
+    Returns:
+        Scalar, nats, summed over the (weighted) steps.
+    """
+    return (
+        _expectation(posteriors.start, parameters.log_start)
+        + _expectation(posteriors.transitions, parameters.log_transition)
+        + _expectation(posteriors.states, parameters.emissions.log_prob(x))
+    )
+
+
+def surrogate(
+    parameters: HMMParameters,
+    x: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    sequence_weight: Tensor | None = None,
+) -> Tensor:
+    r"""Return the expected joint log-density of paths and data, :math:`\frac1N \sum_z \bar r_z a(z)`.
+
+    :math:`\bar r` is held constant by the block, at the posteriors of the same parameters. Then the **gradient** is
+    that of the log-likelihood, at every parameter (Fisher's identity); the **value** is the log-likelihood minus the
+    entropy of the paths, and the **Hessian** is short of the covariance of the paths' scores (Louis), so line
+    searches and second-order methods should look at `log_likelihood`.
+
+    With the block open the gradient is that of :math:`\ell - H(r)`. The leak,
+    :math:`-\nabla H = \mathrm{Cov}_{z \sim r}(a_z, \nabla a_z)`, is zero only where the path is certain.
+
+    Args:
+        parameters: The model.
+        x: As in `log_likelihoods`.
+        lengths: As in `log_likelihoods`.
+        sequence_weight: (S,), not negative. None: all 1.
+
+    Returns:
+        Scalar, nats per step, to be maximised.
+
+    References:
+        Fisher's identity: Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm",
+        1977, discussion. Louis, "Finding the observed information matrix when using the EM algorithm", 1982.
+        The entropy of paths: Hernando, Crespi & Cybenko, "Efficient computation of the hidden Markov model entropy
+        for a given observation sequence", 2005.
+    """
+    lengths = _check(parameters, x, lengths)
+    with stop_recording(RESPONSIBILITIES):
+        states, start, transitions = _smooth(parameters, x, lengths, sequence_weight)
+    found = Posteriors(states=states, start=start, transitions=transitions, log_likelihoods=states.new_zeros(0))
+    return _per_step(expected_log_joint(parameters, x, found), lengths, sequence_weight)
+
+
+def m_step(
+    parameters: HMMParameters,
+    x: Tensor,
+    posteriors: Posteriors,
+    *,
+    prior: DirichletPrior | None = None,
+    reg_covar: float = 0.0,
+) -> HMMParameters:
+    """Return the parameters that maximise `expected_log_joint` under given posteriors, times the prior.
+
+    Differentiable. What is impossible stays impossible; a state that is never visited, or never left, keeps what it
+    has there.
+
+    Args:
+        parameters: Those of the E-step: says what is impossible, and what an empty state keeps.
+        x: As in `log_likelihoods`.
+        posteriors: Of all sequences.
+        prior: None: maximum likelihood.
+        reg_covar: Added to every variance, for Gaussian emissions.
+
+    Raises:
+        ValueError: If a covariance becomes singular.
+
+    References:
+        Rabiner, 1989, equations 40 and 52 to 54.
+    """
+    prior = prior or DirichletPrior()
+    new = parameters.emissions.m_step(x, posteriors.states, prior=prior.emission, reg_covar=reg_covar)
+    return _with_counts(parameters, posteriors.start, posteriors.transitions, new, prior)
+
+
+# --- without a gradient ---
+
+
+@no_graph()
+def posteriors(
+    parameters: HMMParameters,
+    x: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    sequence_weight: Tensor | None = None,
+) -> Posteriors:
+    """Return what `e_step` returns, fast and without a gradient.
+
+    Args:
+        parameters: The model.
+        x: As in `log_likelihoods`. Probabilities are computed in its floating-point type, sums in float64.
+        lengths: As in `log_likelihoods`.
+        sequence_weight: (S,), not negative. None: all 1.
+    """
+    lengths = _check(parameters, x, lengths)
+    return _Engine(parameters, x, lengths, sequence_weight).posteriors(parameters)
+
+
+@no_graph()
+def em_step(
+    parameters: HMMParameters,
+    x: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    sequence_weight: Tensor | None = None,
+    prior: DirichletPrior | None = None,
+    reg_covar: float = 0.0,
+) -> tuple[HMMParameters, Tensor]:
+    """Return the parameters after one step of Baum-Welch, and the log-likelihood *before* it.
+
+    The result is that of ``m_step(parameters, x, e_step(parameters, x, lengths))`` to rounding, in bounded memory:
+    what is kept of a step beside the data does not depend on their number.
+
+    Args:
+        parameters: The model.
+        x: As in `log_likelihoods`.
+        lengths: As in `log_likelihoods`.
+        sequence_weight: (S,), not negative. None: all 1.
+        prior: None: maximum likelihood.
+        reg_covar: Added to every variance, for Gaussian emissions.
+
+    Returns:
+        The new model, and a float64 scalar in nats per step.
+    """
+    lengths = _check(parameters, x, lengths)
+    engine = _Engine(parameters, x, lengths, sequence_weight)
+    new, values = engine.step(parameters, prior or DirichletPrior(), reg_covar)
+    weight = engine.weight
+    dtype = parameters.log_start.dtype
+    return new.to(dtype), _per_step(values if weight is None else weight * values, lengths, weight)
+
+
+@no_graph()
+def fit(
+    start: HMMParameters,
+    x: Tensor,
+    lengths: Sequence[int] | None = None,
+    *,
+    sequence_weight: Tensor | None = None,
+    prior: DirichletPrior | None = None,
+    reg_covar: float = 0.0,
+    update: str = "ste",
+    accelerate: Accelerate = "anderson",
+    tol: float = 1e-6,
+    max_iter: int = 1000,
+    callback: Callable[[int, float], None] | None = None,
+) -> Climb[HMMParameters]:
+    """Maximise the likelihood, or the posterior, from a start by Baum-Welch.
+
+    Args:
+        start: The model to start from.
+        x: As in `log_likelihoods`.
+        lengths: As in `log_likelihoods`.
+        sequence_weight: (S,), not negative. None: all 1.
+        prior: None: maximum likelihood.
+        reg_covar: Added to every variance, for Gaussian emissions.
+        update: What is estimated: ``"s"`` start, ``"t"`` transitions, ``"e"`` emissions, ``"m"`` means alone, ``"c"``
+            covariances alone.
+        accelerate: As in `climb`.
+        tol: As in `climb`, nats per step.
+        max_iter: As in `climb`.
+        callback: As in `climb`.
+
+    Returns:
+        The model found, in float64, and the climb's values: log-likelihood, plus the prior's log-density, in nats per
+        step.
+
+    Raises:
+        ValueError: If an argument is out of range, or the start gives the data no probability.
+
+    Example:
+        >>> start = HMMParameters.of(start=torch.tensor([0.5, 0.5]), transition=torch.tensor([[0.7, 0.3], [0.3, 0.7]]),
+        ...     emissions=CategoricalEmissions(log_probabilities=torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()))
+        >>> found = fit(start, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), tol=1e-9)
+        >>> found.parameters.log_transition.exp().round(decimals=3)
+        tensor([[0.7500, 0.2500],
+                [0.0000, 1.0000]], dtype=torch.float64)
+    """
+    lengths = _check(start, x, lengths)
+    if unknown := set(update) - set("stemc"):
+        raise ValueError(f"`update` should have the letters s, t, e, m, c. Found {''.join(sorted(unknown))!r}.")
+    prior = prior or DirichletPrior()
+    start = start.to(torch.float64)
+    engine = _Engine(start, x, lengths, sequence_weight)
+    weight = engine.weight
+
+    def em(parameters: HMMParameters) -> tuple[HMMParameters, float]:
+        new, values = engine.step(parameters, prior, reg_covar)
+        total = (values if weight is None else weight * values).sum() + prior.log_density(parameters)
+        return _updated(parameters, new, update), float(_per_step(total, lengths, weight))
+
+    pack, unpack = _coordinates(start)
+    return climb(
+        em, start, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback
+    )
+
+
+@no_graph()
+def viterbi(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None = None) -> tuple[Tensor, Tensor]:
+    """Return the most probable path of each sequence, and the log of its joint density with the data.
+
+    Args:
+        parameters: The model.
+        x: As in `log_likelihoods`.
+        lengths: As in `log_likelihoods`.
+
+    Returns:
+        States (N,), int64, and (S,), float64, nats.
+
+    References:
+        Viterbi, "Error bounds for convolutional codes and an asymptotically optimum decoding algorithm", 1967.
+    """
+    lengths = _check(parameters, x, lengths)
+    model = parameters.to(torch.float64)
+
+    def log_prob(steps: Tensor) -> Tensor:
+        rows = x[steps]
+        return model.emissions.log_prob(rows.double() if rows.is_floating_point() else rows)
+
+    return best_paths(model.log_start, model.log_transition, log_prob, lengths)
+
+
+@no_graph()
+def sample(
+    parameters: HMMParameters,
+    lengths: Sequence[int],
+    *,
+    generator: torch.Generator | None = None,
+    first: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Draw sequences of these lengths.
+
+    Args:
+        parameters: The model.
+        lengths: (S,), positive.
+        generator: Randomness. None is torch's global generator.
+        first: (S,), int64: the first states. None: they are drawn.
+
+    Returns:
+        Data, (N, D) or (N,), and states (N,), sequence after sequence.
+    """
+    lengths = _check_lengths(lengths, None)
+    transition = parameters.log_transition.exp()
+    state = draw(parameters.log_start.exp().expand(len(lengths), -1), generator) if first is None else first
+    path = [state]
+    for _ in range(max(lengths) - 1):
+        path.append(draw(transition[path[-1]], generator))
+    steps = torch.stack(path, 1)
+    states = torch.cat([row[:length] for row, length in zip(steps, lengths, strict=True)])
+    return parameters.emissions.sample(states, generator), states
+
+
+# --- how ---
+
+
+def _check(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None) -> list[int]:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
+    if len(x) == 0:
+        raise ValueError("`x` should hold at least one step. Found none.")
+    parameters.emissions.check(x)
+    return _check_lengths(lengths, len(x))
+
+
+def _check_lengths(lengths: Sequence[int] | None, n_steps: int | None) -> list[int]:
+    found = [n_steps or 1] if lengths is None else [int(length) for length in lengths]
+    if not found or min(found) < 1 or (n_steps is not None and sum(found) != n_steps):
+        total = "" if n_steps is None else f" that sum to {n_steps}"
+        short = found if len(found) < 10 else [*found[:8], "..."]
+        raise ValueError(f"`lengths` should be positive integers{total}. Found {short}, which sum to {sum(found)}.")
+    return found
+
+
+def _per_step(values: Tensor, lengths: Sequence[int], weight: Tensor | None) -> Tensor:
+    if weight is None:
+        return values.sum() / sum(lengths)
+    return values.sum() / (weight * torch.tensor(lengths, dtype=weight.dtype, device=weight.device)).sum()
+
+
+def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
+    """Return the sum of products; what has probability 0 may be infinite."""
+    return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum()
+
+
+def _side_by_side(values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the steps (N, K) as (T, S, K), where ended sequences repeat their last, and which are alive, (T, S, 1)."""
+    device = values.device
+    sizes = torch.tensor(lengths, device=device)
+    times = torch.arange(max(lengths), device=device)[:, None]
+    return values[sizes.cumsum(0) - sizes + torch.minimum(times, sizes - 1)], (times < sizes)[..., None]
+
+
+def _forward(parameters: HMMParameters, log_prob: Tensor, alive: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return normalised log forward variables, T times (S, K), and the log of each step's share of ell, (T, S)."""
+    forward: list[Tensor] = []
+    shares = []
+    for t in range(len(log_prob)):
+        if t:
+            reached = _logsumexp(forward[-1][:, :, None] + parameters.log_transition, 1)
+        else:
+            reached = parameters.log_start
+        joint = reached + log_prob[t]
+        share = _logsumexp(joint, -1)
+        shares.append(torch.where(alive[t, :, 0], share, 0.0))
+        now = joint - _finite(share)[:, None]
+        forward.append(torch.where(alive[t], now, forward[-1]) if t else now)
+    return forward, torch.stack(shares)
+
+
+def _smooth(
+    parameters: HMMParameters, x: Tensor, lengths: Sequence[int], weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return posteriors (N, K), of first steps (K,), and expected transitions (K, K), weighted."""
+    log_prob, alive = _side_by_side(parameters.emissions.log_prob(x), lengths)
+    forward, shares = _forward(parameters, log_prob, alive)
+    per_sequence = log_prob.new_ones(len(lengths)) if weight is None else weight.to(log_prob.dtype)
+    now = torch.zeros_like(forward[0])
+    backward = [now]
+    transitions = torch.zeros_like(parameters.log_transition)
+    for t in range(len(forward) - 1, 0, -1):
+        step = parameters.log_transition + (now + log_prob[t] - _finite(shares[t])[:, None])[:, None]
+        pairs = torch.where(alive[t, :, None], forward[t - 1][:, :, None] + step, -math.inf)
+        transitions = transitions + (per_sequence[:, None, None] * pairs.exp()).sum(0)
+        now = torch.where(alive[t], _logsumexp(step, -1), now)
+        backward.append(now)
+    joint = (torch.stack(forward) + torch.stack(backward[::-1])).exp() * per_sequence[:, None]
+    by_sequence = joint.transpose(0, 1)
+    states = torch.cat([steps[:length] for steps, length in zip(by_sequence, lengths, strict=True)])
+    return states, joint[0].sum(0), transitions
+
+
+def _logsumexp(values: Tensor, dim: int) -> Tensor:
+    """Return the log of summed exponentials, with slopes that are 0, not NaN, where all are minus infinity."""
+    largest = values.amax(dim, keepdim=True)
+    largest = torch.where(largest.isfinite(), largest, 0.0)
+    total = (values - largest).exp().sum(dim)
+    positive = total > 0
+    return torch.where(positive, torch.where(positive, total, 1.0).log() + largest.squeeze(dim), -math.inf)
+
+
+def _finite(values: Tensor) -> Tensor:
+    return torch.where(values.isfinite(), values, 0.0)
+
+
+def _with_counts(
+    parameters: HMMParameters, start: Tensor, transitions: Tensor, emissions: Emissions, prior: DirichletPrior
+) -> HMMParameters:
+    return dataclasses.replace(
+        parameters,
+        log_start=normalise(start, parameters.log_start, prior.start),
+        log_transition=normalise(transitions, parameters.log_transition, prior.transition),
+        emissions=emissions,
+    )
+
+
+def _updated(old: HMMParameters, new: HMMParameters, update: str) -> HMMParameters:
+    """Return the new parameters of the kinds that are updated, and the old ones of the others."""
+    emissions = new.emissions if set(update) & set("emc") else old.emissions
+    if isinstance(emissions, GaussianEmissions) and "e" not in update:
+        assert isinstance(old.emissions, GaussianEmissions)
+        if "m" not in update:
+            emissions = dataclasses.replace(emissions, means=old.emissions.means)
+        if "c" not in update:
+            emissions = dataclasses.replace(emissions, precisions_cholesky=old.emissions.precisions_cholesky)
+    return dataclasses.replace(
+        old,
+        log_start=new.log_start if "s" in update else old.log_start,
+        log_transition=new.log_transition if "t" in update else old.log_transition,
+        emissions=emissions,
+    )
+
+
+# Logarithms of probabilities below this are kept there: e to this power is still told from 0.
+_LEAST_LOG = -700.0
+_LOG_PROBABILITIES = ("log_start", "log_transition", "log_probabilities")
+
+
+def _coordinates(
+    start: HMMParameters,
+) -> tuple[Callable[[HMMParameters], Tensor], Callable[[Tensor], HMMParameters]]:
+    """Return the maps to and from a vector of free coordinates: what is impossible at the start has none."""
+    leaves = start.unconstrained()
+    free = {name: leaf != -math.inf for name, leaf in leaves.items()}
+    sizes = [int(mask.sum()) for mask in free.values()]
+
+    def pack(parameters: HMMParameters) -> Tensor:
+        values = parameters.unconstrained()
+        parts = []
+        for name, mask in free.items():
+            part = values[name][mask].double()
+            parts.append(part.clamp(min=_LEAST_LOG) if name in _LOG_PROBABILITIES else part)
+        return torch.cat(parts)
+
+    def unpack(position: Tensor) -> HMMParameters:
+        values = {}
+        for (name, mask), part in zip(free.items(), position.split(sizes), strict=True):
+            values[name] = torch.full_like(leaves[name], -math.inf).masked_scatter(mask, part.to(leaves[name]))
+        return start.with_unconstrained(values)
+
+    return pack, unpack
+
+
+@dataclass(frozen=True, eq=False)
+class _Arrangement:
+    """Sequences laid out for the fast pass, and chunks of those that are left to the slow one; the data of both."""
+
+    fast: Plan
+    slow: tuple[Chunk, ...]
+    data: Prepared
+
+
+class _Engine:
+    """The fast pass over one set of sequences, and the slow one for those that it cannot vouch for."""
+
+    def __init__(
+        self, parameters: HMMParameters, x: Tensor, lengths: list[int], sequence_weight: Tensor | None
+    ) -> None:
+        self.weight = _check_weight(sequence_weight, lengths, x.device)
+        self.dtype = x.dtype if x.is_floating_point() else parameters.log_start.dtype
+        if self.dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"`x` should be a float32 or float64 tensor. Found {self.dtype}.")
+        self._x, self._lengths = x, lengths
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self._whole = self._arrange(parameters, frozenset())
+
+    def step(self, parameters: HMMParameters, prior: DirichletPrior, reg_covar: float) -> tuple[HMMParameters, Tensor]:
+        """Return the parameters after a step, in float64, and the log-likelihoods before it, (S,)."""
+        parameters = parameters.to(torch.float64)
+
+        found, at_work = self._run(parameters, lambda at_work, _: at_work.consume)
+        emissions = at_work.finish(prior=prior.emission, reg_covar=reg_covar)
+        new = _with_counts(parameters, found.start, found.transitions, emissions, prior)
+        return new, found.log_likelihoods
+
+    def posteriors(self, parameters: HMMParameters) -> Posteriors:
+        """Return the posteriors of all sequences."""
+        states = torch.empty((len(self._x), parameters.n_states), dtype=self.dtype, device=self._x.device)
+
+        def keep(_: Pass, chunks: Sequence[Chunk]) -> Consume:
+            def consume(number: int, posteriors: Tensor) -> None:
+                states[chunks[number].steps] = posteriors.mT
+
+            return consume
+
+        found, _ = self._run(parameters, keep)
+        return Posteriors(
+            states=states,
+            start=found.start.to(self.dtype),
+            transitions=found.transitions.to(self.dtype),
+            log_likelihoods=found.log_likelihoods,
+        )
+
+    def log_likelihoods(self, parameters: HMMParameters) -> Tensor:
+        """Return the log-likelihoods of all sequences, (S,), float64."""
+        found, _ = self._run(parameters, None)
+        return found.log_likelihoods
+
+    def _run(
+        self,
+        parameters: HMMParameters,
+        consumer: Callable[[Pass, Sequence[Chunk]], Consume] | None,
+    ) -> tuple[ForwardBackward, Pass]:
+        """Run the fast pass; sequences that turn out to be unsound are repeated in logarithms, with the others."""
+        arrangement = self._whole
+        bad: frozenset[int] = frozenset()
+        while True:
+            at_work = arrangement.data.begin(parameters.emissions)
+            chunks = [*arrangement.fast.chunks, *arrangement.slow]
+            consume = None if consumer is None else consumer(at_work, chunks)
+            found = forward_backward(
+                parameters.log_start.to(self.dtype),
+                parameters.log_transition.to(self.dtype),
+                arrangement.fast,
+                at_work.emit,
+                consume=consume,
+                weights=self.weight,
+            )
+            if bool(found.sound.all()):
+                break
+            bad |= set((~found.sound).nonzero().ravel().tolist())
+            arrangement = self._arrange(parameters, bad)
+        for number, chunk in enumerate(arrangement.slow, len(arrangement.fast.chunks)):
+            self._run_slowly(parameters, chunk, found, None if consume is None else functools.partial(consume, number))
+        return found, at_work
+
+    def _run_slowly(
+        self,
+        parameters: HMMParameters,
+        chunk: Chunk,
+        found: ForwardBackward,
+        consume: Callable[[Tensor], None] | None,
+    ) -> None:
+        """Add the sequences of a chunk to what was found, in logarithms and float64."""
+        model = parameters.to(torch.float64)
+        chosen = chunk.sequences.tolist()
+        lengths = [self._lengths[s] for s in chosen]
+        x = torch.cat([self._x[self._starts[s] : self._starts[s + 1]] for s in chosen])
+        x = x.double() if x.is_floating_point() else x
+        found.log_likelihoods[chunk.sequences] = log_likelihoods(model, x, lengths)
+        if consume is None:
+            return
+        weight = None if self.weight is None else self.weight[chunk.sequences]
+        states, start, transitions = _smooth(model, x, lengths, weight)
+        found.start.add_(start)
+        found.transitions.add_(transitions)
+        # From one sequence after the other to the order of the slots.
+        shift = torch.zeros(len(self._lengths), dtype=torch.int64, device=x.device)
+        shift[chunk.sequences] = torch.tensor(
+            [begin - self._starts[s] for s, begin in zip(chosen, [0, *itertools.accumulate(lengths)], strict=False)],
+            device=x.device,
+        )
+        consume(states[chunk.steps + shift[chunk.slot_sequences]].to(self.dtype).mT)
+
+    def _arrange(self, parameters: HMMParameters, bad: frozenset[int]) -> _Arrangement:
+        """Lay out the data; the sequences in `bad` are left to the slow pass."""
+        k, device = parameters.n_states, self._x.device
+        good = [s for s in range(len(self._lengths)) if s not in bad]
+        fast = plan(self._lengths, k, device=device, item_size=self.dtype.itemsize, only=good)
+        slow = plan(self._lengths, k, device=device, block=0, only=sorted(bad)).chunks
+        everything = dataclasses.replace(fast, chunks=(*fast.chunks, *slow))
+        return _Arrangement(fast, slow, parameters.emissions.prepare(self._x, everything))
+
+
+def _check_weight(weight: Tensor | None, lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    if weight is None:
+        return None
+    if not isinstance(weight, Tensor) or weight.shape != (len(lengths),):
+        found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"`sequence_weight` should be a tensor of shape ({len(lengths)},). Found {found}.")
+    if not bool((weight.isfinite() & (weight >= 0)).all()) or not bool(weight.any()):
+        raise ValueError(
+            "`sequence_weight` should be finite, not negative and not all 0. Found a minimum of "
+            f"{float(weight.min())} and a sum of {float(weight.sum())}."
+        )
+    return weight.to(device, torch.float64)
