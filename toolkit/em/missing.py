@@ -663,7 +663,8 @@ def _expected_moments(parameters: GaussianParameters, x: Tensor, responsibilitie
     for part in _prepare(x, None, parameters.n_components).parts:
         weights = responsibilities[part.rows].movedim(-1, 0) * _telling(part)
         sums.append(_Pass.of(parameters, part).moments(weights))
-    return stop_gradient(_Moments.of(sums, parameters.means), RESPONSIBILITIES)
+    moments = _Moments.of(sums, parameters.means)
+    return _Moments(**{name: stop_gradient(value, RESPONSIBILITIES) for name, value in vars(moments).items()})
 
 
 def _em_step(
