@@ -79,7 +79,8 @@ def climb(
     **When it ends.** Without acceleration, when a step gains no more than `tol`; still to gain is then
     ``tol * rate / (1 - rate)``, often a thousand times `tol`. With acceleration, when the last eight evaluations
     together gained no more than `tol`; a jump aims at the maximum, so that what it gains was nearly all there was, and
-    what is left is at most about `tol`. In all cases, when rounding decides what is higher.
+    what is left is at most about `tol`, unless the climb has to cross a plateau, near a saddle. In all cases, when
+    rounding decides what is higher.
 
     Args:
         em: Takes parameters to those after one EM step, and the log-likelihood *before* it, nats per sample.
@@ -151,7 +152,7 @@ def climb(
                 n_iter -= accelerate == "none"
                 converged = True
                 break
-        history.append(max(there.value, here.value))
+        history.append(max(there.value, history[-1]))  # equal to rounding counts as not lower
         gained.append(history[-1])
         converged = len(gained) > window and gained[-1] - gained[-1 - window] <= tol
         if target is not None and there.value - here.value <= _ROUNDING * abs(here.value):
