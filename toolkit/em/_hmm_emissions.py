@@ -47,8 +47,8 @@ class Pass(Protocol):
     def consume(self, chunk: int, posteriors: Tensor) -> None:
         """Add a chunk's posteriors (K, N) to the statistics of the M-step."""
 
-    def finish(self, *, prior: float | Tensor, reg_covar: float) -> Emissions:
-        """Return the M-step's emissions."""
+    def finish(self, *, prior: float | Tensor, reg_covar: float, update: str) -> Emissions:
+        """Return the M-step's emissions: of these kinds (see `hmm.fit`)."""
 
 
 class Prepared(Protocol):
@@ -231,11 +231,19 @@ class GaussianEmissions:
             covariance_type=self.covariance_type,
         )
 
-    def _estimate(self, counts: Tensor, means: Tensor, scatter: Tensor, reg_covar: float) -> Self:
+    def _estimate(self, counts: Tensor, means: Tensor, scatter: Tensor, reg_covar: float, update: str = "e") -> Self:
         """Return the emissions of these counts (K,), means and sums of products about them; keep empty states'."""
         kind = self.covariance_type
         empty, safe = counts <= torch.finfo(counts.dtype).eps, soft_counts(counts)
         means = torch.where(empty[:, None], self.means, means)
+        if not set(update) & set("ec"):
+            return dataclasses.replace(self, means=means if "m" in update else self.means)
+        if not set(update) & set("em"):
+            # The best covariance about means that stay where they are.
+            shifts, means = means - self.means, self.means
+            products = shifts[:, :, None] * shifts[:, None] if kind in ("full", "tied") else shifts.square()
+            products = products.sum(1) if kind == "spherical" else products
+            scatter = scatter + counts.view(-1, *[1] * (products.ndim - 1)) * products
         match kind:
             case "full":
                 covariances = scatter / safe[:, None, None]
@@ -340,7 +348,7 @@ class GaussianPass:
             else:
                 self._add_about_means(self._differences(part), share.double())
 
-    def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> GaussianEmissions:
+    def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0, update: str = "e") -> GaussianEmissions:
         """Return the M-step's emissions (see `Pass`)."""
         k, d = self._means.shape
         counts, sums = self._sums[:, -1], self._sums[:, -1 - d : -1]
@@ -358,7 +366,7 @@ class GaussianPass:
         else:
             scatter = raw.reshape(k) - (sums * shifts).sum(1)
         origins = self._data.centre if self._expands else self._emissions.means
-        return self._emissions._estimate(counts, origins + shifts, scatter, reg_covar)
+        return self._emissions._estimate(counts, origins + shifts, scatter, reg_covar, update)
 
     def _expand(self, x: Tensor) -> Tensor:
         """Return (x_i x_j, x_i, 1) of columns (D, B): (F, B)."""
@@ -452,7 +460,7 @@ class CategoricalEmissions:
             raise TypeError(f"`x` should be an int64 tensor of symbols. Found {x.dtype}.")
         if x.ndim != 1:
             raise ValueError(f"`x` should have shape (N,). Found {tuple(x.shape)}.")
-        if len(x) and not (0 <= int(x.min()) and int(x.max()) < self.n_symbols):
+        if len(x) and (int(x.min()) < 0 or int(x.max()) >= self.n_symbols):
             raise ValueError(
                 f"`x` should hold symbols from 0 to {self.n_symbols - 1}. Found {int(x.min())} to {int(x.max())}."
             )
@@ -532,9 +540,9 @@ class CategoricalPass:
         for count, share in zip(self._counts, posteriors.double(), strict=True):
             count += torch.bincount(symbols, share, minlength=len(count))
 
-    def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> CategoricalEmissions:
+    def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0, update: str = "e") -> CategoricalEmissions:
         """Return the M-step's emissions (see `Pass`)."""
-        return self._emissions._estimate(self._counts, prior)
+        return self._emissions._estimate(self._counts, prior) if "e" in update else self._emissions
 
 
 def normalise(counts: Tensor, log_before: Tensor, prior: float | Tensor) -> Tensor:

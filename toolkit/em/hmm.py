@@ -64,6 +64,7 @@ __all__ = [
     "posteriors",
     "sample",
     "surrogate",
+    "total_log_likelihood",
     "viterbi",
 ]
 
@@ -166,6 +167,14 @@ class DirichletPrior:
     start: float | Tensor = 1.0
     transition: float | Tensor = 1.0
     emission: float | Tensor = 1.0
+
+    def to(self, target: torch.dtype | torch.device) -> Self:
+        """Return the prior in another floating-point type, or on another device."""
+        names = ("start", "transition", "emission")
+        values = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(
+            self, **{name: value.to(target) for name, value in values.items() if isinstance(value, Tensor)}
+        )
 
     def log_density(self, parameters: HMMParameters) -> Tensor:
         """Return the log of the prior density up to a constant, nats; what is impossible has no share."""
@@ -368,6 +377,13 @@ def posteriors(
 
 
 @no_graph()
+def total_log_likelihood(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    """Return the sum of `log_likelihoods`, fast and without a gradient: a float64 scalar, nats."""
+    lengths = _check(parameters, x, lengths)
+    return _Engine(parameters, x, lengths, None).log_likelihoods(parameters).sum()
+
+
+@no_graph()
 def em_step(
     parameters: HMMParameters,
     x: Tensor,
@@ -456,9 +472,9 @@ def fit(
     weight = engine.weight
 
     def em(parameters: HMMParameters) -> tuple[HMMParameters, float]:
-        new, values = engine.step(parameters, prior, reg_covar)
+        new, values = engine.step(parameters, prior, reg_covar, update)
         total = (values if weight is None else weight * values).sum() + prior.log_density(parameters)
-        return _updated(parameters, new, update), float(_per_step(total, lengths, weight))
+        return new, float(_per_step(total, lengths, weight))
 
     pack, unpack = _coordinates(start)
     return climb(
@@ -624,23 +640,6 @@ def _with_counts(
     )
 
 
-def _updated(old: HMMParameters, new: HMMParameters, update: str) -> HMMParameters:
-    """Return the new parameters of the kinds that are updated, and the old ones of the others."""
-    emissions = new.emissions if set(update) & set("emc") else old.emissions
-    if isinstance(emissions, GaussianEmissions) and "e" not in update:
-        assert isinstance(old.emissions, GaussianEmissions)
-        if "m" not in update:
-            emissions = dataclasses.replace(emissions, means=old.emissions.means)
-        if "c" not in update:
-            emissions = dataclasses.replace(emissions, precisions_cholesky=old.emissions.precisions_cholesky)
-    return dataclasses.replace(
-        old,
-        log_start=new.log_start if "s" in update else old.log_start,
-        log_transition=new.log_transition if "t" in update else old.log_transition,
-        emissions=emissions,
-    )
-
-
 # Logarithms of probabilities below this are kept there: e to this power is still told from 0.
 _LEAST_LOG = -700.0
 _LOG_PROBABILITIES = ("log_start", "log_transition", "log_probabilities")
@@ -694,13 +693,20 @@ class _Engine:
         self._starts = [0, *itertools.accumulate(lengths)]
         self._whole = self._arrange(parameters, frozenset())
 
-    def step(self, parameters: HMMParameters, prior: DirichletPrior, reg_covar: float) -> tuple[HMMParameters, Tensor]:
-        """Return the parameters after a step, in float64, and the log-likelihoods before it, (S,)."""
+    def step(
+        self, parameters: HMMParameters, prior: DirichletPrior, reg_covar: float, update: str = "ste"
+    ) -> tuple[HMMParameters, Tensor]:
+        """Return the parameters after a step of these kinds, in float64, and the log-likelihoods before it, (S,)."""
         parameters = parameters.to(torch.float64)
 
         found, at_work = self._run(parameters, lambda at_work, _: at_work.consume)
-        emissions = at_work.finish(prior=prior.emission, reg_covar=reg_covar)
+        emissions = at_work.finish(prior=prior.emission, reg_covar=reg_covar, update=update)
         new = _with_counts(parameters, found.start, found.transitions, emissions, prior)
+        new = dataclasses.replace(
+            new,
+            log_start=new.log_start if "s" in update else parameters.log_start,
+            log_transition=new.log_transition if "t" in update else parameters.log_transition,
+        )
         return new, found.log_likelihoods
 
     def posteriors(self, parameters: HMMParameters) -> Posteriors:

@@ -1,0 +1,617 @@
+"""Estimators of hidden Markov models: the thin face that users of scikit-learn and hmmlearn expect.
+
+S sequences, N steps in all, D features, M symbols, K states.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Self, get_args
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em import hmm
+from toolkit.em._estimator_data import Array, Form, RandomState, from_numpy, generator_of, integer, not_negative, read
+from toolkit.em._estimator_progress import Progress
+from toolkit.em._fit import Init, start
+from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.gaussian import CovarianceType, check_covariance_type
+
+__all__ = ["BaseHMM", "CategoricalHMM", "GaussianHMM"]
+
+Decoder = Literal["viterbi", "map"]
+
+# What probabilities that a user has set may miss 1 by.
+_SUM_TOLERANCE = 1e-6
+
+
+class BaseHMM(BaseEstimator):  # type: ignore[misc]
+    """What the estimators share: everything but the emissions.
+
+    A model is what its attributes say: whoever sets all of them needs no `fit`.
+    """
+
+    _letters: dict[str, str]
+
+    n_components: int
+    startprob_prior: float | Array
+    transmat_prior: float | Array
+    params: str
+    init_params: str
+    algorithm: Decoder
+    accelerate: Accelerate
+    startprob_: Array
+    transmat_: Array
+
+    # --- what a subclass says ---
+
+    def _read(self, x: object, *, reset: bool) -> tuple[Tensor, Form]:
+        """Return data as a tensor, and their form."""
+        raise NotImplementedError
+
+    def _emissions(self) -> hmm.Emissions:
+        """Return the attributes' emissions, float64."""
+        raise NotImplementedError
+
+    def _start_emissions(self, x: Tensor, generator: torch.Generator) -> hmm.Emissions:
+        """Return emissions to start from: attributes, where `init_params` does not ask for new ones."""
+        raise NotImplementedError
+
+    def _set_emissions(self, emissions: Any, form: Form) -> None:
+        """Set the attributes."""
+        raise NotImplementedError
+
+    def _n_emission_parameters(self) -> int:
+        raise NotImplementedError
+
+    def _prior(self) -> hmm.DirichletPrior:
+        return hmm.DirichletPrior(
+            start=_concentration("startprob_prior", self.startprob_prior),
+            transition=_concentration("transmat_prior", self.transmat_prior),
+        )
+
+    def _shape(self, samples: Tensor) -> Tensor:
+        """Return drawn data in the shape that `fit` takes them."""
+        return samples
+
+    # --- fit ---
+
+    @no_graph()
+    def fit(self, X: object, lengths: object = None, sequence_weight: object = None) -> Self:
+        """Maximise the log-likelihood, plus the priors' log-densities, by Baum-Welch.
+
+        Args:
+            X: The sequences, one after the other: (N, D) numbers, or (N, 1) or (N,) symbols.
+            lengths: (S,), which sum to N. None: one sequence.
+            sequence_weight: (S,), not negative: how often each sequence counts. None: once each.
+
+        Returns:
+            The estimator.
+
+        Warns:
+            ConvergenceWarning: If `max_iter` steps did not suffice.
+
+        Raises:
+            ValueError: If a parameter is out of range, the data do not fit, or a covariance becomes singular.
+        """
+        self._check_parameters()
+        x, form = self._read(X, reset=True)
+        sizes = _lengths(lengths, len(x))
+        weight = None if sequence_weight is None else torch.as_tensor(sequence_weight, dtype=torch.float64)
+        generator = generator_of(self.random_state, x.device)
+        n_init = integer("n_init", self.n_init, 1)
+        update = "".join(letter for letter in self._letters if letter in self.params)
+        fits: list[Climb[hmm.HMMParameters]] = []
+        with Progress(verbose=int(self.verbose), interval=10, callback=self.callback) as progress:
+            for i in range(n_init):
+                progress.begin(f"Start {i + 1} of {n_init}")
+                found = hmm.fit(
+                    self._start(x, generator),
+                    x,
+                    sizes,
+                    sequence_weight=weight,
+                    prior=self._prior().to(x.device),
+                    reg_covar=float(getattr(self, "reg_covar", 0.0)),
+                    update=update,
+                    accelerate=self.accelerate,
+                    tol=float(self.tol),
+                    max_iter=int(self.max_iter),
+                    callback=progress.listener,
+                )
+                fits.append(found)
+                progress.end("converged" if found.converged else "not converged", found.log_likelihood)
+        self._set(max(fits, key=lambda found: found.log_likelihood), form)
+        return self
+
+    def _start(self, x: Tensor, generator: torch.Generator) -> hmm.HMMParameters:
+        k, double = int(self.n_components), torch.float64
+        emissions = self._start_emissions(x, generator)
+        if "s" in self.init_params:
+            first = torch.full((k,), 1 / k, dtype=double)
+        else:
+            first = self._probabilities("startprob_", (k,))
+        if "t" in self.init_params:
+            transition = (_dirichlet(k, k, generator) + 1 / k) / 2
+        else:
+            transition = self._probabilities("transmat_", (k, k))
+        return hmm.HMMParameters.of(start=first.to(x.device), transition=transition.to(x.device), emissions=emissions)
+
+    def _set(self, found: Climb[hmm.HMMParameters], form: Form) -> None:
+        parameters = found.parameters
+        self.startprob_ = form.give(parameters.log_start.exp())
+        self.transmat_ = form.give(parameters.log_transition.exp())
+        self._set_emissions(parameters.emissions, form)
+        self.converged_, self.n_iter_ = found.converged, found.n_iter
+        self.log_likelihood_ = found.log_likelihood
+        self.history_ = np.array(found.history)
+        if not found.converged and self.max_iter:
+            warnings.warn(
+                f"The best of {self.n_init} fits did not converge in {self.max_iter} steps. More (`max_iter`), a "
+                "larger `tol`, or another start help.",
+                ConvergenceWarning,
+                stacklevel=3,
+            )
+
+    # --- questions ---
+
+    def score(self, X: object, lengths: object = None) -> float:
+        """Return the log-likelihood of all sequences together, nats.
+
+        Args:
+            X: As in `fit`.
+            lengths: As in `fit`.
+        """
+        parameters, x, sizes, _ = self._ready(X, lengths)
+        return float(hmm.total_log_likelihood(parameters, x, sizes))
+
+    def score_samples(self, X: object, lengths: object = None) -> tuple[float, Array]:
+        """Return the log-likelihood of all sequences together, and the posteriors of states, (N, K).
+
+        Args:
+            X: As in `fit`.
+            lengths: As in `fit`.
+        """
+        parameters, x, sizes, form = self._ready(X, lengths)
+        found = hmm.posteriors(parameters, x, sizes)
+        return float(found.log_likelihoods.sum()), form.give(found.states)
+
+    def predict_proba(self, X: object, lengths: object = None) -> Array:
+        """Return the posteriors of states given the whole sequences, (N, K).
+
+        Args:
+            X: As in `fit`.
+            lengths: As in `fit`.
+        """
+        return self.score_samples(X, lengths)[1]
+
+    def decode(self, X: object, lengths: object = None, algorithm: Decoder | None = None) -> tuple[float, Array]:
+        """Return the best states (N,) and how good they are.
+
+        Args:
+            X: As in `fit`.
+            lengths: As in `fit`.
+            algorithm: ``"viterbi"``: the most probable paths, with the log of their joint density. ``"map"``: each
+                step's most probable state, with the number of steps at which it is expected to be right. None: what
+                the estimator says.
+        """
+        algorithm = algorithm or self.algorithm
+        if algorithm not in get_args(Decoder):
+            raise ValueError(f"`algorithm` should be one of {', '.join(get_args(Decoder))}. Found {algorithm!r}.")
+        parameters, x, sizes, form = self._ready(X, lengths)
+        if algorithm == "viterbi":
+            states, scores = hmm.viterbi(parameters, x, sizes)
+            return float(scores.sum()), form.give(states)
+        largest, states = hmm.posteriors(parameters, x, sizes).states.max(1)
+        return float(largest.sum()), form.give(states)
+
+    def predict(self, X: object, lengths: object = None) -> Array:
+        """Return the best states, (N,) (see `decode`).
+
+        Args:
+            X: As in `fit`.
+            lengths: As in `fit`.
+        """
+        return self.decode(X, lengths)[1]
+
+    @no_graph()
+    def sample(
+        self, n_samples: int = 1, random_state: RandomState = None, currstate: int | None = None
+    ) -> tuple[Array, Array]:
+        """Draw one sequence.
+
+        Args:
+            n_samples: Its length.
+            random_state: None: the estimator's.
+            currstate: The first state. None: it is drawn.
+
+        Returns:
+            Data, (N, D) or (N, 1), and states (N,).
+        """
+        parameters = self._parameters()
+        n_samples = integer("n_samples", n_samples, 1)
+        generator = generator_of(self.random_state if random_state is None else random_state, torch.device("cpu"))
+        first = None if currstate is None else torch.tensor([integer("currstate", currstate, 0)])
+        x, states = hmm.sample(parameters.to(torch.device("cpu")), [n_samples], generator=generator, first=first)
+        form = Form.of(self.startprob_) if hasattr(self.startprob_, "dtype") else Form.of(np.zeros(1))
+        return form.give(self._shape(x)), form.give(states)
+
+    def get_stationary_distribution(self) -> Array:
+        """Return the distribution of states (K,) that a transition leaves as it is."""
+        k = int(self.n_components)
+        transition = self._probabilities("transmat_", (k, k))
+        system = torch.cat([transition.mT - torch.eye(k, dtype=torch.float64), transition.new_ones(1, k)])
+        right = torch.zeros(k + 1, 1, dtype=torch.float64)
+        right[-1] = 1.0
+        return Form.of(np.zeros(1)).give(torch.linalg.lstsq(system, right, driver="gelsd").solution[:, 0].clamp(min=0))
+
+    def aic(self, X: object, lengths: object = None) -> float:
+        """Return Akaike's information criterion; the lower the better.
+
+        Args:
+            X: As in `fit`.
+            lengths: As in `fit`.
+        """
+        return -2 * self.score(X, lengths) + 2 * self._n_parameters()
+
+    def bic(self, X: object, lengths: object = None) -> float:
+        """Return the Bayesian information criterion; the lower the better.
+
+        Args:
+            X: As in `fit`.
+            lengths: As in `fit`.
+        """
+        parameters, x, sizes, _ = self._ready(X, lengths)
+        return -2 * float(hmm.total_log_likelihood(parameters, x, sizes)) + self._n_parameters() * math.log(len(x))
+
+    # --- how ---
+
+    def _ready(self, x: object, lengths: object) -> tuple[hmm.HMMParameters, Tensor, list[int], Form]:
+        parameters = self._parameters()
+        data, form = self._read(x, reset=False)
+        return parameters.to(data.device), data, _lengths(lengths, len(data)), form
+
+    def _parameters(self) -> hmm.HMMParameters:
+        check_is_fitted(self, ("startprob_", "transmat_"))
+        k = integer("n_components", self.n_components, 1)
+        return hmm.HMMParameters.of(
+            start=self._probabilities("startprob_", (k,)),
+            transition=self._probabilities("transmat_", (k, k)),
+            emissions=self._emissions(),
+        )
+
+    def _n_parameters(self) -> int:
+        k = int(self.n_components)
+        return k - 1 + k * (k - 1) + self._n_emission_parameters()
+
+    def _given(self, name: str) -> Tensor:
+        """Return an attribute that a fit or a user has set, float64."""
+        if not hasattr(self, name):
+            raise ValueError(f"`{name}` should be set, because `init_params` does not ask for it. Found nothing.")
+        return _tensor(getattr(self, name))
+
+    def _probabilities(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        values = self._given(name)
+        if tuple(values.shape) != shape:
+            raise ValueError(f"`{name}` should have shape {shape}. Found {tuple(values.shape)}.")
+        sums = values.sum(-1)
+        if not bool((values >= 0).all()) or not bool(((sums - 1).abs() < _SUM_TOLERANCE).all()):
+            raise ValueError(
+                f"`{name}` should be probabilities that sum to 1. Found a least of {float(values.min())} and sums "
+                f"from {float(sums.min())} to {float(sums.max())}."
+            )
+        return values / sums[..., None]
+
+    def _check_parameters(self) -> None:
+        integer("n_components", self.n_components, 1)
+        integer("max_iter", self.max_iter, 0)
+        not_negative("tol", self.tol)
+        for name in ("params", "init_params"):
+            if unknown := set(getattr(self, name)) - set(self._letters):
+                letters = ", ".join(f"{letter} ({what})" for letter, what in self._letters.items())
+                raise ValueError(f"`{name}` should have the letters {letters}. Found {''.join(sorted(unknown))!r}.")
+
+
+class GaussianHMM(BaseHMM):
+    r"""A hidden Markov model whose states emit Gaussian vectors, fitted by Baum-Welch.
+
+    Parameters, attributes and methods are those that users of hmmlearn know. What differs: `tol` bounds what is left
+    to gain in nats per step, and steps are accelerated (``accelerate="none"`` are plain ones); variances have no prior,
+    but `reg_covar` is added to them; `covars_` is shaped by the type, when read and when set.
+
+    Args:
+        n_components: K.
+        covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
+        reg_covar: Added to every variance, in the data's units squared.
+        startprob_prior: Dirichlet concentrations, one or (K,). 1 is no prior.
+        transmat_prior: Dirichlet concentrations, one or (K, K). 1 is no prior.
+        algorithm: How `predict` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
+        max_iter: The most EM steps. 0 sets the attributes to the start.
+        tol: The fit has converged when what is left to gain is about this, in nats per step.
+        n_init: Fits from this many starts, of which the best is kept.
+        params: What is estimated: s (start), t (transitions), m (means), c (covariances).
+        init_params: What is initialised; the other attributes must be set.
+        init: How means are initialised: ``"kmeans"``, ``"k-means++"`` or ``"random_from_data"``.
+        accelerate: ``"anderson"``, ``"squarem"`` or ``"none"``.
+        verbose: 1 shows progress, 2 also the time.
+        callback: Called after each step with the number of steps and the log-likelihood.
+
+    Attributes:
+        startprob_: (K,).
+        transmat_: (K, K). A transition that is 0 at the start stays 0.
+        means_: (K, D).
+        covars_: (K, D, D), (D, D), (K, D) or (K,), by the type.
+        converged_: Whether the fit converged.
+        n_iter_: EM steps that it took.
+        log_likelihood_: Nats per step, with the priors' log-densities.
+        history_: That at the start and after each step that was taken, (n,). It never falls.
+        n_features_in_: D.
+
+    References:
+        Rabiner, "A tutorial on hidden Markov models and selected applications in speech recognition", 1989.
+
+    Example:
+        >>> x = np.array([[0.0], [0.1], [-0.1], [5.0], [5.2], [4.9], [0.1], [0.0]])
+        >>> model = GaussianHMM(2, random_state=0).fit(x)
+        >>> states = model.predict(x)
+        >>> (states == states[0]).tolist()
+        [True, True, True, False, False, False, True, True]
+    """
+
+    _letters = {"s": "startprob", "t": "transmat", "m": "means", "c": "covars"}  # noqa: RUF012 - a constant
+
+    means_: Array
+    covars_: Array
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        covariance_type: CovarianceType = "diag",
+        *,
+        reg_covar: float = 1e-6,
+        startprob_prior: float | Array = 1.0,
+        transmat_prior: float | Array = 1.0,
+        algorithm: Decoder = "viterbi",
+        random_state: RandomState = None,
+        max_iter: int = 1000,
+        tol: float = 1e-6,
+        n_init: int = 1,
+        params: str = "stmc",
+        init_params: str = "stmc",
+        init: Init = "kmeans",
+        accelerate: Accelerate = "anderson",
+        verbose: int = 0,
+        callback: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.n_components = n_components
+        self.covariance_type = covariance_type
+        self.reg_covar = reg_covar
+        self.startprob_prior = startprob_prior
+        self.transmat_prior = transmat_prior
+        self.algorithm = algorithm
+        self.random_state = random_state
+        self.max_iter = max_iter
+        self.tol = tol
+        self.n_init = n_init
+        self.params = params
+        self.init_params = init_params
+        self.init = init
+        self.accelerate = accelerate
+        self.verbose = verbose
+        self.callback = callback
+
+    def _read(self, x: object, *, reset: bool) -> tuple[Tensor, Form]:
+        return read(self, x, reset=reset, missing=False)
+
+    def _emissions(self) -> hmm.GaussianEmissions:
+        means = self._given("means_")
+        return hmm.GaussianEmissions.from_covariances(
+            means=means, covariances=self._covariances(means), covariance_type=self.covariance_type
+        )
+
+    def _covariances(self, means: Tensor) -> Tensor:
+        k, d = int(self.n_components), means.shape[-1]
+        if means.ndim != 2 or len(means) != k:
+            raise ValueError(f"`means_` should have shape ({k}, D). Found {tuple(means.shape)}.")
+        shape = {"full": (k, d, d), "tied": (d, d), "diag": (k, d), "spherical": (k,)}[self.covariance_type]
+        covariances = self._given("covars_")
+        if tuple(covariances.shape) != shape:
+            raise ValueError(f"`covars_` should have shape {shape}. Found {tuple(covariances.shape)}.")
+        return covariances
+
+    def _start_emissions(self, x: Tensor, generator: torch.Generator) -> hmm.GaussianEmissions:
+        if not set(self.init_params) & set("mc"):
+            return self._emissions().to(x.device)
+        first = start(
+            x,
+            int(self.n_components),
+            covariance_type=self.covariance_type,
+            init=self.init,
+            reg_covar=float(self.reg_covar),
+            generator=generator,
+        )
+        means = first.means if "m" in self.init_params else self._given("means_").to(x.device)
+        covariances = first.covariances if "c" in self.init_params else self._covariances(means).to(x.device)
+        return hmm.GaussianEmissions.from_covariances(
+            means=means, covariances=covariances, covariance_type=self.covariance_type
+        )
+
+    def _set_emissions(self, emissions: hmm.GaussianEmissions, form: Form) -> None:
+        self.means_ = form.give(emissions.means)
+        self.covars_ = form.give(emissions.covariances)
+
+    def _n_emission_parameters(self) -> int:
+        k, d = self.means_.shape
+        spread = {"full": k * d * (d + 1) // 2, "tied": d * (d + 1) // 2, "diag": k * d, "spherical": k}
+        return int(k * d + spread[self.covariance_type])
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        check_covariance_type(self.covariance_type)
+        not_negative("reg_covar", self.reg_covar)
+
+
+class CategoricalHMM(BaseHMM):
+    """A hidden Markov model whose states emit symbols, fitted by Baum-Welch.
+
+    Args:
+        n_components: K.
+        startprob_prior: Dirichlet concentrations, one or (K,). 1 is no prior.
+        transmat_prior: Dirichlet concentrations, one or (K, K). 1 is no prior.
+        emissionprob_prior: Dirichlet concentrations, one or (K, M). 1 is no prior.
+        n_features: M. None: one more than the largest symbol that `fit` sees.
+        algorithm: How `predict` decodes: ``"viterbi"`` or ``"map"``.
+        random_state: As in `GaussianHMM`.
+        max_iter: As in `GaussianHMM`.
+        tol: As in `GaussianHMM`.
+        n_init: As in `GaussianHMM`.
+        params: What is estimated: s (start), t (transitions), e (emissions).
+        init_params: What is initialised; the other attributes must be set.
+        accelerate: As in `GaussianHMM`.
+        verbose: As in `GaussianHMM`.
+        callback: As in `GaussianHMM`.
+
+    Attributes:
+        startprob_: (K,).
+        transmat_: (K, K). A transition that is 0 at the start stays 0.
+        emissionprob_: (K, M).
+        converged_: Whether the fit converged.
+        n_iter_: EM steps that it took.
+        log_likelihood_: Nats per step, with the priors' log-densities.
+        history_: That at the start and after each step that was taken, (n,). It never falls.
+
+    References:
+        Rabiner, "A tutorial on hidden Markov models and selected applications in speech recognition", 1989.
+
+    Example:
+        >>> weather = CategoricalHMM(2)
+        >>> weather.startprob_, weather.transmat_ = [0.6, 0.4], [[0.7, 0.3], [0.4, 0.6]]
+        >>> weather.emissionprob_ = [[0.1, 0.4, 0.5], [0.6, 0.3, 0.1]]
+        >>> log_prob, states = weather.decode([[0], [1], [2]])
+        >>> round(math.exp(log_prob), 5), states.tolist()
+        (0.01344, [1, 0, 0])
+    """
+
+    _letters = {"s": "startprob", "t": "transmat", "e": "emissionprob"}  # noqa: RUF012 - a constant
+
+    emissionprob_: Array
+
+    def __init__(
+        self,
+        n_components: int = 1,
+        *,
+        startprob_prior: float | Array = 1.0,
+        transmat_prior: float | Array = 1.0,
+        emissionprob_prior: float | Array = 1.0,
+        n_features: int | None = None,
+        algorithm: Decoder = "viterbi",
+        random_state: RandomState = None,
+        max_iter: int = 1000,
+        tol: float = 1e-6,
+        n_init: int = 1,
+        params: str = "ste",
+        init_params: str = "ste",
+        accelerate: Accelerate = "anderson",
+        verbose: int = 0,
+        callback: Callable[[int, float], None] | None = None,
+    ) -> None:
+        self.n_components = n_components
+        self.startprob_prior = startprob_prior
+        self.transmat_prior = transmat_prior
+        self.emissionprob_prior = emissionprob_prior
+        self.n_features = n_features
+        self.algorithm = algorithm
+        self.random_state = random_state
+        self.max_iter = max_iter
+        self.tol = tol
+        self.n_init = n_init
+        self.params = params
+        self.init_params = init_params
+        self.accelerate = accelerate
+        self.verbose = verbose
+        self.callback = callback
+
+    def _read(self, x: object, *, reset: bool) -> tuple[Tensor, Form]:
+        values = x if isinstance(x, Tensor) else from_numpy(np.asarray(x))
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise TypeError(f"`X` should be integers, symbols from 0. Found {values.dtype}.")
+        if values.ndim not in (1, 2) or values.shape[1:] not in ((), (1,)) or len(values) == 0:
+            raise ValueError(f"`X` should have shape (N, 1) or (N,), N at least 1. Found {tuple(values.shape)}.")
+        symbols = values.reshape(-1).to(torch.int64)
+        if int(symbols.min()) < 0:
+            raise ValueError(f"`X` should hold symbols from 0. Found {int(symbols.min())}.")
+        return symbols, Form(not isinstance(x, Tensor), torch.float64, symbols.device)
+
+    def _emissions(self) -> hmm.CategoricalEmissions:
+        values = self._given("emissionprob_")
+        m = values.shape[-1] if self.n_features is None else integer("n_features", self.n_features, 1)
+        return hmm.CategoricalEmissions(
+            log_probabilities=self._probabilities("emissionprob_", (int(self.n_components), m)).log()
+        )
+
+    def _start_emissions(self, x: Tensor, generator: torch.Generator) -> hmm.CategoricalEmissions:
+        if "e" not in self.init_params:
+            return self._emissions().to(x.device)
+        m = int(x.max()) + 1 if self.n_features is None else integer("n_features", self.n_features, 1)
+        drawn = _dirichlet(int(self.n_components), m, generator)
+        return hmm.CategoricalEmissions(log_probabilities=drawn.log().to(x.device))
+
+    def _set_emissions(self, emissions: hmm.CategoricalEmissions, form: Form) -> None:
+        self.emissionprob_ = form.give(emissions.log_probabilities.exp())
+
+    def _n_emission_parameters(self) -> int:
+        k, m = np.shape(self.emissionprob_)
+        return int(k * (m - 1))
+
+    def _prior(self) -> hmm.DirichletPrior:
+        prior = super()._prior()
+        emission = _concentration("emissionprob_prior", self.emissionprob_prior)
+        return hmm.DirichletPrior(start=prior.start, transition=prior.transition, emission=emission)
+
+    def _shape(self, samples: Tensor) -> Tensor:
+        return samples[:, None]
+
+
+def _tensor(values: object) -> Tensor:
+    if isinstance(values, Tensor):
+        return values.to(torch.float64)
+    return torch.as_tensor(np.array(values, np.float64))
+
+
+def _lengths(lengths: object, n_steps: int) -> list[int]:
+    if lengths is None:
+        return [n_steps]
+    values = lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths
+    if isinstance(values, int):
+        values = [values]
+    if not isinstance(values, Sequence) or not all(isinstance(value, int | np.integer) for value in values):
+        raise ValueError(f"`lengths` should be integers, (S,). Found {lengths!r}.")
+    found = [int(value) for value in values]
+    if min(found, default=0) < 1 or sum(found) != n_steps:
+        raise ValueError(
+            f"`lengths` should be positive integers that sum to {n_steps}. Found {len(found)} of them, which sum to "
+            f"{sum(found)}, the least being {min(found, default=0)}."
+        )
+    return found
+
+
+def _concentration(name: str, value: object) -> float | Tensor:
+    values = _tensor(value)
+    if not bool((values > 0).all()) or not bool(values.isfinite().all()):
+        raise ValueError(f"`{name}` should be positive and finite. Found a least of {float(values.min())}.")
+    return float(values) if values.ndim == 0 else values
+
+
+def _dirichlet(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """Draw rows uniformly from the simplex, (rows, columns), float64."""
+    draws = torch.rand(rows, columns, generator=generator, dtype=torch.float64, device=generator.device)
+    exponential = -(1 - draws).log().clamp(max=-torch.finfo(torch.float64).tiny)
+    return exponential / exponential.sum(1, keepdim=True)
