@@ -34,7 +34,7 @@ __all__ = ["Build", "DistributionMixture"]
 
 Build = Callable[[dict[str, Tensor]], Distribution]
 
-_BACKTRACKS = 30
+_BACKTRACKS = 15
 _ARMIJO = 1e-4
 
 
@@ -119,7 +119,7 @@ class DistributionMixture(Components):
             ValueError: If an argument is out of range, or the shapes do not fit together.
         """
         check_samples(x, n_components, sample_weight)
-        points = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+        points = x if x.is_floating_point() else x.double()
         if not bool(points.isfinite().all()):
             raise ValueError("`x` should be finite. Found infinite or missing values.")
         labels, weights = partition(points, n_components, sample_weight, generator)
@@ -288,7 +288,8 @@ def _climb(objective: Objective, point: Tensor, max_steps: int) -> Tensor:
         target, new_values, new_gradient = _line_search(objective, point, values, gradient, direction, slope, fresh)
         step, change = target - point, gradient - new_gradient
         moved = (step != 0).any(1)
-        if not is_wrapped(moved) and not bool((moved & (slope > eps**2)).any()):
+        # What is to gain less than the rounding of a mean is not looked for.
+        if not is_wrapped(moved) and not bool((moved & (slope > eps * (1 + values.abs()))).any()):
             return target
         inverse, fresh = _updated(inverse, fresh, step, change, identity)
         point, values, gradient = target, new_values, new_gradient

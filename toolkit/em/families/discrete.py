@@ -470,9 +470,7 @@ class CategoricalMixture(Components):
             n_categories = _largest_codes(x)
         sizes = tuple(n_categories)
         _check_codes(x, sizes)
-        points, weights = _filled(_one_hot(_codes(x, sizes), sizes, torch.get_default_dtype()), sample_weight)
-        if x.is_floating_point():
-            points = points.to(x.dtype)
+        points, weights = _filled(_one_hot(_codes(x, sizes), sizes, _float_type(x)), sample_weight)
         # Half a sample of each category keeps a probability from 0, where it would stay.
         middle = _normalised(points.mT @ weights.to(points) + 0.5, sizes)
         chosen = points[seeds(points, n_components, weights, generator)]
@@ -647,13 +645,18 @@ def _normalised(table: Tensor, n_categories: Sequence[int]) -> Tensor:
 
 def _filled(x: Tensor, sample_weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return floating-point samples with the features' means for what was not observed, and the samples' weights."""
-    points = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    points = x.to(_float_type(x))
     weights = torch.ones_like(points[:, 0]) if sample_weight is None else sample_weight.to(points)
     missing = points.isnan()
     there = weights[:, None] * (~missing)
     total = there.sum(0)
     means = (there * points.masked_fill(missing, 0.0)).sum(0) / torch.where(total > 0, total, 1.0)
     return torch.where(missing, means, points), weights
+
+
+def _float_type(x: Tensor) -> torch.dtype:
+    """Return the type of the parameters: the samples', or float64 for integers."""
+    return x.dtype if x.is_floating_point() else torch.float64
 
 
 def _mean(points: Tensor, weights: Tensor) -> Tensor:

@@ -155,9 +155,10 @@ class FactorAnalysers(Components):
 
     @property
     def n_parameters(self) -> int:
-        """Free parameters: the weights but one, means, noise, and loadings up to a rotation."""
+        """Free parameters: the weights but one, means, noise, and loadings up to a rotation; no more than if full."""
         k, d, q = self.loadings.shape
-        return k - 1 + k * d + self.noise.numel() + k * (d * q - q * (q - 1) // 2)
+        covariances = self.noise.numel() + k * (d * q - q * (q - 1) // 2)
+        return k - 1 + k * d + min(covariances, k * d * (d + 1) // 2)
 
     @property
     def covariances(self) -> Tensor:

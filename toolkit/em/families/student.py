@@ -37,8 +37,9 @@ __all__ = ["ScatterType", "StudentMixture"]
 
 ScatterType = Literal["full", "diag"]
 
-# Estimates of the degrees of freedom stay in here. At the upper end the density is a Gaussian's to about D^2 / 10^6.
-_LEAST_DEGREES, _MOST_DEGREES = 0.1, 1e6
+# Estimates of the degrees of freedom stay in here. Below the Cauchy distribution, a component that narrows onto a few
+# samples keeps tails heavy enough for all others. At the upper end the density is a Gaussian's to about D^2 / 10^6.
+_LEAST_DEGREES, _MOST_DEGREES = 1.0, 1e6
 
 _NEWTON_STEPS = 60
 
@@ -60,7 +61,7 @@ class StudentMixture(Components):
         precisions_cholesky: Upper triangular :math:`P` with :math:`\Sigma^{-1} = P P^\top`, (K, D, D); for diag (K, D).
         degrees_of_freedom: (K,), positive; infinite for a Gaussian component.
         covariance_type: ``"full"`` or ``"diag"``.
-        estimate_degrees: Whether the M-step estimates `degrees_of_freedom`, from 0.1 to a million.
+        estimate_degrees: Whether the M-step estimates `degrees_of_freedom`, from 1 to a million.
         reg_covar: Added to the diagonal of the scatter by the M-step. 0 is maximum likelihood.
 
     Raises:
@@ -145,6 +146,8 @@ class StudentMixture(Components):
     ) -> Self:
         """Return the means of a few steps of k-means, all with the same scatter, that of the samples about them.
 
+        For k-means, features are kept within ten median deviations of their medians, or outliers would be clusters.
+
         Args:
             x: (N, D), floating point, finite.
             n_components: K, at most N.
@@ -162,7 +165,7 @@ class StudentMixture(Components):
         check_finite(x)
         if degrees_of_freedom is not None and not degrees_of_freedom > 0:
             raise ValueError(f"`degrees_of_freedom` should be positive. Found {degrees_of_freedom!r}.")
-        labels, weights = partition(x, n_components, sample_weight, generator)
+        labels, weights = partition(_clipped(x), n_components, sample_weight, generator)
         hard = torch.nn.functional.one_hot(labels, n_components).to(x) * weights[:, None]
         about = centres(x, hard)
         one = m_step(x - about[labels], weights[:, None], covariance_type=covariance_type, reg_covar=reg_covar)
@@ -363,6 +366,14 @@ class StudentMixture(Components):
         return self.degrees_of_freedom.masked_fill(self.degrees_of_freedom.isinf(), 1.0)
 
 
+def _clipped(x: Tensor) -> Tensor:
+    """Return features within ten median absolute deviations of their medians."""
+    middle = x.median(0).values
+    deviation = (x - middle).abs().median(0).values
+    reach = torch.where(deviation > 0, 10 * deviation, torch.inf)
+    return torch.clamp(x, middle - reach, middle + reach)
+
+
 def centres(x: Tensor, weights: Tensor) -> Tensor:
     """Return the means of the samples (N, D) weighted by (N, K), and that of all for a component without any."""
     counts = weights.sum(0)[:, None]
@@ -442,7 +453,7 @@ def _best_degrees(distances: Tensor, share: Tensor, before: Tensor, d: int) -> T
     root = _search_degrees(distances, share, before, d)
     slope, curvature = _slope_and_curvature(distances, share, root, d)
     # At the root this step is 0, and its derivative is what the implicit function theorem says.
-    inside = (curvature < 0) & (root > _LEAST_DEGREES) & (root < _MOST_DEGREES)
+    inside = (curvature < 0) & (root > 1.001 * _LEAST_DEGREES) & (root < 0.999 * _MOST_DEGREES)
     step = torch.where(inside, -slope / torch.where(inside, curvature, -1.0), 0.0)
     return root * step.clamp(-1e-6, 1e-6).exp()
 
