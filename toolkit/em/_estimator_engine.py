@@ -18,6 +18,7 @@ from toolkit.em._fused import accumulate, maximise
 from toolkit.em._samples import Rows, prepare
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.missing import fit_missing, marginal_log_joint
 from toolkit.em.mixture import Family
 from toolkit.em.parsimonious import Climber, CovarianceModel, ParsimoniousParameters
 from toolkit.em.prior import Prior
@@ -138,6 +139,44 @@ class ParsimoniousEngine:
         return climb_family(self.climber.step, self.climber.step(start)[0], options)
 
 
+class MissingEngine:
+    """The four types, of samples with missing values."""
+
+    def __init__(
+        self,
+        x: Tensor,
+        *,
+        sample_weight: Tensor | None,
+        reg_covar: float,
+        prior: Prior | None,
+    ) -> None:
+        self.x, self.sample_weight, self.reg_covar, self.prior = x.double(), sample_weight, reg_covar, prior
+
+    def climb(self, start: GaussianParameters, options: Options) -> Climb[GaussianParameters]:
+        """Return the highest point found, float64."""
+        return fit_missing(
+            self.x,
+            start.n_components,
+            covariance_type=start.covariance_type,
+            sample_weight=self.sample_weight,
+            init=start,
+            reg_covar=self.reg_covar,
+            prior=self.prior,
+            **dataclasses.asdict(options),
+        )
+
+
+@dataclass(frozen=True)
+class Marginal:
+    """A mixture of whole samples, seen where there is something to see."""
+
+    parameters: GaussianParameters
+
+    def log_joint(self, x: Tensor) -> Tensor:
+        """Return the log of weight times density of the values that are not NaN, (N, K)."""
+        return marginal_log_joint(self.parameters, x) if bool(x.isnan().any()) else self.parameters.log_joint(x)
+
+
 def climb_family(step: Callable[[F], tuple[F, float]], start: F, options: Options) -> Climb[F]:
     """Climb by the EM map of any mixture, in its own free coordinates."""
     leaves = start.unconstrained()
@@ -147,6 +186,9 @@ def climb_family(step: Callable[[F], tuple[F, float]], start: F, options: Option
         return torch.cat([leaf.reshape(-1) for leaf in parameters.unconstrained().values()])
 
     def unpack(position: Tensor) -> F:
+        # A jump to nowhere is refused here, before anything is computed from it. A weight may be 0.
+        if not bool((position.isfinite() | position.isneginf()).all()):
+            raise ValueError("The coordinates of a mixture should be finite.")
         parts = zip(leaves.items(), position.split(sizes), strict=True)
         return start.with_unconstrained({name: part.view(leaf.shape) for (name, leaf), part in parts})
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from toolkit.blocks import no_graph
 from toolkit.em._fit import Init, start
 from toolkit.em.gaussian import CovarianceType, GaussianParameters, precisions_cholesky, regularise
+from toolkit.em.missing import start_missing
 
 InitParams = Literal["kmeans", "k-means++", "random", "random_from_data"]
 
@@ -45,7 +46,7 @@ def start_by(
     means: a variance of `reg_covar` alone would hold it at one sample for good.
 
     Args:
-        x: (N, D), finite.
+        x: (N, D), finite, or NaN where missing: see `start_missing`.
         n_components: K.
         covariance_type: As in `fit`.
         init_params: One of the four.
@@ -60,6 +61,18 @@ def start_by(
     Raises:
         ValueError: If all samples lie at the means and `reg_covar` is 0.
     """
+    if bool(x.isnan().any()):
+        if means is None and init_params != "random":
+            return start_missing(
+                x,
+                n_components,
+                covariance_type=covariance_type,
+                sample_weight=sample_weight,
+                init=init_params,
+                reg_covar=reg_covar,
+                generator=generator,
+            )
+        x = torch.where(x.isnan(), x.nanmean(0), x)
     origins = means
     if origins is None and init_params == "random":
         sampled, total = torch.zeros_like(x[0], dtype=torch.float64), 0.0

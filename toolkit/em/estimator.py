@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from sklearn.base import BaseEstimator, DensityMixin
 from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
@@ -39,6 +40,8 @@ from toolkit.em._estimator_data import (
 from toolkit.em._estimator_engine import (
     Engine,
     GaussianEngine,
+    Marginal,
+    MissingEngine,
     Options,
     ParsimoniousEngine,
     as_gaussian,
@@ -53,6 +56,7 @@ from toolkit.em._estimator_start import InitParams, check_given, start_by
 from toolkit.em._samples import Rows, rows_of
 from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.missing import impute
 from toolkit.em.mixture import Mixture
 from toolkit.em.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
 from toolkit.em.prior import Prior
@@ -328,6 +332,8 @@ class GaussianMixture(BaseMixture):
         verbose_interval: Steps between two lines of progress where it is not drawn in a terminal.
         accelerate: ``"anderson"`` or ``"squarem"``: extrapolate the steps, and take what raises the likelihood.
             ``"none"``: plain EM.
+        missing: Whether NaN is a missing value. What was seen is then fitted exactly, and predictions are made from
+            what is seen; a sample without any value says nothing. For the four types, and samples in memory.
         prior: Maximise the posterior density given a `Prior`, ``"default"`` being `Prior.default` of the samples.
             `lower_bound_` and `history_` then are log-likelihood plus log-prior over N. For the four types.
         callback: Called after each step with the number of steps and the log-likelihood.
@@ -380,6 +386,7 @@ class GaussianMixture(BaseMixture):
         verbose: int = 0,
         verbose_interval: int = 10,
         accelerate: Accelerate = "anderson",
+        missing: bool = False,
         prior: Prior | Literal["default"] | None = None,
         callback: Callable[[int, float], None] | None = None,
     ) -> None:
@@ -398,6 +405,7 @@ class GaussianMixture(BaseMixture):
         self.verbose = verbose
         self.verbose_interval = verbose_interval
         self.accelerate = accelerate
+        self.missing = missing
         self.prior = prior
         self.callback = callback
 
@@ -458,9 +466,42 @@ class GaussianMixture(BaseMixture):
         self._warn(len(failures))
         return self
 
+    @no_graph()
+    def impute(self, X: object) -> Array:
+        """Return the samples with each missing value replaced by its expectation given the seen ones.
+
+        Args:
+            X: (N, D), NaN where missing.
+
+        Returns:
+            (N, D). What was seen is as it was.
+
+        Raises:
+            NotFittedError: If the mixture is not fitted.
+            ValueError: If the samples do not have the features that were fitted, or are infinite.
+
+        References:
+            Little & Rubin, "Statistical analysis with missing data", 2002, section 11.2.
+        """
+        check_is_fitted(self, "weights_")
+        parts, form = read_parts(self, X, missing=True)
+        parameters = self._parameters()
+        return form.give(torch.cat([impute(parameters, batch) for batch in self._batches(parts)]))
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = bool(self.missing)
+        return tags
+
     # --- hooks of the base ---
 
-    def _mixture(self) -> GaussianParameters:
+    def _read(self, x: object) -> tuple[Iterable[Tensor], Form]:
+        return read_parts(self, x, missing=bool(self.missing))
+
+    def _mixture(self) -> Mixture:
+        return Marginal(self._parameters()) if self.missing else self._parameters()
+
+    def _parameters(self) -> GaussianParameters:
         return GaussianParameters(
             log_weights=tensor(self.weights_).log(),
             means=tensor(self.means_),
@@ -472,7 +513,7 @@ class GaussianMixture(BaseMixture):
         return n_free_parameters(model_of(self.covariance_type), *self.means_.shape)
 
     def _draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        mixture = self._mixture()
+        mixture = self._parameters()
         shape = len(labels), mixture.n_features
         draws = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64)
         draws = draws.to(labels.device)
@@ -511,22 +552,24 @@ class GaussianMixture(BaseMixture):
         if self.prior not in (None, "default") and not isinstance(self.prior, Prior):
             raise ValueError(f"`prior` should be a Prior, 'default' or None. Found {self.prior!r}.")
         if self.covariance_type in COVARIANCE_MODELS:
-            for name in ("prior", "precisions_init"):
-                if getattr(self, name) is not None:
+            for name, default in (("prior", None), ("precisions_init", None), ("missing", False)):
+                if (found := getattr(self, name)) is not default:
                     raise ValueError(
-                        f"`{name}` should be None for the covariance model {self.covariance_type}: it is for the types "
-                        f"{', '.join(COVARIANCE_TYPES)}."
+                        f"`{name}` should be {default} for the covariance model {self.covariance_type}: it is for the "
+                        f"types {', '.join(COVARIANCE_TYPES)}. Found {found!r}."
                     )
 
     def _data(self, x: object, sample_weight: object) -> Data:
         """Return the samples to fit, whole or in chunks, without those of weight 0."""
         if is_chunked(x):
+            if self.missing:
+                raise ValueError("`missing` should be False for samples that come in chunks. Found True.")
             chunks = read_chunks(self, x, sample_weight, reset=True, missing=False)
             sampled, weights = chunks.choose(_SAMPLED, generator_of(self.random_state, chunks.form.device))
             if chunks.n_samples < 2:
                 raise ValueError(f"`X` should have at least 2 samples. Found {chunks.n_samples}.")
             return Data(chunks.rows, None, sampled, weights, chunks.form, chunks.n_samples)
-        samples, form = read(self, x, reset=True, missing=False, least=2)
+        samples, form = read(self, x, reset=True, missing=bool(self.missing), least=2)
         weights = read_weights(sample_weight, len(samples), samples)
         if weights is not None and not bool(weights.all()):
             # A sample of no weight is no sample, neither for the start.
@@ -543,6 +586,8 @@ class GaussianMixture(BaseMixture):
         prior = self.prior
         if prior == "default":
             prior = Prior.default(data.sampled, n_components, kind, sample_weight=data.sampled_weights)
+        if isinstance(data.x, Tensor) and self.missing and bool(data.x.isnan().any()):
+            return MissingEngine(data.x, sample_weight=data.weights, reg_covar=reg_covar, prior=prior)
         return GaussianEngine(
             data.x,
             n_components,
@@ -585,7 +630,7 @@ class GaussianMixture(BaseMixture):
 
     def _last(self, x: Tensor) -> GaussianParameters:
         """Return the parameters of the last fit, to go on from them."""
-        last = self._mixture().to(x.device)
+        last = self._parameters().to(x.device)
         if (last.n_components, last.n_features) != (self.n_components, x.shape[1]):
             raise ValueError(
                 f"`warm_start` should go on with the last fit's n_components={last.n_components} and "
@@ -595,7 +640,7 @@ class GaussianMixture(BaseMixture):
 
     def _merit(self, found: Climb[Any]) -> tuple[bool, float]:
         """Return what the fit from the best start has most of."""
-        return not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)), found.log_likelihood
+        return not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)), found.history[-1]
 
     def _set(self, found: Climb[Any], form: Form) -> None:
         """Set the attributes."""
@@ -610,7 +655,7 @@ class GaussianMixture(BaseMixture):
         self.converged_ = found.converged
         # A fit that finds nothing to gain has taken the step that says so.
         self.n_iter_ = max(found.n_iter, min(1, int(self.max_iter)))
-        self.lower_bound_ = found.log_likelihood
+        self.lower_bound_ = found.history[-1]
         self.history_ = np.array(found.history)
         self.lower_bounds_ = list(found.history[1:])
 
