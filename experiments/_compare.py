@@ -96,7 +96,8 @@ def _run_seed(
             "graph_bytes": memory.graph,
             "peak_bytes": memory.peak,
         }
-    objective = make().objective
+    run = make()
+    objective, sweep = run.objective, run.sweep
     known = declared_blocks()
     data = {
         "name": loaded.name,
@@ -114,6 +115,8 @@ def _run_seed(
             "higher_is_better": objective.higher_is_better,
             "best": objective.best,
         },
+        "events": [event.to_dict() for event in run.events],
+        "sweep": None if sweep is None else {"label": sweep.label, "values": list(sweep.values)},
         "comparison": {"first": first.to_dict(), "last": last.to_dict()},
         "variants": variants,
     }

@@ -23,11 +23,14 @@ __all__ = [
     "Arrow",
     "Band",
     "Bar",
+    "Strip",
     "degrees",
     "draw_arrows",
     "draw_bands",
     "draw_bars",
     "draw_parameters",
+    "draw_strips",
+    "draw_sweep",
     "significant",
 ]
 
@@ -74,6 +77,15 @@ class Bar:
     label: str
     value: float
     text: str
+    colour: str
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One value for every seed, of one variant; NaN where a seed has none."""
+
+    label: str
+    values: NDArray[np.float64]
     colour: str
 
 
@@ -172,6 +184,59 @@ def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]], key: str) -> str:
         return _svg(figure, key, "Time and memory of every variant")
 
 
+def draw_strips(panels: Sequence[tuple[str, Sequence[Strip], float | None]], key: str) -> str:
+    """Draw where every seed ended: a dot a seed, a bar at the median, and a dotted line at a value that matters."""
+    with mpl.rc_context(_STYLE):
+        heights = [0.45 + 0.42 * len(strips) for _, strips, _ in panels]
+        figure = Figure(figsize=(7.2, 0.2 + sum(heights)), layout="constrained")
+        rows = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (title, strips, mark) in zip(rows, panels, strict=True):
+            for row, strip in enumerate(strips):
+                values = np.sort(strip.values[np.isfinite(strip.values)])
+                axes.plot(values, row + _scatter(len(values)), "o", color=strip.colour, markersize=3.5, alpha=0.55)
+                if len(values):
+                    middle = np.median(values)
+                    axes.plot([middle, middle], [row - 0.4, row + 0.4], color=strip.colour, linewidth=1.6)
+            if mark is not None:
+                axes.axvline(mark, color="#555555", linewidth=0.9, linestyle=":")
+            axes.set_yticks(range(len(strips)), [strip.label for strip in strips])
+            axes.set_ylim(len(strips) - 0.45, -0.55)
+            axes.set_title(title)
+            axes.grid(axis="x", color="#eeeeee")
+            axes.set_axisbelow(True)
+            axes.ticklabel_format(axis="x", useOffset=False)
+        return _svg(figure, key, "Where every seed ended, for every variant")
+
+
+def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[str, Sequence[Band]]], key: str) -> str:
+    """Draw what runs gave for each value of a quantity: a dot a seed, and a line through the medians."""
+    with mpl.rc_context(_STYLE):
+        columns = min(2, len(panels))
+        rows = -(-len(panels) // columns)
+        figure = Figure(figsize=(7.2, 0.3 + 2.1 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False, sharex=True).ravel()
+        gap = min(np.diff(np.unique(positions)), default=1.0)
+        for axes, (title, bands) in zip(grid, panels, strict=False):
+            for index, band in enumerate(bands):
+                # Side by side, so that equal values are all seen.
+                at = band.steps + 0.16 * gap * (index - (len(bands) - 1) / 2)
+                across = np.broadcast_to(at, band.values.shape)
+                axes.plot(across.ravel(), band.values.ravel(), "o", color=band.colour, markersize=2.5, alpha=0.45)
+                some = np.isfinite(band.values).any(axis=0)
+                axes.plot(at[some], np.nanmedian(band.values[:, some], axis=0), color=band.colour, label=band.label)
+            axes.set_title(textwrap.fill(title, 84 // columns))
+            axes.set_xticks(positions, [f"{value:g}" for value in positions])
+            axes.grid(axis="y", color="#eeeeee")
+            axes.set_axisbelow(True)
+        for axes in grid[len(panels) :]:
+            axes.set_axis_off()
+        figure.supxlabel(label, fontsize=9)
+        figure.legend(
+            *grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, fontsize=8
+        )
+        return _svg(figure, key, f"What every variant gives, by {label}")
+
+
 def degrees(cosine: float) -> float:
     """Return the angle; what `acos` makes of rounding in a cosine near 1 counts as none."""
     angle = math.degrees(math.acos(cosine))
@@ -221,6 +286,12 @@ def _arrow_label(arrow: Arrow) -> str:
     if arrow.label == "blocked":
         return arrow.label
     return f"{arrow.label}: {significant(degrees(arrow.cosine), 2)}°, length ×{significant(arrow.ratio, 3)}"
+
+
+def _scatter(count: int) -> NDArray[np.float64]:
+    """Return offsets across a row, which keep equal values apart: evenly spread, neighbours far from each other."""
+    golden = (math.sqrt(5) - 1) / 2
+    return np.asarray([0.6 * (index * golden % 1 - 0.5) for index in range(count)])
 
 
 def _row(figure: Figure, count: int) -> list[Axes]:

@@ -23,11 +23,14 @@ from experiments._figures import (
     Arrow,
     Band,
     Bar,
+    Strip,
     degrees,
     draw_arrows,
     draw_bands,
     draw_bars,
     draw_parameters,
+    draw_strips,
+    draw_sweep,
     significant,
 )
 from experiments._results import BLOCKED, ExperimentRecords, Record
@@ -39,6 +42,12 @@ _MOST_PARAMETERS = 10
 
 # A difference of the final objective below this, relative, is rounding that training has amplified.
 _NOTHING = 1e-9
+
+# From so many seeds on, the report shows where each of them ended.
+_MANY_SEEDS = 10
+
+# More curves than this of a sweep are left to its table.
+_MOST_PANELS = 4
 
 # A gradient that opening the block makes so many times longer is one that has vanished with it.
 _VANISHED = 1e4
@@ -65,6 +74,26 @@ class VariantView:
 
 
 @dataclass(frozen=True)
+class SeedsView:
+    """Where the seeds ended: a picture, and a table of medians and ranges with a row for every variant."""
+
+    count: int
+    picture: str
+    heads: list[str]
+    rows: list[tuple[str, list[str]]]
+
+
+@dataclass(frozen=True)
+class SweepView:
+    """What the runs gave for each value of a swept quantity; a table row is (value, variant, cells)."""
+
+    label: str
+    picture: str
+    heads: list[str]
+    rows: list[tuple[str, str, list[str]]]
+
+
+@dataclass(frozen=True)
 class ExperimentView:
     """One config, ready for the page."""
 
@@ -80,6 +109,8 @@ class ExperimentView:
     arrows: str
     parameters: str
     curves: str
+    seeds: SeedsView | None
+    sweep: SweepView | None
     costs: str
     config: str
     command: str
@@ -111,6 +142,7 @@ def _view(experiment: ExperimentRecords) -> ExperimentView:
     newest = records[-1].data
     names = [name for name in newest["variants"] if name != BLOCKED]
     colours = {name: COLOURS[(index + 1) % len(COLOURS)] for index, name in enumerate(names)}
+    every, all_colours = [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}
     key = f"x-{experiment.name}"
     better = "higher is better" if newest["objective"]["higher_is_better"] else "lower is better"
     return ExperimentView(
@@ -125,8 +157,10 @@ def _view(experiment: ExperimentRecords) -> ExperimentView:
         variants=[_variant(records, name, colours[name]) for name in names],
         arrows=draw_arrows([(title, _arrows(records, when, colours)) for when, title in _MOMENTS], f"{key}-arrows"),
         parameters=_parameters(records, names, colours, f"{key}-parameters"),
-        curves=draw_bands(_curves(records, [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}), f"{key}-curves"),
-        costs=draw_bars(_costs(records, [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}), f"{key}-costs"),
+        curves=draw_bands(_curves(records, every, all_colours), f"{key}-curves"),
+        seeds=_seeds(records, every, all_colours, f"{key}-seeds"),
+        sweep=_sweep(records, every, all_colours, f"{key}-sweep"),
+        costs=draw_bars(_costs(records, every, all_colours), f"{key}-costs"),
         config=newest["source"].strip(),
         command=_command(experiment.name, newest),
         provenance=_provenance(records),
@@ -148,7 +182,7 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
         blocks=[(block, newest["blocks"][block]) for block in newest["variants"][name]["open"]],
         verdict=verdict,
         sentence=_sentence(verdict, effects, last),
-        outcome=_outcome(records, name),
+        outcome=_outcome(records, name) + _happened(records, name),
         angle=_range([_degrees(effect["cosine"]) for effect in effects], lambda angle: f"{significant(angle, 3)}°"),
         ratio=_range([effect["ratio"] for effect in effects], lambda ratio: f"×{significant(ratio, 3)}"),
         leak=_range([_relative_leak(record, name, "first") for record in records], "{:.2g}".format),
@@ -237,6 +271,16 @@ def _outcome(records: Sequence[Record], name: str) -> str:
     )
 
 
+def _happened(records: Sequence[Record], name: str) -> str:
+    """Say what became of the open runs and of the blocked ones, in so many seeds each."""
+    sentences = []
+    for event in _events(records, list(records[-1].data["variants"][BLOCKED]["metrics"])):
+        opened, blocked = (_count(event, _finals(records, variant, event["metric"])) for variant in (name, BLOCKED))
+        clause = event["says"][:1].upper() + event["says"][1:]
+        sentences.append(f" {clause} in {opened} seeds without the block, and in {blocked} with it.")
+    return "".join(sentences)
+
+
 def _arrows(records: Sequence[Record], when: str, colours: dict[str, str]) -> list[Arrow]:
     arrows = [Arrow(BLOCKED, 1.0, 1.0, COLOURS[0])]
     for name, colour in colours.items():
@@ -288,6 +332,97 @@ def _curves(
     return panels
 
 
+def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> SeedsView | None:
+    """Return where every seed ended; None if they are so few that the curves have shown it."""
+    if len(records) < _MANY_SEEDS:
+        return None
+    newest = records[-1].data
+    metrics = list(newest["variants"][BLOCKED]["metrics"])
+    finals = {(metric, name): _finals(records, name, metric) for metric in metrics for name in names}
+    label = newest["objective"]["label"]
+    titles = {metric: label if metric == "objective" else metric.replace("_", " ") for metric in metrics}
+    marks = {event["metric"]: _limit(event) for event in newest.get("events", [])}
+    differences = [
+        Strip(_legend(name, names), np.subtract(finals["objective", name], finals["objective", BLOCKED]), colours[name])
+        for name in names[1:]
+    ]
+    panels: list[tuple[str, list[Strip], float | None]] = [(f"{label}, open minus blocked", differences, 0.0)]
+    for metric in metrics[1:]:
+        strips = [Strip(_legend(name, names), np.asarray(finals[metric, name]), colours[name]) for name in names]
+        panels.append((titles[metric], strips, marks.get(metric)))
+    events = _events(records, metrics)
+    heads = [*titles.values(), *(_headline(event) for event in events)]
+    rows = []
+    for name in names:
+        cells = [_range(finals[metric, name], lambda value: f"{value:.4g}") for metric in metrics]
+        cells += [_count(event, finals[event["metric"], name]) for event in events]
+        rows.append((_legend(name, names), cells))
+    return SeedsView(len(records), draw_strips(panels, key), heads, rows)
+
+
+def _sweep(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> SweepView | None:
+    newest = records[-1].data
+    swept = newest.get("sweep")
+    if swept is None:
+        return None
+    positions = swept["values"]
+    found = {name: _swept(records, name, len(positions)) for name in names}
+    curves = list(next((values for values in found.values() if values), {}))
+    panels = [
+        (
+            curve,
+            [
+                Band(_legend(name, names), np.asarray(positions, dtype=float), found[name][curve], colours[name])
+                for name in names
+                if found[name]
+            ],
+        )
+        for curve in curves
+    ]
+    events = _events(records, curves)
+    rows = []
+    for index, position in enumerate(positions):
+        for name in names:
+            values = {curve: found[name][curve][:, index].tolist() if found[name] else [] for curve in curves}
+            cells = [_range(values[curve], lambda value: f"{value:.4g}") for curve in curves]
+            cells += [_count(event, values[event["metric"]]) for event in events]
+            rows.append((f"{position:g}", _legend(name, names), cells))
+    picture = draw_sweep(swept["label"], positions, panels[:_MOST_PANELS], key)
+    return SweepView(swept["label"], picture, [*curves, *(_headline(event) for event in events)], rows)
+
+
+def _swept(records: Sequence[Record], name: str, count: int) -> dict[str, NDArray[np.float64]]:
+    """Return curve -> (seeds, values); nothing if no seed was trained to its end."""
+    sweeps = [record.data["variants"][name].get("sweep") for record in records]
+    curves = next((list(sweep) for sweep in sweeps if sweep is not None), [])
+    nothing = [None] * count
+    return {
+        curve: np.asarray([nothing if sweep is None else sweep[curve] for sweep in sweeps], dtype=float)
+        for curve in curves
+    }
+
+
+def _events(records: Sequence[Record], metrics: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the events that these metrics decide."""
+    return [event for event in records[-1].data.get("events", []) if event["metric"] in metrics]
+
+
+def _limit(event: Mapping[str, Any]) -> float:
+    limit: float = event["above"] if event["below"] is None else event["below"]
+    return limit
+
+
+def _headline(event: Mapping[str, Any]) -> str:
+    return f"{event['says']} ({event['metric']} {'above' if event['below'] is None else 'below'} {_limit(event):g})"
+
+
+def _count(event: Mapping[str, Any], values: Sequence[float]) -> str:
+    """Say in how many seeds it happened, of those that have a value."""
+    finite = [value for value in values if math.isfinite(value)]
+    happened = sum(value > _limit(event) if event["below"] is None else value < _limit(event) for value in finite)
+    return f"{happened} of {len(finite)}" if finite else "–"
+
+
 def _best(records: Sequence[Record]) -> float | None:
     """Return the best value that can be reached: the mean over the seeds, whose data may differ."""
     values = [record.data["objective"]["best"] for record in records]
@@ -316,11 +451,11 @@ def _legend(name: str, names: Sequence[str]) -> str:
     return "open" if len(names) == 2 else f"{name} open"
 
 
-def _finals(records: Sequence[Record], name: str) -> list[float]:
+def _finals(records: Sequence[Record], name: str, metric: str = "objective") -> list[float]:
     values = []
     for record in records:
         variant = record.data["variants"][name]
-        final = variant["metrics"]["objective"][-1] if variant["diverged_at"] is None else None
+        final = variant["metrics"][metric][-1] if variant["diverged_at"] is None else None
         values.append(math.nan if final is None else final)
     return values
 

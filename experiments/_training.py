@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from experiments._config import ExperimentConfig
 
-__all__ = ["Objective", "Run", "Training", "train"]
+__all__ = ["Event", "Objective", "Run", "Sweep", "Training", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,52 @@ class Objective:
     label: str
     higher_is_better: bool
     best: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something that may have become of a run, which the report counts over the seeds.
+
+    Attributes:
+        says: What happened, as a clause: ``"a component died"``.
+        metric: The name of a metric of `Run.evaluate` or of `Run.sweep`. What counts is its value after training.
+        below: It happened if the metric is less than this.
+        above: It happened if the metric is more than this. Exactly one of the two is given.
+
+    Raises:
+        ValueError: If both limits are given, or none.
+    """
+
+    says: str
+    metric: str
+    below: float | None = None
+    above: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.below is None) == (self.above is None):
+            raise ValueError(
+                f"An event should have one limit, `below` or `above`. Found {self.below} and {self.above}."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return dataclasses.asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What a run gives for each value of a quantity that it sweeps over: problems that are trained side by side.
+
+    Attributes:
+        label: The quantity, with its unit.
+        values: Its values.
+        evaluate: Computes name -> one number for each value, after training, without side effects on the run. A number
+            that does not exist is NaN.
+    """
+
+    label: str
+    values: tuple[float, ...]
+    evaluate: Callable[[], Mapping[str, Sequence[float]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +96,8 @@ class Run:
             witness, in the parameters' names, for the draws that the next call of `loss` would make. None if there
             is none for this config.
         after_step: Called after every update with the step's number (from 1): next batch, learning rate.
+        events: What may become of a run, to be counted over the seeds.
+        sweep: What the run gives for each value of a quantity that it sweeps over, if it does.
     """
 
     parameters: Mapping[str, Tensor]
@@ -58,6 +107,8 @@ class Run:
     optimizer: torch.optim.Optimizer
     target: Callable[[], Mapping[str, Tensor]] | None = None
     after_step: Callable[[int], None] = field(default=lambda step: None)
+    events: Sequence[Event] = ()
+    sweep: Sweep | None = None
 
 
 @dataclass(frozen=True)
@@ -69,12 +120,14 @@ class Training:
         steps: The steps at which the metrics were evaluated; the step counts the updates before it.
         metrics: Name -> value at each of these steps.
         diverged_at: The step at which the loss was not finite, or None. Nothing is recorded after it.
+        sweep: What `Run.sweep` gave after training; None if there is no sweep, or the run diverged.
     """
 
     first_loss: float
     steps: list[int]
     metrics: dict[str, list[float]]
     diverged_at: int | None
+    sweep: dict[str, list[float]] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON; values that are not finite become None."""
@@ -83,6 +136,9 @@ class Training:
             "steps": self.steps,
             "metrics": {name: [_finite(value) for value in values] for name, values in self.metrics.items()},
             "diverged_at": self.diverged_at,
+            "sweep": None
+            if self.sweep is None
+            else {name: [_finite(value) for value in values] for name, values in self.sweep.items()},
         }
 
 
@@ -110,7 +166,10 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
         run.optimizer.step()
         run.after_step(step + 1)
         on_step()
-    return Training(first_loss, steps, metrics, diverged_at)
+    swept = None
+    if run.sweep is not None and diverged_at is None:
+        swept = {name: [float(value) for value in values] for name, values in run.sweep.evaluate().items()}
+    return Training(first_loss, steps, metrics, diverged_at, swept)
 
 
 def _finite(value: float) -> float | None:
