@@ -6,10 +6,11 @@ N samples, D features.
 from __future__ import annotations
 
 import math
+import mmap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from sklearn.base import BaseEstimator
 
 Array: TypeAlias = npt.NDArray[np.float64] | npt.NDArray[np.float32] | npt.NDArray[np.int64] | Tensor
+
+# Bytes of a memory-mapped array that are read at once.
+_PIECE_BYTES = 2**23
 
 RandomState: TypeAlias = int | np.random.RandomState | torch.Generator | None
 
@@ -179,7 +183,11 @@ def read_chunks(
     def again() -> Iterator[Chunk]:
         nonlocal form, learn
         first = 0
-        pieces: Iterable[object] = source() if callable(source) else cast("Iterable[object]", source)
+        pieces: Iterable[object]
+        if isinstance(source, np.memmap):
+            pieces = _pieces_of_file(source)
+        else:
+            pieces = source() if callable(source) else cast("Iterable[object]", source)
         for chunk in pieces:
             x, own = _parts_of(chunk)
             if hasattr(x, "__len__") and len(x) == 0:
@@ -201,9 +209,28 @@ def read_chunks(
     return Chunks(again, form, n_samples)
 
 
+def _pieces_of_file(array: np.memmap[Any, Any]) -> Iterator[object]:
+    """Yield copies of parts of a file, and give its pages back, which would otherwise fill the memory."""
+    step = max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
+    mapping = getattr(array, "_mmap", None)
+    for first in range(0, len(array), step):
+        yield np.array(array[first : first + step])
+        if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
+            mapping.madvise(mmap.MADV_DONTNEED)
+
+
+def _is_matrix(chunk: object) -> bool:
+    return getattr(chunk, "ndim", None) == 2
+
+
+def _is_pair(chunk: object) -> bool:
+    return isinstance(chunk, list | tuple) and bool(chunk) and _is_matrix(chunk[0])
+
+
 def _parts_of(chunk: object) -> tuple[object, object]:
     """Return the samples and the weights, if any, of a chunk."""
-    if isinstance(chunk, list | tuple) and chunk and hasattr(chunk[0], "ndim") and chunk[0].ndim == 2:
+    if _is_pair(chunk):
+        chunk = cast("list[object]", chunk)
         if len(chunk) > 2:
             raise ValueError(f"A chunk of `X` should be samples, or samples and weights. Found {len(chunk)} things.")
         return chunk[0], chunk[1] if len(chunk) == 2 else None
@@ -224,7 +251,7 @@ def is_chunked(x: object) -> bool:
     if isinstance(x, Tensor):
         return False
     if isinstance(x, list | tuple):
-        return bool(x) and all(getattr(chunk, "ndim", None) == 2 for chunk in x)
+        return bool(x) and all(_is_matrix(chunk) or _is_pair(chunk) for chunk in x)
     if callable(x) and not hasattr(x, "__array__"):
         return True
     random_access = hasattr(x, "__getitem__") or hasattr(x, "__array__") or hasattr(x, "shape")

@@ -69,6 +69,9 @@ _BATCH = 2**20
 # Bytes of samples up to which a copy of them, feature by feature, is kept between the steps: it makes them faster.
 _CACHED = 2**28
 
+# Bytes of a memory-mapped array up to which it is read as any other.
+_MAPPED = 2**26
+
 # The most samples that a start is made of where they come in chunks.
 _SAMPLED = 2**15
 
@@ -561,7 +564,7 @@ class GaussianMixture(BaseMixture):
 
     def _data(self, x: object, sample_weight: object) -> Data:
         """Return the samples to fit, whole or in chunks, without those of weight 0."""
-        if is_chunked(x):
+        if is_chunked(x) or (isinstance(x, np.memmap) and x.nbytes > _MAPPED):
             if self.missing:
                 raise ValueError("`missing` should be False for samples that come in chunks. Found True.")
             chunks = read_chunks(self, x, sample_weight, reset=True, missing=False)
