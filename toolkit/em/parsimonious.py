@@ -332,7 +332,7 @@ class Climber:
     ) -> None:
         self.model, self.reg_covar = model, reg_covar
         self.data = prepare(x, _view(model), n_components, sample_weight=sample_weight)
-        if reg_covar == 0:
+        if reg_covar == 0 and model[1:] != "II":
             _raise_if_constant(self.data)
 
     def step(self, parameters: GaussianParameters | ParsimoniousParameters) -> tuple[ParsimoniousParameters, float]:
@@ -421,6 +421,8 @@ def _raise_if_constant(data: Prepared) -> None:
 
 def start_type(model: CovarianceModel) -> CovarianceType:
     """Return the covariance type of the mixture that fits of a model start from."""
+    if model[1:] == "II":
+        return "spherical"
     return "diag" if model[2] == "I" else "tied"
 
 
