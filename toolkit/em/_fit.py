@@ -1,86 +1,112 @@
-"""Fits a Gaussian mixture by closed-form EM steps, from a start of one's own or one of the usual ones.
+"""Fits a Gaussian mixture by closed-form EM steps, from a start of one's own or some of the usual ones.
 
-N samples, D features, K components.
+N samples, D features, K components, R starts.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, all_gather_object, broadcast_object_list, get_rank, get_world_size
 
 from toolkit.blocks import no_graph
-from toolkit.em._fused import accumulate, maximise
-from toolkit.em._samples import Prepared, prepare
+from toolkit.em._fused import MomentsPrior, accumulate, maximise
+from toolkit.em._restarts import Mixtures, climb_together
+from toolkit.em._samples import FLOATS, Prepared, Rows, check_rows, prepare, rows_of
+from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian import (
     CovarianceType,
     GaussianParameters,
     check_covariance_type,
+    from_unconstrained,
     regularise,
+    to_unconstrained,
 )
 
-__all__ = ["Fit", "Init", "fit", "start"]
+__all__ = ["Fit", "GaussianPrior", "Init", "climb_prepared", "fit", "start"]
 
 Init = Literal["kmeans", "k-means++", "random_from_data"]
 
+# What `fit` found: the mixture in the data's floating-point type, and how.
+Fit: TypeAlias = Climb[GaussianParameters]
+
 _LLOYD_STEPS = 10
 
+# The most samples that are looked at to choose a start.
+_SEEDING = 2**16
 
-@dataclass(frozen=True, kw_only=True)
-class Fit:
-    """What `fit` found.
+# Of several starts climbed together, as many are climbed to the end; the others are dropped when they gain less, or
+# after so many steps.
+_FINALISTS = 3
+_HEATS = 1e-4
+_HEAT_STEPS = 100
 
-    Attributes:
-        parameters: The mixture, in the data's floating-point type.
-        log_likelihood: Of `parameters`, nats per sample.
-        converged: Whether the last step gained at most `tol`.
-        n_iter: EM steps from the start to `parameters`.
-        history: The log-likelihood at the start and after each of these steps; it never falls.
-    """
 
-    parameters: GaussianParameters
-    log_likelihood: float
-    converged: bool
-    n_iter: int
-    history: tuple[float, ...]
+class GaussianPrior(MomentsPrior, Protocol):
+    """A prior of a Gaussian mixture: see `toolkit.em.prior`."""
+
+    def log_density(self, parameters: GaussianParameters) -> Tensor:
+        """Return its log-density, nats."""
 
 
 @no_graph()
 def fit(
-    x: Tensor,
+    x: Tensor | Iterable[Any],
     n_components: int,
     *,
     covariance_type: CovarianceType = "full",
+    sample_weight: Tensor | None = None,
     tol: float = 1e-6,
     max_iter: int = 1000,
     n_init: int = 1,
     init: Init | GaussianParameters = "kmeans",
     reg_covar: float = 1e-6,
+    prior: GaussianPrior | None = None,
+    accelerate: Accelerate = "anderson",
+    cache: bool = True,
+    group: ProcessGroup | None = None,
+    callback: Callable[[int, float], None] | None = None,
     generator: torch.Generator | None = None,
 ) -> Fit:
     """Maximise the log-likelihood of a Gaussian mixture by EM.
 
-    Each step is `em_step`. A step that lowers the log-likelihood, by rounding or because `reg_covar` pulls away from
-    maximum likelihood, is not taken, and ends the fit.
+    Each step is `em_step`, or is extrapolated from several (see `climb`). A step that lowers the log-likelihood, by
+    rounding or because `reg_covar` pulls away from maximum likelihood, is not taken, and ends the fit.
 
     Args:
-        x: (N, D), float32 or float64, finite.
+        x: (N, D), float32 or float64, finite. Or chunks of it (B, D), arrays or tensors, alone or in pairs with their
+            weights (B,), from anything that can be read again for each pass: a list, a DataLoader, a memory-mapped
+            array, an object with ``__iter__``. Samples that are not kept by the caller are not kept here if `cache` is
+            False.
         n_components: K, at most N.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
-        tol: The fit has converged when a step gains no more, in nats per sample. What is still to gain is
-            ``tol / (1 - rate)`` at a linear rate of convergence, which is near 1 for components that overlap.
+        sample_weight: (N,), not negative: how often each sample counts. None: once.
+        tol: When the fit has converged, in nats per sample: see `climb`.
         max_iter: The most EM steps. 0 returns the start.
-        n_init: Fits from this many starts, of which the best is returned.
+        n_init: Climbs from this many starts, and returns the highest point. Starts climb together, in one pass over
+            the data for each step, until they gain less than 1e-4, or for 100 steps; only the three highest go on.
+            With ``accelerate="none"`` all go on. The history begins where the starts were compared.
         init: How to start (see `start`), or the start itself.
         reg_covar: Added to every variance, in the data's units squared.
+        prior: If given, the posterior is climbed, and ``log-likelihood + log-density of the prior / N`` is what the
+            result reports.
+        accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``: see `climb`.
+        cache: Whether the data are kept a second time, in the order in which a pass reads them. If not, each pass
+            brings them into it again, chunk by chunk, and memory is bounded.
+        group: Ranks of `torch.distributed`, each of which calls this function with its own part of the samples, which
+            may be none. All get the same result. Sufficient statistics are summed over them, once in each step.
+        callback: Called after each evaluation with the number of evaluations and the log-likelihood.
         generator: Randomness of the start. None is torch's global generator.
 
     Raises:
-        TypeError: If `x` is not a float32 or float64 tensor.
+        TypeError: If `x` is no float32 or float64 tensor, or chunks that can be read only once.
         ValueError: If an argument is out of range, `x` is not finite, or a covariance becomes singular.
 
     References:
@@ -93,29 +119,144 @@ def fit(
         (tensor([[9.0000],
                 [0.5000]]), True)
     """
-    _check(x, n_components, covariance_type, reg_covar)
+    _check_integer("n_components", n_components, 1)
+    check_covariance_type(covariance_type)
+    _check_not_negative("reg_covar", reg_covar)
     for name, value, least in (("max_iter", max_iter, 0), ("n_init", n_init, 1)):
         _check_integer(name, value, least)
     _check_not_negative("tol", tol)
+    rows = _checked_rows(x, sample_weight, n_components, group)
+    data = prepare(rows, covariance_type, n_components, cache=cache, group=group)
     if isinstance(init, GaussianParameters):
-        _check_start(init, x, n_components, covariance_type)
-    data = prepare(x, covariance_type, n_components)
-    fits = []
-    for _ in range(n_init):
-        if isinstance(init, GaussianParameters):
-            first = init
-        else:
-            first = start(
-                x,
-                n_components,
-                covariance_type=covariance_type,
-                init=init,
-                reg_covar=reg_covar,
-                generator=generator,
-            )
-        fits.append(_climb(first, data, tol, max_iter, reg_covar))
-    best = max(fits, key=lambda found: found.log_likelihood)
-    return dataclasses.replace(best, parameters=best.parameters.to(x.dtype))
+        _check_start(init, data, n_components, covariance_type)
+        starts = [init]
+    else:
+        seeds, weights = _seeding_sample(x, sample_weight, rows, data, generator)
+        choose = functools.partial(
+            _starts,
+            seeds,
+            weights,
+            n_components,
+            n_init,
+            covariance_type=covariance_type,
+            init=init,
+            reg_covar=reg_covar,
+            generator=generator,
+        )
+        starts = _on_first_rank(choose, group)
+
+    def ascend(first: GaussianParameters) -> Fit:
+        return climb_prepared(
+            first,
+            data=data,
+            reg_covar=reg_covar,
+            prior=prior,
+            accelerate=accelerate,
+            tol=tol,
+            max_iter=max_iter,
+            callback=callback,
+        )
+
+    if len(starts) == 1:
+        best = ascend(starts[0])
+    else:
+        plain = accelerate == "none"
+        tol, max_iter = (tol, max_iter) if plain else (max(tol, _HEATS), min(max_iter, _HEAT_STEPS))
+        best = _best_of(starts, data, None if plain else ascend, tol=tol, max_iter=max_iter, reg_covar=reg_covar)
+    return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
+
+
+@no_graph()
+def climb_prepared(
+    first: GaussianParameters,
+    *,
+    data: Prepared,
+    reg_covar: float,
+    prior: GaussianPrior | None,
+    accelerate: Accelerate,
+    tol: float,
+    max_iter: int,
+    callback: Callable[[int, float], None] | None,
+) -> Fit:
+    """Climb from one start on prepared data; float64.
+
+    Coordinates are those of the pass, in which features have the same size and are not correlated.
+    """
+    kind = first.covariance_type
+    likeness = first.to(torch.float64)
+    sizes = [value.numel() for value in to_unconstrained(likeness).values()]
+    shapes = [value.shape for value in to_unconstrained(likeness).values()]
+
+    def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
+        moments = accumulate(parameters, data)
+        value = float(moments.log_likelihood)
+        if prior is not None:
+            value += float(prior.log_density(parameters)) / data.total_weight
+        return maximise(moments, data, kind, reg_covar, prior), value
+
+    def pack(parameters: GaussianParameters) -> Tensor:
+        factor = parameters.precisions_cholesky
+        framed = dataclasses.replace(
+            parameters,
+            means=data.to_frame(parameters.means),
+            precisions_cholesky=factor if data.scale is None else data.scale.mT @ factor,
+        )
+        return torch.cat([value.reshape(-1) for value in to_unconstrained(framed).values()])
+
+    def unpack(position: Tensor) -> GaussianParameters:
+        if not bool(position.isfinite().all()):
+            raise ValueError("A jump should lead to finite coordinates.")
+        parts = [part.view(shape) for part, shape in zip(position.split(sizes), shapes, strict=True)]
+        framed = from_unconstrained(dict(zip(to_unconstrained(likeness), parts, strict=True)), kind)
+        factor = framed.precisions_cholesky
+        return dataclasses.replace(
+            framed,
+            means=data.from_frame(framed.means),
+            precisions_cholesky=factor
+            if data.scale is None
+            else torch.linalg.solve_triangular(data.scale.mT, factor, upper=True),
+        )
+
+    return climb(
+        em,
+        likeness,
+        pack=pack,
+        unpack=unpack,
+        accelerate=accelerate,
+        tol=tol,
+        max_iter=max_iter,
+        callback=callback,
+    )
+
+
+def _best_of(
+    starts: list[GaussianParameters],
+    data: Prepared,
+    ascend: Callable[[GaussianParameters], Fit] | None,
+    *,
+    tol: float,
+    max_iter: int,
+    reg_covar: float,
+) -> Fit:
+    """Climb from all starts together, and then, if it is told how, from where the highest are to the end."""
+    mixtures, values, steps, converged = climb_together(
+        Mixtures.of(starts, data), data, tol=tol, max_iter=max_iter, reg_covar=reg_covar
+    )
+    order = values.argsort(descending=True)
+    order = order[values[order].isfinite()]
+    if not len(order):
+        raise ValueError(
+            f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "
+            "regularisation (`reg_covar`), fewer components or a more restricted `covariance_type` help."
+        )
+    climbs = [
+        Climb(mixtures.one(index, data), float(values[index]), bool(converged[index]), int(steps[index]), (float(values[index]),))
+        for index in order[: _FINALISTS if ascend else 1].tolist()
+    ]
+    if ascend:
+        finals = [(climb.n_iter, ascend(climb.parameters)) for climb in climbs]
+        climbs = [dataclasses.replace(final, n_iter=before + final.n_iter) for before, final in finals]
+    return max(climbs, key=lambda found: found.log_likelihood)
 
 
 @no_graph()
@@ -124,6 +265,7 @@ def start(
     n_components: int,
     *,
     covariance_type: CovarianceType,
+    sample_weight: Tensor | None = None,
     init: Init = "kmeans",
     reg_covar: float = 1e-6,
     generator: torch.Generator | None = None,
@@ -137,6 +279,7 @@ def start(
         x: (N, D), float32 or float64, finite.
         n_components: K, at most N.
         covariance_type: As in `fit`.
+        sample_weight: (N,), not negative: how often each sample counts.
         init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
             from each other (Arthur & Vassilvitskii). ``"kmeans"``: those, improved by at most ten of Lloyd's steps.
         reg_covar: Added to every variance.
@@ -158,112 +301,207 @@ def start(
         tensor([[9.0000],
                 [0.5000]], dtype=torch.float64)
     """
-    _check(x, n_components, covariance_type, reg_covar)
+    _check_integer("n_components", n_components, 1)
+    check_covariance_type(covariance_type)
+    _check_not_negative("reg_covar", reg_covar)
+    _check(x, sample_weight, n_components)
+    return _starts(
+        x,
+        sample_weight,
+        n_components,
+        1,
+        covariance_type=covariance_type,
+        init=init,
+        reg_covar=reg_covar,
+        generator=generator,
+    )[0]
+
+
+def _starts(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    n_components: int,
+    n_starts: int,
+    *,
+    covariance_type: CovarianceType,
+    init: Init,
+    reg_covar: float,
+    generator: torch.Generator | None,
+) -> list[GaussianParameters]:
     if init not in get_args(Init):
         raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
-    centre = x.mean(0, dtype=torch.float64)
+    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    total = weights.sum()
+    centre = (weights @ x.double()) / total
     points = x - centre
-    if init == "random_from_data":
-        chosen = torch.randperm(len(x), generator=generator, device=_device(generator, x))[:n_components]
-        means = points[chosen.to(x.device)]
-    else:
-        means = _spread_out(points, n_components, generator)
+    together = max(1, 2**24 // (len(x) * max(n_components, x.shape[1])))
+    found = []
+    for first in range(0, n_starts, together):
+        count = min(together, n_starts - first)
+        if init == "random_from_data":
+            means = torch.stack([_distinct(points, weights, n_components, generator) for _ in range(count)])
+        else:
+            means = _spread_out(points, weights, n_components, count, generator)
+        means, nearest = _lloyd(points, weights, means, _LLOYD_STEPS if init == "kmeans" else 0)
+        for mean, label in zip(means, nearest, strict=True):
+            counts = torch.zeros_like(weights[:n_components]).index_add_(0, label, weights)
+            counts = counts.clamp(min=float(total) / len(x))
+            covariances = _common_covariance(points - mean[label], weights / total, n_components, covariance_type)
+            found.append(
+                GaussianParameters.from_covariances(
+                    weights=counts / counts.sum(),
+                    means=centre + mean,
+                    covariances=regularise(covariances, covariance_type, reg_covar),
+                    covariance_type=covariance_type,
+                )
+            )
+    return found
+
+
+def _common_covariance(residuals: Tensor, shares: Tensor, n_components: int, kind: CovarianceType) -> Tensor:
+    weighted = residuals * shares[:, None]
+    match kind:
+        case "full":
+            return (weighted.mT @ residuals).expand(n_components, -1, -1)
+        case "tied":
+            return weighted.mT @ residuals
+        case "diag":
+            return (weighted * residuals).sum(0).expand(n_components, -1)
+        case "spherical":
+            return (weighted * residuals).sum(0).mean().expand(n_components)
+
+
+def _distinct(points: Tensor, weights: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
+    """Choose different samples; those without weight are chosen only if there are not enough others."""
+    order = torch.randperm(len(points), generator=generator, device=_device(generator, points)).to(points.device)
+    order = order[(weights[order] == 0).to(torch.int8).argsort(stable=True)]
+    return points[order[:n_components]]
+
+
+def _spread_out(
+    points: Tensor, weights: Tensor, n_components: int, n_starts: int, generator: torch.Generator | None
+) -> Tensor:
+    """Choose samples one by one, each with probability proportional to its squared distance from those before it.
+
+    Returns:
+        (R, K, D).
+    """
+    distances = weights.expand(n_starts, -1)
+    chosen = []
+    for i in range(n_components):
+        cumulative = distances.cumsum(1)
+        draw = torch.rand(n_starts, 1, generator=generator, device=_device(generator, points), dtype=torch.float64)
+        index = torch.searchsorted(cumulative, draw.to(points.device) * cumulative[:, -1:], right=True)
+        chosen.append(points[index[:, 0].clamp(max=len(points) - 1)])
+        squares = (points - chosen[-1][:, None]).square().sum(2) * weights
+        distances = torch.minimum(distances, squares) if i else squares
+    return torch.stack(chosen, 1)
+
+
+def _lloyd(points: Tensor, weights: Tensor, means: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
+    """Return means (R, K, D) after so many of Lloyd's steps, and the nearest mean of each sample (R, N)."""
+    n_starts, n_components, n_features = means.shape
     nearest = _nearest(points, means)
-    for _ in range(_LLOYD_STEPS if init == "kmeans" else 0):
-        counts = nearest.bincount(minlength=n_components)[:, None]
-        sums = torch.zeros_like(means).index_add_(0, nearest, points)
-        means = torch.where(counts > 0, sums / counts, means)
+    weighted = points * weights[:, None]
+    offsets = n_components * torch.arange(n_starts, device=points.device)[:, None]
+    for _ in range(n_steps):
+        places = (nearest + offsets).view(-1)
+        counts = points.new_zeros(n_starts * n_components).index_add_(0, places, weights.repeat(n_starts))
+        sums = points.new_zeros(len(counts), n_features).index_add_(0, places, weighted.repeat(n_starts, 1))
+        moved = torch.where(counts[:, None] > 0, sums / counts[:, None], means.view(-1, n_features))
+        means = moved.view_as(means)
         before, nearest = nearest, _nearest(points, means)
         if torch.equal(nearest, before):
             break
-    shares = nearest.bincount(minlength=n_components).clamp(min=1).to(means.dtype)
-    residuals = points - means[nearest]
-    covariances: Tensor
-    match covariance_type:
-        case "full":
-            covariances = (residuals.mT @ residuals / len(x)).expand(n_components, -1, -1)
-        case "tied":
-            covariances = residuals.mT @ residuals / len(x)
-        case "diag":
-            covariances = residuals.square().mean(0).expand(n_components, -1)
-        case "spherical":
-            covariances = residuals.square().mean().expand(n_components)
-    return GaussianParameters.from_covariances(
-        weights=shares / shares.sum(),
-        means=centre + means,
-        covariances=regularise(covariances, covariance_type, reg_covar),
-        covariance_type=covariance_type,
-    )
-
-
-def _climb(first: GaussianParameters, data: Prepared, tol: float, max_iter: int, reg_covar: float) -> Fit:
-    """Take EM steps from one start until they gain too little."""
-    parameters, moments = first.to(torch.float64), accumulate(first, data)
-    history = [_finite(moments.log_likelihood)]
-    converged = False
-    while not converged and len(history) <= max_iter:
-        candidate = maximise(moments, data, first.covariance_type, reg_covar)
-        moments = accumulate(candidate, data)
-        value = _finite(moments.log_likelihood)
-        converged = value - history[-1] <= tol
-        if value >= history[-1]:
-            parameters = candidate
-            history.append(value)
-    return Fit(
-        parameters=parameters,
-        log_likelihood=history[-1],
-        converged=converged,
-        n_iter=len(history) - 1,
-        history=tuple(history),
-    )
-
-
-def _spread_out(points: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
-    """Choose samples one by one, each with probability proportional to its squared distance from those before it."""
-    distances = points.new_ones(len(points))
-    chosen = []
-    for i in range(n_components):
-        cumulative = distances.cumsum(0)
-        draw = torch.rand((), generator=generator, device=_device(generator, points), dtype=torch.float64)
-        index = torch.searchsorted(cumulative, draw.to(points.device) * cumulative[-1], right=True)
-        chosen.append(points[index.clamp(max=len(points) - 1)])
-        squares = (points - chosen[-1]).square().sum(1)
-        distances = torch.minimum(distances, squares) if i else squares
-    return torch.stack(chosen)
+    return means, nearest
 
 
 def _nearest(points: Tensor, means: Tensor) -> Tensor:
-    """Return the index of the nearest mean of each point, (N,)."""
-    half_squares = means.square().sum(1) / 2
-    size = max(1, 2**22 // len(means))
-    return torch.cat([(half_squares - part @ means.mT).argmin(1) for part in points.split(size)])
+    """Return the index of the nearest mean of each point, (R, N)."""
+    half_squares = means.square().sum(2)[..., None] / 2
+    size = max(1, 2**22 // means[:, :, 0].numel())
+    return torch.cat([(half_squares - means @ part.mT).argmin(1) for part in points.split(size)], 1)
 
 
 def _device(generator: torch.Generator | None, x: Tensor) -> torch.device:
     return x.device if generator is None else generator.device
 
 
-def _finite(value: Tensor) -> float:
-    number = float(value)
-    if not math.isfinite(number):
-        raise ValueError(f"The log-likelihood should be finite. Found {number}: `x` is too large for its type.")
-    return number
+def _checked_rows(
+    x: Tensor | Iterable[Any], sample_weight: Tensor | None, n_components: int, group: ProcessGroup | None
+) -> Rows:
+    if isinstance(x, Tensor):
+        _check(x, sample_weight, n_components if group is None else 0)
+        return rows_of(x, sample_weight)
+    if not isinstance(x, Iterable) or (isinstance(x, np.ndarray) and not isinstance(x, np.memmap)):
+        raise TypeError(f"`x` should be a float32 or float64 tensor, or chunks. Found {type(x).__name__}.")
+    if sample_weight is not None:
+        raise TypeError("Chunks should come in pairs with their weights. Found `sample_weight` beside them.")
+    return check_rows(x)
 
 
-def _check(x: Tensor, n_components: int, covariance_type: CovarianceType, reg_covar: float) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+def _seeding_sample(
+    x: Tensor | Iterable[Any],
+    sample_weight: Tensor | None,
+    rows: Rows,
+    data: Prepared,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return all samples and weights, or so many of them, drawn at random, that a start can be chosen from."""
+    if isinstance(x, Tensor) and len(x) <= _SEEDING and data.group is None:
+        return x, sample_weight
+    # Each sample gets a random key; those with the smallest keys are kept (a reservoir).
+    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    size = _SEEDING if data.group is None else math.ceil(_SEEDING / get_world_size(data.group))
+    for part, weights in rows(2**14):
+        keys = torch.rand(len(part), generator=generator, device=_device(generator, part), dtype=torch.float64)
+        own = part.new_ones(len(part)) if weights is None else weights
+        kept.append((keys.to(part.device), part, own))
+        if sum(len(keys) for keys, _, _ in kept) > 2 * size:
+            kept = [_smallest(kept, size)]
+    _, seeds, weights = _smallest(kept, size)
+    if data.group is not None:
+        gathered: list[Any] = [None] * get_world_size(data.group)
+        all_gather_object(gathered, (seeds.cpu(), weights.cpu()), group=data.group)
+        seeds = torch.cat([part for part, _ in gathered]).to(seeds.device)
+        weights = torch.cat([part for _, part in gathered]).to(seeds.device)
+    return seeds, weights
+
+
+def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys, samples, weights = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    # In their order, so that nothing depends on how they were cut into chunks.
+    order = keys.argsort()[:size].sort().values
+    return keys[order], samples[order], weights[order]
+
+
+def _on_first_rank(
+    choose: Callable[[], list[GaussianParameters]], group: ProcessGroup | None
+) -> list[GaussianParameters]:
+    """Return what the first rank chooses, to all ranks."""
+    if group is None:
+        return choose()
+    chosen: list[Any] = [choose() if get_rank(group) == 0 else None]
+    broadcast_object_list(chosen, group=group, group_src=0)
+    return list(chosen[0])
+
+
+def _check(x: Tensor, sample_weight: Tensor | None, n_components: int) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
-    if x.ndim != 2 or 0 in x.shape:
+    if x.ndim != 2 or x.shape[1] == 0 or (n_components and len(x) == 0):
         raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
     if not bool(x.isfinite().all()):
         row = int((~x.isfinite()).any(1).nonzero()[0])
         raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {row}.")
-    _check_integer("n_components", n_components, 1)
     if n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
-    check_covariance_type(covariance_type)
-    _check_not_negative("reg_covar", reg_covar)
+    if sample_weight is not None:
+        if sample_weight.shape != x.shape[:1]:
+            raise ValueError(f"`sample_weight` should have shape ({len(x)},). Found {tuple(sample_weight.shape)}.")
+        if not bool(((sample_weight >= 0) & sample_weight.isfinite()).all()) or not bool((sample_weight > 0).any()):
+            raise ValueError("`sample_weight` should be finite, not negative and not all 0. Found others.")
 
 
 def _check_integer(name: str, value: int, least: int) -> None:
@@ -278,8 +516,8 @@ def _check_not_negative(name: str, value: float) -> None:
         raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
 
 
-def _check_start(init: GaussianParameters, x: Tensor, n_components: int, covariance_type: CovarianceType) -> None:
+def _check_start(init: GaussianParameters, data: Prepared, n_components: int, covariance_type: CovarianceType) -> None:
     found = (init.n_components, init.n_features, init.covariance_type)
-    expected = (n_components, x.shape[1], covariance_type)
+    expected = (n_components, data.centre.shape[0], covariance_type)
     if found != expected:
         raise ValueError(f"`init` should have (n_components, n_features, covariance_type) {expected}. Found {found}.")

@@ -18,9 +18,9 @@ r"""The closed-form EM step as one pass over the data, with bounded memory.
   its own triangular product in the E-step and symmetric one in the M-step, which are half of the general ones.
 
 What keeps it exact: data are centred, and whitened where covariances are correlated, so that the expansion cancels
-only as far as a component is narrower than the data. When the digits lost would show, arithmetic is in float64
-(`_SINGLE`), and beyond `_EXPANDED` moments are taken about each component's own mean, which do not cancel. Sums are in
-float64 whatever the data are.
+only as far as a component is narrower than the data. When the digits lost would show (`_EXPANDED`), float32 data are
+expanded in float64, and beyond that moments are taken about each component's own mean, which do not cancel. Sums are
+in float64 whatever the data are.
 
 B samples of a chunk, D features, K components, F features of features.
 """
@@ -51,11 +51,12 @@ from toolkit.em.gaussian import (
 
 __all__ = ["Moments", "MomentsPrior", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
 
-# The largest mean squared distance of the data from a component, in units of its covariance, for which arithmetic is
-# in float32, and for which the expansion is used in float64. The log-likelihood loses about a hundredth of a machine
-# epsilon times it.
-_SINGLE = 2000.0
-_EXPANDED = 1e6
+# The largest mean squared distance of the data from a component, in units of its covariance, for which the expansion is
+# used. The log-likelihood loses about a twentieth of a machine epsilon times it: 3e-6 nats, and 1e-11.
+_EXPANDED = {torch.float32: 400.0, torch.float64: 1e6}
+
+# The largest for which differences from a component's mean are taken in float32: 1e-6 nats are lost.
+_SINGLE = 1e6
 
 # Below these a power of two is denormal.
 _SMALLEST_EXPONENT = {torch.float32: -126.0, torch.float64: -1022.0}
@@ -139,12 +140,13 @@ def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
     framed = _Framed.of(parameters.to(torch.float64), data)
     n_components, n_features = framed.means.shape
     distance = framed.mean_squared_distance(data.scatter)
-    dtype = data.dtype if distance <= _SINGLE else torch.float64
     few = framed.kind == "full" and 4 * n_components <= n_features
-    if few or distance > _EXPANDED:
+    if few or distance > _EXPANDED[torch.float64]:
         on_cpu = framed.kind == "full" and data.centre.device.type == "cpu"
+        dtype = data.dtype if distance <= _SINGLE else torch.float64
         moments = _moments_by_triangles(framed, data, dtype) if on_cpu else _moments_about_means(framed, data)
     else:
+        dtype = data.dtype if distance <= _EXPANDED[data.dtype] else torch.float64
         moments = _moments_by_expansion(framed, data, dtype)
     return dataclasses.replace(moments, log_likelihood=moments.log_likelihood / data.total_weight)
 
@@ -215,9 +217,7 @@ class _Framed:
         match self.kind:
             case "full":
                 precisions = self.factor @ self.factor.mT
-                # Products (i, j) with i <= j; those below the diagonal, which a block has as well, count nothing.
-                once = -precisions.triu(1) - 0.5 * torch.diag_embed(precisions.diagonal(dim1=-2, dim2=-1))
-                quadratic = torch.cat([once[:, rows, first:].flatten(1) for rows, first in _blocks(self.means)], 1)
+                quadratic = quadratic_form(-0.5 * precisions)
                 linear = (precisions @ self.means[..., None])[..., 0]
             case "tied":
                 quadratic = self.means[:, :0]
@@ -231,23 +231,25 @@ class _Framed:
         return quadratic, linear, self.constant - 0.5 * (linear * self.means).sum(-1)
 
 
-def _blocks(means: Tensor) -> Iterator[tuple[slice, int]]:
-    """Return rows i of each block of products (i, j), and its first j: four rows at once waste little and are fast."""
-    n_features = means.shape[1]
-    for first in range(0, n_features, 4):
-        yield slice(first, min(first + 4, n_features)), first
+def _blocks(n_features: int) -> Iterator[tuple[slice, int]]:
+    """Return rows i of each block of products (i, j), and its first j.
+
+    A block of several rows is written at once; it wastes the products below its diagonal.
+    """
+    height = 1 if n_features <= 4 else 2 if n_features <= 32 else 4
+    for first in range(0, n_features, height):
+        yield slice(first, min(first + height, n_features)), first
 
 
 class _Expansion:
     """Writes the features of features of a chunk, in groups of rows that fit the cache."""
 
-    def __init__(self, kind: CovarianceType, means: Tensor, length: int, dtype: torch.dtype) -> None:
+    def __init__(self, kind: CovarianceType, n_features: int, length: int, *, like: Tensor) -> None:
         self.kind = kind
-        self.n_features = n_features = means.shape[1]
+        self.n_features = n_features
         self.groups: list[list[tuple[slice, int, int]]] = [[]]  # of (rows, first column, offset in the group)
         self.sizes = [0]
-        blocks = list(_blocks(means)) if kind == "full" else []
-        for rows, first in blocks:
+        for rows, first in _blocks(n_features) if kind == "full" else ():
             size = (rows.stop - rows.start) * (n_features - first)
             if self.sizes[-1] and self.sizes[-1] + size > _GROUP:
                 self.groups.append([])
@@ -258,7 +260,7 @@ class _Expansion:
             self.sizes = [n_features if kind == "diag" else 1]
         # The last group also has the features themselves, and 1.
         self.widths = [*self.sizes[:-1], self.sizes[-1] + n_features + 1]
-        self.buffer = means.new_empty((max(self.widths), length), dtype=dtype)
+        self.buffer = like.new_empty(max(self.widths), length)
 
     def write(self, group: int, z: Tensor) -> Tensor:
         """Return the features of features of one group (F, B), which are overwritten by the next."""
@@ -282,54 +284,15 @@ class _Expansion:
 
 def _moments_by_expansion(framed: _Framed, data: Prepared, dtype: torch.dtype) -> Moments:
     quadratic, linear, constant = framed.coefficients()
-    n_components, n_features = framed.means.shape
-    # A shift of all log-joints, so that their exponentials need no maximum. What is tied leaves a part out.
-    shift = float(framed.constant.max()) - _SHIFT[dtype] if framed.kind != "tied" else 0.0
-    theta = _LOG2_E * torch.cat([quadratic, linear, constant[:, None] - shift], 1)
-    expansion: _Expansion | None = None
-    buffers = torch.empty(0)
-    sums = torch.zeros_like(theta)
-    total = theta.new_zeros(())
-    bounded = framed.kind != "tied" and theta.device.type == "cpu"
-    for z, weights in _in(dtype, data):
-        length = z.shape[1]
-        if expansion is None or length > buffers.shape[1]:
-            expansion = _Expansion(framed.kind, framed.means, length, dtype)
-            buffers = theta.new_empty((n_components, length), dtype=dtype)
-            coefficients = theta.to(dtype).split(expansion.widths, 1)
-            statistics = sums.split(expansion.widths, 1)
-        joint = buffers[:, :length]
-        phi = _log_joint(expansion, coefficients, z, joint)
-        densities = _exponentials(joint) if bounded else None
-        if densities is None:
-            # A sample is too far away for a fixed shift. In the rest of the pass there may be more of them.
-            if bounded:
-                phi = _log_joint(expansion, coefficients, z, joint)
-            bounded = False
-            peak = joint.amax(0)
-            densities = _exponentials(joint.sub_(peak), least=0.0)
-            assert densities is not None
-            total += _dot(peak, weights) / _LOG2_E
-        total += _dot(densities.log(), weights)
-        share = densities.reciprocal_() if weights is None else weights.to(dtype) / densities
-        by_component = len(expansion.sizes) > 1 or n_components <= len(phi)
-        if by_component:
-            joint.mul_(share)
-        for group, statistic in enumerate(statistics):
-            if len(expansion.sizes) > 1:
-                phi = expansion.write(group, z)
-            if not by_component:
-                phi = phi.mul_(share)
-            if dtype == torch.float64:
-                statistic.addmm_(joint, phi.mT)
-            else:
-                statistic += joint @ phi.mT
-    sums, total = total_over_ranks(data.group, sums, total)
-    total += data.total_weight * shift
-    quadratic, first, counts = sums.split([sums.shape[1] - n_features - 1, n_features, 1], 1)
+    n_features = framed.means.shape[1]
+    theta = torch.cat([quadratic, linear, constant[:, None]], 1)
+    # What is tied leaves a part of the log-joint out, and so has no highest value.
+    highest = framed.constant.max() if framed.kind != "tied" else None
+    sums, total = expanded_sums(framed.kind, theta[None], highest, data, dtype)
+    quadratic, first, counts = sums[0].split([sums.shape[2] - n_features - 1, n_features, 1], 1)
     match framed.kind:
         case "full":
-            second = _symmetric(quadratic, framed.means)
+            second = symmetric_products(quadratic, n_features)
         case "tied":
             second = data.total_weight * data.scatter
             total = total - 0.5 * data.total_weight * framed.mean_squared_distance(data.scatter)
@@ -337,7 +300,72 @@ def _moments_by_expansion(framed: _Framed, data: Prepared, dtype: torch.dtype) -
             second = quadratic
         case "spherical":
             second = quadratic[:, 0]
-    return Moments(counts[:, 0], first, second, torch.zeros_like(first), total)
+    return Moments(counts[:, 0], first, second, torch.zeros_like(first), total[0])
+
+
+@no_graph()
+def expanded_sums(
+    kind: CovarianceType, theta: Tensor, highest: Tensor | None, data: Prepared, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return sums of features of features by responsibility, and of log-densities, of R mixtures in one pass.
+
+    Args:
+        kind: The type.
+        theta: (R, K, F), float64: log-joints as functions of the features of features.
+        highest: Scalar: what no log-joint exceeds, or None if that is not known.
+        data: The data.
+        dtype: In which the pass is computed.
+
+    Returns:
+        (R, K, F) and (R,), float64.
+    """
+    n_mixtures, n_components, _ = theta.shape
+    n_features = data.centre.shape[0]
+    # A shift of all log-joints, so that their exponentials need no maximum.
+    shift = float(highest) - _SHIFT[dtype] if highest is not None else 0.0
+    bounded = highest is not None and theta.device.type == "cpu"
+    in_bits = _LOG2_E * theta.flatten(0, 1)
+    in_bits[:, -1] -= _LOG2_E * shift
+    sums, total = torch.zeros_like(in_bits), theta.new_zeros(n_mixtures)
+    expansion: _Expansion | None = None
+    buffer = torch.empty(0, 0)
+    for z, weights in _in(dtype, data):
+        length = z.shape[1]
+        if expansion is None or length > buffer.shape[1]:
+            expansion = _Expansion(kind, n_features, length, like=in_bits.to(dtype))
+            buffer = in_bits.new_empty((len(in_bits), length), dtype=dtype)
+            coefficients = in_bits.to(dtype).split(expansion.widths, 1)
+            statistics = sums.split(expansion.widths, 1)
+        flat = buffer[:, :length]
+        phi = _log_joint(expansion, coefficients, z, flat)
+        joint = flat.unflatten(0, (n_mixtures, n_components))
+        densities = _exponentials(joint) if bounded else None
+        if densities is None:
+            # A sample is too far away for a fixed shift. In the rest of the pass there may be more of them.
+            if bounded:
+                phi = _log_joint(expansion, coefficients, z, flat)
+            bounded = False
+            peak = joint.amax(1, keepdim=True)
+            densities = _exponentials(joint.sub_(peak), least=0.0)
+            assert densities is not None
+            total += _dot(peak[:, 0], weights) / _LOG2_E
+        total += _dot(densities.log(), weights)
+        share = densities.reciprocal_() if weights is None else weights.to(dtype) / densities
+        many = len(expansion.sizes) > 1
+        by_component = many or n_mixtures > 1 or n_components <= len(phi)
+        if by_component:
+            joint.mul_(share[:, None])
+        for group, statistic in enumerate(statistics):
+            if many:
+                phi = expansion.write(group, z)
+            if not by_component:
+                phi = phi.mul_(share)
+            if dtype == torch.float64:
+                statistic.addmm_(flat, phi.mT)
+            else:
+                statistic += flat @ phi.mT
+    sums, total = total_over_ranks(data.group, sums, total)
+    return sums.view_as(theta), total + data.total_weight * shift
 
 
 def _log_joint(expansion: _Expansion, coefficients: tuple[Tensor, ...], z: Tensor, out: Tensor) -> Tensor:
@@ -352,20 +380,20 @@ def _log_joint(expansion: _Expansion, coefficients: tuple[Tensor, ...], z: Tenso
 
 
 def _exponentials(joint: Tensor, least: float | None = None) -> Tensor | None:
-    """Turn shifted log-joints (K, B), in bits, into densities in place, and return their sum (B,).
+    """Turn shifted log-joints (..., K, B), in bits, into densities in place, and return their sums (..., B).
 
     Or None, if a sample is so far away from every component that its densities would lose digits to the clamp.
     """
     joint.clamp_(min=_SMALLEST_EXPONENT[joint.dtype]).exp2_()
-    total = joint.sum(0)
+    total = joint.sum(-2)
     if least is None:
         least = math.exp(-_SHIFT[joint.dtype])
     return total if float(total.min()) > least else None
 
 
 def _dot(values: Tensor, weights: Tensor | None) -> Tensor:
-    """Return the sum of values (B,), weighted, in float64."""
-    return values.sum(dtype=torch.float64) if weights is None else values.double() @ weights.double()
+    """Return the sum of values (..., B), weighted, in float64."""
+    return values.sum(-1, dtype=torch.float64) if weights is None else values.double() @ weights.double()
 
 
 def _in(dtype: torch.dtype, data: Prepared) -> Iterator[Chunk]:
@@ -374,16 +402,24 @@ def _in(dtype: torch.dtype, data: Prepared) -> Iterator[Chunk]:
             yield z.to(dtype), weights
 
 
-def _symmetric(quadratic: Tensor, means: Tensor) -> Tensor:
-    """Return second moments (K, D, D) from those of the products of all blocks, side by side (K, .)."""
-    n_components, n_features = means.shape
-    second = quadratic.new_zeros(n_components, n_features, n_features)
+def quadratic_form(matrices: Tensor) -> Tensor:
+    """Return symmetric matrices (..., D, D) as coefficients of the products of all blocks, side by side (..., .).
+
+    Those of i < j count for j > i as well; those below the diagonal, which a block has as well, count nothing.
+    """
+    once = 2 * matrices.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
+    return torch.cat([once[..., rows, first:].flatten(-2) for rows, first in _blocks(matrices.shape[-1])], -1)
+
+
+def symmetric_products(products: Tensor, n_features: int) -> Tensor:
+    """Return second moments (..., D, D) from those of the products of all blocks, side by side (..., .)."""
+    second = products.new_empty(*products.shape[:-1], n_features, n_features)
     offset = 0
-    for rows, first in _blocks(means):
+    for rows, first in _blocks(n_features):
         height, width = rows.stop - rows.start, n_features - first
-        part = quadratic[:, offset : offset + height * width].unflatten(1, (height, width))
-        second[:, rows, first:] = part
-        second[:, first:, rows] = part.mT
+        part = products[..., offset : offset + height * width].unflatten(-1, (height, width))
+        second[..., rows, first:] = part
+        second[..., first:, rows] = part.mT
         offset += height * width
     return second
 

@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from toolkit.blocks import no_graph
 
-__all__ = ["Chunk", "Prepared", "Rows", "chunk_length", "check_rows", "prepare", "rows_of", "total_over_ranks"]
+__all__ = ["Chunk", "Prepared", "Rows", "check_rows", "chunk_length", "prepare", "rows_of", "total_over_ranks"]
 
 # Samples (B, D) and their weights (B,), or None if all are 1.
 Chunk: TypeAlias = tuple[Tensor, Tensor | None]
@@ -31,8 +31,9 @@ Chunk: TypeAlias = tuple[Tensor, Tensor | None]
 # Gives all samples anew, chunk by chunk, each time it is called.
 Rows: TypeAlias = Callable[[int], Iterator[Chunk]]
 
-# Bytes of a chunk's working set: the second-level cache of a core, or enough to fill a GPU.
-_CHUNK_BYTES = {"cpu": 2**20, "cuda": 2**28}
+# Bytes of a chunk's working set: so much that calls cost little, so little that caches hold most of it; or enough to
+# fill a GPU.
+_CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -127,7 +128,7 @@ def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
     n_features = like.shape[1]
     expanded = {"full": min(n_features * (n_features + 1) // 2, 128), "diag": n_features}.get(covariance_type, 1)
     per_sample = (expanded + 2 * n_features + 2 * n_components) * like.element_size()
-    return min(max(_CHUNK_BYTES.get(like.device.type, 2**20) // per_sample, 512), 2**20)
+    return min(max(_CHUNK_BYTES.get(like.device.type, 2**22) // per_sample, 512), 2**20)
 
 
 def rows_of(x: Tensor, sample_weight: Tensor | None) -> Rows:
@@ -213,10 +214,8 @@ def _moments(
     One pass: the moments of each chunk about its own mean are merged (Chan, Golub & LeVeque 1983, equation 2.1).
     """
     n_features = like.shape[1]
-    options = {"dtype": torch.float64, "device": like.device}
-    shape = (n_features, n_features) if correlated else (n_features,)
-    weight = torch.zeros((), **options)
-    mean, scatter = torch.zeros(n_features, **options), torch.zeros(shape, **options)
+    mean = torch.zeros(n_features, dtype=torch.float64, device=like.device)
+    weight, scatter = mean.sum(), mean[:, None] * mean if correlated else mean
     for part, weights in chunks:
         if not len(part):
             continue

@@ -1,0 +1,177 @@
+r"""Many starts of one Gaussian mixture at once: seeding, Lloyd's steps and EM steps of all of them in one pass.
+
+For small data a step costs what its calls cost, whatever they work on; for large data the matrix products of many
+components are more efficient than those of few. Both make R starts together much cheaper than R starts in turn.
+
+Everything is in the coordinates of the pass (`toolkit.em._samples`), in which EM is the same.
+
+N samples, D features, K components, R starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em._fused import expanded_sums, quadratic_form, symmetric_products
+from toolkit.em._samples import Prepared
+from toolkit.em.gaussian import CovarianceType, GaussianParameters, soft_counts
+
+__all__ = ["Mixtures", "climb_together"]
+
+
+@dataclass(frozen=True)
+class Mixtures:
+    """R mixtures in the coordinates of the pass, float64.
+
+    `log_weights` (R, K), `means` (R, K, D); `factor`: upper triangular factors of the precisions, (R, K, D, D) for
+    full, (R, D, D) for tied, (R, K, D) for diag, (R, K) for spherical.
+    """
+
+    log_weights: Tensor
+    means: Tensor
+    factor: Tensor
+    kind: CovarianceType
+
+    @classmethod
+    def of(cls, starts: list[GaussianParameters], data: Prepared) -> Mixtures:
+        """Return these mixtures of samples in the coordinates of the pass."""
+        factor = torch.stack([start.precisions_cholesky.double() for start in starts])
+        return cls(
+            log_weights=torch.stack([start.log_weights.double() for start in starts]),
+            means=torch.stack([data.to_frame(start.means.double()) for start in starts]),
+            factor=factor if data.scale is None else data.scale.mT @ factor,
+            kind=starts[0].covariance_type,
+        )
+
+    def one(self, index: int, data: Prepared) -> GaussianParameters:
+        """Return one of them, as a mixture of samples."""
+        factor = self.factor[index]
+        return GaussianParameters(
+            log_weights=self.log_weights[index],
+            means=data.from_frame(self.means[index]),
+            precisions_cholesky=factor
+            if data.scale is None
+            else torch.linalg.solve_triangular(data.scale.mT, factor, upper=True),
+            covariance_type=self.kind,
+        )
+
+    def __getitem__(self, which: Tensor) -> Mixtures:
+        """Return some of them."""
+        return Mixtures(self.log_weights[which], self.means[which], self.factor[which], self.kind)
+
+
+@no_graph()
+def climb_together(
+    mixtures: Mixtures, data: Prepared, *, tol: float, max_iter: int, reg_covar: float
+) -> tuple[Mixtures, Tensor, Tensor, Tensor]:
+    """Take EM steps from every start until each gains too little.
+
+    A start that leads to a singular covariance ends with a log-likelihood of minus infinity.
+
+    Returns:
+        The mixtures, their log-likelihoods (R,) in nats per sample, the steps taken (R,), and whether each converged.
+    """
+    n_starts = len(mixtures.means)
+    steps = torch.zeros(n_starts, dtype=torch.int64, device=mixtures.means.device)
+    values = mixtures.means.new_full((n_starts,), -math.inf)
+    converged = torch.zeros_like(steps, dtype=torch.bool)
+    found = [mixtures.log_weights.clone(), mixtures.means.clone(), mixtures.factor.clone()]
+    ridge = _ridge(data, mixtures.kind, reg_covar)
+    climbing, now = torch.arange(n_starts, device=steps.device), mixtures
+    for step in range(max_iter + 1):
+        after, value = _step(now, data, ridge)
+        gain = value - values[climbing]
+        better = gain >= 0
+        for whole, part in zip(found, (now.log_weights, now.means, now.factor), strict=True):
+            whole[climbing[better]] = part[better]
+        values[climbing[better]] = value[better]
+        values[climbing[~value.isfinite()]] = -math.inf
+        steps[climbing[better]] = step
+        goes_on = better & ((gain > tol) | (step == 0))
+        converged[climbing] = ~goes_on & value.isfinite()
+        if not bool(goes_on.any()):
+            break
+        climbing, now = climbing[goes_on], after if bool(goes_on.all()) else after[goes_on]
+    return Mixtures(found[0], found[1], found[2], mixtures.kind), values, steps, converged
+
+
+def _ridge(data: Prepared, kind: CovarianceType, reg_covar: float) -> Tensor | float:
+    """Return what regularisation adds to a covariance in the coordinates of the pass."""
+    if data.scale is None or kind in ("diag", "spherical"):
+        return reg_covar
+    whitening: Tensor = torch.linalg.inv(data.scale)
+    return reg_covar * (whitening @ whitening.mT)
+
+
+def _step(mixtures: Mixtures, data: Prepared, ridge: Tensor | float) -> tuple[Mixtures, Tensor]:
+    """Return all mixtures after an EM step, and their log-likelihoods before it, (R,)."""
+    kind, means, factor = mixtures.kind, mixtures.means, mixtures.factor
+    n_features = means.shape[2]
+    log_determinants = _log_determinants(factor, kind, n_features)
+    if data.scale is not None:
+        log_determinants = log_determinants - data.scale.diagonal().log().sum()
+    constant = mixtures.log_weights + log_determinants - 0.5 * n_features * math.log(2 * math.pi)
+    match kind:
+        case "full":
+            precisions = factor @ factor.mT
+            quadratic, linear = quadratic_form(-0.5 * precisions), (precisions @ means[..., None])[..., 0]
+        case "tied":
+            quadratic, linear = means[..., :0], means @ factor @ factor.mT
+        case "diag":
+            quadratic, linear = -0.5 * factor.square(), factor.square() * means
+        case "spherical":
+            quadratic, linear = -0.5 * factor.square()[..., None], factor.square()[..., None] * means
+    theta = torch.cat([quadratic, linear, (constant - 0.5 * (linear * means).sum(-1))[..., None]], -1)
+    highest = constant.max() if kind != "tied" else None
+    sound = theta.isfinite().all(-1).all(-1)
+    theta = torch.where(sound[:, None, None], theta, 0.0)
+    sums, total = expanded_sums(kind, theta, highest, data, torch.float64)
+    products, first, counts = sums.split([sums.shape[2] - n_features - 1, n_features, 1], 2)
+    counts = soft_counts(counts[..., 0])
+    moved = first / counts[..., None]
+    if kind == "tied":
+        total = total - 0.5 * data.total_weight * ((data.scatter @ factor) * factor).sum((-1, -2))
+    match kind:
+        case "full":
+            covariances = symmetric_products(products, n_features) / counts[..., None, None]
+            covariances = covariances - moved[..., :, None] * moved[..., None, :] + ridge
+        case "tied":
+            covariances = data.scatter - (counts[..., None] * moved).mT @ moved / data.total_weight + ridge
+        case "diag":
+            covariances = products / counts[..., None] - moved.square() + ridge
+        case "spherical":
+            covariances = (products[..., 0] / counts - moved.square().sum(-1)) / n_features + ridge
+    log_weights = counts.log() - counts.sum(-1, keepdim=True).log()
+    after = Mixtures(log_weights, moved, _factor(covariances, kind), kind)
+    return after, torch.where(sound, total / data.total_weight, -math.inf)
+
+
+def _log_determinants(factor: Tensor, kind: CovarianceType, n_features: int) -> Tensor:
+    match kind:
+        case "full":
+            return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        case "tied":
+            return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)[:, None]
+        case "diag":
+            return factor.log().sum(-1)
+        case "spherical":
+            return n_features * factor.log()
+
+
+def _factor(covariances: Tensor, kind: CovarianceType) -> Tensor:
+    """Return the upper triangular factors of the precisions; NaN where a covariance is singular."""
+    if kind in ("diag", "spherical"):
+        return torch.where(covariances > 0, covariances, math.nan).rsqrt()
+    n_features = covariances.shape[-1]
+    lower, failed = torch.linalg.cholesky_ex(covariances)
+    diagonal = lower.diagonal(dim1=-2, dim2=-1)
+    least = n_features * torch.finfo(lower.dtype).eps * covariances.diagonal(dim1=-2, dim2=-1)
+    sound = (failed == 0) & (diagonal.square() > least).all(-1)
+    eye = torch.eye(n_features, dtype=lower.dtype, device=lower.device)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False)
+    return torch.where(sound[..., None, None], inverse.mT, math.nan)
