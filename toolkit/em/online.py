@@ -1,0 +1,488 @@
+r"""Gaussian mixtures from batch after batch: online EM, which forgets, and incremental EM, which remembers each batch.
+
+Both keep expected sufficient statistics instead of samples: what each component was responsible for, its mean, and the
+scatter about that mean. Statistics are merged without a difference of raw moments, so an offset of the data costs
+nothing. A batch is reduced to its statistics by the same pass as in `em_step`.
+
+==============  ==========================================  ==========================================================
+algorithm       statistics after a batch                    for
+==============  ==========================================  ==========================================================
+`online_step`   mixed with the batch's by the step size     more data than can be read twice, or that drift
+`incremental_   the batch's own are replaced; the rest are  data read several times: each batch improves the mixture
+step`           kept                                        at once, and the free energy never falls
+==============  ==========================================  ==========================================================
+
+B samples of a batch, D features, K components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em._fused import accumulate
+from toolkit.em._samples import prepare
+from toolkit.em.gaussian import (
+    CovarianceType,
+    GaussianParameters,
+    check_features,
+    precisions_cholesky,
+    regularise,
+    soft_counts,
+)
+from toolkit.em.prior import Prior
+
+__all__ = [
+    "IncrementalState",
+    "OnlineState",
+    "Statistics",
+    "incremental_start",
+    "incremental_step",
+    "online_start",
+    "online_step",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Statistics:
+    """What the M-step needs of samples weighed by responsibilities, float64.
+
+    Attributes:
+        counts: (K,): sums of responsibilities.
+        means: (K, D): of the samples, weighed by responsibilities; any finite value where the count is 0.
+        scatter: Sums of second moments about `means`: (K, D, D) for full, their sum over components (D, D) for tied,
+            (K, D) for diag, (K,) summed over features for spherical.
+        covariance_type: The type.
+    """
+
+    counts: Tensor
+    means: Tensor
+    scatter: Tensor
+    covariance_type: CovarianceType
+
+    @classmethod
+    def implied_by(cls, parameters: GaussianParameters) -> Statistics:
+        """Return the statistics, with a total count of 1, whose M-step gives these parameters back."""
+        weights, covariances = parameters.weights, parameters.covariances
+        scatter = {
+            "full": lambda: weights[:, None, None] * covariances,
+            "tied": lambda: covariances,
+            "diag": lambda: weights[:, None] * covariances,
+            "spherical": lambda: parameters.n_features * weights * covariances,
+        }[parameters.covariance_type]()
+        return cls(counts=weights, means=parameters.means, scatter=scatter, covariance_type=parameters.covariance_type)
+
+    def scaled(self, factor: float) -> Statistics:
+        """Return the statistics as if each sample had this weight."""
+        return dataclasses.replace(self, counts=factor * self.counts, scatter=factor * self.scatter)
+
+    def merged(self, other: Statistics) -> Statistics:
+        """Return the statistics of the samples of both.
+
+        References:
+            Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983, equation 2.1.
+        """
+        counts = self.counts + other.counts
+        share = other.counts / soft_counts(counts)
+        steps = other.means - self.means
+        between = _outer(self.counts * share, steps, self.covariance_type)
+        return dataclasses.replace(
+            self,
+            counts=counts,
+            means=self.means + share[:, None] * steps,
+            scatter=self.scatter + other.scatter + between,
+        )
+
+    def maximise(self, *, reg_covar: float = 0.0, prior: Prior | None = None) -> GaussianParameters:
+        """Return the M-step.
+
+        Raises:
+            ValueError: If a covariance is singular.
+        """
+        kind = self.covariance_type
+        if prior is not None:
+            weights, means, covariances = prior.maximise(self.counts, self.means, self.scatter, kind)
+        else:
+            counts = soft_counts(self.counts)
+            weights, means = counts / counts.sum(), self.means
+            sums = {
+                "full": lambda: counts[:, None, None],
+                "tied": lambda: counts.sum(),
+                "diag": lambda: counts[:, None],
+                "spherical": lambda: means.shape[1] * counts,
+            }[kind]()
+            covariances = self.scatter / sums
+        return GaussianParameters(
+            log_weights=weights.log(),
+            means=means,
+            precisions_cholesky=precisions_cholesky(regularise(covariances, kind, reg_covar), kind),
+            covariance_type=kind,
+        )
+
+    def expected_log_joint(self, parameters: GaussianParameters) -> Tensor:
+        """Return the expected complete-data log-likelihood, a scalar in nats, summed over the samples."""
+        about = _outer(self.counts, self.means - parameters.means, self.covariance_type)
+        moments, precisions = self.scatter + about, parameters.precisions
+        volumes = parameters.log_determinants - 0.5 * parameters.n_features * math.log(2 * math.pi)
+        # A component without weight has the log-weight minus infinity, and no samples.
+        constants = torch.where(self.counts > 0, self.counts * (parameters.log_weights + volumes), 0.0)
+        total: Tensor = constants.sum() - 0.5 * (moments * precisions).sum()
+        return total
+
+
+def _outer(counts: Tensor, steps: Tensor, kind: CovarianceType) -> Tensor:
+    """Return counts (K,) times the squares of steps (K, D), shaped as scatter."""
+    match kind:
+        case "full":
+            return counts[:, None, None] * steps[:, :, None] * steps[:, None]
+        case "tied":
+            return (counts[:, None] * steps).mT @ steps
+        case "diag":
+            return counts[:, None] * steps.square()
+        case "spherical":
+            return counts * steps.square().sum(1)
+
+
+# --- online EM -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OnlineState:
+    """Where online EM is. Made by `online_start`, and anew by each `online_step`.
+
+    Attributes:
+        parameters: The mixture, float64.
+        statistics: Of the stream so far, for a total count of 1.
+        n_steps: Batches seen.
+        total_weight: Samples seen, or the sum of their weights.
+        log_likelihood: Of the last batch under the parameters before it, nats per sample; NaN before the first.
+        averaged: The mean of weights, means and covariances over the last `n_averaged` steps; None before
+            `average_from`.
+        n_averaged: How many steps are averaged.
+        exponent: See `online_start`.
+        offset: See `online_start`.
+        burn_in: See `online_start`.
+        average_from: See `online_start`.
+        reg_covar: See `online_start`.
+        prior: See `online_start`.
+    """
+
+    parameters: GaussianParameters
+    statistics: Statistics
+    n_steps: int
+    total_weight: float
+    log_likelihood: float
+    averaged: GaussianParameters | None
+    n_averaged: int
+    exponent: float
+    offset: float
+    burn_in: float
+    average_from: int | None
+    reg_covar: float
+    prior: Prior | None
+
+    @property
+    def estimate(self) -> GaussianParameters:
+        """The averaged mixture if there is one, else the current one."""
+        return self.parameters if self.averaged is None else self.averaged
+
+
+@no_graph()
+def online_start(
+    parameters: GaussianParameters,
+    *,
+    exponent: float = 0.6,
+    offset: float = 1.0,
+    burn_in: float = 0.0,
+    average_from: int | None = None,
+    reg_covar: float = 1e-6,
+    prior: Prior | None = None,
+) -> OnlineState:
+    r"""Return the state before the first batch.
+
+    Args:
+        parameters: The mixture to begin with; a few batch steps on the first samples make a good one.
+        exponent: The step size of batch t = 1, 2, ... is :math:`(t + \text{offset})^{-\text{exponent}}`. In (1/2, 1]
+            for convergence; near 1/2 forgets a bad start faster. For data that drift, see `offset`.
+        offset: See `exponent`; not negative. 0 lets the first batch replace the start. A large one keeps the step
+            size small from the beginning, for a start that is trusted.
+        burn_in: The parameters stay as they are, and only the statistics are updated, until this many samples were
+            seen. For batches of few samples: twenty or more for each component.
+        average_from: Average the parameters over the steps after this one (Polyak and Ruppert): when the start is
+            forgotten, half of the steps say. None: do not.
+        reg_covar: Added to every variance.
+        prior: What the M-step is drawn to; it counts against all samples seen so far.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    References:
+        Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009. On step size,
+        averaging and burn-in: Cappé, "Online expectation-maximisation", 2011, sections 3.2 and 3.3.
+    """
+    if not 0 <= exponent <= 1:
+        raise ValueError(f"`exponent` should be from 0 to 1. Found {exponent!r}.")
+    for name, value in (("offset", offset), ("burn_in", burn_in), ("reg_covar", reg_covar)):
+        _check_range(name, value)
+    _check_integer("average_from", average_from)
+    parameters = parameters.to(torch.float64)
+    return OnlineState(
+        parameters=parameters,
+        statistics=Statistics.implied_by(parameters),
+        n_steps=0,
+        total_weight=0.0,
+        log_likelihood=math.nan,
+        averaged=None,
+        n_averaged=0,
+        exponent=exponent,
+        offset=offset,
+        burn_in=burn_in,
+        average_from=average_from,
+        reg_covar=reg_covar,
+        prior=prior,
+    )
+
+
+@no_graph()
+def online_step(state: OnlineState, x: Tensor, *, sample_weight: Tensor | None = None) -> OnlineState:
+    r"""Return the state after one batch.
+
+    With the batch's mean statistics :math:`\bar s(x; \theta)` under the current parameters, and the step size
+    :math:`\gamma_t`: :math:`s \leftarrow (1 - \gamma_t) s + \gamma_t \bar s(x; \theta)`, and :math:`\theta` is the
+    M-step of :math:`s`. The memory is that of the parameters and of a part of the batch.
+
+    A batch of other weight than the average so far, by a factor :math:`\rho`, has the step size
+    :math:`1 - (1 - \gamma_t)^\rho`, as if it came in batches of that average: a small last batch does no harm, and one
+    of weight 0 nothing.
+
+    Args:
+        state: The state before it.
+        x: (B, D), float32 or float64, finite.
+        sample_weight: (B,), finite, not negative. None: all 1.
+
+    Raises:
+        TypeError: If `x` is not a float32 or float64 tensor.
+        ValueError: If `x` is not finite or does not have the features of the means, or a covariance becomes singular.
+
+    References:
+        Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009. Cappé, "Online
+        expectation-maximisation", 2011, section 3.1.
+
+    Example:
+        >>> two = GaussianParameters.from_covariances(weights=torch.tensor([0.5, 0.5]),
+        ...     means=torch.tensor([[1.0], [8.0]]), covariances=torch.ones(2), covariance_type="spherical")
+        >>> state = online_start(two, offset=0)
+        >>> online_step(state, torch.tensor([[0.0], [1.0], [6.0], [8.0]])).parameters.means.mT
+        tensor([[0.5001, 7.0000]], dtype=torch.float64)
+    """
+    batch, weight, log_likelihood = _reduce(state.parameters, x, sample_weight)
+    if weight == 0:
+        return state
+    n_steps, total_weight = state.n_steps + 1, state.total_weight + weight
+    step_size = (n_steps + state.offset) ** -state.exponent
+    step_size = 1 - (1 - step_size) ** (weight * n_steps / total_weight)
+    statistics = state.statistics.scaled(1 - step_size).merged(batch.scaled(step_size / weight))
+    parameters = state.parameters
+    if total_weight >= state.burn_in:
+        # Against the prior the statistics count as the samples that they stand for.
+        whole = statistics if state.prior is None else statistics.scaled(total_weight)
+        parameters = whole.maximise(reg_covar=state.reg_covar, prior=state.prior)
+    averaged, n_averaged = state.averaged, state.n_averaged
+    if state.average_from is not None and n_steps > state.average_from:
+        n_averaged += 1
+        averaged = parameters if averaged is None else _between(averaged, parameters, 1 / n_averaged)
+    return dataclasses.replace(
+        state,
+        parameters=parameters,
+        statistics=statistics,
+        n_steps=n_steps,
+        total_weight=total_weight,
+        log_likelihood=log_likelihood,
+        averaged=averaged,
+        n_averaged=n_averaged,
+    )
+
+
+def _between(one: GaussianParameters, other: GaussianParameters, share: float) -> GaussianParameters:
+    """Return the mixture whose weights, means and covariances are between those of two."""
+    return GaussianParameters.from_covariances(
+        weights=one.weights.lerp(other.weights, share),
+        means=one.means.lerp(other.means, share),
+        covariances=one.covariances.lerp(other.covariances, share),
+        covariance_type=one.covariance_type,
+    )
+
+
+# --- incremental EM --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class IncrementalState:
+    """Where incremental EM is. Made by `incremental_start`, and anew by each `incremental_step`.
+
+    Attributes:
+        parameters: The mixture, float64.
+        batches: The statistics of each batch, at the last time it was seen, and the entropy of its responsibilities
+            in nats, summed over its samples.
+        total_weight: Samples in `batches`, or the sum of their weights.
+        free_energy: What never falls once each batch was seen, without `reg_covar`: expected complete-data
+            log-likelihood plus entropy, and the log-prior if there is one; nats per sample. It is a lower bound of the
+            log-likelihood (plus log-prior) of these batches.
+        burn_in: See `incremental_start`.
+        reg_covar: See `incremental_start`.
+        prior: See `incremental_start`.
+    """
+
+    parameters: GaussianParameters
+    batches: Mapping[Hashable, tuple[Statistics, float, float]]
+    total_weight: float
+    free_energy: float
+    burn_in: float
+    reg_covar: float
+    prior: Prior | None
+
+
+@no_graph()
+def incremental_start(
+    parameters: GaussianParameters, *, burn_in: float = 0.0, reg_covar: float = 0.0, prior: Prior | None = None
+) -> IncrementalState:
+    """Return the state before the first batch.
+
+    Args:
+        parameters: The mixture to begin with.
+        burn_in: The parameters stay as they are until the batches hold this many samples: too few for the first
+            M-step, and a component collapses.
+        reg_covar: Added to every variance.
+        prior: What the M-step is drawn to.
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    _check_range("burn_in", burn_in)
+    _check_range("reg_covar", reg_covar)
+    return IncrementalState(
+        parameters=parameters.to(torch.float64),
+        batches={},
+        total_weight=0.0,
+        free_energy=math.nan,
+        burn_in=burn_in,
+        reg_covar=reg_covar,
+        prior=prior,
+    )
+
+
+@no_graph()
+def incremental_step(
+    state: IncrementalState, key: Hashable, x: Tensor, *, sample_weight: Tensor | None = None
+) -> IncrementalState:
+    """Return the state after the E-step of one batch, and the M-step of all batches seen.
+
+    The statistics that this batch left when it was seen before are replaced. So going over the same batches again and
+    again climbs the likelihood of all of them, with an M-step after each batch instead of each pass.
+
+    Args:
+        state: The state before it.
+        key: Which batch it is: the same samples must come with the same key.
+        x: (B, D), float32 or float64, finite.
+        sample_weight: (B,), finite, not negative. None: all 1.
+
+    Raises:
+        TypeError: If `x` is not a float32 or float64 tensor.
+        ValueError: If `x` is not finite or does not have the features of the means, or a covariance becomes singular.
+
+    References:
+        Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
+        section 4.
+
+    Example:
+        >>> two = GaussianParameters.from_covariances(weights=torch.tensor([0.5, 0.5]),
+        ...     means=torch.tensor([[1.0], [8.0]]), covariances=torch.ones(2), covariance_type="spherical")
+        >>> state = incremental_step(incremental_start(two), "first", torch.tensor([[0.0], [1.0], [6.0], [8.0]]))
+        >>> state.parameters.means.mT
+        tensor([[0.5001, 7.0000]], dtype=torch.float64)
+    """
+    batch, weight, log_likelihood = _reduce(state.parameters, x, sample_weight)
+    if weight == 0:
+        return state
+    # The bound touches at the batch's own parameters: what its expectation lacks of its likelihood is the entropy.
+    entropy = weight * log_likelihood - float(batch.expected_log_joint(state.parameters))
+    batches = {**state.batches, key: (batch, weight, entropy)}
+    merged: Statistics | None = None
+    for statistics, _, _ in batches.values():
+        merged = statistics if merged is None else merged.merged(statistics)
+    assert merged is not None
+    total_weight = math.fsum(weight for _, weight, _ in batches.values())
+    parameters = state.parameters
+    if total_weight >= state.burn_in:
+        parameters = merged.maximise(reg_covar=state.reg_covar, prior=state.prior)
+    energy = float(merged.expected_log_joint(parameters)) + math.fsum(entropy for _, _, entropy in batches.values())
+    if state.prior is not None:
+        energy += float(state.prior.log_density(parameters))
+    return dataclasses.replace(
+        state,
+        parameters=parameters,
+        batches=batches,
+        total_weight=total_weight,
+        free_energy=energy / total_weight,
+    )
+
+
+# --- a batch ---------------------------------------------------------------------------------------------------------
+
+
+def _reduce(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | None) -> tuple[Statistics, float, float]:
+    """Return the statistics of a batch, its weight, and its log-likelihood in nats per sample, in one pass."""
+    _check(parameters, x, sample_weight)
+    weight = float(len(x)) if sample_weight is None else float(sample_weight.sum(dtype=torch.float64))
+    kind = parameters.covariance_type
+    if weight == 0:
+        return Statistics.implied_by(parameters), 0.0, math.nan
+    data = prepare(x, kind, parameters.n_components, sample_weight=sample_weight)
+    moments = accumulate(parameters, data)
+    shifts = moments.first / soft_counts(moments.counts)[:, None]
+    scatter = moments.second - _outer(moments.counts, shifts, kind)
+    if data.scale is not None:
+        scatter = data.scale @ scatter @ data.scale.mT
+    statistics = Statistics(
+        counts=moments.counts,
+        means=data.from_frame(moments.origins + shifts),
+        scatter=scatter,
+        covariance_type=kind,
+    )
+    return statistics, weight, float(moments.log_likelihood)
+
+
+def _check(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | None) -> None:
+    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
+    check_features(parameters, x)
+    if not bool(x.isfinite().all()):
+        row = int((~x.isfinite()).any(1).nonzero()[0])
+        raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {row}.")
+    if sample_weight is None:
+        return
+    if not isinstance(sample_weight, Tensor):
+        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
+    if sample_weight.shape != (len(x),):
+        raise ValueError(f"`sample_weight` should have shape {(len(x),)}. Found {tuple(sample_weight.shape)}.")
+    if not bool((sample_weight.isfinite() & (sample_weight >= 0)).all()):
+        raise ValueError(
+            f"`sample_weight` should be finite and not negative. Found a minimum of {float(sample_weight.min())}."
+        )
+
+
+def _check_range(name: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
+
+
+def _check_integer(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ValueError(f"`{name}` should be an integer from 0, or None. Found {value!r}.")
