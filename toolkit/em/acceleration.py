@@ -203,9 +203,9 @@ def maximise_likelihood(
         >>> maximise_likelihood(two, x).parameters.means.T
         tensor([[0.5000, 9.0000]])
     """
-    _check_samples(x, sample_weight)
+    check_samples(x, sample_weight)
     if batch_size is not None:
-        _check_integer("batch_size", batch_size, 1)
+        check_integer("batch_size", batch_size, 1)
     leaves = start.unconstrained()
     sizes = [leaf.numel() for leaf in leaves.values()]
     # Weights in float64 make a float64 mean of float32 log-densities.
@@ -380,7 +380,8 @@ def _check_finite(value: float) -> None:
         raise ValueError(f"The log-likelihood should be finite. Found {value}: the data are too large for their type.")
 
 
-def _check_integer(name: str, value: int, least: int) -> None:
+def check_integer(name: str, value: int, least: int) -> None:
+    """Raise a ValueError unless `value` is an integer from `least`, which is 0 or 1."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
             f"`{name}` should be {'a positive integer' if least else 'an integer from 0'}. Found {value!r}."
@@ -392,10 +393,11 @@ def _check_options(accelerate: str, tol: float, max_iter: int) -> None:
         raise ValueError(f"`accelerate` should be one of {', '.join(get_args(Accelerate))}. Found {accelerate!r}.")
     if not 0 <= tol < math.inf:
         raise ValueError(f"`tol` should be finite and not negative. Found {tol!r}.")
-    _check_integer("max_iter", max_iter, 0)
+    check_integer("max_iter", max_iter, 0)
 
 
-def _check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
+def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
+    """Raise a TypeError or ValueError unless there are samples, and weights of some of them."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
     if x.ndim == 0 or len(x) == 0:

@@ -1,0 +1,213 @@
+r"""Generalised EM by gradient steps: any torch optimiser in the place of the M-step, on all samples or on minibatches.
+
+An E-step fixes the responsibilities :math:`\bar r`. Then the optimiser raises the expected log-joint
+
+.. math:: Q(\theta) = \frac{1}{\sum_n w_n} \sum_{nk} w_n \bar r_{nk} \log \pi_k f_k(x_n)
+
+by a step or several, and the next E-step follows. Where the E-step was taken, the gradient of Q is that of the
+log-likelihood (Fisher), because the block `em.responsibilities` holds :math:`\bar r`. With the block open it is that of
+the conditional classification likelihood, and ends somewhere else.
+
+N samples, D features, K components, B samples of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+
+from toolkit.blocks import is_blocked, no_graph, stop_gradient, variable
+from toolkit.em.acceleration import Climb, check_integer, check_samples
+from toolkit.em.mixture import RESPONSIBILITIES, Family, log_density
+
+__all__ = ["gradient_em"]
+
+F = TypeVar("F", bound=Family)
+
+
+def gradient_em(
+    start: F,
+    x: Tensor,
+    *,
+    optimizer: Callable[[list[Tensor]], Optimizer],
+    steps: int,
+    sample_weight: Tensor | None = None,
+    batch_size: int | None = None,
+    generator: torch.Generator | None = None,
+    inner_steps: int = 1,
+    callback: Callable[[int, float], None] | None = None,
+) -> Climb[F]:
+    """Raise the likelihood of a mixture by an optimiser's steps on the blocked surrogate.
+
+    What it is for: a model whose M-step is not wanted or not known, minibatches, or a mixture as a part of something
+    that is trained by gradients anyway. Where the M-step is known, `climb` is faster by orders of magnitude.
+
+    **Second-order methods.** Q has the gradient of the log-likelihood, but neither its value nor its Hessian (Louis),
+    and every E-step makes another Q. So what an optimiser evaluates several times for one step has the responsibilities
+    held: L-BFGS with its line search maximises one fixed Q, which is the M-step, and forgets its curvature at the next
+    E-step. It needs all samples. A Newton method for the likelihood itself should differentiate `log_likelihood`.
+
+    Args:
+        start: The mixture to start from. It is not changed, nor is any ``.grad`` of anything.
+        x: (N, D), or what else the mixture takes; the first dimension counts the samples.
+        optimizer: Makes the optimiser of a list of leaves: ``lambda leaves: torch.optim.Adam(leaves, lr=0.05)``.
+        steps: E-steps.
+        sample_weight: (N,), not negative, not all 0. None: all 1.
+        batch_size: B, samples of one E-step and its inner steps, drawn without replacement until all have been. None:
+            all samples.
+        generator: Randomness of the batches. None is torch's global generator.
+        inner_steps: Steps of the optimiser for each E-step.
+        callback: Called with the number of E-steps done, and the log-likelihood of all samples, wherever that is known:
+            after every step, or with minibatches once in N / B steps; and at the end.
+
+    Returns:
+        The highest point at which the log-likelihood of all samples was evaluated; ``n_iter`` is `steps`; ``history``
+        has all these log-likelihoods and may fall; ``converged`` is False, because nothing is asked about it.
+
+    Raises:
+        TypeError: If `x` or `sample_weight` is no tensor.
+        ValueError: If an argument is out of range, L-BFGS is given minibatches, or the log-likelihood is not finite any
+            more: the steps are too long.
+
+    References:
+        Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 3
+        (generalised EM). Lange, "A gradient algorithm locally equivalent to the EM algorithm", 1995, section 2. Louis,
+        "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.1.
+
+    Example:
+        >>> from toolkit.em import GaussianParameters
+        >>> x = torch.tensor([[0.0], [1.0], [8.0], [9.0], [10.0]])
+        >>> two = GaussianParameters.from_covariances(weights=torch.tensor([0.5, 0.5]), means=x[1:3],
+        ...     covariances=torch.ones(2), covariance_type="spherical")
+        >>> gradient_em(two, x, optimizer=lambda leaves: torch.optim.Adam(leaves, lr=0.1), steps=300).parameters.means.T
+        tensor([[0.5000, 9.0000]])
+    """
+    check_samples(x, sample_weight)
+    for name, value, least in (("steps", steps, 0), ("inner_steps", inner_steps, 1)):
+        check_integer(name, value, least)
+    if batch_size is not None:
+        check_integer("batch_size", batch_size, 1)
+    training = _Training(start, x, _relative(x, sample_weight), batch_size, callback)
+    owner = optimizer(list(training.leaves.values()))
+    if isinstance(owner, LBFGS) and batch_size is not None:
+        raise ValueError(f"`batch_size` should be None for L-BFGS, which needs all samples. Found {batch_size}.")
+    batches = _batches(x, batch_size, generator)
+    for step in range(steps):
+        rows, is_first = next(batches)
+        if batch_size is not None and is_first:
+            training.note(step, training.evaluate())
+        closure = training.e_step(step, rows)
+        if isinstance(owner, LBFGS):
+            owner.state.clear()  # differences between the gradients of two Q are not curvature
+        for _ in range(inner_steps):
+            owner.step(closure)  # type: ignore[arg-type]  # a tensor, as every example of torch has it
+    training.note(steps, training.evaluate())
+    return Climb(training.best, training.highest, False, steps, tuple(training.history))
+
+
+class _Training(Generic[F]):
+    """The leaves that an optimiser moves, the objective it is given, and the best point so far."""
+
+    def __init__(
+        self,
+        start: F,
+        x: Tensor,
+        weights: Tensor,
+        batch_size: int | None,
+        callback: Callable[[int, float], None] | None,
+    ) -> None:
+        self._start, self._x, self._weights, self._callback = start, x, weights, callback
+        self._batch_size = batch_size or len(x)
+        self.leaves = {name: variable(leaf) for name, leaf in _copies(start.unconstrained()).items()}
+        self.best, self.highest = start, -math.inf
+        self.history: list[float] = []
+
+    def e_step(self, step: int, rows: Tensor | None) -> Callable[[], Tensor]:
+        """Return minus Q as an optimiser wants it; its first evaluation is the E-step."""
+        x, weights = (self._x, self._weights) if rows is None else (self._x[rows], self._weights[rows])
+        held: Tensor | None = None
+
+        def closure() -> Tensor:
+            nonlocal held
+            log_joint = self._mixture().log_joint(x)
+            responsibilities = held
+            if responsibilities is None:
+                log_density = log_joint.logsumexp(-1)
+                log_responsibilities = log_joint - log_density[:, None]
+                responsibilities = stop_gradient(log_responsibilities, RESPONSIBILITIES).exp()
+                # An open block asks for the gradient through each E-step, so each evaluation has its own.
+                held = responsibilities if is_blocked(RESPONSIBILITIES) else None
+                if rows is None and len(self.history) == step:
+                    self.note(step, _mean(log_density, weights))
+            expected = (responsibilities * log_joint.masked_fill(responsibilities == 0, 0.0)).sum(-1)
+            loss = -(weights.to(expected.dtype) * expected).mean()
+            self._differentiate(loss)
+            return loss
+
+        return closure
+
+    @no_graph()
+    def evaluate(self) -> float:
+        """Return the log-likelihood of all samples, nats per sample."""
+        parts = zip(self._x.split(self._batch_size), self._weights.split(self._batch_size), strict=True)
+        mixture = self._mixture()
+        return sum(_mean(log_density(mixture, x), weights) * len(x) for x, weights in parts) / len(self._x)
+
+    @no_graph()
+    def note(self, step: int, log_likelihood: float) -> None:
+        """Remember the log-likelihood at the leaves, and the leaves if it is the highest."""
+        if not math.isfinite(log_likelihood):
+            raise ValueError(
+                f"The log-likelihood should be finite. Found {log_likelihood} after {step} steps; shorter steps of the "
+                "optimiser help."
+            )
+        self.history.append(log_likelihood)
+        if self._callback is not None:
+            self._callback(step, log_likelihood)
+        if log_likelihood > self.highest:
+            self.highest = log_likelihood
+            self.best = self._start.with_unconstrained(_copies(self.leaves))
+
+    def _mixture(self) -> F:
+        return self._start.with_unconstrained(self.leaves)
+
+    def _differentiate(self, loss: Tensor) -> None:
+        """Set the gradients of the leaves, and of nothing else that the loss may depend on."""
+        leaves = list(self.leaves.values())
+        for leaf, slope in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+            leaf.grad = slope
+
+
+def _batches(
+    x: Tensor, batch_size: int | None, generator: torch.Generator | None
+) -> Iterator[tuple[Tensor | None, bool]]:
+    """Yield the rows of batch after batch, each sample once in a pass, and whether a pass begins."""
+    device = x.device if generator is None else generator.device
+    while True:
+        if batch_size is None:
+            yield None, True
+        else:
+            order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
+            for i, rows in enumerate(order.split(batch_size)):
+                yield rows, i == 0
+
+
+def _relative(x: Tensor, sample_weight: Tensor | None) -> Tensor:
+    """Return the weights relative to their mean, float64: those of a batch need not have mean 1."""
+    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    return weights / weights.mean()
+
+
+@no_graph()
+def _mean(values: Tensor, weights: Tensor) -> float:
+    return float((weights * values).mean())
+
+
+@no_graph()
+def _copies(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: leaf.clone() for name, leaf in leaves.items()}
