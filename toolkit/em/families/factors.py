@@ -202,7 +202,7 @@ class FactorAnalysers(Components):
             Ghahramani & Hinton, 1996, equations 2 and 3.
         """
         _, _, factors, cholesky = self._infer(x)
-        return stop_gradient((factors, torch.cholesky_inverse(cholesky)), RESPONSIBILITIES)
+        return _held_factors(factors, cholesky)
 
     def complete_surrogate(self, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
         r"""Return the expected log-joint of samples, components **and factors**: the surrogate of both E-steps.
@@ -296,7 +296,7 @@ class FactorAnalysers(Components):
             log_weights=log_weights_of(values),
             means=values["means"],
             loadings=values["loadings"],
-            noise=values["log_noise"].exp(),
+            noise=values["log_noise"].exp().clamp(min=self.noise_floor),
         )
 
     @no_graph()
@@ -322,6 +322,11 @@ class FactorAnalysers(Components):
         identity = torch.eye(self.n_factors, dtype=scaled.dtype, device=scaled.device)
         cholesky = torch.linalg.cholesky(scaled.mT @ scaled + identity)
         return whitened, scaled, torch.cholesky_solve(scaled.mT @ whitened, cholesky), cholesky
+
+
+def _held_factors(factors: Tensor, cholesky: Tensor) -> tuple[Tensor, Tensor]:
+    """Return means and covariance of the factors, blocked, from the means and the Cholesky root of their precision."""
+    return stop_gradient((factors, torch.cholesky_inverse(cholesky)), RESPONSIBILITIES)
 
 
 def check_noise_type(noise_type: str) -> None:

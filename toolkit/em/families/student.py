@@ -146,7 +146,7 @@ class StudentMixture(Components):
     ) -> Self:
         """Return the means of a few steps of k-means, all with the same scatter, that of the samples about them.
 
-        For k-means, features are kept within ten median deviations of their medians, or outliers would be clusters.
+        For k-means, features are kept near the range of nine tenths of their values, or outliers would be clusters.
 
         Args:
             x: (N, D), floating point, finite.
@@ -242,12 +242,7 @@ class StudentMixture(Components):
         References:
             Peel & McLachlan, 2000, equations 17 and 20.
         """
-        distances, degrees = self.distances(x), self._finite_degrees
-        alpha, beta = (degrees + self.n_features) / 2, (degrees + distances) / 2
-        infinite = self.degrees_of_freedom.isinf()
-        scales = torch.where(infinite, 1.0, alpha / beta)
-        log_scales = torch.where(infinite, 0.0, alpha.digamma() - beta.log())
-        return stop_gradient((scales, log_scales), RESPONSIBILITIES)
+        return _expected_scales(self.distances(x), self.degrees_of_freedom, self.n_features)
 
     def complete_surrogate(self, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
         r"""Return the expected log-joint of samples, components **and scales**: the surrogate of both E-steps.
@@ -366,12 +361,22 @@ class StudentMixture(Components):
         return self.degrees_of_freedom.masked_fill(self.degrees_of_freedom.isinf(), 1.0)
 
 
+def _expected_scales(distances: Tensor, degrees: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Return expectations of the scales and of their logarithms, two of (N, K), blocked."""
+    infinite = degrees.isinf()
+    finite = degrees.masked_fill(infinite, 1.0)
+    alpha, beta = (finite + d) / 2, (finite + distances) / 2
+    scales = torch.where(infinite, 1.0, alpha / beta)
+    log_scales = torch.where(infinite, 0.0, alpha.digamma() - beta.log())
+    return stop_gradient((scales, log_scales), RESPONSIBILITIES)
+
+
 def _clipped(x: Tensor) -> Tensor:
-    """Return features within ten median absolute deviations of their medians."""
-    middle = x.median(0).values
-    deviation = (x - middle).abs().median(0).values
-    reach = torch.where(deviation > 0, 10 * deviation, torch.inf)
-    return torch.clamp(x, middle - reach, middle + reach)
+    """Return features within, or a little beyond, the range of nine tenths of their values."""
+    tail = len(x) // 20
+    low, high = x.kthvalue(1 + tail, 0).values, x.kthvalue(len(x) - tail, 0).values
+    margin = torch.where(high > low, 0.1 * (high - low), torch.inf)
+    return torch.clamp(x, low - margin, high + margin)
 
 
 def centres(x: Tensor, weights: Tensor) -> Tensor:
