@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, all_gather_object, broadcast_object_
 
 from toolkit.blocks import no_graph
 from toolkit.em._fused import MomentsPrior, accumulate, maximise
-from toolkit.em._restarts import Mixtures, climb_together
+from toolkit.em._restarts import NARROWEST, Mixtures, climb_together
 from toolkit.em._samples import FLOATS, Prepared, Rows, check_rows, prepare, rows_of
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian import (
@@ -90,9 +90,10 @@ def fit(
         sample_weight: (N,), not negative: how often each sample counts. None: once.
         tol: When the fit has converged, in nats per sample: see `climb`.
         max_iter: The most EM steps. 0 returns the start.
-        n_init: Climbs from this many starts, and returns the highest point. Starts climb together, in one pass over
-            the data for each step, until they gain less than 1e-4, or for 100 steps; only the three highest go on.
-            With ``accelerate="none"`` all go on. The history begins where the starts were compared.
+        n_init: Climbs from this many starts, and returns the highest point at which no component is a spike, one
+            that is less than 3 % as wide in some direction as the components are on average. Starts climb together,
+            in one pass over the data for each step, until they gain less than 1e-4, or for 100 steps; only the three
+            highest go on. With ``accelerate="none"`` all go on. The history begins where the starts were compared.
         init: How to start (see `start`), or the start itself.
         reg_covar: Added to every variance, in the data's units squared.
         prior: If given, the posterior is climbed, and ``log-likelihood + log-density of the prior / N`` is what the
@@ -238,25 +239,34 @@ def _best_of(
     max_iter: int,
     reg_covar: float,
 ) -> Fit:
-    """Climb from all starts together, and then, if it is told how, from where the highest are to the end."""
+    """Climb from all starts together, and then, if it is told how, from where the highest are to the end.
+
+    A spike can be as high as it likes, and says nothing about the data: it is chosen only if there is nothing else.
+    """
     mixtures, values, steps, converged = climb_together(
         Mixtures.of(starts, data), data, tol=tol, max_iter=max_iter, reg_covar=reg_covar
     )
-    order = values.argsort(descending=True)
-    order = order[values[order].isfinite()]
-    if not len(order):
+    alive = values.isfinite().nonzero()[:, 0]
+    if not len(alive):
         raise ValueError(
             f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "
             "regularisation (`reg_covar`), fewer components or a more restricted `covariance_type` help."
         )
-    climbs = [
-        Climb(mixtures.one(index, data), float(values[index]), bool(converged[index]), int(steps[index]), (float(values[index]),))
-        for index in order[: _FINALISTS if ascend else 1].tolist()
-    ]
-    if ascend:
-        finals = [(climb.n_iter, ascend(climb.parameters)) for climb in climbs]
-        climbs = [dataclasses.replace(final, n_iter=before + final.n_iter) for before, final in finals]
-    return max(climbs, key=lambda found: found.log_likelihood)
+    spiked = mixtures[alive].narrowest() < NARROWEST
+    ranked = sorted(zip(spiked.tolist(), (-values[alive]).tolist(), alive.tolist(), strict=True))
+    climbs = []
+    for _, _, index in ranked[: _FINALISTS if ascend else 1]:
+        value = float(values[index])
+        climb = Climb(mixtures.one(index, data), value, bool(converged[index]), int(steps[index]), (value,))
+        if ascend:
+            climb = dataclasses.replace(final := ascend(climb.parameters), n_iter=climb.n_iter + final.n_iter)
+        climbs.append(climb)
+
+    def merit(found: Fit) -> tuple[bool, float]:
+        sound = Mixtures.of([found.parameters], data).narrowest() >= NARROWEST
+        return bool(sound), found.log_likelihood
+
+    return max(climbs, key=merit)
 
 
 @no_graph()
@@ -400,16 +410,13 @@ def _spread_out(
 
 def _lloyd(points: Tensor, weights: Tensor, means: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
     """Return means (R, K, D) after so many of Lloyd's steps, and the nearest mean of each sample (R, N)."""
-    n_starts, n_components, n_features = means.shape
-    nearest = _nearest(points, means)
+    labels = torch.arange(means.shape[1], device=means.device)[:, None]
     weighted = points * weights[:, None]
-    offsets = n_components * torch.arange(n_starts, device=points.device)[:, None]
+    nearest = _nearest(points, means)
     for _ in range(n_steps):
-        places = (nearest + offsets).view(-1)
-        counts = points.new_zeros(n_starts * n_components).index_add_(0, places, weights.repeat(n_starts))
-        sums = points.new_zeros(len(counts), n_features).index_add_(0, places, weighted.repeat(n_starts, 1))
-        moved = torch.where(counts[:, None] > 0, sums / counts[:, None], means.view(-1, n_features))
-        means = moved.view_as(means)
+        members = (nearest[:, None] == labels).to(points.dtype)
+        counts = members @ weights[:, None]
+        means = torch.where(counts > 0, members @ weighted / counts, means)
         before, nearest = nearest, _nearest(points, means)
         if torch.equal(nearest, before):
             break
@@ -419,8 +426,18 @@ def _lloyd(points: Tensor, weights: Tensor, means: Tensor, n_steps: int) -> tupl
 def _nearest(points: Tensor, means: Tensor) -> Tensor:
     """Return the index of the nearest mean of each point, (R, N)."""
     half_squares = means.square().sum(2)[..., None] / 2
-    size = max(1, 2**22 // means[:, :, 0].numel())
-    return torch.cat([(half_squares - means @ part.mT).argmin(1) for part in points.split(size)], 1)
+    size = max(1, 2**20 // means[:, :, 0].numel())
+    found = []
+    for part in points.split(size):
+        distances = torch.baddbmm(half_squares, means, part.mT.expand(len(means), -1, -1), alpha=-1)
+        # One by one: `argmin` over a dimension that is not the last takes thirty times as long.
+        least = distances[:, 0].clone()
+        nearest = torch.zeros_like(least, dtype=torch.int64)
+        for k in range(1, means.shape[1]):
+            nearest.masked_fill_(distances[:, k] < least, k)
+            torch.minimum(least, distances[:, k], out=least)
+        found.append(nearest)
+    return torch.cat(found, 1)
 
 
 def _device(generator: torch.Generator | None, x: Tensor) -> torch.device:

@@ -28,6 +28,7 @@ B samples of a chunk, D features, K components, F features of features.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -402,26 +403,30 @@ def _in(dtype: torch.dtype, data: Prepared) -> Iterator[Chunk]:
             yield z.to(dtype), weights
 
 
-def quadratic_form(matrices: Tensor) -> Tensor:
-    """Return symmetric matrices (..., D, D) as coefficients of the products of all blocks, side by side (..., .).
+@functools.lru_cache(maxsize=64)
+def _layout(n_features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return i and j of the products of all blocks, side by side, how often each counts, and where (i, j) is."""
+    every = torch.arange(n_features, device=device)
+    blocks = [(every[rows], every[first:]) for rows, first in _blocks(n_features)]
+    rows = torch.cat([i.repeat_interleave(len(j)) for i, j in blocks])
+    columns = torch.cat([j.repeat(len(i)) for i, j in blocks])
+    # That of i < j counts for (j, i) as well; one below the diagonal, which a block has as well, counts nothing.
+    counts = (columns >= rows).double() + (columns > rows).double()
+    places = torch.empty(n_features, n_features, dtype=torch.int64, device=device)
+    upper = (columns >= rows).nonzero()[:, 0]
+    places[rows[upper], columns[upper]] = places[columns[upper], rows[upper]] = upper
+    return rows, columns, counts, places
 
-    Those of i < j count for j > i as well; those below the diagonal, which a block has as well, count nothing.
-    """
-    once = 2 * matrices.triu(1) + torch.diag_embed(matrices.diagonal(dim1=-2, dim2=-1))
-    return torch.cat([once[..., rows, first:].flatten(-2) for rows, first in _blocks(matrices.shape[-1])], -1)
+
+def quadratic_form(matrices: Tensor) -> Tensor:
+    """Return symmetric matrices (..., D, D) as coefficients of the products of all blocks, side by side (..., .)."""
+    rows, columns, counts, _ = _layout(matrices.shape[-1], matrices.device)
+    return matrices[..., rows, columns] * counts
 
 
 def symmetric_products(products: Tensor, n_features: int) -> Tensor:
     """Return second moments (..., D, D) from those of the products of all blocks, side by side (..., .)."""
-    second = products.new_empty(*products.shape[:-1], n_features, n_features)
-    offset = 0
-    for rows, first in _blocks(n_features):
-        height, width = rows.stop - rows.start, n_features - first
-        part = products[..., offset : offset + height * width].unflatten(-1, (height, width))
-        second[..., rows, first:] = part
-        second[..., first:, rows] = part.mT
-        offset += height * width
-    return second
+    return products[..., _layout(n_features, products.device)[3]]
 
 
 def _moments_by_triangles(framed: _Framed, data: Prepared, dtype: torch.dtype) -> Moments:

@@ -21,7 +21,10 @@ from toolkit.em._fused import expanded_sums, quadratic_form, symmetric_products
 from toolkit.em._samples import Prepared
 from toolkit.em.gaussian import CovarianceType, GaussianParameters, soft_counts
 
-__all__ = ["Mixtures", "climb_together"]
+__all__ = ["NARROWEST", "Mixtures", "climb_together"]
+
+# A component is a spike if in some direction its variance is less than this, in units of the average component's.
+NARROWEST = 1e-3
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,35 @@ class Mixtures:
             covariance_type=self.kind,
         )
 
+    def narrowest(self) -> Tensor:
+        """Return the least variance of a component in any direction, in units of the components' average: (R,).
+
+        It does not depend on the coordinates. What is far below 1 is a spike on a few samples.
+        """
+        match self.kind:
+            case "full":
+                inverse = torch.linalg.inv(self.factor)
+                covariances = inverse.mT @ inverse
+                average = (self.log_weights.exp()[..., None, None] * covariances).sum(1, keepdim=True)
+                largest = torch.linalg.eigvalsh(self.factor.mT @ average @ self.factor)[..., -1]
+            case "tied":
+                return torch.ones_like(self.log_weights[:, 0])
+            case "diag" | "spherical":
+                precisions = self.factor.square().flatten(2) if self.kind == "diag" else self.factor.square()[..., None]
+                average = (self.log_weights.exp()[..., None] / precisions).sum(1, keepdim=True)
+                largest = (precisions * average).amax(-1)
+        return 1 / largest.amax(-1)
+
+    def copy(self) -> Mixtures:
+        """Return mixtures that `put` may change."""
+        return Mixtures(self.log_weights.clone(), self.means.clone(), self.factor.clone(), self.kind)
+
+    def put(self, places: Tensor, others: Mixtures, which: Tensor) -> None:
+        """Replace those at `places` by some of the others."""
+        self.log_weights[places] = others.log_weights[which]
+        self.means[places] = others.means[which]
+        self.factor[places] = others.factor[which]
+
     def __getitem__(self, which: Tensor) -> Mixtures:
         """Return some of them."""
         return Mixtures(self.log_weights[which], self.means[which], self.factor[which], self.kind)
@@ -80,24 +112,27 @@ def climb_together(
     steps = torch.zeros(n_starts, dtype=torch.int64, device=mixtures.means.device)
     values = mixtures.means.new_full((n_starts,), -math.inf)
     converged = torch.zeros_like(steps, dtype=torch.bool)
-    found = [mixtures.log_weights.clone(), mixtures.means.clone(), mixtures.factor.clone()]
+    found = mixtures.copy()
     ridge = _ridge(data, mixtures.kind, reg_covar)
-    climbing, now = torch.arange(n_starts, device=steps.device), mixtures
+    climbing, before, now, last = torch.arange(n_starts, device=steps.device), mixtures, mixtures, values
     for step in range(max_iter + 1):
         after, value = _step(now, data, ridge)
-        gain = value - values[climbing]
-        better = gain >= 0
-        for whole, part in zip(found, (now.log_weights, now.means, now.factor), strict=True):
-            whole[climbing[better]] = part[better]
-        values[climbing[better]] = value[better]
-        values[climbing[~value.isfinite()]] = -math.inf
-        steps[climbing[better]] = step
-        goes_on = better & ((gain > tol) | (step == 0))
-        converged[climbing] = ~goes_on & value.isfinite()
-        if not bool(goes_on.any()):
-            break
-        climbing, now = climbing[goes_on], after if bool(goes_on.all()) else after[goes_on]
-    return Mixtures(found[0], found[1], found[2], mixtures.kind), values, steps, converged
+        over = ~(value - last > tol) if step < max_iter else torch.ones_like(value, dtype=torch.bool)
+        if bool(over.any()):
+            # Where the last step went down, the one before it is kept; where it went nowhere, nothing is.
+            higher = over & (value >= last)
+            found.put(climbing[higher], now, higher)
+            lower = over & (value < last)
+            found.put(climbing[lower], before, lower)
+            values[climbing[over]] = torch.where(value.isfinite(), torch.maximum(value, last), -math.inf)[over]
+            steps[climbing[over]] = step - (value < last).long()[over]
+            converged[climbing[over]] = (value - last <= tol)[over]
+            if bool(over.all()):
+                break
+            rest = ~over
+            climbing, now, after, value = climbing[rest], now[rest], after[rest], value[rest]
+        before, now, last = now, after, value
+    return found, values, steps, converged
 
 
 def _ridge(data: Prepared, kind: CovarianceType, reg_covar: float) -> Tensor | float:
