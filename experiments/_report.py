@@ -88,6 +88,7 @@ class SweepView:
     """What the runs gave for each value of a swept quantity; a table row is (value, variant, cells)."""
 
     label: str
+    variants: int
     picture: str
     heads: list[str]
     rows: list[tuple[str, str, list[str]]]
@@ -354,7 +355,7 @@ def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
     heads = [*titles.values(), *(_headline(event) for event in events)]
     rows = []
     for name in names:
-        cells = [_range(finals[metric, name], lambda value: f"{value:.4g}") for metric in metrics]
+        cells = [_range(finals[metric, name], _brief) for metric in metrics]
         cells += [_count(event, finals[event["metric"], name]) for event in events]
         rows.append((_legend(name, names), cells))
     return SeedsView(len(records), draw_strips(panels, key), heads, rows)
@@ -384,11 +385,11 @@ def _sweep(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
     for index, position in enumerate(positions):
         for name in names:
             values = {curve: found[name][curve][:, index].tolist() if found[name] else [] for curve in curves}
-            cells = [_range(values[curve], lambda value: f"{value:.4g}") for curve in curves]
+            cells = [_range(values[curve], _brief) for curve in curves]
             cells += [_count(event, values[event["metric"]]) for event in events]
             rows.append((f"{position:g}", _legend(name, names), cells))
     picture = draw_sweep(swept["label"], positions, panels[:_MOST_PANELS], key)
-    return SweepView(swept["label"], picture, [*curves, *(_headline(event) for event in events)], rows)
+    return SweepView(swept["label"], len(names), picture, [*curves, *(_headline(event) for event in events)], rows)
 
 
 def _swept(records: Sequence[Record], name: str, count: int) -> dict[str, NDArray[np.float64]]:
@@ -500,6 +501,11 @@ def _spread(values: Sequence[float]) -> str:
     if finite.size == 1:
         return f"{finite[0]:.5g}"
     return f"{finite.mean():.5g} ± {finite.std(ddof=1):.2g}"
+
+
+def _brief(value: float) -> str:
+    """Write a number for a table with many of them; what is nothing but rounding is 0."""
+    return significant(value, 4) if abs(value) > _NOTHING else "0"
 
 
 def _milliseconds(seconds: float) -> str:
