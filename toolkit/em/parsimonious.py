@@ -50,8 +50,11 @@ __all__ = [
 # the surrogate is as good as one that maximises it (generalised EM).
 _INNER_STEPS_OF_EM = 5
 
-# Starts are compared after this many EM steps.
+# Starts are compared after this many EM steps, and the best of them followed to the end, but for those that are at the
+# same likelihood: they are on the same way.
 _SHORT_RUN = 10
+_FOLLOWED = 3
+_SAME = 1e-7
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -243,11 +246,11 @@ def fit_parsimonious(
 ) -> Climb[ParsimoniousParameters]:
     """Maximise the log-likelihood of one of the fourteen models by EM, accelerated unless told otherwise.
 
-    Each of several starts is improved by ten EM steps; the best climbs on, and the next best if its covariances
-    become singular.
+    Each of several starts is improved by ten EM steps. The best three climb on, or the next best where covariances
+    become singular, and the highest is returned.
 
     Args:
-        x: (N, D), float32 or float64, finite.
+        x: (N, D), float32 or float64, finite. Arithmetic is in float64.
         n_components: K, at most N.
         model: One of the fourteen.
         sample_weight: (N,), not negative, not all 0. None: all 1.
@@ -308,7 +311,7 @@ class Search:
 
     Attributes:
         best: The highest climb that was not refused. None if there is none.
-        refused: The highest climb that was refused, if it was met before `best`.
+        refused: The highest climb that was refused.
         failures: The errors of starts from which covariances became singular.
         n_refused: How many climbs were refused or failed.
     """
@@ -331,7 +334,8 @@ class Climber:
         sample_weight: Tensor | None = None,
     ) -> None:
         self.model, self.reg_covar = model, reg_covar
-        self.data = prepare(x, _view(model), n_components, sample_weight=sample_weight)
+        # In float32 the likelihood's rounding ends a climb where EM is slow.
+        self.data = prepare(x.to(torch.float64), _view(model), n_components, sample_weight=sample_weight)
         if reg_covar == 0 and model[1:] != "II":
             _raise_if_constant(self.data)
 
@@ -379,30 +383,42 @@ class Climber:
         accelerate: Accelerate,
         refuse: Callable[[ParsimoniousParameters], bool] = lambda parameters: False,
     ) -> Search:
-        """Climb from the best of several starts after a short run, or the next best if that is singular or refused."""
-        refused, n_refused = None, 0
+        """Climb from the best of several starts after a short run, beside those that are singular or refused."""
         failures: list[str] = []
-        reached = []
+        shorts = []
         length = min(_SHORT_RUN, max_iter) if len(starts) > 1 else 0
         for first in starts:
             try:
-                short = self.climb(first, tol=tol, max_iter=length, accelerate="none")
+                shorts.append(self.climb(first, tol=tol, max_iter=length, accelerate="none"))
             except ValueError as error:
                 failures.append(str(error))
-            else:
-                reached.append(short)
-        for short in sorted(reached, key=lambda short: -short.log_likelihood):
+        found: list[Climb[ParsimoniousParameters]] = []
+        refused: list[Climb[ParsimoniousParameters]] = []
+        followed = math.inf
+        for short in sorted(shorts, key=_height, reverse=True):
+            if len(found) == _FOLLOWED:
+                break
+            if followed - short.log_likelihood < _SAME:
+                continue
+            followed = short.log_likelihood
             try:
-                found = self.climb(short.parameters, tol=tol, max_iter=max_iter - short.n_iter, accelerate=accelerate)
+                rest = self.climb(short.parameters, tol=tol, max_iter=max_iter - short.n_iter, accelerate=accelerate)
             except ValueError as error:
                 failures.append(str(error))
-            else:
-                history = short.history + found.history[1:]
-                found = dataclasses.replace(found, n_iter=short.n_iter + found.n_iter, history=history)
-                if not refuse(found.parameters):
-                    return Search(found, refused, tuple(failures), n_refused + len(failures))
-                refused, n_refused = refused or found, n_refused + 1
-        return Search(None, refused, tuple(failures), n_refused + len(failures))
+                continue
+            history = short.history + rest.history[1:]
+            whole = dataclasses.replace(rest, n_iter=short.n_iter + rest.n_iter, history=history)
+            (refused if refuse(whole.parameters) else found).append(whole)
+        return Search(
+            best=max(found, key=_height, default=None),
+            refused=max(refused, key=_height, default=None),
+            failures=tuple(failures),
+            n_refused=len(refused) + len(failures),
+        )
+
+
+def _height(climbed: Climb[ParsimoniousParameters]) -> float:
+    return climbed.log_likelihood
 
 
 def _raise_if_constant(data: Prepared) -> None:

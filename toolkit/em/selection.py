@@ -261,8 +261,8 @@ def select(
 ) -> Selection:
     """Fit every model with every number of components, and compare them.
 
-    Of each, `n_init` starts are improved by ten EM steps, and the best climbs to the maximum. If it ends in a spike or
-    a singular covariance, the next best climbs, and so on. All models see the same starts.
+    Of each, `n_init` starts are improved by ten EM steps, and the best three climb to the maximum. For each that ends
+    in a spike or a singular covariance, the next best climbs. All models see the same starts.
 
     Args:
         x: (N, D), float32 or float64, finite.
