@@ -51,10 +51,10 @@ DATA = {
 }
 # Optimiser, E-steps, steps for each of them.
 OPTIMISERS = {
-    "Adam": (partial(Adam, lr=0.02), 900, 1),
-    "SGD": (partial(SGD, lr=0.05, momentum=0.95), 900, 1),
-    "L-BFGS": (partial(LBFGS, line_search_fn="strong_wolfe", max_iter=10), 250, 1),
-    "Adam, three inner steps": (partial(Adam, lr=0.02), 350, 3),
+    "Adam": (partial(Adam, lr=0.02), 600, 1),
+    "SGD": (partial(SGD, lr=0.05, momentum=0.95), 700, 1),
+    "L-BFGS": (partial(LBFGS, line_search_fn="strong_wolfe", max_iter=8), 150, 1),
+    "Adam, three inner steps": (partial(Adam, lr=0.02), 250, 3),
 }
 
 

@@ -18,7 +18,7 @@ from toolkit.em import (
     to_unconstrained,
 )
 from toolkit.em.acceleration import maximise_likelihood
-from toolkit.em.families import BernoulliMixture, CategoricalMixture, PoissonMixture
+from toolkit.em.families import BernoulliMixture, CategoricalMixture, PoissonMixture, StudentMixture
 from toolkit.em.information import (
     complete_information,
     em_jacobian,
@@ -363,6 +363,18 @@ def test_no_graph_is_built_and_single_precision_is_computed_in_double():
     assert all(value.dtype == F64 and not value.requires_grad for value in found.values())
     assert torch.allclose(found["means"], standard_errors(best, x)["means"], rtol=1e-3)
     assert leaves["means"].grad is None
+
+
+def test_an_m_step_that_guesses_more_than_the_components_is_no_witness():
+    x = clusters(200, 3)
+    first = StudentMixture.start(x, 2, degrees_of_freedom=4.0, generator=generator())
+    student = maximise_likelihood(first, x, tol=0).parameters
+    assert close(louis_information(student, x), observed_information(student, x), 1e-10)
+    found = standard_errors(student, x)
+    assert found["scatters"].shape == (2, 3, 3)
+    assert not found["degrees_of_freedom"].any()
+    with pytest.raises(ValueError, match=r"`method` should be 'louis' or 'sandwich' here\. Found 'sem'"):
+        standard_errors(student, x, method="sem")
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -158,7 +158,6 @@ class _Training(Generic[F]):
         mixture = self._mixture()
         return sum(_mean(log_density(mixture, x), weights) * len(x) for x, weights in parts) / len(self._x)
 
-    @no_graph()
     def note(self, step: int, log_likelihood: float) -> None:
         """Remember the log-likelihood at the leaves, and the leaves if it is the highest."""
         if not math.isfinite(log_likelihood):

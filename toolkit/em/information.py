@@ -54,6 +54,9 @@ _NATURAL = ("weights", "means", "covariances", "scatters", "degrees_of_freedom",
 # Eigenvalues of the complete information, scaled to a unit diagonal, below which a direction is redundant.
 _REDUNDANT = 1e-9
 
+# The relative error of the covariance from which on the EM map is not taken for its witness.
+_SEM_ERROR = 0.02
+
 # Numbers that one batch of samples may need for its derivatives.
 _BATCH_NUMBERS = 2**23
 
@@ -216,7 +219,7 @@ def missing_information_rate(mixture: Family, x: Tensor, sample_weight: Tensor |
 
     They are the eigenvalues of ``complete^-1 missing``, with those directions left out in which the coordinates are
     redundant. Near 1: the samples say next to nothing about some direction, and EM needs 1 / (1 - rate) steps for
-    every factor e.
+    every factor e. The rate is that of an EM that has only the components to guess, and whose M-step is exact.
 
     Args:
         mixture: As in `observed_information`.
@@ -253,8 +256,9 @@ def standard_errors(
     1/N. Redundant coordinates, as the common constant of log-weights, do not matter.
 
     - ``"louis"``: :math:`I_o^{-1}`, by Louis' identity.
-    - ``"sem"``: :math:`(1 - J)^{-1} I_c^{-1}`: the same number at a maximum, from the EM map. The M-step must be
-      differentiable.
+    - ``"sem"``: :math:`(1 - J)^{-1} I_c^{-1}`: the same numbers at a maximum, from the EM map. The M-step must be
+      differentiable and maximise the expected log-joint. One that has more to guess than the components, as those of
+      Student components and of factor analysers, or takes a step only, is refused.
     - ``"sandwich"``: :math:`I_o^{-1} S I_o^{-1}`, with S the sum of squares of the scores. The others believe that the
       data come from such a mixture; this does not (Huber).
 
@@ -271,7 +275,8 @@ def standard_errors(
 
     Raises:
         TypeError: As in `observed_information`.
-        ValueError: As in `observed_information`, or if the method is unknown, or the mixture is at no maximum.
+        ValueError: As in `observed_information`, or if the method is unknown, the mixture is at no maximum, or its
+            M-step does not fit ``"sem"``.
 
     References:
         Louis 1982, section 3. Meng & Rubin 1991, equation 2.3.5. Huber, "The behavior of maximum likelihood estimates
@@ -290,14 +295,15 @@ def standard_errors(
     at = _Coordinates(mixture, x, sample_weight)
     complete = complete_information(mixture, x, sample_weight)
     basis = _whitener(complete)
+    missing = basis.mT @ missing_information(mixture, x, sample_weight) @ basis
+    rates, vectors = torch.linalg.eigh(missing)
+    _check_maximum(float(rates[-1]))
     if method == "sem":
         jacobian = em_jacobian(mixture, x, sample_weight)
-        _check_maximum(torch.linalg.eigvals(jacobian).real.max())
+        _check_m_step(basis.mT @ complete @ jacobian @ basis - missing, float(rates[-1]))
         identity = torch.eye(len(jacobian), dtype=jacobian.dtype, device=jacobian.device)
         covariance = torch.linalg.solve(identity - jacobian, basis @ basis.mT)
     else:
-        rates, vectors = torch.linalg.eigh(basis.mT @ missing_information(mixture, x, sample_weight) @ basis)
-        _check_maximum(rates.max())
         directions = basis @ vectors / (1 - rates).sqrt()
         covariance = directions @ directions.mT
         if method == "sandwich":
@@ -355,11 +361,22 @@ def _whitener(complete: Tensor) -> Tensor:
     return basis
 
 
-def _check_maximum(rate: Tensor) -> None:
-    if not float(rate) < 1 - _REDUNDANT:
+def _check_maximum(rate: float) -> None:
+    if not rate < 1 - _REDUNDANT:
         raise ValueError(
             f"`mixture` should be at a maximum of the likelihood that is not flat. Found a fraction of missing "
-            f"information of {float(rate):.9g}: fit it with a smaller `tol`, or with fewer components."
+            f"information of {rate:.9g}: fit it with a smaller `tol`, or with fewer components."
+        )
+
+
+def _check_m_step(difference: Tensor, rate: float) -> None:
+    # What the covariance may be wrong by, relatively, is this difference over what information is left.
+    error = float(torch.linalg.matrix_norm(difference, 2)) / (1 - rate)
+    if not error < _SEM_ERROR:
+        raise ValueError(
+            "`method` should be 'louis' or 'sandwich' here. Found 'sem', and an EM map whose derivative is not that of a "
+            f"maximum of the expected log-joint (relative error {error:.2g}): the M-step stops short of it, or the "
+            "mixture is at no maximum of the likelihood."
         )
 
 
