@@ -98,7 +98,7 @@ def blocked() -> dict[float, dict[str, float]]:
 # --- the table of leaky solutions ------------------------------------------------------------------------------------
 
 
-TABLE = {  # separation: entropy, log-likelihood lost, deviation, means too far apart by so many per cent, all as printed
+TABLE = {  # separation: entropy, log-likelihood lost, deviation, per cent by which the means are too far apart
     1.0: (".5817", "1.5e-04", "1.118", None),
     2.0: (".3563", "9.7e-03", "1.414", None),
     2.5: (".2515", "3.4e-02", "0.800", "11"),

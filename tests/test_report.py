@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from experiments.__main__ import main
 from experiments._compare import run_config
 from experiments._config import load_config
-from experiments._report import write_report
+from experiments._report import _brief, _count, _seeds, _sweep, write_report
 from experiments._results import read_all
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +47,8 @@ def results(tmp_path_factory):
         path = toy.install("toy_report", root, monkeypatch)
         run_config(load_config(path), root / "results")
         run_config(load_config(path.rename(root / "toy_broken.toml"), ["kind=diverges"]), root / "results")
+        many = toy.install("toy_swept", root, monkeypatch)
+        run_config(load_config(many, ["kind=swept", "seeds=12", "steps=2"]), root / "results")
     for path in CONFIGS:
         run_config(load_config(path, ["steps=2", "seeds=2"]), root / "results")
     return root / "results"
@@ -116,6 +118,104 @@ def test_without_records_the_command_says_what_to_do(tmp_path):
     done = CliRunner().invoke(main, ["report", "--results", str(tmp_path)])
     assert done.exit_code == 2
     assert done.stderr == f"error: {tmp_path}: no records there; run a config first\n"
+
+
+def _views(results, name):
+    """Return the records of a config, its variants, and both views of its seeds."""
+    records = next(found.records for found in read_all(results) if found.name == name)
+    names = list(records[0].data["variants"])
+    colours = dict.fromkeys(names, "#000000")
+    return records, names, _seeds(records, names, colours, "s"), _sweep(records, names, colours, "w")
+
+
+def test_many_seeds_are_shown_one_by_one_and_few_are_not(results, page):
+    records, names, seeds, _ = _views(results, "toy_swept")
+    assert (seeds.count, [row[0] for row in seeds.rows]) == (12, ["blocked", *(f"{name} open" for name in names[1:])])
+    finals = sorted(record.data["variants"][names[1]]["metrics"]["first weight"][-1] for record in records)
+    middle = (finals[5] + finals[6]) / 2
+    cell = seeds.rows[1][1][seeds.heads.index("first weight")]
+    assert cell == f"{_brief(middle)} ({_brief(finals[0])} … {_brief(finals[-1])})"
+    assert _views(results, "toy_report")[2:] == (None, None)
+    text = page.read_text()
+    assert text.count("<h3>The 12 seeds</h3>") == 1
+    assert "<h3>The 2 seeds</h3>" not in text
+
+
+def test_events_are_counted_over_the_seeds(results, parsed):
+    records, names, seeds, _ = _views(results, "toy_swept")
+    head = "it went <b>low</b> (first weight below 0.1)"
+    assert seeds.heads.count(head) == 1
+    counts = {}
+    for name, (_, cells) in zip(names, seeds.rows, strict=True):
+        finals = [record.data["variants"][name]["metrics"]["first weight"][-1] for record in records]
+        counts[name] = sum(value < 0.1 for value in finals)
+        assert cells[seeds.heads.index(head)] == f"{counts[name]} of 12"
+    assert 0 < counts["blocked"] < 12
+    text = " ".join(" ".join(parsed.text).split())
+    assert (
+        f"It went <b>low</b> in {counts[names[1]]} of 12 seeds without the block, and in {counts['blocked']} of 12"
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("limits", "values", "expected"),
+    [
+        ({"below": 0.5, "above": None}, [0.4, 0.5, 0.6], "1 of 3"),
+        ({"below": None, "above": 0.5}, [0.4, 0.5, 0.6, 0.7], "2 of 4"),
+        ({"below": 0.5, "above": None}, [0.4, float("nan")], "1 of 1"),
+        ({"below": 0.5, "above": None}, [float("nan")], "–"),
+    ],
+)
+def test_an_event_counts_what_is_beyond_its_limit(limits, values, expected):
+    assert _count({"says": "x", "metric": "y", **limits}, values) == expected
+
+
+def test_a_sweep_has_a_row_for_each_value_and_variant(results, page):
+    records, names, _, sweep = _views(results, "toy_swept")
+    assert sweep.heads == ["tail", "gap", "a tail was heavy (tail above 2)"]
+    assert [row[0] for row in sweep.rows] == [text for text in ("0", "1", "4") for _ in names]
+    for index, value in enumerate(("0", "1", "4")):
+        for row, name in zip([row for row in sweep.rows if row[0] == value], names, strict=True):
+            tails = [record.data["variants"][name]["sweep"]["tail"][index] for record in records]
+            assert row[2][2] == f"{sum(tail > 2 for tail in tails)} of 12"
+    assert [row[2][1] for row in sweep.rows][: len(names)] == ["–"] * len(names)
+    assert sweep.rows[-1][2][1] == "0"
+    assert page.read_text().count("<h3>By cut (toy units)</h3>") == 1
+
+
+@pytest.mark.parametrize("without", ["one", "all"])
+def test_seeds_and_sweeps_of_open_runs_that_broke_off(results, without):
+    records, names, *_ = _views(results, "toy_swept")
+    for record in records if without == "all" else records[:1]:
+        broken = record.data["variants"][names[1]]
+        broken.update(diverged_at=1, sweep=None)
+    colours = dict.fromkeys(names, "#000000")
+    seeds, sweep = _seeds(records, names, colours, "s"), _sweep(records, names, colours, "w")
+    left = {"one": "of 11", "all": "–"}[without]
+    assert seeds.rows[1][1][-1].endswith(left)
+    assert sweep.rows[1][2][-1].endswith(left)
+    assert seeds.rows[0][1][-1].endswith("of 12")
+
+
+def test_records_from_before_there_were_events_are_still_drawn(results, tmp_path):
+    found = [experiment for experiment in read_all(results) if experiment.name == "toy_swept"]
+    for experiment in found:
+        for record in experiment.records:
+            del record.data["events"], record.data["sweep"]
+            for variant in record.data["variants"].values():
+                del variant["sweep"]
+    text = write_report(found, tmp_path / "old.html").read_text()
+    assert "The 12 seeds" in text
+    assert "By cut" not in text
+
+
+def test_an_event_has_one_limit():
+    from experiments._training import Event
+
+    for limits in ({}, {"below": 1.0, "above": 2.0}):
+        with pytest.raises(ValueError, match="An event should have one limit, `below` or `above`"):
+            Event(says="x", metric="y", **limits)
 
 
 @pytest.mark.browser

@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 
 from experiments._config import ExperimentConfig
-from experiments._training import Objective, Run
+from experiments._training import Event, Objective, Run, Sweep
 from toolkit import block, is_blocked, stop_gradient
 
 TARGET = block("{name}.target", "The target is a label: only the prediction moves.")
@@ -63,6 +63,18 @@ def run(config, seed):
         objective=Objective(label="squared length (toy units)", higher_is_better=False, best=0.0),
         evaluate=lambda: {{"objective": weight.square().sum().item(), "first weight": weight[0].item()}},
         optimizer=torch.optim.SGD([weight], lr=config.learning_rate),
+        events=[
+            Event(says="it went <b>low</b>", metric="first weight", below=0.1),
+            Event(says="a tail was heavy", metric="tail", above=2.0),
+        ] if config.kind == "swept" else [],
+        sweep=Sweep(
+            label="cut (toy units)",
+            values=(0.0, 1.0, 4.0),
+            evaluate=lambda: {{
+                "tail": [weight.abs().max().item() + cut for cut in (0.0, 1.0, 4.0)],
+                "gap": [float("nan"), weight[1].item(), 0.0],
+            }},
+        ) if config.kind == "swept" else None,
     )
 '''
 
