@@ -631,6 +631,11 @@ def test_start_refuses(name):
         assert str(caught.value).startswith(message)
     with pytest.raises(ValueError, match=r"`sample_weight` should have shape"):
         kind.start(x, 1, sample_weight=torch.ones(3), **problem.options)
+    for weight in (torch.zeros(len(x)), torch.full((len(x),), NAN), torch.linspace(-1, 1, len(x))):
+        with pytest.raises(ValueError, match=r"`sample_weight` should be finite, not negative and not all 0"):
+            fit_family(kind, x, 1, sample_weight=weight, **problem.options)
+    with pytest.raises(TypeError, match=r"`sample_weight` should be a tensor or None. Found list."):
+        kind.start(x, 1, sample_weight=[1.0], **problem.options)
     with pytest.raises(ValueError, match=r"`n_init` should be a positive integer. Found 0."):
         fit_family(kind, x, 1, n_init=0, **problem.options)
     with pytest.raises(ValueError, match=r"`x` should have shape \(N, \d\)"):

@@ -689,6 +689,21 @@ def test_gaussians_by_gradient_are_gaussians_in_closed_form():
     assert torch.allclose(found.weights, expected.weights)
 
 
+def test_m_step_is_differentiable_beside_a_dead_component():
+    mixture = of_kind("gamma")
+    x, _ = mixture.sample(30, generator())
+
+    def rates(scale: Tensor) -> Tensor:
+        share = torch.stack([(scale * x[:, 0]).sigmoid(), torch.zeros(30, dtype=F64)], 1)
+        return mixture.m_step(x, share).parameters["b"]
+
+    found = torch.func.jacrev(rates)(torch.tensor(0.5, dtype=F64))
+    high, low = rates(torch.tensor(0.5 + 1e-4, dtype=F64)), rates(torch.tensor(0.5 - 1e-4, dtype=F64))
+    assert torch.allclose(found, (high - low) / 2e-4, rtol=1e-4)
+    assert found[0] != 0
+    assert found[1] == 0
+
+
 def test_draws_leave_the_global_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)

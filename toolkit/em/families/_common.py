@@ -119,8 +119,21 @@ def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = Non
         raise ValueError(f"`n_components` should be a positive integer. Found {n_components!r}.")
     if n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
-    if sample_weight is not None and sample_weight.shape != (len(x),):
-        raise ValueError(f"`sample_weight` should have shape {(len(x),)}. Found {tuple(sample_weight.shape)}.")
+    if sample_weight is not None:
+        _check_weight(sample_weight, len(x))
+
+
+def _check_weight(sample_weight: Tensor, n: int) -> None:
+    if not isinstance(sample_weight, Tensor):
+        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
+    if sample_weight.shape != (n,):
+        raise ValueError(f"`sample_weight` should have shape {(n,)}. Found {tuple(sample_weight.shape)}.")
+    sound = bool((sample_weight.isfinite() & (sample_weight >= 0)).all())
+    if not sound or not bool((sample_weight > 0).any()):
+        raise ValueError(
+            f"`sample_weight` should be finite, not negative and not all 0. Found values from "
+            f"{float(sample_weight.min())} to {float(sample_weight.max())}."
+        )
 
 
 def raise_row(x: Tensor, bad: Tensor, should: str) -> None:

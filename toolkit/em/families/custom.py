@@ -1,8 +1,9 @@
 r"""Mixtures of any `torch.distributions`, fitted by generalised EM: the M-step climbs the surrogate by its gradient.
 
 The user says how unconstrained parameters become a distribution; everything else follows from its ``log_prob``. The
-M-step is a quasi-Newton climb (BFGS) of each component's mean log-density, with the responsibilities held, in which no
-step goes down. So the likelihood never falls, whether or not the climb has arrived.
+M-step is a quasi-Newton climb of each component's mean log-density, with the responsibilities held: BFGS, from the
+exact second derivatives where parameters are few. No step goes down, so the likelihood never falls, whether or not the
+climb has arrived.
 
 N samples, K components, P parameters of one component.
 """
@@ -36,6 +37,9 @@ Build = Callable[[dict[str, Tensor]], Distribution]
 
 _BACKTRACKS = 15
 _ARMIJO = 1e-4
+
+# The most parameters of a component for which a climb begins with the exact second derivatives.
+_EXACT = 16
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -195,7 +199,9 @@ class DistributionMixture(Components):
         found = _climb(lambda point: self._mean_log_prob(point, samples, constants(share)), flat, self.max_steps)
         found = torch.where((counts > 0)[:, None], found, flat)
         if carries_gradient(share):
-            found = found + _newton(lambda point: self._mean_log_prob(point, samples, share), constants(found))
+            found = found + _newton(
+                lambda point: self._mean_log_prob(point, samples, share), constants(found), counts > 0
+            )
         return dataclasses.replace(self, log_weights=shares(counts), parameters=self._tree(found))
 
     def unconstrained(self) -> dict[str, Tensor]:
@@ -266,12 +272,19 @@ def _gradient(objective: Objective, point: Tensor) -> tuple[Tensor, Tensor]:
     return values, gradient
 
 
-def _newton(objective: Objective, point: Tensor) -> Tensor:
+def _newton(objective: Objective, point: Tensor, alive: Tensor) -> Tensor:
     """Return a Newton step (K, P) in which the objective's dependence on anything else is differentiable."""
     _, gradient = _gradient(objective, point)
-    hessian = torch.func.jacrev(lambda p: _gradient(objective, p)[1].sum(0))(point).permute(1, 0, 2)
+    identity = torch.eye(point.shape[1], dtype=point.dtype, device=point.device)
+    hessian = torch.where(alive[:, None, None], _hessian(objective, point), identity)
     step: Tensor = torch.linalg.solve(hessian, gradient[..., None])[..., 0]
     return -step
+
+
+def _hessian(objective: Objective, point: Tensor) -> Tensor:
+    """Return the second derivatives of K functions (K, P, P); each row of the point matters to its own alone."""
+    hessian: Tensor = torch.func.jacrev(lambda p: _gradient(objective, p)[1].sum(0))(point)
+    return hessian.permute(1, 0, 2)
 
 
 @no_graph()
@@ -280,6 +293,11 @@ def _climb(objective: Objective, point: Tensor, max_steps: int) -> Tensor:
     k, p = point.shape
     identity = torch.eye(p, dtype=point.dtype, device=point.device).expand(k, p, p)
     inverse, fresh = identity, torch.ones(k, dtype=torch.bool, device=point.device)
+    if p <= _EXACT:
+        # Near the top, Newton's step is best; where the function is not concave, it leads nowhere.
+        root, failed = torch.linalg.cholesky_ex(-_hessian(objective, point))
+        fresh = (failed != 0) | ~root.isfinite().all(-1).all(-1)
+        inverse = torch.cholesky_inverse(torch.where(fresh[:, None, None], identity, root))
     eps = torch.finfo(point.dtype).eps
     values, gradient = _gradient(objective, point)
     for _ in range(max_steps):
