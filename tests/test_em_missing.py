@@ -24,7 +24,7 @@ from test_em import (
     unconstrained,
 )
 from torch import Tensor
-from torch.func import grad, jacrev, vmap
+from torch.func import grad, hessian, jacrev, vmap
 
 from toolkit import datasets, unblock
 from toolkit.em import (
@@ -36,6 +36,7 @@ from toolkit.em import (
     from_unconstrained,
     log_likelihood,
     m_step,
+    surrogate,
     to_unconstrained,
 )
 from toolkit.em import missing as missing_module
@@ -217,6 +218,22 @@ def test_weights_in_the_surrogate(kind):
     assert relative_error(found, expected) < 1e-12
 
 
+@every_type
+def test_surrogate_of_whole_samples_is_the_usual_one_with_its_curvature(kind):
+    x = samples(12)
+    sizes = {name: value.shape for name, value in unconstrained(kind).items()}
+
+    def of(flat: Tensor) -> GaussianParameters:
+        parts = flat.split([shape.numel() for shape in sizes.values()])
+        values = {name: part.view(shape) for (name, shape), part in zip(sizes.items(), parts, strict=True)}
+        return from_unconstrained(values, kind)
+
+    flat = torch.cat([value.detach().reshape(-1) for value in unconstrained(kind).values()])
+    assert math.isclose(surrogate_missing(of(flat), x), surrogate(of(flat), x), rel_tol=1e-13)
+    found = hessian(lambda flat: surrogate_missing(of(flat), x))(flat)
+    assert torch.allclose(found, hessian(lambda flat: surrogate(of(flat), x))(flat), rtol=1e-10, atol=1e-11)
+
+
 def test_jacobian_of_the_open_em_map_is_the_rate_of_convergence():
     x = hide(samples(200, 2, 1), 0.4, keep_a_value=True)
     there = from_unconstrained(unconstrained("tied"), "tied")
@@ -385,7 +402,7 @@ def test_step_is_a_stationary_maximum_of_its_surrogate(kind):
         assert expected_log_joint(nearby) < expected_log_joint(leaves)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     kind=st.sampled_from(COVARIANCE_TYPES),

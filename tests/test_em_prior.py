@@ -204,7 +204,7 @@ def test_counts_of_features_that_are_all_there_change_nothing(kind):
     assert all(torch.allclose(a, b, rtol=1e-14) for a, b in zip(whole, counted, strict=True))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
     kind=st.sampled_from(COVARIANCE_TYPES),

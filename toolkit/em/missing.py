@@ -608,12 +608,12 @@ class _Pass:
         return self.differences if self.completion is None else self.differences @ self.completion.mT
 
     def spread(self, noise: Tensor) -> Tensor:
-        """Return standard normal noise (P, B, D) with the covariances of missing features, (K, P, B, D)."""
+        """Return standard normal noise (P, B, D) with the covariances of missing features where they are missing."""
         if self.completion is None:
-            return self.hidden[:, None] * noise / self.root[:, None, None]
+            return noise / self.root[:, None, None]
         wide = noise.expand(len(self.root), *noise.shape)
         drawn: Tensor = torch.linalg.solve_triangular(self.root, wide, upper=False, left=False)
-        return self.hidden[:, None] * drawn
+        return drawn
 
     def moments(self, responsibilities: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return counts, sums, second moments and counts of seen features under responsibilities (K, P, B)."""

@@ -167,6 +167,7 @@ class OnlineState:
         n_averaged: How many steps are averaged.
         exponent: See `online_start`.
         offset: See `online_start`.
+        least_step: See `online_start`.
         burn_in: See `online_start`.
         average_from: See `online_start`.
         reg_covar: See `online_start`.
@@ -182,6 +183,7 @@ class OnlineState:
     n_averaged: int
     exponent: float
     offset: float
+    least_step: float
     burn_in: float
     average_from: int | None
     reg_covar: float
@@ -199,6 +201,7 @@ def online_start(
     *,
     exponent: float = 0.6,
     offset: float = 1.0,
+    least_step: float = 0.0,
     burn_in: float = 0.0,
     average_from: int | None = None,
     reg_covar: float = 1e-6,
@@ -209,9 +212,11 @@ def online_start(
     Args:
         parameters: The mixture to begin with; a few batch steps on the first samples make a good one.
         exponent: The step size of batch t = 1, 2, ... is :math:`(t + \text{offset})^{-\text{exponent}}`. In (1/2, 1]
-            for convergence; near 1/2 forgets a bad start faster. For data that drift, see `offset`.
+            for convergence; near 1/2 forgets a bad start faster.
         offset: See `exponent`; not negative. 0 lets the first batch replace the start. A large one keeps the step
             size small from the beginning, for a start that is trusted.
+        least_step: The step size never gets smaller. 0 for convergence; a small positive one, :math:`\gamma`, follows
+            data that drift, with a memory of about :math:`1 / \gamma` batches.
         burn_in: The parameters stay as they are, and only the statistics are updated, until this many samples were
             seen. For batches of few samples: twenty or more for each component.
         average_from: Average the parameters over the steps after this one (Polyak and Ruppert): when the start is
@@ -226,8 +231,9 @@ def online_start(
         Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009. On step size,
         averaging and burn-in: Cappé, "Online expectation-maximisation", 2011, sections 3.2 and 3.3.
     """
-    if not 0 <= exponent <= 1:
-        raise ValueError(f"`exponent` should be from 0 to 1. Found {exponent!r}.")
+    for name, value in (("exponent", exponent), ("least_step", least_step)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"`{name}` should be from 0 to 1. Found {value!r}.")
     for name, value in (("offset", offset), ("burn_in", burn_in), ("reg_covar", reg_covar)):
         _check_range(name, value)
     _check_integer("average_from", average_from)
@@ -242,6 +248,7 @@ def online_start(
         n_averaged=0,
         exponent=exponent,
         offset=offset,
+        least_step=least_step,
         burn_in=burn_in,
         average_from=average_from,
         reg_covar=reg_covar,
@@ -285,7 +292,7 @@ def online_step(state: OnlineState, x: Tensor, *, sample_weight: Tensor | None =
     if weight == 0:
         return state
     n_steps, total_weight = state.n_steps + 1, state.total_weight + weight
-    step_size = (n_steps + state.offset) ** -state.exponent
+    step_size = max((n_steps + state.offset) ** -state.exponent, state.least_step)
     step_size = 1 - (1 - step_size) ** (weight * n_steps / total_weight)
     statistics = state.statistics.scaled(1 - step_size).merged(batch.scaled(step_size / weight))
     parameters = state.parameters
