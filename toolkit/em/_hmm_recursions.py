@@ -36,8 +36,11 @@ __all__ = ["Chunk", "Emit", "ForwardBackward", "Plan", "Segment", "forward_backw
 _CALL = 1.5e-6
 _RATE = 4e9
 
-# Bytes of one array of a chunk, which has four of them.
-_CHUNK_BYTES = {"cpu": 2**24, "cuda": 2**28}
+# Bytes of one array of a chunk, which has four of them: of whole sequences, which take as many calls whatever their
+# number, and of blocks. And bytes of emissions that are kept between two passes over blocks.
+_CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**28}
+_CUT_BYTES = {"cpu": 2**22, "cuda": 2**28}
+_KEPT_BYTES = {"cpu": 2**26, "cuda": 2**29}
 
 # Largest backward variable that proves forward variables complete, and how far the ends of blocks may be apart.
 _LARGEST = {torch.float32: 1e28, torch.float64: 1e280}
@@ -183,7 +186,10 @@ def plan(
     starts = [0, *itertools.accumulate(lengths)]
     chosen = sorted(range(len(lengths)) if only is None else only, key=lambda s: -lengths[s])
     size = _block_size([lengths[s] for s in chosen], n_states, rate) if block is None else block
-    most = max(1, _CHUNK_BYTES.get(torch.device(device).type, 2**24) // (n_states * item_size))
+    kind = torch.device(device).type
+    most, most_cut = (
+        max(1, table.get(kind, table["cpu"]) // (n_states * item_size)) for table in (_CHUNK_BYTES, _CUT_BYTES)
+    )
     long = [s for s in chosen if lengths[s] > (size if block else 2 * size)] if size else []
     short = chosen[len(long) :]
     rows: list[tuple[int, int, int, bool]] = []  # sequence, first step, length, is its first block
@@ -195,7 +201,7 @@ def plan(
         chains.append((s, begin, len(rows)))
     n_cut = len(rows)
     rows += [(s, starts[s], lengths[s], True) for s in short]
-    chunks = [_chunk(rows, ids, device, is_cut=True) for ids in _fill(rows, range(n_cut), most)]
+    chunks = [_chunk(rows, ids, device, is_cut=True) for ids in _fill(rows, range(n_cut), most_cut)]
     chunks += [_chunk(rows, ids, device, is_cut=False) for ids in _fill(rows, range(n_cut, len(rows)), most)]
     return Plan(tuple(chunks), tuple(chains), len(rows), len(lengths))
 
@@ -332,7 +338,7 @@ class _Emissions:
         self._dtype, self._device = dtype, device
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         n_cut = sum(chunk.n_slots for chunk in plan.chunks if chunk.is_cut)
-        self._keep = n_cut * k * dtype.itemsize <= 4 * _CHUNK_BYTES.get(device.type, 2**24)
+        self._keep = n_cut * k * dtype.itemsize <= _KEPT_BYTES.get(device.type, 2**26)
 
     def of(self, number: int, *, last: bool) -> tuple[Tensor, Tensor]:
         """Return a chunk's scaled emissions (K of each slot) and the logs of their scales (N,)."""
@@ -455,15 +461,17 @@ class _Ends:
     @classmethod
     def of(cls, plan: Plan, start: Tensor, transition: Tensor, emissions: _Emissions) -> _Ends:
         k = len(start)
-        before, after = start.new_zeros(plan.n_blocks, k), start.new_zeros(plan.n_blocks, k)
+        before = start.new_zeros(plan.n_blocks, k)
+        after = torch.zeros_like(before, dtype=torch.float64)
         if plan.chains:
-            log_transfer = start.new_empty(plan.n_blocks, k, k)
+            # Logarithms grow with the blocks, and single precision would lose their differences.
+            log_transfer = start.new_empty((plan.n_blocks, k, k), dtype=torch.float64)
             for number, chunk in enumerate(plan.chunks):
                 if chunk.is_cut:
                     log_transfer[chunk.blocks] = _log_transfer(chunk, emissions.of(number, last=False)[0], transition)
             for _, begin, end in plan.chains:
-                reaching, ahead = _reach(log_transfer[begin:end], start.log())
-                before[begin:end] = reaching.softmax(1)
+                reaching, ahead = _reach(log_transfer[begin:end], start.double().log())
+                before[begin:end] = reaching.softmax(1).to(before.dtype)
                 after[begin:end] = ahead
         return cls(plan, before, after)
 
@@ -480,7 +488,7 @@ class _Ends:
             return walk.shift.new_ones(walk.k, chunk.n_rows)
         left, ahead = self._left[chunk.blocks], self._after[chunk.blocks]
         log_total = (left.log() + ahead).logsumexp(1, keepdim=True)
-        used = (ahead - log_total).exp()
+        used = (ahead - log_total).exp().to(left.dtype)
         self._used[chunk.blocks] = used
         return used.mT.contiguous()
 
@@ -510,7 +518,7 @@ def _log_transfer(chunk: Chunk, flat_b: Tensor, transition: Tensor) -> Tensor:
     )
     vectors = first * b[0][:, None]  # to, from, row
     spare = torch.empty_like(vectors)
-    log_scale = torch.zeros_like(vectors[0])
+    log_scale = torch.zeros_like(vectors[0], dtype=torch.float64)
     transposed = transition.mT.contiguous()
     done = []
     for t in range(1, len(b)):
@@ -524,7 +532,7 @@ def _log_transfer(chunk: Chunk, flat_b: Tensor, transition: Tensor) -> Tensor:
         if t % every == 0:
             largest = vectors.amax(0).clamp_(min=torch.finfo(vectors.dtype).tiny)
             vectors.div_(largest)
-            log_scale += largest.log_()
+            log_scale += largest.log()
     parts = [(v.log() + s).permute(2, 1, 0) for v, s in [(vectors, log_scale), *reversed(done)]]
     return torch.cat(parts)
 

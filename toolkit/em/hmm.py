@@ -21,6 +21,7 @@ longest, D features, M symbols, K states.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -527,13 +528,25 @@ def sample(
         Data, (N, D) or (N,), and states (N,), sequence after sequence.
     """
     lengths = _check_lengths(lengths, None)
-    transition = parameters.log_transition.exp()
-    state = draw(parameters.log_start.exp().expand(len(lengths), -1), generator) if first is None else first
-    path = [state]
-    for _ in range(max(lengths) - 1):
-        path.append(draw(transition[path[-1]], generator))
-    steps = torch.stack(path, 1)
-    states = torch.cat([row[:length] for row, length in zip(steps, lengths, strict=True)])
+    k = parameters.n_states
+    if first is None:
+        first = draw(parameters.log_start.exp().expand(len(lengths), -1), generator)
+    elif first.shape != (len(lengths),) or int(first.min()) < 0 or int(first.max()) >= k:
+        raise ValueError(f"`first` should be {len(lengths)} states from 0 to {k - 1}. Found {first.tolist()}.")
+    device = first.device if generator is None else generator.device
+    uniform = torch.rand(sum(lengths), generator=generator, dtype=torch.float64, device=device).tolist()
+    # A chain has to be drawn step by step: bisection of lists is the fastest that Python has for it.
+    rows = [list(itertools.accumulate(row)) for row in parameters.log_transition.double().exp().tolist()]
+    # What has probability 0 at the end of a row is never drawn, also not by rounding.
+    last = [max(i for i in range(k) if i == 0 or row[i] > row[i - 1]) for row in rows]
+    path: list[int] = []
+    for state, length in zip(first.tolist(), lengths, strict=True):
+        path.append(state)
+        for _ in range(length - 1):
+            row = rows[state]
+            state = min(bisect.bisect_right(row, uniform[len(path)] * row[-1]), last[state])
+            path.append(state)
+    states = torch.tensor(path, device=first.device)
     return parameters.emissions.sample(states, generator), states
 
 
