@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._agglomeration import Agglomeration
 from toolkit.em._fit import Init, start
 from toolkit.em._parsimonious import COVARIANCE_MODELS, CovarianceModel, check_model, n_free_parameters
 from toolkit.em.acceleration import Accelerate
@@ -248,8 +249,8 @@ def select(
     models: Sequence[CovarianceModel] | None = None,
     *,
     criterion: Criterion = "bic",
-    n_init: int = 10,
-    init: Sequence[Init] = ("kmeans", "k-means++"),
+    n_init: int = 5,
+    init: Sequence[Init] = ("k-means++", "kmeans"),
     narrowest: float = _NARROWEST,
     sample_weight: Tensor | None = None,
     reg_covar: float = 0.0,
@@ -261,8 +262,9 @@ def select(
 ) -> Selection:
     """Fit every model with every number of components, and compare them.
 
-    Of each, `n_init` starts are improved by ten EM steps, and the best three climb to the maximum. For each that ends
-    in a spike or a singular covariance, the next best climbs. All models see the same starts.
+    Starts are three partitions by Ward's method (of the features as they are, standardised, and whitened), and `n_init`
+    random ones. Each is improved by ten EM steps, and the best three climb to the maximum. For each that ends in a
+    spike or a singular covariance, the next best climbs. All models see the same starts.
 
     Args:
         x: (N, D), float32 or float64, finite.
@@ -270,8 +272,8 @@ def select(
         models: The covariance models to try. None: all fourteen; of a single feature EII and VII, which the others
             then equal (mclust's E and V).
         criterion: ``"bic"``, ``"aic"`` or ``"icl"``.
-        n_init: Starts for each.
-        init: How to start, in turn (see `start`).
+        n_init: Random starts for each, from 0.
+        init: How to choose them, in turn (see `start`).
         narrowest: As in `spikes`. 0: only singular covariances are refused.
         sample_weight: (N,), not negative, not all 0: how often each sample counts. None: all 1.
         reg_covar: As in `fit_parsimonious`.
@@ -313,10 +315,11 @@ def select(
         accelerate=accelerate,
     )
     _check(x, numbers, models, criterion, options)
+    trees = Agglomeration.of(x, generator) if max(numbers) > 1 else None
     candidates = []
     for k in numbers:
         kinds = dict.fromkeys(start_type(model) for model in models)
-        starts = {kind: _starts(x, k, kind, options, generator) for kind in kinds}
+        starts = {kind: _starts(x, trees, k, kind, options, generator) for kind in kinds}
         for model in models:
             candidates.append(_candidate(x, sample_weight, k, model, starts[start_type(model)], options))
             if callback is not None:
@@ -339,24 +342,31 @@ class _Options:
 
 
 def _starts(
-    x: Tensor, n_components: int, kind: CovarianceType, options: _Options, generator: torch.Generator | None
+    x: Tensor,
+    trees: Agglomeration | None,
+    n_components: int,
+    kind: CovarianceType,
+    options: _Options,
+    generator: torch.Generator | None,
 ) -> list[GaussianParameters] | str:
     """Return the starts of all models of one kind, or why there are none."""
-    count = options.n_init if n_components > 1 else 1
     try:
-        return [
-            start(
-                x,
-                n_components,
-                covariance_type=kind,
-                init=options.init[i % len(options.init)],
-                reg_covar=options.reg_covar,
-                generator=generator,
+        found = trees.starts(n_components, kind, options.reg_covar) if trees is not None and n_components > 1 else []
+        for i in range(1 if n_components == 1 else options.n_init):
+            chosen = options.init[i % len(options.init)]
+            found.append(
+                start(
+                    x,
+                    n_components,
+                    covariance_type=kind,
+                    init=chosen,
+                    reg_covar=options.reg_covar,
+                    generator=generator,
+                )
             )
-            for i in range(count)
-        ]
     except ValueError as error:
         return str(error)
+    return found
 
 
 def _candidate(
@@ -370,6 +380,8 @@ def _candidate(
     """Fit one model with one number of components."""
     n_parameters = n_free_parameters(model, n_components, x.shape[1])
     singular = Candidate(model=model, n_components=n_components, n_parameters=n_parameters, verdict="singular")
+    if not starts:
+        starts = "there are fewer distinct samples than components"
     if isinstance(starts, str):
         return dataclasses.replace(singular, note=starts)
     try:
@@ -419,16 +431,16 @@ def _check(
         check_model(model)
     if criterion not in get_args(Criterion):
         raise ValueError(f"`criterion` should be one of {', '.join(get_args(Criterion))}. Found {criterion!r}.")
-    if not isinstance(options.n_init, int) or isinstance(options.n_init, bool) or options.n_init < 1:
-        raise ValueError(f"`n_init` should be a positive integer. Found {options.n_init!r}.")
+    for name in ("n_init", "max_iter"):
+        value = getattr(options, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"`{name}` should be an integer from 0. Found {value!r}.")
     if not options.init or not set(options.init) <= set(get_args(Init)):
         raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {options.init!r}.")
     for name in ("narrowest", "reg_covar", "tol"):
         value = getattr(options, name)
         if not 0 <= value < math.inf:
             raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
-    if not isinstance(options.max_iter, int) or isinstance(options.max_iter, bool) or options.max_iter < 0:
-        raise ValueError(f"`max_iter` should be an integer from 0. Found {options.max_iter!r}.")
     if options.accelerate not in get_args(Accelerate):
         raise ValueError(
             f"`accelerate` should be one of {', '.join(get_args(Accelerate))}. Found {options.accelerate!r}."

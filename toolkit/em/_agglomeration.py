@@ -1,0 +1,114 @@
+"""Starts of mixtures by agglomeration: Ward's trees of the samples, cut into as many clusters as there are components.
+
+Where clusters are far from round, the best partition depends on the metric. So there are three trees: of the features
+as they are, of each in units of its standard deviation, and of the whitened data, in which all directions are alike.
+
+N samples, D features, K components.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em.gaussian import CovarianceType, GaussianParameters, regularise
+
+__all__ = ["Agglomeration"]
+
+# A tree takes memory and time of the square of the number of samples.
+_MOST_SAMPLES = 2000
+
+
+@dataclass(frozen=True, eq=False)
+class Agglomeration:
+    """Trees of at most 2,000 of the samples; `points` (N, D), centred, float64, are the samples in the metric of each.
+
+    `chosen` are the indices of the samples in the trees, and `merges` what scipy calls a linkage.
+    """
+
+    x: Tensor
+    chosen: Tensor
+    points: tuple[Tensor, ...]
+    merges: tuple[Tensor, ...]
+
+    @classmethod
+    @no_graph()
+    def of(cls, x: Tensor, generator: torch.Generator | None) -> Agglomeration:
+        """Grow the trees of samples (N, D); which are in them is random if there are too many.
+
+        References:
+            Ward, "Hierarchical grouping to optimize an objective function", 1963.
+        """
+        from scipy.cluster.hierarchy import ward  # only this takes it
+
+        x = x.to(torch.float64)
+        device = x.device if generator is None else generator.device
+        chosen = torch.arange(len(x), device=x.device)
+        if len(x) > _MOST_SAMPLES:
+            chosen = torch.randperm(len(x), generator=generator, device=device)[:_MOST_SAMPLES].to(x.device)
+        metrics = _metrics(x - x.mean(0))
+        merges = tuple(torch.from_numpy(ward(points[chosen].cpu().numpy())) for points in metrics)
+        return cls(x, chosen, metrics, merges)
+
+    @no_graph()
+    def starts(self, n_components: int, kind: CovarianceType, reg_covar: float) -> list[GaussianParameters]:
+        """Return one mixture for each tree, with the means and shares of its clusters and one covariance for all.
+
+        Raises:
+            ValueError: If that covariance is singular.
+        """
+        from scipy.cluster.hierarchy import fcluster
+
+        found = []
+        for points, merges in zip(self.points, self.merges, strict=True):
+            labels = torch.from_numpy(fcluster(merges.numpy(), n_components, "maxclust")).to(points.device).long() - 1
+            # Of samples that are all alike there are fewer clusters.
+            if int(labels.max()) + 1 == n_components:
+                found.append(self._mixture(_of_all(points, self.chosen, labels), n_components, kind, reg_covar))
+        return found
+
+    def _mixture(self, labels: Tensor, n_components: int, kind: CovarianceType, reg_covar: float) -> GaussianParameters:
+        x = self.x
+        counts = labels.bincount(minlength=n_components).to(x.dtype)
+        means = x.new_zeros(n_components, x.shape[1]).index_add_(0, labels, x) / counts[:, None]
+        residuals = x - means[labels]
+        covariances: Tensor
+        match kind:
+            case "full" | "tied":
+                covariances = residuals.mT @ residuals / len(x)
+            case "diag":
+                covariances = residuals.square().mean(0).expand(n_components, -1)
+            case "spherical":
+                covariances = residuals.square().mean().expand(n_components)
+        return GaussianParameters.from_covariances(
+            weights=counts / counts.sum(),
+            means=means,
+            covariances=regularise(covariances, kind, reg_covar),
+            covariance_type=kind,
+        )
+
+
+def _metrics(centred: Tensor) -> tuple[Tensor, ...]:
+    """Return the samples (N, D) in each metric."""
+    if centred.shape[1] == 1:
+        return (centred,)
+    deviations = centred.square().mean(0).sqrt()
+    standard = centred / torch.where(deviations > 0, deviations, 1.0)
+    # Directions in which there is nothing but rounding are left out.
+    left, sizes, _ = torch.linalg.svd(standard, full_matrices=False)
+    return centred, standard, left[:, sizes > 1e-8 * sizes[0]]
+
+
+def _of_all(points: Tensor, chosen: Tensor, labels: Tensor) -> Tensor:
+    """Return the cluster of every sample (N,), given those of the chosen: that of the nearest mean."""
+    if len(chosen) == len(points):
+        return labels
+    n_clusters = int(labels.max()) + 1
+    counts = labels.bincount(minlength=n_clusters)[:, None]
+    means = points.new_zeros(n_clusters, points.shape[1]).index_add_(0, labels, points[chosen]) / counts
+    nearest = (0.5 * means.square().sum(1) - points @ means.mT).argmin(1)
+    nearest[chosen] = labels
+    return nearest
