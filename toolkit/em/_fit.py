@@ -181,52 +181,59 @@ def climb_prepared(
 ) -> Fit:
     """Climb from one start on prepared data; float64.
 
-    Coordinates are those of the pass, in which features have the same size and are not correlated.
+    All of it happens in the coordinates of the pass, in which means have no offset, features have the same size, and
+    jumps are as long in one direction as in another.
     """
-    kind = first.covariance_type
-    likeness = first.to(torch.float64)
-    sizes = [value.numel() for value in to_unconstrained(likeness).values()]
-    shapes = [value.shape for value in to_unconstrained(likeness).values()]
+    kind, pass_data = first.covariance_type, data.as_samples()
+    ridge, log_volume = data.ridge(reg_covar), data.log_volume
+    framed = _framed(first.to(torch.float64), data)
+    leaves = to_unconstrained(framed)
+    sizes = [leaf.numel() for leaf in leaves.values()]
 
     def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
-        moments = accumulate(parameters, data)
-        value = float(moments.log_likelihood)
-        if prior is not None:
-            value += float(prior.log_density(parameters)) / data.total_weight
-        return maximise(moments, data, kind, reg_covar, prior), value
+        moments = accumulate(parameters, pass_data)
+        value = float(moments.log_likelihood) - log_volume
+        if prior is None:
+            return maximise(moments, pass_data, kind, ridge), value
+        value += float(prior.log_density(_unframed(parameters, data))) / data.total_weight
+        return _framed(maximise(moments, data, kind, reg_covar, prior), data), value
 
     def pack(parameters: GaussianParameters) -> Tensor:
-        factor = parameters.precisions_cholesky
-        framed = dataclasses.replace(
-            parameters,
-            means=data.to_frame(parameters.means),
-            precisions_cholesky=factor if data.scale is None else data.scale.mT @ factor,
-        )
-        return torch.cat([value.reshape(-1) for value in to_unconstrained(framed).values()])
+        return torch.cat([value.reshape(-1) for value in to_unconstrained(parameters).values()])
 
     def unpack(position: Tensor) -> GaussianParameters:
         if not bool(position.isfinite().all()):
             raise ValueError("A jump should lead to finite coordinates.")
-        parts = [part.view(shape) for part, shape in zip(position.split(sizes), shapes, strict=True)]
-        framed = from_unconstrained(dict(zip(to_unconstrained(likeness), parts, strict=True)), kind)
-        factor = framed.precisions_cholesky
-        return dataclasses.replace(
-            framed,
-            means=data.from_frame(framed.means),
-            precisions_cholesky=factor
-            if data.scale is None
-            else torch.linalg.solve_triangular(data.scale.mT, factor, upper=True),
-        )
+        parts = zip(leaves.items(), position.split(sizes), strict=True)
+        return from_unconstrained({name: part.view_as(leaf) for (name, leaf), part in parts}, kind)
 
-    return climb(
+    found = climb(
         em,
-        likeness,
+        framed,
         pack=pack,
         unpack=unpack,
         accelerate=accelerate,
         tol=tol,
         max_iter=max_iter,
         callback=callback,
+    )
+    parameters = first.to(torch.float64) if found.parameters is framed else _unframed(found.parameters, data)
+    return dataclasses.replace(found, parameters=parameters)
+
+
+def _framed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:
+    return dataclasses.replace(
+        parameters,
+        means=data.to_frame(parameters.means),
+        precisions_cholesky=data.factor_to_frame(parameters.precisions_cholesky),
+    )
+
+
+def _unframed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:
+    return dataclasses.replace(
+        parameters,
+        means=data.from_frame(parameters.means),
+        precisions_cholesky=data.factor_from_frame(parameters.precisions_cholesky),
     )
 
 

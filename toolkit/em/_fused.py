@@ -154,9 +154,24 @@ def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
 
 @no_graph()
 def maximise(
-    moments: Moments, data: Prepared, kind: CovarianceType, reg_covar: float, prior: MomentsPrior | None = None
+    moments: Moments,
+    data: Prepared,
+    kind: CovarianceType,
+    reg_covar: float | Tensor,
+    prior: MomentsPrior | None = None,
 ) -> GaussianParameters:
-    """Return the mixture with these moments, or the mode given a prior, float64: the M-step of prepared data."""
+    """Return the mixture with these moments, or the mode given a prior, float64: the M-step of prepared data.
+
+    Args:
+        moments: What `accumulate` returned.
+        data: The data.
+        kind: The type.
+        reg_covar: Added to every variance; or a matrix (D, D) that is added to every covariance.
+        prior: The prior.
+
+    Raises:
+        ValueError: If a covariance is singular.
+    """
     counts = soft_counts(moments.counts)
     shifts = moments.first / counts[:, None]
     # An empty component is left at the centre, wherever its moments were taken about.
@@ -197,7 +212,7 @@ class _Framed:
         factor = parameters.precisions_cholesky
         return cls(
             means=data.to_frame(parameters.means),
-            factor=factor if data.scale is None else data.scale.mT @ factor,
+            factor=data.factor_to_frame(factor),
             constant=parameters.log_weights + parameters.log_determinants - normaliser,
             kind=parameters.covariance_type,
         )
@@ -340,15 +355,15 @@ def expanded_sums(
         flat = buffer[:, :length]
         phi = _log_joint(expansion, coefficients, z, flat)
         joint = flat.unflatten(0, (n_mixtures, n_components))
-        densities = _exponentials(joint) if bounded else None
-        if densities is None:
-            # A sample is too far away for a fixed shift. In the rest of the pass there may be more of them.
-            if bounded:
+        if bounded:
+            densities = _exponentials(joint)
+            if not _is_near(densities):
+                # There may be more such samples in the rest of the pass.
+                bounded = False
                 phi = _log_joint(expansion, coefficients, z, flat)
-            bounded = False
+        if not bounded:
             peak = joint.amax(1, keepdim=True)
-            densities = _exponentials(joint.sub_(peak), least=0.0)
-            assert densities is not None
+            densities = _exponentials(joint.sub_(peak))
             total += _dot(peak[:, 0], weights) / _LOG2_E
         total += _dot(densities.log(), weights)
         share = densities.reciprocal_() if weights is None else weights.to(dtype) / densities
@@ -380,16 +395,15 @@ def _log_joint(expansion: _Expansion, coefficients: tuple[Tensor, ...], z: Tenso
     return phi
 
 
-def _exponentials(joint: Tensor, least: float | None = None) -> Tensor | None:
-    """Turn shifted log-joints (..., K, B), in bits, into densities in place, and return their sums (..., B).
-
-    Or None, if a sample is so far away from every component that its densities would lose digits to the clamp.
-    """
+def _exponentials(joint: Tensor) -> Tensor:
+    """Turn shifted log-joints (..., K, B), in bits, into densities in place, and return their sums (..., B)."""
     joint.clamp_(min=_SMALLEST_EXPONENT[joint.dtype]).exp2_()
-    total = joint.sum(-2)
-    if least is None:
-        least = math.exp(-_SHIFT[joint.dtype])
-    return total if float(total.min()) > least else None
+    return joint.sum(-2)
+
+
+def _is_near(densities: Tensor) -> bool:
+    """Say whether no sample is so far from every component that its densities lose digits to the clamp."""
+    return float(densities.min()) > math.exp(-_SHIFT[densities.dtype])
 
 
 def _dot(values: Tensor, weights: Tensor | None) -> Tensor:
@@ -455,8 +469,7 @@ def _moments_by_triangles(framed: _Framed, data: Prepared, dtype: torch.dtype) -
             torch.sum(differences.square_(), 0, out=log_joint[k])
         log_joint.mul_(-0.5 * _LOG2_E).add_(constant)
         peak = log_joint.amax(0)
-        densities = _exponentials(log_joint.sub_(peak), least=0.0)
-        assert densities is not None
+        densities = _exponentials(log_joint.sub_(peak))
         total += _dot(densities.log().add_(peak, alpha=1 / _LOG2_E), weights)
         log_joint.mul_(densities.reciprocal_() if weights is None else weights.to(dtype) / densities)
         counts += log_joint.sum(1)
@@ -496,8 +509,7 @@ def _moments_about_means(framed: _Framed, data: Prepared) -> Moments:
                     whitened = framed.factor[:, None, None] * differences
             log_joint = _LOG2_E * (framed.constant[:, None] - 0.5 * whitened.square_().sum(1))
             peak = log_joint.amax(0)
-            densities = _exponentials(log_joint.sub_(peak), least=0.0)
-            assert densities is not None
+            densities = _exponentials(log_joint.sub_(peak))
             total += share @ densities.log().add_(peak, alpha=1 / _LOG2_E)
             log_joint.mul_(share / densities)
             weighted = log_joint[:, None] * differences

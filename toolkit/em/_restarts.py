@@ -47,19 +47,16 @@ class Mixtures:
         return cls(
             log_weights=torch.stack([start.log_weights.double() for start in starts]),
             means=torch.stack([data.to_frame(start.means.double()) for start in starts]),
-            factor=factor if data.scale is None else data.scale.mT @ factor,
+            factor=data.factor_to_frame(factor),
             kind=starts[0].covariance_type,
         )
 
     def one(self, index: int, data: Prepared) -> GaussianParameters:
         """Return one of them, as a mixture of samples."""
-        factor = self.factor[index]
         return GaussianParameters(
             log_weights=self.log_weights[index],
             means=data.from_frame(self.means[index]),
-            precisions_cholesky=factor
-            if data.scale is None
-            else torch.linalg.solve_triangular(data.scale.mT, factor, upper=True),
+            precisions_cholesky=data.factor_from_frame(self.factor[index]),
             covariance_type=self.kind,
         )
 
@@ -80,7 +77,8 @@ class Mixtures:
                 precisions = self.factor.square().flatten(2) if self.kind == "diag" else self.factor.square()[..., None]
                 average = (self.log_weights.exp()[..., None] / precisions).sum(1, keepdim=True)
                 largest = (precisions * average).amax(-1)
-        return 1 / largest.amax(-1)
+        least: Tensor = largest.amax(-1).reciprocal()
+        return least
 
     def copy(self) -> Mixtures:
         """Return mixtures that `put` may change."""
@@ -113,7 +111,7 @@ def climb_together(
     values = mixtures.means.new_full((n_starts,), -math.inf)
     converged = torch.zeros_like(steps, dtype=torch.bool)
     found = mixtures.copy()
-    ridge = _ridge(data, mixtures.kind, reg_covar)
+    ridge = data.ridge(reg_covar)
     climbing, before, now, last = torch.arange(n_starts, device=steps.device), mixtures, mixtures, values
     for step in range(max_iter + 1):
         after, value = _step(now, data, ridge)
@@ -126,7 +124,7 @@ def climb_together(
             found.put(climbing[lower], before, lower)
             values[climbing[over]] = torch.where(value.isfinite(), torch.maximum(value, last), -math.inf)[over]
             steps[climbing[over]] = step - (value < last).long()[over]
-            converged[climbing[over]] = (value - last <= tol)[over]
+            converged[climbing[over]] = ((value - last <= tol) & value.isfinite())[over]
             if bool(over.all()):
                 break
             rest = ~over
@@ -135,22 +133,12 @@ def climb_together(
     return found, values, steps, converged
 
 
-def _ridge(data: Prepared, kind: CovarianceType, reg_covar: float) -> Tensor | float:
-    """Return what regularisation adds to a covariance in the coordinates of the pass."""
-    if data.scale is None or kind in ("diag", "spherical"):
-        return reg_covar
-    whitening: Tensor = torch.linalg.inv(data.scale)
-    return reg_covar * (whitening @ whitening.mT)
-
-
 def _step(mixtures: Mixtures, data: Prepared, ridge: Tensor | float) -> tuple[Mixtures, Tensor]:
     """Return all mixtures after an EM step, and their log-likelihoods before it, (R,)."""
     kind, means, factor = mixtures.kind, mixtures.means, mixtures.factor
     n_features = means.shape[2]
     log_determinants = _log_determinants(factor, kind, n_features)
-    if data.scale is not None:
-        log_determinants = log_determinants - data.scale.diagonal().log().sum()
-    constant = mixtures.log_weights + log_determinants - 0.5 * n_features * math.log(2 * math.pi)
+    constant = mixtures.log_weights + log_determinants - data.log_volume - 0.5 * n_features * math.log(2 * math.pi)
     match kind:
         case "full":
             precisions = factor @ factor.mT
@@ -162,8 +150,8 @@ def _step(mixtures: Mixtures, data: Prepared, ridge: Tensor | float) -> tuple[Mi
         case "spherical":
             quadratic, linear = -0.5 * factor.square()[..., None], factor.square()[..., None] * means
     theta = torch.cat([quadratic, linear, (constant - 0.5 * (linear * means).sum(-1))[..., None]], -1)
-    highest = constant.max() if kind != "tied" else None
     sound = theta.isfinite().all(-1).all(-1)
+    highest = torch.where(sound[:, None], constant, -math.inf).max() if kind != "tied" and bool(sound.any()) else None
     theta = torch.where(sound[:, None, None], theta, 0.0)
     sums, total = expanded_sums(kind, theta, highest, data, torch.float64)
     products, first, counts = sums.split([sums.shape[2] - n_features - 1, n_features, 1], 2)

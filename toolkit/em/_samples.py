@@ -8,6 +8,7 @@ B samples of a chunk, D features, K components.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -68,6 +69,30 @@ class Prepared:
     def from_frame(self, points: Tensor) -> Tensor:
         """Return the samples (M, D) of coordinates of the pass (M, D)."""
         return self.centre + (points if self.scale is None else points @ self.scale.mT)
+
+    def factor_to_frame(self, factor: Tensor) -> Tensor:
+        """Return upper triangular factors of precisions of samples as those of coordinates of the pass."""
+        return factor if self.scale is None else self.scale.mT @ factor
+
+    def factor_from_frame(self, factor: Tensor) -> Tensor:
+        """Return upper triangular factors of precisions of coordinates of the pass as those of samples."""
+        return factor if self.scale is None else torch.linalg.solve_triangular(self.scale.mT, factor, upper=True)
+
+    def ridge(self, reg_covar: float) -> Tensor | float:
+        """Return what `reg_covar`, added to every variance of the samples, adds to a covariance of the coordinates."""
+        if self.scale is None:
+            return reg_covar
+        whitening: Tensor = torch.linalg.inv(self.scale)
+        return reg_covar * (whitening @ whitening.mT)
+
+    @property
+    def log_volume(self) -> float:
+        """How much larger a log-density is in the coordinates of the pass, nats."""
+        return 0.0 if self.scale is None else float(self.scale.diagonal().log().sum())
+
+    def as_samples(self) -> Prepared:
+        """Return the coordinates of the pass as if they were the samples."""
+        return dataclasses.replace(self, centre=torch.zeros_like(self.centre), scale=None)
 
 
 @no_graph()

@@ -362,9 +362,9 @@ def soft_counts(sums: Tensor) -> Tensor:
     return sums.clamp(min=torch.finfo(sums.dtype).eps)
 
 
-def regularise(covariances: Tensor, covariance_type: CovarianceType, reg_covar: float) -> Tensor:
-    """Return the covariances with `reg_covar` added to every variance."""
-    if covariance_type in ("diag", "spherical"):
+def regularise(covariances: Tensor, covariance_type: CovarianceType, reg_covar: float | Tensor) -> Tensor:
+    """Return the covariances with `reg_covar` added to every variance, or with a matrix added."""
+    if covariance_type in ("diag", "spherical") or isinstance(reg_covar, Tensor):
         return covariances + reg_covar
     return covariances + reg_covar * _identity_like(covariances)
 
