@@ -175,7 +175,7 @@ def test_states_go_on():
     for state in (np.random.RandomState(0), torch.Generator().manual_seed(0)):
         found = GaussianMixture(3, init_params="random_from_data", max_iter=0, random_state=state)
         assert not np.array_equal(found.fit(x).means_, found.fit(x).means_)
-    assert generator_of(np.int64(3), torch.device("cpu")).initial_seed() == 3
+    assert generator_of(np.int64(3)).initial_seed() == 3
 
 
 @pytest.mark.parametrize("state", [-1, 1.5, "0", True, np.random.default_rng(0)], ids=str)
@@ -359,6 +359,80 @@ def test_weights_of_all_chunks_are_counted():
         GaussianMixture(2).fit([x, x], sample_weight=np.ones(len(x)))
     with pytest.raises(ValueError, match=r"`sample_weight` should have shape \(200,\). Found \(300,\)"):
         GaussianMixture(2).fit([x], sample_weight=np.ones(300))
+
+
+# --- online ------------------------------------------------------------------------------------------------------
+
+
+@every_type
+def test_batches_come_near_to_the_whole(kind):
+    x = clusters(6000, spread=6.0)
+    whole = GaussianMixture(3, covariance_type=kind, random_state=0, n_init=5).fit(x)
+    online = GaussianMixture(3, covariance_type=kind, random_state=0)
+    for batch in np.split(x, 30):
+        assert online.partial_fit(batch) is online
+    assert online.n_iter_ == len(online.history_) == 30
+    assert whole.score(x) - 0.02 < online.score(x) <= whole.score(x) + 1e-9
+    assert np.isfinite(online.history_).all()
+    assert type(online.means_) is np.ndarray
+
+
+def test_batches_by_hand_and_as_chunks():
+    x = clusters(300)
+    weights = np.linspace(0.5, 2.0, 300)
+    one, other = (GaussianMixture(2, random_state=0) for _ in range(2))
+    for i in range(0, 300, 60):
+        one.partial_fit(torch.from_numpy(x[i : i + 60]), sample_weight=weights[i : i + 60])
+    other.partial_fit([torch.from_numpy(x[i : i + 60]) for i in range(0, 300, 60)], sample_weight=weights)
+    assert torch.equal(one.means_, other.means_)
+    assert not np.allclose(one.means_, GaussianMixture(2, random_state=0).partial_fit(x).means_)
+
+
+def test_online_goes_on_from_a_fit_and_is_forgotten_by_one():
+    x = clusters(400)
+    found = GaussianMixture(3, random_state=0).fit(x[:200])
+    before = found.means_.copy()
+    found.partial_fit(x[200:])
+    assert 0 < np.abs(found.means_ - before).max() < 2.0
+    assert found.n_iter_ == 1
+    again = found.fit(x[:200])
+    assert np.array_equal(again.means_, before)
+
+
+def test_drift_is_followed_by_a_constant_step():
+    rng = np.random.default_rng(0)
+    steady, following = (
+        GaussianMixture(1, learning_decay=decay, learning_offset=offset) for decay, offset in ((1.0, 1.0), (0.3, 20.0))
+    )
+    for place in range(60):
+        batch = rng.standard_normal((50, 1)) + 0.2 * place
+        steady.partial_fit(batch)
+        following.partial_fit(batch)
+    assert abs(following.means_[0, 0] - 12.0) < 1.5
+    assert abs(steady.means_[0, 0] - 12.0) > 4.0
+
+
+def test_one_component_with_decreasing_steps_is_the_mean():
+    x = clusters(500)
+    found = GaussianMixture(1, learning_decay=1.0, learning_offset=0.0, reg_covar=0.0)
+    for batch in np.split(x, 10):
+        found.partial_fit(batch)
+    assert np.allclose(found.means_[0], x.mean(0), rtol=1e-9)
+    assert np.allclose(found.covariances_[0], np.cov(x.T, ddof=0), rtol=1e-9)
+
+
+def test_what_cannot_be_learned_online_is_said():
+    x = clusters()
+    with pytest.raises(ValueError, match="`partial_fit` should be asked of the types"):
+        GaussianMixture(2, covariance_type="VEV").partial_fit(x)
+    with pytest.raises(ValueError, match="missing=True"):
+        GaussianMixture(2, missing=True).partial_fit(x)
+    with pytest.raises(ValueError, match=r"`n_components` should be at most 2, .* of the first batch"):
+        GaussianMixture(3).partial_fit(x[:2])
+    with pytest.raises(ValueError, match="X has 2 features"):
+        GaussianMixture(2, random_state=0).partial_fit(x).partial_fit(x[:, :2])
+    with pytest.raises(ValueError, match="`learning_decay` should be finite and not negative"):
+        GaussianMixture(2, learning_decay=-1).partial_fit(x)
 
 
 # --- missing values ----------------------------------------------------------------------------------------------
@@ -581,7 +655,8 @@ def test_spikes_on_iris_are_reported():
 
 
 @pytest.mark.filterwarnings("ignore::toolkit.em.estimator.CollapseWarning")
-def test_spike_is_not_preferred(monkeypatch):
+@pytest.mark.parametrize("accelerate", ["anderson", "none"])
+def test_spike_is_not_preferred(monkeypatch, accelerate):
     x = bundled.load_iris().data
     spiky = next(
         seed
@@ -589,15 +664,15 @@ def test_spike_is_not_preferred(monkeypatch):
         if GaussianMixture(3, max_iter=300, **spiky_start(x, seed)).fit(x).lower_bound_ > HIGHEST_ON_IRIS
     )
     narrow = GaussianMixture(3, max_iter=0, **spiky_start(x, spiky)).fit(x)._parameters()
-    usual, calls = estimator.start_by, []
+    usual = estimator.starts_by
 
-    def start_by(*arguments, **named):
-        calls.append(narrow if len(calls) == 1 else usual(*arguments, **named))
-        return calls[-1]
+    def with_a_spike(*arguments, **named):
+        makers = list(usual(*arguments, **named))
+        assert len(makers) == 4
+        return [makers[0], lambda: narrow, *makers[2:]]
 
-    monkeypatch.setattr(estimator, "start_by", start_by)
-    found = GaussianMixture(3, random_state=0, n_init=4).fit(x)
-    assert len(calls) == 4
+    monkeypatch.setattr(estimator, "starts_by", with_a_spike)
+    found = GaussianMixture(3, random_state=0, n_init=4, accelerate=accelerate, tol=1e-8).fit(x)
     assert not len(found.collapsed_)
     assert abs(found.lower_bound_ * len(x) - -180.1855) < 0.01
 
@@ -639,6 +714,54 @@ def test_starts_that_become_singular_do_not_count():
     with pytest.warns(CollapseWarning, match=r"\d of 8 starts ended in a singular covariance"):
         found = GaussianMixture(2, reg_covar=0, n_init=8, init_params="random_from_data", random_state=1).fit(x)
     assert np.isfinite(found.lower_bound_)
+
+
+# --- standard errors ---------------------------------------------------------------------------------------------
+
+
+@every_type
+def test_standard_errors_of_one_component_have_their_closed_form(kind):
+    x = clusters(300)
+    found = GaussianMixture(1, covariance_type=kind, reg_covar=0).fit(x)
+    errors = found.standard_errors(x)
+    assert {name: value.shape for name, value in errors.items()} == {
+        "weights": (1,),
+        "means": (1, 3),
+        "covariances": found.covariances_.shape,
+    }
+    variances = {
+        "full": lambda: found.covariances_[0].diagonal(),
+        "tied": lambda: found.covariances_.diagonal(),
+        "diag": lambda: found.covariances_[0],
+        "spherical": lambda: np.repeat(found.covariances_, 3),
+    }[kind]()
+    assert np.allclose(errors["means"][0], np.sqrt(variances / len(x)), rtol=1e-8)
+    if kind == "diag":
+        assert np.allclose(errors["covariances"][0], variances * np.sqrt(2 / len(x)), rtol=1e-8)
+    assert np.allclose(errors["weights"], 0.0)
+
+
+def test_standard_errors_shrink_with_the_weights_and_grow_with_what_is_missing():
+    x = clusters(200, 2, 2, spread=6.0)
+    options = {"covariance_type": "diag", "random_state": 0, "reg_covar": 0, "tol": 1e-12}
+    one = GaussianMixture(2, **options).fit(x)
+    once = one.standard_errors(torch.from_numpy(x))
+    four = one.standard_errors(x, sample_weight=np.full(len(x), 4.0))
+    assert isinstance(once["means"], torch.Tensor)
+    assert np.allclose(2 * four["means"], once["means"].numpy(), rtol=1e-9)
+    holed = with_holes(x, 0.3)
+    partly = GaussianMixture(2, missing=True, **options).fit(holed).standard_errors(holed)
+    assert partly["means"].sum() > 1.1 * once["means"].sum().item()
+    sem = one.standard_errors(x, method="sem")
+    assert np.allclose(sem["means"], once["means"].numpy(), rtol=1e-3)
+
+
+def test_standard_errors_that_cannot_be_had():
+    x = clusters(100, 2)
+    with pytest.raises(ValueError, match="`standard_errors` should be asked of the types"):
+        GaussianMixture(2, covariance_type="VEV", random_state=0).fit(x).standard_errors(x)
+    with pytest.raises(ValueError, match="`method` should be one of"):
+        GaussianMixture(2, random_state=0).fit(x).standard_errors(x, method="bootstrap")
 
 
 # --- hostile input -----------------------------------------------------------------------------------------------
@@ -777,8 +900,8 @@ def test_progress_in_lines(capsys, verbose):
         warnings.simplefilter("ignore", ConvergenceWarning)
         found = GaussianMixture(3, verbose=verbose, **options).fit(x)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "Start 1 of 2"
-    assert sum(line.startswith("  converged at ") for line in lines) == 2
+    assert lines[:2] == ["2 starts together", "Finalist 1 of 1"]
+    assert sum(bool(re.match("  (not )?converged at ", line)) for line in lines) == 1
     steps = [line for line in lines if line.startswith("  step ")]
     assert steps[0].startswith("  step 3: ")
     assert all(bool(re.search(r", \d+\.\d\d s$", line)) == (verbose == 2) for line in steps)

@@ -128,30 +128,47 @@ class Chunks:
             yield from rows_of(x, weights)(length)
 
     def choose(self, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor | None]:
-        """Return at most `count` samples, drawn without replacement by weight, in their order, and their weights.
-
-        If all samples are returned their weights are too; else the draw has used them.
-
-        References:
-            Efraimidis & Spirakis, "Weighted random sampling with a reservoir", 2006, algorithm A.
-        """
-        kept: list[Tensor] = []
-        keys, first = torch.empty(0, dtype=torch.float64), 0
-        weighed: list[Tensor] = []
-        places = torch.empty(0, dtype=torch.int64)
+        """Return at most `count` samples, as `choose` does, in one pass."""
+        kept: list[tuple[Tensor, Tensor, Tensor]] = []
         for x, weights in self.again():
-            w = torch.ones(len(x), dtype=torch.float64) if weights is None else weights.to("cpu", torch.float64)
-            draws = torch.rand(len(x), generator=generator, device=generator.device, dtype=torch.float64).cpu()
-            new = draws.log_().neg_() / w  # infinite for a weight of 0: taken last
-            keys, places = torch.cat([keys, new]), torch.cat([places, first + torch.arange(len(x))])
-            kept, weighed, first = [torch.cat([*kept, x])], [torch.cat([*weighed, w])], first + len(x)
-            if len(keys) > count:
-                best = keys.topk(count, largest=False).indices.sort().values
-                kept, weighed = [kept[0][best.to(x.device)]], [weighed[0][best]]
-                keys, places = keys[best], places[best]
-        positive = weighed[0] > 0
-        samples = kept[0][positive.to(kept[0].device)]
-        return samples, weighed[0][positive].to(samples.device) if first <= count else None
+            w = x.new_ones(len(x), dtype=torch.float64) if weights is None else weights
+            # Where all are taken nothing is drawn: the start is then that of the same samples in one piece.
+            keys = torch.zeros_like(w) if self.n_samples <= count else _keys(w, generator)
+            kept.append((keys, x, w))
+            if sum(len(keys) for keys, _, _ in kept) > 2 * count:
+                kept = [_smallest(kept, count)]
+        _, samples, weights = _smallest(kept, count)
+        samples, weights = samples[weights > 0], weights[weights > 0]
+        return samples, weights if self.n_samples <= count else None
+
+
+def choose(
+    x: Tensor, sample_weight: Tensor | None, count: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor | None]:
+    """Return at most `count` samples, drawn without replacement by weight, in their order, and their weights.
+
+    If there are no more, all are returned with their weights; else the draw has used these.
+
+    References:
+        Efraimidis & Spirakis, "Weighted random sampling with a reservoir", 2006, algorithm A.
+    """
+    if len(x) <= count:
+        return x, sample_weight
+    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight
+    return x[_keys(weights, generator).topk(count, largest=False).indices.sort().values], None
+
+
+def _keys(weights: Tensor, generator: torch.Generator) -> Tensor:
+    """Return exponential draws whose rates are the weights: the smallest are those of a draw by weight."""
+    draws = torch.rand(len(weights), generator=generator, device=generator.device, dtype=torch.float64)
+    return -draws.to(weights.device).log() / weights
+
+
+def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    keys, samples, weights = (torch.cat(parts) for parts in zip(*kept, strict=True))
+    # In their order, so that nothing depends on how they were cut into chunks.
+    order = keys.argsort(stable=True)[:count].sort().values
+    return keys[order], samples[order], weights[order]
 
 
 def read_chunks(
@@ -296,12 +313,14 @@ def read_weights(sample_weight: object, n_samples: int | None, like: Tensor, *, 
     return weights
 
 
-def generator_of(random_state: RandomState, device: torch.device) -> torch.Generator:
+def generator_of(random_state: RandomState, device: torch.device | None = None) -> torch.Generator:
     """Return the generator of a `random_state`.
 
     An integer seeds a new one; so does a number drawn from a RandomState, which is NumPy's global one for None: as
     elsewhere in scikit-learn, ``numpy.random.seed`` then decides, and each call draws anew. A torch generator is used
     as it is. Torch's global generator is never touched.
+
+    Whatever the `device` of the samples, a new generator draws on the CPU: a seed gives the same start everywhere.
 
     Raises:
         ValueError: If `random_state` is anything else, or a negative integer.

@@ -5,78 +5,31 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from toolkit.blocks import no_graph
-from toolkit.em._fused import accumulate, maximise
-from toolkit.em._samples import Rows, prepare
+from toolkit.em._estimator_collapse import collapsed_components
+from toolkit.em._fit import climb_prepared
+from toolkit.em._restarts import Mixtures, climb_together
+from toolkit.em._samples import Chunk, Rows, prepare
 from toolkit.em.acceleration import Accelerate, Climb, climb
-from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.gaussian import CovarianceType, GaussianParameters
 from toolkit.em.missing import fit_missing, marginal_log_joint
 from toolkit.em.mixture import Family
-from toolkit.em.parsimonious import Climber, CovarianceModel, ParsimoniousParameters
+from toolkit.em.parsimonious import Climber, CovarianceModel
 from toolkit.em.prior import Prior
 
 F = TypeVar("F", bound=Family)
 
-
-# The models that are scikit-learn's types under another name.
-_TYPES: dict[CovarianceModel, CovarianceType] = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}
-
-
-def gaussian_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType | None:
-    """Return the type if it is one of scikit-learn's four, None for a model."""
-    return covariance if covariance in COVARIANCE_TYPES else None
-
-
-def engine_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType | None:
-    """Return the type of which a model is another name, or None."""
-    return gaussian_type(covariance) or _TYPES.get(cast(CovarianceModel, covariance))
-
-
-def start_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType:
-    """Return the type of mixture that a fit starts from."""
-    return engine_type(covariance) or ("diag" if covariance[2] == "I" else "full")
-
-
-def model_of(covariance: CovarianceType | CovarianceModel) -> CovarianceModel:
-    """Return the model of which a type is another name, or the model itself."""
-    names = {kind: model for model, kind in _TYPES.items()}
-    return names.get(cast(CovarianceType, covariance)) or cast(CovarianceModel, covariance)
-
-
-def as_gaussian(parameters: GaussianParameters | ParsimoniousParameters) -> GaussianParameters:
-    """Return any mixture of Gaussians in the common form, float64."""
-    return (parameters if isinstance(parameters, GaussianParameters) else parameters.to_gaussian()).to(torch.float64)
-
-
-def as_type(parameters: GaussianParameters, kind: CovarianceType) -> GaussianParameters:
-    """Return the mixture as one of a wider type, or of a narrower one if it is of that already."""
-    if parameters.covariance_type == kind:
-        return parameters
-    k, d = parameters.means.shape
-    factor = parameters.precisions_cholesky
-    match parameters.covariance_type:
-        case "tied":
-            factor = factor.expand(k, d, d)
-        case "diag":
-            factor = factor.diag_embed()
-        case "spherical":
-            factor = factor[:, None].expand(k, d).diag_embed()
-    match kind:
-        case "tied":
-            factor = factor[0]
-        case "diag":
-            factor = factor.diagonal(dim1=-2, dim2=-1)
-        case "spherical":
-            factor = factor[:, 0, 0]
-    return dataclasses.replace(parameters, precisions_cholesky=factor, covariance_type=kind)
+# Of several starts climbed together, as many are climbed to the end; the others are dropped when they gain less, or
+# after so many steps.
+_FINALISTS = 3
+_HEATS = 1e-4
+_HEAT_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,29 +63,67 @@ class GaussianEngine:
         prior: Prior | None,
         cache: bool,
     ) -> None:
-        self.kind, self.reg_covar, self.prior = covariance_type, reg_covar, prior
+        self.reg_covar, self.prior = reg_covar, prior
         self.data = prepare(x, covariance_type, n_components, sample_weight=sample_weight, cache=cache)
 
     def climb(self, start: GaussianParameters, options: Options) -> Climb[GaussianParameters]:
         """Return the highest point found, float64."""
-        return climb_family(self.step, start.to(torch.float64), options)
+        return climb_prepared(start, data=self.data, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
 
-    @no_graph()
-    def step(self, parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
-        """Return the parameters after one EM step, and the value before it."""
-        moments = accumulate(parameters, self.data)
-        value = float(moments.log_likelihood)
-        if self.prior is not None:
-            value += float(self.prior.log_density(parameters)) / self.data.total_weight
-        return maximise(moments, self.data, self.kind, self.reg_covar, self.prior), value
+    def heats(
+        self, starts: list[GaussianParameters], options: Options
+    ) -> tuple[list[tuple[GaussianParameters, int]], int]:
+        """Climb from all starts together, plainly, and say from where to go on.
+
+        Collapsed ones come last: the likelihood says nothing about them. With plain steps the best start is all there
+        is to say; otherwise the highest points are, after so many steps that they can be told from the others.
+
+        Returns:
+            Points from which to go on and the steps taken to them, and how many starts became singular.
+        """
+        plain = options.accelerate == "none"
+        mixtures, values, steps, _ = climb_together(
+            Mixtures.of(starts, self.data),
+            self.data,
+            tol=options.tol if plain else max(options.tol, _HEATS),
+            max_iter=options.max_iter if plain else min(options.max_iter, _HEAT_STEPS),
+            reg_covar=self.reg_covar,
+        )
+        reached = [(i, mixtures.one(i, self.data)) for i in values.isfinite().nonzero().ravel().tolist()]
+        ranks = [
+            (bool(collapsed_components(parameters, self.reg_covar)), -float(values[i])) for i, parameters in reached
+        ]
+        order = sorted(range(len(reached)), key=ranks.__getitem__)
+        best = [reached[place] for place in order[: 1 if plain else _FINALISTS]]
+        points = [(starts[i], 0) if plain else (parameters, int(steps[i])) for i, parameters in best]
+        return points, len(starts) - len(reached)
 
 
 class ParsimoniousEngine:
     """The fourteen models of volume, shape and orientation."""
 
-    def __init__(self, x: Rows, n_components: int, model: CovarianceModel, *, reg_covar: float) -> None:
-        # The rows bring their weights with them.
-        self.climber = Climber(x, n_components, model, reg_covar)  # type: ignore[arg-type]
+    def __init__(
+        self,
+        x: Tensor | Rows,
+        sampled: Tensor,
+        n_components: int,
+        model: CovarianceModel,
+        *,
+        sample_weight: Tensor | None,
+        reg_covar: float,
+    ) -> None:
+        if isinstance(x, Tensor):
+            self.climber = Climber(x, n_components, model, reg_covar, sample_weight)
+            return
+        rows = x
+
+        def doubled(length: int) -> Iterator[Chunk]:
+            for part, weights in rows(length):
+                yield part.to(torch.float64), weights
+
+        self.climber = Climber(sampled, n_components, model, reg_covar)
+        view = "spherical" if model[1:] == "II" else "diag" if model[2] == "I" else "full"
+        self.climber.data = prepare(doubled, "tied" if model == "EEE" else view, n_components, cache=False)
 
     def climb(self, start: GaussianParameters, options: Options) -> Climb[Any]:
         """Return the highest point found, float64."""
@@ -162,7 +153,7 @@ class MissingEngine:
             init=start,
             reg_covar=self.reg_covar,
             prior=self.prior,
-            **dataclasses.asdict(options),
+            **vars(options),
         )
 
 

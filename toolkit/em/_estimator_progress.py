@@ -83,5 +83,10 @@ class Progress:
         if self._console is not None:
             self._console.print(f"  {how} at {log_likelihood:.6f} nats per sample{self._time()}")
 
+    def say(self, what: str) -> None:
+        """Say what happened instead."""
+        if self._console is not None:
+            self._console.print(f"  {what}")
+
     def _time(self) -> str:
         return f", {time.perf_counter() - self._since:.2f} s" if self._verbose > 1 else ""

@@ -5,14 +5,17 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fit import Init, start
+from toolkit.em._fit import Init
+from toolkit.em._fit import _starts as choose_starts
 from toolkit.em.gaussian import CovarianceType, GaussianParameters, precisions_cholesky, regularise
 from toolkit.em.missing import start_missing
 
@@ -25,9 +28,10 @@ _LEAST = 1e-8
 
 
 @no_graph()
-def start_by(
+def starts_by(
     x: Tensor,
     n_components: int,
+    n_starts: int,
     *,
     covariance_type: CovarianceType,
     init_params: InitParams,
@@ -35,8 +39,8 @@ def start_by(
     generator: torch.Generator,
     sample_weight: Tensor | None = None,
     means: Tensor | None = None,
-) -> GaussianParameters:
-    """Return the start that scikit-learn's names describe: responsibilities, and one M-step from them.
+) -> Iterator[Callable[[], GaussianParameters]]:
+    """Yield what makes the starts that scikit-learn's names describe: responsibilities, and one M-step from them.
 
     ``"kmeans"``: those of k-means. ``"random"``: uniform draws. ``"random_from_data"``, ``"k-means++"``: samples are
     the means, and all samples belong to the nearest. With `means` they belong to the nearest of those, whatever
@@ -48,6 +52,7 @@ def start_by(
     Args:
         x: (N, D), finite, or NaN where missing: see `start_missing`.
         n_components: K.
+        n_starts: How many.
         covariance_type: As in `fit`.
         init_params: One of the four.
         reg_covar: Added to every variance.
@@ -56,45 +61,82 @@ def start_by(
         means: (K, D), or None.
 
     Returns:
-        A mixture in float64.
-
-    Raises:
-        ValueError: If all samples lie at the means and `reg_covar` is 0.
+        Functions that give a mixture in float64, or raise a ValueError if all samples lie at the means and `reg_covar`
+        is 0.
     """
+    seeded = means is None and init_params != "random"
     if bool(x.isnan().any()):
-        if means is None and init_params != "random":
-            return start_missing(
+        if seeded:
+            missing = partial(
+                start_missing,
                 x,
                 n_components,
                 covariance_type=covariance_type,
                 sample_weight=sample_weight,
-                init=init_params,
+                init=cast(Init, init_params),
                 reg_covar=reg_covar,
                 generator=generator,
             )
+            return iter([missing] * n_starts)
         x = torch.where(x.isnan(), x.nanmean(0), x)
-    origins = means
-    if origins is None and init_params == "random":
-        sampled, total = torch.zeros_like(x[0], dtype=torch.float64), 0.0
-        for _, part, weights in _parts(x, sample_weight):
-            sampled, total = sampled + weights @ part, total + float(weights.sum())
-        origins = (sampled / total).expand(n_components, -1)
-        draws = torch.rand(len(x), n_components, generator=generator, device=generator.device).to(x.device)
-        return _m_step(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
-    if origins is None:
+    near = partial(_start_at, x, sample_weight, covariance_type=covariance_type, reg_covar=reg_covar)
+    if means is not None:
+        return iter([partial(near, means, keep=True)] * n_starts)
+    if seeded:
         # Only the means are wanted: whatever the regularisation, they can be had.
-        init = cast(Init, init_params)
-        found = start(x, n_components, covariance_type="spherical", init=init, reg_covar=1.0, generator=generator)
-        origins = found.means
-    moved = _m_step(x, None, origins, covariance_type, reg_covar, sample_weight)
-    if means is None and init_params == "kmeans":
-        return moved
-    return GaussianParameters(
-        log_weights=moved.log_weights,
-        means=origins,
-        precisions_cholesky=moved.precisions_cholesky,
+        found = choose_starts(
+            x,
+            sample_weight,
+            n_components,
+            n_starts,
+            covariance_type="spherical",
+            init=cast(Init, init_params),
+            reg_covar=1.0,
+            generator=generator,
+        )
+        return (partial(near, one.means, keep=init_params != "kmeans") for one in found)
+    draw = partial(
+        _random_start,
+        x,
+        n_components,
+        sample_weight,
+        generator,
         covariance_type=covariance_type,
+        reg_covar=reg_covar,
     )
+    return iter([draw] * n_starts)
+
+
+def _start_at(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    origins: Tensor,
+    *,
+    keep: bool,
+    covariance_type: CovarianceType,
+    reg_covar: float,
+) -> GaussianParameters:
+    """Return the M-step from the samples nearest to each origin, which may be kept as the mean."""
+    moved = _m_step(x, None, origins, covariance_type, reg_covar, sample_weight)
+    return dataclasses.replace(moved, means=origins) if keep else moved
+
+
+def _random_start(
+    x: Tensor,
+    n_components: int,
+    sample_weight: Tensor | None,
+    generator: torch.Generator,
+    *,
+    covariance_type: CovarianceType,
+    reg_covar: float,
+) -> GaussianParameters:
+    """Return the M-step from random responsibilities."""
+    sampled, total = torch.zeros_like(x[0], dtype=torch.float64), 0.0
+    for _, part, weights in _parts(x, sample_weight):
+        sampled, total = sampled + weights @ part, total + float(weights.sum())
+    origins = (sampled / total).expand(n_components, -1)
+    draws = torch.rand(len(x), n_components, generator=generator, device=generator.device).to(x.device)
+    return _m_step(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
 
 
 def _m_step(

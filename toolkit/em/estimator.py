@@ -28,6 +28,7 @@ from toolkit.em._estimator_data import (
     Array,
     Form,
     RandomState,
+    choose,
     generator_of,
     integer,
     is_chunked,
@@ -44,20 +45,17 @@ from toolkit.em._estimator_engine import (
     MissingEngine,
     Options,
     ParsimoniousEngine,
-    as_gaussian,
-    as_type,
-    engine_type,
-    gaussian_type,
-    model_of,
-    start_type,
 )
 from toolkit.em._estimator_progress import Progress
-from toolkit.em._estimator_start import InitParams, check_given, start_by
-from toolkit.em._samples import Rows, rows_of
+from toolkit.em._estimator_start import InitParams, check_given, starts_by
+from toolkit.em._estimator_types import as_gaussian, as_type, engine_type, gaussian_type, model_of, start_type
+from toolkit.em._samples import Rows
 from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
-from toolkit.em.missing import impute
+from toolkit.em.information import ErrorMethod, standard_errors
+from toolkit.em.missing import MissingGaussian, impute
 from toolkit.em.mixture import Mixture
+from toolkit.em.online import OnlineState, online_start, online_step
 from toolkit.em.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
 from toolkit.em.prior import Prior
 
@@ -72,8 +70,12 @@ _CACHED = 2**28
 # Bytes of a memory-mapped array up to which it is read as any other.
 _MAPPED = 2**26
 
-# The most samples that a start is made of where they come in chunks.
-_SAMPLED = 2**15
+# Steps of EM on the first batch of `partial_fit`, and samples for each component before the first step changes it.
+_FIRST_STEPS = 5
+_BURN_IN = 20.0
+
+# The most samples that a start is made of.
+_SAMPLED = 2**16
 
 
 class CollapseWarning(UserWarning):
@@ -242,7 +244,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
         n_samples = integer("n_samples", n_samples, 1)
         form = Form.of(self.weights_)
         weights = tensor(self.weights_)
-        generator = generator_of(self.random_state, weights.device)
+        generator = generator_of(self.random_state)
         labels = (
             weights.to(generator.device).multinomial(n_samples, replacement=True, generator=generator).sort().values
         )
@@ -282,6 +284,11 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
                 yield batch.to(weights.device, torch.float64)
 
 
+def natural_parameters(parameters: GaussianParameters) -> dict[str, Tensor]:
+    """Return what the attributes are named after."""
+    return {"weights": parameters.weights, "means": parameters.means, "covariances": parameters.covariances}
+
+
 def tensor(values: Any) -> Tensor:
     """Return an attribute, an array or a tensor, as float64."""
     return values.to(torch.float64) if isinstance(values, Tensor) else torch.as_tensor(np.array(values, np.float64))
@@ -297,6 +304,15 @@ class Data:
     sampled_weights: Tensor | None
     form: Form
     n_samples: int
+
+
+@dataclass(frozen=True)
+class OnlineFit:
+    """Where `partial_fit` is, the form of its first batch, and the log-likelihood of each batch before its step."""
+
+    state: OnlineState
+    form: Form
+    history: tuple[float, ...]
 
 
 class GaussianMixture(BaseMixture):
@@ -323,7 +339,9 @@ class GaussianMixture(BaseMixture):
             ``accelerate="none"``: when a step gains no more.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
-        n_init: Fits from this many starts, of which the best is kept.
+        n_init: Fits from this many starts, of which the best is kept. Without a prior or missing values the four types
+            climb from all starts together until each gains little, and the three best go on; with
+            ``accelerate="none"`` all go on.
         init_params: ``"kmeans"``: one M-step from the clusters of k-means. ``"k-means++"``, ``"random_from_data"``: the
             means are samples, far from each other or at random. ``"random"``: one M-step from random responsibilities.
         weights_init: (K,), which sum to 1. None: by `init_params`.
@@ -339,6 +357,9 @@ class GaussianMixture(BaseMixture):
             what is seen; a sample without any value says nothing. For the four types, and samples in memory.
         prior: Maximise the posterior density given a `Prior`, ``"default"`` being `Prior.default` of the samples.
             `lower_bound_` and `history_` then are log-likelihood plus log-prior over N. For the four types.
+        learning_decay: The step of batch t in `partial_fit` is ``(t + learning_offset) ** -learning_decay``: above 0.5
+            and at most 1 to converge, 0 to follow samples that drift.
+        learning_offset: See `learning_decay`.
         callback: Called after each step with the number of steps and the log-likelihood.
 
     Attributes:
@@ -350,7 +371,8 @@ class GaussianMixture(BaseMixture):
         converged_: Whether the fit converged.
         n_iter_: EM steps that it took.
         lower_bound_: Log-likelihood of the attributes, nats per sample.
-        history_: Log-likelihood at the start and after each step that was taken, (n,). It never falls.
+        history_: Log-likelihood at the start and after each step that was taken, (n,). It never falls. Of several
+            starts, since the others were dropped.
         lower_bounds_: The same without the start, as a list.
         collapsed_: The components that only `reg_covar` keeps from being singular, or that have no sample left, as
             indices. A `CollapseWarning` names them.
@@ -391,6 +413,8 @@ class GaussianMixture(BaseMixture):
         accelerate: Accelerate = "anderson",
         missing: bool = False,
         prior: Prior | Literal["default"] | None = None,
+        learning_decay: float = 0.6,
+        learning_offset: float = 1.0,
         callback: Callable[[int, float], None] | None = None,
     ) -> None:
         self.n_components = n_components
@@ -410,6 +434,8 @@ class GaussianMixture(BaseMixture):
         self.accelerate = accelerate
         self.missing = missing
         self.prior = prior
+        self.learning_decay = learning_decay
+        self.learning_offset = learning_offset
         self.callback = callback
 
     @no_graph()
@@ -434,40 +460,117 @@ class GaussianMixture(BaseMixture):
                 covariance becomes singular.
         """
         self._check_parameters()
-        data = self._data(X, sample_weight)
+        generator = generator_of(self.random_state)
+        data = self._data(X, sample_weight, generator)
         if self.n_components > data.n_samples:
             raise ValueError(
                 f"`n_components` should be at most {data.n_samples}, the number of samples. Found {self.n_components}."
             )
-        going_on = self.warm_start and hasattr(self, "converged_")
-        n_init = 1 if going_on else int(self.n_init)
         engine = self._engine(data)
-        generator = generator_of(self.random_state, data.sampled.device)
-        fits, failures = [], []
+        if self.warm_start and hasattr(self, "converged_"):
+            starts, n_failures = [self._last(data.sampled)], 0
+        else:
+            starts, n_failures = self._starts(data, generator)
         with Progress(verbose=int(self.verbose), interval=self.verbose_interval, callback=self.callback) as progress:
-            options = Options(
-                accelerate=self.accelerate,
-                tol=float(self.tol),
-                max_iter=int(self.max_iter),
-                callback=progress.listener,
-            )
-            for i in range(n_init):
-                progress.begin(f"Start {i + 1} of {n_init}")
-                try:
-                    first = self._last(data.sampled) if going_on else self._start(data, generator)
-                    found = engine.climb(first, options)
-                except ValueError as error:
-                    # Another start may be better than one in which a component becomes singular.
-                    failures.append(error)
-                    progress.end(f"failed ({error})", math.nan)
-                else:
-                    fits.append(found)
-                    progress.end("converged" if found.converged else "not converged", found.log_likelihood)
-        if not fits:
-            raise failures[-1]
+            fits, n_singular = self._climb(engine, starts, progress)
         self._set(max(fits, key=self._merit), data.form)
-        self._warn(len(failures))
+        if hasattr(self, "_online"):
+            del self._online
+        self._warn(n_failures + n_singular)
         return self
+
+    @no_graph()
+    def partial_fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
+        """Take one step of online EM by a batch of samples, which are not kept.
+
+        The first batch also makes the start, by `init_params` and a few steps of EM, unless `fit` came before: then its
+        result is the start. Later batches may have any size. `lower_bound_` is the log-likelihood of the batch before
+        its step, and `history_` all of them; `n_iter_` counts the batches.
+
+        Args:
+            X: (B, D), at least `n_components` samples in the first batch; or chunks, each of which is a batch.
+            y: Ignored.
+            sample_weight: (B,), not negative: how often each sample counts. None: once each.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            TypeError: If `X` is sparse or complex.
+            ValueError: If a parameter is out of range or cannot be used online, `X` or `sample_weight` has another
+                shape or is not finite, or a covariance becomes singular.
+
+        References:
+            Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009, section 2.2.
+        """
+        self._check_parameters()
+        if engine_type(self.covariance_type) is None or self.missing:
+            raise ValueError(
+                f"`partial_fit` should be asked of the types {', '.join(COVARIANCE_TYPES)} without missing values. "
+                f"Found covariance_type={self.covariance_type!r}, missing={self.missing!r}."
+            )
+        fitted = hasattr(self, "converged_")
+        if is_chunked(X):
+            chunks = read_chunks(self, X, sample_weight, reset=not fitted, missing=False)
+            form, batches = chunks.form, chunks.again()
+        else:
+            x, form = read(self, X, reset=not fitted, missing=False)
+            batches = iter([(x, read_weights(sample_weight, len(x), x, total=False))])
+        for x, weights in batches:
+            self._learn(x, weights, form)
+        return self
+
+    def standard_errors(
+        self,
+        X: object,
+        sample_weight: object = None,
+        method: ErrorMethod = "louis",
+    ) -> dict[str, Array]:
+        """Return the standard errors of the estimates: by what the samples leave open, to first order in 1/N.
+
+        They believe that the fit is at a maximum of the likelihood: use a small `tol`, a small `reg_covar`, and no
+        prior.
+
+        Args:
+            X: (N, D), the samples that were fitted.
+            sample_weight: (N,), the weights that they were fitted with.
+            method: ``"louis"`` or ``"sem"``, which believe that the samples come from such a mixture, or
+                ``"sandwich"``, which does not: see `toolkit.em.information.standard_errors`.
+
+        Returns:
+            ``weights``, ``means`` and ``covariances`` -> their standard errors, of the same shapes.
+
+        Raises:
+            NotFittedError: If the mixture is not fitted.
+            ValueError: If the fit is at no maximum, the method is unknown, or the covariance model is none of the four
+                types.
+
+        References:
+            Louis, "Finding the observed information matrix when using the EM algorithm", 1982, section 3. Meng & Rubin,
+            "Using EM to obtain asymptotic variance-covariance matrices", 1991, equation 2.3.5.
+        """
+        check_is_fitted(self, "weights_")
+        kind = engine_type(self.covariance_type)
+        if kind is None:
+            raise ValueError(
+                f"`standard_errors` should be asked of the types {', '.join(COVARIANCE_TYPES)}. "
+                f"Found covariance_type={self.covariance_type!r}."
+            )
+        parts, form = self._read(X)
+        x = torch.cat(list(parts)).to(tensor(self.weights_).device, torch.float64)
+        weights = read_weights(sample_weight, len(x), x)
+        parameters = as_type(self._parameters(), kind)
+        if bool(x.isnan().any()):
+            found = standard_errors(
+                MissingGaussian(parameters),
+                x,
+                method=method,
+                sample_weight=weights,
+                natural=lambda mixture: natural_parameters(mixture.parameters),
+            )
+        else:
+            found = standard_errors(parameters, x, method=method, sample_weight=weights, natural=natural_parameters)
+        return {name: form.give(value) for name, value in found.items()}
 
     @no_graph()
     def impute(self, X: object) -> Array:
@@ -543,7 +646,7 @@ class GaussianMixture(BaseMixture):
         for name, smallest in least.items():
             integer(name, getattr(self, name), smallest)
         integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
-        for name in ("tol", "reg_covar"):
+        for name in ("tol", "reg_covar", "learning_decay", "learning_offset"):
             not_negative(name, getattr(self, name))
         for name, choices in (
             ("covariance_type", (*COVARIANCE_TYPES, *COVARIANCE_MODELS)),
@@ -562,13 +665,13 @@ class GaussianMixture(BaseMixture):
                         f"types {', '.join(COVARIANCE_TYPES)}. Found {found!r}."
                     )
 
-    def _data(self, x: object, sample_weight: object) -> Data:
+    def _data(self, x: object, sample_weight: object, generator: torch.Generator) -> Data:
         """Return the samples to fit, whole or in chunks, without those of weight 0."""
         if is_chunked(x) or (isinstance(x, np.memmap) and x.nbytes > _MAPPED):
             if self.missing:
                 raise ValueError("`missing` should be False for samples that come in chunks. Found True.")
             chunks = read_chunks(self, x, sample_weight, reset=True, missing=False)
-            sampled, weights = chunks.choose(_SAMPLED, generator_of(self.random_state, chunks.form.device))
+            sampled, weights = chunks.choose(_SAMPLED, generator)
             if chunks.n_samples < 2:
                 raise ValueError(f"`X` should have at least 2 samples. Found {chunks.n_samples}.")
             return Data(chunks.rows, None, sampled, weights, chunks.form, chunks.n_samples)
@@ -577,15 +680,20 @@ class GaussianMixture(BaseMixture):
         if weights is not None and not bool(weights.all()):
             # A sample of no weight is no sample, neither for the start.
             samples, weights = samples[weights > 0], weights[weights > 0]
-        return Data(samples, weights, samples, weights, form, len(samples))
+        return Data(samples, weights, *choose(samples, weights, _SAMPLED, generator), form, len(samples))
 
     def _engine(self, data: Data) -> Engine:
         n_components, reg_covar = int(self.n_components), float(self.reg_covar)
         kind = engine_type(self.covariance_type)
         if kind is None:
-            rows = rows_of(data.x, data.weights) if isinstance(data.x, Tensor) else data.x
-            model = cast(CovarianceModel, self.covariance_type)
-            return ParsimoniousEngine(rows, n_components, model, reg_covar=reg_covar)
+            return ParsimoniousEngine(
+                data.x,
+                data.sampled,
+                n_components,
+                cast(CovarianceModel, self.covariance_type),
+                sample_weight=data.weights,
+                reg_covar=reg_covar,
+            )
         prior = self.prior
         if prior == "default":
             prior = Prior.default(data.sampled, n_components, kind, sample_weight=data.sampled_weights)
@@ -601,8 +709,8 @@ class GaussianMixture(BaseMixture):
             cache=isinstance(data.x, Tensor) and data.x.nbytes <= _CACHED,
         )
 
-    def _start(self, data: Data, generator: torch.Generator) -> GaussianParameters:
-        """Return one start, float64: what the user gave, and the rest by `init_params`."""
+    def _starts(self, data: Data, generator: torch.Generator) -> tuple[list[GaussianParameters], int]:
+        """Return the starts, float64, and how many others were singular; raise the last one's error if all were."""
         x, kind = data.sampled, start_type(self.covariance_type)
         given = {
             name: None if (value := getattr(self, f"{name}_init")) is None else tensor(value).to(x.device)
@@ -612,12 +720,14 @@ class GaussianMixture(BaseMixture):
         shape = int(self.n_components), x.shape[1]
         factor = check_given(weights, means, given["precisions"], shape, kind)
         if weights is not None and means is not None and factor is not None:
-            return GaussianParameters(
+            only = GaussianParameters(
                 log_weights=weights.log(), means=means, precisions_cholesky=factor, covariance_type=kind
             )
-        found = start_by(
+            return [only], 0
+        makers = starts_by(
             x,
             shape[0],
+            int(self.n_init),
             covariance_type=kind,
             init_params=self.init_params,
             reg_covar=float(self.reg_covar),
@@ -625,10 +735,99 @@ class GaussianMixture(BaseMixture):
             sample_weight=data.sampled_weights,
             means=means,
         )
-        return dataclasses.replace(
-            found,
-            log_weights=found.log_weights if weights is None else weights.log(),
-            precisions_cholesky=found.precisions_cholesky if factor is None else factor,
+        starts: list[GaussianParameters] = []
+        error = None
+        for make in makers:
+            try:
+                found = make()
+            except ValueError as singular:
+                error = singular
+                continue
+            changed = dataclasses.replace(
+                found,
+                log_weights=found.log_weights if weights is None else weights.log(),
+                precisions_cholesky=found.precisions_cholesky if factor is None else factor,
+            )
+            starts.append(changed)
+        if error is not None and not starts:
+            raise error
+        return starts, int(self.n_init) - len(starts)
+
+    def _climb(
+        self, engine: Engine, starts: list[GaussianParameters], progress: Progress
+    ) -> tuple[list[Climb[Any]], int]:
+        """Return the climbs from the starts, or from the best of them, and how many others became singular."""
+        options = Options(
+            accelerate=self.accelerate,
+            tol=float(self.tol),
+            max_iter=int(self.max_iter),
+            callback=progress.listener,
+        )
+        points, n_singular, name = [(start, 0) for start in starts], 0, "Start"
+        if isinstance(engine, GaussianEngine) and engine.prior is None and len(starts) > 1:
+            progress.begin(f"{len(starts)} starts together")
+            points, n_singular = engine.heats(starts, options)
+            name = "Finalist"
+        fits: list[Climb[Any]] = []
+        error: ValueError | None = None
+        for i, (point, n_iter) in enumerate(points):
+            progress.begin(f"{name} {i + 1} of {len(points)}")
+            try:
+                found = engine.climb(point, dataclasses.replace(options, max_iter=options.max_iter - n_iter))
+            except ValueError as singular:
+                # Another start may be better than one in which a component becomes singular.
+                error, n_singular = singular, n_singular + 1
+                progress.say("became singular")
+            else:
+                fits.append(dataclasses.replace(found, n_iter=n_iter + found.n_iter))
+                progress.end("converged" if found.converged else "not converged", found.history[-1])
+        if not fits:
+            raise error or ValueError(
+                f"`X` should have enough distinct samples for {self.n_components} components. Found covariances that "
+                f"became singular from each of {len(starts)} starts: fewer components, a more restricted "
+                "`covariance_type` or a larger `reg_covar` help."
+            )
+        return fits, n_singular
+
+    def _learn(self, x: Tensor, weights: Tensor | None, form: Form) -> None:
+        """Take one online step, and set the attributes."""
+        if not hasattr(self, "_online"):
+            self._online = OnlineFit(self._begin(x, weights, form), form, ())
+        before = self._online
+        state = online_step(before.state, x.to(before.form.device), sample_weight=weights)
+        history = (*before.history, state.log_likelihood) if state.n_steps > before.state.n_steps else before.history
+        self._online = OnlineFit(state, before.form, history)
+        self._set(Climb(state.estimate, state.log_likelihood, False, state.n_steps, history), before.form)
+        self.n_iter_ = state.n_steps
+
+    def _begin(self, x: Tensor, weights: Tensor | None, form: Form) -> OnlineState:
+        """Return where online EM begins: at the last fit, or after a few steps on the first batch."""
+        kind = cast(CovarianceType, engine_type(self.covariance_type))
+        if weights is not None:
+            x, weights = x[weights > 0], weights[weights > 0]
+        data = Data(x, weights, x, weights, form, len(x))
+        if hasattr(self, "converged_"):
+            first = self._last(x)
+        elif len(x) < self.n_components:
+            raise ValueError(
+                f"`n_components` should be at most {len(x)}, the number of samples of the first batch. "
+                f"Found {self.n_components}."
+            )
+        else:
+            starts, _ = self._starts(data, generator_of(self.random_state))
+            options = Options(accelerate="none", tol=0.0, max_iter=_FIRST_STEPS, callback=None)
+            engine = self._engine(data)
+            first = max((engine.climb(start, options) for start in starts), key=self._merit).parameters
+        prior = self.prior
+        if prior == "default":
+            prior = Prior.default(x, int(self.n_components), kind, sample_weight=weights)
+        return online_start(
+            first,
+            exponent=float(self.learning_decay),
+            offset=float(self.learning_offset),
+            burn_in=_BURN_IN * float(self.n_components),
+            reg_covar=float(self.reg_covar),
+            prior=prior,
         )
 
     def _last(self, x: Tensor) -> GaussianParameters:

@@ -1,0 +1,66 @@
+"""The names of covariances: scikit-learn's four types, mclust's fourteen models, and mixtures as one or the other.
+
+D features, K components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import cast
+
+import torch
+
+from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.parsimonious import CovarianceModel, ParsimoniousParameters
+
+# The models that are scikit-learn's types under another name.
+_TYPES: dict[CovarianceModel, CovarianceType] = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}
+
+
+def gaussian_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType | None:
+    """Return the type if it is one of scikit-learn's four, None for a model."""
+    return covariance if covariance in COVARIANCE_TYPES else None
+
+
+def engine_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType | None:
+    """Return the type of which a model is another name, or None."""
+    return gaussian_type(covariance) or _TYPES.get(cast(CovarianceModel, covariance))
+
+
+def start_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType:
+    """Return the type of mixture that a fit starts from."""
+    return engine_type(covariance) or ("diag" if covariance[2] == "I" else "full")
+
+
+def model_of(covariance: CovarianceType | CovarianceModel) -> CovarianceModel:
+    """Return the model of which a type is another name, or the model itself."""
+    names = {kind: model for model, kind in _TYPES.items()}
+    return names.get(cast(CovarianceType, covariance)) or cast(CovarianceModel, covariance)
+
+
+def as_gaussian(parameters: GaussianParameters | ParsimoniousParameters) -> GaussianParameters:
+    """Return any mixture of Gaussians in the common form, float64."""
+    return (parameters if isinstance(parameters, GaussianParameters) else parameters.to_gaussian()).to(torch.float64)
+
+
+def as_type(parameters: GaussianParameters, kind: CovarianceType) -> GaussianParameters:
+    """Return the mixture as one of a wider type, or of a narrower one if it is of that already."""
+    if parameters.covariance_type == kind:
+        return parameters
+    k, d = parameters.means.shape
+    factor = parameters.precisions_cholesky
+    match parameters.covariance_type:
+        case "tied":
+            factor = factor.expand(k, d, d)
+        case "diag":
+            factor = factor.diag_embed()
+        case "spherical":
+            factor = factor[:, None].expand(k, d).diag_embed()
+    match kind:
+        case "tied":
+            factor = factor[0]
+        case "diag":
+            factor = factor.diagonal(dim1=-2, dim2=-1)
+        case "spherical":
+            factor = factor[:, 0, 0]
+    return dataclasses.replace(parameters, precisions_cholesky=factor, covariance_type=kind)
