@@ -374,7 +374,7 @@ def test_more_starts_never_find_less(seed):
         one, five = (
             GaussianMixture(4, n_init=n, random_state=seed, init_params="random_from_data").fit(x) for n in (1, 5)
         )
-    assert bool(len(one.collapsed_)) or five.lower_bound_ >= one.lower_bound_
+    assert bool(len(one.collapsed_)) or five.lower_bound_ >= one.lower_bound_ - 1e-5
 
 
 def test_best_start_is_kept():
@@ -552,7 +552,7 @@ def test_start_is_returned_where_no_step_is_taken(start):
 @pytest.mark.parametrize("seed", range(3))
 def test_start_by_its_own_precisions_is_the_same_fit(kind, seed):
     x, _ = clusters(spread=2.0)
-    options = {"covariance_type": kind, "random_state": seed}
+    options = {"covariance_type": kind, "random_state": seed, "accelerate": "none", "tol": 1e-4}
     start = GaussianMixture(3, max_iter=0, **options).fit(x)
     free = GaussianMixture(3, **options).fit(x)
     given = GaussianMixture(3, precisions_init=start.precisions_, **options).fit(x)

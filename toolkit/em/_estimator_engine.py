@@ -5,7 +5,7 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit.em._estimator_collapse import collapsed_components
 from toolkit.em._fit import climb_prepared
 from toolkit.em._restarts import Mixtures, climb_together
-from toolkit.em._samples import Chunk, Rows, prepare
+from toolkit.em._samples import Rows, prepare
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian import CovarianceType, GaussianParameters
 from toolkit.em.missing import fit_missing, marginal_log_joint
@@ -64,11 +64,11 @@ class GaussianEngine:
         cache: bool,
     ) -> None:
         self.reg_covar, self.prior = reg_covar, prior
-        self.data = prepare(x, covariance_type, n_components, sample_weight=sample_weight, cache=cache)
+        self.prepared = prepare(x, covariance_type, n_components, sample_weight=sample_weight, cache=cache)
 
     def climb(self, start: GaussianParameters, options: Options) -> Climb[GaussianParameters]:
         """Return the highest point found, float64."""
-        return climb_prepared(start, data=self.data, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
+        return climb_prepared(start, data=self.prepared, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
 
     def heats(
         self, starts: list[GaussianParameters], options: Options
@@ -83,13 +83,13 @@ class GaussianEngine:
         """
         plain = options.accelerate == "none"
         mixtures, values, steps, _ = climb_together(
-            Mixtures.of(starts, self.data),
-            self.data,
+            Mixtures.of(starts, self.prepared),
+            self.prepared,
             tol=options.tol if plain else max(options.tol, _HEATS),
             max_iter=options.max_iter if plain else min(options.max_iter, _HEAT_STEPS),
             reg_covar=self.reg_covar,
         )
-        reached = [(i, mixtures.one(i, self.data)) for i in values.isfinite().nonzero().ravel().tolist()]
+        reached = [(i, mixtures.one(i, self.prepared)) for i in values.isfinite().nonzero().ravel().tolist()]
         ranks = [
             (bool(collapsed_components(parameters, self.reg_covar)), -float(values[i])) for i, parameters in reached
         ]
@@ -104,26 +104,14 @@ class ParsimoniousEngine:
 
     def __init__(
         self,
-        x: Tensor | Rows,
-        sampled: Tensor,
+        x: Tensor,
         n_components: int,
         model: CovarianceModel,
         *,
         sample_weight: Tensor | None,
         reg_covar: float,
     ) -> None:
-        if isinstance(x, Tensor):
-            self.climber = Climber(x, n_components, model, reg_covar, sample_weight)
-            return
-        rows = x
-
-        def doubled(length: int) -> Iterator[Chunk]:
-            for part, weights in rows(length):
-                yield part.to(torch.float64), weights
-
-        self.climber = Climber(sampled, n_components, model, reg_covar)
-        view = "spherical" if model[1:] == "II" else "diag" if model[2] == "I" else "full"
-        self.climber.data = prepare(doubled, "tied" if model == "EEE" else view, n_components, cache=False)
+        self.climber = Climber(x, n_components, model, reg_covar, sample_weight)
 
     def climb(self, start: GaussianParameters, options: Options) -> Climb[Any]:
         """Return the highest point found, float64."""

@@ -19,6 +19,7 @@ import torch
 from sklearn.base import BaseEstimator, DensityMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import Tags
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
@@ -315,6 +316,16 @@ class OnlineFit:
     history: tuple[float, ...]
 
 
+def _learns_online(mixture: GaussianMixture) -> bool:
+    """Say whether it has `partial_fit`; scikit-learn asks by ``hasattr``."""
+    if engine_type(mixture.covariance_type) is None or mixture.missing:
+        raise AttributeError(
+            f"`partial_fit` is there for the types {', '.join(COVARIANCE_TYPES)} without missing values. "
+            f"Found covariance_type={mixture.covariance_type!r}, missing={mixture.missing!r}."
+        )
+    return True
+
+
 class GaussianMixture(BaseMixture):
     r"""A mixture of Gaussians, fitted by EM.
 
@@ -334,7 +345,7 @@ class GaussianMixture(BaseMixture):
         n_components: K.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``, or one of mclust's fourteen models, such
             as ``"VEV"``: whether components differ in volume, shape and orientation (E: equal, V: varying, I: aligned
-            with the axes). Covariances of a model are matrices (K, D, D).
+            with the axes), for samples in memory. Covariances of a model are matrices (K, D, D).
         tol: The fit has converged when what is left to gain is about this, in nats per sample. With
             ``accelerate="none"``: when a step gains no more.
         reg_covar: Added to every variance, in the data's units squared.
@@ -479,6 +490,7 @@ class GaussianMixture(BaseMixture):
         self._warn(n_failures + n_singular)
         return self
 
+    @available_if(_learns_online)  # type: ignore[untyped-decorator]
     @no_graph()
     def partial_fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
         """Take one step of online EM by a batch of samples, which are not kept.
@@ -497,18 +509,14 @@ class GaussianMixture(BaseMixture):
 
         Raises:
             TypeError: If `X` is sparse or complex.
-            ValueError: If a parameter is out of range or cannot be used online, `X` or `sample_weight` has another
-                shape or is not finite, or a covariance becomes singular.
+            AttributeError: For a covariance model that is none of the four types, and for missing values.
+            ValueError: If a parameter is out of range, `X` or `sample_weight` has another shape or is not finite, or a
+                covariance becomes singular.
 
         References:
             Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009, section 2.2.
         """
         self._check_parameters()
-        if engine_type(self.covariance_type) is None or self.missing:
-            raise ValueError(
-                f"`partial_fit` should be asked of the types {', '.join(COVARIANCE_TYPES)} without missing values. "
-                f"Found covariance_type={self.covariance_type!r}, missing={self.missing!r}."
-            )
         fitted = hasattr(self, "converged_")
         if is_chunked(X):
             chunks = read_chunks(self, X, sample_weight, reset=not fitted, missing=False)
@@ -670,6 +678,11 @@ class GaussianMixture(BaseMixture):
         if is_chunked(x) or (isinstance(x, np.memmap) and x.nbytes > _MAPPED):
             if self.missing:
                 raise ValueError("`missing` should be False for samples that come in chunks. Found True.")
+            if engine_type(self.covariance_type) is None:
+                raise ValueError(
+                    f"`covariance_type` should be one of {', '.join(COVARIANCE_TYPES)} for samples in chunks. "
+                    f"Found {self.covariance_type!r}."
+                )
             chunks = read_chunks(self, x, sample_weight, reset=True, missing=False)
             sampled, weights = chunks.choose(_SAMPLED, generator)
             if chunks.n_samples < 2:
@@ -687,8 +700,7 @@ class GaussianMixture(BaseMixture):
         kind = engine_type(self.covariance_type)
         if kind is None:
             return ParsimoniousEngine(
-                data.x,
-                data.sampled,
+                cast(Tensor, data.x),
                 n_components,
                 cast(CovarianceModel, self.covariance_type),
                 sample_weight=data.weights,
