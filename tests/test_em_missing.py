@@ -516,10 +516,10 @@ def test_however_the_patterns_are_batched(size, kind, monkeypatch):
 
 
 def test_patterns_of_many_features():
-    x = torch.zeros(6, 70, dtype=F64)
-    for row, columns in enumerate([[], [0], [69], [0, 69], [31], [0]]):
+    x = torch.zeros(7, 70, dtype=F64)
+    for row, columns in enumerate([[], [0], [69], [0, 69], [31], [0], [30]]):
         x[row, columns] = NAN
-    assert missing_module._codes(x.isnan()).unique().tolist() == list(range(5))
+    assert missing_module._codes(x.isnan()).unique().tolist() == list(range(6))
     same = missing_module._codes(x.isnan())
     assert same[1] == same[5]
 
