@@ -521,10 +521,12 @@ def _above_diagonal(matrices: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def identity_like(matrices: Tensor) -> Tensor:
+    """Return the identity (D, D) of the type and on the device of matrices (..., D, D)."""
     return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
 
 
 def is_triangular(model: CovarianceModel) -> bool:
+    """Say whether the axes of a model are unit upper triangular (see the module)."""
     return model[1] == model[2] != "I"
 
 

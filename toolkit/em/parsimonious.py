@@ -48,7 +48,7 @@ __all__ = [
 
 # Inner iterations of an EM step after the first: each starts where the last one ended, and a step that only improves
 # the surrogate is as good as one that maximises it (generalised EM).
-_INNER_STEPS_OF_EM = 5
+_INNER_STEPS_OF_EM = 3
 
 # Starts are compared after this many EM steps, and the best of them followed to the end, but for those that are at the
 # same likelihood: they are on the same way.
@@ -335,9 +335,9 @@ class Climber:
     ) -> None:
         self.model, self.reg_covar = model, reg_covar
         # In float32 the likelihood's rounding ends a climb where EM is slow.
-        self.data = prepare(x.to(torch.float64), _view(model), n_components, sample_weight=sample_weight)
+        self.prepared = prepare(x.to(torch.float64), _view(model), n_components, sample_weight=sample_weight)
         if reg_covar == 0 and model[1:] != "II":
-            _raise_if_constant(self.data)
+            _raise_if_constant(self.prepared)
 
     def step(self, parameters: GaussianParameters | ParsimoniousParameters) -> tuple[ParsimoniousParameters, float]:
         """Return the parameters after one EM step, and the log-likelihood before it, nats per sample.
@@ -348,9 +348,9 @@ class Climber:
         # An extrapolated jump may be so long that it overflows.
         if not bool(viewed.log_determinants.isfinite().all() and viewed.precisions.isfinite().all()):
             raise ValueError("The covariances should be finite and positive. Found some that overflow.")
-        moments = accumulate(viewed, self.data)
+        moments = accumulate(viewed, self.prepared)
         structure = parameters.structure if isinstance(parameters, ParsimoniousParameters) else None
-        return _maximise(self.model, moments, self.data, structure, self.reg_covar), float(moments.log_likelihood)
+        return _maximise(self.model, moments, self.prepared, structure, self.reg_covar), float(moments.log_likelihood)
 
     def climb(
         self,
