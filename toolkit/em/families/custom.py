@@ -197,7 +197,6 @@ class DistributionMixture(Components):
         share = responsibilities / torch.where(counts > 0, counts, 1.0)
         flat = self._flat(self.parameters)
         found = _climb(lambda point: self._mean_log_prob(point, samples, constants(share)), flat, self.max_steps)
-        found = torch.where((counts > 0)[:, None], found, flat)
         if carries_gradient(share):
             found = found + _newton(
                 lambda point: self._mean_log_prob(point, samples, share), constants(found), counts > 0
