@@ -133,13 +133,17 @@ def _mutations() -> Iterator[Mutation]:
             for kind in ("removed", "detached"):
                 tree = ast.parse(source)
                 call = [node for node in ast.walk(tree) if _is_stop(node)][index]
-                bare = call.args[0]
-                method = ast.Attribute(value=bare, attr="detach", ctx=ast.Load())
-                replacement = bare if kind == "removed" else ast.Call(func=method, args=[], keywords=[])
+                replacement = call.args[0] if kind == "removed" else _detached(call.args[0])
                 block = eval(ast.unparse(call.args[1]), vars(module))
                 mutated = ast.fix_missing_locations(_Replace(call, replacement).visit(tree))
                 code, function = _enclosing(compile(mutated, module.__file__, "exec"), module, call.lineno)
                 yield Mutation(f"{module.__name__}:{call.lineno}:{kind}", function, block, code)
+
+
+def _detached(value: ast.expr) -> ast.expr:
+    if isinstance(value, ast.Tuple):
+        return ast.Tuple(elts=[_detached(element) for element in value.elts], ctx=ast.Load())
+    return ast.Call(func=ast.Attribute(value=value, attr="detach", ctx=ast.Load()), args=[], keywords=[])
 
 
 def _is_stop(node: ast.AST) -> bool:
@@ -150,9 +154,10 @@ def _enclosing(module_code: CodeType, module: ModuleType, line: int) -> tuple[Co
     """Return the code and the function object of the outermost function or method around `line`."""
     functions = [value for value in vars(module).values() if inspect.isfunction(value)]
     for cls in (value for value in vars(module).values() if inspect.isclass(value)):
-        functions += [value for value in vars(cls).values() if inspect.isfunction(value)]
+        if cls.__module__ == module.__name__:
+            functions += [value for value in vars(cls).values() if inspect.isfunction(value)]
     for function in map(inspect.unwrap, functions):
-        if function.__module__ != module.__name__:
+        if not inspect.isfunction(function) or function.__module__ != module.__name__:
             continue
         first = function.__code__.co_firstlineno
         last = max(line for _, _, line in _all_lines(function.__code__) if line)
