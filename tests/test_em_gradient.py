@@ -109,6 +109,16 @@ def test_lbfgs_to_the_end_is_the_m_step():
     assert torch.allclose(found.parameters.means, expected.parameters.means, atol=1e-3)
 
 
+def test_lbfgs_forgets_the_curvature_of_the_last_objective():
+    x, k, kind = DATA["iris"]
+    first, lbfgs = first_of(x, k, kind), partial(LBFGS, lr=0.1, max_iter=2)
+    twice = gradient_em(first, x, optimizer=lbfgs, steps=2)
+    once = gradient_em(first, x, optimizer=lbfgs, steps=1)
+    again = gradient_em(once.parameters, x, optimizer=lbfgs, steps=1)
+    assert twice.history == pytest.approx((*once.history, again.history[1]), abs=1e-12)
+    assert twice.history[0] < twice.history[1] < twice.history[2]
+
+
 def test_without_the_block_an_overlapping_component_dies():
     x = overlapping(500, 1)
     first = first_of(x, 2)

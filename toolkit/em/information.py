@@ -374,8 +374,8 @@ def _check_m_step(difference: Tensor, rate: float) -> None:
     error = float(torch.linalg.matrix_norm(difference, 2)) / (1 - rate)
     if not error < _SEM_ERROR:
         raise ValueError(
-            "`method` should be 'louis' or 'sandwich' here. Found 'sem', and an EM map whose derivative is not that of a "
-            f"maximum of the expected log-joint (relative error {error:.2g}): the M-step stops short of it, or the "
+            "`method` should be 'louis' or 'sandwich' here. Found 'sem', and an EM map whose derivative is not that of "
+            f"a maximum of the expected log-joint (relative error {error:.2g}): the M-step stops short of it, or the "
             "mixture is at no maximum of the likelihood."
         )
 
