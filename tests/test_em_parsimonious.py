@@ -471,6 +471,25 @@ def test_few_inner_steps_never_end_below_their_start(model, inner_steps):
         assert reached <= first + 1e-10 * abs(first)
 
 
+@pytest.mark.parametrize("model", ["EVE", "VVE"])
+def test_rotations_that_overshoot_are_shortened(model):
+    """Ellipsoids that are long in unlike directions: a few of the full quasi-Newton steps here raise the misfit."""
+    lengths = torch.linspace(0, 6, 6, dtype=F64).exp()
+    for seed in range(60):
+        counts, _ = statistics(2, 6, seed)
+        turns = torch.stack([orthogonal(6, 100 + 7 * seed + k) for k in range(2)])
+        scatter = counts[:, None, None] * turns @ torch.diag_embed(torch.stack([lengths, lengths.roll(1)])) @ turns.mT
+        first = covariances_from_scatter(model, counts, scatter, inner_steps=1)
+        first = dataclasses.replace(first, axes=orthogonal(6, seed)[None])
+        now = covariances_from_scatter(model, counts, scatter, start=first, inner_steps=0)
+        before = misfit(now.covariances, counts, scatter)
+        for _ in range(5):
+            now = covariances_from_scatter(model, counts, scatter, start=now, inner_steps=1)
+            value = misfit(now.covariances, counts, scatter)
+            assert value <= before + 1e-10 * abs(before)
+            before = value
+
+
 @pytest.mark.parametrize("model", [model for model in COVARIANCE_MODELS if model[2] == "I"])
 def test_diagonals_are_enough_for_axis_aligned_models(model):
     counts, scatter = statistics()
