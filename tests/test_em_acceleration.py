@@ -281,7 +281,8 @@ def test_a_saddle_is_left_forward(method):
 
 
 @accelerated
-def test_a_coordinate_at_minus_infinity_stays_there(method):
+@pytest.mark.parametrize("first", [1e-3, -math.inf], ids=str)
+def test_a_coordinate_at_minus_infinity_stays_there(first, method):
     # The logarithm of a weight that is 0, say. The others are accelerated nevertheless.
     slow, zero, end, options = linear(torch.tensor([0.5, 0.9, 0.97, 0.99], dtype=F64))
 
@@ -290,8 +291,8 @@ def test_a_coordinate_at_minus_infinity_stays_there(method):
         value += 0 * float(x[0].exp())  # not a number if the coordinate is not
         return torch.cat([x[:1].log(), after]) if x[0] == 1e-3 else torch.cat([x[:1] - math.inf, after]), value
 
-    first = torch.cat([torch.tensor([1e-3], dtype=F64), zero])
-    found = climb(em, first, accelerate=method, tol=1e-10, max_iter=200, **options)
+    at = torch.cat([torch.tensor([first], dtype=F64), zero])
+    found = climb(em, at, accelerate=method, tol=1e-10, max_iter=200, **options)
     assert found.converged
     assert found.parameters[0] == -math.inf
     assert found.n_iter <= (25 if method == "anderson" else 120)
