@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from toolkit.em import COVARIANCE_TYPES, GaussianParameters, e_step, estimator, log_likelihood
 from toolkit.em._estimator_collapse import collapsed_components
-from toolkit.em._estimator_data import generator_of
+from toolkit.em._estimator_data import choose, generator_of
 from toolkit.em._estimator_progress import Progress
 from toolkit.em.estimator import BaseMixture, CollapseWarning, GaussianMixture
 from toolkit.em.parsimonious import COVARIANCE_MODELS, n_free_parameters
@@ -116,6 +116,15 @@ def test_attributes_share_no_memory():
     found.covariances_[:] = 0.0
     found.precisions_[:] = 0.0
     assert found.score(x) == before
+
+
+def test_given_start_shares_no_memory_with_the_attributes():
+    x, means = torch.from_numpy(clusters()), torch.eye(3, dtype=torch.float64)[:2]
+    before = means.clone()
+    found = GaussianMixture(2, max_iter=0, means_init=means).fit(x)
+    assert torch.equal(found.means_, means)
+    found.means_.zero_()
+    assert torch.equal(means, before)
 
 
 @pytest.mark.gpu
@@ -296,6 +305,20 @@ def test_start_of_many_chunked_samples_is_drawn_among_them(monkeypatch):
     assert math.isclose(found.lower_bound_, whole.lower_bound_, rel_tol=1e-6)
 
 
+def test_samples_for_a_start_are_drawn_by_weight():
+    x = torch.arange(2000.0)[:, None]
+    weights = torch.where(x[:, 0] < 1000, 1.0, 9.0).double()
+    drawn, rest = choose(x, weights, 200, torch.Generator().manual_seed(0))
+    assert rest is None
+    assert len(drawn.unique()) == 200
+    assert torch.equal(drawn, drawn.sort(0).values)
+    # Somewhat under 0.9: what is drawn is not put back.
+    assert 0.8 < (drawn >= 1000).double().mean() < 0.95
+    everything, same = choose(x, weights, 2000, torch.Generator())
+    assert everything is x
+    assert same is weights
+
+
 def test_chunks_with_weights():
     x = clusters(80)
     weights = np.random.default_rng(1).integers(0, 4, len(x)).astype(float)
@@ -392,11 +415,12 @@ def test_online_goes_on_from_a_fit_and_is_forgotten_by_one():
     x = clusters(400)
     found = GaussianMixture(3, random_state=0).fit(x[:200])
     before = found.means_.copy()
-    found.partial_fit(x[200:])
-    assert 0 < np.abs(found.means_ - before).max() < 2.0
+    after = found.partial_fit(x[200:]).means_.copy()
+    assert 0 < np.abs(after - before).max() < 2.0
     assert found.n_iter_ == 1
     again = found.fit(x[:200])
     assert np.array_equal(again.means_, before)
+    assert np.array_equal(again.partial_fit(x[200:]).means_, after)
 
 
 def test_drift_is_followed_by_a_constant_step():
@@ -665,7 +689,7 @@ def test_spike_is_not_preferred(monkeypatch, accelerate):
         for seed in range(12)
         if GaussianMixture(3, max_iter=300, **spiky_start(x, seed)).fit(x).lower_bound_ > HIGHEST_ON_IRIS
     )
-    narrow = GaussianMixture(3, max_iter=0, **spiky_start(x, spiky)).fit(x)._parameters()
+    narrow = GaussianMixture(3, **spiky_start(x, spiky)).fit(x)._parameters()
     usual = estimator.starts_by
 
     def with_a_spike(*arguments, **named):
