@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks._measure import Row, timed_pair
 from toolkit.em import hmm
 
-_STEPS = 5
+_STEPS = 10
 
 # States, features, lengths, goal for a fit. All diagonal, as hmmlearn's default is.
 _CELLS = (

@@ -41,6 +41,9 @@ _TILE = 2**12
 class Pass(Protocol):
     """Emissions at one value of their parameters, at work on prepared data."""
 
+    def log_prob(self, chunk: int, begin: int, end: int) -> Tensor:
+        """Return the log-probabilities or log-densities of some slots of a chunk, (K, end - begin)."""
+
     def emit(self, chunk: int, begin: int, out: Tensor) -> Tensor:
         """Write scaled emission probabilities, and return the logs of the scales (see `_hmm_recursions.Emit`)."""
 
@@ -332,11 +335,14 @@ class GaussianPass:
 
     def emit(self, chunk: int, begin: int, out: Tensor) -> Tensor:
         """Write scaled emissions (see `Pass`)."""
-        n_times, _, n_rows = out.shape
-        x = self._data.chunks[chunk][:, begin : begin + n_times * n_rows]
+        return scaled(self.log_prob(chunk, begin, begin + out.shape[0] * out.shape[2]), out)
+
+    def log_prob(self, chunk: int, begin: int, end: int) -> Tensor:
+        """Return log-densities (see `Pass`)."""
+        x = self._data.chunks[chunk][:, begin:end]
         if self._expands:
-            return scaled(self._theta @ self._expand(x), out)
-        return scaled(self._constant[:, None] - 0.5 * self._whiten(self._differences(x)).square_().sum(1), out)
+            return self._theta @ self._expand(x)
+        return self._constant[:, None] - 0.5 * self._whiten(self._differences(x)).square_().sum(1)
 
     def consume(self, chunk: int, posteriors: Tensor) -> None:
         """Add a chunk's posteriors (see `Pass`)."""
@@ -533,6 +539,10 @@ class CategoricalPass:
         symbols = self._data.chunks[chunk][begin : begin + n_times * n_rows]
         out.copy_(self._table.index_select(1, symbols).view(k, n_times, n_rows).transpose(0, 1))
         return self._largest[symbols]
+
+    def log_prob(self, chunk: int, begin: int, end: int) -> Tensor:
+        """Return log-probabilities (see `Pass`)."""
+        return self._emissions.log_probabilities.index_select(1, self._data.chunks[chunk][begin:end])
 
     def consume(self, chunk: int, posteriors: Tensor) -> None:
         """Add a chunk's posteriors (see `Pass`)."""

@@ -30,7 +30,17 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 
-__all__ = ["Chunk", "Emit", "ForwardBackward", "Plan", "Segment", "forward_backward", "plan", "smallest_exponent"]
+__all__ = [
+    "Chunk",
+    "Emit",
+    "ForwardBackward",
+    "Plan",
+    "Segment",
+    "Workspace",
+    "forward_backward",
+    "plan",
+    "smallest_exponent",
+]
 
 # What a call costs beside its arithmetic, seconds; multiply-adds a second of small matrices. They need not be precise.
 _CALL = 1.5e-6
@@ -136,6 +146,23 @@ class Plan:
     chains: tuple[tuple[int, int, int], ...]
     n_blocks: int
     n_sequences: int
+
+
+class Workspace:
+    """Memory that is used again from chunk to chunk and from step to step: getting it anew costs as much as filling it.
+
+    What `take` returns is valid until the same name is taken again.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, name: str, size: int, like: Tensor) -> Tensor:
+        """Return an uninitialised vector of the type and on the device of another tensor."""
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size or buffer.dtype != like.dtype or buffer.device != like.device:
+            self._buffers[name] = buffer = like.new_empty(size)
+        return buffer[:size]
 
 
 @dataclass(frozen=True, eq=False)
@@ -267,6 +294,7 @@ def forward_backward(
     *,
     consume: Consume | None = None,
     weights: Tensor | None = None,
+    workspace: Workspace | None = None,
 ) -> ForwardBackward:
     """Run through all chunks of a plan.
 
@@ -275,12 +303,15 @@ def forward_backward(
         log_transition: (K, K), rows sum to 1.
         plan: The sequences.
         emit: The emissions.
-        consume: Is given the posteriors, weighted. None: only the log-likelihoods are wanted.
+        consume: Is given the posteriors, weighted; they are overwritten by the next chunk's. None: only the
+            log-likelihoods are wanted.
         weights: (S,). None: all 1.
+        workspace: What an earlier call used.
     """
     start, transition = log_start.exp(), log_transition.exp()
     k, dtype, device = len(start), start.dtype, start.device
-    emissions = _Emissions(plan, emit, k, dtype, device)
+    workspace = workspace or Workspace()
+    emissions = _Emissions(plan, emit, start, workspace)
     ends = _Ends.of(plan, start, transition, emissions)
     # Where every state follows every other, no path that was lost comes back with more than this.
     forgets = bool(transition.min() > _LARGEST[dtype] ** -0.25)
@@ -291,7 +322,7 @@ def forward_backward(
         sound=torch.ones(plan.n_sequences, dtype=torch.bool, device=device),
     )
     for number, chunk in enumerate(plan.chunks):
-        walk = _Walk(chunk, k, *emissions.of(number, last=True), transition)
+        walk = _Walk(chunk, k, *emissions.of(number, last=True), transition, workspace)
         before = ends.enter(chunk)
         walk.forward(torch.where(chunk.is_first, start[:, None], transition.mT @ before))
         ends.leave(chunk, walk)
@@ -333,20 +364,22 @@ def _mark(sound: Tensor, chunk: Chunk, flat: Tensor, n_states: int) -> None:
 class _Emissions:
     """A chunk's emissions, kept from the pass that makes the blocks' ends to the one that uses them if they are few."""
 
-    def __init__(self, plan: Plan, emit: Emit, k: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._chunks, self._emit, self._k = plan.chunks, emit, k
-        self._dtype, self._device = dtype, device
+    def __init__(self, plan: Plan, emit: Emit, start: Tensor, workspace: Workspace) -> None:
+        self._chunks, self._emit, self._k = plan.chunks, emit, len(start)
+        self._like, self._workspace = start, workspace
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}
         n_cut = sum(chunk.n_slots for chunk in plan.chunks if chunk.is_cut)
-        self._keep = n_cut * k * dtype.itemsize <= _KEPT_BYTES.get(device.type, 2**26)
+        kind = start.device.type
+        self._keep = n_cut * self._k * start.dtype.itemsize <= _KEPT_BYTES.get(kind, _KEPT_BYTES["cpu"])
 
     def of(self, number: int, *, last: bool) -> tuple[Tensor, Tensor]:
         """Return a chunk's scaled emissions (K of each slot) and the logs of their scales (N,)."""
         if number in self._kept:
             return self._kept.pop(number)
         chunk = self._chunks[number]
-        flat = torch.empty(self._k * chunk.n_slots, dtype=self._dtype, device=self._device)
-        shift = torch.empty(chunk.n_slots, dtype=self._dtype, device=self._device)
+        name = f"{number}" if chunk.is_cut and self._keep else ""
+        flat = self._workspace.take(f"b{name}", self._k * chunk.n_slots, self._like)
+        shift = self._workspace.take(f"shift{name}", chunk.n_slots, self._like)
         for segment, part in zip(chunk.segments, chunk.split(flat, self._k), strict=True):
             # A part of a chunk at a time: what is computed on the way to an emission stays in the cache.
             n_times = max(1, 2**16 // (self._k * segment.n_rows))
@@ -365,10 +398,13 @@ class _Walk:
     The arrays have K entries for each slot: time after time a (K, rows) matrix.
     """
 
-    def __init__(self, chunk: Chunk, k: int, flat_b: Tensor, shift: Tensor, transition: Tensor) -> None:
+    def __init__(
+        self, chunk: Chunk, k: int, flat_b: Tensor, shift: Tensor, transition: Tensor, workspace: Workspace
+    ) -> None:
         self.chunk, self.k, self.shift, self.transition = chunk, k, shift, transition
-        self.flat_b, self.flat_a = flat_b, torch.empty_like(flat_b)
-        self.scales = torch.empty_like(shift)
+        self.flat_b, self.flat_a = flat_b, workspace.take("a", len(flat_b), flat_b)
+        self.flat_backward = workspace.take("backward", len(flat_b), flat_b)
+        self.scales = workspace.take("scales", len(shift), shift)
         self.b, self.a = chunk.times(flat_b, k), chunk.times(self.flat_a, k)
         self.counts = [n for segment in chunk.segments for n in [segment.n_rows] * segment.n_times]
 
@@ -412,7 +448,6 @@ class _Walk:
         """
         for part, scale in zip(self.chunk.split(self.flat_b, self.k), self.chunk.split(self.scales, 1), strict=True):
             part.div_(scale)
-        self.flat_backward = torch.empty_like(self.flat_a)
         backward = self.chunk.times(self.flat_backward, self.k)
         self.pairs = torch.zeros_like(self.transition)
         weight = None if weights is None else weights[self.chunk.sequences].to(after.dtype)
@@ -435,8 +470,8 @@ class _Walk:
                 mm(transition, w, out=to if to.shape[1] == n else to[:, :n])
 
     def posteriors(self) -> Tensor:
-        """Return the posteriors (K, N); the forward variables are overwritten."""
-        found = self.flat_a.new_empty(self.k, self.chunk.n_slots)
+        """Return the posteriors (K, N), in the place of the emissions."""
+        found = self.flat_b.view(self.k, self.chunk.n_slots)
         for segment, a, backward in zip(
             self.chunk.segments,
             self.chunk.split(self.flat_a, self.k),

@@ -18,20 +18,23 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._hmm_recursions import Chunk, plan
+from toolkit.em._hmm_recursions import Chunk, Plan, plan
 
-__all__ = ["best_paths"]
+__all__ = ["LogProb", "best_paths"]
+
+# Takes a chunk's number and a range of its slots, and returns the logs of their emissions (K, n).
+LogProb = Callable[[int, int, int], Tensor]
 
 # Additions and comparisons a second, and numbers of emissions that are computed at a time.
 _RATE = 6e8
-_TILE = 2**18
+_TILE = 2**16
 
 
 @no_graph()
 def best_paths(
     log_start: Tensor,
     log_transition: Tensor,
-    log_prob: Callable[[Tensor], Tensor],
+    prepare: Callable[[Plan], LogProb],
     lengths: Sequence[int],
     *,
     block: int | None = None,
@@ -41,25 +44,27 @@ def best_paths(
     Args:
         log_start: (K,), float64.
         log_transition: (K, K).
-        log_prob: Takes steps (n,) and returns their emissions' logs (n, K).
+        prepare: Takes a plan, and returns what gives the logs of emissions of its chunks.
         lengths: (S,), positive.
         block: As in `plan`.
     """
     k, device = len(log_start), log_start.device
     whole = plan(lengths, k, device=device, block=block, rate=_RATE)
+    log_prob = prepare(whole)
     states = torch.empty(sum(lengths), dtype=torch.int64, device=device)
     scores = log_start.new_zeros(len(lengths))
     before = torch.full((whole.n_blocks,), -1, device=device)
     ends = before.clone()
     if whole.chains:
         transfer = log_start.new_empty(whole.n_blocks, k, k)
-        for chunk in whole.chunks:
+        for number, chunk in enumerate(whole.chunks):
             if chunk.is_cut:
-                transfer[chunk.blocks] = _transfer(chunk, _emissions(chunk, log_prob, k, log_start), log_transition)
+                b = _emissions(number, chunk, log_prob, log_start)
+                transfer[chunk.blocks] = _transfer(chunk, b, log_transition)
         for sequence, begin, end in whole.chains:
             scores[sequence] = _choose_ends(transfer[begin:end], log_start, ends[begin:end], before[begin:end])
-    for chunk in whole.chunks:
-        b = _emissions(chunk, log_prob, k, log_start)
+    for number, chunk in enumerate(whole.chunks):
+        b = _emissions(number, chunk, log_prob, log_start)
         # What comes before a row: nothing, or the state at which the block before it ends.
         entering = torch.where(chunk.is_first, log_start[:, None], log_transition[before[chunk.blocks]].mT)
         best = _walk(chunk.times(b, k), entering, log_transition)
@@ -70,16 +75,17 @@ def best_paths(
     return states, scores
 
 
-def _emissions(chunk: Chunk, log_prob: Callable[[Tensor], Tensor], k: int, like: Tensor) -> Tensor:
-    """Return the emissions' logs, K for each slot, as (n_times, K, n_rows) of each segment."""
+def _emissions(number: int, chunk: Chunk, log_prob: LogProb, like: Tensor) -> Tensor:
+    """Return the logs of a chunk's emissions, K for each slot, as (n_times, K, n_rows) of each segment."""
+    k = len(like)
     flat = like.new_empty(k * chunk.n_slots)
     for segment, part in zip(chunk.segments, chunk.split(flat, k), strict=True):
         n_times = max(1, _TILE // (k * segment.n_rows))
         for t in range(0, segment.n_times, n_times):
             values = part[t : t + n_times]
             begin = segment.offset + t * segment.n_rows
-            steps = chunk.steps[begin : begin + len(values) * segment.n_rows]
-            values.copy_(log_prob(steps).view(len(values), segment.n_rows, k).mT)
+            found = log_prob(number, begin, begin + len(values) * segment.n_rows)
+            values.copy_(found.view(k, len(values), segment.n_rows).transpose(0, 1))
     return flat
 
 
@@ -101,13 +107,15 @@ def _walk(b: list[Tensor], entering: Tensor, log_transition: Tensor) -> list[Ten
 
 def _trace(chunk: Chunk, best: list[Tensor], log_transition: Tensor, ends: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the states in each slot, (N,), from the last time to the first, and the scores at the rows' ends (R,)."""
+    into = log_transition.mT.contiguous()
     states: list[Tensor] = []
     state = torch.empty(0, dtype=torch.int64, device=chunk.steps.device)
     score = best[0].new_empty(0)
     for t in range(len(best) - 1, -1, -1):
         n, n_after = best[t].shape[1], len(state)
         if n_after:
-            state = (best[t][:, :n_after] + log_transition.index_select(1, state)).argmax(0)
+            # `max` of a first dimension is far faster than `argmax`.
+            state = (best[t][:, :n_after] + into.index_select(0, state).mT).max(0).indices
         if n > n_after:
             largest, at = best[t][:, n_after:].max(0)
             state = torch.cat([state, at if ends is None else ends[n_after:n]])

@@ -43,8 +43,8 @@ from toolkit.em._hmm_emissions import (
     draw,
     normalise,
 )
-from toolkit.em._hmm_recursions import Chunk, Consume, ForwardBackward, Plan, forward_backward, plan
-from toolkit.em._hmm_viterbi import best_paths
+from toolkit.em._hmm_recursions import Chunk, Consume, ForwardBackward, Plan, Workspace, forward_backward, plan
+from toolkit.em._hmm_viterbi import LogProb, best_paths
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.mixture import RESPONSIBILITIES
 
@@ -501,11 +501,13 @@ def viterbi(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None 
     lengths = _check(parameters, x, lengths)
     model = parameters.to(torch.float64)
 
-    def log_prob(steps: Tensor) -> Tensor:
-        rows = x[steps]
-        return model.emissions.log_prob(rows.double() if rows.is_floating_point() else rows)
+    if x.is_floating_point():
+        x = x.double()
 
-    return best_paths(model.log_start, model.log_transition, log_prob, lengths)
+    def prepare(plan: Plan) -> LogProb:
+        return model.emissions.prepare(x, plan).begin(model.emissions).log_prob
+
+    return best_paths(model.log_start, model.log_transition, prepare, lengths)
 
 
 @no_graph()
@@ -684,11 +686,11 @@ def _coordinates(
 
 @dataclass(frozen=True, eq=False)
 class _Arrangement:
-    """Sequences laid out for the fast pass, and chunks of those that are left to the slow one; the data of both."""
+    """Sequences laid out for the fast pass, and chunks of those that are left to the slow one; both prepared."""
 
     fast: Plan
     slow: tuple[Chunk, ...]
-    data: Prepared
+    prepared: Prepared
 
 
 class _Engine:
@@ -704,6 +706,7 @@ class _Engine:
         self._x, self._lengths = x, lengths
         self._starts = [0, *itertools.accumulate(lengths)]
         self._whole = self._arrange(parameters, frozenset())
+        self._workspace = Workspace()
 
     def step(
         self, parameters: HMMParameters, prior: DirichletPrior, reg_covar: float, update: str = "ste"
@@ -753,7 +756,7 @@ class _Engine:
         arrangement = self._whole
         bad: frozenset[int] = frozenset()
         while True:
-            at_work = arrangement.data.begin(parameters.emissions)
+            at_work = arrangement.prepared.begin(parameters.emissions)
             chunks = [*arrangement.fast.chunks, *arrangement.slow]
             consume = None if consumer is None else consumer(at_work, chunks)
             found = forward_backward(
@@ -763,6 +766,7 @@ class _Engine:
                 at_work.emit,
                 consume=consume,
                 weights=self.weight,
+                workspace=self._workspace,
             )
             if bool(found.sound.all()):
                 break
