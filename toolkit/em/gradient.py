@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from toolkit.blocks import is_blocked, no_graph, stop_gradient, variable
+from toolkit.blocks import is_blocked, no_graph, variable
 from toolkit.em.acceleration import Climb, check_integer, check_samples
-from toolkit.em.mixture import RESPONSIBILITIES, Family, log_density
+from toolkit.em.mixture import RESPONSIBILITIES, Family, expectation, log_density, log_responsibilities
 
 __all__ = ["gradient_em"]
 
@@ -137,14 +137,12 @@ class _Training(Generic[F]):
             log_joint = self._mixture().log_joint(x)
             responsibilities = held
             if responsibilities is None:
-                log_density = log_joint.logsumexp(-1)
-                log_responsibilities = log_joint - log_density[:, None]
-                responsibilities = stop_gradient(log_responsibilities, RESPONSIBILITIES).exp()
+                responsibilities = log_responsibilities(log_joint).exp()
                 # An open block asks for the gradient through each E-step, so each evaluation has its own.
                 held = responsibilities if is_blocked(RESPONSIBILITIES) else None
                 if rows is None and len(self.history) == step:
-                    self.note(step, _mean(log_density, weights))
-            expected = (responsibilities * log_joint.masked_fill(responsibilities == 0, 0.0)).sum(-1)
+                    self.note(step, _mean(log_joint.logsumexp(-1), weights))
+            expected = expectation(responsibilities, log_joint)
             loss = -(weights.to(expected.dtype) * expected).mean()
             self._differentiate(loss)
             return loss

@@ -113,7 +113,7 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
     """
     log_joint = mixture.log_joint(x)
-    return _log_responsibilities(log_joint).exp(), _mean(log_joint.logsumexp(-1), sample_weight)
+    return log_responsibilities(log_joint).exp(), _mean(log_joint.logsumexp(-1), sample_weight)
 
 
 def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
@@ -147,7 +147,7 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
         classification likelihood", 2015, section 2.
     """
     log_joint = mixture.log_joint(x)
-    return _mean(_expectation(_log_responsibilities(log_joint).exp(), log_joint), sample_weight)
+    return _mean(expectation(log_responsibilities(log_joint).exp(), log_joint), sample_weight)
 
 
 def evidence_lower_bound(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
@@ -170,15 +170,16 @@ def evidence_lower_bound(mixture: Mixture, x: Tensor, sample_weight: Tensor | No
         lemma 1.
     """
     log_joint = mixture.log_joint(x)
-    log_responsibilities = _log_responsibilities(log_joint)
-    return _mean(_expectation(log_responsibilities.exp(), log_joint - log_responsibilities), sample_weight)
+    log_r = log_responsibilities(log_joint)
+    return _mean(expectation(log_r.exp(), log_joint - log_r), sample_weight)
 
 
-def _log_responsibilities(log_joint: Tensor) -> Tensor:
+def log_responsibilities(log_joint: Tensor) -> Tensor:
+    """Return the logarithms of the responsibilities (N, K), blocked, from the log-joint (N, K): the E-step's output."""
     return stop_gradient(log_joint.log_softmax(-1), RESPONSIBILITIES)
 
 
-def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
+def expectation(probabilities: Tensor, values: Tensor) -> Tensor:
     """Return the expectation over the last dimension; what has probability 0 may be infinite."""
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(-1)
 
