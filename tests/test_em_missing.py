@@ -653,6 +653,16 @@ def test_starts(init, kind):
         assert torch.allclose(dense, variances.mean() if kind == "spherical" else variances, rtol=1e-9)
 
 
+@pytest.mark.parametrize("init", ["kmeans", "random_from_data"])
+def test_start_leaves_out_samples_without_a_value_or_weight(init):
+    x = hide(samples(), 0.3, keep_a_value=True)
+    more = torch.cat([x, torch.full((30, 3), NAN, dtype=F64), samples(5) + 100])
+    w = torch.cat([torch.ones(90, dtype=F64), torch.zeros(5, dtype=F64)])
+    options = {"covariance_type": "full", "init": init}
+    found = start_missing(more, 3, sample_weight=w, generator=generator(), **options)
+    assert difference(found, start_missing(x, 3, generator=generator(), **options)) == 0
+
+
 def test_single_precision_and_its_type():
     x = incomplete(200)
     first = start_missing(x, 2, covariance_type="full", generator=generator())

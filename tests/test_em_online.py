@@ -162,6 +162,8 @@ def test_weights_are_repetitions(kind):
     again = run(online_start(before), x.repeat_interleave(w, 0), 30)
     assert state.total_weight == again.total_weight == 90
     assert difference(state.parameters, again.parameters) < 1e-11
+    scaled = run(online_start(before), x, 30, 2.5 * w)
+    assert difference(state.parameters, scaled.parameters) < 1e-11
 
 
 def test_a_small_batch_counts_less_and_an_empty_one_nothing():
@@ -363,6 +365,13 @@ def test_free_energy_by_definition(kind):
         assert math.isclose(state.free_energy, expected, rel_tol=1e-11)
     assert math.isclose(state.total_weight, w.sum(), rel_tol=1e-12)
     assert state.free_energy < log_likelihood(state.parameters, x, w)
+    prior = Prior.default(x, 3, kind)
+    believing = incremental_step(incremental_start(mixture(kind), prior=prior), 0, x)
+    expected = free_energy_by_definition(
+        believing.parameters, [(x, torch.ones(180, dtype=F64), e_step(mixture(kind), x)[0])]
+    )
+    expected += float(prior.log_density(believing.parameters)) / 180
+    assert math.isclose(believing.free_energy, expected, rel_tol=1e-11)
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

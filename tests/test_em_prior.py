@@ -342,7 +342,7 @@ def test_spikes_on_iris_are_gone_with_the_prior():
         ({"degrees_of_freedom": 2.0}, r"`degrees_of_freedom` should be finite and more than 2. Found 2.0"),
         ({"degrees_of_freedom": math.nan}, r"`degrees_of_freedom` should be finite"),
         ({"scale": torch.ones(3, 3)}, "`scale` should be positive"),
-        ({"scale": torch.eye(3) + torch.eye(3)[[1, 2, 0]]}, "`scale` should be positive, and symmetric"),
+        ({"scale": torch.eye(3) + 0.3 * torch.eye(3)[[1, 2, 0]]}, "`scale` should be positive, and symmetric"),
         ({"scale": torch.ones(2)}, r"`scale` should have shape \(3, 3\), \(3,\) or \(\). Found \(2,\)"),
         ({"scale": torch.tensor([1.0, 0.0, 1.0])}, "`scale` should be positive"),
     ],
