@@ -49,6 +49,10 @@ _HEATS = 1e-4
 _HEAT_STEPS = 100
 
 
+# Relative, of a log-likelihood whose pass is in this type.
+_ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-14}
+
+
 class GaussianPrior(MomentsPrior, Protocol):
     """A prior of a Gaussian mixture: see `toolkit.em.prior`."""
 
@@ -215,6 +219,7 @@ def climb_prepared(
         accelerate=accelerate,
         tol=tol,
         max_iter=max_iter,
+        rounding=_ROUNDING[data.dtype],
         callback=callback,
     )
     parameters = first.to(torch.float64) if found.parameters is framed else _unframed(found.parameters, data)

@@ -30,7 +30,7 @@ Accelerate = Literal["none", "squarem", "anderson"]
 P = TypeVar("P")
 F = TypeVar("F", bound=Family)
 
-# Relative difference of two log-likelihoods below which rounding decides which is higher.
+# Relative difference of two log-likelihoods in float64 below which rounding decides which is higher.
 _ROUNDING = 1e-14
 
 # Points that Anderson's method remembers, and evaluations over which an accelerated climb must gain no more than `tol`.
@@ -69,6 +69,7 @@ def climb(
     accelerate: Accelerate = "anderson",
     tol: float = 1e-6,
     max_iter: int = 1000,
+    rounding: float = _ROUNDING,
     callback: Callable[[int, float], None] | None = None,
 ) -> Climb[P]:
     r"""Maximise a likelihood by its EM map.
@@ -90,6 +91,8 @@ def climb(
         accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``.
         tol: See above, nats per sample. 0: as high as rounding lets it see.
         max_iter: The most evaluations of `em` after the one at the start. 0 returns the start.
+        rounding: Relative difference of two log-likelihoods below which rounding decides which is higher: more than
+            its default if the log-likelihood is computed in float32.
         callback: Called after each evaluation with the number of evaluations after the start, and the log-likelihood,
             which is lower than before for a jump that is not taken.
 
@@ -136,7 +139,7 @@ def climb(
                 there = evaluate(unpack(target), target)
             if there is not None:
                 tell(there)
-                there = there if _is_taken(there, here) else None
+                there = there if _is_taken(there, here, rounding * abs(here.value)) else None
             method.judge(there is not None)
             if there is None:
                 gained.append(history[-1])
@@ -148,14 +151,14 @@ def climb(
             there = evaluate(here.image, here.image_position)
             tell(there)
             _check_finite(there.value)
-            if there.value < here.value:
+            if there.value < here.value - (accelerate != "none") * rounding * abs(here.value):
                 n_iter -= accelerate == "none"
                 converged = True
                 break
         history.append(max(there.value, history[-1]))  # equal to rounding counts as not lower
         gained.append(history[-1])
         converged = len(gained) > window and gained[-1] - gained[-1 - window] <= tol
-        if target is not None and there.value - here.value <= _ROUNDING * abs(here.value):
+        if target is not None and there.value - here.value <= rounding * abs(here.value):
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
         here = there
@@ -256,9 +259,8 @@ class _Point(Generic[P]):
         return cls(parameters, position, image, image_position, residual, size, value)
 
 
-def _is_taken(there: _Point[P], here: _Point[P]) -> bool:
+def _is_taken(there: _Point[P], here: _Point[P], rounding: float) -> bool:
     """Say whether a jump went uphill; where rounding decides, whether it came nearer to a fixed point."""
-    rounding = _ROUNDING * abs(here.value)
     gain = there.value - here.value
     return math.isfinite(there.value) and (gain > rounding or (gain >= -rounding and there.size < here.size))
 
