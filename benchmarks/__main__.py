@@ -1,4 +1,7 @@
-"""Print a table of ratios: ``python -m benchmarks [module ...]``, for example ``python -m benchmarks blocks em``."""
+"""Print a table of ratios: ``python -m benchmarks [--threads N] [module ...]``, for example ``... blocks em``.
+
+One thread unless more are asked for. Modules with ``ON_REQUEST = True``, which take long, run only if they are named.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import sys
 
 # Before torch is imported: two small thread pools that spin-wait for each other measure nothing but themselves.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv[:-1] else "1"
 
 import difflib
 import importlib
@@ -27,7 +30,10 @@ _VERSIONS = ("stopgrad", "torch", "numpy", "scipy", "scikit-learn")
 
 def main(chosen: list[str]) -> int:
     """Run the chosen modules, or all of them, and return the exit code."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "--threads" in chosen:
+        place = chosen.index("--threads")
+        chosen = chosen[:place] + chosen[place + 2 :]
     names = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.name.startswith("_")]
     for name in chosen:
         if name not in names:
@@ -42,7 +48,11 @@ def main(chosen: list[str]) -> int:
     skipped = []
     for name in chosen or names:
         try:
-            for row in importlib.import_module(f"benchmarks.{name}").rows():
+            module = importlib.import_module(f"benchmarks.{name}")
+            if not chosen and getattr(module, "ON_REQUEST", False):
+                skipped.append(f"{name}: runs only if it is named")
+                continue
+            for row in module.rows():
                 table.add_row(row.what, f"{row.ratio:.2f}", row.goal, row.note)
         except ModuleNotFoundError as error:
             skipped.append(f"{name}: stopped, because the optional peer {error.name!r} is not installed")
@@ -57,7 +67,7 @@ def _machine() -> str:
     versions = ", ".join(f"{name} {_version(name)}" for name in _VERSIONS)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return (
-        f"{_cpu()}, {cores} cores, {torch.get_num_threads()} thread used, {platform.system()} {platform.machine()}\n"
+        f"{_cpu()}, {cores} cores, {torch.get_num_threads()} thread(s) used, {platform.system()} {platform.machine()}\n"
         f"Python {platform.python_version()}, {versions}"
     )
 

@@ -73,7 +73,7 @@ def test_products_in_groups_are_the_quadratic_form(d):
     z = torch.randn(d, 7, generator=generator(), dtype=F64)
     matrix = torch.randn(2, d, d, generator=generator(1), dtype=F64)
     matrix = matrix + matrix.mT
-    expansion = fused._Expansion("full", d, 7, like=z)
+    expansion = fused.Expansion("full", d, 7, like=z)
     coefficients = fused.quadratic_form(matrix)
     sizes = expansion.sizes
     parts = [expansion.write(group, z)[:size].clone() for group, size in enumerate(sizes)]
@@ -381,7 +381,7 @@ def test_a_start_that_becomes_singular_does_not_stop_the_others():
     bad = GaussianParameters.from_covariances(
         weights=half,
         means=x[[0, 5]],
-        covariances=eye * torch.tensor([1e-3, 1e3])[:, None, None],
+        covariances=covariances,
         covariance_type="full",
     )
     data = prepare(x, "full", 2)

@@ -1,7 +1,23 @@
-"""Expectation maximisation: Gaussian mixtures by closed-form steps, and by the gradient of a blocked surrogate."""
+"""Expectation maximisation: mixtures and hidden Markov models, by closed-form steps and by a blocked surrogate."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from toolkit.em import hmm
 from toolkit.em._fit import Fit, Init, fit, start
 from toolkit.em._fused import em_step
+from toolkit.em.acceleration import Accelerate, Climb, climb, maximise_likelihood
+from toolkit.em.families import (
+    BernoulliMixture,
+    CategoricalMixture,
+    DistributionMixture,
+    FactorAnalysers,
+    NoiseType,
+    PoissonMixture,
+    ScatterType,
+    StudentMixture,
+    fit_family,
+)
 from toolkit.em.gaussian import (
     COVARIANCE_TYPES,
     CovarianceType,
@@ -10,6 +26,27 @@ from toolkit.em.gaussian import (
     m_step,
     precisions_cholesky,
     to_unconstrained,
+)
+from toolkit.em.gradient import gradient_em
+from toolkit.em.information import (
+    ErrorMethod,
+    complete_information,
+    em_jacobian,
+    louis_information,
+    missing_information,
+    missing_information_rate,
+    observed_information,
+    standard_errors,
+)
+from toolkit.em.missing import (
+    MissingGaussian,
+    draw_missing,
+    em_step_missing,
+    fit_missing,
+    impute,
+    marginal_log_joint,
+    start_missing,
+    surrogate_missing,
 )
 from toolkit.em.mixture import (
     RESPONSIBILITIES,
@@ -21,26 +58,130 @@ from toolkit.em.mixture import (
     log_likelihood,
     surrogate,
 )
+from toolkit.em.online import (
+    IncrementalState,
+    OnlineState,
+    Statistics,
+    incremental_start,
+    incremental_step,
+    online_start,
+    online_step,
+)
+from toolkit.em.parsimonious import (
+    COVARIANCE_MODELS,
+    CovarianceModel,
+    ParsimoniousCovariances,
+    ParsimoniousParameters,
+    covariances_from_scatter,
+    fit_parsimonious,
+    n_free_parameters,
+)
+from toolkit.em.prior import Prior
+from toolkit.em.selection import Candidate, Criterion, Selection, aic, bic, icl, select, spikes
+
+if TYPE_CHECKING:
+    from toolkit.em._hmm_estimators import CategoricalHMM, GaussianHMM
+    from toolkit.em.estimator import BaseMixture, CollapseWarning, GaussianMixture
 
 __all__ = [
+    "COVARIANCE_MODELS",
     "COVARIANCE_TYPES",
     "RESPONSIBILITIES",
+    "Accelerate",
+    "BaseMixture",
+    "BernoulliMixture",
+    "Candidate",
+    "CategoricalHMM",
+    "CategoricalMixture",
+    "Climb",
+    "CollapseWarning",
+    "CovarianceModel",
     "CovarianceType",
+    "Criterion",
+    "DistributionMixture",
+    "ErrorMethod",
+    "FactorAnalysers",
     "Family",
     "Fit",
+    "GaussianHMM",
+    "GaussianMixture",
     "GaussianParameters",
+    "IncrementalState",
     "Init",
+    "MissingGaussian",
     "Mixture",
+    "NoiseType",
+    "OnlineState",
+    "ParsimoniousCovariances",
+    "ParsimoniousParameters",
+    "PoissonMixture",
+    "Prior",
+    "ScatterType",
+    "Selection",
+    "Statistics",
+    "StudentMixture",
+    "aic",
+    "bic",
+    "climb",
+    "complete_information",
+    "covariances_from_scatter",
+    "draw_missing",
     "e_step",
+    "em_jacobian",
     "em_step",
+    "em_step_missing",
     "evidence_lower_bound",
     "fit",
+    "fit_family",
+    "fit_missing",
+    "fit_parsimonious",
     "from_unconstrained",
+    "gradient_em",
+    "hmm",
+    "icl",
+    "impute",
+    "incremental_start",
+    "incremental_step",
     "log_density",
     "log_likelihood",
+    "louis_information",
     "m_step",
+    "marginal_log_joint",
+    "maximise_likelihood",
+    "missing_information",
+    "missing_information_rate",
+    "n_free_parameters",
+    "observed_information",
+    "online_start",
+    "online_step",
     "precisions_cholesky",
+    "select",
+    "spikes",
+    "standard_errors",
     "start",
+    "start_missing",
     "surrogate",
+    "surrogate_missing",
     "to_unconstrained",
 ]
+
+# scikit-learn takes as long to import as all the rest of this package.
+_ESTIMATORS = {
+    "BaseMixture": "toolkit.em.estimator",
+    "CollapseWarning": "toolkit.em.estimator",
+    "GaussianMixture": "toolkit.em.estimator",
+    "CategoricalHMM": "toolkit.em._hmm_estimators",
+    "GaussianHMM": "toolkit.em._hmm_estimators",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an estimator when it is first used."""
+    if name not in _ESTIMATORS:
+        raise AttributeError(f"module 'toolkit.em' has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module(_ESTIMATORS[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fit import Init
-from toolkit.em._fit import _starts as choose_starts
+from toolkit.em._fit import Init, choose_starts
 from toolkit.em.gaussian import CovarianceType, GaussianParameters, precisions_cholesky, regularise
 from toolkit.em.missing import start_missing
 

@@ -26,11 +26,12 @@ from toolkit.em.gaussian import (
     GaussianParameters,
     check_covariance_type,
     from_unconstrained,
+    precisions_cholesky,
     regularise,
     to_unconstrained,
 )
 
-__all__ = ["Fit", "GaussianPrior", "Init", "climb_prepared", "fit", "start"]
+__all__ = ["Fit", "GaussianPrior", "Init", "choose_starts", "climb_prepared", "fit", "start"]
 
 Init = Literal["kmeans", "k-means++", "random_from_data"]
 
@@ -138,7 +139,7 @@ def fit(
     else:
         seeds, weights = _seeding_sample(x, sample_weight, rows, data, generator)
         choose = functools.partial(
-            _starts,
+            choose_starts,
             seeds,
             weights,
             n_components,
@@ -327,7 +328,7 @@ def start(
     check_covariance_type(covariance_type)
     _check_not_negative("reg_covar", reg_covar)
     _check(x, sample_weight, n_components)
-    return _starts(
+    return choose_starts(
         x,
         sample_weight,
         n_components,
@@ -339,7 +340,7 @@ def start(
     )[0]
 
 
-def _starts(
+def choose_starts(
     x: Tensor,
     sample_weight: Tensor | None,
     n_components: int,
@@ -350,6 +351,7 @@ def _starts(
     reg_covar: float,
     generator: torch.Generator | None,
 ) -> list[GaussianParameters]:
+    """Return several starts, as `start` chooses one: all are seeded and improved at once."""
     if init not in get_args(Init):
         raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
     weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
@@ -365,32 +367,37 @@ def _starts(
         else:
             means = _spread_out(points, weights, n_components, count, generator)
         means, nearest = _lloyd(points, weights, means, _LLOYD_STEPS if init == "kmeans" else 0)
-        for mean, label in zip(means, nearest, strict=True):
-            counts = torch.zeros_like(weights[:n_components]).index_add_(0, label, weights)
-            counts = counts.clamp(min=float(total) / len(x))
-            covariances = _common_covariance(points - mean[label], weights / total, n_components, covariance_type)
-            found.append(
-                GaussianParameters.from_covariances(
-                    weights=counts / counts.sum(),
-                    means=centre + mean,
-                    covariances=regularise(covariances, covariance_type, reg_covar),
-                    covariance_type=covariance_type,
-                )
+        offsets = n_components * torch.arange(count, device=points.device)[:, None]
+        counts = points.new_zeros(count * n_components)
+        counts.index_add_(0, (nearest + offsets).view(-1), weights.repeat(count))
+        counts = counts.view(count, n_components).clamp(min=float(total) / len(x))
+        residuals = points - means.gather(1, nearest[:, :, None].expand(-1, -1, means.shape[2]))
+        covariances = _common_covariance(residuals, weights / total, covariance_type)
+        factors = precisions_cholesky(regularise(covariances, covariance_type, reg_covar), covariance_type)
+        shared = factors if covariance_type == "tied" else factors[:, None].expand(-1, n_components, *factors.shape[1:])
+        log_weights = counts.log() - counts.sum(1, keepdim=True).log()
+        found += [
+            GaussianParameters(
+                log_weights=log_weights[i],
+                means=centre + means[i],
+                precisions_cholesky=shared[i],
+                covariance_type=covariance_type,
             )
+            for i in range(count)
+        ]
     return found
 
 
-def _common_covariance(residuals: Tensor, shares: Tensor, n_components: int, kind: CovarianceType) -> Tensor:
+def _common_covariance(residuals: Tensor, shares: Tensor, kind: CovarianceType) -> Tensor:
+    """Return the covariance of residuals (R, N, D): (R, D, D), of axes (R, D), or of all directions (R,)."""
     weighted = residuals * shares[:, None]
     match kind:
-        case "full":
-            return (weighted.mT @ residuals).expand(n_components, -1, -1)
-        case "tied":
+        case "full" | "tied":
             return weighted.mT @ residuals
         case "diag":
-            return (weighted * residuals).sum(0).expand(n_components, -1)
+            return (weighted * residuals).sum(1)
         case "spherical":
-            return (weighted * residuals).sum(0).mean().expand(n_components)
+            return (weighted * residuals).sum(1).mean(1)
 
 
 def _distinct(points: Tensor, weights: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:

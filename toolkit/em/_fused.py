@@ -50,7 +50,7 @@ from toolkit.em.gaussian import (
     soft_counts,
 )
 
-__all__ = ["Moments", "MomentsPrior", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
+__all__ = ["Expansion", "Moments", "MomentsPrior", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
 
 # The largest mean squared distance of the data from a component, in units of its covariance, for which the expansion is
 # used. The log-likelihood loses about a twentieth of a machine epsilon times it: 3e-6 nats, and 1e-11.
@@ -257,12 +257,12 @@ def _blocks(n_features: int) -> Iterator[tuple[slice, int]]:
         yield slice(first, min(first + height, n_features)), first
 
 
-class _Expansion:
+class Expansion:
     """Writes the features of features of a chunk, in groups of rows that fit the cache."""
 
     def __init__(self, kind: CovarianceType, n_features: int, length: int, *, like: Tensor) -> None:
         self.kind = kind
-        self.n_features = n_features
+        self.n_features, self.length = n_features, length
         self.groups: list[list[tuple[slice, int, int]]] = [[]]  # of (rows, first column, offset in the group)
         self.sizes = [0]
         for rows, first in _blocks(n_features) if kind == "full" else ():
@@ -277,11 +277,15 @@ class _Expansion:
         # The last group also has the features themselves, and 1.
         self.widths = [*self.sizes[:-1], self.sizes[-1] + n_features + 1]
         self.buffer = like.new_empty(max(self.widths), length)
+        self.written: Tensor | None = None  # the chunk whose only group is in the buffer
 
     def write(self, group: int, z: Tensor) -> Tensor:
         """Return the features of features of one group (F, B), which are overwritten by the next."""
         size, length = self.sizes[group], z.shape[1]
         phi = self.buffer[: self.widths[group], :length]
+        if z is self.written:
+            return phi
+        self.written = z if len(self.sizes) == 1 else None
         match self.kind:
             case "full":
                 for rows, first, offset in self.groups[group]:
@@ -321,7 +325,12 @@ def _moments_by_expansion(framed: _Framed, data: Prepared, dtype: torch.dtype) -
 
 @no_graph()
 def expanded_sums(
-    kind: CovarianceType, theta: Tensor, highest: Tensor | None, data: Prepared, dtype: torch.dtype
+    kind: CovarianceType,
+    theta: Tensor,
+    highest: Tensor | None,
+    data: Prepared,
+    dtype: torch.dtype,
+    expansion: Expansion | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return sums of features of features by responsibility, and of log-densities, of R mixtures in one pass.
 
@@ -331,6 +340,7 @@ def expanded_sums(
         highest: Scalar: what no log-joint exceeds, or None if that is not known.
         data: The data.
         dtype: In which the pass is computed.
+        expansion: One of an earlier pass, to which the data may be known already.
 
     Returns:
         (R, K, F) and (R,), float64.
@@ -343,13 +353,13 @@ def expanded_sums(
     in_bits = _LOG2_E * theta.flatten(0, 1)
     in_bits[:, -1] -= _LOG2_E * shift
     sums, total = torch.zeros_like(in_bits), theta.new_zeros(n_mixtures)
-    expansion: _Expansion | None = None
     buffer = torch.empty(0, 0)
     for z, weights in _in(dtype, data):
         length = z.shape[1]
-        if expansion is None or length > buffer.shape[1]:
-            expansion = _Expansion(kind, n_features, length, like=in_bits.to(dtype))
-            buffer = in_bits.new_empty((len(in_bits), length), dtype=dtype)
+        if expansion is None or length > expansion.length:
+            expansion = Expansion(kind, n_features, length, like=in_bits.to(dtype))
+        if length > buffer.shape[1]:
+            buffer = in_bits.new_empty((len(in_bits), expansion.length), dtype=dtype)
             coefficients = in_bits.to(dtype).split(expansion.widths, 1)
             statistics = sums.split(expansion.widths, 1)
         flat = buffer[:, :length]
@@ -376,6 +386,7 @@ def expanded_sums(
                 phi = expansion.write(group, z)
             if not by_component:
                 phi = phi.mul_(share)
+                expansion.written = None
             if dtype == torch.float64:
                 statistic.addmm_(flat, phi.mT)
             else:
@@ -384,7 +395,7 @@ def expanded_sums(
     return sums.view_as(theta), total + data.total_weight * shift
 
 
-def _log_joint(expansion: _Expansion, coefficients: tuple[Tensor, ...], z: Tensor, out: Tensor) -> Tensor:
+def _log_joint(expansion: Expansion, coefficients: tuple[Tensor, ...], z: Tensor, out: Tensor) -> Tensor:
     """Write the log-joints (K, B) of a chunk, in bits, and return the features of features of the last group."""
     for group, theta in enumerate(coefficients):
         phi = expansion.write(group, z)

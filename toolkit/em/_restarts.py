@@ -10,6 +10,7 @@ N samples, D features, K components, R starts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fused import expanded_sums, quadratic_form, symmetric_products
+from toolkit.em._fused import Expansion, expanded_sums, quadratic_form, symmetric_products
 from toolkit.em._samples import Prepared
 from toolkit.em.gaussian import CovarianceType, GaussianParameters, soft_counts
 
@@ -112,9 +113,10 @@ def climb_together(
     converged = torch.zeros_like(steps, dtype=torch.bool)
     found = mixtures.copy()
     ridge = data.ridge(reg_covar)
+    expansion = _expansion_of_all(mixtures, data)
     climbing, before, now, last = torch.arange(n_starts, device=steps.device), mixtures, mixtures, values
     for step in range(max_iter + 1):
-        after, value = _step(now, data, ridge)
+        after, value = _step(now, data, ridge, expansion)
         over = ~(value - last > tol) if step < max_iter else torch.ones_like(value, dtype=torch.bool)
         if bool(over.any()):
             # Where the last step went down, the one before it is kept; where it went nowhere, nothing is.
@@ -133,7 +135,17 @@ def climb_together(
     return found, values, steps, converged
 
 
-def _step(mixtures: Mixtures, data: Prepared, ridge: Tensor | float) -> tuple[Mixtures, Tensor]:
+def _expansion_of_all(mixtures: Mixtures, data: Prepared) -> Expansion | None:
+    """Return the features of features of data that are one chunk, to be written only once; None if they are more."""
+    chunks = list(itertools.islice(data.chunks(), 2))
+    if len(chunks) > 1:
+        return None
+    return Expansion(mixtures.kind, mixtures.means.shape[2], chunks[0][0].shape[1], like=mixtures.means)
+
+
+def _step(
+    mixtures: Mixtures, data: Prepared, ridge: Tensor | float, expansion: Expansion | None
+) -> tuple[Mixtures, Tensor]:
     """Return all mixtures after an EM step, and their log-likelihoods before it, (R,)."""
     kind, means, factor = mixtures.kind, mixtures.means, mixtures.factor
     n_features = means.shape[2]
@@ -150,10 +162,12 @@ def _step(mixtures: Mixtures, data: Prepared, ridge: Tensor | float) -> tuple[Mi
         case "spherical":
             quadratic, linear = -0.5 * factor.square()[..., None], factor.square()[..., None] * means
     theta = torch.cat([quadratic, linear, (constant - 0.5 * (linear * means).sum(-1))[..., None]], -1)
-    sound = theta.isfinite().all(-1).all(-1)
-    highest = torch.where(sound[:, None], constant, -math.inf).max() if kind != "tied" and bool(sound.any()) else None
-    theta = torch.where(sound[:, None, None], theta, 0.0)
-    sums, total = expanded_sums(kind, theta, highest, data, torch.float64)
+    sound = constant.isfinite().all(-1)
+    if not bool(sound.all()):
+        theta = torch.where(sound[:, None, None], theta, 0.0)
+        constant = torch.where(sound[:, None], constant, 0.0)
+    highest = constant.max() if kind != "tied" else None
+    sums, total = expanded_sums(kind, theta, highest, data, torch.float64, expansion)
     products, first, counts = sums.split([sums.shape[2] - n_features - 1, n_features, 1], 2)
     counts = soft_counts(counts[..., 0])
     moved = first / counts[..., None]
@@ -171,7 +185,7 @@ def _step(mixtures: Mixtures, data: Prepared, ridge: Tensor | float) -> tuple[Mi
             covariances = (products[..., 0] / counts - moved.square().sum(-1)) / n_features + ridge
     log_weights = counts.log() - counts.sum(-1, keepdim=True).log()
     after = Mixtures(log_weights, moved, _factor(covariances, kind), kind)
-    return after, torch.where(sound, total / data.total_weight, -math.inf)
+    return after, (total / data.total_weight).where(sound, -math.inf)
 
 
 def _log_determinants(factor: Tensor, kind: CovarianceType, n_features: int) -> Tensor:
@@ -192,9 +206,11 @@ def _factor(covariances: Tensor, kind: CovarianceType) -> Tensor:
         return torch.where(covariances > 0, covariances, math.nan).rsqrt()
     n_features = covariances.shape[-1]
     lower, failed = torch.linalg.cholesky_ex(covariances)
-    diagonal = lower.diagonal(dim1=-2, dim2=-1)
     least = n_features * torch.finfo(lower.dtype).eps * covariances.diagonal(dim1=-2, dim2=-1)
-    sound = (failed == 0) & (diagonal.square() > least).all(-1)
+    # What rounding decides is singular; what failed is so as well, whatever is on its diagonal.
+    singular = (lower.diagonal(dim1=-2, dim2=-1).square() <= least).any(-1) | (failed != 0)
     eye = torch.eye(n_features, dtype=lower.dtype, device=lower.device)
     inverse: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False)
-    return torch.where(sound[..., None, None], inverse.mT, math.nan)
+    if bool(singular.any()):
+        inverse = inverse.masked_fill(singular[..., None, None], math.nan)
+    return inverse.mT

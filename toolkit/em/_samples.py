@@ -85,7 +85,7 @@ class Prepared:
         whitening: Tensor = torch.linalg.inv(self.scale)
         return reg_covar * (whitening @ whitening.mT)
 
-    @property
+    @functools.cached_property
     def log_volume(self) -> float:
         """How much larger a log-density is in the coordinates of the pass, nats."""
         return 0.0 if self.scale is None else float(self.scale.diagonal().log().sum())
