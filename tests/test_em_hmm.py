@@ -351,6 +351,44 @@ def test_float32_keeps_the_likelihood(kind, monkeypatch):
         assert hmm.posteriors(parameters, x.float(), lengths).states.dtype == torch.float32
 
 
+def test_rounding_errors_do_not_multiply(monkeypatch):
+    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=0))
+    parameters = model("diag", k=4)
+    x = data(parameters, [6000])
+    sums = hmm.posteriors(parameters, x.float()).states.sum(1)
+    assert (sums - 1).abs().max() < 2e-6
+
+
+def test_blocks_that_do_not_meet_are_repeated(monkeypatch):
+    parameters = model("diag", k=3)
+    x = data(parameters, [60])
+    transfer = recursions._log_transfer
+    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=8))
+    monkeypatch.setattr(recursions, "_log_transfer", lambda *a: transfer(*a) + torch.arange(3.0, dtype=F64) / 1e6)
+    found = hmm.posteriors(parameters, x)
+    assert max(differences(found, hmm.e_step(parameters, x)).values()) < 1e-11
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_state_that_is_improbable_for_one_step(block, monkeypatch):
+    """A hundred nats against the state that all other steps ask for, and no way back to it."""
+    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=block))
+    monkeypatch.setattr(hmm._Engine, "_run_slowly", None)
+    emissions = hmm.GaussianEmissions.from_covariances(
+        means=torch.tensor([[0.0], [4.0]], dtype=F64), covariances=torch.ones(2, dtype=F64), covariance_type="spherical"
+    )
+    parameters = hmm.HMMParameters.of(
+        start=torch.tensor([0.9, 0.1], dtype=F64),
+        transition=torch.tensor([[0.9, 0.1], [0.0, 1.0]], dtype=F64),
+        emissions=emissions,
+    )
+    x = torch.zeros(30, 1, dtype=F64)
+    x[9] = 27.0
+    found, plain = hmm.posteriors(parameters, x), hmm.e_step(parameters, x)
+    assert plain.states[9, 0] > 0.99
+    assert max(differences(found, plain).values()) < 1e-10
+
+
 @pytest.mark.parametrize("lengths", [[400], [5, 400]], ids=str)
 @pytest.mark.parametrize("block", [0, 16])
 def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
@@ -451,6 +489,13 @@ def test_a_million_steps_in_bounded_memory():
     assert math.isfinite(value)
     # The data's copy and the order of its steps, emissions or their parts, a chunk: less than twice (N, K) numbers.
     assert live.peak < 2 * n * k * 8 < n * k * k * 8 / 3
+
+
+def test_many_states_are_cut_for_memory_alone(monkeypatch):
+    assert not recursions.plan([3000], 60).chains
+    monkeypatch.setattr(recursions, "_WHOLE_BYTES", 8 * 60 * 2999)
+    assert not recursions.plan([2999], 60).chains
+    assert recursions.plan([3000], 60).chains
 
 
 @pytest.mark.parametrize("block", [None, 0, 2, 5, 16])
@@ -721,6 +766,13 @@ def test_a_state_that_is_never_visited_keeps_what_it_has():
         assert torch.allclose(step.log_transition[2], shut.log_transition[2])
         assert torch.allclose(step.emissions.means[2], shut.emissions.means[2])
         assert torch.allclose(step.emissions.covariances[2], shut.emissions.covariances[2])
+    for program in (hmm.log_likelihood, hmm.surrogate):
+        means = shut.emissions.means.clone().requires_grad_()
+        moved = dataclasses.replace(shut, emissions=dataclasses.replace(shut.emissions, means=means))
+        with unblock(*([RESPONSIBILITIES] if program is hmm.surrogate else [])):
+            (slope,) = torch.autograd.grad(program(moved, x), means)
+        assert slope.isfinite().all()
+        assert not slope[2].any()
 
 
 @every_kind
@@ -905,6 +957,19 @@ def test_zero_steps_set_the_start_and_priors_pull():
     found = GaussianHMM(3, transmat_prior=strong, startprob_prior=[1e6, 2e6, 1e6], random_state=0).fit(x)
     assert np.allclose(found.transmat_, (strong - 1) / 1e6, atol=1e-3)
     assert np.allclose(found.startprob_, [0.25, 0.5, 0.25], atol=1e-3)
+
+
+def test_restarts_keep_the_best():
+    x = array(data(model("categorical", k=3), [60] * 5))
+
+    def likelihoods(n_init: int, seed: int) -> float:
+        options = {"random_state": generator(seed), "n_init": n_init, "max_iter": 20}
+        return quiet(CategoricalHMM(3, **options)).fit(x, [60] * 5).log_likelihood_
+
+    g = generator(1)
+    alone = [quiet(CategoricalHMM(3, random_state=g, max_iter=20)).fit(x, [60] * 5).log_likelihood_ for _ in range(4)]
+    assert max(alone) > alone[0]
+    assert likelihoods(4, 1) == max(alone)
 
 
 def test_a_fit_that_does_not_converge_says_so():

@@ -21,6 +21,7 @@ S sequences, N steps in all, R rows, K states. Of a chunk with N slots, slot aft
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +52,9 @@ _RATE = 4e9
 _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**28}
 _CUT_BYTES = {"cpu": 2**22, "cuda": 2**28}
 _KEPT_BYTES = {"cpu": 2**26, "cuda": 2**29}
+
+# Bytes of one array of a sequence from which it is cut whatever that costs, so that memory has a bound.
+_WHOLE_BYTES = 2**29
 
 # Largest backward variable that proves forward variables complete, and how far the ends of blocks may be apart.
 _LARGEST = {torch.float32: 1e28, torch.float64: 1e280}
@@ -235,7 +239,8 @@ def plan(
 
 def _block_size(lengths: Sequence[int], n_states: int, rate: float) -> int:
     """Return the length of blocks that costs least, or 0 if no sequence should be cut. Lengths fall."""
-    costs = {0: 8 * _CALL * lengths[0] if lengths else 0.0}
+    longest = lengths[0] if lengths else 0
+    costs = {0: 8 * _CALL * longest if 8 * longest * n_states <= _WHOLE_BYTES else math.inf}
     for size in (2**i for i in range(4, 12)):
         n_cut = sum(length for length in lengths if length > 2 * size)
         rest = next((length for length in lengths if length <= 2 * size), 0)

@@ -94,7 +94,7 @@ def _walk(b: list[Tensor], entering: Tensor, log_transition: Tensor) -> list[Ten
     b[0].add_(entering)
     k = len(entering)
     sums = entering.new_empty(k, k, entering.shape[1])
-    by_row, largest = log_transition[:, :, None], torch.empty_like(entering)
+    by_row, largest = log_transition[:, :, None], entering.new_empty(entering.shape)
     for before, now in itertools.pairwise(b):
         n = now.shape[1]
         if n < sums.shape[2]:

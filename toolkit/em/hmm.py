@@ -730,7 +730,7 @@ class _Engine:
 
         def keep(_: Pass, chunks: Sequence[Chunk]) -> Consume:
             def consume(number: int, posteriors: Tensor) -> None:
-                states[chunks[number].steps] = posteriors.mT
+                states.index_copy_(0, chunks[number].steps, posteriors.mT.contiguous())
 
             return consume
 
