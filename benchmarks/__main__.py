@@ -53,6 +53,8 @@ def main(chosen: list[str]) -> int:
                 skipped.append(f"{name}: runs only if it is named")
                 continue
             for row in module.rows():
+                if not sys.stderr.isatty():
+                    print(f"{row.ratio:6.3f}  {row.what}: {row.note}", file=sys.stderr, flush=True)
                 table.add_row(row.what, f"{row.ratio:.2f}", row.goal, row.note)
         except ModuleNotFoundError as error:
             skipped.append(f"{name}: stopped, because the optional peer {error.name!r} is not installed")

@@ -21,7 +21,7 @@ from toolkit.em import fit as fit_mixture
 
 __all__ = ["Cell", "cells", "measure", "problem", "product_limit", "rows", "summaries"]
 
-STEPS = 5
+STEPS = 10
 
 
 @dataclass(frozen=True)
