@@ -22,7 +22,6 @@ from toolkit.em import (
     COVARIANCE_TYPES,
     RESPONSIBILITIES,
     GaussianParameters,
-    _samples,
     e_step,
     em_step,
     evidence_lower_bound,
@@ -36,7 +35,8 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em import _fused as fused
+from toolkit.em.gaussian import _fused as fused
+from toolkit.em.gaussian import _samples
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -19,7 +19,6 @@ from toolkit import datasets
 from toolkit.em import (
     COVARIANCE_TYPES,
     GaussianParameters,
-    _samples,
     e_step,
     em_step,
     fit,
@@ -27,10 +26,11 @@ from toolkit.em import (
     m_step,
     start,
 )
-from toolkit.em import _fused as fused
-from toolkit.em._fit import climb_prepared
-from toolkit.em._restarts import NARROWEST, Mixtures, climb_together
-from toolkit.em._samples import check_rows, prepare, rows_of
+from toolkit.em.gaussian import _fused as fused
+from toolkit.em.gaussian import _samples
+from toolkit.em.gaussian._fit import climb_prepared
+from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
+from toolkit.em.gaussian._samples import check_rows, prepare, rows_of
 
 F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
@@ -282,7 +282,7 @@ def test_memory_stays_bounded(tmp_path):
 RANK = """
 import sys, torch, torch.distributed as dist
 from toolkit.em import fit, start
-from toolkit.em import _samples
+from toolkit.em.gaussian import _samples
 sys.path.insert(0, sys.argv[1])
 from test_em import generator, samples
 torch.set_num_threads(1)
@@ -427,7 +427,7 @@ def test_restarts_of_weighted_samples():
 
 
 def test_a_large_sample_is_seeded_by_a_part_of_it(monkeypatch):
-    from toolkit.em import _fit
+    from toolkit.em.gaussian import _fit
 
     monkeypatch.setattr(_fit, "_SEEDING", 100)
     x = samples(2000)

@@ -13,13 +13,14 @@ from sklearn import datasets as bundled
 from sklearn.exceptions import ConvergenceWarning
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit.em import COVARIANCE_TYPES, GaussianParameters, e_step, estimator, log_likelihood
-from toolkit.em._estimator_collapse import collapsed_components
-from toolkit.em._estimator_data import choose, generator_of
-from toolkit.em._estimator_progress import Progress
-from toolkit.em.estimator import BaseMixture, CollapseWarning, GaussianMixture
-from toolkit.em.parsimonious import COVARIANCE_MODELS, n_free_parameters
-from toolkit.em.prior import Prior
+from toolkit.em import COVARIANCE_TYPES, GaussianParameters, e_step, log_likelihood
+from toolkit.em.estimators import mixture as estimator
+from toolkit.em.estimators._collapse import collapsed_components
+from toolkit.em.estimators._data import choose, generator_of
+from toolkit.em.estimators._progress import Progress
+from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture
+from toolkit.em.gaussian.parsimonious import COVARIANCE_MODELS, n_free_parameters
+from toolkit.em.gaussian.prior import Prior
 
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 ATTRIBUTES = ["weights_", "means_", "covariances_", "precisions_", "precisions_cholesky_"]
@@ -144,7 +145,7 @@ def test_many_samples_are_answered_in_batches(monkeypatch):
     x = clusters()
     found = GaussianMixture(3, random_state=0).fit(x)
     whole = found.predict_proba(x), found.score_samples(x), found.bic(x), found.icl(x)
-    monkeypatch.setattr("toolkit.em.estimator._BATCH", 64)
+    monkeypatch.setattr("toolkit.em.estimators.mixture._BATCH", 64)
     parts = found.predict_proba(x), found.score_samples(x), found.bic(x), found.icl(x)
     assert all(np.allclose(a, b, rtol=1e-13) for a, b in zip(whole, parts, strict=True))
 
@@ -297,7 +298,7 @@ def test_few_chunked_samples_all_count_for_the_start(init):
 
 
 def test_start_of_many_chunked_samples_is_drawn_among_them(monkeypatch):
-    monkeypatch.setattr("toolkit.em.estimator._SAMPLED", 40)
+    monkeypatch.setattr("toolkit.em.estimators.mixture._SAMPLED", 40)
     x = clusters(400, spread=20.0)
     x[:200] = x[:200][np.argsort(x[:200, 0])]
     found = GaussianMixture(3, random_state=0).fit([x[i : i + 30] for i in range(0, 400, 30)])
@@ -348,7 +349,7 @@ def test_large_memory_mapped_array_is_read_in_chunks(tmp_path, monkeypatch):
     x = clusters()
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    monkeypatch.setattr("toolkit.em.estimator._MAPPED", 1)
+    monkeypatch.setattr("toolkit.em.estimators.mixture._MAPPED", 1)
     found = GaussianMixture(3, random_state=0, **given(x)).fit(mapped)
     assert type(found.means_) is np.ndarray
     whole = GaussianMixture(3, random_state=0, **given(x)).fit(x)
@@ -680,7 +681,7 @@ def test_spikes_on_iris_are_reported():
     assert all(spikes)
 
 
-@pytest.mark.filterwarnings("ignore::toolkit.em.estimator.CollapseWarning")
+@pytest.mark.filterwarnings("ignore::toolkit.em.estimators.mixture.CollapseWarning")
 @pytest.mark.parametrize("accelerate", ["anderson", "none"])
 def test_spike_is_not_preferred(monkeypatch, accelerate):
     x = bundled.load_iris().data

@@ -21,7 +21,7 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from toolkit.em import COVARIANCE_TYPES, GaussianParameters, m_step
-from toolkit.em.estimator import CollapseWarning, GaussianMixture
+from toolkit.em.estimators.mixture import CollapseWarning, GaussianMixture
 
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 every_start = pytest.mark.parametrize("start", ["kmeans", "k-means++", "random", "random_from_data"])
@@ -583,7 +583,7 @@ def test_nothing_is_estimated_where_all_is_given(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr("toolkit.em.estimator.starts_by", refuse)
+    monkeypatch.setattr("toolkit.em.estimators.mixture.starts_by", refuse)
     assert GaussianMixture(3, **start).fit(x).converged_
     with pytest.raises(AssertionError):
         GaussianMixture(3, means_init=start["means_init"]).fit(x)

@@ -21,12 +21,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import unblock
 from toolkit.em import COVARIANCE_TYPES, RESPONSIBILITIES, GaussianParameters, hmm
-from toolkit.em import _hmm_recursions as recursions
 from toolkit.em import e_step as mixture_e_step
 from toolkit.em import log_likelihood as mixture_log_likelihood
 from toolkit.em import m_step as mixture_m_step
-from toolkit.em._hmm_estimators import CategoricalHMM, GaussianHMM
-from toolkit.em._hmm_viterbi import best_paths
+from toolkit.em.estimators.hmm import CategoricalHMM, GaussianHMM
+from toolkit.em.hmm import _recursions as recursions
+from toolkit.em.hmm import core
+from toolkit.em.hmm._viterbi import best_paths
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -303,10 +304,10 @@ def test_under_torch_func(kind):
 @pytest.mark.parametrize("k", [1, 2, 5])
 @pytest.mark.parametrize("lengths", [[1], [2], [1, 1], [33, 1, 17, 33, 2], [101]], ids=str)
 def test_fast_pass_is_the_plain_recursion(lengths, k, block, monkeypatch):
-    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=block))
+    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
     monkeypatch.setattr(recursions, "_CUT_BYTES", {"cpu": 200 * k})  # so that blocks come in several chunks
     monkeypatch.setattr(recursions, "_KEPT_BYTES", {"cpu": 1000 * k})
-    monkeypatch.setattr(hmm._Engine, "_run_slowly", None)
+    monkeypatch.setattr(core._Engine, "_run_slowly", None)
     parameters = model("diag", k=k)
     x = data(parameters, lengths)
     weight = torch.arange(1.0, 1 + len(lengths), dtype=F64)
@@ -327,8 +328,8 @@ def test_fast_pass_is_the_plain_recursion(lengths, k, block, monkeypatch):
 @pytest.mark.parametrize("narrow", [False, True])
 def test_step_is_that_of_the_plain_twin(kind, narrow, monkeypatch):
     if narrow:
-        monkeypatch.setattr("toolkit.em._hmm_emissions._NARROW", {F64: 0.0})
-    monkeypatch.setattr("toolkit.em._hmm_emissions._TILE", 16)
+        monkeypatch.setattr("toolkit.em.hmm._emissions._NARROW", {F64: 0.0})
+    monkeypatch.setattr("toolkit.em.hmm._emissions._TILE", 16)
     parameters, lengths = model(kind, k=4, d=3), [60, 9, 31]
     x = data(parameters, lengths)
     expected = hmm.m_step(parameters, x, hmm.e_step(parameters, x, lengths), reg_covar=1e-3)
@@ -342,7 +343,7 @@ def test_float32_keeps_the_likelihood(kind, monkeypatch):
     x = data(parameters, lengths)
     expected, value = hmm.em_step(parameters, x, lengths)
     for block in (0, 64):
-        monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=block))
+        monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
         single, single_value = hmm.em_step(parameters.to(torch.float32), x.float(), lengths)
         assert single.log_transition.dtype == torch.float32
         assert abs(single_value - value) < 1e-5
@@ -352,7 +353,7 @@ def test_float32_keeps_the_likelihood(kind, monkeypatch):
 
 
 def test_rounding_errors_do_not_multiply(monkeypatch):
-    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=0))
+    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=0))
     parameters = model("diag", k=4)
     x = data(parameters, [6000])
     sums = hmm.posteriors(parameters, x.float()).states.sum(1)
@@ -363,7 +364,7 @@ def test_blocks_that_do_not_meet_are_repeated(monkeypatch):
     parameters = model("diag", k=3)
     x = data(parameters, [60])
     transfer = recursions._log_transfer
-    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=8))
+    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=8))
     monkeypatch.setattr(recursions, "_log_transfer", lambda *a: transfer(*a) + torch.arange(3.0, dtype=F64) / 1e6)
     found = hmm.posteriors(parameters, x)
     assert max(differences(found, hmm.e_step(parameters, x)).values()) < 1e-11
@@ -372,8 +373,8 @@ def test_blocks_that_do_not_meet_are_repeated(monkeypatch):
 @pytest.mark.parametrize("block", [0, 4])
 def test_a_state_that_is_improbable_for_one_step(block, monkeypatch):
     """A hundred nats against the state that all other steps ask for, and no way back to it."""
-    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=block))
-    monkeypatch.setattr(hmm._Engine, "_run_slowly", None)
+    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
+    monkeypatch.setattr(core._Engine, "_run_slowly", None)
     emissions = hmm.GaussianEmissions.from_covariances(
         means=torch.tensor([[0.0], [4.0]], dtype=F64), covariances=torch.ones(2, dtype=F64), covariance_type="spherical"
     )
@@ -393,7 +394,7 @@ def test_a_state_that_is_improbable_for_one_step(block, monkeypatch):
 @pytest.mark.parametrize("block", [0, 16])
 def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
     """State 0 looks hopeless for so long that its probability is below any number; then only it explains the rest."""
-    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=block))
+    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
     emissions = hmm.GaussianEmissions.from_covariances(
         means=torch.tensor([[0.0], [4.0]], dtype=F64),
         covariances=torch.ones(2, dtype=F64),
@@ -409,7 +410,7 @@ def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
     fast = recursions.forward_backward(
         parameters.log_start,
         parameters.log_transition,
-        (engine := hmm._Engine(parameters, x, lengths, None))._whole.fast,
+        (engine := core._Engine(parameters, x, lengths, None))._whole.fast,
         engine._whole.prepared.begin(emissions).emit,
         consume=lambda *_: None,
     )
@@ -424,7 +425,7 @@ def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
 
 @pytest.mark.parametrize("block", [0, 8])
 def test_observations_that_look_impossible(block, monkeypatch):
-    monkeypatch.setattr(hmm, "plan", functools.partial(recursions.plan, block=block))
+    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
     parameters = model("spherical", k=3, d=1)
     x = data(parameters, [60])
     x[20], x[40:43] = 1e4, -500.0

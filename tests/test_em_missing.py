@@ -39,9 +39,9 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em import missing as missing_module
 from toolkit.em.acceleration import maximise_likelihood
-from toolkit.em.missing import (
+from toolkit.em.gaussian import missing as missing_module
+from toolkit.em.gaussian.missing import (
     MissingGaussian,
     draw_missing,
     em_step_missing,
@@ -51,7 +51,7 @@ from toolkit.em.missing import (
     start_missing,
     surrogate_missing,
 )
-from toolkit.em.prior import Prior
+from toolkit.em.gaussian.prior import Prior
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 

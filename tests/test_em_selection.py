@@ -12,8 +12,8 @@ from torch import Tensor
 
 from toolkit import datasets
 from toolkit.em import GaussianParameters, e_step, log_likelihood
-from toolkit.em._agglomeration import Agglomeration
-from toolkit.em.parsimonious import (
+from toolkit.em.gaussian._agglomeration import Agglomeration
+from toolkit.em.gaussian.parsimonious import (
     COVARIANCE_MODELS,
     Climber,
     ParsimoniousParameters,
@@ -21,7 +21,7 @@ from toolkit.em.parsimonious import (
     fit_parsimonious,
     n_free_parameters,
 )
-from toolkit.em.selection import Candidate, Selection, aic, bic, icl, select, spikes
+from toolkit.em.gaussian.selection import Candidate, Selection, aic, bic, icl, select, spikes
 
 F64 = torch.float64
 

@@ -4,8 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from toolkit.em import hmm
-from toolkit.em._fit import Fit, Init, fit, start
-from toolkit.em._fused import em_step
 from toolkit.em.acceleration import Accelerate, Climb, climb, maximise_likelihood
 from toolkit.em.families import (
     BernoulliMixture,
@@ -18,7 +16,28 @@ from toolkit.em.families import (
     StudentMixture,
     fit_family,
 )
-from toolkit.em.gaussian import (
+from toolkit.em.gaussian._fit import Fit, Init, fit, start
+from toolkit.em.gaussian._fused import em_step
+from toolkit.em.gaussian.missing import (
+    MissingGaussian,
+    draw_missing,
+    em_step_missing,
+    fit_missing,
+    impute,
+    marginal_log_joint,
+    start_missing,
+    surrogate_missing,
+)
+from toolkit.em.gaussian.online import (
+    IncrementalState,
+    OnlineState,
+    Statistics,
+    incremental_start,
+    incremental_step,
+    online_start,
+    online_step,
+)
+from toolkit.em.gaussian.parameters import (
     COVARIANCE_TYPES,
     CovarianceType,
     GaussianParameters,
@@ -27,6 +46,17 @@ from toolkit.em.gaussian import (
     precisions_cholesky,
     to_unconstrained,
 )
+from toolkit.em.gaussian.parsimonious import (
+    COVARIANCE_MODELS,
+    CovarianceModel,
+    ParsimoniousCovariances,
+    ParsimoniousParameters,
+    covariances_from_scatter,
+    fit_parsimonious,
+    n_free_parameters,
+)
+from toolkit.em.gaussian.prior import Prior
+from toolkit.em.gaussian.selection import Candidate, Criterion, Selection, aic, bic, icl, select, spikes
 from toolkit.em.gradient import gradient_em
 from toolkit.em.information import (
     ErrorMethod,
@@ -38,16 +68,6 @@ from toolkit.em.information import (
     observed_information,
     standard_errors,
 )
-from toolkit.em.missing import (
-    MissingGaussian,
-    draw_missing,
-    em_step_missing,
-    fit_missing,
-    impute,
-    marginal_log_joint,
-    start_missing,
-    surrogate_missing,
-)
 from toolkit.em.mixture import (
     RESPONSIBILITIES,
     Family,
@@ -58,30 +78,9 @@ from toolkit.em.mixture import (
     log_likelihood,
     surrogate,
 )
-from toolkit.em.online import (
-    IncrementalState,
-    OnlineState,
-    Statistics,
-    incremental_start,
-    incremental_step,
-    online_start,
-    online_step,
-)
-from toolkit.em.parsimonious import (
-    COVARIANCE_MODELS,
-    CovarianceModel,
-    ParsimoniousCovariances,
-    ParsimoniousParameters,
-    covariances_from_scatter,
-    fit_parsimonious,
-    n_free_parameters,
-)
-from toolkit.em.prior import Prior
-from toolkit.em.selection import Candidate, Criterion, Selection, aic, bic, icl, select, spikes
 
 if TYPE_CHECKING:
-    from toolkit.em._hmm_estimators import CategoricalHMM, GaussianHMM
-    from toolkit.em.estimator import BaseMixture, CollapseWarning, GaussianMixture
+    from toolkit.em.estimators import BaseMixture, CategoricalHMM, CollapseWarning, GaussianHMM, GaussianMixture
 
 __all__ = [
     "COVARIANCE_MODELS",
@@ -166,20 +165,14 @@ __all__ = [
 ]
 
 # scikit-learn takes as long to import as all the rest of this package.
-_ESTIMATORS = {
-    "BaseMixture": "toolkit.em.estimator",
-    "CollapseWarning": "toolkit.em.estimator",
-    "GaussianMixture": "toolkit.em.estimator",
-    "CategoricalHMM": "toolkit.em._hmm_estimators",
-    "GaussianHMM": "toolkit.em._hmm_estimators",
-}
+_ESTIMATORS = {"BaseMixture", "CategoricalHMM", "CollapseWarning", "GaussianHMM", "GaussianMixture"}
 
 
 def __getattr__(name: str) -> Any:
     """Import an estimator when it is first used."""
     if name not in _ESTIMATORS:
         raise AttributeError(f"module 'toolkit.em' has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(_ESTIMATORS[name]), name)
+    globals()[name] = found = getattr(importlib.import_module("toolkit.em.estimators"), name)
     return found
 
 

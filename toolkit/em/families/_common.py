@@ -13,7 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from toolkit.em.gaussian import soft_counts
+from toolkit.em.gaussian.parameters import soft_counts
 
 __all__ = [
     "FAR",

@@ -30,7 +30,7 @@ from toolkit.em.families._common import (
     raise_row,
     shares,
 )
-from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, to_unconstrained
+from toolkit.em.gaussian.parameters import GaussianParameters, from_unconstrained, m_step, to_unconstrained
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 
 __all__ = ["ScatterType", "StudentMixture"]

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fit import Init, start
-from toolkit.em._fused import Moments, accumulate
-from toolkit.em._parsimonious import (
+from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.gaussian._fit import Init, start
+from toolkit.em.gaussian._fused import Moments, accumulate
+from toolkit.em.gaussian._samples import Prepared, prepare
+from toolkit.em.gaussian._volume_shape_orientation import (
     COVARIANCE_MODELS,
     CovarianceModel,
     ParsimoniousCovariances,
@@ -32,9 +34,7 @@ from toolkit.em._parsimonious import (
     n_free_parameters,
     upper_factor,
 )
-from toolkit.em._samples import Prepared, prepare
-from toolkit.em.acceleration import Accelerate, Climb, climb
-from toolkit.em.gaussian import CovarianceType, GaussianParameters, soft_counts
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, soft_counts
 
 __all__ = [
     "COVARIANCE_MODELS",

@@ -34,7 +34,8 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph, stop_recording
-from toolkit.em._hmm_emissions import (
+from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.hmm._emissions import (
     CategoricalEmissions,
     Emissions,
     GaussianEmissions,
@@ -43,9 +44,8 @@ from toolkit.em._hmm_emissions import (
     draw,
     normalise,
 )
-from toolkit.em._hmm_recursions import Chunk, Consume, ForwardBackward, Plan, Workspace, forward_backward, plan
-from toolkit.em._hmm_viterbi import LogProb, best_paths
-from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.hmm._recursions import Chunk, Consume, ForwardBackward, Plan, Workspace, forward_backward, plan
+from toolkit.em.hmm._viterbi import LogProb, best_paths
 from toolkit.em.mixture import RESPONSIBILITIES
 
 __all__ = [

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fused import accumulate
-from toolkit.em._samples import prepare
-from toolkit.em.gaussian import (
+from toolkit.em.gaussian._fused import accumulate
+from toolkit.em.gaussian._samples import prepare
+from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,
     check_features,
@@ -36,7 +36,7 @@ from toolkit.em.gaussian import (
     regularise,
     soft_counts,
 )
-from toolkit.em.prior import Prior
+from toolkit.em.gaussian.prior import Prior
 
 __all__ = [
     "IncrementalState",

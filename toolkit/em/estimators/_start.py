@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fit import Init, choose_starts
-from toolkit.em.gaussian import CovarianceType, GaussianParameters, precisions_cholesky, regularise
-from toolkit.em.missing import start_missing
+from toolkit.em.gaussian._fit import Init, choose_starts
+from toolkit.em.gaussian.missing import start_missing
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, precisions_cholesky, regularise
 
 InitParams = Literal["kmeans", "k-means++", "random", "random_from_data"]
 

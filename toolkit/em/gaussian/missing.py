@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em._fit import Init, start
 from toolkit.em.acceleration import Accelerate, Climb, climb
-from toolkit.em.gaussian import (
+from toolkit.em.gaussian._fit import Init, start
+from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,
     check_covariance_type,
@@ -37,8 +37,8 @@ from toolkit.em.gaussian import (
     regularise,
     soft_counts,
 )
+from toolkit.em.gaussian.prior import Prior
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
-from toolkit.em.prior import Prior
 
 __all__ = [
     "MissingGaussian",

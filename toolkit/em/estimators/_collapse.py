@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._estimator_types import as_type
-from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.estimators._types import as_type
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 # How many times `reg_covar` a variance of the whole mixture must be to count as resolved.
 _RESOLVED = 100.0

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object, broadcast_object_list, get_rank, get_world_size
 
 from toolkit.blocks import no_graph
-from toolkit.em._fused import MomentsPrior, accumulate, maximise
-from toolkit.em._restarts import NARROWEST, Mixtures, climb_together
-from toolkit.em._samples import FLOATS, Prepared, Rows, check_rows, prepare, rows_of
 from toolkit.em.acceleration import Accelerate, Climb, climb
-from toolkit.em.gaussian import (
+from toolkit.em.gaussian._fused import MomentsPrior, accumulate, maximise
+from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
+from toolkit.em.gaussian._samples import FLOATS, Prepared, Rows, check_rows, prepare, rows_of
+from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,
     check_covariance_type,
@@ -55,7 +55,7 @@ _ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-14}
 
 
 class GaussianPrior(MomentsPrior, Protocol):
-    """A prior of a Gaussian mixture: see `toolkit.em.prior`."""
+    """A prior of a Gaussian mixture: see `toolkit.em.gaussian.prior`."""
 
     def log_density(self, parameters: GaussianParameters) -> Tensor:
         """Return its log-density, nats."""

@@ -1,7 +1,7 @@
 r"""What the states of a hidden Markov model emit: Gaussian vectors, or symbols.
 
 Each kind comes twice: as parameters with differentiable `log_prob` and `m_step`, which are the specification; and, from
-`prepare`, as data that are laid out for the fast pass of `toolkit.em._hmm_recursions`.
+`prepare`, as data that are laid out for the fast pass of `toolkit.em.hmm._recursions`.
 
 N steps, D features, M symbols, K states. A chunk has its slots as columns, in the order of the pass.
 """
@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._hmm_recursions import Plan, smallest_exponent
-from toolkit.em.gaussian import (
+from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,
     from_unconstrained,
@@ -28,6 +27,7 @@ from toolkit.em.gaussian import (
     soft_counts,
     to_unconstrained,
 )
+from toolkit.em.hmm._recursions import Plan, smallest_exponent
 
 __all__ = ["CategoricalEmissions", "Emissions", "GaussianEmissions", "Pass", "Prepared"]
 

@@ -40,8 +40,8 @@ from scipy.linalg import blas
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._samples import Chunk, Prepared, prepare, total_over_ranks
-from toolkit.em.gaussian import (
+from toolkit.em.gaussian._samples import Chunk, Prepared, prepare, total_over_ranks
+from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,
     check_features,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian import CovarianceType, GaussianParameters, regularise
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, regularise
 
 __all__ = ["Agglomeration"]
 

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian import precisions_cholesky
+from toolkit.em.gaussian.parameters import precisions_cholesky
 
 __all__ = [
     "COVARIANCE_MODELS",

@@ -28,13 +28,18 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._agglomeration import Agglomeration
-from toolkit.em._fit import Init, start
-from toolkit.em._parsimonious import COVARIANCE_MODELS, CovarianceModel, check_model, n_free_parameters
 from toolkit.em.acceleration import Accelerate
-from toolkit.em.gaussian import CovarianceType, GaussianParameters
+from toolkit.em.gaussian._agglomeration import Agglomeration
+from toolkit.em.gaussian._fit import Init, start
+from toolkit.em.gaussian._volume_shape_orientation import (
+    COVARIANCE_MODELS,
+    CovarianceModel,
+    check_model,
+    n_free_parameters,
+)
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
+from toolkit.em.gaussian.parsimonious import Climber, ParsimoniousParameters, check_samples, start_type
 from toolkit.em.mixture import Mixture
-from toolkit.em.parsimonious import Climber, ParsimoniousParameters, check_samples, start_type
 
 __all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select", "spikes"]
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
-from toolkit.em._estimator_data import Array, Form, RandomState, from_numpy, generator_of, integer, not_negative, read
-from toolkit.em._estimator_progress import Progress
-from toolkit.em._fit import Init, start
 from toolkit.em.acceleration import Accelerate, Climb
-from toolkit.em.gaussian import CovarianceType, check_covariance_type
+from toolkit.em.estimators._data import Array, Form, RandomState, from_numpy, generator_of, integer, not_negative, read
+from toolkit.em.estimators._progress import Progress
+from toolkit.em.gaussian._fit import Init, start
+from toolkit.em.gaussian.parameters import CovarianceType, check_covariance_type
 
 __all__ = ["BaseHMM", "CategoricalHMM", "GaussianHMM"]
 

@@ -10,8 +10,8 @@ from typing import cast
 
 import torch
 
-from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
-from toolkit.em.parsimonious import CovarianceModel, ParsimoniousParameters
+from toolkit.em.gaussian.parameters import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.gaussian.parsimonious import CovarianceModel, ParsimoniousParameters
 
 # The models that are scikit-learn's types under another name.
 _TYPES: dict[CovarianceModel, CovarianceType] = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian import CovarianceType, GaussianParameters, check_covariance_type, soft_counts
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, check_covariance_type, soft_counts
 
 __all__ = ["Prior"]
 

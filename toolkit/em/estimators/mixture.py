@@ -24,8 +24,9 @@ from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._estimator_collapse import collapsed_components
-from toolkit.em._estimator_data import (
+from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.estimators._collapse import collapsed_components
+from toolkit.em.estimators._data import (
     Array,
     Form,
     RandomState,
@@ -39,7 +40,7 @@ from toolkit.em._estimator_data import (
     read_parts,
     read_weights,
 )
-from toolkit.em._estimator_engine import (
+from toolkit.em.estimators._engine import (
     Engine,
     GaussianEngine,
     Marginal,
@@ -47,18 +48,17 @@ from toolkit.em._estimator_engine import (
     Options,
     ParsimoniousEngine,
 )
-from toolkit.em._estimator_progress import Progress
-from toolkit.em._estimator_start import InitParams, check_given, starts_by
-from toolkit.em._estimator_types import as_gaussian, as_type, engine_type, gaussian_type, model_of, start_type
-from toolkit.em._samples import Rows
-from toolkit.em.acceleration import Accelerate, Climb
-from toolkit.em.gaussian import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.estimators._progress import Progress
+from toolkit.em.estimators._start import InitParams, check_given, starts_by
+from toolkit.em.estimators._types import as_gaussian, as_type, engine_type, gaussian_type, model_of, start_type
+from toolkit.em.gaussian._samples import Rows
+from toolkit.em.gaussian.missing import MissingGaussian, impute
+from toolkit.em.gaussian.online import OnlineState, online_start, online_step
+from toolkit.em.gaussian.parameters import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.gaussian.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
+from toolkit.em.gaussian.prior import Prior
 from toolkit.em.information import ErrorMethod, standard_errors
-from toolkit.em.missing import MissingGaussian, impute
 from toolkit.em.mixture import Mixture
-from toolkit.em.online import OnlineState, online_start, online_step
-from toolkit.em.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
-from toolkit.em.prior import Prior
 
 __all__ = ["BaseMixture", "CollapseWarning", "GaussianMixture"]
 

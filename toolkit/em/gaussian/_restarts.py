@@ -3,7 +3,7 @@ r"""Many starts of one Gaussian mixture at once: seeding, Lloyd's steps and EM s
 For small data a step costs what its calls cost, whatever they work on; for large data the matrix products of many
 components are more efficient than those of few. Both make R starts together much cheaper than R starts in turn.
 
-Everything is in the coordinates of the pass (`toolkit.em._samples`), in which EM is the same.
+Everything is in the coordinates of the pass (`toolkit.em.gaussian._samples`), in which EM is the same.
 
 N samples, D features, K components, R starts.
 """
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._fused import Expansion, expanded_sums, quadratic_form, symmetric_products
-from toolkit.em._samples import Prepared
-from toolkit.em.gaussian import CovarianceType, GaussianParameters, soft_counts
+from toolkit.em.gaussian._fused import Expansion, expanded_sums, quadratic_form, symmetric_products
+from toolkit.em.gaussian._samples import Prepared
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, soft_counts
 
 __all__ = ["NARROWEST", "Mixtures", "climb_together"]
 

@@ -12,16 +12,16 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from toolkit.em._estimator_collapse import collapsed_components
-from toolkit.em._fit import climb_prepared
-from toolkit.em._restarts import Mixtures, climb_together
-from toolkit.em._samples import Rows, prepare
 from toolkit.em.acceleration import Accelerate, Climb, climb
-from toolkit.em.gaussian import CovarianceType, GaussianParameters
-from toolkit.em.missing import fit_missing, marginal_log_joint
+from toolkit.em.estimators._collapse import collapsed_components
+from toolkit.em.gaussian._fit import climb_prepared
+from toolkit.em.gaussian._restarts import Mixtures, climb_together
+from toolkit.em.gaussian._samples import Rows, prepare
+from toolkit.em.gaussian.missing import fit_missing, marginal_log_joint
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
+from toolkit.em.gaussian.parsimonious import Climber, CovarianceModel
+from toolkit.em.gaussian.prior import Prior
 from toolkit.em.mixture import Family
-from toolkit.em.parsimonious import Climber, CovarianceModel
-from toolkit.em.prior import Prior
 
 F = TypeVar("F", bound=Family)
 

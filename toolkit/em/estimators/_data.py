@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from toolkit.em._samples import Chunk, rows_of
+from toolkit.em.gaussian._samples import Chunk, rows_of
 
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator

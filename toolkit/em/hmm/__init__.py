@@ -1,0 +1,43 @@
+"""Hidden Markov models: their parameters, Baum-Welch, Viterbi, posteriors, and the surrogate for gradient EM."""
+
+from toolkit.em.hmm.core import (
+    CategoricalEmissions,
+    DirichletPrior,
+    Emissions,
+    GaussianEmissions,
+    HMMParameters,
+    Posteriors,
+    e_step,
+    em_step,
+    expected_log_joint,
+    fit,
+    log_likelihood,
+    log_likelihoods,
+    m_step,
+    posteriors,
+    sample,
+    surrogate,
+    total_log_likelihood,
+    viterbi,
+)
+
+__all__ = [
+    "CategoricalEmissions",
+    "DirichletPrior",
+    "Emissions",
+    "GaussianEmissions",
+    "HMMParameters",
+    "Posteriors",
+    "e_step",
+    "em_step",
+    "expected_log_joint",
+    "fit",
+    "log_likelihood",
+    "log_likelihoods",
+    "m_step",
+    "posteriors",
+    "sample",
+    "surrogate",
+    "total_log_likelihood",
+    "viterbi",
+]
