@@ -117,6 +117,7 @@ def measure(cell: Cell) -> Cell:
     begin = time.perf_counter()
     try:
         theirs()
+        assert theirs_model[0].n_iter_ == STEPS
     except ValueError:
         ours()
         begin = time.perf_counter()
@@ -124,6 +125,7 @@ def measure(cell: Cell) -> Cell:
         return Cell(*_key(cell), ours=time.perf_counter() - begin)
     repeats = max(1, min(5, round(4 / (time.perf_counter() - begin))))
     _, seconds, their_seconds = timed_pair(ours, theirs, repeats=repeats)
+    assert found[0].n_iter == STEPS
     difference = abs(found[0].log_likelihood - float(theirs_model[0].score(array)))
     return Cell(*_key(cell), ours=seconds, theirs=their_seconds, difference=difference)
 
@@ -292,11 +294,14 @@ def _gradient(n_samples: int, n_features: int, n_components: int) -> Row:
 
 
 def problem(cell: Cell) -> tuple[Tensor, GaussianParameters]:
-    """Return overlapping unit clusters, and a start near their centres."""
+    """Return unit clusters that overlap as much in any number of dimensions, and a start near their centres.
+
+    So no fit has converged when its steps are done: all of them are taken.
+    """
     generator = torch.Generator().manual_seed(0)
     options = {"generator": generator, "dtype": torch.float64}
     k, d = cell.n_components, cell.n_features
-    centres = 2 * torch.randn(k, d, **options)
+    centres = 3 / math.sqrt(d) * torch.randn(k, d, **options)
     x = torch.empty(cell.n_samples, d, dtype=cell.dtype)
     for part in x.split(100_000):
         labels = torch.randint(k, (len(part),), generator=generator)
@@ -310,7 +315,7 @@ def problem(cell: Cell) -> tuple[Tensor, GaussianParameters]:
     }
     first = GaussianParameters.from_covariances(
         weights=torch.full((k,), 1 / k, dtype=torch.float64),
-        means=centres + 0.5 * torch.randn(k, d, **options),
+        means=centres + 0.5 / math.sqrt(d) * torch.randn(k, d, **options),
         covariances=covariances[cell.kind],
         covariance_type=cell.kind,
     )
