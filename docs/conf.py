@@ -38,6 +38,12 @@ python_use_unqualified_type_names = True
 napoleon_custom_sections = ["Source"]
 napoleon_use_ivar = True
 
+# Methods that scikit-learn adds to each estimator, with links into its own documentation.
+autodoc_default_options = {
+    "exclude-members": "set_fit_request, set_partial_fit_request, set_predict_request, set_predict_proba_request, "
+    "set_score_request, set_score_samples_request, set_decode_request"
+}
+
 
 class Blocks(SphinxDirective):
     """Lists the blocks whose names begin with the argument, each with its reason; all of them without one."""
