@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import re
 import subprocess
 import sys
 from itertools import pairwise
@@ -19,6 +20,7 @@ from toolkit import datasets
 from toolkit.em import (
     COVARIANCE_TYPES,
     GaussianParameters,
+    Prior,
     e_step,
     em_step,
     fit,
@@ -208,6 +210,101 @@ def test_chunks_that_cannot_be(chunks, error, message):
         fit(chunks(samples()), 2, generator=generator())
 
 
+@pytest.mark.parametrize(
+    ("weights", "error", "message"),
+    [
+        (torch.arange(60), TypeError, "floating-point numbers, not labels. Found torch.int64"),
+        (np.arange(60), TypeError, "floating-point numbers, not labels. Found int64"),
+        (-torch.ones(60), ValueError, "`sample_weight` should be finite and not negative"),
+        (torch.ones(59), ValueError, r"`sample_weight` should have shape \(60,\). Found \(59,\)"),
+        (torch.zeros(60), ValueError, "at most 0, the number of samples that have a weight"),
+        (torch.arange(60.0) < 1.5, TypeError, "not labels. Found torch.bool"),
+    ],
+    ids=["labels", "array of labels", "negative", "short", "zero", "mask"],
+)
+def test_weights_of_chunks_that_cannot_be(weights, error, message):
+    with pytest.raises(error, match=message):
+        fit([(samples(), weights)], 2, generator=generator())
+
+
+def test_more_components_than_samples_in_chunks():
+    x = samples(3)
+    with pytest.raises(ValueError, match="`n_components` should be at most 3"):
+        fit([x[:2], x[2:]], 4, generator=generator())
+
+
+def test_a_data_loader_of_one_tensor_and_a_function_are_chunks():
+    x = samples(200)
+    first = start(x, 2, covariance_type="full", generator=generator())
+    expected = fit(x, 2, init=first).log_likelihood
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=64)
+    assert fit(loader, 2, init=first).log_likelihood == pytest.approx(expected, abs=1e-12)
+    assert fit(lambda: iter(x.split(50)), 2, init=first).log_likelihood == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_a_source_may_fill_the_same_memory_again(cache):
+    x, weight = samples(600), counts(600) + 0.5
+
+    class Source:
+        def __iter__(self):
+            part, share = np.empty((100, 3)), np.empty(100)
+            for begin in range(0, 600, 100):
+                part[:], share[:] = x[begin : begin + 100].numpy(), weight[begin : begin + 100].numpy()
+                yield part, share
+
+    expected = fit(x, 2, sample_weight=weight, generator=generator(), max_iter=5)
+    found = fit(Source(), 2, generator=generator(), max_iter=5, cache=cache)
+    assert found.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-2)
+    first = start(x, 2, covariance_type="full", generator=generator())
+    options = {"init": first, "max_iter": 5, "accelerate": "none"}
+    same = fit(Source(), 2, cache=cache, **options).log_likelihood
+    assert same == pytest.approx(fit(x, 2, sample_weight=weight, **options).log_likelihood, abs=1e-12)
+
+
+def test_what_was_written_to_a_private_map_is_kept(tmp_path):
+    np.save(tmp_path / "x.npy", samples(500).numpy())
+    array = np.load(tmp_path / "x.npy", mmap_mode="c")
+    array *= 1000.0
+    before = np.array(array)
+    fit(array, 1, generator=generator())
+    np.testing.assert_array_equal(array, before)
+
+
+def test_samples_without_weight_are_not_there():
+    x = torch.randn(1000, 2, generator=generator())
+    x[0] = 1e20
+    weight = torch.ones(1000)
+    weight[0] = 0
+    first = start(x[1:], 2, covariance_type="full", generator=generator())
+    found = fit(x, 2, init=first, sample_weight=weight, max_iter=5, accelerate="none")
+    expected = fit(x[1:], 2, init=first, max_iter=5, accelerate="none")
+    assert found.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-6)
+    few = torch.zeros(200_000, dtype=F64)
+    few[:4] = 1
+    x = torch.randn(200_000, 1, generator=generator(), dtype=F64)
+    seen = {fit(x, 2, sample_weight=few, max_iter=0, generator=generator(s)).log_likelihood for s in range(8)}
+    assert all(map(math.isfinite, seen))
+
+
+def test_arguments_of_another_type():
+    with pytest.raises(TypeError, match=r"`sample_weight` should be a tensor or None. Found ndarray"):
+        fit(samples(), 2, sample_weight=np.ones(60))
+    with pytest.raises(TypeError, match="Found str"):
+        fit("x.npy", 2)
+    with pytest.raises(ValueError, match=r"Every chunk should have shape \(B, D\). Found \(\)"):
+        fit([[1.0, 2.0], [3.0, 4.0]], 1)
+    with pytest.raises(TypeError, match=r"`prior` should be a Prior or None. Found 'default'"):
+        fit(samples(), 2, prior="default")
+    with pytest.raises(TypeError, match=r"`generator` should be a torch.Generator or None. Found 0"):
+        fit(samples(), 2, generator=0)
+
+
+def test_values_too_large_for_their_squares():
+    with pytest.raises(ValueError, match="finite covariance"):
+        fit(samples() * 1e160, 2, generator=generator())
+
+
 def test_integer_chunks_are_numbers():
     x = torch.randint(50, (200, 2), generator=generator())
     first = start(x.double(), 2, covariance_type="diag", generator=generator())
@@ -304,6 +401,23 @@ for kind in ("full", "tied", "diag", "spherical"):
 found["own start"] = fit(x[mine], 3, n_init=2, generator=generator(rank), group=dist.group.WORLD)
 found["chunks"] = fit(list(x[mine].split(50)) or [x[:0]], 3, init=first, covariance_type="spherical", max_iter=8,
                       tol=0, accelerate="none", group=dist.group.WORLD)
+errors = []
+bad = x.clone()
+bad[5] = float("nan")
+for call in (
+    lambda: fit(bad if rank == 0 else x, 2, group=dist.group.WORLD),
+    lambda: fit(x, 2 + rank, group=dist.group.WORLD),
+    lambda: fit(x.float() if rank else x, 2, group=dist.group.WORLD),
+    lambda: fit(x[:1], 50, init="random_from_data", group=dist.group.WORLD),
+    lambda: fit(x[:0] if rank else x, 2, sample_weight=weight[: 0 if rank else 601], max_iter=1,
+                group=dist.group.WORLD),
+):
+    try:
+        call()
+        errors.append("")
+    except ValueError as error:
+        errors.append(str(error))
+found["errors"] = errors
 torch.save(found, f"{sys.argv[2]}/{rank}.pt")
 dist.destroy_process_group()
 """
@@ -334,6 +448,14 @@ def test_ranks_fit_what_one_process_fits(tmp_path, world):
             # Two to know the data's moments, then one for each E-step, of the size of the sufficient statistics.
             assert len(reductions) == 2 + 1 + 8
             assert set(reductions[2:]) == {3 * (sum_width(kind) + 1) + 1}
+    for rank in ranks:
+        nan, different, types, few, empty = rank["errors"]
+        assert re.match(r"Rank 0: `x` should be finite. Found \[nan, .* in row 5.", nan)
+        assert "All ranks should have the same `n_components`" in different
+        assert "torch.float32" in types
+        assert "torch.float64" in types
+        assert f"at most {world}, the number of samples" in few
+        assert empty == ""
     for name in ("own start", "chunks"):
         first = ranks[0][name]
         assert all(difference(rank[name].parameters, first.parameters) == 0 for rank in ranks)
@@ -416,6 +538,62 @@ def test_narrowness_does_not_depend_on_coordinates(kind):
         average = (before.weights[:, None, None] * before.covariances).sum(0)
         generalised = [np.linalg.eigvals(np.linalg.solve(average, c)).real.min() for c in before.covariances]
         assert float(here) == pytest.approx(min(generalised), rel=1e-9)
+
+
+def test_several_starts_climb_as_far_as_one():
+    x = samples(400, 2, 3)
+    found = fit(x, 3, n_init=3, tol=0, max_iter=5000, reg_covar=0, generator=generator())
+    again = fit(x, 3, init=found.parameters, tol=0, max_iter=5000, reg_covar=0)
+    assert again.log_likelihood - found.log_likelihood < 1e-10
+
+
+@pytest.mark.parametrize("accelerate", ["none", "anderson"])
+def test_several_starts_know_the_prior(accelerate):
+    x = samples(60, 2, 2)
+    prior = Prior.default(x, 2, "full")
+    options = {"prior": prior, "accelerate": accelerate, "tol": 1e-10, "max_iter": 5000}
+    one, three = (fit(x, 2, n_init=n, generator=generator(), **options) for n in (1, 3))
+    assert three.log_likelihood == pytest.approx(one.log_likelihood, abs=1e-6)
+    objective = log_likelihood(three.parameters, x) + prior.log_density(three.parameters) / 60
+    assert three.log_likelihood == pytest.approx(float(objective), abs=1e-9)
+
+
+@every_type
+def test_very_narrow_components_survive_several_starts(kind):
+    x = torch.cat([1e-2 * samples(100, 2, 1), 1e7 + 1e-2 * samples(100, 2, 1, seed=1)])
+    one, three = (fit(x, 2, covariance_type=kind, n_init=n, reg_covar=0, generator=generator()) for n in (1, 3))
+    assert three.log_likelihood == pytest.approx(one.log_likelihood, abs=1e-6)
+
+
+def test_a_weight_of_zero_is_a_start():
+    x = samples(100, 2, 2)
+    first = start(x, 2, covariance_type="diag", generator=generator())
+    first = dataclasses.replace(first, log_weights=torch.tensor([0.0, -math.inf], dtype=F64))
+    data = prepare(x, "diag", 2)
+    found, values, _, _ = climb_together(Mixtures.of([first], data), data, tol=1e-9, max_iter=50, reg_covar=1e-6)
+    alone = climb_prepared(
+        first, data=data, prior=None, accelerate="none", callback=None, tol=1e-9, max_iter=50, reg_covar=1e-6
+    )
+    assert float(values[0]) == pytest.approx(alone.log_likelihood, abs=1e-10)
+    assert float(found.log_weights[0].exp().max()) == pytest.approx(1.0, abs=1e-12)
+
+
+@every_type
+def test_no_jump_leads_below_the_regularisation(kind):
+    x = datasets.iris().inputs
+    for seed in range(6):
+        found = fit(x, 20, covariance_type=kind, generator=generator(seed)).parameters
+        covariances = found.covariances
+        least = torch.linalg.eigvalsh(covariances) if kind in ("full", "tied") else covariances
+        assert float(least.min()) > 0.999e-6
+
+
+def test_regularisation_that_is_large_beside_a_feature():
+    z = torch.randn(500, 1, generator=generator(), dtype=F64)
+    noise = torch.randn(500, 2, generator=generator(1), dtype=F64)
+    x = torch.cat([1e-12 * (z + 0.1 * noise[:, :1]), z + 0.5 * noise[:, 1:]], 1)
+    found = fit(x, 1, generator=generator()).parameters
+    torch.testing.assert_close(found.covariances[0], torch.cov(x.mT, correction=0) + 1e-6 * torch.eye(2, dtype=F64))
 
 
 def test_restarts_of_weighted_samples():

@@ -365,7 +365,7 @@ BAD_CHUNKS = {
     "not finite": (lambda x: [x, x * np.nan], ValueError, "NaN"),
     "one sample": (lambda x: [x[:1]], ValueError, "`X` should have at least 2 samples. Found 1"),
     "too few samples": (lambda x: [x[:2]], ValueError, "`n_components` should be at most 2"),
-    "three things": (lambda x: [[x, x, x]], ValueError, "samples, or samples and weights. Found 3 things"),
+    "three things": (lambda x: [[x, x, x]], ValueError, "a pair of samples and weights. Found 3 parts"),
     "weights of a part": (lambda x: [[x, np.ones(2)]], ValueError, r"`sample_weight` should have shape \(200,\)"),
 }
 
@@ -1035,3 +1035,71 @@ def test_estimator_and_functions_agree():
     responsibilities, value = e_step(found._parameters(), torch.from_numpy(x))
     assert np.allclose(found.predict_proba(x), responsibilities.numpy(), rtol=1e-12)
     assert math.isclose(found.score(x), float(value), rel_tol=1e-13)
+
+
+# --- what a new user ran into ------------------------------------------------------------------------------------
+
+
+def test_labels_of_a_data_loader_are_no_weights():
+    x, y = bundled.load_iris(return_X_y=True)
+    loader = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=50)
+    with pytest.raises(TypeError, match=r"floating-point numbers, not labels. Found torch.int64"):
+        GaussianMixture(3, random_state=0).fit(loader)
+
+
+def test_scores_of_chunks_are_weighed_as_the_fit_was():
+    x = clusters()
+    weight = np.random.default_rng(0).random(200) + 0.5
+    chunks = [(x[:70], weight[:70]), (x[70:], weight[70:])]
+    model = GaussianMixture(2, random_state=0).fit(chunks)
+    assert model.score(chunks) == pytest.approx(model.lower_bound_, abs=1e-9)
+    for criterion in ("aic", "bic", "icl"):
+        assert getattr(model, criterion)(chunks) == pytest.approx(getattr(model, criterion)(x, weight), rel=1e-12)
+    assert model.score(chunks) != pytest.approx(model.score(x), abs=1e-6)
+
+
+def test_a_batch_after_a_fit_counts_as_what_it_is():
+    x = clusters(n=5000)
+    model = GaussianMixture(3, random_state=0).fit(x)
+    before = model.means_.copy()
+    model.partial_fit(x[:50] + 0.5)
+    moved = np.abs(model.means_ - before).max()
+    assert 0 < moved < 0.05
+    alone = GaussianMixture(3, random_state=0).fit(x[:50])
+    alone.partial_fit(x[:50] + 0.5)
+    assert np.abs(alone.means_ - GaussianMixture(3, random_state=0).fit(x[:50]).means_).max() > 4 * moved
+
+
+def test_fitted_mixture_is_one_for_the_functions():
+    x = clusters()
+    model = GaussianMixture(3, random_state=0).fit(x)
+    assert isinstance(model.parameters_, GaussianParameters)
+    value = float(log_likelihood(model.parameters_, torch.from_numpy(x)))
+    assert value == pytest.approx(model.score(x), abs=1e-12)
+    assert model.parameters_.n_parameters == n_free_parameters("VVV", 3, 3)
+
+
+def test_warm_start_with_another_type_is_refused():
+    x = clusters(d=3)
+    model = GaussianMixture(3, covariance_type="diag", warm_start=True, random_state=0).fit(x)
+    with pytest.raises(ValueError, match=r"last fit's covariance_type='diag'. Found 'tied'"):
+        model.set_params(covariance_type="tied").fit(x)
+
+
+def test_missing_values_name_the_parameter_that_fits_them():
+    x = clusters()
+    x[3, 1] = np.nan
+    with pytest.raises(ValueError, match="`missing=True` fits what was seen"):
+        GaussianMixture(2).fit(x)
+
+
+@every_type
+def test_no_variance_is_below_the_regularisation(kind):
+    x = bundled.load_iris().data
+    for seed in range(4):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = GaussianMixture(20, covariance_type=kind, random_state=seed).fit(x)
+        covariances = model.parameters_.covariances
+        least = torch.linalg.eigvalsh(covariances) if kind in ("full", "tied") else covariances
+        assert float(least.min()) > 0.999e-6

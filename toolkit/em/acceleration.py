@@ -231,8 +231,17 @@ def maximise_likelihood(
         parts = zip(leaves.items(), position.split(sizes), strict=True)
         return start.with_unconstrained({name: part.view(leaf.shape).to(leaf) for (name, leaf), part in parts})
 
+    single = isinstance(x, Tensor) and x.dtype == torch.float32
     return climb(
-        em, start, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback
+        em,
+        start,
+        pack=pack,
+        unpack=unpack,
+        accelerate=accelerate,
+        tol=tol,
+        max_iter=max_iter,
+        rounding=1e-7 if single else _ROUNDING,
+        callback=callback,
     )
 
 

@@ -6,7 +6,6 @@ N samples, D features.
 from __future__ import annotations
 
 import math
-import mmap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from toolkit.em.gaussian._samples import Chunk, rows_of
+from toolkit.em.gaussian._samples import Chunk, give_back_pages, parts_of, rows_of
 
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator
@@ -80,9 +79,14 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
     if not isinstance(x, Tensor):
         finite = "allow-nan" if missing else True
         types = [np.float64, np.float32]
-        array = validate_data(
-            estimator, x, reset=reset, dtype=types, ensure_all_finite=finite, ensure_min_samples=least
-        )
+        try:
+            array = validate_data(
+                estimator, x, reset=reset, dtype=types, ensure_all_finite=finite, ensure_min_samples=least
+            )
+        except ValueError as error:
+            if "contains NaN" not in str(error):
+                raise
+            raise ValueError("Input X contains NaN. `missing=True` fits what was seen of each sample.") from None
         return from_numpy(array), Form.of(array)
     if x.layout is not torch.strided or x.is_complex():
         raise TypeError(f"`X` should be a dense tensor of real numbers. Found {x.layout}, {x.dtype}.")
@@ -134,7 +138,7 @@ class Chunks:
             w = x.new_ones(len(x), dtype=torch.float64) if weights is None else weights
             # Where all are taken nothing is drawn: the start is then that of the same samples in one piece.
             keys = torch.zeros_like(w) if self.n_samples <= count else _keys(w, generator)
-            kept.append((keys, x, w))
+            kept.append((keys, x.clone(), w.clone()))  # a source may fill the same memory again
             if sum(len(keys) for keys, _, _ in kept) > 2 * count:
                 kept = [_smallest(kept, count)]
         _, samples, weights = _smallest(kept, count)
@@ -206,7 +210,7 @@ def read_chunks(
         else:
             pieces = source() if callable(source) else cast("Iterable[object]", source)
         for chunk in pieces:
-            x, own = _parts_of(chunk)
+            x, own = parts_of(chunk)
             if hasattr(x, "__len__") and len(x) == 0:
                 continue
             samples, found = read(estimator, x, reset=learn, missing=missing)
@@ -221,7 +225,9 @@ def read_chunks(
         if common is not None and len(common) != first:
             raise ValueError(f"`sample_weight` should have shape ({first},). Found {tuple(common.shape)}.")
 
-    n_samples = sum(len(x) for x, _ in again())
+    n_samples = sum(len(x) if w is None else int((w > 0).sum()) for x, w in again())
+    if not n_samples:
+        raise ValueError("`sample_weight` should not be all 0. Found no sample with a weight.")
     assert form is not None
     return Chunks(again, form, n_samples)
 
@@ -229,11 +235,9 @@ def read_chunks(
 def _pieces_of_file(array: np.memmap[Any, Any]) -> Iterator[object]:
     """Yield copies of parts of a file, and give its pages back, which would otherwise fill the memory."""
     step = max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
-    mapping = getattr(array, "_mmap", None)
     for first in range(0, len(array), step):
         yield np.array(array[first : first + step])
-        if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
-            mapping.madvise(mmap.MADV_DONTNEED)
+        give_back_pages(array)
 
 
 def _is_matrix(chunk: object) -> bool:
@@ -244,16 +248,6 @@ def _is_pair(chunk: object) -> bool:
     return isinstance(chunk, list | tuple) and bool(chunk) and _is_matrix(chunk[0])
 
 
-def _parts_of(chunk: object) -> tuple[object, object]:
-    """Return the samples and the weights, if any, of a chunk."""
-    if _is_pair(chunk):
-        chunk = cast("list[object]", chunk)
-        if len(chunk) > 2:
-            raise ValueError(f"A chunk of `X` should be samples, or samples and weights. Found {len(chunk)} things.")
-        return chunk[0], chunk[1] if len(chunk) == 2 else None
-    return chunk, None
-
-
 def read_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> tuple[Iterable[Tensor], Form]:
     """Return samples for a fitted estimator, in the parts they come in, and their form."""
     if is_chunked(x):
@@ -261,6 +255,16 @@ def read_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> tuple[I
         return (part for part, _ in chunks.again()), chunks.form
     samples, form = read(estimator, x, reset=False, missing=missing)
     return [samples], form
+
+
+def weights_of_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> Tensor | None:
+    """Return the weights (N,) that chunks bring with them, or None if the samples bring none."""
+    if not is_chunked(x):
+        return None
+    parts = [(w, len(part)) for part, w in read_chunks(estimator, x, reset=False, missing=missing).again()]
+    if all(w is None for w, _ in parts):
+        return None
+    return torch.cat([torch.ones(n, dtype=torch.float64) if w is None else w.cpu() for w, n in parts])
 
 
 def is_chunked(x: object) -> bool:

@@ -89,6 +89,9 @@ class GaussianEngine:
             max_iter=options.max_iter if plain else min(options.max_iter, _HEAT_STEPS),
             reg_covar=self.reg_covar,
         )
+        if not bool(values.isfinite().any()):
+            # Together they are expanded, which very narrow components do not bear; alone they are not.
+            return [(start, 0) for start in starts], 0
         reached = [(i, mixtures.one(i, self.prepared)) for i in values.isfinite().nonzero().ravel().tolist()]
         ranks = [
             (bool(collapsed_components(parameters, self.reg_covar)), -float(values[i])) for i, parameters in reached

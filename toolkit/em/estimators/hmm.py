@@ -278,6 +278,11 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         data, form = self._read(x, reset=False)
         return parameters.to(data.device), data, _lengths(lengths, len(data)), form
 
+    @property
+    def parameters_(self) -> hmm.HMMParameters:
+        """The fitted model as `toolkit.em.hmm` has it, float64: for `surrogate`, `viterbi`, `posteriors`."""
+        return self._parameters()
+
     def _parameters(self) -> hmm.HMMParameters:
         check_is_fitted(self, ("startprob_", "transmat_"))
         k = integer("n_components", self.n_components, 1)

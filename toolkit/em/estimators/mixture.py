@@ -39,6 +39,7 @@ from toolkit.em.estimators._data import (
     read_chunks,
     read_parts,
     read_weights,
+    weights_of_parts,
 )
 from toolkit.em.estimators._engine import (
     Engine,
@@ -273,6 +274,8 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
             log_densities.append(log_joint.logsumexp(1))
             entropies.append(torch.special.entr(log_joint.softmax(1)).sum(1))
         log_density, entropy = torch.cat(log_densities), torch.cat(entropies)
+        if sample_weight is None:
+            sample_weight = weights_of_parts(self, x, missing=True)
         weights = read_weights(sample_weight, len(log_density), log_density)
         if weights is None:
             return float(log_density.sum()), float(len(log_density)), float(entropy.sum())
@@ -485,6 +488,7 @@ class GaussianMixture(BaseMixture):
         with Progress(verbose=int(self.verbose), interval=self.verbose_interval, callback=self.callback) as progress:
             fits, n_singular = self._climb(engine, starts, progress)
         self._set(max(fits, key=self._merit), data.form)
+        self._n_fitted = data.n_samples
         if hasattr(self, "_online"):
             del self._online
         self._warn(n_failures + n_singular)
@@ -495,9 +499,10 @@ class GaussianMixture(BaseMixture):
     def partial_fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
         """Take one step of online EM by a batch of samples, which are not kept.
 
-        The first batch also makes the start, by `init_params` and a few steps of EM, unless `fit` came before: then its
-        result is the start. Later batches may have any size. `lower_bound_` is the log-likelihood of the batch before
-        its step, and `history_` all of them; `n_iter_` counts the batches.
+        The first batch also makes the start, by `init_params` and a few steps of EM, and nothing moves until there were
+        20 samples a component. Unless `fit` came before: then its result is the start, and counts as the batches of
+        this size that its samples would have been. Later batches may have any size. `lower_bound_` is the
+        log-likelihood of the batch before its step, and `history_` all of them; `n_iter_` counts the batches.
 
         Args:
             X: (B, D), at least `n_components` samples in the first batch; or chunks, each of which is a batch.
@@ -606,6 +611,12 @@ class GaussianMixture(BaseMixture):
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = bool(self.missing)
         return tags
+
+    @property
+    def parameters_(self) -> GaussianParameters:
+        """The fitted mixture as `toolkit.em` has it, float64: for `surrogate`, `standard_errors`, `gradient_em`."""
+        check_is_fitted(self, "weights_")
+        return self._parameters()
 
     # --- hooks of the base ---
 
@@ -818,8 +829,10 @@ class GaussianMixture(BaseMixture):
         if weights is not None:
             x, weights = x[weights > 0], weights[weights > 0]
         data = Data(x, weights, x, weights, form, len(x))
+        offset, burn_in = float(self.learning_offset), _BURN_IN * float(self.n_components)
         if hasattr(self, "converged_"):
             first = self._last(x)
+            offset, burn_in = offset + self._n_fitted / max(1, len(x)), 0.0
         elif len(x) < self.n_components:
             raise ValueError(
                 f"`n_components` should be at most {len(x)}, the number of samples of the first batch. "
@@ -836,8 +849,8 @@ class GaussianMixture(BaseMixture):
         return online_start(
             first,
             exponent=float(self.learning_decay),
-            offset=float(self.learning_offset),
-            burn_in=_BURN_IN * float(self.n_components),
+            offset=offset,
+            burn_in=burn_in,
             reg_covar=float(self.reg_covar),
             prior=prior,
         )
@@ -845,6 +858,11 @@ class GaussianMixture(BaseMixture):
     def _last(self, x: Tensor) -> GaussianParameters:
         """Return the parameters of the last fit, to go on from them."""
         last = self._parameters().to(x.device)
+        if getattr(self, "_fitted_as", self.covariance_type) != self.covariance_type:
+            raise ValueError(
+                f"`warm_start` should go on with the last fit's covariance_type={self._fitted_as!r}. "
+                f"Found {self.covariance_type!r}."
+            )
         if (last.n_components, last.n_features) != (self.n_components, x.shape[1]):
             raise ValueError(
                 f"`warm_start` should go on with the last fit's n_components={last.n_components} and "
@@ -861,6 +879,7 @@ class GaussianMixture(BaseMixture):
         parameters = as_gaussian(found.parameters)
         self.collapsed_ = np.array(collapsed_components(parameters, float(self.reg_covar)), dtype=np.int64)
         parameters = as_type(parameters, gaussian_type(self.covariance_type) or "full")
+        self._fitted_as = self.covariance_type
         self.weights_ = form.give(parameters.weights)
         self.means_ = form.give(parameters.means)
         self.covariances_ = form.give(parameters.covariances)
@@ -877,8 +896,9 @@ class GaussianMixture(BaseMixture):
         """Warn of what a user should know about the fit."""
         if not self.converged_ and self.max_iter > 0:
             warnings.warn(
-                f"The fit did not converge in {self.max_iter} steps: more than `tol` is left to gain, {self.tol} nats "
-                "per sample. Raise `max_iter` or `tol`, try other starts, or look for degenerate data.",
+                f"The fit did not converge in {self.max_iter} steps: more than `tol` may be left to gain, {self.tol} "
+                "nats per sample; with acceleration it takes eight steps to know. Raise `max_iter` or `tol`, try other "
+                "starts, or look for degenerate data.",
                 ConvergenceWarning,
                 stacklevel=4,
             )

@@ -5,6 +5,7 @@ N samples, D features, K components, R starts.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -20,7 +21,7 @@ from toolkit.blocks import no_graph
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian._fused import MomentsPrior, accumulate, maximise
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
-from toolkit.em.gaussian._samples import FLOATS, Prepared, Rows, check_rows, prepare, rows_of
+from toolkit.em.gaussian._samples import FLOATS, Prepared, Rows, check_rows, check_weights, prepare, rows_of
 from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,
@@ -38,6 +39,9 @@ Init = Literal["kmeans", "k-means++", "random_from_data"]
 # What `fit` found: the mixture in the data's floating-point type, and how.
 Fit: TypeAlias = Climb[GaussianParameters]
 
+# Chunks: what can be read again, or a function that begins to read.
+_Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
+
 _LLOYD_STEPS = 10
 
 # The most samples that are looked at to choose a start.
@@ -54,6 +58,10 @@ _HEAT_STEPS = 100
 _ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-14}
 
 
+# The largest variance that `reg_covar` may add in the coordinates of the pass, where the data have one of 1.
+_LARGEST_RIDGE = 1e6
+
+
 class GaussianPrior(MomentsPrior, Protocol):
     """A prior of a Gaussian mixture: see `toolkit.em.gaussian.prior`."""
 
@@ -63,7 +71,7 @@ class GaussianPrior(MomentsPrior, Protocol):
 
 @no_graph()
 def fit(
-    x: Tensor | Iterable[Any],
+    x: Tensor | Iterable[Any] | Callable[[], Iterable[Any]],
     n_components: int,
     *,
     covariance_type: CovarianceType = "full",
@@ -88,8 +96,8 @@ def fit(
     Args:
         x: (N, D), float32 or float64, finite. Or chunks of it (B, D), arrays or tensors, alone or in pairs with their
             weights (B,), from anything that can be read again for each pass: a list, a DataLoader, a memory-mapped
-            array, an object with ``__iter__``. Samples that are not kept by the caller are not kept here if `cache` is
-            False.
+            array, an object with ``__iter__``, a function that returns a new iterator. With ``cache=False`` they are
+            not kept.
         n_components: K, at most N.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         sample_weight: (N,), not negative: how often each sample counts. None: once.
@@ -111,6 +119,10 @@ def fit(
         callback: Called after each evaluation with the number of evaluations and the log-likelihood.
         generator: Randomness of the start. None is torch's global generator.
 
+    Returns:
+        A `Climb`: `parameters` in the data's floating-point type, `log_likelihood` in nats per sample, `converged`,
+        `n_iter`, and `history`.
+
     Raises:
         TypeError: If `x` is no float32 or float64 tensor, or chunks that can be read only once.
         ValueError: If an argument is out of range, `x` is not finite, or a covariance becomes singular.
@@ -131,11 +143,20 @@ def fit(
     for name, value, least in (("max_iter", max_iter, 0), ("n_init", n_init, 1)):
         _check_integer(name, value, least)
     _check_not_negative("tol", tol)
-    rows = _checked_rows(x, sample_weight, n_components, group)
+    if prior is not None and not hasattr(prior, "log_density"):
+        raise TypeError(f"`prior` should be a Prior or None. Found {prior!r}.")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` should be a torch.Generator or None. Found {generator!r}.")
+    rows = _agreed_rows(x, sample_weight, n_components, covariance_type, group)
     data = prepare(rows, covariance_type, n_components, cache=cache, group=group)
+    if n_components > data.n_samples:
+        raise ValueError(
+            f"`n_components` should be at most {data.n_samples}, the number of samples that have a weight. "
+            f"Found {n_components}."
+        )
     if isinstance(init, GaussianParameters):
         _check_start(init, data, n_components, covariance_type)
-        starts = [init]
+        starts = [init.to(data.centre.device)]
     else:
         seeds, weights = _seeding_sample(x, sample_weight, rows, data, generator)
         choose = functools.partial(
@@ -149,7 +170,7 @@ def fit(
             reg_covar=reg_covar,
             generator=generator,
         )
-        starts = _on_first_rank(choose, group)
+        starts = _on_first_rank(choose, group, data.centre.device)
 
     def ascend(first: GaussianParameters) -> Fit:
         return climb_prepared(
@@ -165,10 +186,19 @@ def fit(
 
     if len(starts) == 1:
         best = ascend(starts[0])
+    elif prior is not None:
+        best = _best_of_climbs(starts, data, ascend)  # starts climb together only to the likelihood
     else:
         plain = accelerate == "none"
-        tol, max_iter = (tol, max_iter) if plain else (max(tol, _HEATS), min(max_iter, _HEAT_STEPS))
-        best = _best_of(starts, data, None if plain else ascend, tol=tol, max_iter=max_iter, reg_covar=reg_covar)
+        best = _best_of(
+            starts,
+            data,
+            ascend,
+            goes_on=not plain,
+            tol=tol if plain else max(tol, _HEATS),
+            max_iter=max_iter if plain else min(max_iter, _HEAT_STEPS),
+            reg_covar=reg_covar,
+        )
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
 
 
@@ -191,6 +221,8 @@ def climb_prepared(
     """
     kind, pass_data = first.covariance_type, data.as_samples()
     ridge, log_volume = data.ridge(reg_covar), data.log_volume
+    # What is tiny beside `reg_covar` would be swallowed by it in the coordinates of the pass.
+    swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
     framed = _framed(first.to(torch.float64), data)
     leaves = to_unconstrained(framed)
     sizes = [leaf.numel() for leaf in leaves.values()]
@@ -198,9 +230,10 @@ def climb_prepared(
     def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
         moments = accumulate(parameters, pass_data)
         value = float(moments.log_likelihood) - log_volume
-        if prior is None:
+        if prior is None and not swallowed:
             return maximise(moments, pass_data, kind, ridge), value
-        value += float(prior.log_density(_unframed(parameters, data))) / data.total_weight
+        if prior is not None:
+            value += float(prior.log_density(_unframed(parameters, data))) / data.total_weight
         return _framed(maximise(moments, data, kind, reg_covar, prior), data), value
 
     def pack(parameters: GaussianParameters) -> Tensor:
@@ -210,7 +243,10 @@ def climb_prepared(
         if not bool(position.isfinite().all()):
             raise ValueError("A jump should lead to finite coordinates.")
         parts = zip(leaves.items(), position.split(sizes), strict=True)
-        return from_unconstrained({name: part.view_as(leaf) for (name, leaf), part in parts}, kind)
+        there = from_unconstrained({name: part.view_as(leaf) for (name, leaf), part in parts}, kind)
+        if reg_covar > 0 and _is_below(data.factor_from_frame(there.precisions_cholesky), kind, reg_covar):
+            raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
+        return there
 
     found = climb(
         em,
@@ -225,6 +261,16 @@ def climb_prepared(
     )
     parameters = first.to(torch.float64) if found.parameters is framed else _unframed(found.parameters, data)
     return dataclasses.replace(found, parameters=parameters)
+
+
+def _is_below(factor: Tensor, kind: CovarianceType, reg_covar: float) -> bool:
+    """Say whether a variance in any direction is less than `reg_covar`, by more than rounding."""
+    largest = (1 + 1e-6) / reg_covar
+    if kind in ("diag", "spherical"):
+        return bool(factor.square().max() > largest)
+    if not bool(factor.square().sum((-1, -2)).max() > largest):  # the trace bounds the largest eigenvalue
+        return False
+    return bool(torch.linalg.matrix_norm(factor, ord=2).square().max() > largest)
 
 
 def _framed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:
@@ -246,13 +292,14 @@ def _unframed(parameters: GaussianParameters, data: Prepared) -> GaussianParamet
 def _best_of(
     starts: list[GaussianParameters],
     data: Prepared,
-    ascend: Callable[[GaussianParameters], Fit] | None,
+    ascend: Callable[[GaussianParameters], Fit],
     *,
+    goes_on: bool,
     tol: float,
     max_iter: int,
     reg_covar: float,
 ) -> Fit:
-    """Climb from all starts together, and then, if it is told how, from where the highest are to the end.
+    """Climb from all starts together, and then, if they are to go on, from where the highest are to the end.
 
     A spike can be as high as it likes, and says nothing about the data: it is chosen only if there is nothing else.
     """
@@ -261,25 +308,39 @@ def _best_of(
     )
     alive = values.isfinite().nonzero()[:, 0]
     if not len(alive):
+        # Together they are expanded, which very narrow components do not bear; alone they are not.
+        return _best_of_climbs(starts, data, ascend)
+    spiked = mixtures[alive].narrowest() < NARROWEST
+    ranked = sorted(zip(spiked.tolist(), (-values[alive]).tolist(), alive.tolist(), strict=True))
+    climbs = []
+    for _, _, index in ranked[: _FINALISTS if goes_on else 1]:
+        value = float(values[index])
+        climb = Climb(mixtures.one(index, data), value, bool(converged[index]), int(steps[index]), (value,))
+        if goes_on:
+            climb = dataclasses.replace(final := ascend(climb.parameters), n_iter=climb.n_iter + final.n_iter)
+        climbs.append(climb)
+    return max(climbs, key=functools.partial(_merit, data))
+
+
+def _best_of_climbs(
+    starts: list[GaussianParameters], data: Prepared, ascend: Callable[[GaussianParameters], Fit]
+) -> Fit:
+    """Climb from one start after the other, and return the best."""
+    climbs = []
+    for first in starts:
+        with contextlib.suppress(ValueError):  # a covariance became singular
+            climbs.append(ascend(first))
+    if not climbs:
         raise ValueError(
             f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "
             "regularisation (`reg_covar`), fewer components or a more restricted `covariance_type` help."
         )
-    spiked = mixtures[alive].narrowest() < NARROWEST
-    ranked = sorted(zip(spiked.tolist(), (-values[alive]).tolist(), alive.tolist(), strict=True))
-    climbs = []
-    for _, _, index in ranked[: _FINALISTS if ascend else 1]:
-        value = float(values[index])
-        climb = Climb(mixtures.one(index, data), value, bool(converged[index]), int(steps[index]), (value,))
-        if ascend:
-            climb = dataclasses.replace(final := ascend(climb.parameters), n_iter=climb.n_iter + final.n_iter)
-        climbs.append(climb)
+    return max(climbs, key=functools.partial(_merit, data))
 
-    def merit(found: Fit) -> tuple[bool, float]:
-        sound = Mixtures.of([found.parameters], data).narrowest() >= NARROWEST
-        return bool(sound), found.log_likelihood
 
-    return max(climbs, key=merit)
+def _merit(data: Prepared, found: Fit) -> tuple[bool, float]:
+    sound = Mixtures.of([found.parameters], data).narrowest() >= NARROWEST
+    return bool(sound), found.log_likelihood
 
 
 @no_graph()
@@ -464,20 +525,23 @@ def _device(generator: torch.Generator | None, x: Tensor) -> torch.device:
 
 
 def _checked_rows(
-    x: Tensor | Iterable[Any], sample_weight: Tensor | None, n_components: int, group: ProcessGroup | None
+    x: Tensor | _Source, sample_weight: Tensor | None, n_components: int, group: ProcessGroup | None
 ) -> Rows:
     if isinstance(x, Tensor):
-        _check(x, sample_weight, n_components if group is None else 0)
+        _check(x, sample_weight, n_components, whole=group is None)
         return rows_of(x, sample_weight)
-    if not isinstance(x, Iterable) or (isinstance(x, np.ndarray) and not isinstance(x, np.memmap)):
-        raise TypeError(f"`x` should be a float32 or float64 tensor, or chunks. Found {type(x).__name__}.")
+    array = isinstance(x, np.ndarray) and not isinstance(x, np.memmap)
+    numbers = isinstance(x, list | tuple) and bool(x) and not hasattr(x[0], "ndim") and not hasattr(x[0], "__len__")
+    if array or numbers or isinstance(x, str | bytes) or not (isinstance(x, Iterable) or callable(x)):
+        hint = " `torch.from_numpy` makes a tensor of an array." if array else ""
+        raise TypeError(f"`x` should be a float32 or float64 tensor, or chunks. Found {type(x).__name__}.{hint}")
     if sample_weight is not None:
         raise TypeError("Chunks should come in pairs with their weights. Found `sample_weight` beside them.")
     return check_rows(x)
 
 
 def _seeding_sample(
-    x: Tensor | Iterable[Any],
+    x: Tensor | _Source,
     sample_weight: Tensor | None,
     rows: Rows,
     data: Prepared,
@@ -491,8 +555,9 @@ def _seeding_sample(
     size = _SEEDING if data.group is None else math.ceil(_SEEDING / get_world_size(data.group))
     for part, weights in rows(2**14):
         keys = torch.rand(len(part), generator=generator, device=_device(generator, part), dtype=torch.float64)
-        own = part.new_ones(len(part)) if weights is None else weights
-        kept.append((keys.to(part.device), part, own))
+        keys, own = keys.to(part.device), part.new_ones(len(part)) if weights is None else weights
+        # Those without weight come last. Copies: a source may fill the same memory again.
+        kept.append((torch.where(own > 0, keys, 2.0), part.clone(), own.clone()))
         if sum(len(keys) for keys, _, _ in kept) > 2 * size:
             kept = [_smallest(kept, size)]
     _, seeds, weights = _smallest(kept, size)
@@ -512,32 +577,73 @@ def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], size: int) -> tuple[Ten
 
 
 def _on_first_rank(
-    choose: Callable[[], list[GaussianParameters]], group: ProcessGroup | None
+    choose: Callable[[], list[GaussianParameters]], group: ProcessGroup | None, device: torch.device
 ) -> list[GaussianParameters]:
-    """Return what the first rank chooses, to all ranks."""
+    """Return what the first rank chooses, to all ranks; what it raises, too."""
     if group is None:
         return choose()
-    chosen: list[Any] = [choose() if get_rank(group) == 0 else None]
+    chosen: list[Any] = [None]
+    if get_rank(group) == 0:
+        try:
+            chosen = [[start.to(torch.device("cpu")) for start in choose()]]
+        except ValueError as error:
+            chosen = [str(error)]
     broadcast_object_list(chosen, group=group, group_src=0)
-    return list(chosen[0])
+    if isinstance(chosen[0], str):
+        raise ValueError(chosen[0])
+    return [start.to(device) for start in chosen[0]]
 
 
-def _check(x: Tensor, sample_weight: Tensor | None, n_components: int) -> None:
+def _agreed_rows(
+    x: Tensor | _Source,
+    sample_weight: Tensor | None,
+    n_components: int,
+    covariance_type: CovarianceType,
+    group: ProcessGroup | None,
+) -> Rows:
+    """Return what gives the rows, checked; over ranks, all raise what one of them finds, so that none waits."""
+    if group is None:
+        return _checked_rows(x, sample_weight, n_components, group)
+    rows, error = None, ""
+    seen: tuple[object, ...] = ()
+    try:
+        rows = _checked_rows(x, sample_weight, n_components, group)
+        for part, _ in rows(2**20):  # the whole of it, so that what is not finite is found here
+            seen = (n_components, covariance_type, part.shape[1], str(part.dtype))
+    except (TypeError, ValueError) as found:
+        error = str(found)
+    reports: list[Any] = [None] * get_world_size(group)
+    all_gather_object(reports, (error, seen), group=group)
+    for rank, (text, _) in enumerate(reports):
+        if text:
+            raise ValueError(f"Rank {rank}: {text}")
+    different = {other for _, other in reports}
+    if len(different) > 1:
+        raise ValueError(
+            "All ranks should have the same `n_components`, `covariance_type`, number of features and type of `x`. "
+            f"Found {', '.join(map(str, sorted(different, key=str)))}."
+        )
+    assert rows is not None
+    return rows
+
+
+def _check(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole: bool = True) -> None:
     if not isinstance(x, Tensor) or x.dtype not in FLOATS:
         found = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
-    if x.ndim != 2 or x.shape[1] == 0 or (n_components and len(x) == 0):
+    if x.ndim != 2 or x.shape[1] == 0 or (whole and len(x) == 0):
         raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
     if not bool(x.isfinite().all()):
         row = int((~x.isfinite()).any(1).nonzero()[0])
         raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {row}.")
-    if n_components > len(x):
+    if whole and n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
     if sample_weight is not None:
-        if sample_weight.shape != x.shape[:1]:
-            raise ValueError(f"`sample_weight` should have shape ({len(x)},). Found {tuple(sample_weight.shape)}.")
-        if not bool(((sample_weight >= 0) & sample_weight.isfinite()).all()) or not bool((sample_weight > 0).any()):
-            raise ValueError("`sample_weight` should be finite, not negative and not all 0. Found others.")
+        if not isinstance(sample_weight, Tensor):
+            raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
+        check_weights(sample_weight, len(x))
+        if whole and not bool((sample_weight > 0).any()):
+            raise ValueError("`sample_weight` should not be all 0. Found no sample with a weight.")
 
 
 def _check_integer(name: str, value: int, least: int) -> None:

@@ -354,8 +354,10 @@ def expanded_sums(
     in_bits[:, -1] -= _LOG2_E * shift
     sums, total = torch.zeros_like(in_bits), theta.new_zeros(n_mixtures)
     buffer = torch.empty(0, 0)
+    weight = total.new_zeros(())
     for z, weights in _in(dtype, data):
         length = z.shape[1]
+        weight += length if weights is None else weights.sum(dtype=torch.float64)
         if expansion is None or length > expansion.length:
             expansion = Expansion(kind, n_features, length, like=in_bits.to(dtype))
         if length > buffer.shape[1]:
@@ -391,8 +393,9 @@ def expanded_sums(
                 statistic.addmm_(flat, phi.mT)
             else:
                 statistic += flat @ phi.mT
-    sums, total = total_over_ranks(data.group, sums, total)
-    return sums.view_as(theta), total + data.total_weight * shift
+    # Each rank adds its own shift: it depends on the type.
+    sums, total = total_over_ranks(data.group, sums, total + weight * shift)
+    return sums.view_as(theta), total
 
 
 def _log_joint(expansion: Expansion, coefficients: tuple[Tensor, ...], z: Tensor, out: Tensor) -> Tensor:

@@ -162,7 +162,8 @@ def _step(
         case "spherical":
             quadratic, linear = -0.5 * factor.square()[..., None], factor.square()[..., None] * means
     theta = torch.cat([quadratic, linear, (constant - 0.5 * (linear * means).sum(-1))[..., None]], -1)
-    sound = constant.isfinite().all(-1)
+    # A weight of exactly 0 is sound, and stays 0.
+    sound = (constant.isfinite() | mixtures.log_weights.isneginf()).all(-1)
     if not bool(sound.all()):
         theta = torch.where(sound[:, None, None], theta, 0.0)
         constant = torch.where(sound[:, None], constant, 0.0)

@@ -24,7 +24,19 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from toolkit.blocks import no_graph
 
-__all__ = ["Chunk", "Prepared", "Rows", "check_rows", "chunk_length", "prepare", "rows_of", "total_over_ranks"]
+__all__ = [
+    "Chunk",
+    "Prepared",
+    "Rows",
+    "check_rows",
+    "check_weights",
+    "chunk_length",
+    "give_back_pages",
+    "parts_of",
+    "prepare",
+    "rows_of",
+    "total_over_ranks",
+]
 
 # Samples (B, D) and their weights (B,), or None if all are 1.
 Chunk: TypeAlias = tuple[Tensor, Tensor | None]
@@ -48,6 +60,7 @@ class Prepared:
         scale: (D, D), float64, lower triangular: a sample is ``centre + scale @ z``. None: it is ``centre + z``.
         scatter: (D, D) for full and tied, else (D,), float64: the weighted mean of ``z z^T``, or of ``z * z``.
         total_weight: The sum of the weights over all ranks; the number of samples if there are none.
+        n_samples: How many samples have a weight, over all ranks.
         dtype: Of the chunks.
         group: The ranks that hold parts of the data; None: this process alone.
         chunks: Gives the chunks (D, B) of this rank, with weights (B,) or None, anew each time it is called.
@@ -57,6 +70,7 @@ class Prepared:
     scale: Tensor | None
     scatter: Tensor
     total_weight: float
+    n_samples: int
     dtype: torch.dtype
     group: ProcessGroup | None
     chunks: Callable[[], Iterator[Chunk]]
@@ -126,7 +140,7 @@ def prepare(
     if first[0].dtype not in FLOATS:
         raise TypeError(f"`x` should be a float32 or float64 tensor. Found {first[0].dtype}.")
     length = chunk_length(first[0], covariance_type, n_components)
-    weight, centre, covariance = _moments(rows(length), first[0], correlated, group)
+    weight, n_samples, centre, covariance = _moments(rows(length), first[0], correlated, group)
     scale = _cholesky_of_correlations(covariance) if correlated else None
     unscale = None if scale is None else torch.linalg.inv(scale)
     scatter = covariance if unscale is None else unscale @ covariance @ unscale.mT
@@ -134,14 +148,19 @@ def prepare(
     def chunks() -> Iterator[Chunk]:
         for part, weights in rows(length):
             centred = part.to(torch.float64) - centre
+            if weights is not None and not bool(weights.all()):
+                # What has no weight may be anywhere, but must not make an infinity.
+                centred = centred.masked_fill((weights == 0)[:, None], 0.0)
             framed = centred.mT if unscale is None else unscale @ centred.mT
-            yield framed.to(part.dtype).contiguous(), weights
+            # Copies of the weights as well: a source may fill the same memory again.
+            yield framed.to(part.dtype).contiguous(), weights if weights is None or not cache else weights.clone()
 
     return Prepared(
         centre=centre,
         scale=scale,
         scatter=scatter,
         total_weight=weight,
+        n_samples=n_samples,
         dtype=first[0].dtype,
         group=group,
         chunks=functools.partial(iter, list(chunks())) if cache else chunks,
@@ -168,17 +187,17 @@ def rows_of(x: Tensor, sample_weight: Tensor | None) -> Rows:
     return rows
 
 
-def check_rows(source: Iterable[Any], *, missing: bool = False) -> Rows:
+def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: bool = False) -> Rows:
     """Return what gives the chunks of a re-iterable of arrays, of tensors, or of pairs of samples and weights.
 
     Each chunk is looked at when it comes: a sample that is not finite raises a ValueError that tells its row.
 
     Raises:
-        TypeError: If the source can be read only once.
+        TypeError: If the source can be read only once, or weights are integers.
     """
     if isinstance(source, np.memmap):
         return _rows_of_file(source)
-    if iter(source) is source:
+    if not callable(source) and iter(source) is source:
         raise TypeError(
             "Chunks should come from something that can be read again for each pass, such as a list or a DataLoader. "
             f"Found a {type(source).__name__}, which can be read once."
@@ -186,21 +205,50 @@ def check_rows(source: Iterable[Any], *, missing: bool = False) -> Rows:
 
     def rows(length: int) -> Iterator[Chunk]:
         n_features, start = None, 0
-        for piece in source:
-            values, weights = piece if isinstance(piece, tuple | list) else (piece, None)
+        for piece in source() if callable(source) else source:
+            values, weights = parts_of(piece)
             x = torch.as_tensor(values)
             x = x if x.dtype in FLOATS else x.to(torch.float64)
-            n_features = x.shape[-1] if n_features is None else n_features
+            n_features = x.shape[-1] if n_features is None and x.ndim == 2 else n_features
             if x.ndim != 2 or x.shape[1] != n_features:
-                raise ValueError(f"Every chunk should have shape (B, {n_features}). Found {tuple(x.shape)}.")
+                raise ValueError(f"Every chunk should have shape (B, {n_features or 'D'}). Found {tuple(x.shape)}.")
             if not missing and not bool(x.isfinite().all()):
                 row = int((~x.isfinite()).any(1).nonzero()[0])
                 raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {start + row}.")
             start += len(x)
-            w = None if weights is None else torch.as_tensor(weights).to(x)
+            w = None if weights is None else check_weights(torch.as_tensor(weights), len(x)).to(x)
             yield from rows_of(x, w)(length)
 
     return rows
+
+
+def parts_of(piece: Any) -> tuple[Any, Any]:
+    """Return the samples of a chunk, and its weights or None.
+
+    Raises:
+        TypeError: If the weights are integers: a data loader's second part is often the labels.
+        ValueError: If there are more than two parts.
+    """
+    if not isinstance(piece, tuple | list):
+        return piece, None
+    if len(piece) not in (1, 2):
+        raise ValueError(f"A chunk should be samples, or a pair of samples and weights. Found {len(piece)} parts.")
+    if len(piece) == 1:
+        return piece[0], None
+    values, weights = piece
+    integers = isinstance(weights, Tensor) and not weights.is_floating_point()
+    if integers or (isinstance(weights, np.ndarray) and weights.dtype.kind in "iub"):
+        raise TypeError(f"The weights of a chunk should be floating-point numbers, not labels. Found {weights.dtype}.")
+    return values, weights
+
+
+def check_weights(weights: Tensor, n_samples: int) -> Tensor:
+    """Return the weights of some samples, if they are weights."""
+    if weights.shape != (n_samples,):
+        raise ValueError(f"`sample_weight` should have shape ({n_samples},). Found {tuple(weights.shape)}.")
+    if not bool(((weights >= 0) & weights.isfinite()).all()):
+        raise ValueError("`sample_weight` should be finite and not negative. Found others.")
+    return weights
 
 
 def _rows_of_file(array: np.memmap[Any, Any]) -> Rows:
@@ -211,15 +259,23 @@ def _rows_of_file(array: np.memmap[Any, Any]) -> Rows:
         for start in range(0, max(len(array), 1), step):
             x = torch.from_numpy(np.array(array[start : start + step]))
             x = x if x.dtype in FLOATS else x.to(torch.float64)
-            mapping = getattr(array, "_mmap", None)
-            if mapping is not None and hasattr(mmap, "MADV_DONTNEED"):
-                mapping.madvise(mmap.MADV_DONTNEED)
+            give_back_pages(array)
             if not bool(x.isfinite().all()):
                 row = int((~x.isfinite()).any(1).nonzero()[0])
                 raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {start + row}.")
             yield from rows_of(x, None)(length)
 
     return rows
+
+
+def give_back_pages(array: np.memmap[Any, Any]) -> None:
+    """Tell the system that what was read of a file need not stay in memory.
+
+    Not of a private mapping: it would lose what was written to it.
+    """
+    mapping = getattr(array, "_mmap", None)
+    if mapping is not None and getattr(array, "mode", "c") != "c" and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def total_over_ranks(group: ProcessGroup | None, *parts: Tensor) -> list[Tensor]:
@@ -233,29 +289,37 @@ def total_over_ranks(group: ProcessGroup | None, *parts: Tensor) -> list[Tensor]
 
 def _moments(
     chunks: Iterator[Chunk], like: Tensor, correlated: bool, group: ProcessGroup | None
-) -> tuple[float, Tensor, Tensor]:
-    """Return total weight, weighted mean (D,) and covariance, (D, D) or its diagonal (D,), in float64.
+) -> tuple[float, int, Tensor, Tensor]:
+    """Return weight, samples that have any, weighted mean (D,) and covariance, (D, D) or its diagonal (D,), in float64.
 
     One pass: the moments of each chunk about its own mean are merged (Chan, Golub & LeVeque 1983, equation 2.1).
     """
     n_features = like.shape[1]
     mean = torch.zeros(n_features, dtype=torch.float64, device=like.device)
     weight, scatter = mean.sum(), mean[:, None] * mean if correlated else mean
+    count = 0
     for part, weights in chunks:
         if not len(part):
             continue
         x = part.to(torch.float64)
         w = x.new_ones(len(x)) if weights is None else weights.to(torch.float64)
+        if weights is not None and not bool(w.all()):
+            x, w = x[w > 0], w[w > 0]
+        count += len(x)
         total = w.sum()
-        own = x.mean(0) if weights is None else (w @ x) / total.clamp(min=torch.finfo(torch.float64).tiny)
+        own = (w @ x) / total.clamp(min=torch.finfo(torch.float64).tiny)
         x = x - own
         y = x if weights is None else x * w[:, None]
         inner = y.mT @ x if correlated else (y * x).sum(0)
         weight, mean, scatter = _merge((weight, mean, scatter), (total, own, inner))
     if group is not None:
-        weight, mean, scatter = _merge_ranks(weight, mean, scatter, group)
+        weight, mean, scatter, counts = _merge_ranks(weight, mean, scatter, mean.new_tensor(count), group)
+        count = int(counts)
     total_weight = float(weight)
-    return total_weight, mean, scatter / max(total_weight, torch.finfo(torch.float64).tiny)
+    covariance = scatter / max(total_weight, torch.finfo(torch.float64).tiny)
+    if not bool(covariance.isfinite().all()):
+        raise ValueError("`x` should have a finite covariance. Found an infinite one: its values are too large.")
+    return total_weight, count, mean, covariance
 
 
 _Sums: TypeAlias = tuple[Tensor, Tensor, Tensor]
@@ -269,14 +333,16 @@ def _merge(a: _Sums, b: _Sums) -> _Sums:
     return weight, a[1] + share * step, a[2] + b[2] + a[0] * share * between
 
 
-def _merge_ranks(weight: Tensor, mean: Tensor, scatter: Tensor, group: ProcessGroup) -> _Sums:
-    """Return the moments of all ranks: the mean first, so that the scatter is taken about it."""
-    total, first = total_over_ranks(group, weight, weight * mean)
+def _merge_ranks(
+    weight: Tensor, mean: Tensor, scatter: Tensor, count: Tensor, group: ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the moments of all ranks, and how many samples: the mean first, so that the scatter is about it."""
+    total, first, counts = total_over_ranks(group, weight, weight * mean, count)
     common = first / total.clamp(min=torch.finfo(torch.float64).tiny)
     step = mean - common
     between = step[:, None] * step if scatter.ndim == 2 else step.square()
     (second,) = total_over_ranks(group, scatter + weight * between)
-    return total, common, second
+    return total, common, second, counts
 
 
 def _cholesky_of_correlations(covariance: Tensor) -> Tensor:

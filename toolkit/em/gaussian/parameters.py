@@ -106,6 +106,14 @@ class GaussianParameters:
         return self.means.shape[1]
 
     @property
+    def n_parameters(self) -> int:
+        """How many numbers are free, for BIC and AIC."""
+        k, d = self.means.shape
+        symmetric = d * (d + 1) // 2
+        covariances = {"full": k * symmetric, "tied": symmetric, "diag": k * d, "spherical": k}[self.covariance_type]
+        return k - 1 + k * d + covariances
+
+    @property
     def weights(self) -> Tensor:
         """(K,), which sum to 1."""
         return self.log_weights.exp()
