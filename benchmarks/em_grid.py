@@ -20,8 +20,8 @@ __all__ = ["ON_REQUEST", "rows"]
 ON_REQUEST = True
 
 _PEAK = """
-import resource, sys, time, warnings
-import numpy as np, torch
+import sys, time, warnings
+import torch
 sys.path.insert(0, sys.argv[1])
 from benchmarks.em import Cell, problem
 from toolkit.em import fit
@@ -36,10 +36,14 @@ def theirs(samples):
         precisions_init=first.precisions.numpy()).fit(samples.numpy())
 run = {"ours": ours, "theirs": theirs}[sys.argv[2]]
 run(x[:5000])
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-before, begin = peak(), time.perf_counter()
+def resident(name):
+    line = next(line for line in open("/proc/self/status") if line.startswith(name))
+    return int(line.split()[1]) / 1024
+with open("/proc/self/clear_refs", "w") as file:
+    file.write("5")  # forget the peak so far
+before, begin = resident("VmRSS"), time.perf_counter()
 run(x)
-print(peak() - before, time.perf_counter() - begin)
+print(resident("VmHWM") - before, time.perf_counter() - begin)
 """
 
 _FILE = """

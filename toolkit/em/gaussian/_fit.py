@@ -21,7 +21,16 @@ from toolkit.blocks import no_graph
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian._fused import MomentsPrior, accumulate, maximise
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
-from toolkit.em.gaussian._samples import FLOATS, Prepared, Rows, check_rows, check_weights, prepare, rows_of
+from toolkit.em.gaussian._samples import (
+    FLOATS,
+    Prepared,
+    Rows,
+    check_finite,
+    check_rows,
+    check_weights,
+    prepare,
+    rows_of,
+)
 from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,
@@ -608,7 +617,7 @@ def _agreed_rows(
     seen: tuple[object, ...] = ()
     try:
         rows = _checked_rows(x, sample_weight, n_components, group)
-        for part, _ in rows(2**20):  # the whole of it, so that what is not finite is found here
+        for part, _ in rows(2**14):  # the whole of it, so that what is not finite is found here
             seen = (n_components, covariance_type, part.shape[1], str(part.dtype))
     except (TypeError, ValueError) as found:
         error = str(found)
@@ -633,9 +642,7 @@ def _check(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole:
         raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
     if x.ndim != 2 or x.shape[1] == 0 or (whole and len(x) == 0):
         raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
-    if not bool(x.isfinite().all()):
-        row = int((~x.isfinite()).any(1).nonzero()[0])
-        raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {row}.")
+    check_finite(x)
     if whole and n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
     if sample_weight is not None:

@@ -28,6 +28,7 @@ __all__ = [
     "Chunk",
     "Prepared",
     "Rows",
+    "check_finite",
     "check_rows",
     "check_weights",
     "chunk_length",
@@ -134,7 +135,7 @@ def prepare(
     """
     rows = rows_of(x, sample_weight) if isinstance(x, Tensor) else x
     correlated = covariance_type in ("full", "tied")
-    first = next(rows(2**20), None)
+    first = next(rows(2**14), None)
     if first is None:
         raise ValueError("`x` should have a chunk, if only an empty one. Found none.")
     if first[0].dtype not in FLOATS:
@@ -212,9 +213,8 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
             n_features = x.shape[-1] if n_features is None and x.ndim == 2 else n_features
             if x.ndim != 2 or x.shape[1] != n_features:
                 raise ValueError(f"Every chunk should have shape (B, {n_features or 'D'}). Found {tuple(x.shape)}.")
-            if not missing and not bool(x.isfinite().all()):
-                row = int((~x.isfinite()).any(1).nonzero()[0])
-                raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {start + row}.")
+            if not missing:
+                check_finite(x, start)
             start += len(x)
             w = None if weights is None else check_weights(torch.as_tensor(weights), len(x)).to(x)
             yield from rows_of(x, w)(length)
@@ -242,6 +242,16 @@ def parts_of(piece: Any) -> tuple[Any, Any]:
     return values, weights
 
 
+def check_finite(x: Tensor, start: int = 0) -> None:
+    """Raise a ValueError unless the samples, which begin at row `start` of all, are finite; in bounded memory."""
+    for part in x.split(2**14):
+        finite = part.isfinite().all(1)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise ValueError(f"`x` should be finite. Found {part[row].tolist()} in row {start + row}.")
+        start += len(part)
+
+
 def check_weights(weights: Tensor, n_samples: int) -> Tensor:
     """Return the weights of some samples, if they are weights."""
     if weights.shape != (n_samples,):
@@ -260,9 +270,7 @@ def _rows_of_file(array: np.memmap[Any, Any]) -> Rows:
             x = torch.from_numpy(np.array(array[start : start + step]))
             x = x if x.dtype in FLOATS else x.to(torch.float64)
             give_back_pages(array)
-            if not bool(x.isfinite().all()):
-                row = int((~x.isfinite()).any(1).nonzero()[0])
-                raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {start + row}.")
+            check_finite(x, start)
             yield from rows_of(x, None)(length)
 
     return rows
