@@ -119,8 +119,33 @@ def case(kind: str, name: str) -> BlockCase:
     )
 
 
+def tempered_gradient(kind: str, x: Tensor, beta: float, *, opened: bool) -> Callable[..., dict[str, Tensor]]:
+    """Return E_q(grad a), on paper, and with it the leak beta (1 - beta) Cov_q(a, grad a)."""
+
+    def gradient(leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        a = log_joint_by_torch(kind, x, leaves).detach()
+        q = (beta * a).softmax(-1)
+        weights = q + opened * beta * (1 - beta) * q * (a - (q * a).sum(-1, keepdim=True))
+        return gradient_of(lambda values: (weights * log_joint_by_torch(kind, x, values)).sum(-1).mean(), leaves)
+
+    return gradient
+
+
+def tempered_case(kind: str, beta: float) -> BlockCase:
+    return BlockCase(
+        id=f"em.evidence_lower_bound-{kind}-{beta}",
+        block=RESPONSIBILITIES,
+        parameters=lambda: unconstrained(kind),
+        loss=lambda leaves: evidence_lower_bound(from_unconstrained(leaves, kind), samples(), inverse_temperature=beta),
+        blocked=tempered_gradient(kind, samples(), beta, opened=False),
+        opened=tempered_gradient(kind, samples(), beta, opened=True),
+        tolerance=1e-12,
+    )
+
+
 BLOCK_CASES: list[BlockCase] = [
-    case(kind, name) for name in ("surrogate", "evidence_lower_bound") for kind in COVARIANCE_TYPES
+    *(case(kind, name) for name in ("surrogate", "evidence_lower_bound") for kind in COVARIANCE_TYPES),
+    *(tempered_case("full", beta) for beta in (0.5, 0.9, 1.1, 2.0)),
 ]
 
 # --- the block -------------------------------------------------------------------------------------------------------

@@ -150,27 +150,34 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
     return _mean(expectation(log_responsibilities(log_joint).exp(), log_joint), sample_weight)
 
 
-def evidence_lower_bound(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
+def evidence_lower_bound(
+    mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None, *, inverse_temperature: float = 1.0
+) -> Tensor:
     r"""Return :math:`\frac1N \sum_{nk} \bar r_{nk} (\log \pi_k f_k(x_n) - \log \bar r_{nk})`, the bound at its contact.
 
     At the exact responsibilities the bound touches the log-likelihood, and is stationary in them. So its value *and*
     its gradient are those of the log-likelihood, and opening the block leaks exactly nothing. The entropy that
     `surrogate` leaves out is what makes the difference.
 
+    That holds at the exact responsibilities only. At an inverse temperature :math:`\beta`, as in annealing, they are
+    :math:`q \propto (\pi_k f_k)^\beta`; the bound does not touch, and the leak is
+    :math:`\beta (1 - \beta) \frac1N \sum_n \mathrm{Cov}_{k \sim q_n}(a_{nk}, \nabla a_{nk})`.
+
     Args:
         mixture: The parameters.
         x: (N, D).
         sample_weight: (N,): the mean over the samples is weighted by it. None: all 1.
+        inverse_temperature: 1 for the exact responsibilities, less for softer ones.
 
     Returns:
         Scalar, nats per sample.
 
     References:
         Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
-        lemma 1.
+        lemma 1. Ueda & Nakano, "Deterministic annealing EM algorithm", 1998, section 3.
     """
     log_joint = mixture.log_joint(x)
-    log_r = log_responsibilities(log_joint)
+    log_r = log_responsibilities(inverse_temperature * log_joint)
     return _mean(expectation(log_r.exp(), log_joint - log_r), sample_weight)
 
 

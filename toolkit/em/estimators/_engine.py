@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.estimators._collapse import collapsed_components
-from toolkit.em.gaussian._fit import climb_prepared
+from toolkit.em.gaussian._fit import FINALISTS, HEAT_STEPS, HEATS, climb_prepared
 from toolkit.em.gaussian._restarts import Mixtures, climb_together
 from toolkit.em.gaussian._samples import Rows, prepare
 from toolkit.em.gaussian.missing import fit_missing, marginal_log_joint
@@ -24,12 +24,6 @@ from toolkit.em.gaussian.prior import Prior
 from toolkit.em.mixture import Family
 
 F = TypeVar("F", bound=Family)
-
-# Of several starts climbed together, as many are climbed to the end; the others are dropped when they gain less, or
-# after so many steps.
-_FINALISTS = 3
-_HEATS = 1e-4
-_HEAT_STEPS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +79,8 @@ class GaussianEngine:
         mixtures, values, steps, _ = climb_together(
             Mixtures.of(starts, self.prepared),
             self.prepared,
-            tol=options.tol if plain else max(options.tol, _HEATS),
-            max_iter=options.max_iter if plain else min(options.max_iter, _HEAT_STEPS),
+            tol=options.tol if plain else max(options.tol, HEATS),
+            max_iter=options.max_iter if plain else min(options.max_iter, HEAT_STEPS),
             reg_covar=self.reg_covar,
         )
         if not bool(values.isfinite().any()):
@@ -97,7 +91,7 @@ class GaussianEngine:
             (bool(collapsed_components(parameters, self.reg_covar)), -float(values[i])) for i, parameters in reached
         ]
         order = sorted(range(len(reached)), key=ranks.__getitem__)
-        best = [reached[place] for place in order[: 1 if plain else _FINALISTS]]
+        best = [reached[place] for place in order[: 1 if plain else FINALISTS]]
         points = [(starts[i], 0) if plain else (parameters, int(steps[i])) for i, parameters in best]
         return points, len(starts) - len(reached)
 

@@ -41,7 +41,18 @@ from toolkit.em.gaussian.parameters import (
     to_unconstrained,
 )
 
-__all__ = ["Fit", "GaussianPrior", "Init", "choose_starts", "climb_prepared", "fit", "start"]
+__all__ = [
+    "FINALISTS",
+    "HEATS",
+    "HEAT_STEPS",
+    "Fit",
+    "GaussianPrior",
+    "Init",
+    "choose_starts",
+    "climb_prepared",
+    "fit",
+    "start",
+]
 
 Init = Literal["kmeans", "k-means++", "random_from_data"]
 
@@ -58,9 +69,9 @@ _SEEDING = 2**16
 
 # Of several starts climbed together, as many are climbed to the end; the others are dropped when they gain less, or
 # after so many steps.
-_FINALISTS = 3
-_HEATS = 1e-4
-_HEAT_STEPS = 100
+FINALISTS = 3
+HEATS = 1e-4
+HEAT_STEPS = 100
 
 
 # Relative, of a log-likelihood whose pass is in this type.
@@ -204,8 +215,8 @@ def fit(
             data,
             ascend,
             goes_on=not plain,
-            tol=tol if plain else max(tol, _HEATS),
-            max_iter=max_iter if plain else min(max_iter, _HEAT_STEPS),
+            tol=tol if plain else max(tol, HEATS),
+            max_iter=max_iter if plain else min(max_iter, HEAT_STEPS),
             reg_covar=reg_covar,
         )
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
@@ -322,7 +333,7 @@ def _best_of(
     spiked = mixtures[alive].narrowest() < NARROWEST
     ranked = sorted(zip(spiked.tolist(), (-values[alive]).tolist(), alive.tolist(), strict=True))
     climbs = []
-    for _, _, index in ranked[: _FINALISTS if goes_on else 1]:
+    for _, _, index in ranked[: FINALISTS if goes_on else 1]:
         value = float(values[index])
         climb = Climb(mixtures.one(index, data), value, bool(converged[index]), int(steps[index]), (value,))
         if goes_on:
