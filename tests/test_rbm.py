@@ -31,7 +31,8 @@ from toolkit.rbm import (
     likelihood_gradient,
     persistent_contrastive_divergence,
 )
-from toolkit.rbm._units import sampled, straight_through
+from toolkit.rbm._layers import Bernoulli, draw_bernoulli
+from toolkit.rbm._units import straight_through
 
 CHAINS = ["sampled", "mean_field", "straight_through"]
 NAMES = ["weights", "visible_bias", "hidden_bias"]
@@ -343,7 +344,10 @@ def test_gradient_of_log_partition_keeps_no_chunk_alive():
 def test_enumeration_has_a_limit_with_a_clear_message():
     rbm = RBM(ENUMERABLE_UNITS + 1, ENUMERABLE_UNITS + 2)
     for attempt in (rbm.log_partition, rbm.model_statistics, lambda: rbm.log_likelihood(torch.zeros(1, rbm.n_visible))):
-        with pytest.raises(ValueError, match=r"at most 20 units, so that its states can be enumerated\. Found 21\."):
+        with pytest.raises(
+            ValueError,
+            match=r"at most 2\^25 states, .*\. Found 2\^27 hidden states and 2\^26 visible states\.",
+        ):
             attempt()
 
 
@@ -420,26 +424,35 @@ def test_straight_through_has_the_bits_of_a_draw():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("unit", [sampled, straight_through])
-def test_units_at_the_ends_of_the_unit_interval(unit, dtype):
+def test_units_at_the_ends_of_the_unit_interval(dtype):
     tiny = torch.finfo(dtype).smallest_normal
     mean = torch.tensor([0.0, tiny, 0.5, 1.0], dtype=dtype).repeat(2000, 1).requires_grad_()
-    value = unit(mean, _generator())
+    value = draw_bernoulli(mean, _generator())
     with torch.no_grad():
-        assert torch.equal(value, unit(mean, _generator()))
+        assert torch.equal(value, draw_bernoulli(mean, _generator()))
     assert value.dtype == dtype
     assert not value[:, 0].any()
     assert value[:, 3].all()
     assert not value.signbit().any()
     (slope,) = torch.autograd.grad(value.sum(), mean)
-    assert torch.equal(slope, torch.full_like(mean, float(unit is straight_through)))
+    assert torch.equal(slope, torch.zeros_like(mean))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_saturated_straight_through_units_are_zeros_and_ones(dtype):
+    layer, x = Bernoulli(torch.zeros(2, dtype=dtype)), torch.tensor([-60000.0, 60000.0], dtype=dtype).requires_grad_()
+    value = straight_through(layer, x, _generator())
+    assert value.tolist() == [0.0, 1.0]
+    assert not value.signbit().any()
+    (slope,) = torch.autograd.grad(straight_through(layer, x / 60000.0, _generator()).sum(), x)
+    assert (slope > 0).all()
 
 
 @pytest.mark.parametrize("needs_graph", [False, True], ids=["no-graph", "graph"])
 def test_a_draw_is_one_exactly_where_the_uniform_is_below_the_mean(needs_graph):
     uniform = torch.rand(1000, generator=_generator(), dtype=torch.float64)
     for mean, expected in ((uniform, 0.0), (uniform.nextafter(torch.ones(())), 1.0)):
-        value = sampled(mean.clone().requires_grad_(needs_graph), _generator())
+        value = draw_bernoulli(mean.clone().requires_grad_(needs_graph), _generator())
         assert torch.equal(value, torch.full_like(uniform, expected))
 
 
@@ -447,7 +460,7 @@ def test_a_draw_is_one_exactly_where_the_uniform_is_below_the_mean(needs_graph):
 def test_small_probabilities_are_kept_in_low_precision(dtype):
     """Uniform draws in bfloat16 would be 0 once in 256 times, and a probability of 1/1024 no less than that."""
     n, p = 200_000, 2.0**-10
-    frequency = sampled(torch.full((n,), p, dtype=dtype), _generator()).double().mean().item()
+    frequency = draw_bernoulli(torch.full((n,), p, dtype=dtype), _generator()).double().mean().item()
     assert abs(frequency - p) < 4.5 * math.sqrt(p * (1 - p) / n)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit.rbm._joint import Joint
 from toolkit.rbm._model import RBM
 from toolkit.rbm._units import UNITS, Chain
 
@@ -15,7 +16,7 @@ __all__ = ["check_steps", "gibbs"]
 
 
 def gibbs(
-    rbm: RBM,
+    rbm: RBM | Joint,
     visible: Tensor,
     *,
     steps: int,
@@ -25,7 +26,7 @@ def gibbs(
     r"""Run Gibbs chains: `steps` times :math:`h \sim p(h \mid v)`, then :math:`v \sim p(v \mid h)`.
 
     Args:
-        rbm: The machine.
+        rbm: The machine, or a `Joint` with other parameters.
         visible: (N, V), where the chains start.
         steps: How often both layers are updated.
         chain: What a unit passes on.
@@ -52,11 +53,12 @@ def gibbs(
     check_steps(steps)
     if chain not in UNITS:
         raise ValueError(f"`chain` should be one of {', '.join(map(repr, UNITS))}. Found {chain!r}.")
-    rbm.check_visible(visible)
-    unit = UNITS[chain]
+    if isinstance(rbm, RBM):
+        rbm.check_visible(visible)
+    joint, unit = rbm.joint if isinstance(rbm, RBM) else rbm, UNITS[chain]
     for _ in range(steps):
-        hidden = unit(rbm.hidden_mean(visible), generator)
-        visible = unit(rbm.visible_mean(hidden), generator)
+        hidden = unit(joint.hidden, joint.to_hidden(visible), generator)
+        visible = unit(joint.visible, joint.to_visible(hidden), generator)
     return visible
 
 

@@ -84,7 +84,7 @@ def contrastive_divergence(
         >>> rbm.visible_bias.grad
         tensor([0.3333, 0.0000, 0.0000])
     """
-    _check_rows(rbm, data, "data")
+    rbm.check_rows(data, "data")
     with _graph_if_open(NEGATIVE_SAMPLES):
         moved = gibbs(rbm, data, steps=steps, chain=chain, generator=generator)
     negative = stop_gradient(moved, NEGATIVE_SAMPLES)
@@ -131,8 +131,8 @@ def persistent_contrastive_divergence(
         >>> chains.requires_grad
         False
     """
-    _check_rows(rbm, data, "data")
-    _check_rows(rbm, chains, "chains")
+    rbm.check_rows(data, "data")
+    rbm.check_rows(chains, "chains")
     with _graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
         moved = gibbs(rbm, chains, steps=steps, chain=chain, generator=generator)
     negative = stop_gradient(moved, NEGATIVE_SAMPLES)
@@ -171,8 +171,8 @@ def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
         >>> cd_gradient(rbm, torch.eye(3), torch.ones(1, 3))["visible_bias"]
         tensor([0.6667, 0.6667, 0.6667])
     """
-    _check_rows(rbm, data, "data")
-    _check_rows(rbm, negative, "negative")
+    rbm.check_rows(data, "data")
+    rbm.check_rows(negative, "negative")
     return _difference(rbm.statistics(negative), rbm.statistics(data))
 
 
@@ -192,7 +192,7 @@ def likelihood_gradient(rbm: RBM, data: Tensor) -> dict[str, Tensor]:
         ValueError: If `data` has no rows or not V columns, or both layers are too large to enumerate.
         TypeError: If `data` does not have the type of the parameters.
     """
-    _check_rows(rbm, data, "data")
+    rbm.check_rows(data, "data")
     return _difference(rbm.model_statistics(), rbm.statistics(data))
 
 
@@ -203,10 +203,3 @@ def _difference(minuend: dict[str, Tensor], subtrahend: dict[str, Tensor]) -> di
 def _graph_if_open(*blocks: Block) -> AbstractContextManager[object]:
     """Build no graph while all of `blocks` are in place: nothing could flow through it."""
     return no_graph() if all(map(is_blocked, blocks)) else nullcontext()
-
-
-def _check_rows(rbm: RBM, rows: Tensor, argument: str) -> None:
-    if rows.ndim != 2 or rows.shape[1] != rbm.n_visible or not len(rows):
-        raise ValueError(f"`{argument}` should have shape (N, {rbm.n_visible}) with N > 0. Found {tuple(rows.shape)}.")
-    if rows.dtype != rbm.weights.dtype:
-        raise TypeError(f"`{argument}` should have the parameters' type {rbm.weights.dtype}. Found {rows.dtype}.")

@@ -70,8 +70,8 @@ class FusedTrainer:
             like = rbm.weights
             self._persistent = chains is not None
             self._states = like.new_empty(negatives, rbm.n_hidden) if chains is None else chains.to(like, copy=True)
-            self._mean = like.new_empty(negatives, rbm.n_visible)
-            self._visible = like.new_empty(negatives + batch_size, rbm.n_visible)
+            self._mean = like.new_empty(negatives, rbm.n_columns)
+            self._visible = like.new_empty(negatives + batch_size, rbm.n_columns)
             self._hidden = like.new_empty(negatives + batch_size, rbm.n_hidden)
         self._views: dict[torch.Size, _Views] = {}
 
@@ -122,7 +122,7 @@ class FusedTrainer:
             weights.addmm_(views.visible.mT, views.hidden.mul_(views.share[:, None]), alpha=learning_rate)
 
     def _views_for(self, shape: torch.Size) -> _Views:
-        n_visible = self.rbm.n_visible
+        n_visible = self.rbm.n_columns
         if len(shape) != 2 or shape[1] != n_visible or not 0 < shape[0] <= self.batch_size:
             raise ValueError(
                 f"`data` should have shape (N, {n_visible}) with 0 < N <= {self.batch_size}. Found {tuple(shape)}."

@@ -1,57 +1,80 @@
 """The model: energies of a restricted Boltzmann machine, and what can be summed exactly.
 
-N samples, V visible units, H hidden units, S states of the smaller layer. Energies are in nats.
+N samples, V visible units, H hidden units, Q states of a categorical unit, S states of a layer that is enumerated.
+Where visible units are categorical each has Q columns, and tensors of visible units have V Q columns. Energies are in
+nats.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import softplus
+from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._units import sampled
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._layers import Bernoulli, Categorical, Gaussian, Layer, Rectified
 
-__all__ = ["ENUMERABLE_UNITS", "RBM", "base_rate_bias"]
+__all__ = ["ENUMERABLE_UNITS", "RBM", "HiddenUnits", "VisibleUnits", "base_rate_bias"]
 
-ENUMERABLE_UNITS = 20
-"""Units of the smaller layer up to which sums over its 2^20 states are exact; beyond, they raise."""
+ENUMERABLE_UNITS = 25
+"""Sums over at most 2^25 states of one layer are exact; beyond, they raise."""
+
+VisibleUnits: TypeAlias = Literal["bernoulli", "gaussian", "categorical"]
+HiddenUnits: TypeAlias = Literal["bernoulli", "rectified"]
 
 _INITIAL_SCALE = 0.01  # standard deviation of the weights, Hinton 2010, section 8
 _CHUNK = 2**11  # states at a time: 1 MiB at 64 units in float64, which stays in the cache
-_LINEAR_FROM = 40.0  # here softplus(x) = x to rounding also in float64; torch's default of 20 is off by 2e-9
 
 
 class RBM(nn.Module):
-    r"""A restricted Boltzmann machine of zeros and ones.
+    r"""A restricted Boltzmann machine.
 
     .. math::
         p(v, h) = e^{-E(v, h)} / Z, \qquad E(v, h) = -v^\top b - h^\top c - v^\top W h
 
-    Calling it gives the free energy. Training wants a surrogate such as `contrastive_divergence`.
+    is that of zeros and ones. Categorical visible units (Potts units) have the same energy, with Q columns for each
+    unit, one of which is 1. Real visible units, normal given the hidden ones, have
+
+    .. math::
+        E(v, h) = \sum_i \frac{(v_i - b_i)^2}{2 \sigma_i^2} - h^\top c - \sum_i \frac{v_i}{\sigma_i^2} (W h)_i
+
+    with variances :math:`\sigma_i^2 = e^{z_i}` that are learned. Rectified hidden units count: each is infinitely many
+    copies of a hidden unit with biases c - 1/2, c - 3/2, ..., so that its mean is close to :math:`\log(1 + e^x)`.
+
+    Calling it gives the free energy. Training wants a surrogate such as `contrastive_divergence`, or a `FusedTrainer`.
 
     Args:
         n_visible: V.
         n_hidden: H.
+        visible: What the visible units are: ``"bernoulli"``, ``"gaussian"`` or ``"categorical"``.
+        hidden: What the hidden units are: ``"bernoulli"`` or ``"rectified"``.
+        categories: Q, for categorical visible units and no others.
         generator: Draws the initial weights, from a normal distribution of standard deviation 0.01; its device is
-            where they are drawn. The biases start at zero (see `base_rate_bias`).
+            where they are drawn. All else starts at zero (see `start_at_base_rates`).
         dtype: Floating-point type of the parameters. None: torch's default.
         device: Where the parameters live. None: torch's default.
 
     Attributes:
-        weights: W, (V, H).
-        visible_bias: b, (V,).
+        weights: W, (V, H); (V Q, H) for categorical units.
+        visible_bias: b, (V,) or (V Q,).
         hidden_bias: c, (H,).
+        visible_log_variance: z, (V,); only for Gaussian units.
 
     Raises:
-        ValueError: If a size is not positive, or `dtype` is not a floating-point type.
+        ValueError: If a size is not positive, units are unknown, `categories` is missing, too small or out of place,
+            or `dtype` is not a floating-point type.
 
     References:
         Hinton, "Training products of experts by minimizing contrastive divergence", 2002.
-        Hinton, "A practical guide to training restricted Boltzmann machines", 2010, section 8 (initial values).
+        Hinton, "A practical guide to training restricted Boltzmann machines", 2010, sections 8 and 13.
+        Cho, Ilin & Raiko, "Improved learning of Gaussian-Bernoulli restricted Boltzmann machines", 2011, equation 3.
+        Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010.
 
     Example:
         >>> rbm = RBM(3, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -69,6 +92,9 @@ class RBM(nn.Module):
         n_visible: int,
         n_hidden: int,
         *,
+        visible: VisibleUnits = "bernoulli",
+        hidden: HiddenUnits = "bernoulli",
+        categories: int | None = None,
         generator: torch.Generator | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -77,18 +103,32 @@ class RBM(nn.Module):
         for argument, size in (("n_visible", n_visible), ("n_hidden", n_hidden)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"`{argument}` should be a positive integer. Found {size!r}.")
+        for argument, units, known in (("visible", visible, VisibleUnits), ("hidden", hidden, HiddenUnits)):
+            if units not in get_args(known):
+                raise ValueError(
+                    f"`{argument}` should be one of {', '.join(map(repr, get_args(known)))}. Found {units!r}."
+                )
+        if visible != "categorical" and categories is not None:
+            raise ValueError(f"`categories` belongs to categorical visible units. Found {visible!r} ones.")
+        if visible == "categorical" and (not isinstance(categories, int) or categories < 2):
+            raise ValueError(f"`categories` should be an integer from 2. Found {categories!r}.")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
             raise ValueError(f"`dtype` should be a floating-point type. Found {dtype}.")
+        self.visible_units, self.hidden_units, self.categories = visible, hidden, categories
+        self.n_visible = n_visible
+        n_columns = n_visible * (categories or 1)
         drawn_on = device if generator is None else generator.device
-        weights = torch.randn(n_visible, n_hidden, generator=generator, dtype=dtype, device=drawn_on)
+        weights = torch.randn(n_columns, n_hidden, generator=generator, dtype=dtype, device=drawn_on)
         self.weights = nn.Parameter(weights.mul_(_INITIAL_SCALE).to(device))
-        self.visible_bias = nn.Parameter(torch.zeros(n_visible, dtype=dtype, device=device))
+        self.visible_bias = nn.Parameter(torch.zeros(n_columns, dtype=dtype, device=device))
         self.hidden_bias = nn.Parameter(torch.zeros(n_hidden, dtype=dtype, device=device))
+        if visible == "gaussian":
+            self.visible_log_variance = nn.Parameter(torch.zeros(n_visible, dtype=dtype, device=device))
 
     @property
-    def n_visible(self) -> int:
-        """V."""
+    def n_columns(self) -> int:
+        """Columns of a tensor of visible units: V, or V Q for categorical ones."""
         return self.weights.shape[0]
 
     @property
@@ -96,37 +136,73 @@ class RBM(nn.Module):
         """H."""
         return self.weights.shape[1]
 
+    @property
+    def joint(self) -> Joint:
+        """The machine as a function of its parameters as they are now."""
+        visible: Layer
+        match self.visible_units:
+            case "bernoulli":
+                visible = Bernoulli(self.visible_bias)
+            case "gaussian":
+                visible = Gaussian(self.visible_bias, self.visible_log_variance)
+            case "categorical":
+                assert self.categories is not None
+                visible = Categorical(self.visible_bias, self.categories)
+        hidden = Bernoulli(self.hidden_bias) if self.hidden_units == "bernoulli" else Rectified(self.hidden_bias)
+        return Joint(self.weights, visible, hidden)
+
+    def start_at_base_rates(self, data: Tensor) -> None:
+        r"""Give the visible units the frequencies of the data, in place, as a machine without weights would have them.
+
+        Zeros and ones as in `base_rate_bias`; categories likewise, with an added count each; real numbers their mean
+        and variance.
+
+        Args:
+            data: (N, V) or (N, V Q).
+
+        Raises:
+            ValueError: If `data` has no rows or other columns.
+
+        References:
+            Hinton, "A practical guide to training restricted Boltzmann machines", 2010, section 8.1.
+        """
+        self.check_rows(data, "data")
+        with no_graph():
+            for name, values in self.joint.visible.base_rates(data).items():
+                getattr(self, f"visible_{name}").copy_(values)
+
     def forward(self, visible: Tensor) -> Tensor:
         """Return the free energy, so that `torch.func.functional_call` has something to call."""
         return self.free_energy(visible)
 
     def energy(self, visible: Tensor, hidden: Tensor) -> Tensor:
-        r"""Return :math:`E(v, h) = -v^\top b - h^\top c - v^\top W h` in nats, per sample.
+        r"""Return :math:`E(v, h)` in nats, per sample.
 
         Args:
-            visible: (\*, V).
+            visible: (\*, V) or (\*, V Q).
             hidden: (\*, H), with leading dimensions that broadcast with those of `visible`.
 
         Returns:
             (\*).
         """
-        interaction = (visible @ self.weights * hidden).sum(-1)
-        return -(visible @ self.visible_bias) - hidden @ self.hidden_bias - interaction
+        return self.joint.energy(visible, hidden)
 
     def free_energy(self, visible: Tensor) -> Tensor:
         r"""Return :math:`F(v) = -\log \sum_h e^{-E(v, h)}` in nats, per sample, so that :math:`p(v) = e^{-F(v)} / Z`.
+
+        For zeros and ones
 
         .. math::
             F(v) = -v^\top b - \sum_j \log(1 + e^{c_j + (W^\top v)_j})
 
         Args:
-            visible: (\*, V).
+            visible: (\*, V) or (\*, V Q).
 
         Returns:
             (\*).
 
         Raises:
-            ValueError: If `visible` does not have V columns.
+            ValueError: If `visible` has other columns.
             TypeError: If `visible` does not have the type of the parameters.
 
         References:
@@ -137,48 +213,50 @@ class RBM(nn.Module):
             tensor([-1.3863], grad_fn=<NegBackward0>)
         """
         self.check_visible(visible)
-        return -_log_weight(visible, self.visible_bias, self.weights, self.hidden_bias)
+        return self.joint.free_energy(visible)
 
     def hidden_mean(self, visible: Tensor) -> Tensor:
-        r"""Return :math:`p(h_j = 1 \mid v) = \sigma(c + W^\top v)_j`, (\*, H), from `visible`, (\*, V)."""
-        return torch.sigmoid(visible @ self.weights + self.hidden_bias)
+        r"""Return :math:`E[h \mid v]`, (\*, H), from `visible`, (\*, V): for zeros and ones, probabilities."""
+        return self.joint.hidden_mean(visible)
 
     def visible_mean(self, hidden: Tensor) -> Tensor:
-        r"""Return :math:`p(v_i = 1 \mid h) = \sigma(b + W h)_i`, (\*, V), from `hidden`, (\*, H)."""
-        return torch.sigmoid(hidden @ self.weights.mT + self.visible_bias)
+        r"""Return :math:`E[v \mid h]`, (\*, V), from `hidden`, (\*, H): for zeros and ones, probabilities."""
+        return self.joint.visible_mean(hidden)
 
     def sample_hidden(self, visible: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw the hidden units given the visible ones, (\*, H), from `visible`, (\*, V)."""
-        return sampled(self.hidden_mean(visible), generator)
+        return self.joint.sample_hidden(visible, generator)
 
     def sample_visible(self, hidden: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw the visible units given the hidden ones, (\*, V), from `hidden`, (\*, H)."""
-        return sampled(self.visible_mean(hidden), generator)
+        return self.joint.sample_visible(hidden, generator)
 
     def log_partition(self) -> Tensor:
         r"""Return :math:`\log Z = \log \sum_{v, h} e^{-E(v, h)}` in nats, exactly.
 
-        The states of the smaller layer are enumerated, in chunks; the sum over the other layer is a product. Its
+        The states of the layer that has fewer are enumerated, in chunks; the sum over the other layer is a product. Its
         gradient recomputes the chunks: memory does not grow with the number of states.
 
         Returns:
             A scalar.
 
         Raises:
-            ValueError: If both layers have more than `ENUMERABLE_UNITS` units.
+            ValueError: If both layers have more than 2 ^ `ENUMERABLE_UNITS` states, or cannot be enumerated.
 
         Example:
             >>> nearly_uniform = RBM(3, 2, generator=torch.Generator().manual_seed(0))
             >>> round(nearly_uniform.log_partition().exp().item())
             32
         """
-        bias, weights, other_bias = self._smaller_layer()
+        enumerated = self._enumerated_layer()
 
         def part(first: int, last: int) -> Tensor:
-            states = _states(first, last, like=bias)
-            return _log_weight(states, bias, weights, other_bias).logsumexp(0)
+            joint = self.joint
+            if enumerated == "hidden":
+                return (-joint.hidden_free_energy(_states(joint.hidden, first, last))).logsumexp(0)
+            return (-joint.free_energy(_states(joint.visible, first, last))).logsumexp(0)
 
-        ranges = list(_ranges(len(bias)))
+        ranges = list(_ranges(getattr(self.joint, enumerated)))
         if len(ranges) > 1 and torch.is_grad_enabled():
             parts = [checkpoint(part, *ends, use_reentrant=False, preserve_rng_state=False) for ends in ranges]
         else:
@@ -186,95 +264,122 @@ class RBM(nn.Module):
         return torch.stack(parts).logsumexp(0)
 
     def log_likelihood(self, visible: Tensor) -> Tensor:
-        r"""Return :math:`\log p(v) = -F(v) - \log Z` in nats, per sample, exactly.
+        r"""Return :math:`\log p(v) = -F(v) - \log Z` in nats, per sample, exactly; a density if v is real.
 
         Args:
-            visible: (\*, V).
+            visible: (\*, V) or (\*, V Q).
 
         Returns:
             (\*).
 
         Raises:
-            ValueError: If `visible` does not have V columns, or both layers have more than `ENUMERABLE_UNITS` units.
+            ValueError: If `visible` has other columns, or as `log_partition`.
             TypeError: If `visible` does not have the type of the parameters.
         """
         return -self.free_energy(visible) - self.log_partition()
 
-    def statistics(self, visible: Tensor) -> dict[str, Tensor]:
-        r"""Return the sufficient statistics with the visible units at `visible`, the mean over samples.
+    def statistics(self, visible: Tensor, share: Tensor | None = None) -> dict[str, Tensor]:
+        r"""Return minus the gradient of the mean free energy: what learning adds for the data, in closed form.
 
-        :math:`E[v h^\top]`, :math:`E[v]` and :math:`E[h]`, the hidden units at their probabilities: minus the
-        gradient of the mean free energy. No graph is built.
+        For zeros and ones these are the sufficient statistics :math:`E[v h^\top]`, :math:`E[v]` and :math:`E[h]`, the
+        hidden units at their means. No graph is built.
 
         Args:
-            visible: (N, V).
+            visible: (N, V) or (N, V Q).
+            share: (N,), the part of each sample in the sum. None: 1 / N each.
 
         Returns:
-            ``weights`` (V, H), ``visible_bias`` (V,) and ``hidden_bias`` (H,): the names of the parameters.
+            The names of the parameters -> values of their shapes.
         """
         self.check_visible(visible)
         with no_graph():
-            hidden = self.hidden_mean(visible)
+            if share is None:
+                share = visible.new_full((len(visible),), 1 / len(visible))
+            joint = self.joint
+            x = joint.to_hidden(visible)
+            hidden = joint.hidden.mean(x)
+            statistic = joint.visible.statistic(visible)
+            to_visible = joint.to_visible(hidden) if joint.visible.more_parameters else visible
             return {
-                "weights": visible.mT @ hidden / len(visible),
-                "visible_bias": visible.mean(0),
-                "hidden_bias": hidden.mean(0),
+                "weights": statistic.mT @ (hidden * share[:, None]),
+                **_named("visible", joint.visible.parameter_gradients(visible, to_visible, share)),
+                **_named("hidden", joint.hidden.parameter_gradients(hidden, x, share)),
             }
 
     def model_statistics(self) -> dict[str, Tensor]:
-        r"""Return :math:`E[v h^\top]`, :math:`E[v]` and :math:`E[h]` of the model itself, exactly.
+        r"""Return the same in expectation over the model itself, exactly: the gradient of `log_partition`.
 
-        They are the gradient of `log_partition`. No graph is built.
+        No graph is built.
 
         Returns:
             As `statistics`.
 
         Raises:
-            ValueError: If both layers have more than `ENUMERABLE_UNITS` units.
+            ValueError: As `log_partition`.
         """
         with no_graph():
-            bias, weights, other_bias = self._smaller_layer()
-            pairs, own, other = torch.zeros_like(weights), torch.zeros_like(bias), torch.zeros_like(other_bias)
-            log_partition = bias.new_full((), -torch.inf)
-            for first, last in _ranges(len(bias)):
-                states = _states(first, last, like=bias)
-                log_weight = _log_weight(states, bias, weights, other_bias)
+            joint, enumerated = self.joint, self._enumerated_layer()
+            if enumerated == "hidden":
+                own, other, weights, name = joint.hidden, joint.visible, joint.weights.mT, "visible"
+            else:
+                own, other, weights, name = joint.visible, joint.hidden, joint.weights, "hidden"
+            totals: dict[str, Tensor] = {}
+            log_partition = own.bias.new_full((), -torch.inf)
+            for first, last in _ranges(own):
+                states = _states(own, first, last)
+                x = states @ weights
+                log_weight = own.log_weight(states) + other.log_normaliser(x)
                 so_far = torch.logaddexp(log_partition, log_weight.logsumexp(0))
-                probability = (log_weight - so_far).exp()
-                mean = torch.sigmoid(states @ weights + other_bias)
-                for total, part in (
-                    (pairs, (probability[:, None] * states).mT @ mean),
-                    (own, probability @ states),
-                    (other, probability @ mean),
-                ):
-                    total.mul_((log_partition - so_far).exp()).add_(part)
+                share = (log_weight - so_far).exp()
+                pairs = (share[:, None] * states).mT @ other.statistic(other.mean(x))
+                parts = {
+                    "weights": pairs.mT if enumerated == "hidden" else pairs,
+                    f"{enumerated}_bias": share @ states,
+                    **_named(name, other.normaliser_gradients(x, share)),
+                }
+                kept = (log_partition - so_far).exp()
+                totals = {key: part + kept * totals[key] if totals else part for key, part in parts.items()}
                 log_partition = so_far
-        if self.n_hidden <= self.n_visible:
-            return {"weights": pairs.mT, "visible_bias": other, "hidden_bias": own}
-        return {"weights": pairs, "visible_bias": own, "hidden_bias": other}
+        return {key: totals[key] for key, _ in self.named_parameters()}
 
     def check_visible(self, visible: Tensor) -> None:
         """Raise unless `visible` is something that this machine has an energy for."""
-        if visible.ndim < 1 or visible.shape[-1] != self.n_visible:
-            raise ValueError(f"`visible` should have shape (*, {self.n_visible}). Found {tuple(visible.shape)}.")
+        if visible.ndim < 1 or visible.shape[-1] != self.n_columns:
+            raise ValueError(f"`visible` should have shape (*, {self.n_columns}). Found {tuple(visible.shape)}.")
         if visible.dtype != self.weights.dtype:
             raise TypeError(f"`visible` should have the parameters' type {self.weights.dtype}. Found {visible.dtype}.")
 
-    def extra_repr(self) -> str:
-        """Return the sizes, for ``repr``."""
-        return f"n_visible={self.n_visible}, n_hidden={self.n_hidden}"
-
-    def _smaller_layer(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the smaller layer's bias, the weights from it to the other layer, and the other layer's bias."""
-        units = min(self.n_visible, self.n_hidden)
-        if units > ENUMERABLE_UNITS:
+    def check_rows(self, rows: Tensor, argument: str) -> None:
+        """Raise unless `rows` is a matrix of visible units, with at least one row."""
+        if rows.ndim != 2 or rows.shape[1] != self.n_columns or not len(rows):
             raise ValueError(
-                f"The smaller layer should have at most {ENUMERABLE_UNITS} units, so that its states can be "
-                f"enumerated. Found {units}."
+                f"`{argument}` should have shape (N, {self.n_columns}) with N > 0. Found {tuple(rows.shape)}."
             )
-        if self.n_hidden <= self.n_visible:
-            return self.hidden_bias, self.weights.mT, self.visible_bias
-        return self.visible_bias, self.weights, self.hidden_bias
+        if rows.dtype != self.weights.dtype:
+            raise TypeError(f"`{argument}` should have the parameters' type {self.weights.dtype}. Found {rows.dtype}.")
+
+    def extra_repr(self) -> str:
+        """Return the sizes and the units, for ``repr``."""
+        units = [f"{side}={kind!r}" for side, kind in (("visible", self.visible_units), ("hidden", self.hidden_units))]
+        categories = [] if self.categories is None else [f"categories={self.categories}"]
+        sizes = [f"n_visible={self.n_visible}", f"n_hidden={self.n_hidden}"]
+        return ", ".join(sizes + [unit for unit in units if "bernoulli" not in unit] + categories)
+
+    def _enumerated_layer(self) -> Literal["visible", "hidden"]:
+        """Return which layer has fewer states."""
+        joint = self.joint
+        counts = {"hidden": joint.hidden.n_states, "visible": joint.visible.n_states}
+        finite = {name: count for name, count in counts.items() if count is not None}
+        if not finite or min(finite.values()) > 2**ENUMERABLE_UNITS:
+            found = " and ".join(
+                f"{name} units without number" if count is None else f"2^{math.log2(count):.4g} {name} states"
+                for name, count in counts.items()
+            )
+            raise ValueError(
+                f"One layer should have at most 2^{ENUMERABLE_UNITS} states, so that they can be enumerated. Found "
+                f"{found}."
+            )
+        return "hidden" if min(finite, key=lambda name: finite[name]) == "hidden" else "visible"
 
 
 def base_rate_bias(data: Tensor) -> Tensor:
@@ -302,18 +407,22 @@ def base_rate_bias(data: Tensor) -> Tensor:
     return ((count + 1) / (len(data) - count + 1)).log()
 
 
-def _log_weight(states: Tensor, bias: Tensor, weights: Tensor, other_bias: Tensor) -> Tensor:
-    """Return the log of the unnormalised probability of one layer's states, the other layer summed out."""
-    return states @ bias + softplus(states @ weights + other_bias, threshold=_LINEAR_FROM).sum(-1)
+def _named(layer: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{layer}_{name}": value for name, value in values.items()}
 
 
-def _ranges(units: int) -> Iterator[tuple[int, int]]:
-    """Yield the ends of the chunks of 2^units states."""
-    for first in range(0, 2**units, _CHUNK):
-        yield first, min(first + _CHUNK, 2**units)
+def _ranges(layer: Layer) -> Iterator[tuple[int, int]]:
+    """Yield the ends of the chunks of a layer's states."""
+    assert layer.n_states is not None
+    for first in range(0, layer.n_states, _CHUNK):
+        yield first, min(first + _CHUNK, layer.n_states)
 
 
-def _states(first: int, last: int, *, like: Tensor) -> Tensor:
-    """Return the states first..last-1 of ``len(like)`` units, (S, units): the binary digits of their numbers."""
-    numbers = torch.arange(first, last, device=like.device)
-    return ((numbers[:, None] >> torch.arange(len(like), device=like.device)) & 1).to(like.dtype)
+def _states(layer: Layer, first: int, last: int) -> Tensor:
+    """Return the states first..last-1 of a layer, (S, C): the digits of their numbers."""
+    numbers = torch.arange(first, last, device=layer.bias.device)
+    if isinstance(layer, Categorical):
+        powers = layer.categories ** torch.arange(layer.n_columns // layer.categories, device=numbers.device)
+        digits = numbers[:, None] // powers % layer.categories
+        return one_hot(digits, layer.categories).flatten(1).to(layer.bias.dtype)
+    return ((numbers[:, None] >> torch.arange(layer.n_columns, device=numbers.device)) & 1).to(layer.bias.dtype)

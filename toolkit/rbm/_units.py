@@ -1,6 +1,6 @@
-"""What a unit with two states passes on, given the probability that it is 1.
+"""What a unit of a chain passes on, given the input that it gets from the other layer.
 
-The three kinds have different derivatives, and two of them the same value.
+The kinds have different derivatives, and two of them the same value.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import block, carries_gradient, stop_gradient
+from toolkit.rbm._layers import Layer
 
 __all__ = ["STRAIGHT_THROUGH", "UNITS", "Chain", "sampled"]
 
@@ -24,31 +25,28 @@ STRAIGHT_THROUGH = block(
 )
 
 
-def sampled(mean: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as that of `torch.bernoulli` is."""
-    # Half precision has too few values between 0 and 1 to draw from.
-    dtype = torch.promote_types(mean.dtype, torch.float32)
-    uniform = torch.empty(mean.shape, dtype=dtype, device=mean.device).uniform_(generator=generator)
-    if not carries_gradient(mean):
-        return uniform.lt_(mean).to(mean.dtype)
-    # In the graph, with a derivative of zero: the ceiling of a number in (-1, 1] is 1 if it is positive. -0 + 0 = 0.
-    return (torch.ceil(mean - uniform) + 0.0).to(mean.dtype)
+def sampled(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return a draw. Its derivative is zero, as that of `torch.bernoulli` is, unless the units are Gaussian."""
+    return layer.sample(x, generator)
 
 
-def straight_through(mean: Tensor, generator: torch.Generator | None) -> Tensor:
+def straight_through(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return the same draw as `sampled`, bit for bit, with the derivative of the mean."""
-    sample = sampled(mean, generator)
+    sample = layer.sample(x, generator)
+    if layer.n_states is None and layer.more_parameters:  # a Gaussian draw has that derivative already
+        return sample
+    mean = layer.mean(x)
     if not carries_gradient(mean):
         return sample
     return sample + (mean - stop_gradient(mean, STRAIGHT_THROUGH))
 
 
-def mean_field(mean: Tensor, generator: torch.Generator | None) -> Tensor:
+def mean_field(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return the mean: no draw at all."""
-    return mean
+    return layer.mean(x)
 
 
-UNITS: dict[str, Callable[[Tensor, torch.Generator | None], Tensor]] = {
+UNITS: dict[str, Callable[[Layer, Tensor, torch.Generator | None], Tensor]] = {
     "sampled": sampled,
     "straight_through": straight_through,
     "mean_field": mean_field,

@@ -1,0 +1,116 @@
+r"""The joint distribution of two layers: energies and conditionals, as functions of whatever parameters they are given.
+
+`RBM` is this with parameters of its own. Tempered machines, fast weights and centred coordinates are this with others.
+
+N samples, V columns of the visible layer, H of the hidden one. Energies are in nats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.rbm._layers import Layer
+
+__all__ = ["Joint"]
+
+
+@dataclass(frozen=True)
+class Joint:
+    r"""Two layers and what couples them, :math:`E(v, h) = -a(v) - a(h) - s(v)^\top W s(h)`.
+
+    Attributes:
+        weights: W, (\*, V, H); leading dimensions are machines side by side.
+        visible: The visible layer.
+        hidden: The hidden layer.
+    """
+
+    weights: Tensor
+    visible: Layer
+    hidden: Layer
+
+    def to_hidden(self, visible: Tensor) -> Tensor:
+        r"""Return the input of the hidden layer, (\*, H), from `visible`, (\*, V)."""
+        return self.visible.statistic(visible) @ self.weights
+
+    def to_visible(self, hidden: Tensor) -> Tensor:
+        r"""Return the input of the visible layer, (\*, V), from `hidden`, (\*, H)."""
+        return self.hidden.statistic(hidden) @ self.weights.mT
+
+    def energy(self, visible: Tensor, hidden: Tensor) -> Tensor:
+        r"""Return :math:`E(v, h)`, (\*)."""
+        interaction = (self.to_hidden(visible) * self.hidden.statistic(hidden)).sum(-1)
+        return -self.visible.log_weight(visible) - self.hidden.log_weight(hidden) - interaction
+
+    def free_energy(self, visible: Tensor) -> Tensor:
+        r"""Return :math:`F(v) = -\log \sum_h e^{-E(v, h)}`, (\*)."""
+        return -self.visible.log_weight(visible) - self.hidden.log_normaliser(self.to_hidden(visible))
+
+    def hidden_free_energy(self, hidden: Tensor) -> Tensor:
+        r"""Return :math:`-\log \sum_v e^{-E(v, h)}`, (\*), an integral where the visible units are continuous."""
+        return -self.hidden.log_weight(hidden) - self.visible.log_normaliser(self.to_visible(hidden))
+
+    def hidden_mean(self, visible: Tensor) -> Tensor:
+        r"""Return :math:`E[h \mid v]`, (\*, H)."""
+        return self.hidden.mean(self.to_hidden(visible))
+
+    def visible_mean(self, hidden: Tensor) -> Tensor:
+        r"""Return :math:`E[v \mid h]`, (\*, V)."""
+        return self.visible.mean(self.to_visible(hidden))
+
+    def sample_hidden(self, visible: Tensor, generator: torch.Generator | None) -> Tensor:
+        r"""Draw the hidden units given the visible ones, (\*, H)."""
+        return self.hidden.sample(self.to_hidden(visible), generator)
+
+    def sample_visible(self, hidden: Tensor, generator: torch.Generator | None) -> Tensor:
+        r"""Draw the visible units given the hidden ones, (\*, V)."""
+        return self.visible.sample(self.to_visible(hidden), generator)
+
+    def shifted(self, by: Mapping[str, Tensor]) -> Joint:
+        """Return the machine with something added to parameters, by the names of `RBM`."""
+        layers = []
+        for name, layer in (("visible", self.visible), ("hidden", self.hidden)):
+            fields = ("bias", *layer.more_parameters)
+            changed = {
+                field: getattr(layer, field) + by[f"{name}_{field}"] for field in fields if f"{name}_{field}" in by
+            }
+            layers.append(dataclasses.replace(layer, **changed))
+        return Joint(self.weights + by["weights"] if "weights" in by else self.weights, *layers)
+
+    def annealed(self, inverse_temperature: Tensor | float, reference: Tensor | None = None) -> Joint:
+        r"""Return the machine between one without weights and this one.
+
+        .. math::
+            E_\beta = (1 - \beta) E_0 + \beta E, \qquad E_0(v, h) = -a_0(v) - a(h)|_{c = 0}
+
+        :math:`E_0` has visible biases of its own and no hidden ones; a Gaussian layer keeps its variance, so that every
+        :math:`E_\beta` has a distribution. With Bernoulli units and a reference of 0 it is :math:`\beta E`.
+
+        Args:
+            inverse_temperature: :math:`\beta`, between 0 and 1; a tensor (\*) makes machines side by side.
+            reference: (V,), the visible biases of :math:`E_0`. None: 0, or those of this machine if it is Gaussian.
+        """
+        beta = torch.as_tensor(inverse_temperature, dtype=self.weights.dtype, device=self.weights.device)
+        if reference is None:
+            reference = self.visible.reference
+        per_unit = beta[..., None, None] if beta.ndim else beta
+        visible = self.visible.with_bias(reference + per_unit * (self.visible.bias - reference))
+        return Joint(per_unit * self.weights, visible, self.hidden.with_bias(per_unit * self.hidden.bias))
+
+    def annealed_difference(self, visible: Tensor, hidden: Tensor, reference: Tensor | None = None) -> Tensor:
+        r"""Return :math:`E - E_0 = \partial E_\beta / \partial \beta`, (\*): what a swap of temperatures looks at.
+
+        Args:
+            visible: (\*, V).
+            hidden: (\*, H).
+            reference: As in `annealed`.
+        """
+        if reference is None:
+            reference = self.visible.reference
+        at_zero = self.visible.with_bias(reference).log_weight(visible)
+        interaction = ((self.to_hidden(visible) + self.hidden.bias) * self.hidden.statistic(hidden)).sum(-1)
+        return at_zero - self.visible.log_weight(visible) - interaction

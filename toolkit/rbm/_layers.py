@@ -1,0 +1,364 @@
+r"""The units of one layer: their weights, and the moments and draws of what they are given the other layer.
+
+A machine couples two layers by :math:`s(v)^\top W h`. Given one of them the units of the other are independent, with
+weights :math:`e^{a(u) + x \cdot s(u)}`, where x, the *input*, is what the coupling brings. Everything that a machine
+needs of a layer is here, as functions of x; a layer is a view of a machine's parameters and holds no state.
+
+U units, C columns that represent them (more than U only for categorical units), Q states of a categorical unit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot, softplus
+
+from toolkit.blocks import carries_gradient
+
+__all__ = ["Bernoulli", "Categorical", "Gaussian", "Layer", "Rectified", "log_one_plus_exp"]
+
+_LINEAR_FROM = 40.0  # here softplus(x) = x to rounding also in float64; torch's default of 20 is off by 2e-9
+
+
+def log_one_plus_exp(x: Tensor) -> Tensor:
+    """Return ``log(1 + e^x)`` to rounding, everywhere."""
+    return softplus(x, threshold=_LINEAR_FROM)
+
+
+@dataclass(frozen=True)
+class Layer:
+    r"""One layer of a machine, as functions of its input.
+
+    Attributes:
+        bias: (\*, C).
+    """
+
+    bias: Tensor
+
+    # What the names of its parameters end with, beside ``bias``.
+    more_parameters: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def n_columns(self) -> int:
+        """C."""
+        return self.bias.shape[-1]
+
+    @property
+    def n_states(self) -> int | None:
+        """How many states the whole layer has; None if they cannot be counted."""
+        return None
+
+    @property
+    def reference(self) -> Tensor:
+        r"""The bias at which an annealed layer starts, (\*, C)."""
+        return torch.zeros_like(self.bias)
+
+    def with_bias(self, bias: Tensor) -> Self:
+        """Return the layer with another bias."""
+        return dataclasses.replace(self, bias=bias)
+
+    def statistic(self, units: Tensor) -> Tensor:
+        r"""Return s(u), what the coupling weights multiply, (\*, C)."""
+        return units
+
+    def log_weight(self, units: Tensor) -> Tensor:
+        r"""Return a(u), summed over the units, (\*)."""
+        return _dot(units, self.bias)
+
+    def log_normaliser(self, x: Tensor) -> Tensor:
+        r"""Return :math:`\log \sum_u e^{a(u) + x \cdot s(u)}`, (\*): an integral if the units are continuous."""
+        raise NotImplementedError
+
+    def mean(self, x: Tensor) -> Tensor:
+        r"""Return :math:`E[u \mid x]`, (\*, C)."""
+        raise NotImplementedError
+
+    def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        r"""Draw the units given their input, (\*, C).
+
+        The derivative of a draw from finitely many or countably many states is zero, and in the graph, as that of
+        `torch.bernoulli` is.
+        """
+        raise NotImplementedError
+
+    def check(self, units: Tensor, argument: str) -> None:
+        """Raise a ValueError unless all units are in a state that they can be in.
+
+        It looks at all the numbers; machines leave it to who reads data.
+        """
+        if not bool(units.isfinite().all()):
+            raise ValueError(f"`{argument}` should be finite. Found {_first(units, ~units.isfinite())}.")
+
+    def parameter_gradients(self, units: Tensor, x: Tensor, share: Tensor) -> dict[str, Tensor]:
+        r"""Return :math:`\sum_n share_n \, \partial (a(u_n) + x_n \cdot s(u_n)) / \partial \theta`, x held constant.
+
+        Args:
+            units: (N, C).
+            x: (N, C), the input; only layers whose statistic has parameters look at it.
+            share: (N,).
+
+        Returns:
+            The ends of the parameters' names, ``bias`` and `more_parameters` -> (C,) or (U,).
+        """
+        return {"bias": share @ units}
+
+    def normaliser_gradients(self, x: Tensor, share: Tensor) -> dict[str, Tensor]:
+        r"""Return :math:`\sum_n share_n \, \partial \log \sum_u e^{a(u) + x_n \cdot s(u)} / \partial \theta`.
+
+        What `parameter_gradients` gives in expectation over the units.
+
+        Args:
+            x: (N, C), held constant.
+            share: (N,).
+
+        Returns:
+            As `parameter_gradients`.
+        """
+        return {"bias": share @ self.mean(x)}
+
+    def base_rates(self, units: Tensor) -> dict[str, Tensor]:
+        r"""Return the parameters with which units without input have the frequencies of these.
+
+        Args:
+            units: (N, C).
+
+        Returns:
+            As `parameter_gradients`.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Bernoulli(Layer):
+    r"""Units that are 0 or 1: :math:`a(u) = b u`, :math:`s(u) = u`; probabilities between 0 and 1 do as well."""
+
+    @property
+    def n_states(self) -> int:
+        """2^U."""
+        return 1 << self.n_columns
+
+    def log_normaliser(self, x: Tensor) -> Tensor:
+        return log_one_plus_exp(x + self.bias).sum(-1)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x + self.bias)
+
+    def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        return draw_bernoulli(self.mean(x), generator)
+
+    def check(self, units: Tensor, argument: str) -> None:
+        super().check(units, argument)
+        outside = (units < 0) | (units > 1)
+        if bool(outside.any()):
+            raise ValueError(f"`{argument}` should be between 0 and 1. Found {_first(units, outside)}.")
+
+    def base_rates(self, units: Tensor) -> dict[str, Tensor]:
+        count = units.sum(0)
+        return {"bias": ((count + 1) / (len(units) - count + 1)).log()}
+
+
+@dataclass(frozen=True)
+class Gaussian(Layer):
+    r"""Units that are real numbers, given the others normal around :math:`b + x` with a variance of their own.
+
+    .. math::
+        a(u) = -\frac{(u - b)^2}{2 \sigma^2}, \qquad s(u) = \frac{u}{\sigma^2}, \qquad \sigma^2 = e^z
+
+    References:
+        Cho, Ilin & Raiko, "Improved learning of Gaussian-Bernoulli restricted Boltzmann machines", 2011, equations 3
+        to 7.
+    """
+
+    log_variance: Tensor
+    r"""(\*, C), z."""
+
+    more_parameters: ClassVar[tuple[str, ...]] = ("log_variance",)
+
+    @property
+    def reference(self) -> Tensor:
+        return self.bias
+
+    @property
+    def variance(self) -> Tensor:
+        r""":math:`\sigma^2`, (\*, C)."""
+        return self.log_variance.exp()
+
+    def statistic(self, units: Tensor) -> Tensor:
+        return units * (-self.log_variance).exp()
+
+    def log_weight(self, units: Tensor) -> Tensor:
+        return -((units - self.bias).square() * (-self.log_variance).exp()).sum(-1) / 2
+
+    def log_normaliser(self, x: Tensor) -> Tensor:
+        exponent = x * (self.bias + x / 2) * (-self.log_variance).exp()
+        return (exponent + (self.log_variance + math.log(2 * math.pi)) / 2).sum(-1)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self.bias + x
+
+    def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Draw the units given their input: their mean and noise, so that the derivative is that of a shift."""
+        mean = self.mean(x)
+        noise = torch.empty_like(mean, dtype=torch.promote_types(mean.dtype, torch.float32))
+        noise = noise.normal_(generator=generator).to(mean.dtype)
+        return mean + noise * (self.log_variance / 2).exp()
+
+    def parameter_gradients(self, units: Tensor, x: Tensor, share: Tensor) -> dict[str, Tensor]:
+        precision = (-self.log_variance).exp()
+        distance = units - self.bias
+        return {
+            "bias": precision * (share @ distance),
+            "log_variance": precision * (share @ (distance.square() / 2 - x * units)),
+        }
+
+    def normaliser_gradients(self, x: Tensor, share: Tensor) -> dict[str, Tensor]:
+        precision = (-self.log_variance).exp()
+        slope = share.sum() / 2 - precision * (share @ (x * (self.bias + x / 2)))
+        return {"bias": precision * (share @ x), "log_variance": slope}
+
+    def base_rates(self, units: Tensor) -> dict[str, Tensor]:
+        variance = units.var(0, correction=0)
+        # A unit that never changes keeps a variance, so that all stays finite.
+        return {"bias": units.mean(0), "log_variance": torch.where(variance > 0, variance, 1.0).log()}
+
+
+@dataclass(frozen=True)
+class Categorical(Layer):
+    r"""Units that are in one of Q states, as Q columns of which one is 1: Potts units. :math:`a(u) = b \cdot u`."""
+
+    categories: int
+    """Q."""
+
+    @property
+    def n_states(self) -> int:
+        """Q^U."""
+        return int(self.categories ** (self.n_columns // self.categories))
+
+    def log_normaliser(self, x: Tensor) -> Tensor:
+        return self._grouped(x + self.bias).logsumexp(-1).sum(-1)
+
+    def mean(self, x: Tensor) -> Tensor:
+        return self._grouped(x + self.bias).softmax(-1).flatten(-2)
+
+    def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        mean = self._grouped(self.mean(x))
+        # Half precision has too few values between 0 and 1 to draw from.
+        below = mean.to(torch.promote_types(mean.dtype, torch.float32)).cumsum(-1)
+        uniform = torch.empty_like(below[..., :1]).uniform_(generator=generator)
+        # By the running sum's own end, so that its rounding leaves nothing over.
+        state = (below <= uniform * below[..., -1:]).sum(-1)
+        draw = one_hot(state.clamp_(max=self.categories - 1), self.categories).to(mean.dtype)
+        return with_derivative_zero(draw, mean).flatten(-2)
+
+    def check(self, units: Tensor, argument: str) -> None:
+        super().check(units, argument)
+        total = self._grouped(units).sum(-1)
+        wrong = (units < 0).any(-1) | ((total - 1).abs() > 1e-3).any(-1)
+        if bool(wrong.any()):
+            row = units[wrong][0].reshape(-1, self.categories).tolist()
+            raise ValueError(f"`{argument}` should have one 1 in each group of {self.categories}. Found {row}.")
+
+    def base_rates(self, units: Tensor) -> dict[str, Tensor]:
+        return {"bias": ((units.sum(0) + 1) / (len(units) + self.categories)).log()}
+
+    def _grouped(self, columns: Tensor) -> Tensor:
+        return columns.reshape(*columns.shape[:-1], -1, self.categories)
+
+
+@dataclass(frozen=True)
+class Rectified(Layer):
+    r"""Units that count: each is infinitely many copies of a Bernoulli unit with biases b - 1/2, b - 3/2, ...
+
+    Their number that is on is the unit's value, whose mean is close to :math:`\log(1 + e^x)`, the smooth form of
+    max(0, x). Summed over which of the copies are on, the weight of n is, by Euler's identity with :math:`q = e^{-1}`,
+
+    .. math::
+        a(n) = b n - \frac{n^2}{2} - \sum_{m=1}^n \log(1 - q^m), \qquad s(n) = n
+
+    so that this is a machine with an energy of its own. The noisy rectified unit, max(0, x + noise of variance
+    :math:`\sigma(x)`), is an approximation of a draw; ``chain="noisy_rectified"`` of `gibbs` is that.
+
+    References:
+        Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, sections 2 and 3.
+    """
+
+    def log_weight(self, units: Tensor) -> Tensor:
+        return _dot(units, self.bias) - (units.square() / 2 + _log_ways(units)).sum(-1)
+
+    def log_normaliser(self, x: Tensor) -> Tensor:
+        x = x + self.bias
+        least, _, log_weight = self._likely_counts(x)
+        return (least * (x - least / 2) + log_weight.logsumexp(-1)).sum(-1)
+
+    def mean(self, x: Tensor) -> Tensor:
+        least, above, log_weight = self._likely_counts(x + self.bias)
+        return least + (log_weight.softmax(-1) * above).sum(-1)
+
+    def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        x = x + self.bias
+        least, _, log_weight = self._likely_counts(x.to(torch.promote_types(x.dtype, torch.float32)))
+        below = log_weight.softmax(-1).cumsum(-1)
+        uniform = torch.empty_like(below[..., :1]).uniform_(generator=generator)
+        count = least + (below <= uniform * below[..., -1:]).sum(-1)
+        return with_derivative_zero(count.to(x.dtype), x)
+
+    def check(self, units: Tensor, argument: str) -> None:
+        super().check(units, argument)
+        wrong = (units < 0) | (units != units.round())
+        if bool(wrong.any()):
+            raise ValueError(f"`{argument}` should be counts 0, 1, 2, ... Found {_first(units, wrong)}.")
+
+    def _likely_counts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        r"""Return the counts that are not impossible to rounding: the least, how far above it, and their log-weights.
+
+        Around x the weight of n is close to :math:`e^{-(n - x)^2 / 2}`.
+
+        Returns:
+            (\*, U); (20,); and (\*, U, 20), relative to :math:`n (x - n / 2)` at the least.
+        """
+        least = (x.floor() - 9).clamp(min=0)
+        above = torch.arange(20, dtype=x.dtype, device=x.device)
+        log_weight = above * ((x - least)[..., None] - above / 2) - _log_ways(least[..., None] + above)
+        return least, above, log_weight
+
+
+@functools.cache
+def _table_of_log_ways() -> Tensor:
+    m = torch.arange(1, 48, dtype=torch.float64)
+    return torch.cat([m.new_zeros(1), torch.log1p(-(-m).exp()).cumsum(0)])
+
+
+def _log_ways(counts: Tensor) -> Tensor:
+    r"""Return :math:`\sum_{m=1}^n \log(1 - e^{-m})`, which no longer changes after some 40 terms."""
+    table = _table_of_log_ways()
+    return table.to(counts)[counts.clamp(max=len(table) - 1).long()]
+
+
+def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as that of `torch.bernoulli` is."""
+    # Half precision has too few values between 0 and 1 to draw from.
+    dtype = torch.promote_types(mean.dtype, torch.float32)
+    uniform = torch.empty(mean.shape, dtype=dtype, device=mean.device).uniform_(generator=generator)
+    if not carries_gradient(mean):
+        return uniform.lt_(mean).to(mean.dtype)
+    # In the graph, with a derivative of zero: the ceiling of a number in (-1, 1] is 1 if it is positive. -0 + 0 = 0.
+    return (torch.ceil(mean - uniform) + 0.0).to(mean.dtype)
+
+
+def with_derivative_zero(draw: Tensor, mean: Tensor) -> Tensor:
+    """Return a draw, in the graph of what it was drawn from, with a derivative of zero."""
+    return draw + torch.ceil(mean - mean) if carries_gradient(mean) else draw
+
+
+def _dot(units: Tensor, bias: Tensor) -> Tensor:
+    return units @ bias if bias.ndim == 1 else (units * bias).sum(-1)
+
+
+def _first(units: Tensor, where: Tensor) -> float:
+    return float(units[where][0])
