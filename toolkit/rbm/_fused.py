@@ -1,20 +1,24 @@
-"""Training without autograd: the same updates, in place, at little more than the time of their matrix products.
+r"""Training without autograd: the same updates, in place, at little more than the time of their matrix products.
 
-N data of one batch, M negative samples, V visible units, H hidden units.
+N data of one batch, M negative samples, T temperatures, V columns of the visible layer, H hidden units.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, all_reduce
 
 from toolkit.blocks import no_graph
 from toolkit.rbm._chains import check_steps
+from toolkit.rbm._kernels import BernoulliKernel, Kernel, LayerKernel, Phases
 from toolkit.rbm._model import RBM
 
 __all__ = ["FusedTrainer"]
+
+_FAST_DECAY = 0.95  # of the fast weights at each update, Tieleman & Hinton 2009, section 4.2
 
 
 class FusedTrainer:
@@ -24,23 +28,47 @@ class FusedTrainer:
     from one product :math:`[v_-; v_+]^\top [-\tfrac1M h_-; \tfrac1N h_+]`, which is :math:`-g`, and every intermediate
     result has its buffer. Each side is a mean over its own rows, so a last, smaller batch is weighted right.
 
-    Without `chains` it is CD-k and draws as `contrastive_divergence` does: the same generator gives the same update.
-    With them it is persistent CD-k. Its chains are carried as *hidden* states, so that a mean :math:`E[h \mid v_-]`
-    serves the update and the next draw: five matrix products (V, H, batch) for k = 1 instead of six.
+    Where the negative samples come from:
+
+    - Without `chains`: k Gibbs steps from the data, CD-k. It draws as `contrastive_divergence` does: the same generator
+      gives the same update.
+    - With `chains`: k steps from where the last update left them, persistent CD-k. The chains are carried as *hidden*
+      states, so that a mean :math:`E[h \mid v_-]` serves the update and the next draw: five matrix products (V, H,
+      batch) for k = 1 instead of six.
+    - With `chains` and `inverse_temperatures`: parallel tempering. Each of the M chains has a copy at every
+      temperature; neighbours are swapped by their joint energies after every step, and those at :math:`\beta = 1` are
+      the negative samples.
+    - With `chains` and `fast_rate`: the chains belong to a machine with weights added that learn fast and decay, which
+      drives them on.
 
     Args:
-        rbm: The machine; its parameters are updated.
+        rbm: The machine, of any kind of units; its parameters are updated.
         batch_size: The most rows that `step` will see.
         steps: k, the number of Gibbs steps.
-        chains: (M, H), hidden states at which persistent chains start, zeros for example; copied. None: the chains
-            start at the data.
+        chains: (M, H), hidden states at which persistent chains start, zeros for example; (T, M, H) with
+            `inverse_temperatures`, or (M, H) for all temperatures; copied. None: the chains start at the data.
+        inverse_temperatures: (T,), :math:`\beta`, increasing, the last one 1. See `toolkit.rbm.Joint.annealed`.
+        reference: (V,), visible biases of the machine at :math:`\beta = 0`. None: 0, or those of a Gaussian machine.
+        fast_rate: The learning rate of the fast weights, which lose a twentieth at every update. None: none.
+        offset_rate: The update is that of centred coordinates, whose offsets are running means of both layers given the
+            data; this is the part of each batch in them, 1 for the batch alone. None: plain coordinates.
+        weight_decay: :math:`\lambda` in :math:`g + \lambda W`, in the coordinates of the update; biases do not decay.
+        product_dtype: The type of the matrix products that draw samples, ``torch.bfloat16`` where the processor is
+            faster with it: zeros and ones are exact there, weights are rounded; the update's own product keeps the
+            type of the parameters. None: theirs. Only for Bernoulli units.
         generator: Draws the chains, on the machine's device. None: torch's default one.
+        group: Processes that hold parts of each batch and of the chains; each calls `step` with its own rows, which may
+            be none, and all get the same update: that of the joined rows. None: this process alone.
 
     Raises:
-        ValueError: If `batch_size` or `steps` is not positive, or `chains` does not have the shape (M, H).
+        ValueError: If `batch_size` or `steps` is not positive, `chains` does not have its shape, a rate is out of its
+            range, inverse temperatures do not increase to 1, or options do not go together.
 
     References:
         Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
+        Tieleman & Hinton, "Using fast weights to improve persistent contrastive divergence", 2009.
+        Desjardins et al., "Tempered Markov chain Monte Carlo for training of restricted Boltzmann machines", 2010.
+        Melchior, Fischer & Wiskott, "How to center deep Boltzmann machines", 2016, algorithm 1.
 
     Example:
         >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
@@ -57,103 +85,242 @@ class FusedTrainer:
         batch_size: int,
         steps: int,
         chains: Tensor | None = None,
+        inverse_temperatures: Tensor | None = None,
+        reference: Tensor | None = None,
+        fast_rate: float | None = None,
+        offset_rate: float | None = None,
+        weight_decay: float = 0.0,
+        product_dtype: torch.dtype | None = None,
         generator: torch.Generator | None = None,
+        group: ProcessGroup | None = None,
     ) -> None:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"`batch_size` should be a positive integer. Found {batch_size!r}.")
         check_steps(steps)
-        if chains is not None and (chains.ndim != 2 or chains.shape[1] != rbm.n_hidden or not len(chains)):
-            raise ValueError(f"`chains` should have shape (M, {rbm.n_hidden}), M > 0. Found {tuple(chains.shape)}.")
-        self.rbm, self.batch_size, self.steps, self.generator = rbm, batch_size, steps, generator
-        negatives = batch_size if chains is None else len(chains)
+        if fast_rate is not None and not fast_rate > 0:
+            raise ValueError(f"`fast_rate` should be positive. Found {fast_rate!r}.")
+        if offset_rate is not None and not 0 < offset_rate <= 1:
+            raise ValueError(f"`offset_rate` should be between 0 and 1, and not 0. Found {offset_rate!r}.")
+        if not weight_decay >= 0:
+            raise ValueError(f"`weight_decay` should not be negative. Found {weight_decay!r}.")
+        if chains is None and (inverse_temperatures is not None or fast_rate is not None):
+            raise ValueError("`inverse_temperatures` and `fast_rate` should come with `chains`. Found none.")
+        if inverse_temperatures is not None and fast_rate is not None:
+            raise ValueError("`fast_rate` and `inverse_temperatures` should not both be given.")
+        self.rbm, self.batch_size, self.steps, self.generator, self.group = rbm, batch_size, steps, generator, group
+        self.weight_decay, self.fast_rate, self.offset_rate = weight_decay, fast_rate, offset_rate
+        betas = None if inverse_temperatures is None else _check_temperatures(inverse_temperatures)
         with no_graph():
+            states = None if chains is None else _states(chains, rbm, betas)
+            bernoulli = rbm.visible_units == rbm.hidden_units == "bernoulli"
+            if product_dtype is not None and not bernoulli:
+                raise ValueError("`product_dtype` should be left out unless all units are Bernoulli units.")
+            self._kernel: Kernel
+            if bernoulli:
+                self._kernel = BernoulliKernel(rbm, batch_size, steps, states, betas, reference, product_dtype)
+            else:
+                self._kernel = LayerKernel(rbm, batch_size, steps, states, betas, reference)
             like = rbm.weights
-            self._persistent = chains is not None
-            self._states = like.new_empty(negatives, rbm.n_hidden) if chains is None else chains.to(like, copy=True)
-            self._mean = like.new_empty(negatives, rbm.n_columns)
-            self._visible = like.new_empty(negatives + batch_size, rbm.n_columns)
-            self._hidden = like.new_empty(negatives + batch_size, rbm.n_hidden)
-        self._views: dict[torch.Size, _Views] = {}
+            self._offsets = (
+                None if offset_rate is None else (like.new_zeros(rbm.n_columns), like.new_zeros(rbm.n_hidden))
+            )
+            self._centred = False  # whether the offsets have seen data
+            self._fast = None
+            if fast_rate is not None:
+                self._fast = {name: torch.zeros_like(parameter) for name, parameter in rbm.named_parameters()}
+            # With fast weights, or on several ranks, the update is needed by itself: one buffer for all parameters.
+            self._update: dict[str, Tensor] | None = None
+            if self._fast is not None or group is not None:
+                self._flat = like.new_empty(sum(parameter.numel() for parameter in rbm.parameters()))
+                parts = self._flat.split([parameter.numel() for parameter in rbm.parameters()])
+                self._update = {
+                    name: part.view_as(parameter)
+                    for (name, parameter), part in zip(rbm.named_parameters(), parts, strict=True)
+                }
+            self._n_negative = self._total(self._kernel.n_chains) if group is not None else self._kernel.n_chains
 
     @property
     def chains(self) -> Tensor | None:
-        """(M, H), the hidden states that the next step starts from and overwrites; None without persistent chains."""
-        return self._states if self._persistent else None
+        """(M, H), or (T, M, H): the hidden states that the next step starts from and overwrites; None without them."""
+        return self._kernel.chains
+
+    @property
+    def offsets(self) -> tuple[Tensor, Tensor] | None:
+        """(V,) and (H,), the offsets of the last update's coordinates; None in plain coordinates."""
+        return self._offsets
+
+    @property
+    def swap_rates(self) -> Tensor | None:
+        """(T - 1,), how often neighbours have been swapped of how often that was tried; None without temperatures."""
+        return self._kernel.swap_rates
 
     def step(self, data: Tensor, *, learning_rate: float) -> None:
         """Update the parameters, and the chains.
 
         Args:
-            data: (N, V), zeros and ones of any type (``uint8`` saves memory), N at most `batch_size`.
+            data: (N, V), of any type (``uint8`` saves memory), N at most `batch_size`; values are not looked at.
             learning_rate: The step size.
 
         Raises:
             ValueError: If `data` has no rows, more than `batch_size`, or not V columns.
         """
-        views = self._views.get(data.shape)
-        if views is None:
-            views = self._views[data.shape] = self._views_for(data.shape)
-        weights, visible_bias, hidden_bias = self.rbm.weights, self.rbm.visible_bias, self.rbm.hidden_bias
-
-        def hidden_mean(visible: Tensor, out: Tensor) -> None:
-            torch.addmm(hidden_bias, visible, weights, out=out).sigmoid_()
-
-        def draw(mean: Tensor, out: Tensor) -> None:
-            out.uniform_(generator=self.generator).lt_(mean)
-
-        with no_graph():
-            views.positive.copy_(data)
-            if not self._persistent:
-                hidden_mean(views.positive, out=views.hidden_positive)
-                draw(views.hidden_positive, out=views.states)
-            for remaining in reversed(range(self.steps)):
-                torch.addmm(visible_bias, views.states, weights.mT, out=views.mean).sigmoid_()
-                draw(views.mean, out=views.negative)
-                if remaining:
-                    hidden_mean(views.negative, out=views.hidden_negative)
-                    draw(views.hidden_negative, out=views.states)
-            if self._persistent:
-                hidden_mean(views.visible, out=views.hidden)
-                draw(views.hidden_negative, out=views.states)
-            else:
-                hidden_mean(views.negative, out=views.hidden_negative)
-            visible_bias.addmv_(views.visible.mT, views.share, alpha=learning_rate)
-            hidden_bias.addmv_(views.hidden.mT, views.share, alpha=learning_rate)
-            weights.addmm_(views.visible.mT, views.hidden.mul_(views.share[:, None]), alpha=learning_rate)
-
-    def _views_for(self, shape: torch.Size) -> _Views:
-        n_visible = self.rbm.n_columns
-        if len(shape) != 2 or shape[1] != n_visible or not 0 < shape[0] <= self.batch_size:
+        n, n_columns = data.shape if data.ndim == 2 else (-1, -1)
+        if n_columns != self.rbm.n_columns or not (self.group is None) <= n <= self.batch_size:
             raise ValueError(
-                f"`data` should have shape (N, {n_visible}) with 0 < N <= {self.batch_size}. Found {tuple(shape)}."
+                f"`data` should have shape (N, {self.rbm.n_columns}) with 0 < N <= {self.batch_size}. "
+                f"Found {tuple(data.shape)}."
             )
-        n = shape[0]
-        m = len(self._states) if self._persistent else n
-        visible, hidden = self._visible[: m + n], self._hidden[: m + n]
         with no_graph():
-            share = torch.cat([visible.new_full((m,), -1 / m), visible.new_full((n,), 1 / n)])
-        return _Views(
-            states=self._states[:m],
-            mean=self._mean[:m],
-            visible=visible,
-            negative=visible[:m],
-            positive=visible[m:],
-            hidden=hidden,
-            hidden_negative=hidden[:m],
-            hidden_positive=hidden[m:],
-            share=share,
-        )
+            phases = self._kernel.phases(data, self._fast, self.generator)
+            if self.group is not None:
+                self._weigh(phases)
+            if self._offsets is not None:
+                self._move_offsets(phases)
+            if self._update is None:
+                self._descend(phases, learning_rate)
+            else:
+                self._collect(phases)
+                self._apply(learning_rate)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all that the next steps depend on, but for the machine's parameters: tensors, copied."""
+        state = {f"kernel.{name}": value.clone() for name, value in self._kernel.state().items()}
+        if self._offsets is not None:
+            state["visible_offset"], state["hidden_offset"] = (offset.clone() for offset in self._offsets)
+            state["centred"] = torch.tensor(self._centred)
+        if self._fast is not None:
+            state |= {f"fast.{name}": value.clone() for name, value in self._fast.items()}
+        if self.generator is not None:
+            state["generator"] = self.generator.get_state()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `state_dict` of a trainer with the same options has returned, bit for bit.
+
+        Raises:
+            ValueError: If the state is that of a trainer with other options.
+        """
+        own = self.state_dict()
+        wrong = sorted(own.keys() ^ state.keys()) or [
+            name for name in own if name != "generator" and own[name].shape != state[name].shape
+        ]
+        if wrong:
+            raise ValueError(f"`state` should be that of a trainer with the same options. Found others: {wrong}.")
+        with no_graph():
+            for name, value in self._kernel.state().items():
+                value.copy_(state[f"kernel.{name}"])
+            if self._offsets is not None:
+                for name, offset in zip(("visible_offset", "hidden_offset"), self._offsets, strict=True):
+                    offset.copy_(state[name])
+                self._centred = bool(state["centred"])
+            if self._fast is not None:
+                for name, value in self._fast.items():
+                    value.copy_(state[f"fast.{name}"])
+        if self.generator is not None:
+            self.generator.set_state(state["generator"])
+
+    def _weigh(self, phases: Phases) -> None:
+        """Fill in the part of each row in the update: -1/M and 1/N, counted over all ranks."""
+        n = self._total(len(phases.visible) - phases.n_negative)
+        if not n:
+            raise ValueError("`data` should have at least one row on some rank. Found none.")
+        phases.share[: phases.n_negative] = -1 / (self._n_negative or n)
+        phases.share[phases.n_negative :] = 1 / n
+
+    def _move_offsets(self, phases: Phases) -> None:
+        """Bring the offsets nearer to the means of the batch, and write the rows as distances from them."""
+        assert self._offsets is not None
+        assert self.offset_rate is not None
+        positive, share = slice(phases.n_negative, None), phases.share[phases.n_negative :]
+        means = torch.cat([share @ phases.statistic[positive], share @ phases.hidden[positive]])
+        if self.group is not None:
+            all_reduce(means, group=self.group)
+        batch = means.split([self.rbm.n_columns, self.rbm.n_hidden])
+        for offset, mean in zip(self._offsets, batch, strict=True):
+            offset.lerp_(mean, self.offset_rate if self._centred else 1.0)
+        self._centred = True
+        phases.statistic.sub_(self._offsets[0])
+        phases.hidden.sub_(self._offsets[1])
+
+    def _biases(self, phases: Phases) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the weighted hidden rows, and what the statistic and the hidden rows are weighted by for the biases.
+
+        In centred coordinates the biases also move with the weights: with C the update of W, those of the plain biases
+        are that of the centred ones less C lambda, and less C^T mu. The shares add up to 0, so that it makes no
+        difference for the rest that rows are distances from the offsets.
+        """
+        share = phases.share
+        if self._offsets is None:
+            return phases.hidden * share[:, None], share, share
+        visible_offset, hidden_offset = self._offsets
+        weighted = phases.hidden * share[:, None]
+        return weighted, share - weighted @ hidden_offset, share * (1 - phases.statistic @ visible_offset)
+
+    def _decay(self, learning_rate: float) -> float:
+        """Move the biases as the decay of the weights asks in centred coordinates; return what is left of W."""
+        if not self.weight_decay:
+            return 1.0
+        if self._offsets is not None:
+            rate = learning_rate * self.weight_decay
+            self.rbm.visible_bias.addmv_(self.rbm.weights, self._offsets[1], alpha=rate)
+            self.rbm.hidden_bias.addmv_(self.rbm.weights.mT, self._offsets[0], alpha=rate)
+        return 1 - learning_rate * self.weight_decay
+
+    def _descend(self, phases: Phases, learning_rate: float) -> None:
+        """Update the parameters without a buffer for the update."""
+        rbm = self.rbm
+        for name, value in phases.other_gradients(rbm).items():
+            getattr(rbm, name).add_(value, alpha=learning_rate)
+        weighted, of_statistic, of_hidden = self._biases(phases)
+        left = self._decay(learning_rate)
+        rbm.visible_bias.addmv_(phases.statistic.mT, of_statistic, alpha=learning_rate)
+        rbm.hidden_bias.addmv_(phases.hidden.mT, of_hidden, alpha=learning_rate)
+        rbm.weights.addmm_(phases.statistic.mT, weighted, beta=left, alpha=learning_rate)
+
+    def _collect(self, phases: Phases) -> None:
+        """Write the update into its buffer."""
+        assert self._update is not None
+        for name, value in phases.other_gradients(self.rbm).items():
+            self._update[name].copy_(value)
+        weighted, of_statistic, of_hidden = self._biases(phases)
+        torch.mv(phases.statistic.mT, of_statistic, out=self._update["visible_bias"])
+        torch.mv(phases.hidden.mT, of_hidden, out=self._update["hidden_bias"])
+        torch.mm(phases.statistic.mT, weighted, out=self._update["weights"])
+        if self.group is not None:
+            all_reduce(self._flat, group=self.group)
+
+    def _apply(self, learning_rate: float) -> None:
+        """Update the parameters, and the fast weights, by what is in the buffer."""
+        assert self._update is not None
+        left = self._decay(learning_rate)
+        self.rbm.weights.mul_(left)
+        for name, parameter in self.rbm.named_parameters():
+            parameter.add_(self._update[name], alpha=learning_rate)
+            if self._fast is not None:
+                assert self.fast_rate is not None
+                self._fast[name].mul_(_FAST_DECAY).add_(self._update[name], alpha=self.fast_rate)
+
+    def _total(self, count: int) -> int:
+        total = torch.tensor(count, device=self.rbm.weights.device)
+        all_reduce(total, group=self.group)
+        return int(total)
 
 
-class _Views(NamedTuple):
-    """The parts of the buffers that a batch of N rows uses: negative samples first, then data, in one piece."""
+def _check_temperatures(inverse_temperatures: Tensor) -> Tensor:
+    betas = inverse_temperatures
+    increases = betas.ndim == 1 and len(betas) and betas[0] >= 0 and bool((betas.diff() > 0).all())
+    if not increases or betas[-1] != 1:
+        raise ValueError(f"`inverse_temperatures` should increase from 0 or more to 1. Found {betas.tolist()}.")
+    return betas
 
-    states: Tensor
-    mean: Tensor
-    visible: Tensor
-    negative: Tensor
-    positive: Tensor
-    hidden: Tensor
-    hidden_negative: Tensor
-    hidden_positive: Tensor
-    share: Tensor  # -1/M and 1/N: the part of each row in the update
+
+def _states(chains: Tensor, rbm: RBM, betas: Tensor | None) -> Tensor:
+    """Return a copy of the chains' hidden states, (M, H) or (T, M, H)."""
+    shapes = ["(M, {h})"] if betas is None else ["(M, {h})", "({t}, M, {h})"]
+    expected = " or ".join(shapes).format(h=rbm.n_hidden, t=0 if betas is None else len(betas))
+    right = chains.ndim == 2 or (betas is not None and chains.ndim == 3 and len(chains) == len(betas))
+    if not right or chains.shape[-1] != rbm.n_hidden or not chains.shape[-2]:
+        raise ValueError(f"`chains` should have shape {expected}, M > 0. Found {tuple(chains.shape)}.")
+    if betas is not None and chains.ndim == 2:
+        chains = chains.expand(len(betas), *chains.shape)
+    return chains.to(rbm.weights, copy=True, memory_format=torch.contiguous_format)
