@@ -17,6 +17,7 @@ from test_em import difference, generator, mixture, samples
 from torch import Tensor
 
 from toolkit import datasets
+from toolkit._data import rows_of
 from toolkit.em import (
     COVARIANCE_TYPES,
     GaussianParameters,
@@ -32,7 +33,7 @@ from toolkit.em.gaussian import _fused as fused
 from toolkit.em.gaussian import _samples
 from toolkit.em.gaussian._fit import climb_prepared
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
-from toolkit.em.gaussian._samples import check_rows, prepare, rows_of
+from toolkit.em.gaussian._samples import check_rows, prepare
 
 F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)

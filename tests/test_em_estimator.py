@@ -13,11 +13,11 @@ from sklearn import datasets as bundled
 from sklearn.exceptions import ConvergenceWarning
 from torch.utils.data import DataLoader, TensorDataset
 
+from toolkit._data import choose, generator_of
+from toolkit._progress import Progress
 from toolkit.em import COVARIANCE_TYPES, GaussianParameters, e_step, log_likelihood
 from toolkit.em.estimators import mixture as estimator
 from toolkit.em.estimators._collapse import collapsed_components
-from toolkit.em.estimators._data import choose, generator_of
-from toolkit.em.estimators._progress import Progress
 from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture
 from toolkit.em.gaussian.parsimonious import COVARIANCE_MODELS, n_free_parameters
 from toolkit.em.gaussian.prior import Prior

@@ -12,11 +12,12 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from toolkit._data import Rows
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.gaussian._fit import FINALISTS, HEAT_STEPS, HEATS, climb_prepared
 from toolkit.em.gaussian._restarts import Mixtures, climb_together
-from toolkit.em.gaussian._samples import Rows, prepare
+from toolkit.em.gaussian._samples import prepare
 from toolkit.em.gaussian.missing import fit_missing, marginal_log_joint
 from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
 from toolkit.em.gaussian.parsimonious import Climber, CovarianceModel

@@ -17,11 +17,11 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, integer, not_negative, read
+from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
 from toolkit.em.acceleration import Accelerate, Climb
-from toolkit.em.estimators._data import Array, Form, RandomState, from_numpy, generator_of, integer, not_negative, read
-from toolkit.em.estimators._progress import Progress
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian.parameters import CovarianceType, check_covariance_type
 

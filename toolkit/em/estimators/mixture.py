@@ -23,13 +23,11 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from toolkit.blocks import no_graph
-from toolkit.em.acceleration import Accelerate, Climb
-from toolkit.em.estimators._collapse import collapsed_components
-from toolkit.em.estimators._data import (
+from toolkit._data import (
     Array,
     Form,
     RandomState,
+    Rows,
     choose,
     generator_of,
     integer,
@@ -41,6 +39,10 @@ from toolkit.em.estimators._data import (
     read_weights,
     weights_of_parts,
 )
+from toolkit._progress import Progress
+from toolkit.blocks import no_graph
+from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._engine import (
     Engine,
     GaussianEngine,
@@ -49,10 +51,8 @@ from toolkit.em.estimators._engine import (
     Options,
     ParsimoniousEngine,
 )
-from toolkit.em.estimators._progress import Progress
 from toolkit.em.estimators._start import InitParams, check_given, starts_by
 from toolkit.em.estimators._types import as_gaussian, as_type, engine_type, gaussian_type, model_of, start_type
-from toolkit.em.gaussian._samples import Rows
 from toolkit.em.gaussian.missing import MissingGaussian, impute
 from toolkit.em.gaussian.online import OnlineState, online_start, online_step
 from toolkit.em.gaussian.parameters import COVARIANCE_TYPES, CovarianceType, GaussianParameters

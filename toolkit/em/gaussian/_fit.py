@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object, broadcast_object_list, get_rank, get_world_size
 
+from toolkit._data import Rows, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian._fused import MomentsPrior, accumulate, maximise
@@ -24,12 +25,10 @@ from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
 from toolkit.em.gaussian._samples import (
     FLOATS,
     Prepared,
-    Rows,
     check_finite,
     check_rows,
     check_weights,
     prepare,
-    rows_of,
 )
 from toolkit.em.gaussian.parameters import (
     CovarianceType,

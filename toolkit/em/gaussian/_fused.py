@@ -39,8 +39,9 @@ import torch
 from scipy.linalg import blas
 from torch import Tensor
 
+from toolkit._data import Chunk
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian._samples import Chunk, Prepared, prepare, total_over_ranks
+from toolkit.em.gaussian._samples import Prepared, prepare, total_over_ranks
 from toolkit.em.gaussian.parameters import (
     CovarianceType,
     GaussianParameters,

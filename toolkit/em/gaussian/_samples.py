@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
-import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -22,28 +19,18 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
+from toolkit._data import Chunk, Rows, give_back_pages, parts_of, rows_of
 from toolkit.blocks import no_graph
 
 __all__ = [
-    "Chunk",
     "Prepared",
-    "Rows",
     "check_finite",
     "check_rows",
     "check_weights",
     "chunk_length",
-    "give_back_pages",
-    "parts_of",
     "prepare",
-    "rows_of",
     "total_over_ranks",
 ]
-
-# Samples (B, D) and their weights (B,), or None if all are 1.
-Chunk: TypeAlias = tuple[Tensor, Tensor | None]
-
-# Gives all samples anew, chunk by chunk, each time it is called.
-Rows: TypeAlias = Callable[[int], Iterator[Chunk]]
 
 # Bytes of a chunk's working set: so much that calls cost little, so little that caches hold most of it; or enough to
 # fill a GPU.
@@ -176,18 +163,6 @@ def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
     return min(max(_CHUNK_BYTES.get(like.device.type, 2**22) // per_sample, 512), 2**20)
 
 
-def rows_of(x: Tensor, sample_weight: Tensor | None) -> Rows:
-    """Return what cuts a tensor (N, D), and its weights (N,), into chunks."""
-
-    def rows(length: int) -> Iterator[Chunk]:
-        pieces = max(1, math.ceil(len(x) / length))
-        parts = x.tensor_split(pieces)
-        weights = itertools.repeat(None) if sample_weight is None else sample_weight.tensor_split(pieces)
-        yield from zip(parts, weights, strict=False)
-
-    return rows
-
-
 def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: bool = False) -> Rows:
     """Return what gives the chunks of a re-iterable of arrays, of tensors, or of pairs of samples and weights.
 
@@ -222,26 +197,6 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
     return rows
 
 
-def parts_of(piece: Any) -> tuple[Any, Any]:
-    """Return the samples of a chunk, and its weights or None.
-
-    Raises:
-        TypeError: If the weights are integers: a data loader's second part is often the labels.
-        ValueError: If there are more than two parts.
-    """
-    if not isinstance(piece, tuple | list):
-        return piece, None
-    if len(piece) not in (1, 2):
-        raise ValueError(f"A chunk should be samples, or a pair of samples and weights. Found {len(piece)} parts.")
-    if len(piece) == 1:
-        return piece[0], None
-    values, weights = piece
-    integers = isinstance(weights, Tensor) and not weights.is_floating_point()
-    if integers or (isinstance(weights, np.ndarray) and weights.dtype.kind in "iub"):
-        raise TypeError(f"The weights of a chunk should be floating-point numbers, not labels. Found {weights.dtype}.")
-    return values, weights
-
-
 def check_finite(x: Tensor, start: int = 0) -> None:
     """Raise a ValueError unless the samples, which begin at row `start` of all, are finite; in bounded memory."""
     for part in x.split(2**14):
@@ -274,16 +229,6 @@ def _rows_of_file(array: np.memmap[Any, Any]) -> Rows:
             yield from rows_of(x, None)(length)
 
     return rows
-
-
-def give_back_pages(array: np.memmap[Any, Any]) -> None:
-    """Tell the system that what was read of a file need not stay in memory.
-
-    Not of a private mapping: it would lose what was written to it.
-    """
-    mapping = getattr(array, "_mmap", None)
-    if mapping is not None and getattr(array, "mode", "c") != "c" and hasattr(mmap, "MADV_DONTNEED"):
-        mapping.madvise(mmap.MADV_DONTNEED)
 
 
 def total_over_ranks(group: ProcessGroup | None, *parts: Tensor) -> list[Tensor]:

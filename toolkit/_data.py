@@ -5,7 +5,9 @@ N samples, D features.
 
 from __future__ import annotations
 
+import itertools
 import math
+import mmap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,12 +18,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from toolkit.em.gaussian._samples import Chunk, give_back_pages, parts_of, rows_of
-
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator
 
 Array: TypeAlias = npt.NDArray[np.float64] | npt.NDArray[np.float32] | npt.NDArray[np.int64] | Tensor
+
+# Samples (B, D) and their weights (B,), or None if all are 1.
+Chunk: TypeAlias = tuple[Tensor, Tensor | None]
+
+# Gives all samples anew, chunk by chunk, each time it is called.
+Rows: TypeAlias = Callable[[int], Iterator[Chunk]]
 
 # Bytes of a memory-mapped array that are read at once.
 _PIECE_BYTES = 2**23
@@ -365,3 +371,45 @@ def not_negative(name: str, value: object) -> float:
     if not 0 <= number < math.inf:
         raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
     return number
+
+
+def rows_of(x: Tensor, sample_weight: Tensor | None) -> Rows:
+    """Return what cuts a tensor (N, D), and its weights (N,), into chunks."""
+
+    def rows(length: int) -> Iterator[Chunk]:
+        pieces = max(1, math.ceil(len(x) / length))
+        parts = x.tensor_split(pieces)
+        weights = itertools.repeat(None) if sample_weight is None else sample_weight.tensor_split(pieces)
+        yield from zip(parts, weights, strict=False)
+
+    return rows
+
+
+def parts_of(piece: Any) -> tuple[Any, Any]:
+    """Return the samples of a chunk, and its weights or None.
+
+    Raises:
+        TypeError: If the weights are integers: a data loader's second part is often the labels.
+        ValueError: If there are more than two parts.
+    """
+    if not isinstance(piece, tuple | list):
+        return piece, None
+    if len(piece) not in (1, 2):
+        raise ValueError(f"A chunk should be samples, or a pair of samples and weights. Found {len(piece)} parts.")
+    if len(piece) == 1:
+        return piece[0], None
+    values, weights = piece
+    integers = isinstance(weights, Tensor) and not weights.is_floating_point()
+    if integers or (isinstance(weights, np.ndarray) and weights.dtype.kind in "iub"):
+        raise TypeError(f"The weights of a chunk should be floating-point numbers, not labels. Found {weights.dtype}.")
+    return values, weights
+
+
+def give_back_pages(array: np.memmap[Any, Any]) -> None:
+    """Tell the system that what was read of a file need not stay in memory.
+
+    Not of a private mapping: it would lose what was written to it.
+    """
+    mapping = getattr(array, "_mmap", None)
+    if mapping is not None and getattr(array, "mode", "c") != "c" and hasattr(mmap, "MADV_DONTNEED"):
+        mapping.madvise(mmap.MADV_DONTNEED)
