@@ -144,21 +144,26 @@ class Bernoulli(Layer):
         return 1 << self.n_columns
 
     def log_normaliser(self, x: Tensor) -> Tensor:
+        r"""Return :math:`\sum_i \log(1 + e^{x_i + b_i})`, (\*)."""
         return log_one_plus_exp(x + self.bias).sum(-1)
 
     def mean(self, x: Tensor) -> Tensor:
+        r"""Return the probabilities :math:`\sigma(x + b)`, (\*, C)."""
         return torch.sigmoid(x + self.bias)
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        r"""Draw zeros and ones, each 1 with probability :math:`\sigma(x + b)`, (\*, C); the derivative is zero."""
         return draw_bernoulli(self.mean(x), generator)
 
     def check(self, units: Tensor, argument: str) -> None:
+        """Raise a ValueError unless all units are between 0 and 1."""
         super().check(units, argument)
         outside = (units < 0) | (units > 1)
         if bool(outside.any()):
             raise ValueError(f"`{argument}` should be between 0 and 1. Found {_first(units, outside)}.")
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
+        r"""Return :math:`b_i = \log (n_i + 1) / (N - n_i + 1)`, where n of N rows are 1: finite by what is added."""
         count = units.sum(0)
         return {"bias": ((count + 1) / (len(units) - count + 1)).log()}
 
@@ -182,6 +187,7 @@ class Gaussian(Layer):
 
     @property
     def reference(self) -> Tensor:
+        """The bias itself: a Gaussian layer is annealed in its coupling alone."""
         return self.bias
 
     @property
@@ -190,16 +196,20 @@ class Gaussian(Layer):
         return self.log_variance.exp()
 
     def statistic(self, units: Tensor) -> Tensor:
+        r"""Return :math:`u / \sigma^2`, (\*, C)."""
         return units * (-self.log_variance).exp()
 
     def log_weight(self, units: Tensor) -> Tensor:
+        r"""Return :math:`-\sum_i (u_i - b_i)^2 / (2 \sigma_i^2)`, (\*)."""
         return -((units - self.bias).square() * (-self.log_variance).exp()).sum(-1) / 2
 
     def log_normaliser(self, x: Tensor) -> Tensor:
+        r"""Return :math:`\sum_i x_i (b_i + x_i / 2) / \sigma_i^2 + \log(2 \pi \sigma_i^2) / 2`, (\*)."""
         exponent = x * (self.bias + x / 2) * (-self.log_variance).exp()
         return (exponent + (self.log_variance + math.log(2 * math.pi)) / 2).sum(-1)
 
     def mean(self, x: Tensor) -> Tensor:
+        r"""Return :math:`b + x`, (\*, C)."""
         return self.bias + x
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -210,6 +220,12 @@ class Gaussian(Layer):
         return mean + noise * (self.log_variance / 2).exp()
 
     def parameter_gradients(self, units: Tensor, x: Tensor, share: Tensor) -> dict[str, Tensor]:
+        r"""Return the slopes of `log_weight` and of the coupling, whose statistic has the variance in it.
+
+        .. math::
+            \partial_b = \frac{u - b}{\sigma^2}, \qquad
+            \partial_z = \frac{(u - b)^2 / 2 - x u}{\sigma^2}
+        """
         precision = (-self.log_variance).exp()
         distance = units - self.bias
         return {
@@ -218,11 +234,13 @@ class Gaussian(Layer):
         }
 
     def normaliser_gradients(self, x: Tensor, share: Tensor) -> dict[str, Tensor]:
+        r"""Return :math:`\partial_b = x / \sigma^2` and :math:`\partial_z = 1/2 - x (b + x / 2) / \sigma^2`, summed."""
         precision = (-self.log_variance).exp()
         slope = share.sum() / 2 - precision * (share @ (x * (self.bias + x / 2)))
         return {"bias": precision * (share @ x), "log_variance": slope}
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
+        """Return the mean and the logarithm of the variance, (C,) each; 0 for a unit that never changes."""
         variance = units.var(0, correction=0)
         # A unit that never changes keeps a variance, so that all stays finite.
         return {"bias": units.mean(0), "log_variance": torch.where(variance > 0, variance, 1.0).log()}
@@ -241,12 +259,15 @@ class Categorical(Layer):
         return int(self.categories ** (self.n_columns // self.categories))
 
     def log_normaliser(self, x: Tensor) -> Tensor:
+        r"""Return :math:`\sum_i \log \sum_q e^{x_{iq} + b_{iq}}`, (\*)."""
         return self._grouped(x + self.bias).logsumexp(-1).sum(-1)
 
     def mean(self, x: Tensor) -> Tensor:
+        r"""Return the probabilities :math:`e^{x_{iq} + b_{iq}} / \sum_r e^{x_{ir} + b_{ir}}`, (\*, C)."""
         return self._grouped(x + self.bias).softmax(-1).flatten(-2)
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        r"""Draw a state of each unit, as Q columns of which one is 1, (\*, C); the derivative is zero."""
         mean = self._grouped(self.mean(x))
         # Half precision has too few values between 0 and 1 to draw from.
         below = mean.to(torch.promote_types(mean.dtype, torch.float32)).cumsum(-1)
@@ -257,6 +278,7 @@ class Categorical(Layer):
         return with_derivative_zero(draw, mean).flatten(-2)
 
     def check(self, units: Tensor, argument: str) -> None:
+        """Raise a ValueError unless the columns of each unit are not negative and add up to 1."""
         super().check(units, argument)
         total = self._grouped(units).sum(-1)
         wrong = (units < 0).any(-1) | ((total - 1).abs() > 1e-3).any(-1)
@@ -265,6 +287,7 @@ class Categorical(Layer):
             raise ValueError(f"`{argument}` should have one 1 in each group of {self.categories}. Found {row}.")
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
+        r"""Return :math:`b_{iq} = \log (n_{iq} + 1) / (N + Q)`, where n of N rows are in state q."""
         return {"bias": ((units.sum(0) + 1) / (len(units) + self.categories)).log()}
 
     def _grouped(self, columns: Tensor) -> Tensor:
@@ -289,18 +312,22 @@ class Rectified(Layer):
     """
 
     def log_weight(self, units: Tensor) -> Tensor:
+        r"""Return :math:`\sum_i a(n_i)`, (\*)."""
         return _dot(units, self.bias) - (units.square() / 2 + _log_ways(units)).sum(-1)
 
     def log_normaliser(self, x: Tensor) -> Tensor:
+        r"""Return :math:`\sum_i \sum_{m=1}^\infty \log(1 + e^{x_i + b_i - m + 1/2})`, (\*), from the sum over n."""
         x = x + self.bias
         least, _, log_weight = self._likely_counts(x)
         return (least * (x - least / 2) + log_weight.logsumexp(-1)).sum(-1)
 
     def mean(self, x: Tensor) -> Tensor:
+        r"""Return :math:`\sum_{m=1}^\infty \sigma(x + b - m + 1/2)`, (\*, C), close to :math:`\log(1 + e^{x + b})`."""
         least, above, log_weight = self._likely_counts(x + self.bias)
         return least + (log_weight.softmax(-1) * above).sum(-1)
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        r"""Draw counts, (\*, C), from their own distribution; the derivative is zero."""
         x = x + self.bias
         least, _, log_weight = self._likely_counts(x.to(torch.promote_types(x.dtype, torch.float32)))
         below = log_weight.softmax(-1).cumsum(-1)
@@ -309,6 +336,7 @@ class Rectified(Layer):
         return with_derivative_zero(count.to(x.dtype), x)
 
     def check(self, units: Tensor, argument: str) -> None:
+        """Raise a ValueError unless all units are counts."""
         super().check(units, argument)
         wrong = (units < 0) | (units != units.round())
         if bool(wrong.any()):
