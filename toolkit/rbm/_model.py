@@ -1,35 +1,28 @@
 """The model: energies of a restricted Boltzmann machine, and what can be summed exactly.
 
-N samples, V visible units, H hidden units, Q states of a categorical unit, S states of a layer that is enumerated.
+N samples, V visible units, H hidden units, Q states of a categorical unit.
 Where visible units are categorical each has Q columns, and tensors of visible units have V Q columns. Energies are in
 nats.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import one_hot
-from torch.utils.checkpoint import checkpoint
 
 from toolkit.blocks import no_graph
+from toolkit.rbm._enumeration import ENUMERABLE_UNITS, exact_samples, log_partition, model_statistics
 from toolkit.rbm._joint import Joint
 from toolkit.rbm._layers import Bernoulli, Categorical, Gaussian, Layer, Rectified
 
 __all__ = ["ENUMERABLE_UNITS", "RBM", "HiddenUnits", "VisibleUnits", "base_rate_bias"]
 
-ENUMERABLE_UNITS = 25
-"""Sums over at most 2^25 states of one layer are exact; beyond, they raise."""
-
 VisibleUnits: TypeAlias = Literal["bernoulli", "gaussian", "categorical"]
 HiddenUnits: TypeAlias = Literal["bernoulli", "rectified"]
 
 _INITIAL_SCALE = 0.01  # standard deviation of the weights, Hinton 2010, section 8
-_CHUNK = 2**11  # states at a time: 1 MiB at 64 units in float64, which stays in the cache
 
 
 class RBM(nn.Module):
@@ -209,8 +202,9 @@ class RBM(nn.Module):
             Hinton, "A practical guide to training restricted Boltzmann machines", 2010, section 16.1.
 
         Example:
-            >>> RBM(3, 2, generator=torch.Generator().manual_seed(0)).free_energy(torch.zeros(1, 3))
-            tensor([-1.3863], grad_fn=<NegBackward0>)
+            >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
+            >>> [round(energy, 4) for energy in rbm.free_energy(torch.eye(3)).tolist()]
+            [-1.3926, -1.3783, -1.3739]
         """
         self.check_visible(visible)
         return self.joint.free_energy(visible)
@@ -234,11 +228,11 @@ class RBM(nn.Module):
     def log_partition(self) -> Tensor:
         r"""Return :math:`\log Z = \log \sum_{v, h} e^{-E(v, h)}` in nats, exactly.
 
-        The states of the layer that has fewer are enumerated, in chunks; the sum over the other layer is a product. Its
-        gradient recomputes the chunks: memory does not grow with the number of states.
+        The states of the layer that has fewer are enumerated, in chunks; the other layer is summed in closed form. The
+        gradient is `model_statistics`: memory does not grow with the number of states.
 
         Returns:
-            A scalar.
+            A scalar, at least in float32.
 
         Raises:
             ValueError: If both layers have more than 2 ^ `ENUMERABLE_UNITS` states, or cannot be enumerated.
@@ -248,20 +242,7 @@ class RBM(nn.Module):
             >>> round(nearly_uniform.log_partition().exp().item())
             32
         """
-        enumerated = self._enumerated_layer()
-
-        def part(first: int, last: int) -> Tensor:
-            joint = self.joint
-            if enumerated == "hidden":
-                return (-joint.hidden_free_energy(_states(joint.hidden, first, last))).logsumexp(0)
-            return (-joint.free_energy(_states(joint.visible, first, last))).logsumexp(0)
-
-        ranges = list(_ranges(getattr(self.joint, enumerated)))
-        if len(ranges) > 1 and torch.is_grad_enabled():
-            parts = [checkpoint(part, *ends, use_reentrant=False, preserve_rng_state=False) for ends in ranges]
-        else:
-            parts = [part(*ends) for ends in ranges]
-        return torch.stack(parts).logsumexp(0)
+        return log_partition(self.joint)
 
     def log_likelihood(self, visible: Tensor) -> Tensor:
         r"""Return :math:`\log p(v) = -F(v) - \log Z` in nats, per sample, exactly; a density if v is real.
@@ -317,30 +298,28 @@ class RBM(nn.Module):
         Raises:
             ValueError: As `log_partition`.
         """
-        with no_graph():
-            joint, enumerated = self.joint, self._enumerated_layer()
-            if enumerated == "hidden":
-                own, other, weights, name = joint.hidden, joint.visible, joint.weights.mT, "visible"
-            else:
-                own, other, weights, name = joint.visible, joint.hidden, joint.weights, "hidden"
-            totals: dict[str, Tensor] = {}
-            log_partition = own.bias.new_full((), -torch.inf)
-            for first, last in _ranges(own):
-                states = _states(own, first, last)
-                x = states @ weights
-                log_weight = own.log_weight(states) + other.log_normaliser(x)
-                so_far = torch.logaddexp(log_partition, log_weight.logsumexp(0))
-                share = (log_weight - so_far).exp()
-                pairs = (share[:, None] * states).mT @ other.statistic(other.mean(x))
-                parts = {
-                    "weights": pairs.mT if enumerated == "hidden" else pairs,
-                    f"{enumerated}_bias": share @ states,
-                    **_named(name, other.normaliser_gradients(x, share)),
-                }
-                kept = (log_partition - so_far).exp()
-                totals = {key: part + kept * totals[key] if totals else part for key, part in parts.items()}
-                log_partition = so_far
-        return {key: totals[key] for key, _ in self.named_parameters()}
+        return model_statistics(self.joint)
+
+    def sample_exactly(self, n: int, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+        r"""Draw visible and hidden units from the model itself: independent, and without a chain.
+
+        Args:
+            n: N, how many.
+            generator: Draws, on the machine's device. None: torch's default one.
+
+        Returns:
+            The visible units, (N, V) or (N, V Q), and the hidden ones, (N, H). No graph is built.
+
+        Raises:
+            ValueError: If `n` is not positive, the parameters are not finite, or as `log_partition`.
+
+        Example:
+            >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
+            >>> visible, hidden = rbm.sample_exactly(1000, generator=torch.Generator().manual_seed(1))
+            >>> visible.shape, hidden.shape
+            (torch.Size([1000, 3]), torch.Size([1000, 2]))
+        """
+        return exact_samples(self.joint, n, generator)
 
     def check_visible(self, visible: Tensor) -> None:
         """Raise unless `visible` is something that this machine has an energy for."""
@@ -364,22 +343,6 @@ class RBM(nn.Module):
         categories = [] if self.categories is None else [f"categories={self.categories}"]
         sizes = [f"n_visible={self.n_visible}", f"n_hidden={self.n_hidden}"]
         return ", ".join(sizes + [unit for unit in units if "bernoulli" not in unit] + categories)
-
-    def _enumerated_layer(self) -> Literal["visible", "hidden"]:
-        """Return which layer has fewer states."""
-        joint = self.joint
-        counts = {"hidden": joint.hidden.n_states, "visible": joint.visible.n_states}
-        finite = {name: count for name, count in counts.items() if count is not None}
-        if not finite or min(finite.values()) > 2**ENUMERABLE_UNITS:
-            found = " and ".join(
-                f"{name} units without number" if count is None else f"2^{math.log2(count):.4g} {name} states"
-                for name, count in counts.items()
-            )
-            raise ValueError(
-                f"One layer should have at most 2^{ENUMERABLE_UNITS} states, so that they can be enumerated. Found "
-                f"{found}."
-            )
-        return "hidden" if min(finite, key=lambda name: finite[name]) == "hidden" else "visible"
 
 
 def base_rate_bias(data: Tensor) -> Tensor:
@@ -409,20 +372,3 @@ def base_rate_bias(data: Tensor) -> Tensor:
 
 def _named(layer: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
     return {f"{layer}_{name}": value for name, value in values.items()}
-
-
-def _ranges(layer: Layer) -> Iterator[tuple[int, int]]:
-    """Yield the ends of the chunks of a layer's states."""
-    assert layer.n_states is not None
-    for first in range(0, layer.n_states, _CHUNK):
-        yield first, min(first + _CHUNK, layer.n_states)
-
-
-def _states(layer: Layer, first: int, last: int) -> Tensor:
-    """Return the states first..last-1 of a layer, (S, C): the digits of their numbers."""
-    numbers = torch.arange(first, last, device=layer.bias.device)
-    if isinstance(layer, Categorical):
-        powers = layer.categories ** torch.arange(layer.n_columns // layer.categories, device=numbers.device)
-        digits = numbers[:, None] // powers % layer.categories
-        return one_hot(digits, layer.categories).flatten(1).to(layer.bias.dtype)
-    return ((numbers[:, None] >> torch.arange(layer.n_columns, device=numbers.device)) & 1).to(layer.bias.dtype)

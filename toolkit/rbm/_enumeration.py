@@ -1,0 +1,480 @@
+r"""Sums over all states of one layer, exactly: the partition function, its gradient, and draws from the model.
+
+The states of the enumerated layer are the sums of a state of its first units and one of its other units, and so are
+the inputs that they bring to the other layer: no product of matrices, and no matrix of all states. Where the other
+layer has Bernoulli units no exponential of a single state either, because
+
+.. math::
+    \sum_j \log(1 + e^{x_j + y_j}) = \sum_j y_j + \log \prod_j (e^{x_j} + e^{-y_j}).
+
+L states of the first units, B states of the others, C columns of the layer that is summed out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.nn.functional import one_hot
+from torch.utils.checkpoint import checkpoint
+
+from toolkit.blocks import no_graph
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._layers import Bernoulli, Categorical, Layer, Rectified
+
+__all__ = ["ENUMERABLE_UNITS", "exact_samples", "log_partition", "model_statistics"]
+
+ENUMERABLE_UNITS = 25
+"""Sums over at most 2^25 states of one layer are exact; beyond, they raise."""
+
+Side: TypeAlias = Literal["visible", "hidden"]
+
+_CACHE = 2**17  # numbers of a chunk on a CPU: 1 MiB in float64
+_DEVICE = 2**24  # ... on a device that wants much at a time
+_BLOCK = 2**9  # states of the other units whose inputs are made at a time
+_TWIN_CHUNK = 2**11  # states at a time where autograd does the work
+# How far from 0 the logarithm of a product may come.
+_LARGEST = {torch.float32: 80.0, torch.float64: 700.0}
+
+
+def log_partition(joint: Joint) -> Tensor:
+    r"""Return :math:`\log Z = \log \sum_{v, h} e^{-E(v, h)}` in nats, exactly.
+
+    The states of the layer that has fewer are enumerated, in chunks; the other layer is summed, or integrated, in
+    closed form. The first derivative is `model_statistics`: memory grows with the number of states neither in the
+    forward nor in the backward pass. Higher derivatives, and those of `torch.func`, go through autograd.
+
+    Args:
+        joint: The machine, or several side by side, weights (\*, V, H).
+
+    Returns:
+        (\*), at least in float32.
+
+    Raises:
+        ValueError: If both layers have more than 2 ^ `ENUMERABLE_UNITS` states, or cannot be enumerated.
+
+    Example:
+        >>> units = Bernoulli(torch.zeros(3)), Bernoulli(torch.zeros(2))
+        >>> log_partition(Joint(torch.zeros(3, 2), *units).annealed(torch.tensor([0.0, 1.0]))).exp()
+        tensor([32., 32.])
+    """
+    if joint.weights.ndim > 2:
+        return _side_by_side([log_partition(machine) for machine in _machines(joint)], joint)
+    side = _enumerated(joint)
+    tensors = _tensors(joint)
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return _twin(joint, side)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+        value: Tensor = _LogPartition.apply(joint, side, *tensors.values())  # type: ignore[no-untyped-call]
+        return value
+    with no_graph():
+        return _log_partition(_States(joint, side))
+
+
+def model_statistics(joint: Joint) -> dict[str, Tensor]:
+    r"""Return the gradient of `log_partition`, in closed form and without a graph: the expectations of the model.
+
+    .. math::
+        \partial_\theta \log Z = - E_{v, h}[\partial_\theta E(v, h)]
+
+    For zeros and ones these are :math:`E[v h^\top]`, :math:`E[v]` and :math:`E[h]`.
+
+    Args:
+        joint: The machine; not several.
+
+    Returns:
+        The names of the parameters -> values of their shapes and types.
+
+    Raises:
+        ValueError: As `log_partition`.
+    """
+    with no_graph():
+        return _model_statistics(_States(joint, _enumerated(joint)))
+
+
+def exact_samples(joint: Joint, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    r"""Draw visible and hidden units from the model itself: independent, and without a chain.
+
+    A state of the layer that has fewer is drawn by its probability, in two stages so that no table of all states is
+    kept, and the other layer given it.
+
+    Args:
+        joint: The machine, or several side by side, weights (\*, V, H).
+        n: N, how many draws; from each machine.
+        generator: Draws, on the machine's device. None: torch's default one.
+
+    Returns:
+        The visible units, (\*, N, V), and the hidden ones, (\*, N, H). No graph is built.
+
+    Raises:
+        ValueError: If `n` is not positive, the parameters are not finite, or as `log_partition`.
+    """
+    if not isinstance(n, int) or n < 1:
+        raise ValueError(f"`n` should be a positive integer. Found {n!r}.")
+    with no_graph():
+        if joint.weights.ndim > 2:
+            pairs = [exact_samples(machine, n, generator) for machine in _machines(joint)]
+            visible, hidden = (_side_by_side([pair[i] for pair in pairs], joint) for i in (0, 1))
+            return visible, hidden
+        states = _States(joint, _enumerated(joint))
+        own = _draw(states, n, generator).to(joint.weights.dtype)
+        if states.side == "hidden":
+            return joint.sample_visible(own, generator), own
+        return own, joint.sample_hidden(own, generator)
+
+
+# --- states, and the layer that is summed out ---------------------------------------------------------------------
+
+
+class _States:
+    """The states of the layer that is enumerated: its first units' states, and blocks of those of its other units.
+
+    Attributes:
+        summed: What is known of the other layer for each state.
+        inner, outer: The first units in two groups, so that a sum over their states has the shape of a table.
+    """
+
+    def __init__(self, joint: Joint, side: Side) -> None:
+        self.joint, self.side = joint, side
+        self.type = torch.promote_types(joint.weights.dtype, torch.float32)
+        cast = _with(joint, {name: tensor.to(self.type) for name, tensor in _tensors(joint).items()})
+        if side == "hidden":
+            self.own, other, weights = cast.hidden, cast.visible, cast.weights.mT
+        else:
+            self.own, other, weights = cast.visible, cast.hidden, cast.weights
+        self.base = self.own.categories if isinstance(self.own, Categorical) else 2
+        n_units = self.own.n_columns // (self.base if isinstance(self.own, Categorical) else 1)
+        width = other.n_columns * (20 if isinstance(other, Rectified) else 1)
+        at_a_time = (_DEVICE if weights.is_cuda else _CACHE) / width
+        n_first = min(n_units, max(1, int(math.log(max(at_a_time, 1), self.base))))
+        self.n_blocks = self.base ** (n_units - n_first)
+        self.inner = self._digits(torch.arange(self.base ** (n_first // 2)), n_first // 2)
+        self.outer = self._digits(torch.arange(self.base ** (n_first - n_first // 2)), n_first - n_first // 2)
+        self.n_last = n_units - n_first
+        columns = self.inner.shape[1], self.outer.shape[1]
+        w_inner, w_outer, self._w_last = weights.split([*columns, len(weights) - sum(columns)])
+        b_inner, b_outer, self._b_last = self.own.bias.split([*columns, len(weights) - sum(columns)])
+        x = (self.outer @ w_outer)[:, None] + self.inner @ w_inner
+        self.log_weight = ((self.outer @ b_outer)[:, None] + self.inner @ b_inner).flatten()
+        self.length = len(self.log_weight)
+        shift = None
+        if isinstance(other, Bernoulli):
+            first, last = (self._range(part) for part in (torch.cat([w_inner, w_outer]), self._w_last))
+            shift = _shift_and_groups(first, (last[0] + other.bias, last[1] + other.bias), _LARGEST[self.type])
+        x = x.flatten(0, 1)
+        self.summed: _Products | _Plain = _Plain(other, x) if shift is None else _Products(other, x, *shift)
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield the states of the other units, (B, columns)."""
+        for first in range(0, self.n_blocks, _BLOCK):
+            yield self.last(torch.arange(first, min(first + _BLOCK, self.n_blocks)))
+
+    def last(self, numbers: Tensor) -> Tensor:
+        """Return the states of the other units by their numbers, (B, columns)."""
+        return self._digits(numbers, self.n_last)
+
+    def first(self, numbers: Tensor) -> Tensor:
+        """Return the states of the first units by their numbers, (N, columns)."""
+        numbers = numbers.to(self.inner.device)
+        length = len(self.inner)
+        return torch.cat([self.inner[numbers % length], self.outer[numbers // length]], -1)
+
+    def log_weights(self, last: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield for each row of a block its place, and the log-weights of all states that have it, (L,)."""
+        self.summed.enter(last @ self._w_last)
+        constant = last @ self._b_last
+        for row in range(len(last)):
+            log_weights: Tensor = self.summed.log_normaliser(row)
+            yield row, log_weights.add_(self.log_weight).add_(constant[row])
+
+    def _digits(self, numbers: Tensor, n_units: int) -> Tensor:
+        device = self.own.bias.device
+        powers = self.base ** torch.arange(n_units, device=device)
+        digits = numbers.to(device)[:, None] // powers % self.base
+        if isinstance(self.own, Categorical):
+            digits = one_hot(digits, self.base).flatten(1)
+        return digits.to(self.type)
+
+    def _range(self, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest input that units can bring, (C,) each."""
+        if not isinstance(self.own, Categorical):
+            return weights.clamp(max=0).sum(0), weights.clamp(min=0).sum(0)
+        by_unit = weights.unflatten(0, (-1, self.base)) if len(weights) else weights[None]
+        if not len(weights):
+            return weights.sum(0), weights.sum(0)
+        return by_unit.amin(1).sum(0), by_unit.amax(1).sum(0)
+
+
+class _Products:
+    """Bernoulli units that are summed out. Products of (e^x + e^-y), over groups of units that cannot overflow."""
+
+    def __init__(self, layer: Layer, x: Tensor, shift: Tensor, groups: list[int]) -> None:
+        self.layer, self.shift = layer, shift
+        self.ends = list(itertools.pairwise(itertools.accumulate([0, *groups])))
+        self.factor = (x + shift).T.exp()  # (C, L)
+        self.sums = torch.empty_like(self.factor)
+        self.products = x.new_empty(len(groups), len(x))
+
+    def enter(self, y: Tensor) -> None:
+        """Look at the inputs of a block of states of the other units, (B, C)."""
+        shifted = y + (self.layer.bias - self.shift)
+        self.constant, self.inverse = shifted.sum(-1), shifted.neg_().exp_()[..., None]
+
+    def log_normaliser(self, row: int) -> Tensor:
+        """Return what `Layer.log_normaliser` does for all states that have this row, (L,)."""
+        torch.add(self.factor, self.inverse[row], out=self.sums)
+        for (first, last), product in zip(self.ends, self.products, strict=True):
+            torch.prod(self.sums[first:last], 0, out=product)
+        return self.products.log_().sum(0).add_(self.constant[row])
+
+    def expectations(self, row: int, share: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return sums of the mean statistic, after `log_normaliser`; see `_Plain`."""
+        table = self.sums.reciprocal_().mul_(share.flatten()).unflatten(1, share.shape)
+        inverse = self.inverse[row]
+        by_inner = share.sum(0) - inverse * table.sum(1)
+        return by_inner, share.sum(1) - inverse * table.sum(2), {"bias": by_inner.sum(1)}
+
+
+class _Plain:
+    """Units of any kind that are summed out, as their layer does it."""
+
+    def __init__(self, layer: Layer, x: Tensor) -> None:
+        self.layer, self.x = layer, x
+
+    def enter(self, y: Tensor) -> None:
+        """Look at the inputs of a block of states of the other units, (B, C)."""
+        self.y = y
+
+    def log_normaliser(self, row: int) -> Tensor:
+        """Return what `Layer.log_normaliser` does for all states that have this row, (L,)."""
+        self.input = self.x + self.y[row]
+        return self.layer.log_normaliser(self.input)
+
+    def expectations(self, row: int, share: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return sums of the mean statistic, after `log_normaliser`.
+
+        Args:
+            row: The same.
+            share: (states of the outer units, states of the inner units).
+
+        Returns:
+            (C, states of the inner units); (C, states of the outer units); and as `Layer.normaliser_gradients`.
+        """
+        flat = share.flatten()
+        statistic = self.layer.statistic(self.layer.mean(self.input)) * flat[:, None]
+        table = statistic.unflatten(0, share.shape)
+        return table.sum(0).T, table.sum(1).T, self.layer.normaliser_gradients(self.input, flat)
+
+
+def _shift_and_groups(
+    first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor], largest: float
+) -> tuple[Tensor, list[int]] | None:
+    """Return what to add to x and take from y, and the sizes of groups of units whose products stay in range.
+
+    None if a single unit has too wide a range.
+    """
+    most, least = torch.maximum(first[1], -last[0]), torch.maximum(first[0], -last[1])
+    shift = -(most + least) / 2
+    bounds = ((most - least) / 2 + math.log(2)).tolist()
+    groups, total = [0], 0.0
+    for bound in bounds:
+        if not bound <= largest:  # also if it is NaN
+            return None
+        if total + bound > largest:
+            groups.append(0)
+            total = 0.0
+        groups[-1] += 1
+        total += bound
+    return shift, groups
+
+
+# --- sums over the states -----------------------------------------------------------------------------------------
+
+
+def _log_partition(states: _States) -> Tensor:
+    value: Tensor = _log_weights_of_blocks(states).logsumexp(0).to(states.type)
+    return value
+
+
+def _log_weights_of_blocks(states: _States) -> Tensor:
+    """Return the log-weights of the states of the other units, the first ones summed out, (B,), in float64."""
+    totals = states.log_weight.new_empty(states.n_blocks, dtype=torch.float64)
+    place = 0
+    for last in states.blocks():
+        for _, log_weights in states.log_weights(last):
+            totals[place] = log_weights.logsumexp(0)
+            place += 1
+    return totals
+
+
+def _model_statistics(states: _States) -> dict[str, Tensor]:
+    shape = (len(states.outer), len(states.inner))
+    totals: Tensor | None = None
+    most = states.log_weight.new_full((), -torch.inf)
+    shapes: dict[str, torch.Size] = {}
+    for last in states.blocks():
+        for row, log_weights in states.log_weights(last):
+            so_far = torch.maximum(most, log_weights.max())
+            share = log_weights.sub_(so_far).exp_().view(shape)
+            inner, outer, more = states.summed.expectations(row, share)
+            of_units = {"own_inner": share.sum(0), "own_outer": share.sum(1)}
+            total = of_units["own_inner"].sum()
+            parts = {
+                "inner": inner,
+                "outer": outer,
+                "last": inner.sum(1)[:, None] * last[row],
+                **of_units,
+                "own_last": total * last[row],
+                "total": total,
+                **more,
+            }
+            flat = torch.cat([part.flatten() for part in parts.values()]).double()
+            totals = flat if totals is None else totals.mul_((most - so_far).exp()).add_(flat)
+            shapes, most = {name: part.shape for name, part in parts.items()}, so_far
+    assert totals is not None
+    pieces = totals.split([size.numel() for size in shapes.values()])
+    found = {name: part.view(size) for (name, size), part in zip(shapes.items(), pieces, strict=True)}
+    found = {name: part / found["total"] for name, part in found.items()}
+    inner, outer = states.inner.double(), states.outer.double()
+    pairs = torch.cat([found["inner"] @ inner, found["outer"] @ outer, found["last"]], -1)
+    bias = torch.cat([found["own_inner"] @ inner, found["own_outer"] @ outer, found["own_last"]])
+    other = "visible" if states.side == "hidden" else "hidden"
+    statistics = {"weights": pairs if states.side == "hidden" else pairs.mT, f"{states.side}_bias": bias}
+    statistics |= {f"{other}_{name}": found[name] for name in ("bias", *states.summed.layer.more_parameters)}
+    return {name: statistics[name].to(tensor.dtype) for name, tensor in _tensors(states.joint).items()}
+
+
+def _draw(states: _States, n: int, generator: torch.Generator | None) -> Tensor:
+    """Draw states, (N, columns)."""
+    device = states.log_weight.device
+    uniform = torch.empty(2, n, dtype=torch.float64, device=device).uniform_(generator=generator)
+    log_weights = _log_weights_of_blocks(states)
+    if not bool(log_weights.logsumexp(0).isfinite()):
+        raise ValueError(f"The parameters should be finite. Found a log partition function of {log_weights.sum()}.")
+    last = _by_weight(log_weights, uniform[0])
+    blocks, place = last.unique(return_inverse=True)
+    first = torch.empty_like(last)
+    order = place.argsort()
+    sizes = torch.bincount(place, minlength=len(blocks)).tolist()
+    rows = iter(order.split(sizes))
+    for some in blocks.split(_BLOCK):
+        for _, weights in states.log_weights(states.last(some)):
+            draws = next(rows)
+            first[draws] = _by_weight(weights.double(), uniform[1, draws])
+    return torch.cat([states.first(first), states.last(last)], -1)
+
+
+def _by_weight(log_weights: Tensor, uniform: Tensor) -> Tensor:
+    """Return indices that have these weights, one for each uniform number."""
+    below = (log_weights - log_weights.max()).exp_().cumsum(0)
+    return torch.searchsorted(below, uniform * below[-1], right=True).clamp_(max=len(below) - 1)
+
+
+# --- derivatives --------------------------------------------------------------------------------------------------
+
+
+class _LogPartition(torch.autograd.Function):
+    """`log_partition`, whose gradient is `model_statistics`."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: Joint, side: Side, *tensors: Tensor) -> Tensor:
+        ctx.joint, ctx.side = joint, side
+        ctx.save_for_backward(*tensors)
+        return _log_partition(_States(joint, side))
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        names = _tensors(ctx.joint)
+        # What was saved, not what the joint still holds: it knows whether it was changed in place since.
+        joint = _with(ctx.joint, dict(zip(names, ctx.saved_tensors, strict=True)))
+        if torch.is_grad_enabled():  # somebody wants to differentiate again
+            value = _twin(joint, ctx.side)
+            return (
+                None,
+                None,
+                *torch.autograd.grad(value, ctx.saved_tensors, cotangent, create_graph=True, allow_unused=True),
+            )
+        gradients = _model_statistics(_States(joint, ctx.side))
+        return None, None, *(gradients[name] * cotangent.to(gradients[name].dtype) for name in names)
+
+
+def _twin(joint: Joint, side: Side) -> Tensor:
+    """Return the same by plain formulas, to be differentiated by autograd as often as one likes."""
+    layer = joint.hidden if side == "hidden" else joint.visible
+    base = layer.categories if isinstance(layer, Categorical) else 2
+    n_units = layer.n_columns // (base if isinstance(layer, Categorical) else 1)
+    powers = base ** torch.arange(n_units, device=layer.bias.device)
+
+    def part(first: int, last: int) -> Tensor:
+        digits = torch.arange(first, last, device=powers.device)[:, None] // powers % base
+        states = (one_hot(digits, base).flatten(1) if isinstance(layer, Categorical) else digits).to(layer.bias.dtype)
+        energy = joint.hidden_free_energy(states) if side == "hidden" else joint.free_energy(states)
+        return (-energy).logsumexp(0)
+
+    assert layer.n_states is not None
+    ends = [(first, min(first + _TWIN_CHUNK, layer.n_states)) for first in range(0, layer.n_states, _TWIN_CHUNK)]
+    # A transform of `torch.func` has no hooks, which a checkpoint needs.
+    if len(ends) == 1 or not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        parts = [part(*pair) for pair in ends]
+    else:
+        parts = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in ends]
+    return torch.stack(parts).logsumexp(0).to(torch.promote_types(layer.bias.dtype, torch.float32))
+
+
+# --- machines -----------------------------------------------------------------------------------------------------
+
+
+def _enumerated(joint: Joint) -> Side:
+    """Return which layer has fewer states."""
+    counts = {"hidden": joint.hidden.n_states, "visible": joint.visible.n_states}
+    finite = {name: count for name, count in counts.items() if count is not None}
+    if not finite or min(finite.values()) > 2**ENUMERABLE_UNITS:
+        found = " and ".join(
+            f"{name} units without number" if count is None else f"2^{math.log2(count):.4g} {name} states"
+            for name, count in counts.items()
+        )
+        raise ValueError(
+            f"One layer should have at most 2^{ENUMERABLE_UNITS} states, so that they can be enumerated. Found {found}."
+        )
+    return "hidden" if min(finite, key=lambda name: finite[name]) == "hidden" else "visible"
+
+
+def _tensors(joint: Joint) -> dict[str, Tensor]:
+    """Return the parameters of a machine by the names of `RBM`, in its order."""
+    tensors = {"weights": joint.weights, "visible_bias": joint.visible.bias, "hidden_bias": joint.hidden.bias}
+    for side, layer in (("visible", joint.visible), ("hidden", joint.hidden)):
+        tensors |= {f"{side}_{name}": getattr(layer, name) for name in layer.more_parameters}
+    return tensors
+
+
+def _with(joint: Joint, tensors: Mapping[str, Tensor]) -> Joint:
+    """Return a machine with these parameters in the place of its own."""
+    layers = []
+    for side, layer in (("visible", joint.visible), ("hidden", joint.hidden)):
+        fields = ("bias", *layer.more_parameters)
+        layers.append(dataclasses.replace(layer, **{field: tensors[f"{side}_{field}"] for field in fields}))
+    return Joint(tensors["weights"], *layers)
+
+
+def _machines(joint: Joint) -> Iterator[Joint]:
+    """Yield the machines that stand side by side, in the order of their leading dimensions."""
+    leading = joint.weights.shape[:-2]
+    flat = {}
+    for name, tensor in _tensors(joint).items():
+        if name != "weights" and tensor.ndim > 1:
+            tensor = tensor.squeeze(-2)  # the dimension of the samples
+        size = tensor.shape[-2:] if name == "weights" else tensor.shape[-1:]
+        flat[name] = tensor.expand(*leading, *size).reshape(-1, *size)
+    for i in range(leading.numel()):
+        yield _with(joint, {name: tensor[i] for name, tensor in flat.items()})
+
+
+def _side_by_side(values: list[Tensor], joint: Joint) -> Tensor:
+    stacked: Tensor = torch.stack(values).unflatten(0, joint.weights.shape[:-2])
+    return stacked
