@@ -1,6 +1,6 @@
 """Contrastive divergence: surrogates that are differentiated, and the updates that their gradients stand for.
 
-The surrogate is a difference of free energies, lowered at the data and raised at negative samples. The update rule of
+The surrogate is a difference of energies, lowered at the data and raised at negative samples. The update rule of
 contrastive divergence holds the samples constant. It is the gradient of no function (Sutskever & Tieleman, "On the
 convergence properties of contrastive divergence", 2010). What a derivative through the samples adds depends on the
 units of the chain: nothing at all for draws; otherwise a pull *up* the energy on the sampler, towards samples that the
@@ -12,23 +12,30 @@ N data, M negative samples, V visible units, H hidden units. Losses are in nats 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from toolkit.blocks import Block, block, is_blocked, no_graph, stop_gradient
 from toolkit.rbm._chains import gibbs
+from toolkit.rbm._joint import Joint
 from toolkit.rbm._model import RBM
 from toolkit.rbm._units import Chain
 
 __all__ = [
+    "HIDDEN_POSTERIORS",
     "NEGATIVE_SAMPLES",
     "PERSISTENT_CHAINS",
+    "Energy",
     "cd_gradient",
     "contrastive_divergence",
+    "expected_energy",
     "likelihood_gradient",
     "persistent_contrastive_divergence",
 ]
+
+Energy: TypeAlias = Literal["free", "expected"]
 
 NEGATIVE_SAMPLES = block(
     "rbm.negative_samples",
@@ -42,13 +49,20 @@ PERSISTENT_CHAINS = block(
     "keep the graph of every update so far.",
 )
 
+HIDDEN_POSTERIORS = block(
+    "rbm.hidden_posteriors",
+    "By Fisher's identity the gradient of the free energy is that of the energy expected under the hidden units' "
+    "posterior, with the posterior held constant.",
+)
+
 
 def contrastive_divergence(
-    rbm: RBM,
+    rbm: RBM | Joint,
     data: Tensor,
     *,
     steps: int,
     chain: Chain = "sampled",
+    energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> Tensor:
     r"""Return the surrogate of CD-k, whose gradient is `cd_gradient`.
@@ -60,17 +74,19 @@ def contrastive_divergence(
     the likelihood, approximately.
 
     Args:
-        rbm: The machine.
-        data: (N, V), zeros and ones; probabilities do as well.
+        rbm: The machine, or a `Joint` with parameters of its own, such as `centered` gives.
+        data: (N, V), in the states that the visible units can be in; probabilities do as well as zeros and ones.
         steps: k, the number of Gibbs steps.
         chain: As in `gibbs`.
+        energy: What is lowered and raised: ``"free"``, or ``"expected"`` for `expected_energy`, which has the same
+            gradient as long as its block is in place.
         generator: Draws the chains. None: torch's default one.
 
     Returns:
         A scalar, in nats per sample.
 
     Raises:
-        ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, or `chain` is unknown.
+        ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, or `chain` or `energy` is unknown.
         TypeError: If `data` does not have the type of the parameters.
 
     References:
@@ -84,20 +100,21 @@ def contrastive_divergence(
         >>> rbm.visible_bias.grad
         tensor([0.3333, 0.0000, 0.0000])
     """
-    rbm.check_rows(data, "data")
-    with _graph_if_open(NEGATIVE_SAMPLES):
-        moved = gibbs(rbm, data, steps=steps, chain=chain, generator=generator)
+    joint = checked_joint(rbm, data=data)
+    with graph_if_open(NEGATIVE_SAMPLES):
+        moved = gibbs(joint, data, steps=steps, chain=chain, generator=generator)
     negative = stop_gradient(moved, NEGATIVE_SAMPLES)
-    return rbm.free_energy(data).mean() - rbm.free_energy(negative).mean()
+    return energy_difference(joint, data, negative, energy)
 
 
 def persistent_contrastive_divergence(
-    rbm: RBM,
+    rbm: RBM | Joint,
     data: Tensor,
     chains: Tensor,
     *,
     steps: int,
     chain: Chain = "sampled",
+    energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Return the surrogate of persistent CD-k, and the chains to go on from at the next update.
@@ -106,18 +123,20 @@ def persistent_contrastive_divergence(
     model as long as it changes slowly.
 
     Args:
-        rbm: The machine.
-        data: (N, V), zeros and ones.
+        rbm: The machine, or a `Joint`, as in `contrastive_divergence`.
+        data: (N, V).
         chains: (M, V); the second result of the last call. M need not be N.
         steps: k, the number of Gibbs steps.
         chain: As in `gibbs`.
+        energy: As in `contrastive_divergence`.
         generator: Draws the chains. None: torch's default one.
 
     Returns:
         The surrogate, a scalar in nats per sample, and the new chains, (M, V), constants.
 
     Raises:
-        ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, or `chain` is unknown.
+        ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, or `chain` or `energy`
+            is unknown.
         TypeError: If `data` or `chains` does not have the type of the parameters.
 
     References:
@@ -131,13 +150,56 @@ def persistent_contrastive_divergence(
         >>> chains.requires_grad
         False
     """
-    rbm.check_rows(data, "data")
-    rbm.check_rows(chains, "chains")
-    with _graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
-        moved = gibbs(rbm, chains, steps=steps, chain=chain, generator=generator)
-    negative = stop_gradient(moved, NEGATIVE_SAMPLES)
-    loss = rbm.free_energy(data).mean() - rbm.free_energy(negative).mean()
-    return loss, stop_gradient(moved, PERSISTENT_CHAINS)
+    joint = checked_joint(rbm, data=data, chains=chains)
+    return persistent_surrogate(
+        joint, joint, data, chains, steps=steps, chain=chain, energy=energy, generator=generator
+    )
+
+
+def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
+    r"""Return :math:`E_{h \sim \operatorname{sg}(p(h \mid v))}[E(v, h)]` in nats, per sample.
+
+    .. math::
+        \langle E \rangle(v) = -a(v) - (c + W^\top s(v))^\top \operatorname{sg}(E[h \mid v])
+
+    By Fisher's identity its gradient is that of the free energy, in the parameters and in `visible`. Its value is
+    larger by the entropy of the posterior (for rectified units also by what does not depend on the parameters), and
+    without the block the gradient of that entropy is what leaks, :math:`-x_j \operatorname{Var}[h_j \mid v]` at the
+    input :math:`x = c + W^\top s(v)` of unit j: the gradient is then that of another model's output, the expected
+    energy of Elfwing and others.
+
+    Args:
+        rbm: The machine, or a `Joint`.
+        visible: (\*, V).
+
+    Returns:
+        (\*).
+
+    Raises:
+        ValueError: If `visible` does not have V columns.
+        TypeError: If `visible` does not have the type of the parameters.
+
+    References:
+        Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
+        section 2. Elfwing, Uchibe & Doya, "Expected energy-based restricted Boltzmann machine for classification",
+        2015.
+
+    Example:
+        >>> rbm, visible = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.eye(3)
+        >>> expected, free = expected_energy(rbm, visible), rbm.free_energy(visible)
+        >>> gradients = [torch.autograd.grad(each.sum(), rbm.weights)[0] for each in (expected, free)]
+        >>> torch.allclose(*gradients)
+        True
+    """
+    if isinstance(rbm, RBM):
+        rbm.check_visible(visible)
+    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    x = joint.to_hidden(visible)
+    # Outside of the graph if nothing may flow: the posterior is as large as all hidden units.
+    with graph_if_open(HIDDEN_POSTERIORS):
+        mean = joint.hidden.mean(x)
+    hidden = joint.hidden.statistic(stop_gradient(mean, HIDDEN_POSTERIORS))
+    return -joint.visible.log_weight(visible) - ((x + joint.hidden.bias) * hidden).sum(-1)
 
 
 def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
@@ -200,6 +262,45 @@ def _difference(minuend: dict[str, Tensor], subtrahend: dict[str, Tensor]) -> di
     return {name: minuend[name] - subtrahend[name] for name in minuend}
 
 
-def _graph_if_open(*blocks: Block) -> AbstractContextManager[object]:
+def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
+    """Return the machine as a function of its parameters; raise unless all `rows` are such of its visible units."""
+    for argument, value in rows.items():
+        if isinstance(rbm, RBM):
+            rbm.check_rows(value, argument)
+        elif value.ndim != 2 or value.shape[1] != rbm.visible.n_columns or not len(value):
+            raise ValueError(
+                f"`{argument}` should have shape (N, {rbm.visible.n_columns}) with N > 0. Found {tuple(value.shape)}."
+            )
+    return rbm.joint if isinstance(rbm, RBM) else rbm
+
+
+def persistent_surrogate(
+    joint: Joint,
+    sampler: Joint,
+    data: Tensor,
+    chains: Tensor,
+    *,
+    steps: int,
+    chain: Chain,
+    energy: Energy,
+    generator: torch.Generator | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the surrogate of `joint` with persistent chains of `sampler`, and the new chains."""
+    with graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
+        moved = gibbs(sampler, chains, steps=steps, chain=chain, generator=generator)
+    negative = stop_gradient(moved, NEGATIVE_SAMPLES)
+    return energy_difference(joint, data, negative, energy), stop_gradient(moved, PERSISTENT_CHAINS)
+
+
+def energy_difference(joint: Joint, data: Tensor, negative: Tensor, energy: Energy) -> Tensor:
+    """Return the mean energy of the data minus that of the negative samples: a scalar, in nats per sample."""
+    if energy not in get_args(Energy):
+        raise ValueError(f"`energy` should be one of {', '.join(map(repr, get_args(Energy)))}. Found {energy!r}.")
+    if energy == "free":
+        return joint.free_energy(data).mean() - joint.free_energy(negative).mean()
+    return expected_energy(joint, data).mean() - expected_energy(joint, negative).mean()
+
+
+def graph_if_open(*blocks: Block) -> AbstractContextManager[object]:
     """Build no graph while all of `blocks` are in place: nothing could flow through it."""
     return no_graph() if all(map(is_blocked, blocks)) else nullcontext()

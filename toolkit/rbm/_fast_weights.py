@@ -1,0 +1,128 @@
+r"""Fast weights: an overlay on the parameters that drives persistent chains away from where they have been.
+
+N data, M chains, V columns of visible units, H hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import block, stop_gradient
+from toolkit.rbm._divergence import Energy, checked_joint, persistent_surrogate
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._model import RBM
+from toolkit.rbm._units import Chain
+
+__all__ = ["FAST_WEIGHTS", "fast_persistent_contrastive_divergence", "updated_fast_weights"]
+
+FAST_WEIGHTS = block(
+    "rbm.fast_weights",
+    "Fast weights belong to the state of the chains, not to the model; without the block they would keep the graph of "
+    "every gradient that they were learned from.",
+)
+
+
+def fast_persistent_contrastive_divergence(
+    rbm: RBM | Joint,
+    fast: Mapping[str, Tensor],
+    data: Tensor,
+    chains: Tensor,
+    *,
+    steps: int,
+    chain: Chain = "sampled",
+    energy: Energy = "free",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Return the surrogate of fast persistent CD-k, and the chains to go on from at the next update.
+
+    .. math::
+        L = \frac1N \sum_n F_\theta(v_n) - \frac1M \sum_m F_\theta(\operatorname{sg}(v_m^{(k)})), \qquad
+        v_m^{(k)}: \text{k Gibbs steps of the machine } \theta + \theta_{\text{fast}}
+
+    As `persistent_contrastive_divergence`, but the chains see a landscape in which the energy is raised where they
+    are. The energies in the surrogate are those of the machine itself. Update the fast weights with its gradient:
+    `updated_fast_weights`.
+
+    Args:
+        rbm: The machine, or a `Joint`, as in `contrastive_divergence`.
+        fast: :math:`\theta_{\text{fast}}`: names of parameters -> what is added to them; zeros at first. What is
+            missing is not changed.
+        data: (N, V).
+        chains: (M, V); the second result of the last call.
+        steps: k, the number of Gibbs steps.
+        chain: As in `gibbs`.
+        energy: As in `contrastive_divergence`.
+        generator: Draws the chains. None: torch's default one.
+
+    Returns:
+        The surrogate, a scalar in nats per sample, and the new chains, (M, V), constants.
+
+    Raises:
+        ValueError: If `data` or `chains` has no rows or not V columns, `fast` has a name that is no parameter's,
+            `steps` is not positive, or `chain` or `energy` is unknown.
+        TypeError: If `data` or `chains` does not have the type of the parameters.
+
+    References:
+        Tieleman & Hinton, "Using fast weights to improve persistent contrastive divergence", 2009.
+
+    Example:
+        >>> rbm, data = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.eye(3)
+        >>> fast = {name: torch.zeros_like(value) for name, value in rbm.named_parameters()}
+        >>> loss, chains = fast_persistent_contrastive_divergence(rbm, fast, data, data, steps=1)
+        >>> loss.backward()
+        >>> gradients = {name: parameter.grad for name, parameter in rbm.named_parameters()}
+        >>> fast = updated_fast_weights(fast, gradients, learning_rate=0.1)
+    """
+    joint = checked_joint(rbm, data=data, chains=chains)
+    known = _names(joint)
+    if unknown := sorted(fast.keys() - known):
+        raise ValueError(f"`fast` should have names of parameters, {', '.join(known)}. Found {', '.join(unknown)}.")
+    return persistent_surrogate(
+        joint, joint.shifted(fast), data, chains, steps=steps, chain=chain, energy=energy, generator=generator
+    )
+
+
+def updated_fast_weights(
+    fast: Mapping[str, Tensor], gradients: Mapping[str, Tensor], *, learning_rate: float, decay: float = 19 / 20
+) -> dict[str, Tensor]:
+    r"""Return the fast weights after one update, constants.
+
+    .. math::
+        \theta_{\text{fast}} \leftarrow \rho \, \theta_{\text{fast}} - \eta_{\text{fast}} \, g
+
+    They learn from the gradient that the parameters descend, at a rate of their own, and forget it again.
+
+    Args:
+        fast: Names of parameters -> fast weights.
+        gradients: The same names at least -> the gradient g of the surrogate, to descend.
+        learning_rate: :math:`\eta_{\text{fast}}`; not lowered while that of the parameters is.
+        decay: :math:`\rho`, what is kept.
+
+    Returns:
+        The names in `fast` -> new fast weights.
+
+    Raises:
+        ValueError: If `decay` is not between 0 and 1.
+        KeyError: If a gradient is missing.
+
+    References:
+        Tieleman & Hinton, "Using fast weights to improve persistent contrastive divergence", 2009.
+
+    Example:
+        >>> updated_fast_weights({"hidden_bias": torch.ones(2)}, {"hidden_bias": torch.ones(2)}, learning_rate=0.5)
+        {'hidden_bias': tensor([0.4500, 0.4500])}
+    """
+    if not 0 <= decay <= 1:
+        raise ValueError(f"`decay` should be between 0 and 1. Found {decay}.")
+    return {
+        name: stop_gradient(decay * value - learning_rate * gradients[name], FAST_WEIGHTS)
+        for name, value in fast.items()
+    }
+
+
+def _names(joint: Joint) -> list[str]:
+    layers = (("visible", joint.visible), ("hidden", joint.hidden))
+    return ["weights", *(f"{side}_{end}" for side, layer in layers for end in ("bias", *layer.more_parameters))]
