@@ -734,7 +734,7 @@ def test_fused_trainer_learns(dtype):
         (
             lambda: gibbs(_rbm(), DATA, steps=1, chain="sample"),
             ValueError,
-            "`chain` should be one of 'sampled', 'straight_through', 'mean_field'. Found 'sample'.",
+            "`chain` should be one of 'sampled', 'straight_through', 'mean_field', 'concrete', 'noisy_rectified'.",
         ),
         (
             lambda: contrastive_divergence(_rbm(), DATA[:0], steps=1),

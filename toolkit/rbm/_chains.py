@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit.rbm._joint import Joint
 from toolkit.rbm._model import RBM
-from toolkit.rbm._units import UNITS, Chain
+from toolkit.rbm._units import Chain, unit_of
 
 __all__ = ["check_steps", "gibbs"]
 
@@ -21,6 +21,7 @@ def gibbs(
     *,
     steps: int,
     chain: Chain = "sampled",
+    temperature: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     r"""Run Gibbs chains: `steps` times :math:`h \sim p(h \mid v)`, then :math:`v \sim p(v \mid h)`.
@@ -31,17 +32,25 @@ def gibbs(
         steps: How often both layers are updated.
         chain: What a unit passes on.
 
-            - ``"sampled"``: a draw. Its derivative is exactly zero, as that of `torch.bernoulli` is.
+            - ``"sampled"``: a draw. Its derivative is exactly zero, as that of `torch.bernoulli` is; a Gaussian draw is
+              its mean and noise, and has the derivative of the mean.
             - ``"straight_through"``: the same draw, bit for bit, with the derivative of the mean (Bengio, Léonard &
               Courville, "Estimating or propagating gradients through stochastic neurons", 2013).
             - ``"mean_field"``: the mean. No random numbers, and no longer a Markov chain of the model.
+            - ``"concrete"``: a relaxed draw, between the states of the units, with a true derivative (Maddison, Mnih &
+              Teh, "The concrete distribution", 2017); real units are drawn. No longer a chain of the model.
+            - ``"noisy_rectified"``: max(0, x + noise) in the place of counts (Nair & Hinton, "Rectified linear units
+              improve restricted Boltzmann machines", 2010); all others are drawn. Only roughly a chain of the model.
+        temperature: That of concrete units, and of no others. Near 0 they are close to draws, and their derivatives
+            large.
         generator: Draws the units, on their device. None: torch's default one.
 
     Returns:
         (N, V). It carries a gradient if the parameters do; whoever takes it for a constant blocks it.
 
     Raises:
-        ValueError: If `steps` is not positive, `chain` is unknown, or `visible` does not have V columns.
+        ValueError: If `steps` is not positive, `chain` is unknown or one that the units of the machine do not have,
+            `temperature` is missing or out of place, or `visible` does not have V columns.
         TypeError: If `visible` does not have the type of the parameters.
 
     Example:
@@ -51,11 +60,10 @@ def gibbs(
         [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     """
     check_steps(steps)
-    if chain not in UNITS:
-        raise ValueError(f"`chain` should be one of {', '.join(map(repr, UNITS))}. Found {chain!r}.")
+    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    unit = unit_of(chain, temperature, joint)
     if isinstance(rbm, RBM):
         rbm.check_visible(visible)
-    joint, unit = rbm.joint if isinstance(rbm, RBM) else rbm, UNITS[chain]
     for _ in range(steps):
         hidden = unit(joint.hidden, joint.to_hidden(visible), generator)
         visible = unit(joint.visible, joint.to_visible(hidden), generator)

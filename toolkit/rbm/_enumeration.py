@@ -217,7 +217,7 @@ class _Products:
     def __init__(self, layer: Layer, x: Tensor, shift: Tensor, groups: list[int]) -> None:
         self.layer, self.shift = layer, shift
         self.ends = list(itertools.pairwise(itertools.accumulate([0, *groups])))
-        self.factor = (x + shift).T.exp()  # (C, L)
+        self.factor = (x + shift).T.contiguous().exp_()  # (C, L)
         self.sums = torch.empty_like(self.factor)
         self.products = x.new_empty(len(groups), len(x))
 
@@ -304,7 +304,7 @@ def _log_partition(states: _States) -> Tensor:
 
 def _log_weights_of_blocks(states: _States) -> Tensor:
     """Return the log-weights of the states of the other units, the first ones summed out, (B,), in float64."""
-    totals = states.log_weight.new_empty(states.n_blocks, dtype=torch.float64)
+    totals: Tensor = states.log_weight.new_empty(states.n_blocks, dtype=torch.float64)
     place = 0
     for last in states.blocks():
         for _, log_weights in states.log_weights(last):

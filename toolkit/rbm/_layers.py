@@ -43,6 +43,8 @@ class Layer:
 
     # What the names of its parameters end with, beside ``bias``.
     more_parameters: ClassVar[tuple[str, ...]] = ()
+    # Whether a draw is a differentiable function of the input, rather than one of finitely or countably many states.
+    draws_carry_gradients: ClassVar[bool] = False
 
     @property
     def n_columns(self) -> int:
@@ -86,6 +88,19 @@ class Layer:
         `torch.bernoulli` is.
         """
         raise NotImplementedError
+
+    def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+        r"""Draw units that are a differentiable function of their input, as a chain of concrete units does, (\*, C).
+
+        Args:
+            x: (\*, C), the input.
+            temperature: Near 0 they are close to a draw, and their derivatives large.
+            generator: Draws the noise.
+
+        Raises:
+            ValueError: If units of this kind have no relaxed form.
+        """
+        raise ValueError(f"`chain` 'concrete' has no form of {type(self).__name__.lower()} units. Found such a layer.")
 
     def check(self, units: Tensor, argument: str) -> None:
         """Raise a ValueError unless all units are in a state that they can be in.
@@ -153,7 +168,19 @@ class Bernoulli(Layer):
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw zeros and ones, each 1 with probability :math:`\sigma(x + b)`, (\*, C); the derivative is zero."""
-        return draw_bernoulli(self.mean(x), generator)
+        if carries_gradient(x) or carries_gradient(self.bias):
+            return draw_bernoulli(self.mean(x), generator)
+        return draw_bernoulli((x + self.bias).sigmoid_(), generator)
+
+    def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+        r"""Draw binary concrete units, :math:`\sigma((x + b + \log u - \log(1 - u)) / \tau)` with uniform u, (\*, C).
+
+        References:
+            Maddison, Mnih & Teh, "The concrete distribution: a continuous relaxation of discrete random variables",
+            2017, section 3.3, equation 18 (appendix B).
+        """
+        uniform = _uniform(x, x.shape, generator)
+        return torch.sigmoid((x + self.bias + uniform.logit_().to(x.dtype)) / temperature)
 
     def check(self, units: Tensor, argument: str) -> None:
         """Raise a ValueError unless all units are between 0 and 1."""
@@ -184,6 +211,7 @@ class Gaussian(Layer):
     r"""(\*, C), z."""
 
     more_parameters: ClassVar[tuple[str, ...]] = ("log_variance",)
+    draws_carry_gradients: ClassVar[bool] = True
 
     @property
     def reference(self) -> Tensor:
@@ -218,6 +246,10 @@ class Gaussian(Layer):
         noise = torch.empty_like(mean, dtype=torch.promote_types(mean.dtype, torch.float32))
         noise = noise.normal_(generator=generator).to(mean.dtype)
         return mean + noise * (self.log_variance / 2).exp()
+
+    def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+        """Draw the units given their input, as `sample`: that is differentiable already, at no temperature."""
+        return self.sample(x, generator)
 
     def parameter_gradients(self, units: Tensor, x: Tensor, share: Tensor) -> dict[str, Tensor]:
         r"""Return the slopes of `log_weight` and of the coupling, whose statistic has the variance in it.
@@ -269,13 +301,28 @@ class Categorical(Layer):
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw a state of each unit, as Q columns of which one is 1, (\*, C); the derivative is zero."""
         mean = self._grouped(self.mean(x))
-        # Half precision has too few values between 0 and 1 to draw from.
+        # As for the uniform numbers: half precision has too few values between 0 and 1.
         below = mean.to(torch.promote_types(mean.dtype, torch.float32)).cumsum(-1)
-        uniform = torch.empty_like(below[..., :1]).uniform_(generator=generator)
+        uniform = _uniform(below, below[..., :1].shape, generator)
         # By the running sum's own end, so that its rounding leaves nothing over.
         state = (below <= uniform * below[..., -1:]).sum(-1)
         draw = one_hot(state.clamp_(max=self.categories - 1), self.categories).to(mean.dtype)
         return with_derivative_zero(draw, mean).flatten(-2)
+
+    def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+        r"""Draw concrete units (Gumbel-softmax), :math:`e^{(x_q + b_q + g_q) / \tau}` made to add up to 1, (\*, C).
+
+        :math:`g_q = -\log e_q` with exponential :math:`e_q`.
+
+        References:
+            Maddison, Mnih & Teh, "The concrete distribution: a continuous relaxation of discrete random variables",
+            2017, equation 10.
+            Jang, Gu & Poole, "Categorical reparameterization with Gumbel-softmax", 2017, equation 2.
+        """
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        exponential = torch.empty(x.shape, dtype=dtype, device=x.device).exponential_(generator=generator)
+        logits = (x + self.bias - exponential.log_().to(x.dtype)) / temperature
+        return self._grouped(logits).softmax(-1).flatten(-2)
 
     def check(self, units: Tensor, argument: str) -> None:
         """Raise a ValueError unless the columns of each unit are not negative and add up to 1."""
@@ -305,7 +352,7 @@ class Rectified(Layer):
         a(n) = b n - \frac{n^2}{2} - \sum_{m=1}^n \log(1 - q^m), \qquad s(n) = n
 
     so that this is a machine with an energy of its own. The noisy rectified unit, max(0, x + noise of variance
-    :math:`\sigma(x)`), is an approximation of a draw; ``chain="noisy_rectified"`` of `gibbs` is that.
+    :math:`\sigma(x)`), approximates a draw: `noisy_sample`.
 
     References:
         Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, sections 2 and 3.
@@ -317,23 +364,38 @@ class Rectified(Layer):
 
     def log_normaliser(self, x: Tensor) -> Tensor:
         r"""Return :math:`\sum_i \sum_{m=1}^\infty \log(1 + e^{x_i + b_i - m + 1/2})`, (\*), from the sum over n."""
-        x = x + self.bias
+        x, dtype = self._biased(x)
         least, _, log_weight = self._likely_counts(x)
-        return (least * (x - least / 2) + log_weight.logsumexp(-1)).sum(-1)
+        return (least * (x - least / 2) + log_weight.logsumexp(-1)).sum(-1).to(dtype)
 
     def mean(self, x: Tensor) -> Tensor:
         r"""Return :math:`\sum_{m=1}^\infty \sigma(x + b - m + 1/2)`, (\*, C), close to :math:`\log(1 + e^{x + b})`."""
-        least, above, log_weight = self._likely_counts(x + self.bias)
-        return least + (log_weight.softmax(-1) * above).sum(-1)
+        x, dtype = self._biased(x)
+        least, above, log_weight = self._likely_counts(x)
+        return (least + (log_weight.softmax(-1) * above).sum(-1)).to(dtype)
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw counts, (\*, C), from their own distribution; the derivative is zero."""
-        x = x + self.bias
-        least, _, log_weight = self._likely_counts(x.to(torch.promote_types(x.dtype, torch.float32)))
+        x, dtype = self._biased(x)
+        least, _, log_weight = self._likely_counts(x)
         below = log_weight.softmax(-1).cumsum(-1)
-        uniform = torch.empty_like(below[..., :1]).uniform_(generator=generator)
+        uniform = _uniform(below, below[..., :1].shape, generator)
         count = least + (below <= uniform * below[..., -1:]).sum(-1)
-        return with_derivative_zero(count.to(x.dtype), x)
+        return with_derivative_zero(count, x).to(dtype)
+
+    def noisy_sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        r"""Draw noisy rectified units, :math:`\max(0, y + \sqrt{\sigma(y)} \, \epsilon)` at y = x + b, (\*, C).
+
+        They are real numbers, not counts, and have the conditional mean and variance of counts only roughly: a chain of
+        them is not one of the machine.
+
+        References:
+            Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2, which
+            computes the variance from the mean likewise.
+        """
+        x, dtype = self._biased(x)
+        noise = torch.empty(x.shape, dtype=x.dtype, device=x.device).normal_(generator=generator)
+        return torch.relu(x + noise * torch.sigmoid(x).sqrt()).to(dtype)
 
     def check(self, units: Tensor, argument: str) -> None:
         """Raise a ValueError unless all units are counts."""
@@ -341,6 +403,11 @@ class Rectified(Layer):
         wrong = (units < 0) | (units != units.round())
         if bool(wrong.any()):
             raise ValueError(f"`{argument}` should be counts 0, 1, 2, ... Found {_first(units, wrong)}.")
+
+    def _biased(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
+        """Return the input and the bias, and the type of both: half precision cannot count, so the sum is not in it."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return x.to(dtype) + self.bias, torch.promote_types(x.dtype, self.bias.dtype)
 
     def _likely_counts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""Return the counts that are not impossible to rounding: the least, how far above it, and their log-weights.
@@ -365,18 +432,23 @@ def _table_of_log_ways() -> Tensor:
 def _log_ways(counts: Tensor) -> Tensor:
     r"""Return :math:`\sum_{m=1}^n \log(1 - e^{-m})`, which no longer changes after some 40 terms."""
     table = _table_of_log_ways()
-    return table.to(counts)[counts.clamp(max=len(table) - 1).long()]
+    # NaN has an index too, so that it stays in the weights that it is added to.
+    return table.to(counts)[counts.nan_to_num(0.0).clamp(max=len(table) - 1).long()]
 
 
 def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as that of `torch.bernoulli` is."""
-    # Half precision has too few values between 0 and 1 to draw from.
-    dtype = torch.promote_types(mean.dtype, torch.float32)
-    uniform = torch.empty(mean.shape, dtype=dtype, device=mean.device).uniform_(generator=generator)
+    uniform = _uniform(mean, mean.shape, generator)
     if not carries_gradient(mean):
         return uniform.lt_(mean).to(mean.dtype)
     # In the graph, with a derivative of zero: the ceiling of a number in (-1, 1] is 1 if it is positive. -0 + 0 = 0.
     return (torch.ceil(mean - uniform) + 0.0).to(mean.dtype)
+
+
+def _uniform(like: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
+    """Return uniform numbers, at least in float32: half precision has too few between 0 and 1 to draw from."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return torch.empty(shape, dtype=dtype, device=like.device).uniform_(generator=generator)
 
 
 def with_derivative_zero(draw: Tensor, mean: Tensor) -> Tensor:

@@ -5,18 +5,24 @@ The kinds have different derivatives, and two of them the same value.
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args, overload
 
 import torch
 from torch import Tensor
 
 from toolkit.blocks import block, carries_gradient, stop_gradient
-from toolkit.rbm._layers import Layer
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._layers import Layer, Rectified
 
-__all__ = ["STRAIGHT_THROUGH", "UNITS", "Chain", "sampled"]
+__all__ = ["STRAIGHT_THROUGH", "UNITS", "Chain", "Unit", "unit_of"]
 
-Chain: TypeAlias = Literal["sampled", "straight_through", "mean_field"]
+Chain: TypeAlias = Literal["sampled", "straight_through", "mean_field", "concrete", "noisy_rectified"]
+
+# A layer, its input and a generator -> units. All of a chain's steps go through one of these.
+Unit: TypeAlias = Callable[[Layer, Tensor, torch.Generator | None], Tensor]
 
 STRAIGHT_THROUGH = block(
     "rbm.straight_through",
@@ -33,7 +39,7 @@ def sampled(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tenso
 def straight_through(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return the same draw as `sampled`, bit for bit, with the derivative of the mean."""
     sample = layer.sample(x, generator)
-    if layer.n_states is None and layer.more_parameters:  # a Gaussian draw has that derivative already
+    if layer.draws_carry_gradients:  # that of the mean already
         return sample
     mean = layer.mean(x)
     if not carries_gradient(mean):
@@ -46,9 +52,67 @@ def mean_field(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Te
     return layer.mean(x)
 
 
-UNITS: dict[str, Callable[[Layer, Tensor, torch.Generator | None], Tensor]] = {
+def concrete(layer: Layer, x: Tensor, generator: torch.Generator | None, *, temperature: float | None = None) -> Tensor:
+    """Return a relaxed draw, which is a differentiable function of the input.
+
+    Raises:
+        ValueError: If no temperature is given, or units of this kind have no relaxed form.
+    """
+    return layer.relaxed_sample(x, check_temperature("concrete", temperature), generator)
+
+
+def noisy_rectified(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return noisy rectified units in the place of counts, and draws of all other kinds."""
+    return layer.noisy_sample(x, generator) if isinstance(layer, Rectified) else layer.sample(x, generator)
+
+
+UNITS: dict[str, Unit] = {
     "sampled": sampled,
     "straight_through": straight_through,
     "mean_field": mean_field,
+    "concrete": concrete,
+    "noisy_rectified": noisy_rectified,
 }
 assert tuple(UNITS) == get_args(Chain)
+
+
+def unit_of(chain: str, temperature: float | None, joint: Joint) -> Unit:
+    """Return what a unit of a chain passes on.
+
+    Args:
+        chain: The name of its kind.
+        temperature: That of concrete units, None for all others.
+        joint: The machine.
+
+    Raises:
+        ValueError: If the kind is unknown, it needs a temperature and there is none or the other way round, or the
+            machine has no such units.
+    """
+    if chain not in UNITS:
+        raise ValueError(f"`chain` should be one of {', '.join(map(repr, UNITS))}. Found {chain!r}.")
+    temperature = check_temperature(chain, temperature)
+    layers = (joint.visible, joint.hidden)
+    if chain == "noisy_rectified" and not any(isinstance(layer, Rectified) for layer in layers):
+        found = " and ".join(type(layer).__name__ for layer in layers)
+        raise ValueError(f"`chain` 'noisy_rectified' belongs to machines with rectified units. Found {found} ones.")
+    if chain == "concrete":
+        return functools.partial(concrete, temperature=temperature)
+    return UNITS[chain]
+
+
+@overload
+def check_temperature(chain: Literal["concrete"], temperature: float | None) -> float: ...
+
+
+@overload
+def check_temperature(chain: str, temperature: float | None) -> float | None: ...
+
+
+def check_temperature(chain: str, temperature: float | None) -> float | None:
+    """Raise unless there is a temperature where there should be one, and only there; return it."""
+    if chain != "concrete":
+        if temperature is not None:
+            raise ValueError(f"`temperature` belongs to chains of 'concrete' units. Found {chain!r} ones.")
+    elif not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
+        raise ValueError(f"`temperature` should be a positive number for concrete units. Found {temperature!r}.")
+    return temperature
