@@ -51,7 +51,10 @@ def run(configs: tuple[Path, ...], overrides: tuple[str, ...], force: bool, resu
     for config in loaded:
         with Progress(config.name, config.config) as progress:
             try:
-                run_config(config, results, force=force, on_seed=progress.on_seed, on_step=progress.on_step)
+                run_config(
+                    config, results, force=force,
+                    on_seed=progress.on_seed, on_step=progress.on_step, on_method=progress.on_method,
+                )  # fmt: skip
             except RunError as error:
                 _stop(str(error), 1)
     click.echo(f"{len(loaded)} configs in {time.perf_counter() - begin:.0f} s; records in {results}/")

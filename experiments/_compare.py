@@ -16,7 +16,7 @@ from torch import Tensor
 
 from experiments._config import LoadedConfig
 from experiments._results import environment, finished_seeds, results_folder, variant_name, write_record
-from experiments._training import Run, Training, train
+from experiments._training import Run, Training, train, train_methods
 from toolkit import compare, declared_blocks, unblock
 from toolkit.gradients import measure_memory
 
@@ -40,6 +40,7 @@ def run_config(
     force: bool = False,
     on_seed: Callable[[int, bool], None] = lambda seed, skipped: None,
     on_step: Callable[[], None] = lambda: None,
+    on_method: Callable[[str], None] = lambda name: None,
 ) -> Path:
     """Run every seed of a config that has no record yet, and return the folder of the records.
 
@@ -49,6 +50,7 @@ def run_config(
         force: Whether to run finished seeds again.
         on_seed: Called with each seed, and whether its record was there already.
         on_step: Called after each training step of each variant.
+        on_method: Called with the name of each of the other methods before it is trained.
 
     Raises:
         RunError: If two variants differ before any gradient was used.
@@ -59,13 +61,13 @@ def run_config(
     for seed in range(loaded.config.seeds):
         on_seed(seed, seed in done)
         if seed not in done:
-            data, gradients = _run_seed(loaded, seed, on_step)
+            data, gradients = _run_seed(loaded, seed, on_step, on_method)
             write_record(folder, seed, data, gradients)
     return folder
 
 
 def _run_seed(
-    loaded: LoadedConfig, seed: int, on_step: Callable[[], None]
+    loaded: LoadedConfig, seed: int, on_step: Callable[[], None], on_method: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     config = loaded.config
     started = datetime.now(UTC)
@@ -97,7 +99,7 @@ def _run_seed(
             "peak_bytes": memory.peak,
         }
     run = make()
-    objective, sweep = run.objective, run.sweep
+    objective, sweep, methods = run.objective, run.sweep, run.methods
     known = declared_blocks()
     data = {
         "name": loaded.name,
@@ -117,6 +119,9 @@ def _run_seed(
         },
         "events": [event.to_dict() for event in run.events],
         "sweep": None if sweep is None else {"label": sweep.label, "values": list(sweep.values)},
+        "methods": None
+        if methods is None
+        else {"label": methods.label, "steps": list(methods.steps), "trained": train_methods(methods, on_method)},
         "comparison": {"first": first.to_dict(), "last": last.to_dict()},
         "variants": variants,
     }

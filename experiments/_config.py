@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -38,6 +38,8 @@ class ExperimentConfig(BaseModel):
         seeds: How many seeds; they are 0, 1, 2, ...
         steps: Training steps of each run.
         evaluate_every: Steps between two evaluations of the metrics. The first and last step are always evaluated.
+        references: What others have reached by the same measure, and where that is said -> their objective: lines to
+            compare with.
         learning_rate: Step size of the optimiser.
         dtype: Floating-point type of data and parameters.
         device: Where it runs.
@@ -51,6 +53,7 @@ class ExperimentConfig(BaseModel):
     finding: Annotated[str, Field(min_length=1)]
     open: Annotated[list[BlockSet], Field(min_length=1)]
     seeds: Annotated[int, Field(ge=1, le=1000)] = 3
+    references: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     steps: Annotated[int, Field(ge=1)]
     evaluate_every: Annotated[int, Field(ge=1)] = 1
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -146,13 +149,36 @@ class _Places:
     def __post_init__(self) -> None:
         self.overridden: dict[str, str] = {}
 
-    def __call__(self, key: str) -> str:
+    def __call__(self, *location: str | int) -> str:
+        """Return the place of a key, or of one in a table of an array: ``("methods", 1, "name")``, the second table."""
+        key, name = location[0], ".".join(part for part in location if isinstance(part, str))
         if key in self.overridden:
-            return f"--set {self.overridden[key]}"
-        for number, line in enumerate(self.source.splitlines(), 1):
+            return f"--set {self.overridden[str(key)]}" + (f": {name}" if len(location) > 1 else "")
+        first = 0
+        for part in location:
+            line = self._line(first, part) if isinstance(part, str) else self._table(str(key), part)
+            if line is None:
+                break
+            first = line
+        return f"{self.path}:{first}: {name}" if first else f"{self.path}: {name}"
+
+    def _line(self, after: int, key: str) -> int | None:
+        """Return the number of the first line after line `after` that sets a key, in the same table if there is one."""
+        for number, line in enumerate(self.source.splitlines()[after:], after + 1):
             if re.match(rf"\s*{re.escape(key)}\s*=", line):
-                return f"{self.path}:{number}: {key}"
-        return f"{self.path}: {key}"
+                return number
+            if after and line.lstrip().startswith("["):
+                break
+        return None if after else 0
+
+    def _table(self, key: str, index: int) -> int | None:
+        """Return the number of the line at which the table with this index in an array begins."""
+        heads = [
+            number
+            for number, line in enumerate(self.source.splitlines(), 1)
+            if re.match(rf"\s*\[\[\s*{re.escape(key)}\s*\]\]", line)
+        ]
+        return heads[index] if index < len(heads) else None
 
 
 def _read(path: Path) -> str:
@@ -174,17 +200,43 @@ def _toml_value(text: str) -> Any:
 
 
 def _sentence(details: ErrorDetails, where: _Places, config_class: type[ExperimentConfig]) -> str:
-    key = str(details["loc"][0]) if details["loc"] else "config"
+    location, keys = _location(config_class, details["loc"])
+    place = where(*location)
     if details["type"] == "extra_forbidden":
-        return f"{where(key)}: unknown key{_suggest(key, config_class.model_fields)}"
+        return f"{place}: unknown key{_suggest(location[-1], keys)}"
     if details["type"] == "missing":
-        return f"{where.path}: {key}: missing"
+        # A key that is not there has no line, but its table has.
+        return f"{place}: missing" if len(location) > 1 else f"{where.path}: {location[0]}: missing"
     message = details["msg"].removeprefix("Value error, ")
     message = message[0].lower() + message[1:]
     found = details["input"]
+    if isinstance(found, dict):  # a whole table is more than a line
+        return f"{place}: {message}"
     allowed = (details.get("ctx") or {}).get("expected", "")
     hint = _suggest(found, re.findall(r"'([^']*)'", allowed)) if isinstance(found, str) and allowed else ""
-    return f"{where(key)}: {message}, found {found!r}{hint}"
+    return f"{place}: {message}, found {found!r}{hint}"
+
+
+def _location(model: Any, parts: Iterable[str | int]) -> tuple[list[str | int], Collection[str]]:
+    """Return where in the tables of a config something is wrong, and the keys that the innermost table may have.
+
+    What lies within a value, the third item of a list say, is left out: the value is one key of its table.
+    """
+    location: list[str | int] = []
+    keys: Collection[str] = list(model.model_fields)
+    for part in parts:
+        location.append(part)
+        if isinstance(part, str):
+            if part not in keys:
+                break
+            model = model.model_fields[part].annotation
+            (table, *_) = get_args(model) or (None,)
+            if not (isinstance(table, type) and issubclass(table, BaseModel)):
+                break
+        else:
+            (model,) = get_args(model)
+            keys = list(model.model_fields)
+    return location or ["config"], keys
 
 
 def _check_blocks(config: ExperimentConfig, where: _Places) -> None:

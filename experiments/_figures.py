@@ -23,11 +23,13 @@ __all__ = [
     "Arrow",
     "Band",
     "Bar",
+    "Level",
     "Strip",
     "degrees",
     "draw_arrows",
     "draw_bands",
     "draw_bars",
+    "draw_methods",
     "draw_parameters",
     "draw_strips",
     "draw_sweep",
@@ -67,6 +69,15 @@ class Band:
     label: str
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
+    colour: str
+
+
+@dataclass(frozen=True)
+class Level:
+    """One value to compare a curve with, drawn as a line across."""
+
+    label: str
+    value: float
     colour: str
 
 
@@ -140,29 +151,49 @@ def draw_parameters(
         return _svg(figure, key, "Angle and relative length of the open gradient for every parameter")
 
 
-def draw_bands(panels: Sequence[tuple[str, Sequence[Band], float | None]], key: str) -> str:
-    """Draw metrics over training: the mean of the seeds, the range of the seeds shaded, the best value dashed."""
+def draw_bands(panels: Sequence[tuple[str, Sequence[Band], float | None]], levels: Sequence[Level], key: str) -> str:
+    """Draw metrics over training: the mean of the seeds, the range of the seeds shaded, the best value dotted.
+
+    `levels` are drawn on the first panel.
+    """
     with mpl.rc_context(_STYLE):
-        curves = len(panels[0][1]) + (panels[0][2] is not None)
+        curves = len(panels[0][1]) + (panels[0][2] is not None) + len(levels)
         figure = Figure(figsize=(7.2 if len(panels) > 1 else 5.4, 2.6 + 0.2 * curves), layout="constrained")
         for axes, (title, bands, best) in zip(_row(figure, len(panels)), panels, strict=True):
-            for index, band in enumerate(bands):
-                kept = ~np.isnan(band.values).all(axis=0)
-                steps, values = band.steps[kept], band.values[:, kept]
-                # Later lines are dashed, so that one that lies exactly on another is still seen.
-                dashes = (None, None) if index == 0 else (5, 2.5 + index)
-                axes.plot(steps, np.nanmean(values, axis=0), color=band.colour, label=band.label, dashes=dashes)
-                low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-                axes.fill_between(steps, low, high, color=band.colour, alpha=0.15, linewidth=0)
+            _draw_curves(axes, bands)
             if best is not None:
                 axes.axhline(best, color="#555555", linewidth=0.9, linestyle=":", label="best possible")
-            axes.set_title(textwrap.fill(title, 84 // len(panels)))
-            axes.set_xlabel("training step")
-            axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            axes.grid(axis="y", color="#eeeeee")
-            axes.set_axisbelow(True)
+            if axes is figure.axes[0]:
+                _draw_levels(axes, levels)
+            _finish_curves(axes, title, "training step", len(panels))
         figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8)
         return _svg(figure, key, "Metrics over training for every variant")
+
+
+def draw_methods(
+    title: str, label: str, bands: Sequence[Band], levels: Sequence[Level], best: float | None, key: str
+) -> str:
+    """Draw an objective over the steps of several methods; beside it, if the best is known, what is missing to it."""
+    close = best is not None and bool(bands)
+    with mpl.rc_context(_STYLE):
+        curves = len(bands) + len(levels) + (best is not None)
+        figure = Figure(figsize=(7.2, 2.6 + 0.2 * curves), layout="constrained")
+        axes, *others = _row(figure, 1 + close)
+        _draw_curves(axes, bands)
+        if best is not None:
+            axes.axhline(best, color="#555555", linewidth=0.9, linestyle=":", label="best possible")
+        _draw_levels(axes, levels)
+        _finish_curves(axes, title, label, 1 + close)
+        if not bands:
+            axes.set_xticks([])
+            axes.set_xlabel("")
+        for axes in others:
+            assert best is not None
+            _draw_curves(axes, [Band(b.label, b.steps, np.abs(best - b.values), b.colour) for b in bands])
+            _finish_curves(axes, "distance to the best possible", label, 2)
+            axes.set_yscale("log")
+        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8)
+        return _svg(figure, key, "The objective over the steps of other methods")
 
 
 def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]], key: str) -> str:
@@ -250,6 +281,30 @@ def significant(value: float, digits: int) -> str:
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
     text = f"{value:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if decimals else text
+
+
+def _draw_curves(axes: Axes, bands: Sequence[Band]) -> None:
+    for index, band in enumerate(bands):
+        kept = ~np.isnan(band.values).all(axis=0)
+        steps, values = band.steps[kept], band.values[:, kept]
+        # Later lines are dashed, so that one that lies exactly on another is still seen.
+        dashes = (None, None) if index == 0 else (5, 2.5 + index)
+        axes.plot(steps, np.nanmean(values, axis=0), color=band.colour, label=band.label, dashes=dashes)
+        low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
+        axes.fill_between(steps, low, high, color=band.colour, alpha=0.15, linewidth=0)
+
+
+def _draw_levels(axes: Axes, levels: Sequence[Level]) -> None:
+    for index, level in enumerate(levels):
+        axes.axhline(level.value, color=level.colour, linewidth=1, dashes=(2 + index, 2), label=level.label)
+
+
+def _finish_curves(axes: Axes, title: str, label: str, panels: int) -> None:
+    axes.set_title(textwrap.fill(title, 84 // panels))
+    axes.set_xlabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.grid(axis="y", color="#eeeeee")
+    axes.set_axisbelow(True)
 
 
 def _draw_arrow_panel(axes: Axes, title: str, arrows: Sequence[Arrow]) -> None:

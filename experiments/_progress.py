@@ -40,12 +40,18 @@ class Progress:
 
     def on_seed(self, seed: int, skipped: bool) -> None:
         """A seed begins, or is skipped because its record is there."""
-        self._bar.update(self._task, completed=seed * self._steps)
+        self._bar.update(self._task, completed=seed * self._steps, description=self._name)
         if skipped:
             self._bar.update(self._task, completed=(seed + 1) * self._steps)
         if self._plain:
             state = "has a record already" if skipped else "runs"
             self._console.print(f"{self._name}: seed {seed + 1} of {self._config.seeds} {state}", highlight=False)
+
+    def on_method(self, name: str) -> None:
+        """Another method is trained."""
+        self._bar.update(self._task, description=f"{self._name}: {name}")
+        if self._plain:
+            self._console.print(f"{self._name}: {name}", highlight=False)
 
     def on_step(self) -> None:
         """One variant has made one step."""

@@ -23,11 +23,13 @@ from experiments._figures import (
     Arrow,
     Band,
     Bar,
+    Level,
     Strip,
     degrees,
     draw_arrows,
     draw_bands,
     draw_bars,
+    draw_methods,
     draw_parameters,
     draw_strips,
     draw_sweep,
@@ -95,6 +97,16 @@ class SweepView:
 
 
 @dataclass(frozen=True)
+class MethodsView:
+    """What other methods made of the same model: a picture, and a table with a row (method, cells) for each."""
+
+    label: str
+    picture: str
+    heads: list[str]
+    rows: list[tuple[str, list[str]]]
+
+
+@dataclass(frozen=True)
 class ExperimentView:
     """One config, ready for the page."""
 
@@ -112,6 +124,7 @@ class ExperimentView:
     curves: str
     seeds: SeedsView | None
     sweep: SweepView | None
+    methods: MethodsView | None
     costs: str
     config: str
     command: str
@@ -158,9 +171,14 @@ def _view(experiment: ExperimentRecords) -> ExperimentView:
         variants=[_variant(records, name, colours[name]) for name in names],
         arrows=draw_arrows([(title, _arrows(records, when, colours)) for when, title in _MOMENTS], f"{key}-arrows"),
         parameters=_parameters(records, names, colours, f"{key}-parameters"),
-        curves=draw_bands(_curves(records, every, all_colours), f"{key}-curves"),
+        curves=draw_bands(
+            _curves(records, every, all_colours),
+            [] if newest.get("methods") else _references(newest, COLOURS[len(every) :]),
+            f"{key}-curves",
+        ),
         seeds=_seeds(records, every, all_colours, f"{key}-seeds"),
         sweep=_sweep(records, every, all_colours, f"{key}-sweep"),
+        methods=_methods(records, f"{key}-methods"),
         costs=draw_bars(_costs(records, every, all_colours), f"{key}-costs"),
         config=newest["source"].strip(),
         command=_command(experiment.name, newest),
@@ -390,6 +408,44 @@ def _sweep(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
             rows.append((f"{position:g}", _legend(name, names), cells))
     picture = draw_sweep(swept["label"], positions, panels[:_MOST_PANELS], key)
     return SweepView(swept["label"], len(names), picture, [*curves, *(_headline(event) for event in events)], rows)
+
+
+def _references(data: Mapping[str, Any], colours: Sequence[str]) -> list[Level]:
+    known = data["config"].get("references", {})
+    return [Level(name, value, colours[index % len(colours)]) for index, (name, value) in enumerate(known.items())]
+
+
+def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
+    newest = records[-1].data
+    methods = newest.get("methods")
+    if methods is None:
+        return None
+    sign = 1 if newest["objective"]["higher_is_better"] else -1
+    bands, levels, rows = [], [], []
+    others = [metric for metric in next(iter(methods["trained"].values()))["metrics"] if metric != "objective"]
+    for index, name in enumerate(methods["trained"]):
+        colour = COLOURS[1 + index % (len(COLOURS) - 1)]
+        trained = [record.data["methods"]["trained"][name] for record in records]
+        values = np.asarray([method["metrics"]["objective"] for method in trained], dtype=float)
+        best = at = "–"
+        if values.shape[1] > 1:
+            bands.append(Band(name, np.asarray(methods["steps"], dtype=float), values, colour))
+            ranked = np.where(np.isfinite(values), sign * values, -np.inf)
+            best = _range((sign * ranked.max(axis=1)).tolist(), _brief)
+            at = _range([float(methods["steps"][step]) for step in ranked.argmax(axis=1)], "{:.0f}".format)
+        elif np.isfinite(values).any():
+            levels.append(Level(name, float(np.nanmean(values)), colour))
+        ends = [
+            _range([method["metrics"][metric][-1] for method in trained], _brief) for metric in ("objective", *others)
+        ]
+        rows.append((name, [best, at, *ends, _range([method["seconds"] for method in trained], "{:.3g} s".format)]))
+    references = _references(newest, ("#888888",))
+    for level in references:
+        rows.append((level.label, ["–", "–", _brief(level.value), *["–"] * len(others), "–"]))
+    label, objective = methods["label"], newest["objective"]["label"]
+    heads = ["best on the way", f"at {label}", "at the end", *others, "processor time"]
+    picture = draw_methods(objective, label, bands, [*levels, *references], _best(records), key)
+    return MethodsView(label, picture, heads, rows)
 
 
 def _swept(records: Sequence[Record], name: str, count: int) -> dict[str, NDArray[np.float64]]:

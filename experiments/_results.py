@@ -42,6 +42,8 @@ __all__ = [
 ]
 
 SCHEMA = 1
+_WITHOUT_EFFECT = ("seeds", "title", "finding", "references")  # on the record of a seed
+
 BLOCKED = "blocked"
 """The variant with every block in place."""
 
@@ -81,7 +83,7 @@ def results_folder(root: Path, name: str, resolved: Mapping[str, Any]) -> Path:
 
     How many seeds there are does not: adding seeds continues a config.
     """
-    values = {key: value for key, value in resolved.items() if key not in ("seeds", "title", "finding")}
+    values = {key: value for key, value in resolved.items() if key not in _WITHOUT_EFFECT}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
     return root / name / digest
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from experiments._config import ExperimentConfig
 
-__all__ = ["Event", "Objective", "Run", "Sweep", "Training", "train"]
+__all__ = ["Event", "Methods", "Objective", "Run", "Sweep", "Training", "train", "train_methods"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +79,23 @@ class Sweep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Methods:
+    """Other ways to learn the same model from the same data, by which a reader can judge the variants.
+
+    Attributes:
+        label: What a step of theirs is: ``"update"``.
+        steps: The steps at which they are evaluated.
+        train: The name of each -> trains it from its start, and returns its metrics, as those of `Run.evaluate`, at
+            each of `steps`; one number each if only its end is known. It leaves the run alone, and all its randomness
+            comes from the seed.
+    """
+
+    label: str
+    steps: tuple[int, ...]
+    train: Mapping[str, Callable[[], Mapping[str, Sequence[float]]]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One seeded run, ready to train. `run(config, seed)` of an experiment makes a new one for every variant.
 
@@ -98,6 +116,7 @@ class Run:
         after_step: Called after every update with the step's number (from 1): next batch, learning rate.
         events: What may become of a run, to be counted over the seeds.
         sweep: What the run gives for each value of a quantity that it sweeps over, if it does.
+        methods: Other ways to learn the same model, if they are to be shown.
     """
 
     parameters: Mapping[str, Tensor]
@@ -109,6 +128,7 @@ class Run:
     after_step: Callable[[int], None] = field(default=lambda step: None)
     events: Sequence[Event] = ()
     sweep: Sweep | None = None
+    methods: Methods | None = None
 
 
 @dataclass(frozen=True)
@@ -140,6 +160,27 @@ class Training:
             if self.sweep is None
             else {name: [_finite(value) for value in values] for name, values in self.sweep.items()},
         }
+
+
+def train_methods(methods: Methods, on_method: Callable[[str], None] = lambda name: None) -> dict[str, dict[str, Any]]:
+    """Train each of the methods, and return name -> its metrics and the seconds of processor time that it took.
+
+    Raises:
+        ValueError: If a metric does not have a value for every step, or a single one.
+    """
+    trained = {}
+    for name, method in methods.train.items():
+        on_method(name)
+        begin = time.process_time()
+        metrics = {metric: [_finite(float(value)) for value in values] for metric, values in method().items()}
+        seconds = time.process_time() - begin
+        for metric, values in metrics.items():
+            if len(values) not in (1, len(methods.steps)):
+                raise ValueError(
+                    f"{name!r} should have {len(methods.steps)} values of {metric!r}, or 1. Found {len(values)}."
+                )
+        trained[name] = {"metrics": metrics, "seconds": seconds}
+    return trained
 
 
 def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lambda: None) -> Training:

@@ -76,6 +76,31 @@ def test_a_bad_value_is_one_line_with_file_and_key(config, old, new, says):
     assert says in message
 
 
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ("[[parts]]\nsize = 1\n[[parts]]\nsiez = 1\nsize = 2", ":12: parts.siez: unknown key; did you mean 'size'?"),
+        ("[[parts]]\nsize = 1\n[[parts]]\nsize = 0", ":12: parts.size: input should be greater than or equal to 1"),
+        ("[[parts]]\n[[parts]]\nsize = 1", ":9: parts.size: missing"),
+        ("[[parts]]\nsize = 1\n[[parts]]", ":11: parts.size: missing"),
+        ("parts = [3]", ":9: parts: input should be a valid dictionary"),
+        ("parts = [{size = 2}, {sise = 1, size = 1}]", ":9: parts.sise: unknown key; did you mean 'size'?"),
+        ("[references]\na = 'b'", ": references: input should be a valid number, found 'b'"),
+    ],
+    ids=["unknown", "value", "missing in the first", "missing in the last", "no table", "inline", "within a value"],
+)
+def test_a_bad_value_in_a_table_is_one_line_too(config, tables, says):
+    config.write_text(config.read_text() + tables)
+    message = _message(config)
+    assert "\n" not in message
+    assert message.startswith(f"{config}{says}")
+
+
+def test_a_bad_value_in_a_table_of_an_override(config):
+    message = _message(config, "parts=[{size=1}, {}]")
+    assert message == "--set parts=[{size=1}, {}]: parts.size: missing"
+
+
 def test_an_unknown_block_is_named_with_the_nearest_one(config):
     _edited(config, f'"{config.stem}.shift"]', f'"{config.stem}.shfit"]')
     assert f"did you mean '{config.stem}.shift'?" in _message(config)

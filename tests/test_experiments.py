@@ -135,6 +135,41 @@ def test_the_variant_with_the_block_is_plain_training(tmp_path, monkeypatch):
     assert record.data["variants"][BLOCKED]["metrics"]["objective"][-1] == run.evaluate()["objective"]
 
 
+def test_other_methods_are_trained_once_a_seed_and_recorded(tmp_path, monkeypatch):
+    loaded = load_config(toy.install("toy_methods", tmp_path, monkeypatch), ["kind=methods"])
+    told = []
+    run_config(loaded, tmp_path / "results", on_method=told.append)
+    (found,) = read_all(tmp_path / "results")
+    assert told == ["walk <b>on</b>", "jump"] * 2
+    for seed, record in enumerate(found.records):
+        methods = record.data["methods"]
+        assert (methods["label"], methods["steps"]) == ("lap", [0, 5, 10])
+        walk, jump = methods["trained"].values()
+        assert walk["metrics"] == {"objective": [3.0, 1.0 + seed, 2.0], "first weight": [0.5, 0.25, seed / 8]}
+        assert jump["metrics"] == {"objective": [0.5], "first weight": [None]}
+        assert min(walk["seconds"], jump["seconds"]) >= 0
+
+
+def test_a_method_has_a_value_for_every_step_or_one(tmp_path, monkeypatch):
+    loaded = load_config(toy.install("toy_stumbles", tmp_path, monkeypatch), ["kind=stumbles"])
+    with pytest.raises(ValueError, match=r"'stumble' should have 3 values of 'objective', or 1\. Found 2\."):
+        run_config(loaded, tmp_path / "results")
+
+
+def test_a_method_is_told_on_the_way(tmp_path, monkeypatch):
+    path = toy.install("toy_tells", tmp_path, monkeypatch)
+    done = CliRunner().invoke(main, ["run", str(path), "--set", "kind=methods", "--results", str(tmp_path / "results")])
+    assert "toy_tells: seed 2 of 2 runs\ntoy_tells: walk <b>on</b>\ntoy_tells: jump\n" in done.stderr
+
+
+def test_references_are_no_reason_to_run_again(tmp_path, monkeypatch):
+    path = toy.install("toy_refers", tmp_path, monkeypatch)
+    one, two = (
+        run_config(load_config(path, ["seeds=1", *more]), tmp_path) for more in ([], ["references={a=1.0, b=2}"])
+    )
+    assert one == two
+
+
 def test_force_runs_finished_seeds_again(tmp_path, monkeypatch):
     path = toy.install("toy_force", tmp_path, monkeypatch)
     results = tmp_path / "results"

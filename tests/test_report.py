@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from experiments.__main__ import main
 from experiments._compare import run_config
 from experiments._config import load_config
-from experiments._report import _brief, _count, _seeds, _sweep, write_report
+from experiments._report import _brief, _count, _methods, _references, _seeds, _sweep, write_report
 from experiments._results import read_all
 
 ROOT = Path(__file__).parent.parent
@@ -49,6 +49,10 @@ def results(tmp_path_factory):
         run_config(load_config(path.rename(root / "toy_broken.toml"), ["kind=diverges"]), root / "results")
         many = toy.install("toy_swept", root, monkeypatch)
         run_config(load_config(many, ["kind=swept", "seeds=12", "steps=2"]), root / "results")
+        beside = toy.install("toy_beside", root, monkeypatch)
+        run_config(
+            load_config(beside, ["kind=methods", "references={'elsewhere <b>1999</b>' = 0.25}"]), root / "results"
+        )
     for path in CONFIGS:
         run_config(load_config(path, ["steps=2", "seeds=2"]), root / "results")
     return root / "results"
@@ -198,11 +202,47 @@ def test_seeds_and_sweeps_of_open_runs_that_broke_off(results, without):
     assert seeds.rows[0][1][-1].endswith("of 12")
 
 
+def test_other_methods_have_a_row_each(results, page, parsed):
+    records = next(found.records for found in read_all(results) if found.name == "toy_beside")
+    methods = _methods(records, "m")
+    assert methods.heads == ["best on the way", "at lap", "at the end", "first weight", "processor time"]
+    walk, jump, elsewhere = methods.rows
+    # The objective is the better the lower. Seed 0 goes 3, 1, 2, and seed 1 goes 3, 2, 2.
+    assert walk[0] == "walk <b>on</b>"
+    assert walk[1][:4] == ["1.5 (1 … 2)", "5", "2", "0.0625 (0 … 0.125)"]
+    assert walk[1][4].endswith(" s)")
+    assert (jump[0], jump[1][:4]) == ("jump", ["–", "–", "0.5", "–"])
+    assert elsewhere == ("elsewhere <b>1999</b>", ["–", "–", "0.25", "–", "–"])
+    text = page.read_text()
+    assert (
+        text.count("<h3>Other methods</h3>")
+        == sum(
+            "methods" in load_config(path).config.resolved() and bool(load_config(path).config.methods)
+            for path in CONFIGS
+        )
+        + 1
+    )
+    assert "walk &lt;b&gt;on&lt;/b&gt;" in text
+    assert "<b>1999" not in text
+
+
+def test_references_are_lines_of_the_training_where_there_are_no_other_methods(results, tmp_path):
+    found = [experiment for experiment in read_all(results) if experiment.name == "toy_report"]
+    before = write_report(found, tmp_path / "before.html").read_text()
+    for record in found[0].records:
+        record.data["config"]["references"] = {"elsewhere": 0.25}
+    (level,) = _references(found[0].records[-1].data, ["#123456"])
+    assert (level.label, level.value, level.colour) == ("elsewhere", 0.25, "#123456")
+    after = write_report(found, tmp_path / "after.html").read_text()
+    assert "<!-- elsewhere -->" in after
+    assert "<!-- elsewhere -->" not in before
+
+
 def test_records_from_before_there_were_events_are_still_drawn(results, tmp_path):
     found = [experiment for experiment in read_all(results) if experiment.name == "toy_swept"]
     for experiment in found:
         for record in experiment.records:
-            del record.data["events"], record.data["sweep"]
+            del record.data["events"], record.data["sweep"], record.data["methods"], record.data["config"]["references"]
             for variant in record.data["variants"].values():
                 del variant["sweep"]
     text = write_report(found, tmp_path / "old.html").read_text()

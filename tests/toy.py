@@ -17,18 +17,28 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from experiments._config import ExperimentConfig
-from experiments._training import Event, Objective, Run, Sweep
+from experiments._training import Event, Methods, Objective, Run, Sweep
 from toolkit import block, is_blocked, stop_gradient
 
 TARGET = block("{name}.target", "The target is a label: only the prediction moves.")
 SHIFT = block("{name}.shift", "A shift that cancels.")
 
 
+class Part(BaseModel):
+    """A table of its own."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    size: Annotated[int, Field(ge=1)]
+
+
 class Config(ExperimentConfig):
     """Settings of the toy."""
+
+    parts: list[Part] = []
 
     noise: Annotated[float, Field(ge=0)] = 0.1
     kind: str = "fair"
@@ -75,6 +85,17 @@ def run(config, seed):
                 "gap": [float("nan"), weight[1].item(), 0.0],
             }},
         ) if config.kind == "swept" else None,
+        methods=Methods(
+            label="lap",
+            steps=(0, 5, 10),
+            train={{
+                "walk <b>on</b>": lambda: {{
+                    "objective": [3.0, 1.0 + seed, 2.0], "first weight": [0.5, 0.25, seed / 8]
+                }},
+                "jump": lambda: {{"objective": [0.5], "first weight": [float("nan")]}},
+                **({{"stumble": lambda: {{"objective": [1.0, 2.0]}}}} if config.kind == "stumbles" else {{}}),
+            }},
+        ) if config.kind in ("methods", "stumbles") else None,
     )
 '''
 
