@@ -30,7 +30,16 @@ class Progress:
           converged at -1.000000 nats per sample
     """
 
-    def __init__(self, *, verbose: int, interval: int, callback: Callback | None) -> None:
+    def __init__(
+        self,
+        *,
+        verbose: int,
+        interval: int,
+        callback: Callback | None,
+        step: str = "step",
+        measure: str = "nats per sample",
+    ) -> None:
+        self._step, self._measure = step, measure
         self._verbose, self._interval, self._callback = verbose, interval, callback
         self._console: Console | None = None
         self._status: Status | None = None
@@ -71,7 +80,10 @@ class Progress:
             return
         if self._shown != self._shown:
             self._shown = log_likelihood
-        line = f"step {n_iter}: {log_likelihood:.6f} nats per sample, {log_likelihood - self._shown:+.1e}{self._time()}"
+        line = (
+            f"{self._step} {n_iter}: {log_likelihood:.6f} {self._measure}, "
+            f"{log_likelihood - self._shown:+.1e}{self._time()}"
+        )
         if self._status is not None:
             self._status.update(f"{self._what}, {line}")
         elif n_iter and n_iter % self._interval == 0:
@@ -81,7 +93,7 @@ class Progress:
     def end(self, how: str, log_likelihood: float) -> None:
         """Say how it ended."""
         if self._console is not None:
-            self._console.print(f"  {how} at {log_likelihood:.6f} nats per sample{self._time()}")
+            self._console.print(f"  {how} at {log_likelihood:.6f} {self._measure}{self._time()}")
 
     def say(self, what: str) -> None:
         """Say what happened instead."""

@@ -1,0 +1,594 @@
+"""What the estimators share: how a machine is trained, and how a trained one answers.
+
+N rows, D features, H components: hidden units.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Self, TypeAlias, cast, get_args
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils import Tags
+from sklearn.utils.validation import check_is_fitted
+from torch import Tensor
+
+from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, integer, is_chunked, not_negative
+from toolkit._progress import Progress
+from toolkit.blocks import no_graph
+from toolkit.rbm._enumeration import ENUMERABLE_UNITS
+from toolkit.rbm._fused import FusedTrainer
+from toolkit.rbm._model import RBM, HiddenUnits, VisibleUnits
+from toolkit.rbm.annealing import ais
+from toolkit.rbm.estimators._rows import Epoch, Rows, read_rows
+from toolkit.rbm.estimators._trainer import Method, Options, Trainer, trainer_of
+from toolkit.rbm.training import DivergenceError, linear_decay, train
+
+__all__ = ["BaseRBM", "Callback", "Schedule"]
+
+Schedule: TypeAlias = Literal["constant", "linear"]
+Callback: TypeAlias = Callable[[int, RBM], None]
+
+# Units of the smaller layer up to which `sample` enumerates their states.
+_TABLED_UNITS = 20
+
+# Chains and temperatures of an estimate of log Z.
+_ANNEALED = 500, 1000
+
+# Softplus functions of the rows that show how training gets on.
+_SHOWN = 2**24
+
+
+@dataclass(frozen=True)
+class _Training:
+    rbm: RBM
+    trainer: Trainer
+    options: Options
+
+
+class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
+    """A restricted Boltzmann machine with scikit-learn's interface.
+
+    Public attributes are what answers are made of: a user may set them. A subclass says what its visible units are, and
+    in which coordinates the machine sees the data.
+    """
+
+    n_components: int
+    learning_rate: float
+    batch_size: int
+    n_iter: int
+    verbose: int
+    random_state: RandomState
+    method: Method
+    gibbs_steps: int
+    n_chains: int | None
+    n_temperatures: int
+    fast_rate: float | None
+    offset_rate: float | None
+    weight_decay: float
+    schedule: Schedule
+    average_from: float | None
+    checkpoint: str | os.PathLike[str] | None
+    callback: Callback | None
+
+    components_: Array
+    intercept_hidden_: Array
+    intercept_visible_: Array
+
+    _visible_units: ClassVar[VisibleUnits]
+
+    # --- hooks ---
+
+    @property
+    def _hidden_units(self) -> HiddenUnits:
+        return "bernoulli"
+
+    def _check_values(self, block: Tensor) -> None:
+        """Raise a ValueError for data that such units cannot be trained on."""
+
+    def _check_more(self) -> None:
+        """Raise a ValueError for the first parameter of the subclass that is out of range."""
+
+    def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
+        """Learn the coordinates; return the visible parameters at which training starts, float64."""
+        raise NotImplementedError
+
+    def _to_machine(self, block: Tensor) -> Tensor:
+        """Return rows in the coordinates of the machine."""
+        raise NotImplementedError
+
+    def _to_training(self, block: Tensor) -> Tensor:
+        """Return rows that were checked in the coordinates of the machine, as it is trained on them."""
+        return self._to_machine(block)
+
+    def _from_machine(self, visible: Tensor) -> Tensor:
+        """Return visible units of the machine as rows."""
+        return visible
+
+    def _after_step(self, rbm: RBM) -> None:
+        """Bring the parameters back to where they may be."""
+
+    def _load(self, rbm: RBM) -> None:
+        """Give a machine the parameters that the public attributes say."""
+        rbm.weights.copy_(_tensor(self.components_).mT)
+        rbm.hidden_bias.copy_(_tensor(self.intercept_hidden_))
+        rbm.visible_bias.copy_(_tensor(self.intercept_visible_))
+
+    def _publish(self, rbm: RBM, form: Form) -> None:
+        """Set the public attributes from the parameters of a machine."""
+        self.components_ = form.give(rbm.weights.mT)
+        self.intercept_hidden_ = form.give(rbm.hidden_bias)
+        self.intercept_visible_ = form.give(rbm.visible_bias)
+
+    # --- training ---
+
+    @no_graph()
+    def fit(self, X: object, y: object = None) -> Self:
+        """Train a new machine.
+
+        Args:
+            X: (N, D): an array, a tensor, a sparse matrix, or chunks of rows that can be read again for each epoch: a
+                list, a data loader, or a function that returns an iterator. One chunk is held at a time, and of a
+                sparse matrix one dense block of a few megabytes; so is it with a large memory-mapped array.
+            y: Ignored.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            TypeError: If `X` is complex, a sparse tensor, or chunks that can be read only once.
+            ValueError: If a parameter is out of range, or `X` is empty, has another shape, is not finite, or has values
+                that the visible units do not take.
+            DivergenceError: If the parameters became infinite.
+        """
+        self._check_parameters()
+        generator = generator_of(self.random_state)
+        rows, form = read_rows(self, X, reset=True, check=self._check_values)
+        self._forget()
+        self._generator, self._form, self._n_batches = generator, form, 0
+        rbm = self._new_machine(rows)
+        trainer = self._trainer_for(rbm, int(self.batch_size))
+        with Progress(
+            verbose=int(self.verbose), interval=1, callback=None, step="epoch", measure=self._measure
+        ) as progress:
+            shown = self._shown_rows(rows, rbm) if self.verbose else None
+            progress.begin(f"{type(self).__name__}: {rows.n_rows} rows, {int(self.n_iter)} epochs")
+            n_batches = math.ceil(rows.n_rows / int(self.batch_size))
+
+            def after(update: int, _: int) -> None:
+                self._after_step(rbm)
+                if update % n_batches:
+                    return
+                if shown is not None:
+                    progress(update // n_batches, self._show(rbm, shown))
+                if self.callback is not None:
+                    self.callback(update // n_batches, rbm)
+
+            if self.n_iter:
+                rate = float(self.learning_rate)
+                train(
+                    cast(FusedTrainer, trainer),
+                    Epoch(rows, generator, int(self.batch_size), self._to_training),
+                    epochs=int(self.n_iter),
+                    learning_rate=linear_decay(rate) if self.schedule == "linear" else rate,
+                    generator=generator,
+                    n_rows=rows.n_rows,
+                    average_from=None if self.average_from is None else float(self.average_from),
+                    checkpoint=self.checkpoint,
+                    callback=after,
+                )
+        self.n_iter_ = int(self.n_iter)
+        self._set(rbm, trainer)
+        return self
+
+    @no_graph()
+    def partial_fit(self, X: object, y: object = None) -> Self:
+        """Take one step of training with a batch of any size, whose gradient is the mean over its rows.
+
+        The first batch also sets where training starts, unless `fit` came before: then it goes on from there, with its
+        chains. The learning rate is constant.
+
+        Args:
+            X: (B, D), as in `fit`, or chunks, each of which is a batch; these may be an iterator.
+            y: Ignored.
+
+        Returns:
+            The estimator.
+
+        Raises:
+            TypeError: If `X` is complex or a sparse tensor.
+            ValueError: As `fit`.
+            DivergenceError: If the parameters became infinite.
+        """
+        if is_chunked(X):
+            for chunk in cast("Iterable[Any]", X() if callable(X) else X):
+                self.partial_fit(chunk[0] if isinstance(chunk, list | tuple) else chunk)
+            return self
+        self._check_parameters()
+        first = not hasattr(self, "components_")
+        rows, form = read_rows(self, X, reset=first, check=self._check_values)
+        if first:
+            self._forget()
+            self._generator, self._form, self._n_batches = generator_of(self.random_state), form, 0
+            rbm = self._new_machine(rows)
+            self.n_iter_ = 0
+        else:
+            rbm = self._machine()
+        trainer = self._trainer_for(rbm, max(int(self.batch_size), rows.n_rows))
+        batch = torch.cat([self._to_training(block.to(rbm.weights.device)) for block in rows.blocks()])
+        trainer.step(batch, learning_rate=float(self.learning_rate))
+        self._after_step(rbm)
+        name = next((name for name, parameter in rbm.named_parameters() if not bool(parameter.isfinite().all())), None)
+        if name is not None:
+            del self._training
+            raise DivergenceError(
+                f"Training diverged: `{name}` is not finite after this batch; the attributes are those before it. "
+                "Lower the learning rate.",
+                update=self._n_batches + 1,
+                last_good=self._n_batches,
+                name=name,
+            )
+        self._n_batches += 1
+        self._set(rbm, trainer)
+        return self
+
+    def _new_machine(self, rows: Rows) -> RBM:
+        """Return the machine at which training starts."""
+        form = self._form
+        visible = self._set_coordinates(rows, form)
+        rbm = RBM(
+            len(visible["visible_bias"]),
+            int(self.n_components),
+            visible=self._visible_units,
+            hidden=self._hidden_units,
+            generator=self._generator,
+            device=form.device,
+            dtype=form.dtype,
+        )
+        if self._visible_units == "bernoulli":
+            self._reference = visible["visible_bias"].cpu()
+        for name, value in visible.items():
+            getattr(rbm, name).copy_(value)
+        return rbm
+
+    def _machine(self) -> RBM:
+        """Return the machine in its coordinates, with the parameters that the public attributes say."""
+        n_hidden, n_visible = self.components_.shape
+        last, form = self._last(), self._answer_form
+        if last is not None and last.rbm.weights.shape == (n_visible, n_hidden):
+            rbm = last.rbm
+        else:
+            rbm = RBM(
+                n_visible,
+                n_hidden,
+                visible=self._visible_units,
+                hidden=self._hidden_units,
+                generator=torch.Generator(),
+                device=form.device,
+                dtype=form.dtype,
+            )
+        self._load(rbm)
+        return rbm
+
+    def _trainer_for(self, rbm: RBM, batch_size: int) -> Trainer:
+        """Return what trains a machine, which goes on from where the last one was left."""
+        options = Options(
+            method=self.method,
+            steps=int(self.gibbs_steps),
+            n_chains=int(self.batch_size if self.n_chains is None else self.n_chains),
+            n_temperatures=int(self.n_temperatures),
+            fast_rate=float(self.learning_rate if self.fast_rate is None else self.fast_rate),
+            offset_rate=None if self.offset_rate is None else float(self.offset_rate),
+            weight_decay=float(self.weight_decay),
+        )
+        last = self._last()
+        if last is not None and last.options == options and last.rbm is rbm and last.trainer.batch_size >= batch_size:
+            return last.trainer
+        trainer = trainer_of(rbm, options, batch_size=batch_size, generator=self._draws(rbm.weights.device))
+        before = (last.options, last.trainer.state_dict()) if last else getattr(self, "_resume", None)
+        if before is not None and before[0] == options:
+            trainer.load_state_dict(before[1])
+        self._training = _Training(rbm, trainer, options)
+        return trainer
+
+    def _last(self) -> _Training | None:
+        """Return the training that `partial_fit` goes on with, if it is still in memory."""
+        return getattr(self, "_training", None)
+
+    def _set(self, rbm: RBM, trainer: Trainer) -> None:
+        """Set the public attributes."""
+        self._publish(rbm, self._form)
+        if trainer.chains is not None:
+            chains = trainer.chains
+            self.h_samples_ = self._form.give(chains[-1] if chains.ndim == 3 else chains)
+
+    def _forget(self) -> None:
+        for name in ("_training", "_resume", "_reference", "_log_partition", "h_samples_"):
+            if hasattr(self, name):
+                delattr(self, name)
+
+    def _draws(self, device: torch.device) -> torch.Generator:
+        """Return a generator on a device: the estimator's own, or one that it seeds."""
+        own = self._own_generator()
+        if own.device == device:
+            return own
+        key = str(device)
+        others: dict[str, torch.Generator] = self.__dict__.setdefault("_generators", {})
+        if key not in others:
+            seed = int(torch.randint(2**31 - 1, (), generator=own, device=own.device))
+            others[key] = torch.Generator(device).manual_seed(seed)
+        return others[key]
+
+    def _own_generator(self) -> torch.Generator:
+        if not hasattr(self, "_generator"):
+            self._generator = generator_of(self.random_state)
+        return self._generator
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what is written: of training what is needed to go on from it."""
+        state = dict(super().__getstate__())
+        training: _Training | None = state.pop("_training", None)
+        if training is not None:
+            state["_resume"] = training.options, training.trainer.state_dict()
+        return state
+
+    # --- answers ---
+
+    @property
+    def rbm_(self) -> RBM:
+        """The trained machine as a module for rows in the data's own units, a copy."""
+        check_is_fitted(self, "components_")
+        with no_graph():
+            return self._machine_of_rows()
+
+    def _machine_of_rows(self) -> RBM:
+        raise NotImplementedError
+
+    @property
+    def _answer_form(self) -> Form:
+        """The form of attributes and draws: that of the first rows."""
+        form: Form | None = getattr(self, "_form", None)
+        return Form.of(self.components_) if form is None else form
+
+    @property
+    def _n_features_out(self) -> int:
+        return len(self.components_)
+
+    @no_graph()
+    def transform(self, X: object) -> Array:
+        """Return the means of the hidden units given the data.
+
+        Args:
+            X: (N, D), as in `fit`; any finite values will do.
+
+        Returns:
+            (N, H).
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: If `X` does not have the features that were fitted, or is not finite.
+        """
+        return self._answer(X, lambda rbm, visible: rbm.hidden_mean(visible))
+
+    @no_graph()
+    def reconstruct(self, X: object) -> Array:
+        """Return the means of the visible units, given the means of the hidden units, given the data.
+
+        Args:
+            X: (N, D), as in `transform`.
+
+        Returns:
+            (N, D), in the units of the data.
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: If `X` does not have the features that were fitted, or is not finite.
+        """
+        return self._answer(X, lambda rbm, v: self._from_machine(rbm.visible_mean(rbm.hidden_mean(v))))
+
+    @no_graph()
+    def gibbs(self, X: object) -> Array:
+        """Take one Gibbs step from the data: draw the hidden units, and then the visible ones.
+
+        Each call goes on drawing from `random_state`.
+
+        Args:
+            X: (N, D), as in `transform`.
+
+        Returns:
+            (N, D), in the units of the data.
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: If `X` does not have the features that were fitted, or is not finite.
+        """
+
+        def step(rbm: RBM, visible: Tensor) -> Tensor:
+            draws = self._draws(visible.device)
+            hidden = rbm.sample_hidden(visible, generator=draws)
+            return self._from_machine(rbm.sample_visible(hidden, generator=draws))
+
+        return self._answer(X, step)
+
+    @no_graph()
+    def sample(self, n_samples: int = 1, *, steps: int = 1000) -> Array:
+        """Draw from the model.
+
+        With at most 20 zeros and ones in one of the layers exactly, from all their states. Else by Gibbs chains, which
+        start where those of training ended: if the model has modes far from each other, they may stay where they are.
+
+        Args:
+            n_samples: N.
+            steps: Gibbs steps of the chains.
+
+        Returns:
+            (N, D), in the units of the data.
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: If `n_samples` or `steps` is not a positive integer.
+        """
+        check_is_fitted(self, "components_")
+        n_samples, steps = integer("n_samples", n_samples, 1), integer("steps", steps, 1)
+        rbm = self._machine()
+        draws = self._draws(rbm.weights.device)
+        if _fewest_states(rbm) <= 2**_TABLED_UNITS:
+            visible, _ = rbm.sample_exactly(n_samples, generator=draws)
+        else:
+            chains = getattr(self, "h_samples_", None)
+            hidden = rbm.hidden_bias.new_zeros(1, rbm.n_hidden) if chains is None else _tensor(chains).to(rbm.weights)
+            hidden = hidden[torch.randint(len(hidden), (n_samples,), generator=draws, device=draws.device)]
+            visible = rbm.sample_visible(hidden, generator=draws)
+            for _ in range(steps):
+                visible = rbm.sample_visible(rbm.sample_hidden(visible, generator=draws), generator=draws)
+        return self._answer_form.give(self._from_machine(visible))
+
+    def _volume(self) -> float:
+        """Return how much larger a log-density is in the coordinates of the machine, nats."""
+        return 0.0
+
+    @property
+    def log_partition_(self) -> float:
+        """Log Z of the machine in its coordinates, nats, as `log_likelihood` has it."""
+        check_is_fitted(self, "components_")
+        with no_graph():
+            rbm = copy.deepcopy(self._machine()).double()
+            key = tuple(float(f) for p in rbm.parameters() for f in (p.sum(), p.square().sum()))
+            known: tuple[tuple[float, ...], float] | None = getattr(self, "_log_partition", None)
+            if known is None or known[0] != key:
+                known = self._log_partition = key, self._find_log_partition(rbm)
+        return known[1]
+
+    def _find_log_partition(self, rbm: RBM) -> float:
+        if _fewest_states(rbm) <= 2**ENUMERABLE_UNITS:
+            return float(rbm.log_partition())
+        reference = getattr(self, "_reference", None)
+        return ais(
+            rbm,
+            chains=_ANNEALED[0],
+            inverse_temperatures=_ANNEALED[1],
+            reference=None if reference is None else reference.to(rbm.weights),
+            # Not the estimator's own: a score is the same each time.
+            generator=torch.Generator(rbm.weights.device).manual_seed(0),
+        ).estimate
+
+    @no_graph()
+    def log_likelihood(self, X: object) -> Array:
+        """Return the log-likelihood of each row, exactly where a layer can be enumerated.
+
+        Where both layers have more than 2^25 states, log Z is estimated by annealed importance sampling with 500 chains
+        and 1000 temperatures. In expectation the likelihood is then too high; `toolkit.rbm.sandwich` of `rbm_` says by
+        how much it may be.
+
+        Args:
+            X: (N, D), as in `transform`.
+
+        Returns:
+            (N,), nats; of real numbers the log-density in the units of the data.
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: If `X` does not have the features that were fitted, or is not finite.
+        """
+        check_is_fitted(self, "components_")
+        log_partition, volume = self.log_partition_, self._volume()
+        return self._answer(X, lambda rbm, visible: -rbm.free_energy(visible) - log_partition - volume, precise=True)
+
+    def score_samples(self, X: object) -> Array:
+        """Return a score of each row, (N,), nats."""
+        raise NotImplementedError
+
+    def score(self, X: object, y: object = None) -> float:
+        """Return the mean of `score_samples`, in nats.
+
+        Args:
+            X: (N, D), as in `transform`.
+            y: Ignored.
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: As `score_samples`.
+        """
+        return float(self.score_samples(X).mean())
+
+    def _answer(self, x: object, function: Callable[[RBM, Tensor], Tensor], *, precise: bool = False) -> Array:
+        """Return what a function of the machine says of each row, block by block, in the form of the rows."""
+        check_is_fitted(self, "components_")
+        rows, form = read_rows(self, x, reset=False)
+        rbm = self._machine()
+        dtype = torch.float64 if precise else rbm.weights.dtype
+        if (rbm.weights.device, rbm.weights.dtype) != (form.device, dtype):
+            rbm = copy.deepcopy(rbm).to(form.device, dtype)
+        answers = [function(rbm, self._to_machine(block).to(rbm.weights.dtype)) for block in rows.blocks()]
+        return form.give(torch.cat(answers))
+
+    # --- progress ---
+
+    _measure: ClassVar[str] = "nats per sample"
+
+    def _shown_rows(self, rows: Rows, rbm: RBM) -> Tensor:
+        """Return the rows that show how training gets on: few, so that looking takes little time."""
+        count = min(rows.n_rows, max(_SHOWN // rbm.weights.numel(), 16))
+        kept: list[Tensor] = []
+        blocks: Iterator[Tensor] = rows.blocks()
+        while (missing := count - sum(map(len, kept))) > 0:
+            kept.append(next(blocks)[:missing].clone())
+        return self._to_machine(torch.cat(kept)).to(rbm.weights.dtype)
+
+    def _show(self, rbm: RBM, visible: Tensor) -> float:
+        raise NotImplementedError
+
+    # --- parameters ---
+
+    def _check_parameters(self) -> None:
+        """Raise a ValueError for the first parameter that is out of range."""
+        for name, least in (
+            ("n_components", 1),
+            ("batch_size", 1),
+            ("n_iter", 0),
+            ("gibbs_steps", 1),
+            ("n_temperatures", 2),
+        ):
+            integer(name, getattr(self, name), least)
+        if self.n_chains is not None:
+            integer("n_chains", self.n_chains, 1)
+        integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
+        not_negative("weight_decay", self.weight_decay)
+        for name in ("learning_rate", "fast_rate"):
+            rate = getattr(self, name)
+            if name == "fast_rate" and rate is None:
+                continue
+            if not_negative(name, rate) == 0:
+                raise ValueError(f"`{name}` should be positive. Found {rate!r}.")
+        rate = self.offset_rate
+        if rate is not None and not 0 < not_negative("offset_rate", rate) <= 1:
+            raise ValueError(f"`offset_rate` should be above 0 and at most 1, or None. Found {rate!r}.")
+        part = self.average_from
+        if part is not None and not not_negative("average_from", part) < 1:
+            raise ValueError(f"`average_from` should be from 0 and below 1, or None. Found {part!r}.")
+        for name, choices in (("method", get_args(Method)), ("schedule", get_args(Schedule))):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"`{name}` should be one of {', '.join(choices)}. Found {getattr(self, name)!r}.")
+        self._check_more()
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+
+def _fewest_states(rbm: RBM) -> float:
+    """Return how many states the layer has that has fewer."""
+    counts = (rbm.joint.hidden.n_states, rbm.joint.visible.n_states)
+    return min(math.inf if count is None else count for count in counts)
+
+
+def _tensor(attribute: object) -> Tensor:
+    return attribute if isinstance(attribute, Tensor) else from_numpy(np.asarray(attribute))

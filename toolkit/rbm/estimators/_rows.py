@@ -1,0 +1,236 @@
+"""Rows that a user hands in, wherever they are: an array, a tensor, a sparse matrix, a file, chunks.
+
+They are given back as dense blocks, in order or in a random one, and only one block or chunk is held at a time. What is
+read keeps its type: images of bytes are not made eight times as large.
+
+N rows, D features, B rows of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import Tensor
+
+from toolkit._data import Form, from_numpy, give_back_pages, is_chunked
+
+if TYPE_CHECKING:
+    from sklearn.base import BaseEstimator
+
+__all__ = ["Epoch", "Rows", "read_rows"]
+
+# Bytes of a dense block, as float64.
+_BLOCK_BYTES = 2**22
+
+# Bytes of a memory-mapped array up to which it is read as any other.
+_MAPPED = 2**26
+
+# Types of arrays that tensors have too; others become float64.
+_KEPT = "?bBhilqfd"
+
+Check = Callable[[Any], None]
+
+
+class Rows(Protocol):
+    """Rows that can be read again and again."""
+
+    @property
+    def n_rows(self) -> int:
+        """N."""
+
+    def blocks(self) -> Iterator[Tensor]:
+        """Yield all rows in order, in blocks (B, D)."""
+
+    def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
+        """Yield all rows in a random order, in blocks of whole batches but for the last one of a chunk."""
+
+
+@dataclass(frozen=True)
+class _Dense:
+    x: Tensor
+
+    @property
+    def n_rows(self) -> int:
+        return len(self.x)
+
+    def blocks(self) -> Iterator[Tensor]:
+        yield from self.x.split(_block_length(self.x.shape[1], 1))
+
+    def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
+        for where in _parts(self.n_rows, self.x.shape[1], generator, batch_size):
+            yield self.x[where.to(self.x.device)]
+
+
+@dataclass(frozen=True)
+class _Sparse:
+    x: sparse.csr_matrix
+
+    @property
+    def n_rows(self) -> int:
+        return int(self.x.shape[0])
+
+    def blocks(self) -> Iterator[Tensor]:
+        length = _block_length(self.x.shape[1], 1)
+        for first in range(0, self.n_rows, length):
+            yield from_numpy(self.x[first : first + length].toarray())
+
+    def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
+        for where in _parts(self.n_rows, self.x.shape[1], generator, batch_size):
+            yield from_numpy(self.x[where.numpy()].toarray())
+
+
+@dataclass(frozen=True)
+class _Chunked:
+    again: Callable[[torch.Generator | None], Iterator[Rows]]
+    n_rows: int
+
+    def blocks(self) -> Iterator[Tensor]:
+        for chunk in self.again(None):
+            yield from chunk.blocks()
+
+    def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
+        for chunk in self.again(generator):
+            yield from chunk.shuffled(generator, batch_size)
+
+
+def read_rows(
+    estimator: BaseEstimator, x: object, *, reset: bool, check: Check = lambda block: None, least: int = 1
+) -> tuple[Rows, Form]:
+    """Return rows, looked at once, and the form of an answer.
+
+    Args:
+        estimator: Learns the number and the names of the features, or is asked for them.
+        x: (N, D): a tensor, an array, a sparse matrix, or what scikit-learn reads as one; or chunks that can be read
+            again: matrices, or pairs and lists that begin with one, such as a data loader's batches.
+        reset: Whether to learn the features.
+        check: Raises an error for values that the estimator cannot take; called with tensors.
+        least: The fewest rows.
+
+    Raises:
+        TypeError: If rows are complex, a sparse tensor, or chunks that can be read only once.
+        ValueError: If there are too few rows, they have another shape, other features, or values that are not finite
+            or that `check` refuses.
+    """
+    if isinstance(x, np.memmap) and x.ndim == 2 and x.nbytes > _MAPPED:
+        return _read_chunks(estimator, _pieces_of_file(x), reset=reset, check=check, least=least)
+    if is_chunked(x):
+        if hasattr(x, "__next__"):
+            raise TypeError(
+                "`X` should be chunks that can be read again for each epoch: a list, a DataLoader, or a function that "
+                f"returns a new iterator. Found {type(x).__name__}."
+            )
+        source = x if callable(x) else lambda: iter(cast("Iterable[object]", x))
+        return _read_chunks(estimator, lambda _: source(), reset=reset, check=check, least=least)
+    return _read_matrix(estimator, x, reset=reset, check=check, least=least)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Rows in a new random order each time they are read, in the coordinates of a machine.
+
+    Attributes:
+        rows: The rows.
+        generator: Chooses the order.
+        batch_size: Rows of a batch.
+        to_machine: What makes a block of rows one of visible units.
+    """
+
+    rows: Rows
+    generator: torch.Generator
+    batch_size: int
+    to_machine: Callable[[Tensor], Tensor]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield blocks (B, D)."""
+        return map(self.to_machine, self.rows.shuffled(self.generator, self.batch_size))
+
+
+def _read_matrix(
+    estimator: BaseEstimator, x: object, *, reset: bool, check: Check, least: int
+) -> tuple[_Dense | _Sparse, Form]:
+    from sklearn.utils.validation import validate_data
+
+    rows: _Dense | _Sparse
+    if isinstance(x, Tensor):
+        if x.layout is not torch.strided or x.is_complex():
+            raise TypeError(f"`X` should be a dense tensor of real numbers. Found {x.layout}, {x.dtype}.")
+        if x.ndim != 2 or len(x) < least or x.shape[1] == 0:
+            raise ValueError(f"`X` should have shape (N, D), at least ({least}, 1). Found {tuple(x.shape)}.")
+        validate_data(estimator, x, reset=reset, skip_check_array=True)
+        rows = _Dense(x)
+        for block in rows.blocks() if x.is_floating_point() else ():
+            if not bool(block.isfinite().all()):
+                found = block[~block.isfinite()][0]
+                raise ValueError(f"`X` should be finite. Found {float(found)}.")
+        form = Form.of(x)
+    else:
+        array = validate_data(estimator, x, reset=reset, accept_sparse="csr", dtype="numeric", ensure_min_samples=least)
+        form = Form.of(array)
+        if array.dtype.char not in _KEPT:
+            array = array.astype(np.float64)
+        rows = _Sparse(array) if sparse.issparse(array) else _Dense(from_numpy(array))
+    if isinstance(rows, _Sparse):
+        # What is not stored is 0.
+        check(from_numpy(np.append(rows.x.data, rows.x.data.dtype.type(0))))
+    else:
+        for block in rows.blocks():
+            check(block)
+    return rows, form
+
+
+def _read_chunks(
+    estimator: BaseEstimator,
+    source: Callable[[torch.Generator | None], Iterator[object]],
+    *,
+    reset: bool,
+    check: Check,
+    least: int,
+) -> tuple[_Chunked, Form]:
+    form: Form | None = None
+    learn = reset
+
+    def again(generator: torch.Generator | None) -> Iterator[Rows]:
+        nonlocal form, learn
+        for piece in source(generator):
+            matrix: Any = piece[0] if isinstance(piece, list | tuple) else piece
+            if hasattr(matrix, "__len__") and not sparse.issparse(matrix) and len(matrix) == 0:
+                continue
+            rows, found = _read_matrix(estimator, matrix, reset=learn, check=check, least=1)
+            form, learn = form or found, False
+            yield rows
+
+    n_rows = sum(chunk.n_rows for chunk in again(None))
+    if n_rows < least or form is None:
+        raise ValueError(f"`X` should have at least {least} row{'s' * (least > 1)}. Found {n_rows} in all chunks.")
+    return _Chunked(again, n_rows), form
+
+
+def _pieces_of_file(array: np.memmap[Any, Any]) -> Callable[[torch.Generator | None], Iterator[object]]:
+    """Return what yields copies of parts of a file, and gives its pages back, which would otherwise fill the memory."""
+    step = max(1, _BLOCK_BYTES // max(1, array[:1].nbytes))
+
+    def pieces(generator: torch.Generator | None) -> Iterator[object]:
+        starts = torch.arange(0, len(array), step)
+        if generator is not None:
+            starts = starts[torch.randperm(len(starts), generator=generator, device=generator.device).cpu()]
+        for first in starts.tolist():
+            yield np.array(array[first : first + step])
+            give_back_pages(array)
+
+    return pieces
+
+
+def _block_length(n_features: int, multiple: int) -> int:
+    """Return how many rows make a dense block: a multiple of a batch."""
+    return max(_BLOCK_BYTES // (8 * n_features * multiple), 1) * multiple
+
+
+def _parts(n_rows: int, n_features: int, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
+    """Yield which rows, in a random order, make each block."""
+    order = torch.randperm(n_rows, generator=generator, device=generator.device).cpu()
+    yield from order.split(_block_length(n_features, batch_size))

@@ -1,0 +1,133 @@
+"""What takes the steps of training, by the name of the method.
+
+H hidden units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.rbm._centering import Offsets, centered_gradient, centering_offsets
+from toolkit.rbm._divergence import likelihood_gradient
+from toolkit.rbm._fused import FusedTrainer
+from toolkit.rbm._model import RBM
+
+__all__ = ["ExactTrainer", "Method", "Options", "Trainer", "trainer_of"]
+
+Method: TypeAlias = Literal["pcd", "cd", "fpcd", "tempering", "exact"]
+
+
+class Trainer(Protocol):
+    """What the estimators ask of a trainer."""
+
+    batch_size: int
+
+    @property
+    def chains(self) -> Tensor | None:
+        """(M, H) or (T, M, H), or None."""
+
+    def step(self, data: Tensor, *, learning_rate: float) -> None:
+        """Update the parameters."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the next steps depend on."""
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+
+
+class ExactTrainer:
+    """Gradient descent on the exact negative log-likelihood of each batch: the smaller layer is enumerated.
+
+    Args:
+        rbm: The machine.
+        batch_size: The most rows of a batch.
+        offset_rate: As of `FusedTrainer`.
+        weight_decay: As of `FusedTrainer`.
+    """
+
+    def __init__(self, rbm: RBM, *, batch_size: int, offset_rate: float | None, weight_decay: float) -> None:
+        self.rbm, self.batch_size, self.group, self.generator = rbm, batch_size, None, None
+        self.offset_rate, self.weight_decay = offset_rate, weight_decay
+        self._offsets: Offsets | None = None
+
+    @property
+    def chains(self) -> None:
+        """None."""
+        return
+
+    def step(self, data: Tensor, *, learning_rate: float) -> None:
+        """Update the parameters.
+
+        Args:
+            data: (N, V).
+            learning_rate: The step size.
+
+        Raises:
+            ValueError: If both layers are too large to enumerate.
+        """
+        data = data.to(self.rbm.weights.dtype)
+        with no_graph():
+            gradient = likelihood_gradient(self.rbm, data)
+            decay = {"weights": self.weight_decay * self.rbm.weights}
+            if self.offset_rate is not None:
+                self._offsets = centering_offsets(self.rbm, data, previous=self._offsets, rate=self.offset_rate)
+                gradient = centered_gradient(gradient, self._offsets)
+                # Decay in the coordinates of the update moves the biases as well.
+                decay["visible_bias"] = -decay["weights"] @ self._offsets.hidden
+                decay["hidden_bias"] = -decay["weights"].mT @ self._offsets.visible
+            for name, parameter in self.rbm.named_parameters():
+                parameter.sub_(learning_rate * (gradient[name] + decay.get(name, 0.0)))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what the next steps depend on."""
+        if self._offsets is None:
+            return {}
+        return {"visible_offset": self._offsets.visible.clone(), "hidden_offset": self._offsets.hidden.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from there."""
+        if state:
+            self._offsets = Offsets(state["visible_offset"], state["hidden_offset"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What decides how a machine is trained, but for the learning rate. See `FusedTrainer`."""
+
+    method: Method
+    steps: int
+    n_chains: int
+    n_temperatures: int
+    fast_rate: float
+    offset_rate: float | None
+    weight_decay: float
+
+
+def trainer_of(rbm: RBM, options: Options, *, batch_size: int, generator: torch.Generator) -> Trainer:
+    """Return what trains a machine by a method; chains start at hidden zeros."""
+    offset_rate, weight_decay, method = options.offset_rate, options.weight_decay, options.method
+    if method == "exact":
+        return ExactTrainer(rbm, batch_size=batch_size, offset_rate=offset_rate, weight_decay=weight_decay)
+    with no_graph():
+        chains = None if method == "cd" else torch.zeros_like(rbm.hidden_bias).expand(options.n_chains, -1)
+        betas = None
+        if method == "tempering":
+            betas = torch.linspace(0, 1, options.n_temperatures, dtype=rbm.weights.dtype, device=rbm.weights.device)
+    return FusedTrainer(
+        rbm,
+        batch_size=batch_size,
+        steps=options.steps,
+        chains=chains,
+        inverse_temperatures=betas,
+        fast_rate=options.fast_rate if method == "fpcd" else None,
+        offset_rate=offset_rate,
+        weight_decay=weight_decay,
+        generator=generator,
+    )

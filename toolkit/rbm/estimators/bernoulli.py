@@ -1,0 +1,213 @@
+r"""The Bernoulli machine with scikit-learn's interface.
+
+N rows, D features, H components: hidden units.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from toolkit._data import Array, Form, RandomState
+from toolkit.blocks import no_graph
+from toolkit.rbm._layers import log_one_plus_exp
+from toolkit.rbm._model import RBM, VisibleUnits
+from toolkit.rbm.estimators._base import BaseRBM, Callback, Schedule
+from toolkit.rbm.estimators._rows import Rows
+from toolkit.rbm.estimators._trainer import Method
+
+__all__ = ["BernoulliRBM"]
+
+# Numbers of a block of the pseudo-likelihood, (B, D, H).
+_BLOCK = 2**20
+
+# Beyond 1 by so much a number is 1 that has been scaled: MinMaxScaler gives 1 + 2e-16.
+_ROUNDING = 1e-6
+
+
+class BernoulliRBM(BaseRBM):
+    r"""A restricted Boltzmann machine of zeros and ones, or probabilities of ones, with scikit-learn's interface.
+
+    Parameters, attributes and methods are those of ``sklearn.neural_network.BernoulliRBM``, and mean the same except
+    for:
+
+    - **Batches.** Rows are in a new random order in each epoch, and each side of an update is a mean over its own rows:
+      a last, smaller batch counts as what it is, and so does a batch of any size in `partial_fit`, which returns the
+      estimator.
+    - **Training.** It starts at visible biases that have the frequencies of the data, takes centred gradients, and the
+      learning rate falls to 0; ``offset_rate=None, schedule="constant"`` are scikit-learn's choices.
+    - **`score_samples`** is the expectation of scikit-learn's, which looks at one feature drawn at random: a row has
+      the same score each time.
+    - **Data** have to be between 0 and 1 in training. Others raise an error there, unless `binarize` is given.
+
+    What is added: methods other than persistent chains, the exact log-likelihood, samples of the model, reconstruction,
+    tensors on any device, chunks of rows.
+
+    Args:
+        n_components: H.
+        learning_rate: The step size at the beginning.
+        batch_size: Rows of a batch.
+        n_iter: Epochs: how often all rows are used.
+        verbose: 1 shows progress, 2 also the time.
+        random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
+        method: Where the model's side of an update comes from: ``"pcd"``: chains that go on from update to update.
+            ``"cd"``: `gibbs_steps` from the data. ``"fpcd"``: persistent chains driven by fast weights.
+            ``"tempering"``: persistent chains at several temperatures that are swapped. ``"exact"``: all states of the
+            smaller layer, if it is small.
+        gibbs_steps: Gibbs steps of the chains in an update.
+        n_chains: Persistent chains. None: `batch_size`.
+        n_temperatures: Of ``"tempering"``.
+        fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
+        offset_rate: Gradients are those of centred coordinates, whose offsets are running means to which each batch
+            contributes this part. None: plain gradients.
+        weight_decay: How much of the weights the gradient of a penalty of half their square takes.
+        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it does not.
+        average_from: The parameters are their mean over the part of training from here to the end. None: the last ones.
+        binarize: Features above this are 1, others 0. None: data are zeros and ones, or probabilities, as they are.
+        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it. None: none.
+        callback: Called after each epoch with its number and the machine.
+
+    Attributes:
+        components_: (H, D), weights.
+        intercept_hidden_: (H,), hidden biases.
+        intercept_visible_: (D,), visible biases.
+        h_samples_: (M, H), hidden states of the persistent chains, if there are any.
+        log_partition_: Log Z, nats.
+        rbm_: The machine as a `toolkit.rbm.RBM`.
+        n_iter_: Epochs of the last `fit`.
+        n_features_in_: D.
+        feature_names_in_: (D,), if the rows came with names.
+
+    References:
+        Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
+        Melchior, Fischer & Wiskott, "How to center deep Boltzmann machines", 2016.
+
+    Example:
+        >>> x = torch.eye(4, dtype=torch.float64).repeat(25, 1)
+        >>> machine = BernoulliRBM(4, n_iter=200, random_state=0).fit(x)
+        >>> machine.transform(x).shape, bool(machine.log_likelihood(x).mean() > -2.2)
+        (torch.Size([100, 4]), True)
+    """
+
+    _visible_units: ClassVar[VisibleUnits] = "bernoulli"
+    _measure: ClassVar[str] = "nats per sample of pseudo-log-likelihood"
+
+    def __init__(
+        self,
+        n_components: int = 256,
+        *,
+        learning_rate: float = 0.1,
+        batch_size: int = 10,
+        n_iter: int = 10,
+        verbose: int = 0,
+        random_state: RandomState = None,
+        method: Method = "pcd",
+        gibbs_steps: int = 1,
+        n_chains: int | None = None,
+        n_temperatures: int = 10,
+        fast_rate: float | None = None,
+        offset_rate: float | None = 0.01,
+        weight_decay: float = 0.0,
+        schedule: Schedule = "linear",
+        average_from: float | None = None,
+        binarize: float | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        callback: Callback | None = None,
+    ) -> None:
+        self.n_components = n_components
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.n_iter = n_iter
+        self.verbose = verbose
+        self.random_state = random_state
+        self.method = method
+        self.gibbs_steps = gibbs_steps
+        self.n_chains = n_chains
+        self.n_temperatures = n_temperatures
+        self.fast_rate = fast_rate
+        self.offset_rate = offset_rate
+        self.weight_decay = weight_decay
+        self.schedule = schedule
+        self.average_from = average_from
+        self.binarize = binarize
+        self.checkpoint = checkpoint
+        self.callback = callback
+
+    @no_graph()
+    def score_samples(self, X: object) -> Array:
+        r"""Return the pseudo-log-likelihood of each row: how well each feature is told by the others.
+
+        .. math::
+            \sum_i \log p(v_i \mid v_{-i}) = \sum_i \log \sigma(F(v \text{ with } 1 - v_i) - F(v))
+
+        scikit-learn takes one i at random and D times its term, of which this is the expectation. It needs no log Z,
+        and does not rank models as the likelihood does: `log_likelihood` does.
+
+        Args:
+            X: (N, D), as in `transform`.
+
+        Returns:
+            (N,), nats.
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: If `X` does not have the features that were fitted, or is not finite.
+
+        References:
+            Besag, "Statistical analysis of non-lattice data", 1975.
+        """
+        return self._answer(X, _pseudo_log_likelihood)
+
+    # --- hooks ---
+
+    def _check_more(self) -> None:
+        found = self.binarize
+        number = isinstance(found, int | float) and not isinstance(found, bool) and found == found
+        if found is not None and not number:
+            raise ValueError(f"`binarize` should be a number, or None. Found {found!r}.")
+
+    def _check_values(self, block: Tensor) -> None:
+        if self.binarize is not None or block.dtype == torch.bool or not block.numel():
+            return
+        least, most = (float(end) for end in block.aminmax())
+        if least < -_ROUNDING or most > 1 + _ROUNDING:
+            found = least if least < -_ROUNDING else most
+            raise ValueError(
+                f"`X` should be between 0 and 1. Found {found}. Scale it, or give `binarize`, above which values are 1."
+            )
+
+    def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
+        count = torch.stack([self._to_machine(block).sum(0, dtype=torch.float64) for block in rows.blocks()]).sum(0)
+        return {"visible_bias": ((count + 1) / (rows.n_rows - count + 1)).log()}
+
+    def _to_machine(self, block: Tensor) -> Tensor:
+        if self.binarize is not None:
+            return block > self.binarize
+        return block
+
+    def _to_training(self, block: Tensor) -> Tensor:
+        if self.binarize is None and block.is_floating_point():
+            return block.clamp(0, 1)
+        return self._to_machine(block)
+
+    def _machine_of_rows(self) -> RBM:
+        return copy.deepcopy(self._machine())
+
+    def _show(self, rbm: RBM, visible: Tensor) -> float:
+        return float(_pseudo_log_likelihood(rbm, visible).mean())
+
+
+def _pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
+    """Return the pseudo-log-likelihood of each row, (N,), from `visible`, (N, D)."""
+    parts = []
+    for v in visible.split(max(1, _BLOCK // rbm.weights.numel())):
+        x = (v @ rbm.weights + rbm.hidden_bias)[:, None]
+        change = 1 - 2 * v
+        flipped = log_one_plus_exp(x + change[..., None] * rbm.weights) - log_one_plus_exp(x)
+        parts.append(logsigmoid(-change * rbm.visible_bias - flipped.sum(-1)).sum(-1))
+    return torch.cat(parts)

@@ -1,0 +1,252 @@
+r"""The Gaussian machine with scikit-learn's interface.
+
+N rows, D features, H components: hidden units.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from typing import ClassVar, get_args
+
+import torch
+from torch import Tensor
+
+from toolkit._data import Array, Form, RandomState, not_negative
+from toolkit.rbm._model import RBM, HiddenUnits, VisibleUnits
+from toolkit.rbm.estimators._base import BaseRBM, Callback, Schedule, _tensor
+from toolkit.rbm.estimators._rows import Rows
+from toolkit.rbm.estimators._trainer import Method
+
+__all__ = ["GaussianRBM"]
+
+
+class GaussianRBM(BaseRBM):
+    r"""A restricted Boltzmann machine of real numbers, for data in their own units.
+
+    .. math::
+        E(v, h) = \sum_i \frac{(v_i - b_i)^2}{2 \sigma_i^2} - \sum_{ij} \frac{v_i}{\sigma_i^2} W_{ij} h_j - c^\top h
+
+    Given the hidden units, features are independent and normal around :math:`b + W h` with variances
+    :math:`\sigma^2`, which are learned: a mixture of :math:`2^H` Gaussians that share parameters. Parameters and
+    methods are those of `BernoulliRBM`.
+
+    It is trained in standardised coordinates, each feature less its mean and over its standard deviation, because a
+    learning rate means something only there. The family of machines is closed under a change of units, so that
+    attributes and answers are exactly those of a machine for the data as they are.
+
+    Args:
+        n_components: H.
+        learning_rate: The step size at the beginning.
+        batch_size: Rows of a batch.
+        n_iter: Epochs: how often all rows are used.
+        verbose: 1 shows progress, 2 also the time.
+        random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
+        method: As of `BernoulliRBM`.
+        gibbs_steps: Gibbs steps of the chains in an update.
+        n_chains: Persistent chains. None: `batch_size`.
+        n_temperatures: Of ``"tempering"``.
+        fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
+        offset_rate: As of `BernoulliRBM`.
+        weight_decay: How much of the weights the gradient of a penalty of half their square takes.
+        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it does not.
+        average_from: The parameters are their mean over the part of training from here to the end. None: the last ones.
+        hidden: ``"bernoulli"``, or ``"rectified"``: units that count, whose machine has no exact likelihood.
+        min_variance: The least of :math:`\sigma^2` over the variance of the data: features that are constant, or told
+            exactly by the others, have a likelihood without bound.
+        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it. None: none.
+        callback: Called after each epoch with its number and the machine, in standardised coordinates.
+
+    Attributes:
+        components_: (H, D), weights: how far a hidden unit moves the mean of a feature.
+        intercept_hidden_: (H,), hidden biases.
+        intercept_visible_: (D,), the mean of the features where all hidden units are 0.
+        variance_: (D,), of the features given the hidden units.
+        mean_: (D,), of the data that training began with.
+        scale_: (D,), their standard deviation; 1 for features that do not vary.
+        h_samples_: (M, H), hidden states of the persistent chains, if there are any.
+        log_partition_: Log Z in standardised coordinates, nats.
+        rbm_: The machine as a `toolkit.rbm.RBM` for rows as they are.
+        n_iter_: Epochs of the last `fit`.
+        n_features_in_: D.
+        feature_names_in_: (D,), if the rows came with names.
+
+    References:
+        Cho, Ilin & Raiko, "Improved learning of Gaussian-Bernoulli restricted Boltzmann machines", 2011.
+        Melchior, Wang & Wiskott, "Gaussian-binary restricted Boltzmann machines for modeling natural image statistics",
+        2017, on what the parameters are and where to start.
+
+    Example:
+        >>> x = 1000 + torch.randn(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        >>> x[:150] += 20
+        >>> two = GaussianRBM(1, random_state=0).fit(x)
+        >>> [round(value) for value in two.reconstruct(x[[0, -1]])[:, 0].tolist()]
+        [1020, 1000]
+    """
+
+    _visible_units: ClassVar[VisibleUnits] = "gaussian"
+    _measure: ClassVar[str] = "mean squared error of the reconstruction, of standardised features"
+
+    variance_: Array
+    mean_: Array
+    scale_: Array
+
+    def __init__(
+        self,
+        n_components: int = 256,
+        *,
+        learning_rate: float = 0.01,
+        batch_size: int = 10,
+        n_iter: int = 100,
+        verbose: int = 0,
+        random_state: RandomState = None,
+        method: Method = "pcd",
+        gibbs_steps: int = 1,
+        n_chains: int | None = None,
+        n_temperatures: int = 10,
+        fast_rate: float | None = None,
+        offset_rate: float | None = 0.01,
+        weight_decay: float = 0.0,
+        schedule: Schedule = "linear",
+        average_from: float | None = None,
+        hidden: HiddenUnits = "bernoulli",
+        min_variance: float = 1e-3,
+        checkpoint: str | os.PathLike[str] | None = None,
+        callback: Callback | None = None,
+    ) -> None:
+        self.n_components = n_components
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.n_iter = n_iter
+        self.verbose = verbose
+        self.random_state = random_state
+        self.method = method
+        self.gibbs_steps = gibbs_steps
+        self.n_chains = n_chains
+        self.n_temperatures = n_temperatures
+        self.fast_rate = fast_rate
+        self.offset_rate = offset_rate
+        self.weight_decay = weight_decay
+        self.schedule = schedule
+        self.average_from = average_from
+        self.hidden = hidden
+        self.min_variance = min_variance
+        self.checkpoint = checkpoint
+        self.callback = callback
+
+    def score_samples(self, X: object) -> Array:
+        """Return the log-density of each row in the units of the data: `log_likelihood`.
+
+        Args:
+            X: (N, D), as in `transform`.
+
+        Returns:
+            (N,), nats.
+
+        Raises:
+            NotFittedError: If the machine is not trained.
+            ValueError: As `log_likelihood`.
+        """
+        return self.log_likelihood(X)
+
+    # --- hooks ---
+
+    @property
+    def _hidden_units(self) -> HiddenUnits:
+        return self.hidden
+
+    def _check_more(self) -> None:
+        if self.hidden not in get_args(HiddenUnits):
+            raise ValueError(f"`hidden` should be one of {', '.join(get_args(HiddenUnits))}. Found {self.hidden!r}.")
+        if not 0 < not_negative("min_variance", self.min_variance) <= 1:
+            raise ValueError(f"`min_variance` should be above 0 and at most 1. Found {self.min_variance!r}.")
+
+    def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
+        mean, variance = _moments(rows)
+        # Of a constant feature rounding leaves a variance that says nothing.
+        varies = variance > (4 * torch.finfo(form.dtype).eps * mean).square()
+        scale = torch.where(varies, variance, 1.0).sqrt()
+        self.mean_, self.scale_ = form.give(mean), form.give(scale)
+        return {"visible_bias": torch.zeros_like(mean), "visible_log_variance": torch.zeros_like(mean)}
+
+    def _to_machine(self, block: Tensor) -> Tensor:
+        mean, scale = self._frame(block.device)
+        return (block - mean) / scale
+
+    def _from_machine(self, visible: Tensor) -> Tensor:
+        mean, scale = self._frame(visible.device)
+        return mean + scale * visible
+
+    def _volume(self) -> float:
+        return float(self._frame(torch.device("cpu"))[1].log().sum())
+
+    def _frame(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return mean and scale, float64: the mean may be large beside the scale."""
+        return _tensor(self.mean_).to(device, torch.float64), _tensor(self.scale_).to(device, torch.float64)
+
+    def _after_step(self, rbm: RBM) -> None:
+        rbm.visible_log_variance.clamp_(min=math.log(self.min_variance))
+
+    def _load(self, rbm: RBM) -> None:
+        device = rbm.weights.device
+        mean, scale = self._frame(device)
+        weights, visible, hidden, variance = (
+            _tensor(value).to(device, torch.float64)
+            for value in (self.components_, self.intercept_visible_, self.intercept_hidden_, self.variance_)
+        )
+        rbm.weights.copy_(weights.mT / scale[:, None])
+        rbm.visible_bias.copy_((visible - mean) / scale)
+        rbm.visible_log_variance.copy_((variance / scale.square()).log())
+        # What the mean adds to the input of the hidden units.
+        rbm.hidden_bias.copy_(hidden + weights @ (mean / variance))
+
+    def _publish(self, rbm: RBM, form: Form) -> None:
+        for name, value in self._of_rows(rbm).items():
+            setattr(self, name, form.give(value))
+
+    def _of_rows(self, rbm: RBM) -> dict[str, Tensor]:
+        """Return the attributes of the machine in the units of the data, float64."""
+        mean, scale = self._frame(rbm.weights.device)
+        variance = rbm.visible_log_variance.double().exp() * scale.square()
+        weights = rbm.weights.double().mT * scale
+        return {
+            "components_": weights,
+            "intercept_visible_": mean + scale * rbm.visible_bias.double(),
+            "intercept_hidden_": rbm.hidden_bias.double() - weights @ (mean / variance),
+            "variance_": variance,
+        }
+
+    def _machine_of_rows(self) -> RBM:
+        rbm = copy.deepcopy(self._machine())
+        found = self._of_rows(rbm)
+        rbm.weights.copy_(found["components_"].mT)
+        rbm.visible_bias.copy_(found["intercept_visible_"])
+        rbm.hidden_bias.copy_(found["intercept_hidden_"])
+        rbm.visible_log_variance.copy_(found["variance_"].log())
+        return rbm
+
+    def _show(self, rbm: RBM, visible: Tensor) -> float:
+        return float((rbm.visible_mean(rbm.hidden_mean(visible)) - visible).square().mean())
+
+
+def _moments(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Return the mean and the variance of each feature, (D,), float64, in one pass.
+
+    References:
+        Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983, equation 2.1.
+    """
+    count, mean, scatter = 0, None, None
+    for block in rows.blocks():
+        x = block.double()
+        own = x.mean(0)
+        inner = (x - own).square().sum(0)
+        if mean is None or scatter is None:
+            count, mean, scatter = len(x), own, inner
+            continue
+        step, total = own - mean, count + len(x)
+        scatter = scatter + inner + step.square() * (count * len(x) / total)
+        mean, count = mean + step * (len(x) / total), total
+    assert mean is not None
+    assert scatter is not None
+    return mean, scatter / count
