@@ -232,13 +232,17 @@ class FusedTrainer:
         assert self._offsets is not None
         assert self.offset_rate is not None
         positive, share = slice(phases.n_negative, None), phases.share[phases.n_negative :]
-        means = torch.cat([share @ phases.statistic[positive], share @ phases.hidden[positive]])
-        if self.group is not None:
-            all_reduce(means, group=self.group)
-        batch = means.split([self.rbm.n_columns, self.rbm.n_hidden])
-        for offset, mean in zip(self._offsets, batch, strict=True):
-            offset.lerp_(mean, self.offset_rate if self._centred else 1.0)
+        rows = phases.statistic[positive].mT, phases.hidden[positive].mT
+        rate = self.offset_rate if self._centred else 1.0
         self._centred = True
+        if self.group is None:
+            for offset, row in zip(self._offsets, rows, strict=True):
+                offset.addmv_(row, share, beta=1 - rate, alpha=rate)
+        else:
+            means = torch.cat([row @ share for row in rows])
+            all_reduce(means, group=self.group)
+            for offset, mean in zip(self._offsets, means.split([len(offset) for offset in self._offsets]), strict=True):
+                offset.lerp_(mean, rate)
         phases.statistic.sub_(self._offsets[0])
         phases.hidden.sub_(self._offsets[1])
 
@@ -250,11 +254,12 @@ class FusedTrainer:
         difference for the rest that rows are distances from the offsets.
         """
         share = phases.share
-        if self._offsets is None:
-            return phases.hidden * share[:, None], share, share
-        visible_offset, hidden_offset = self._offsets
         weighted = phases.hidden * share[:, None]
-        return weighted, share - weighted @ hidden_offset, share * (1 - phases.statistic @ visible_offset)
+        if self._offsets is None:
+            return weighted, share, share
+        visible_offset, hidden_offset = self._offsets
+        of_statistic = torch.addmv(share, weighted, hidden_offset, alpha=-1)
+        return weighted, of_statistic, torch.addcmul(share, share, phases.statistic @ visible_offset, value=-1)
 
     def _decay(self, learning_rate: float) -> float:
         """Move the biases as the decay of the weights asks in centred coordinates; return what is left of W."""
