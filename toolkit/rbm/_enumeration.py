@@ -35,8 +35,8 @@ ENUMERABLE_UNITS = 25
 
 Side: TypeAlias = Literal["visible", "hidden"]
 
-_CACHE = 2**17  # numbers of a chunk on a CPU: 1 MiB in float64
-_DEVICE = 2**24  # ... on a device that wants much at a time
+_CACHE = 2**20  # bytes of a chunk on a CPU
+_DEVICE = 2**26  # ... on a device that wants much at a time
 _BLOCK = 2**9  # states of the other units whose inputs are made at a time
 _TWIN_CHUNK = 2**11  # states at a time where autograd does the work
 # How far from 0 the logarithm of a product may come.
@@ -151,7 +151,7 @@ class _States:
         self.base = self.own.categories if isinstance(self.own, Categorical) else 2
         n_units = self.own.n_columns // (self.base if isinstance(self.own, Categorical) else 1)
         width = other.n_columns * (20 if isinstance(other, Rectified) else 1)
-        at_a_time = (_DEVICE if weights.is_cuda else _CACHE) / width
+        at_a_time = (_DEVICE if weights.is_cuda else _CACHE) / (width * weights.element_size())
         n_first = min(n_units, max(1, int(math.log(max(at_a_time, 1), self.base))))
         self.n_blocks = self.base ** (n_units - n_first)
         self.inner = self._digits(torch.arange(self.base ** (n_first // 2)), n_first // 2)
@@ -163,12 +163,10 @@ class _States:
         x = (self.outer @ w_outer)[:, None] + self.inner @ w_inner
         self.log_weight = ((self.outer @ b_outer)[:, None] + self.inner @ b_inner).flatten()
         self.length = len(self.log_weight)
-        shift = None
-        if isinstance(other, Bernoulli):
-            first, last = (self._range(part) for part in (torch.cat([w_inner, w_outer]), self._w_last))
-            shift = _shift_and_groups(first, (last[0] + other.bias, last[1] + other.bias), _LARGEST[self.type])
         x = x.flatten(0, 1)
-        self.summed: _Products | _Plain = _Plain(other, x) if shift is None else _Products(other, x, *shift)
+        first, last = (self._range(part) for part in (torch.cat([w_inner, w_outer]), self._w_last))
+        last = (last[0] + other.bias, last[1] + other.bias)
+        self.summed = _products_of(other, x, first, last) or _Plain(other, x)
 
     def blocks(self) -> Iterator[Tensor]:
         """Yield the states of the other units, (B, columns)."""
@@ -205,44 +203,12 @@ class _States:
         """Return the least and the largest input that units can bring, (C,) each."""
         if not isinstance(self.own, Categorical):
             return weights.clamp(max=0).sum(0), weights.clamp(min=0).sum(0)
-        by_unit = weights.unflatten(0, (-1, self.base)) if len(weights) else weights[None]
-        if not len(weights):
-            return weights.sum(0), weights.sum(0)
+        by_unit = weights.unflatten(0, (len(weights) // self.base, self.base))
         return by_unit.amin(1).sum(0), by_unit.amax(1).sum(0)
 
 
-class _Products:
-    """Bernoulli units that are summed out. Products of (e^x + e^-y), over groups of units that cannot overflow."""
-
-    def __init__(self, layer: Layer, x: Tensor, shift: Tensor, groups: list[int]) -> None:
-        self.layer, self.shift = layer, shift
-        self.ends = list(itertools.pairwise(itertools.accumulate([0, *groups])))
-        self.factor = (x + shift).T.contiguous().exp_()  # (C, L)
-        self.sums = torch.empty_like(self.factor)
-        self.products = x.new_empty(len(groups), len(x))
-
-    def enter(self, y: Tensor) -> None:
-        """Look at the inputs of a block of states of the other units, (B, C)."""
-        shifted = y + (self.layer.bias - self.shift)
-        self.constant, self.inverse = shifted.sum(-1), shifted.neg_().exp_()[..., None]
-
-    def log_normaliser(self, row: int) -> Tensor:
-        """Return what `Layer.log_normaliser` does for all states that have this row, (L,)."""
-        torch.add(self.factor, self.inverse[row], out=self.sums)
-        for (first, last), product in zip(self.ends, self.products, strict=True):
-            torch.prod(self.sums[first:last], 0, out=product)
-        return self.products.log_().sum(0).add_(self.constant[row])
-
-    def expectations(self, row: int, share: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return sums of the mean statistic, after `log_normaliser`; see `_Plain`."""
-        table = self.sums.reciprocal_().mul_(share.flatten()).unflatten(1, share.shape)
-        inverse = self.inverse[row]
-        by_inner = share.sum(0) - inverse * table.sum(1)
-        return by_inner, share.sum(1) - inverse * table.sum(2), {"bias": by_inner.sum(1)}
-
-
 class _Plain:
-    """Units of any kind that are summed out, as their layer does it."""
+    """Units of any kind that are summed out, as their layer does it: the specification of those that are faster."""
 
     def __init__(self, layer: Layer, x: Tensor) -> None:
         self.layer, self.x = layer, x
@@ -252,7 +218,7 @@ class _Plain:
         self.y = y
 
     def log_normaliser(self, row: int) -> Tensor:
-        """Return what `Layer.log_normaliser` does for all states that have this row, (L,)."""
+        """Return what `Layer.log_normaliser` does for all states that have this row of the block, (L,)."""
         self.input = self.x + self.y[row]
         return self.layer.log_normaliser(self.input)
 
@@ -272,26 +238,119 @@ class _Plain:
         return table.sum(0).T, table.sum(1).T, self.layer.normaliser_gradients(self.input, flat)
 
 
-def _shift_and_groups(
-    first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor], largest: float
-) -> tuple[Tensor, list[int]] | None:
-    """Return what to add to x and take from y, and the sizes of groups of units whose products stay in range.
+class _BernoulliProducts:
+    r"""Bernoulli units that are summed out: :math:`\log \prod_j (e^{x_j} + e^{-y_j})`, x and y shifted."""
 
-    None if a single unit has too wide a range.
+    def __init__(self, layer: Layer, x: Tensor, shift: Tensor, groups: list[int]) -> None:
+        self.layer, self.shift = layer, shift
+        self.factor = (x + shift).T.contiguous().exp_()  # (C, L)
+        self.sums = torch.empty_like(self.factor)
+        self.product = _Product(groups, x)
+
+    def enter(self, y: Tensor) -> None:
+        """As `_Plain` does."""
+        shifted = y + (self.layer.bias - self.shift)
+        self.constant, self.inverse = shifted.sum(-1), shifted.neg_().exp_()[..., None]
+
+    def log_normaliser(self, row: int) -> Tensor:
+        """As `_Plain` does."""
+        torch.add(self.factor, self.inverse[row], out=self.sums)
+        return self.product.log_of(self.sums).add_(self.constant[row])
+
+    def expectations(self, row: int, share: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """As `_Plain` does."""
+        table = self.sums.reciprocal_().mul_(share.flatten()).unflatten(1, share.shape)
+        inverse = self.inverse[row]
+        by_inner = share.sum(0) - inverse * table.sum(1)
+        return by_inner, share.sum(1) - inverse * table.sum(2), {"bias": by_inner.sum(1)}
+
+
+class _CategoricalProducts:
+    r"""Categorical units that are summed out: :math:`\log \prod_i \sum_q e^{x_{iq}} e^{y_{iq}}`, x and y shifted."""
+
+    def __init__(self, layer: Categorical, x: Tensor, shift: Tensor, centre: Tensor, groups: list[int]) -> None:
+        self.layer, self.shift, self.centre = layer, shift, centre  # (U, Q) and (U,)
+        by_unit = (len(centre), layer.categories)
+        self.factor = (x + shift.flatten()).T.contiguous().exp_().unflatten(0, by_unit)  # (U, Q, L)
+        self.terms = torch.empty_like(self.factor)
+        self.sums = torch.empty_like(self.factor[:, 0])
+        self.product = _Product(groups, x)
+
+    def enter(self, y: Tensor) -> None:
+        """As `_Plain` does."""
+        by_unit = (y + self.layer.bias).unflatten(-1, self.shift.shape)
+        self.other = (by_unit - self.shift - self.centre[:, None]).exp_()[..., None]
+
+    def log_normaliser(self, row: int) -> Tensor:
+        """As `_Plain` does."""
+        torch.mul(self.factor, self.other[row], out=self.terms)
+        torch.sum(self.terms, 1, out=self.sums)
+        return self.product.log_of(self.sums).add_(self.centre.sum())
+
+    def expectations(self, row: int, share: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """As `_Plain` does."""
+        of_units = self.sums.reciprocal_().mul_(share.flatten())
+        table = self.terms.mul_(of_units[:, None]).flatten(0, 1).unflatten(1, share.shape)
+        by_inner = table.sum(1)
+        return by_inner, table.sum(2), {"bias": by_inner.sum(1)}
+
+
+class _Product:
+    """The logarithm of a product over units, in groups whose products neither overflow nor vanish."""
+
+    def __init__(self, groups: list[int], x: Tensor) -> None:
+        self.ends = list(itertools.pairwise(itertools.accumulate([0, *groups])))
+        self.products = x.new_empty(len(groups), len(x))
+
+    def log_of(self, factors: Tensor) -> Tensor:
+        """Return it for factors (U, L), (L,)."""
+        for (first, last), product in zip(self.ends, self.products, strict=True):
+            torch.prod(factors[first:last], 0, out=product)
+        return self.products.log_().sum(0)
+
+
+def _products_of(
+    layer: Layer, x: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]
+) -> _BernoulliProducts | _CategoricalProducts | None:
+    """Return how a layer is summed out by products; None if it has no such units, or a unit's range is too wide.
+
+    Args:
+        layer: The layer.
+        x: (L, C), inputs from the first units.
+        first: The least and the largest of them, (C,) each.
+        last: Those from the other units, and the bias.
     """
-    most, least = torch.maximum(first[1], -last[0]), torch.maximum(first[0], -last[1])
-    shift = -(most + least) / 2
-    bounds = ((most - least) / 2 + math.log(2)).tolist()
-    groups, total = [0], 0.0
-    for bound in bounds:
-        if not bound <= largest:  # also if it is NaN
+    limit = _LARGEST[x.dtype]
+    if isinstance(layer, Bernoulli):
+        # Of log(e^x + e^-y), but for log 2.
+        least, most = torch.maximum(first[0], -last[1]), torch.maximum(first[1], -last[0])
+        groups = _groups((most - least) / 2 + math.log(2), limit)
+        return _BernoulliProducts(layer, x, -(most + least) / 2, groups) if groups else None
+    if isinstance(layer, Categorical):
+        by_unit = (-1, layer.categories)
+        least, most = ((a + b).unflatten(0, by_unit).amax(1) for a, b in zip(first, last, strict=True))
+        # Shifted, e^x reaches as far up as down, and a product of it with an e^y that vanishes is below rounding.
+        reach = ((first[1] - first[0]) / 2).unflatten(0, by_unit).amax(1)
+        bounds = (most - least) / 2 + math.log(layer.categories)
+        if not bool((bounds + reach + math.log(1 / torch.finfo(x.dtype).eps) <= limit).all()):
             return None
-        if total + bound > largest:
+        shift = -(first[0] + first[1]).unflatten(0, by_unit) / 2
+        return _CategoricalProducts(layer, x, shift, (most + least) / 2, _groups(bounds, limit))
+    return None
+
+
+def _groups(bounds: Tensor, limit: float) -> list[int]:
+    """Return the sizes of groups of units whose bounds add up to no more than the limit; none if one is beyond it."""
+    groups, total = [0], 0.0
+    for bound in bounds.tolist():
+        if not bound <= limit:  # also if it is NaN
+            return []
+        if total + bound > limit:
             groups.append(0)
             total = 0.0
         groups[-1] += 1
         total += bound
-    return shift, groups
+    return groups
 
 
 # --- sums over the states -----------------------------------------------------------------------------------------
