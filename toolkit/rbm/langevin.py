@@ -1,0 +1,243 @@
+r"""Langevin moves of Gaussian visible units, in turn with draws of the hidden ones.
+
+A move goes a little way down the energy and adds noise. Its derivative is that of a path: unlike a draw of zeros and
+ones it lets the gradient through, at every step.
+
+N chains, V visible units, H hidden units. Energies are in nats.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import is_blocked, no_graph, stop_gradient
+from toolkit.rbm._chains import check_steps
+from toolkit.rbm._divergence import NEGATIVE_SAMPLES, PERSISTENT_CHAINS
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._layers import Gaussian
+from toolkit.rbm._model import RBM
+
+__all__ = ["HiddenInMoves", "gibbs_langevin", "langevin_contrastive_divergence"]
+
+HiddenInMoves: TypeAlias = Literal["drawn", "summed_out"]
+
+_LARGEST_STEP = 4.0  # from here on moves overshoot by more than the distance
+
+
+def gibbs_langevin(
+    rbm: RBM | Joint,
+    visible: Tensor,
+    *,
+    steps: int,
+    step_size: float | Sequence[float],
+    moves: int = 1,
+    hidden: HiddenInMoves = "drawn",
+    adjusted: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Run chains of Langevin moves of Gaussian visible units, whose step size is in units of their variance.
+
+    .. math::
+        v' = v + \tfrac\epsilon2 (m - v) + \sqrt\epsilon \, \sigma \xi, \qquad \xi \sim N(0, 1), \qquad m = b + W h
+
+    is a move down the energy :math:`E(v, h)`, scaled by :math:`\sigma^2`, with hidden units :math:`h \sim p(h \mid v)`
+    that are drawn once in each step. With :math:`m = b + W E[h \mid v]` it is one down the free energy.
+
+    Moves that are not adjusted have another stationary distribution, by as much as the step size: given the hidden
+    units, the variance is :math:`\sigma^2 / (1 - \epsilon / 4)`. With `adjusted` a move is accepted by the rule of
+    Metropolis and Hastings, and the chain is exact at every step size. Given hidden units the visible ones are
+    independent, so that each is accepted for itself, however many there are, with probability
+
+    .. math::
+        \min\{1, e^{-\frac\epsilon8 (d'^2 - d^2)}\}, \qquad d = (v - m) / \sigma
+
+    while down the free energy all units of a row are accepted or none.
+
+    Args:
+        rbm: The machine, whose visible units are Gaussian.
+        visible: (N, V), where the chains start.
+        steps: How many steps to take.
+        step_size: :math:`\epsilon`, between 0 and 4; several, one for each step.
+        moves: How many moves each step makes.
+        hidden: ``"drawn"`` anew at the start of each step, Gibbs-Langevin sampling; or ``"summed_out"``, plain Langevin
+            sampling of the free energy, which draws none.
+        adjusted: Whether moves may be refused. The derivative is that of where the chain goes, also then: whether a
+            move is accepted has none.
+        generator: In each step, draws the hidden units (N, H) if they are drawn; then for each move noise (N, V), and
+            what is accepted, (N, V) or (N,). None: torch's default one.
+
+    Returns:
+        (N, V), which carries a gradient if the parameters do; and the mean probability of accepting a move, a constant
+        scalar, 1 if they are not adjusted.
+
+    Raises:
+        ValueError: If the visible units are not Gaussian, `visible` does not have V columns, `steps` or `moves` is not
+            positive, a step size is out of its range or there are not as many as steps, or `hidden` is unknown.
+        TypeError: If `visible` does not have the type of the parameters.
+
+    References:
+        Liao, Kornblith, Ren, Fleet & Hinton, "Gaussian-Bernoulli RBMs without tears", 2022, section 3.
+        Roberts & Tweedie, "Exponential convergence of Langevin distributions and their discrete approximations", 1996,
+        on the adjustment.
+
+    Example:
+        >>> rbm = RBM(3, 2, visible="gaussian", generator=torch.Generator().manual_seed(0))
+        >>> start, generator = torch.zeros(1000, 3), torch.Generator().manual_seed(1)
+        >>> draws, accepted = gibbs_langevin(
+        ...     rbm, start, steps=20, step_size=1.0, adjusted=True, generator=generator)
+        >>> round(draws.std().item(), 1), round(accepted.item(), 1)
+        (1.0, 0.9)
+    """
+    check_steps(steps)
+    if not isinstance(moves, int) or moves < 1:
+        raise ValueError(f"`moves` should be a positive integer. Found {moves!r}.")
+    if hidden not in get_args(HiddenInMoves):
+        raise ValueError(
+            f"`hidden` should be one of {', '.join(map(repr, get_args(HiddenInMoves)))}. Found {hidden!r}."
+        )
+    sizes = _check_sizes(step_size, steps)
+    if isinstance(rbm, RBM):
+        rbm.check_visible(visible)
+    joint, layer = _gaussian(rbm)
+    deviation = (layer.log_variance / 2).exp()
+    probability = visible.new_zeros(())
+    for size in sizes:
+        mean = joint.visible_mean(joint.sample_hidden(visible, generator)) if hidden == "drawn" else None
+        for _ in range(moves):
+            here = _mean_given_all(joint, visible) if mean is None else mean
+            noise = torch.empty_like(visible).normal_(generator=generator)
+            proposal = visible + (here - visible) * (size / 2) + math.sqrt(size) * deviation * noise
+            if not adjusted:
+                visible = proposal
+                continue
+            with no_graph():
+                if mean is None:
+                    log_ratio = _log_ratio(joint, visible, proposal, here, deviation, size)[:, None]
+                else:
+                    log_ratio = _log_ratio_given_hidden(visible, proposal, mean, deviation, size)
+                accepting = log_ratio.exp().clamp(max=1)
+                probability = probability + accepting.mean() / (steps * moves)
+                accepted = torch.empty_like(accepting).uniform_(generator=generator) < accepting
+            visible = torch.where(accepted, proposal, visible)
+    return visible, probability if adjusted else torch.ones_like(probability)
+
+
+def langevin_contrastive_divergence(
+    rbm: RBM | Joint,
+    data: Tensor,
+    chains: Tensor,
+    *,
+    steps: int,
+    step_size: float | Sequence[float],
+    moves: int = 1,
+    hidden: HiddenInMoves = "drawn",
+    adjusted: bool = False,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Return the surrogate of contrastive divergence with chains of `gibbs_langevin`, and the chains.
+
+    .. math::
+        L = \frac1N \sum_n F(v_n) - \frac1M \sum_m F(\operatorname{sg}(v_m^{(k)}))
+
+    The chains may start at the data (contrastive divergence), at noise (as Liao and others do, so that the machine can
+    later be drawn from noise in as many steps), or where the last call left them (persistent).
+
+    The path from the start to the negative samples is differentiable in the parameters at every move, so that much
+    leaks without the block: the surrogate then also raises the energy by moving the samples.
+
+    Args:
+        rbm: The machine, whose visible units are Gaussian.
+        data: (N, V).
+        chains: (M, V), where the chains start.
+        steps: As in `gibbs_langevin`.
+        step_size: As in `gibbs_langevin`.
+        moves: As in `gibbs_langevin`.
+        hidden: As in `gibbs_langevin`.
+        adjusted: As in `gibbs_langevin`.
+        generator: As in `gibbs_langevin`.
+
+    Returns:
+        The surrogate, a scalar in nats per sample, and where the chains are, (M, V), constants.
+
+    Raises:
+        ValueError: If `data` or `chains` has no rows or not V columns, or as `gibbs_langevin`.
+        TypeError: If `data` or `chains` does not have the type of the parameters.
+
+    References:
+        Liao, Kornblith, Ren, Fleet & Hinton, "Gaussian-Bernoulli RBMs without tears", 2022, section 3.
+
+    Example:
+        >>> rbm = RBM(3, 2, visible="gaussian", generator=torch.Generator().manual_seed(0))
+        >>> generator = torch.Generator().manual_seed(1)
+        >>> loss, chains = langevin_contrastive_divergence(
+        ...     rbm, torch.eye(3), torch.randn(5, 3), steps=4, step_size=[2, 1, 0.5, 0.2], generator=generator)
+        >>> loss.backward()
+    """
+    if isinstance(rbm, RBM):
+        rbm.check_rows(data, "data")
+        rbm.check_rows(chains, "chains")
+    joint, _ = _gaussian(rbm)
+    # No graph while nothing could flow through it.
+    blocked = is_blocked(NEGATIVE_SAMPLES) and is_blocked(PERSISTENT_CHAINS)
+    with no_graph() if blocked else nullcontext():
+        moved, _ = gibbs_langevin(
+            joint,
+            chains,
+            steps=steps,
+            step_size=step_size,
+            moves=moves,
+            hidden=hidden,
+            adjusted=adjusted,
+            generator=generator,
+        )
+    negative = stop_gradient(moved, NEGATIVE_SAMPLES)
+    loss = joint.free_energy(data).mean() - joint.free_energy(negative).mean()
+    return loss, stop_gradient(moved, PERSISTENT_CHAINS)
+
+
+def _mean_given_all(joint: Joint, visible: Tensor) -> Tensor:
+    """Return b + W E[h | v]: the free energy falls towards it, by the distance over the variance."""
+    return joint.visible_mean(joint.hidden_mean(visible))
+
+
+def _log_ratio_given_hidden(visible: Tensor, proposal: Tensor, mean: Tensor, deviation: Tensor, size: float) -> Tensor:
+    """Return the log of the ratio that decides about each unit's move, (N, V), the hidden units given.
+
+    Of normal units the ratio of densities, -(d'^2 - d^2) / 2, and that of the moves, (d'^2 - d^2) (1 / 2 - size / 8),
+    nearly cancel.
+    """
+    before, after = (visible - mean) / deviation, (proposal - mean) / deviation
+    return (before.square() - after.square()) * (size / 8)
+
+
+def _log_ratio(joint: Joint, visible: Tensor, proposal: Tensor, mean: Tensor, deviation: Tensor, size: float) -> Tensor:
+    """Return the log of the ratio that decides about each row's move, (N,), the hidden units summed out."""
+
+    def log_density(to: Tensor, start: Tensor, mean: Tensor) -> Tensor:
+        return -((to - start - (mean - start) * (size / 2)) / deviation).square().sum(-1) / (2 * size)
+
+    back = log_density(visible, proposal, _mean_given_all(joint, proposal))
+    return joint.free_energy(visible) - joint.free_energy(proposal) + back - log_density(proposal, visible, mean)
+
+
+def _gaussian(rbm: RBM | Joint) -> tuple[Joint, Gaussian]:
+    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    if not isinstance(joint.visible, Gaussian):
+        raise ValueError(f"`rbm` should have Gaussian visible units. Found {type(joint.visible).__name__} units.")
+    return joint, joint.visible
+
+
+def _check_sizes(step_size: float | Sequence[float], steps: int) -> list[float]:
+    sizes = [float(size) for size in step_size] if isinstance(step_size, Sequence) else [float(step_size)] * steps
+    if len(sizes) != steps:
+        raise ValueError(f"`step_size` should be one number, or {steps}, one for each step. Found {len(sizes)}.")
+    for size in sizes:
+        if not 0 < size < _LARGEST_STEP:
+            raise ValueError(f"`step_size` should be between 0 and {_LARGEST_STEP:g}. Found {size}.")
+    return sizes

@@ -1,0 +1,690 @@
+r"""Tempered chains: the same machine at many temperatures, or at many ages, with swaps between neighbours.
+
+A chain of Gibbs steps stays for long in the mode where it is. At a high temperature, or early in training, modes are
+connected; swaps let states wander there and back, and leave the distribution of every machine what it is.
+
+T temperatures or machines, M chains at each, N data, V columns of the visible layer, H of the hidden one. Energies are
+in nats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from toolkit.blocks import is_blocked, no_graph, stop_gradient
+from toolkit.rbm._chains import check_steps
+from toolkit.rbm._divergence import NEGATIVE_SAMPLES, PERSISTENT_CHAINS
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._layers import Layer
+from toolkit.rbm._model import RBM
+from toolkit.rbm._units import UNITS, Chain
+
+__all__ = [
+    "TemperedState",
+    "TemperingDiagnosis",
+    "TrajectoryRatios",
+    "adapt_temperatures",
+    "diagnose_tempering",
+    "parallel_tempering",
+    "spread_temperatures",
+    "swap_probabilities",
+    "tempered_contrastive_divergence",
+    "tempered_start",
+    "trajectory_tempering",
+]
+
+_MOST_ITERATIONS = 1000  # of a fixed point that each of them brings closer by the part of swaps that are refused
+
+
+@dataclass(frozen=True)
+class TemperedState:
+    """Where tempered chains are: made by `tempered_start`, then handed from call to call.
+
+    Attributes:
+        visible: (T, M, V), the visible units at each temperature; the last is that of the model.
+        hidden: (T, M, H), the hidden units that `visible` were drawn from.
+        replica: (T, M), the index of the temperature at which what is here now has started.
+        fresh: (T, M), whether it was at the first temperature after it was last at the last one.
+        arrivals: (M,), how many fresh states have arrived at the last temperature.
+        steps: How many steps were taken; even steps swap the pairs (0, 1), (2, 3), ..., odd ones (1, 2), (3, 4), ...
+    """
+
+    visible: Tensor
+    hidden: Tensor
+    replica: Tensor
+    fresh: Tensor
+    arrivals: Tensor
+    steps: int
+
+
+def tempered_start(
+    rbm: RBM | Joint,
+    *,
+    n_temperatures: int,
+    n_chains: int,
+    reference: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> TemperedState:
+    """Return chains that start from the machine without weights: exact draws at an inverse temperature of 0.
+
+    Args:
+        rbm: The machine.
+        n_temperatures: T.
+        n_chains: M, chains at each temperature.
+        reference: As in `parallel_tempering`.
+        generator: Draws the units. None: torch's default one.
+
+    Raises:
+        ValueError: If a number is not positive.
+    """
+    for argument, count in (("n_temperatures", n_temperatures), ("n_chains", n_chains)):
+        if not isinstance(count, int) or count < 1:
+            raise ValueError(f"`{argument}` should be a positive integer. Found {count!r}.")
+    joint = _joint_of(rbm)
+    with no_graph():
+        visible, hidden = _tempered_layers(joint, joint.weights.new_zeros(()), reference)
+        like = joint.weights
+        hidden_start = hidden.sample(like.new_zeros(n_temperatures, n_chains, hidden.n_columns), generator)
+        visible_start = visible.sample(like.new_zeros(n_temperatures, n_chains, visible.n_columns), generator)
+    return _new_state(visible_start, hidden_start)
+
+
+def parallel_tempering(
+    rbm: RBM | Joint,
+    state: TemperedState,
+    *,
+    inverse_temperatures: Tensor | Sequence[float],
+    steps: int,
+    reference: Tensor | None = None,
+    chain: Chain = "sampled",
+    generator: torch.Generator | None = None,
+) -> tuple[TemperedState, Tensor]:
+    r"""Take steps of parallel tempering: a Gibbs step at every temperature, then swaps of neighbouring temperatures.
+
+    The machine at :math:`\beta` lies between one without weights and this one, :math:`E_\beta = E_0 + \beta D`. States
+    at two temperatures are exchanged with the probability
+
+    .. math::
+        \min\{1, e^{(\beta_i - \beta_j) (D(v_i, h_i) - D(v_j, h_j))}\}, \qquad D = E - E_0
+
+    which leaves :math:`\prod_i p_{\beta_i}(v_i, h_i)` as it is, because D is the difference of *joint* energies. The
+    free energy of the model is no substitute: :math:`\beta F(v)` is not that of the machine at :math:`\beta`.
+
+    Each step draws, in this order: the hidden units at all temperatures, (T, M, H); the visible units, (T, M, V); one
+    uniform number for each pair that is tried, (T // 2, M) after an even number of steps, ((T - 1) // 2, M) after an
+    odd one. With a single temperature of 1 this is `gibbs`, bit for bit.
+
+    All temperatures share one matrix product: what is scaled is the input that it brings, not the weights.
+
+    Args:
+        rbm: The machine, with any kind of units.
+        state: From `tempered_start`, or of the last call. Only the visible units matter for what comes next.
+        inverse_temperatures: (T,), :math:`\beta`, increasing, between 0 and 1. The last should be 1: those are the
+            draws from the model.
+        steps: How many steps to take.
+        reference: (V,), the visible biases of the machine without weights, see `Joint.annealed`. None: 0, so that
+            :math:`E_\beta` is :math:`\beta E` for zeros and ones; those of the machine itself if it is Gaussian.
+        chain: What a unit passes on, as in `gibbs`. A derivative goes with a state where the state goes; whether a swap
+            is accepted has none.
+        generator: Draws units and swaps. None: torch's default one.
+
+    Returns:
+        The new state, and the mean probability of a swap of each neighbouring pair, (T - 1,), a constant; it is known
+        for all pairs at every step, also for those that are not tried.
+
+    Raises:
+        ValueError: If `inverse_temperatures` is not as stated, `state` does not have its number or the machine's sizes,
+            `steps` is not positive, or `chain` is unknown.
+
+    References:
+        Desjardins, Courville, Bengio, Vincent & Delalleau, "Tempered Markov chain Monte Carlo for training of
+        restricted Boltzmann machines", 2010, section 3.
+        Cho, Raiko & Ilin, "Parallel tempering is efficient for learning restricted Boltzmann machines", 2010.
+        Syed, Bouchard-Côté, Deligiannidis & Doucet, "Non-reversible parallel tempering: a scalable highly parallel
+        MCMC scheme", 2022, on why even and odd pairs take turns.
+
+    Example:
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> state = tempered_start(rbm, n_temperatures=3, n_chains=4, generator=generator)
+        >>> state, swap_rates = parallel_tempering(
+        ...     rbm, state, inverse_temperatures=[0, 0.5, 1], steps=10, generator=generator)
+        >>> state.visible[-1].shape, bool((swap_rates > 0.9).all())
+        (torch.Size([4, 3]), True)
+    """
+    check_steps(steps)
+    if chain not in UNITS:
+        raise ValueError(f"`chain` should be one of {', '.join(map(repr, UNITS))}. Found {chain!r}.")
+    joint, unit = _joint_of(rbm), UNITS[chain]
+    betas = _check_temperatures(inverse_temperatures, joint)
+    _check_state(state, len(betas), joint)
+    visible_layer, hidden_layer = _tempered_layers(joint, betas, reference)
+    per_unit = betas[:, None, None]
+    visible, hidden = state.visible, state.hidden
+    to_hidden = joint.to_hidden(visible)
+    rates = betas.new_zeros(len(betas) - 1)
+    for _ in range(steps):
+        hidden = unit(hidden_layer, per_unit * to_hidden, generator)
+        visible = unit(visible_layer, per_unit * joint.to_visible(hidden), generator)
+        to_hidden = joint.to_hidden(visible)
+        with no_graph():
+            difference = _difference(joint, visible, hidden, to_hidden, reference)
+            probabilities = _swap_probabilities(betas, difference)
+            rates += probabilities.mean(1)
+        rows, state = _swap(probabilities, state, generator)
+        visible, hidden, to_hidden = (_take(units, rows) for units in (visible, hidden, to_hidden))
+    return dataclasses.replace(state, visible=visible, hidden=hidden), rates / steps
+
+
+def swap_probabilities(
+    rbm: RBM | Joint,
+    visible: Tensor,
+    hidden: Tensor,
+    *,
+    inverse_temperatures: Tensor | Sequence[float],
+    reference: Tensor | None = None,
+) -> Tensor:
+    """Return the probability with which `parallel_tempering` swaps each pair of neighbours, (T - 1, M), a constant.
+
+    Args:
+        rbm: The machine.
+        visible: (T, M, V).
+        hidden: (T, M, H).
+        inverse_temperatures: As in `parallel_tempering`.
+        reference: As in `parallel_tempering`.
+
+    Raises:
+        ValueError: If `inverse_temperatures` is not increasing from 0 or more to 1 or less.
+    """
+    joint = _joint_of(rbm)
+    betas = _check_temperatures(inverse_temperatures, joint)
+    with no_graph():
+        return _swap_probabilities(betas, _difference(joint, visible, hidden, joint.to_hidden(visible), reference))
+
+
+def tempered_contrastive_divergence(
+    rbm: RBM | Joint,
+    data: Tensor,
+    state: TemperedState,
+    *,
+    inverse_temperatures: Tensor | Sequence[float],
+    steps: int,
+    reference: Tensor | None = None,
+    chain: Chain = "sampled",
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, TemperedState, Tensor]:
+    r"""Return the surrogate of persistent contrastive divergence whose chains are tempered, and the chains.
+
+    .. math::
+        L = \frac1N \sum_n F(v_n) - \frac1M \sum_m F(\operatorname{sg}(v_{Tm}))
+
+    :math:`v_{Tm}` are the chains at :math:`\beta = 1` after `steps` steps of `parallel_tempering`. The gradient is
+    `cd_gradient` with these as its negative samples.
+
+    Args:
+        rbm: The machine.
+        data: (N, V).
+        state: From `tempered_start`, or of the last call.
+        inverse_temperatures: (T,), as in `parallel_tempering`; the last is 1.
+        steps: How many steps to take before the update.
+        reference: As in `parallel_tempering`.
+        chain: As in `gibbs`.
+        generator: Draws units and swaps. None: torch's default one.
+
+    Returns:
+        The surrogate, a scalar in nats per sample; the new state, of constants; and the mean probabilities of swaps,
+        (T - 1,).
+
+    Raises:
+        ValueError: If `data` has no rows or not V columns, the last temperature is not 1, or as `parallel_tempering`.
+        TypeError: If `data` does not have the type of the parameters.
+
+    References:
+        Desjardins, Courville, Bengio, Vincent & Delalleau, "Tempered Markov chain Monte Carlo for training of
+        restricted Boltzmann machines", 2010.
+
+    Example:
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> state = tempered_start(rbm, n_temperatures=2, n_chains=5, generator=generator)
+        >>> loss, state, swap_rates = tempered_contrastive_divergence(
+        ...     rbm, torch.eye(3), state, inverse_temperatures=[0, 1], steps=1, generator=generator)
+        >>> loss.backward()
+    """
+    if isinstance(rbm, RBM):
+        rbm.check_rows(data, "data")
+    joint = _joint_of(rbm)
+    last = float(inverse_temperatures[-1])
+    if last != 1:
+        raise ValueError(f"`inverse_temperatures` should end with 1, the model. Found {last}.")
+    # No graph while nothing could flow through it.
+    blocked = is_blocked(NEGATIVE_SAMPLES) and is_blocked(PERSISTENT_CHAINS)
+    with no_graph() if blocked else nullcontext():
+        moved, swap_rates = parallel_tempering(
+            joint,
+            state,
+            inverse_temperatures=inverse_temperatures,
+            steps=steps,
+            reference=reference,
+            chain=chain,
+            generator=generator,
+        )
+    negative = stop_gradient(moved.visible[-1], NEGATIVE_SAMPLES)
+    loss = joint.free_energy(data).mean() - joint.free_energy(negative).mean()
+    visible, hidden = stop_gradient((moved.visible, moved.hidden), PERSISTENT_CHAINS)
+    return loss, dataclasses.replace(moved, visible=visible, hidden=hidden), swap_rates
+
+
+# --- temperatures: how good they are, and better ones -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TemperingDiagnosis:
+    r"""What `diagnose_tempering` finds.
+
+    Attributes:
+        barrier: :math:`\Lambda = \sum_i r_i`, with the rejection rates :math:`r_i` of the swaps. It hardly depends on
+            the temperatures, as long as there are enough of them: it is how far apart the machines at both ends are.
+        arrival_rate: How many fresh states arrive at the last temperature per step and chain: 1 / the return time.
+        expected_arrival_rate: :math:`1 / (2 + 2 \sum_i r_i / (1 - r_i))`, what it would be if every state forgot its
+            energy between two swaps.
+        suggested_temperatures: :math:`2 \Lambda + 1`, rounded up, the number of temperatures that gives the most
+            arrivals for the work.
+    """
+
+    barrier: float
+    arrival_rate: float
+    expected_arrival_rate: float
+    suggested_temperatures: int
+
+
+def diagnose_tempering(before: TemperedState, after: TemperedState, swap_rates: Tensor) -> TemperingDiagnosis:
+    """Say how well the swaps carry fresh states from the first temperature to the last.
+
+    An arrival rate far below the expected one says that the Gibbs steps between the swaps mix badly: more steps, or a
+    better first machine, help then, and more temperatures do not.
+
+    Args:
+        before: The state at which to begin to count, when the chains have forgotten their start.
+        after: The state that chains from there have come to.
+        swap_rates: (T - 1,), the mean probability of a swap of each pair on the way.
+
+    Raises:
+        ValueError: If `after` is not later than `before`, or there is a single temperature.
+
+    References:
+        Syed, Bouchard-Côté, Deligiannidis & Doucet, "Non-reversible parallel tempering: a scalable highly parallel
+        MCMC scheme", 2022, theorem 1 and section 5.
+
+    Example:
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> before = tempered_start(rbm, n_temperatures=3, n_chains=100, generator=generator)
+        >>> after, swap_rates = parallel_tempering(
+        ...     rbm, before, inverse_temperatures=[0, 0.5, 1], steps=100, generator=generator)
+        >>> round(diagnose_tempering(before, after, swap_rates).arrival_rate, 1)
+        0.5
+    """
+    steps = after.steps - before.steps
+    if steps < 1:
+        raise ValueError(f"`after` should be later than `before`. Found {after.steps} and {before.steps} steps.")
+    if not len(swap_rates):
+        raise ValueError("`swap_rates` should have at least one pair of temperatures. Found none.")
+    rejected = 1 - swap_rates
+    return TemperingDiagnosis(
+        barrier=float(rejected.sum()),
+        arrival_rate=float((after.arrivals - before.arrivals).double().mean()) / steps,
+        expected_arrival_rate=float(1 / (2 + 2 * (rejected / swap_rates).sum())),
+        suggested_temperatures=max(2, math.ceil(2 * float(rejected.sum()) + 1)),
+    )
+
+
+def spread_temperatures(
+    inverse_temperatures: Tensor | Sequence[float], swap_rates: Tensor, *, n_temperatures: int | None = None
+) -> Tensor:
+    r"""Return inverse temperatures with the same ends, between which swaps are equally probable.
+
+    The rejection rates add up to a barrier :math:`\Lambda(\beta)`, which is interpolated and divided into equal parts.
+
+    Args:
+        inverse_temperatures: (T,), as in `parallel_tempering`, T > 1.
+        swap_rates: (T - 1,), the mean probability of a swap of each pair there.
+        n_temperatures: How many to return. None: T.
+
+    Returns:
+        (n_temperatures,), in float64.
+
+    Raises:
+        ValueError: If `swap_rates` are not T - 1 probabilities, or there are fewer than two temperatures.
+
+    References:
+        Syed, Bouchard-Côté, Deligiannidis & Doucet, "Non-reversible parallel tempering: a scalable highly parallel
+        MCMC scheme", 2022, algorithm 2.
+
+    Example:
+        >>> spread_temperatures([0, 0.5, 1], torch.tensor([0.9, 0.7]))
+        tensor([0.0000, 0.6667, 1.0000], dtype=torch.float64)
+    """
+    betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64).cpu()
+    rejected = 1 - swap_rates.double().cpu()
+    if betas.ndim != 1 or len(betas) < 2:
+        raise ValueError(f"`inverse_temperatures` should be at least two. Found {betas.tolist()}.")
+    if rejected.shape != (len(betas) - 1,) or not bool(((rejected >= 0) & (rejected <= 1)).all()):
+        raise ValueError(
+            f"`swap_rates` should be {len(betas) - 1} probabilities, one for each pair. Found {swap_rates.tolist()}."
+        )
+    n_temperatures = len(betas) if n_temperatures is None else n_temperatures
+    if not isinstance(n_temperatures, int) or n_temperatures < 2:
+        raise ValueError(f"`n_temperatures` should be an integer from 2. Found {n_temperatures!r}.")
+    # A little of the distance itself, so that the barrier increases also where every swap is accepted.
+    barrier = torch.cat([betas.new_zeros(1), (rejected + 1e-6 * betas.diff()).cumsum(0)])
+    marks = torch.linspace(0, float(barrier[-1]), n_temperatures, dtype=betas.dtype)
+    above = torch.searchsorted(barrier, marks[1:-1]).clamp(1, len(betas) - 1)
+    below = above - 1
+    part = (marks[1:-1] - barrier[below]) / (barrier[above] - barrier[below])
+    return torch.cat([betas[:1], betas[below] + part * (betas[above] - betas[below]), betas[-1:]])
+
+
+def adapt_temperatures(
+    rbm: RBM | Joint,
+    state: TemperedState,
+    *,
+    inverse_temperatures: Tensor | Sequence[float],
+    rounds: int,
+    steps: int,
+    reference: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, TemperedState]:
+    """Find inverse temperatures between which swaps are equally probable, in rounds of doubling length.
+
+    Args:
+        rbm: The machine.
+        state: Where the chains start.
+        inverse_temperatures: (T,), those to start from; the ends stay.
+        rounds: After how many rounds to stop; each ends with `spread_temperatures`.
+        steps: How many steps of `parallel_tempering` the first round takes.
+        reference: As in `parallel_tempering`.
+        generator: Draws units and swaps. None: torch's default one.
+
+    Returns:
+        (T,), the inverse temperatures, and the state of the chains.
+
+    Raises:
+        ValueError: If `rounds` is not positive, there are fewer than two temperatures, or as `parallel_tempering`.
+
+    Example:
+        >>> rbm, generator = RBM(6, 4, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> state = tempered_start(rbm, n_temperatures=4, n_chains=20, generator=generator)
+        >>> betas, state = adapt_temperatures(
+        ...     rbm, state, inverse_temperatures=[0, 0.1, 0.2, 1], rounds=3, steps=50, generator=generator)
+        >>> [round(beta, 1) for beta in betas.tolist()]
+        [0.0, 0.3, 0.7, 1.0]
+    """
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"`rounds` should be a positive integer. Found {rounds!r}.")
+    betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64).cpu()
+    with no_graph():
+        for length in (steps << doubled for doubled in range(rounds)):
+            state, swap_rates = parallel_tempering(
+                rbm, state, inverse_temperatures=betas, steps=length, reference=reference, generator=generator
+            )
+            betas = spread_temperatures(betas, swap_rates)
+    return betas, state
+
+
+# --- machines along a training ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrajectoryRatios:
+    r"""What `trajectory_tempering` learns of neighbouring machines on the way.
+
+    Attributes:
+        swap_rates: (T - 1,), the mean probability of a swap of each pair.
+        log_ratios: (T - 1,), estimates of :math:`\log Z_{i+1} - \log Z_i`, in nats.
+        error: The standard error of their sum, from the M chains, which are independent of each other if they started
+            so; NaN for a single one. It holds once the chains have forgotten their start.
+    """
+
+    swap_rates: Tensor
+    log_ratios: Tensor
+    error: float
+
+
+def trajectory_tempering(
+    machines: Sequence[RBM | Joint],
+    state: TemperedState,
+    *,
+    steps: int,
+    generator: torch.Generator | None = None,
+) -> tuple[TemperedState, TrajectoryRatios]:
+    r"""Take steps of trajectory tempering: a Gibbs step of each machine, then swaps of neighbouring machines.
+
+    In the place of temperatures there are machines that were kept during a training, from one that is easily drawn from
+    to the last. Where a model has a phase transition in its temperature, it often has none along its training. The
+    visible units of two machines are exchanged with the probability
+
+    .. math::
+        \min\{1, e^{F_i(v_i) + F_j(v_j) - F_i(v_j) - F_j(v_i)}\}
+
+    in the *free* energies of both machines, that is with their hidden units summed out. These are drawn anew before
+    they are used, so that this leaves :math:`\prod_i p_i(v_i)` as it is, and is accepted more often than with joint
+    energies. Hidden units, `TemperedState.hidden`, are drawn after the swaps.
+
+    The same free energies give the ratios of neighbouring partition functions, from the states of both machines
+    (Bennett's acceptance ratio). That of a first machine without weights is known,
+    :math:`\log Z_0 = \sum \log \sum_v e^{a(v)} + \sum \log \sum_h e^{a(h)}` (`Layer.log_normaliser` of 0), and with the
+    sum of the ratios it gives that of the last.
+
+    Machines that differ in temperature only, ``[joint.annealed(beta) for beta in betas]``, do as well.
+
+    No graph is built: draws from the last machine, ``state.visible[-1]``, are constants.
+
+    Args:
+        machines: T machines of the same units and sizes.
+        state: From `tempered_start`, or of the last call.
+        steps: How many steps to take.
+        generator: Draws units and swaps, in the order of `parallel_tempering`, with the hidden units once more at the
+            end. None: torch's default one.
+
+    Returns:
+        The new state, and what was learnt of the partition functions during these steps. It holds
+        2 (T - 1) M numbers for each of them until then.
+
+    Raises:
+        ValueError: If there are no machines, they differ in their units or sizes, `state` does not have their number or
+            sizes, or `steps` is not positive.
+
+    References:
+        Béreux, Decelle, Furtlehner, Rosset & Seoane, "Fast training and sampling of restricted Boltzmann machines",
+        2024, on swaps between machines that were saved along the training.
+        Bennett, "Efficient estimation of free energy differences from Monte Carlo data", 1976, equations 8 and 12.
+
+    Example:
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> machines = [rbm.joint.annealed(0.0), rbm]
+        >>> state = tempered_start(rbm, n_temperatures=2, n_chains=100, generator=generator)
+        >>> state, ratios = trajectory_tempering(machines, state, steps=10, generator=generator)
+        >>> abs(5 * math.log(2) + ratios.log_ratios.item() - rbm.log_partition().item()) < 4 * ratios.error
+        True
+    """
+    check_steps(steps)
+    with no_graph():
+        joint = _side_by_side(machines)
+        _check_state(state, len(machines), joint)
+        lower, upper = _part(joint, slice(None, -1)), _part(joint, slice(1, None))
+        visible, up, down = state.visible, [], []
+        rates = joint.weights.new_zeros(len(machines) - 1)
+        for _ in range(steps):
+            hidden = joint.sample_hidden(visible, generator)
+            visible = joint.sample_visible(hidden, generator)
+            own = joint.free_energy(visible)
+            up.append(upper.free_energy(visible[:-1]) - own[:-1])
+            down.append(lower.free_energy(visible[1:]) - own[1:])
+            probabilities = (-up[-1] - down[-1]).exp().clamp(max=1)
+            rates += probabilities.mean(1)
+            rows, state = _swap(probabilities, state, generator)
+            visible = _take(visible, rows)
+        hidden = joint.sample_hidden(visible, generator)
+        log_ratios, error = _acceptance_ratios(torch.stack(up), torch.stack(down))
+        moved = dataclasses.replace(state, visible=visible, hidden=hidden)
+    return moved, TrajectoryRatios(rates / steps, log_ratios, error)
+
+
+def _acceptance_ratios(up: Tensor, down: Tensor) -> tuple[Tensor, float]:
+    r"""Return the log-ratios of partition functions (P,), and the standard error of their sum.
+
+    Args:
+        up: (S, P, M), :math:`F_{i+1}(v_i) - F_i(v_i)` at S steps for P pairs.
+        down: (S, P, M), :math:`F_i(v_{i+1}) - F_{i+1}(v_{i+1})`.
+    """
+    up, down = up.double(), down.double()
+    ratio = up.new_zeros(up.shape[1], 1)
+    log_number = math.log(up.shape[0] * up.shape[2])
+    for _ in range(_MOST_ITERATIONS):
+        accepted_up = logsigmoid(-up - ratio).logsumexp((0, 2))[:, None] - log_number
+        accepted_down = logsigmoid(-down + ratio).logsumexp((0, 2))[:, None] - log_number
+        change = accepted_up - accepted_down
+        ratio = ratio + change
+        if bool((change.abs() < 1e-10).all()):
+            break
+    accepted_up, accepted_down = (-up - ratio).sigmoid(), (-down + ratio).sigmoid()
+    slope = (accepted_up * (1 - accepted_up) + accepted_down * (1 - accepted_down)).mean((0, 2))
+    influence = ((accepted_up - accepted_down).mean(0) / slope[:, None]).sum(0)
+    error = influence.std() / math.sqrt(len(influence)) if len(influence) > 1 else math.nan
+    return ratio[:, 0], float(error)
+
+
+def _side_by_side(machines: Sequence[RBM | Joint]) -> Joint:
+    """Return the machines as one, with a leading dimension."""
+    joints = [_joint_of(machine) for machine in machines]
+    if not joints:
+        raise ValueError("`machines` should be at least one. Found none.")
+    kinds = [
+        (joint.weights.shape, type(joint.visible), type(joint.hidden), joint.visible.n_states, joint.weights.dtype)
+        for joint in joints
+    ]
+    if len(set(kinds)) > 1:
+        found = next(kind for kind in kinds if kind != kinds[0])
+        raise ValueError(
+            f"`machines` should all have the units, sizes and type of the first, {_described(kinds[0])}. "
+            f"Found {_described(found)}."
+        )
+
+    def together(layers: Sequence[Layer]) -> Layer:
+        fields = ("bias", *layers[0].more_parameters)
+        values = {field: torch.stack([getattr(layer, field) for layer in layers])[:, None] for field in fields}
+        return dataclasses.replace(layers[0], **values)
+
+    return Joint(
+        torch.stack([joint.weights for joint in joints]),
+        together([joint.visible for joint in joints]),
+        together([joint.hidden for joint in joints]),
+    )
+
+
+def _described(kind: tuple[torch.Size, type[Layer], type[Layer], int | None, torch.dtype]) -> str:
+    shape, visible, hidden, n_states, dtype = kind
+    states = "" if n_states is None else f" with {n_states} states"
+    return f"{visible.__name__} units{states} and {hidden.__name__} units, weights {tuple(shape)}, {dtype}"
+
+
+def _part(joint: Joint, machines: slice) -> Joint:
+    """Return some of the machines that are side by side."""
+    layers = [
+        dataclasses.replace(
+            layer, **{field: getattr(layer, field)[machines] for field in ("bias", *layer.more_parameters)}
+        )
+        for layer in (joint.visible, joint.hidden)
+    ]
+    return Joint(joint.weights[machines], *layers)
+
+
+# --- swaps --------------------------------------------------------------------------------------------------------
+
+
+def _tempered_layers(joint: Joint, betas: Tensor, reference: Tensor | None) -> tuple[Layer, Layer]:
+    """Return both layers at each temperature. The weights stay what they are: their input is scaled."""
+    annealed = dataclasses.replace(joint, weights=joint.weights.new_zeros(())).annealed(betas, reference)
+    return annealed.visible, annealed.hidden
+
+
+def _difference(joint: Joint, visible: Tensor, hidden: Tensor, to_hidden: Tensor, reference: Tensor | None) -> Tensor:
+    """Return what `Joint.annealed_difference` does, (T, M), from an input of the hidden layer that is known."""
+    reference = joint.visible.reference if reference is None else reference
+    at_zero = joint.visible.with_bias(reference).log_weight(visible)
+    interaction = ((to_hidden + joint.hidden.bias) * joint.hidden.statistic(hidden)).sum(-1)
+    return at_zero - joint.visible.log_weight(visible) - interaction
+
+
+def _swap_probabilities(betas: Tensor, difference: Tensor) -> Tensor:
+    """Return the probability to swap each pair of neighbours, (T - 1, M), from D at each temperature, (T, M)."""
+    return (betas.diff()[:, None] * difference.diff(dim=0)).exp().clamp(max=1)
+
+
+def _swap(
+    probabilities: Tensor, state: TemperedState, generator: torch.Generator | None
+) -> tuple[Tensor, TemperedState]:
+    """Draw which pairs are swapped, the even or the odd ones.
+
+    Returns:
+        (T, M), the row of (T M, ...) that comes to each place; and the state after it, but for its units.
+    """
+    n_temperatures, n_chains = state.replica.shape
+    first = state.steps % 2
+    tried = probabilities[first::2]
+    place = torch.arange(n_temperatures * n_chains, device=tried.device).view(n_temperatures, n_chains)
+    if len(tried):
+        exchanged = n_chains * (torch.empty_like(tried).uniform_(generator=generator) < tried)
+        place[first : n_temperatures - 1 : 2] += exchanged
+        place[first + 1 :: 2] -= exchanged
+    replica, fresh, arrivals = _take(state.replica, place), _take(state.fresh, place), state.arrivals
+    if n_temperatures > 1:
+        arrivals = arrivals + fresh[-1]
+        fresh[-1] = False
+        fresh[0] = True
+    moved = dataclasses.replace(state, replica=replica, fresh=fresh, arrivals=arrivals, steps=state.steps + 1)
+    return place, moved
+
+
+def _take(units: Tensor, rows: Tensor) -> Tensor:
+    """Return the rows of (T, M, ...) that were drawn by `_swap`."""
+    return units.flatten(0, 1).index_select(0, rows.flatten()).view_as(units)
+
+
+def _new_state(visible: Tensor, hidden: Tensor) -> TemperedState:
+    n_temperatures, n_chains = visible.shape[:2]
+    device = visible.device
+    replica = torch.arange(n_temperatures, device=device)[:, None].expand(-1, n_chains)
+    fresh = replica == (0 if n_temperatures > 1 else -1)
+    return TemperedState(visible, hidden, replica, fresh, torch.zeros_like(replica[0]), 0)
+
+
+def _joint_of(rbm: RBM | Joint) -> Joint:
+    return rbm.joint if isinstance(rbm, RBM) else rbm
+
+
+def _check_temperatures(inverse_temperatures: Tensor | Sequence[float], joint: Joint) -> Tensor:
+    betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64)
+    increases = betas.ndim == 1 and len(betas) > 0 and bool((betas.diff() > 0).all())
+    if not increases or not float(betas[0]) >= 0 or not float(betas[-1]) <= 1:
+        raise ValueError(f"`inverse_temperatures` should increase from 0 or more to 1 or less. Found {betas.tolist()}.")
+    return betas.to(joint.weights)
+
+
+def _check_state(state: TemperedState, n_temperatures: int, joint: Joint) -> None:
+    n_visible, n_hidden = joint.weights.shape[-2:]
+    for name, units, columns in (("visible", state.visible, n_visible), ("hidden", state.hidden, n_hidden)):
+        if units.ndim != 3 or len(units) != n_temperatures or units.shape[2] != columns or not units.shape[1]:
+            raise ValueError(
+                f"`state.{name}` should have shape ({n_temperatures}, M, {columns}), M > 0. Found {tuple(units.shape)}."
+            )
+        if units.dtype != joint.weights.dtype:
+            raise TypeError(
+                f"`state.{name}` should have the parameters' type {joint.weights.dtype}. Found {units.dtype}."
+            )
