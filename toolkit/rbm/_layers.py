@@ -243,7 +243,9 @@ class Gaussian(Layer):
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draw the units given their input: their mean and noise, so that the derivative is that of a shift."""
         mean = self.mean(x)
-        noise = torch.empty_like(mean, dtype=torch.promote_types(mean.dtype, torch.float32))
+        dtype = torch.promote_types(mean.dtype, torch.float32)
+        # In the order of the indices, however `mean` lies in memory.
+        noise = torch.empty(mean.shape, dtype=dtype, device=mean.device)
         noise = noise.normal_(generator=generator).to(mean.dtype)
         return mean + noise * (self.log_variance / 2).exp()
 
@@ -327,11 +329,11 @@ class Categorical(Layer):
     def check(self, units: Tensor, argument: str) -> None:
         """Raise a ValueError unless the columns of each unit are not negative and add up to 1."""
         super().check(units, argument)
-        total = self._grouped(units).sum(-1)
-        wrong = (units < 0).any(-1) | ((total - 1).abs() > 1e-3).any(-1)
+        groups = self._grouped(units)
+        wrong = (groups < 0).any(-1) | ((groups.sum(-1) - 1).abs() > 1e-3)
         if bool(wrong.any()):
-            row = units[wrong][0].reshape(-1, self.categories).tolist()
-            raise ValueError(f"`{argument}` should have one 1 in each group of {self.categories}. Found {row}.")
+            found = groups[wrong][0].tolist()
+            raise ValueError(f"`{argument}` should have one 1 in each group of {self.categories}. Found {found}.")
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
         r"""Return :math:`b_{iq} = \log (n_{iq} + 1) / (N + Q)`, where n of N rows are in state q."""

@@ -1,0 +1,276 @@
+"""The fused trainer with all its options is plain descent on the blocked surrogates, for all units."""
+
+import itertools
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.contract import relative_error
+from toolkit.rbm import RBM, FusedTrainer
+from toolkit.rbm._centering import Offsets, centered, centering_offsets
+from toolkit.rbm._fast_weights import updated_fast_weights
+
+UNITS = {
+    "bernoulli": {},
+    "gaussian": {"visible": "gaussian"},
+    "categorical": {"visible": "categorical", "categories": 3},
+    "rectified": {"hidden": "rectified"},
+    "gaussian-rectified": {"visible": "gaussian", "hidden": "rectified"},
+}
+BETAS = torch.tensor([0.3, 0.6, 1.0], dtype=torch.float64)
+METHODS = {
+    "cd": {},
+    "pcd": {"chains": 4},
+    "fast": {"chains": 4, "fast_rate": 0.2},
+    "tempering": {"chains": 4, "inverse_temperatures": BETAS},
+}
+
+
+def _generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _rbm(units: str, n_visible: int = 4, n_hidden: int = 3) -> RBM:
+    rbm = RBM(n_visible, n_hidden, dtype=torch.float64, generator=_generator(0), **UNITS[units])
+    with torch.no_grad():
+        for parameter in rbm.parameters():
+            # Weights of a machine of two unbounded layers must be small, or it has no distribution.
+            parameter.normal_(generator=_generator(parameter.numel())).mul_(
+                0.2 if units == "gaussian-rectified" else 0.5
+            )
+    return rbm
+
+
+def _data(rbm: RBM, n: int, seed: int) -> Tensor:
+    x = torch.randn(n, rbm.n_columns, generator=_generator(seed), dtype=torch.float64)
+    return rbm.joint.visible.sample(x, _generator(seed)).detach()
+
+
+def _options(rbm: RBM, method: str) -> dict:
+    options = dict(METHODS[method])
+    if "chains" in options:
+        shape = (*([len(BETAS)] if method == "tempering" else []), options["chains"], rbm.n_hidden)
+        options["chains"] = torch.randint(2, shape, generator=_generator(3)).double()
+    return options
+
+
+@dataclass
+class Twin:
+    """The specification: draws from layers, gradients by autograd, an update by its definition."""
+
+    rbm: RBM
+    steps: int
+    generator: torch.Generator
+    chains: Tensor | None = None
+    inverse_temperatures: Tensor | None = None
+    reference: Tensor | None = None
+    fast_rate: float | None = None
+    offset_rate: float | None = None
+    weight_decay: float = 0.0
+    offsets: Offsets | None = None
+    fast: dict[str, Tensor] = field(default_factory=dict)
+    sweeps: int = 0
+
+    def step(self, data: Tensor, *, learning_rate: float) -> None:
+        parameters = dict(self.rbm.named_parameters())
+        with torch.no_grad():
+            negative = self._draw(data)
+        machine = self.rbm.joint
+        if self.offset_rate is not None:
+            self.offsets = centering_offsets(self.rbm, data, previous=self.offsets, rate=self.offset_rate)
+            machine = centered(self.rbm, self.offsets)
+        loss = machine.free_energy(data).mean() - machine.free_energy(negative).mean()
+        # Weights decay in the coordinates of the update, in which the centred biases do not.
+        loss = loss + self.weight_decay / 2 * (self.rbm.weights**2).sum()
+        if self.offsets is not None:
+            pull = self.weight_decay * self.rbm.weights.detach()
+            loss = loss - (pull @ self.offsets.hidden) @ self.rbm.visible_bias
+            loss = loss - (pull.mT @ self.offsets.visible) @ self.rbm.hidden_bias
+        found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+        gradients = dict(zip(parameters, found, strict=True))
+        if self.fast_rate is not None:
+            own = gradients | {"weights": gradients["weights"] - self.weight_decay * self.rbm.weights.detach()}
+            if self.offsets is not None:
+                own["visible_bias"] = own["visible_bias"] + pull @ self.offsets.hidden
+                own["hidden_bias"] = own["hidden_bias"] + pull.mT @ self.offsets.visible
+            fast = self.fast or {name: torch.zeros_like(value) for name, value in parameters.items()}
+            self.fast = updated_fast_weights(fast, own, learning_rate=self.fast_rate)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.sub_(gradients[name], alpha=learning_rate)
+
+    def _draw(self, data: Tensor) -> Tensor:
+        joint = drawn = self.rbm.joint
+        if self.fast:
+            drawn = joint.shifted(self.fast)
+        if self.inverse_temperatures is not None:
+            drawn = joint.annealed(self.inverse_temperatures, self.reference)
+        hidden = drawn.sample_hidden(data, self.generator) if self.chains is None else self.chains
+        for step in range(self.steps):
+            visible = drawn.sample_visible(hidden, self.generator)
+            if self.inverse_temperatures is not None:
+                visible = self._swap(visible, joint.annealed_difference(visible, hidden, self.reference))
+            if self.chains is not None or step < self.steps - 1:
+                hidden = drawn.sample_hidden(visible, self.generator)
+        if self.chains is not None:
+            self.chains = hidden
+        return visible if self.inverse_temperatures is None else visible[-1]
+
+    def _swap(self, visible: Tensor, difference: Tensor) -> Tensor:
+        pairs = list(range(self.sweeps % 2, len(difference) - 1, 2))
+        self.sweeps += 1
+        uniform = torch.empty(len(pairs), visible.shape[1], dtype=torch.float64).uniform_(generator=self.generator)
+        visible = visible.clone()
+        for row, (pair, chain) in zip(
+            uniform.flatten().tolist(), itertools.product(pairs, range(visible.shape[1])), strict=True
+        ):
+            betas, differences = self.inverse_temperatures[pair : pair + 2], difference[pair : pair + 2, chain]
+            if row < ((betas[0] - betas[1]) * (differences[0] - differences[1])).exp():
+                visible[[pair, pair + 1], chain] = visible[[pair + 1, pair], chain]
+        return visible
+
+
+def _pair(units: str, method: str, steps: int, **options) -> tuple[FusedTrainer, Twin]:
+    rbm, twin = _rbm(units), _rbm(units)
+    options |= _options(rbm, method)
+    trainer = FusedTrainer(rbm, batch_size=5, steps=steps, generator=_generator(), **options)
+    return trainer, Twin(twin, steps, _generator(), **options)
+
+
+@pytest.mark.parametrize("centred", [{}, {"offset_rate": 0.3, "weight_decay": 0.1}], ids=["plain", "centred-decay"])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("units", UNITS)
+def test_fused_training_is_descent_on_the_surrogate(units, method, steps, centred):
+    trainer, twin = _pair(units, method, steps, **centred)
+    for n, seed in ((5, 10), (5, 11), (2, 12)):  # the last batch is smaller
+        data = _data(trainer.rbm, n, seed)
+        trainer.step(data, learning_rate=0.2)
+        twin.step(data, learning_rate=0.2)
+        assert all(parameter.isfinite().all() for parameter in twin.rbm.parameters())
+        assert relative_error(dict(trainer.rbm.named_parameters()), dict(twin.rbm.named_parameters())) < 1e-12
+        if trainer.chains is not None:
+            assert torch.equal(trainer.chains, twin.chains)
+
+
+@pytest.mark.parametrize("units", ["bernoulli", "categorical"])
+def test_tempering_from_a_reference_is_descent_on_the_surrogate(units):
+    reference = torch.linspace(-1, 1, _rbm(units).n_columns, dtype=torch.float64)
+    trainer, twin = _pair(units, "tempering", 2, reference=reference)
+    for seed in (10, 11, 12):
+        for one in (trainer, twin):
+            one.step(_data(trainer.rbm, 5, seed), learning_rate=0.2)
+        assert relative_error(dict(trainer.rbm.named_parameters()), dict(twin.rbm.named_parameters())) < 1e-12
+
+
+@pytest.mark.parametrize("units", ["bernoulli", "gaussian"])
+def test_one_temperature_is_persistent_contrastive_divergence(units):
+    plain, tempered = _rbm(units), _rbm(units)
+    chains = torch.zeros(4, 3, dtype=torch.float64)
+    one = torch.ones(1, dtype=torch.float64)
+    trainers = [
+        FusedTrainer(plain, batch_size=5, steps=2, chains=chains, generator=_generator()),
+        FusedTrainer(tempered, batch_size=5, steps=2, chains=chains, inverse_temperatures=one, generator=_generator()),
+    ]
+    batches = [_data(plain, 5, seed) for seed in (1, 2)]
+    for trainer, batch in itertools.product(trainers, batches):
+        trainer.step(batch, learning_rate=0.1)
+    assert relative_error(dict(plain.named_parameters()), dict(tempered.named_parameters())) < 1e-14
+    assert trainers[1].chains.shape == (1, 4, 3)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("units", ["bernoulli", "gaussian"])
+def test_a_loaded_state_goes_on_bit_for_bit(units, method):
+    options = {"offset_rate": 0.3, "weight_decay": 0.1}
+    trainer, _ = _pair(units, method, 1, **options)
+    for seed in (10, 11, 12):
+        trainer.step(_data(trainer.rbm, 5, seed), learning_rate=0.2)
+    state, parameters = trainer.state_dict(), {k: v.clone() for k, v in trainer.rbm.state_dict().items()}
+    trainer.step(_data(trainer.rbm, 5, 13), learning_rate=0.2)
+
+    other, _ = _pair(units, method, 1, **options)
+    other.rbm.load_state_dict(parameters)
+    other.load_state_dict(state)
+    other.step(_data(other.rbm, 5, 13), learning_rate=0.2)
+    for name, parameter in trainer.rbm.named_parameters():
+        assert torch.equal(parameter, dict(other.rbm.named_parameters())[name]), name
+    for name, value in trainer.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+def test_a_state_of_other_options_is_refused():
+    trainer, _ = _pair("bernoulli", "pcd", 1)
+    other, _ = _pair("bernoulli", "pcd", 1, offset_rate=0.1)
+    with pytest.raises(ValueError, match=r"same options\. Found others: \['centred', 'hidden_offset'"):
+        trainer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_low_precision_products_draw_from_rounded_weights(method):
+    """Weights that bfloat16 holds, and biases that are added in full: the draws are the same, bit for bit."""
+    options = _options(_rbm("bernoulli"), method)
+    machines = []
+    for dtype in (None, torch.bfloat16):
+        rbm = _rbm("bernoulli")
+        with torch.no_grad():
+            rbm.weights.mul_(4).round_().div_(4)  # sums of few quarters are exact in bfloat16
+        trainer = FusedTrainer(rbm, batch_size=5, steps=2, product_dtype=dtype, generator=_generator(), **options)
+        data = _data(rbm, 5, 10).round()
+        trainer.step(data, learning_rate=1e-300)
+        trainer.step(data, learning_rate=0.1)
+        machines.append(rbm)
+    assert relative_error(*(dict(rbm.named_parameters()) for rbm in machines)) < 1e-14
+
+
+def test_low_precision_training_learns_as_much():
+    data, learned = torch.eye(6).repeat(10, 1), []
+    for dtype in (None, torch.bfloat16):
+        rbm = RBM(6, 8, generator=_generator(0))
+        chains, draws = torch.zeros(100, 8), _generator()
+        trainer = FusedTrainer(
+            rbm, batch_size=60, steps=1, chains=chains, offset_rate=0.1, product_dtype=dtype, generator=draws
+        )
+        for step in range(1000):
+            trainer.step(data, learning_rate=0.3 * (1 - step / 1000))
+        assert rbm.weights.dtype == torch.float32
+        learned.append(rbm.log_likelihood(data).mean().item())
+    assert learned[0] > -2.8  # -4.16 at first
+    assert abs(learned[1] - learned[0]) < 0.01
+
+
+def test_swap_rates_are_counted():
+    trainer, _ = _pair("bernoulli", "tempering", 4)
+    assert trainer.swap_rates.shape == (2,)
+    for seed in range(50):
+        trainer.step(_data(trainer.rbm, 5, seed), learning_rate=1e-3)
+    assert ((trainer.swap_rates > 0.3) & (trainer.swap_rates < 1)).all()
+    assert _pair("bernoulli", "pcd", 1)[0].swap_rates is None
+
+
+CHAINS = torch.zeros(4, 3, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fast_rate": 0.1}, r"`inverse_temperatures` and `fast_rate` should come with `chains`"),
+        ({"fast_rate": 0.0, "chains": CHAINS}, r"`fast_rate` should be positive\. Found 0\.0"),
+        ({"fast_rate": 0.1, "chains": CHAINS, "inverse_temperatures": BETAS}, r"should not both be given"),
+        ({"offset_rate": 1.5}, r"`offset_rate` should be between 0 and 1, and not 0\. Found 1\.5"),
+        ({"weight_decay": -1.0}, r"`weight_decay` should not be negative\. Found -1\.0"),
+        ({"chains": CHAINS, "inverse_temperatures": BETAS.flip(0)}, r"should increase from 0 or more to 1\. Found \[1"),
+        ({"chains": CHAINS, "inverse_temperatures": BETAS[:2]}, r"should increase from 0 or more to 1\. Found \[0\.3"),
+        ({"chains": CHAINS.expand(2, 4, 3), "inverse_temperatures": BETAS}, r"shape \(M, 3\) or \(3, M, 3\), M > 0"),
+    ],
+)
+def test_a_clear_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        FusedTrainer(_rbm("bernoulli"), batch_size=5, steps=1, **options)
+
+
+def test_low_precision_is_for_bernoulli_units():
+    with pytest.raises(ValueError, match=r"`product_dtype` should be left out unless all units are Bernoulli"):
+        FusedTrainer(_rbm("gaussian"), batch_size=5, steps=1, product_dtype=torch.bfloat16)
