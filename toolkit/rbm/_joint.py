@@ -88,7 +88,9 @@ class Joint:
             E_\beta = (1 - \beta) E_0 + \beta E, \qquad E_0(v, h) = -a_0(v) - a(h)|_{c = 0}
 
         :math:`E_0` has visible biases of its own and no hidden ones; a Gaussian layer keeps its variance, so that every
-        :math:`E_\beta` has a distribution. With Bernoulli units and a reference of 0 it is :math:`\beta E`.
+        :math:`E_\beta` has a distribution. With Bernoulli units and a reference of 0 it is :math:`\beta E`. A Gaussian
+        layer with a reference other than its own biases gives :math:`E_\beta` up to a number, which depends on
+        :math:`\beta` alone and is 0 at both ends: the biases are between the two, and the squares not quite.
 
         Args:
             inverse_temperature: :math:`\beta`, between 0 and 1; a tensor (\*) makes machines side by side.

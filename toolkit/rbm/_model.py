@@ -281,11 +281,12 @@ class RBM(nn.Module):
             hidden = joint.hidden.mean(x)
             statistic = joint.visible.statistic(visible)
             to_visible = joint.to_visible(hidden) if joint.visible.more_parameters else visible
-            return {
+            statistics = {
                 "weights": statistic.mT @ (hidden * share[:, None]),
                 **_named("visible", joint.visible.parameter_gradients(visible, to_visible, share)),
                 **_named("hidden", joint.hidden.parameter_gradients(hidden, x, share)),
             }
+            return {name: statistics[name] for name, _ in self.named_parameters()}
 
     def model_statistics(self) -> dict[str, Tensor]:
         r"""Return the same in expectation over the model itself, exactly: the gradient of `log_partition`.

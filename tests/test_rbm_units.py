@@ -1,0 +1,812 @@
+"""Units of all kinds against their definition, sums over all states, and what chains of each kind leak.
+
+The witnesses are tables of e^-E over a grid of both layers, written in NumPy from the definition of the energy: all
+states of units that have finitely many, counts up to where nothing is left, and the trapezoidal rule for real numbers,
+which is exact to rounding for what falls off as a normal density does.
+"""
+
+import copy
+import functools
+import io
+import itertools
+import math
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from contract import BlockCase, finite_differences, relative_error
+from scipy import stats
+from scipy.special import expit, logsumexp
+from torch import Tensor, nn
+
+from toolkit import stop_gradient, unblock
+from toolkit.rbm import RBM
+from toolkit.rbm._chains import gibbs
+from toolkit.rbm._divergence import NEGATIVE_SAMPLES, likelihood_gradient
+from toolkit.rbm._enumeration import _enumerated, _States, _twin, exact_samples, log_partition, model_statistics
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._layers import Bernoulli, Categorical, Gaussian, Rectified
+from toolkit.rbm._units import STRAIGHT_THROUGH, UNITS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+# --- machines and witnesses ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The units of both layers, and sizes at which a table of both is small."""
+
+    visible: str
+    hidden: str
+    n_visible: int
+    n_hidden: int
+    categories: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.visible}-{self.hidden}"
+
+    @property
+    def options(self) -> dict:
+        return {"visible": self.visible, "hidden": self.hidden, "categories": self.categories}
+
+
+PAIRS = [
+    Pair("bernoulli", "bernoulli", 4, 3),
+    Pair("gaussian", "bernoulli", 2, 3),
+    Pair("categorical", "bernoulli", 2, 3, 3),
+    Pair("bernoulli", "rectified", 4, 2),
+    Pair("gaussian", "rectified", 1, 2),
+    Pair("categorical", "rectified", 2, 2, 3),
+]
+ENUMERABLE = [pair for pair in PAIRS if str(pair) != "gaussian-rectified"]
+FINITE = [pair for pair in PAIRS if pair.visible != "gaussian"]
+LARGEST_COUNT = 40
+
+each_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
+each_enumerable_pair = pytest.mark.parametrize("pair", ENUMERABLE, ids=str)
+
+
+def _generator(seed: int = 1, device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _parameters(pair: Pair, scale: float = 0.5, seed: int = 0) -> dict[str, nn.Parameter]:
+    generator, columns = _generator(seed), pair.n_visible * (pair.categories or 1)
+    shapes = {"weights": (columns, pair.n_hidden), "visible_bias": (columns,), "hidden_bias": (pair.n_hidden,)}
+    if pair.visible == "gaussian":
+        shapes["visible_log_variance"] = (pair.n_visible,)
+    return {
+        name: nn.Parameter(scale * torch.randn(shape, generator=generator, dtype=torch.float64))
+        for name, shape in shapes.items()
+    }
+
+
+def _machine(parameters: Mapping[str, Tensor], pair: Pair) -> RBM:
+    rbm = RBM(pair.n_visible, pair.n_hidden, dtype=torch.float64, **pair.options)
+    for name, parameter in parameters.items():
+        setattr(rbm, name, parameter)
+    return rbm
+
+
+def _rbm(pair: Pair, **kwargs) -> RBM:
+    return _machine(_parameters(pair, **kwargs), pair)
+
+
+def _arrays(parameters: Mapping[str, Tensor]) -> tuple[np.ndarray, ...]:
+    """Return W, b, c and the variances, 1 where there are none."""
+    w, b, c = (parameters[name].detach().numpy() for name in ("weights", "visible_bias", "hidden_bias"))
+    z = parameters.get("visible_log_variance")
+    return w, b, c, np.ones(len(b)) if z is None else np.exp(z.detach().numpy())
+
+
+@functools.cache
+def _log_ways() -> np.ndarray:
+    """Log of the sum, over the ways in which n of infinitely many copies are on, of e^(sum of their biases)."""
+    polynomial = np.zeros(LARGEST_COUNT + 1)
+    polynomial[0] = 1
+    for m in range(1, 800):  # prod over m of (1 + t e^-(m - 1/2)), whose n-th coefficient it is
+        polynomial[1:] += polynomial[:-1] * math.exp(-(m - 0.5))
+    return np.log(polynomial, out=np.full(len(polynomial), -np.inf), where=polynomial > 0)
+
+
+def _grid(kind: str, n: int, categories: int | None, bias: np.ndarray, variance: np.ndarray) -> tuple:
+    """Return states (S, C), and the log-weight of each: the volume of its cell, and what depends on it alone."""
+    if kind == "bernoulli":
+        states = np.array(list(itertools.product([0.0, 1.0], repeat=n)))
+        return states, states @ bias
+    if kind == "categorical":
+        states = np.array([np.concatenate(rows) for rows in itertools.product(np.eye(categories), repeat=n)])
+        return states, states @ bias
+    if kind == "rectified":
+        states = np.array(list(itertools.product(range(LARGEST_COUNT + 1), repeat=n)), dtype=float)
+        return states, states @ bias + _log_ways()[states.astype(int)].sum(1)
+    points = np.linspace(-16, 16, 257)
+    states = np.array(list(itertools.product(points, repeat=n)))
+    cell = math.log(points[1] - points[0])
+    return states, n * cell - ((states - bias) ** 2 / (2 * variance)).sum(1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Log-weights of all pairs of states, (S, T), from the definition."""
+
+    v: np.ndarray
+    h: np.ndarray
+    log_weight: np.ndarray
+
+    @property
+    def p(self) -> np.ndarray:
+        return np.exp(self.log_weight - logsumexp(self.log_weight))
+
+    @property
+    def log_cell(self) -> float:
+        """What the volume of a cell is in the log-weight of visible states."""
+        return 0.0 if set(np.unique(self.v)) <= {0.0, 1.0} else self.v.shape[1] * math.log(32 / 256)
+
+
+def _table(rbm: RBM, pair: Pair) -> Table:
+    w, b, c, variance = _arrays(dict(rbm.named_parameters()))
+    v, of_v = _grid(pair.visible, pair.n_visible, pair.categories, b, variance)
+    h, of_h = _grid(pair.hidden, pair.n_hidden, None, c, variance)
+    return Table(v, h, of_v[:, None] + of_h + (v / variance) @ w @ h.T)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return torch.tensor(np.ascontiguousarray(array), dtype=torch.float64)
+
+
+def _near(found: Tensor, expected: np.ndarray, rtol: float = 1e-11, atol: float = 1e-12) -> None:
+    np.testing.assert_allclose(found.detach().numpy(), expected, rtol=rtol, atol=atol)
+
+
+def _gradient(value: Tensor, rbm: RBM, **kwargs) -> dict[str, Tensor]:
+    names, parameters = zip(*rbm.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(value, parameters, **kwargs), strict=True))
+
+
+def _data(pair: Pair, n: int = 6, seed: int = 7) -> Tensor:
+    """Visible units that any machine of this kind has an energy for."""
+    generator = _generator(seed)
+    if pair.visible == "gaussian":
+        return torch.randn(n, pair.n_visible, generator=generator, dtype=torch.float64)
+    if pair.visible == "bernoulli":
+        return (torch.rand(n, pair.n_visible, generator=generator) < 0.4).double()
+    digits = torch.randint(pair.categories, (n, pair.n_visible), generator=generator)
+    return nn.functional.one_hot(digits, pair.categories).flatten(1).double()
+
+
+# --- the definition -----------------------------------------------------------------------------------------------
+
+
+@each_pair
+class TestDefinition:
+    def test_energy(self, pair):
+        rbm = _rbm(pair)
+        table = _table(rbm, pair)
+        some_v, some_h = np.arange(0, len(table.v), 7), np.arange(0, min(len(table.h), 200), 3)
+        found = rbm.energy(_tensor(table.v[some_v])[:, None], _tensor(table.h[some_h]))
+        expected = -table.log_weight[np.ix_(some_v, some_h)] + table.log_cell
+        finite = np.isfinite(expected)
+        np.testing.assert_allclose(found.detach()[finite], expected[finite], rtol=1e-11, atol=1e-11)
+
+    def test_free_energy_sums_the_hidden_units_out(self, pair):
+        rbm = _rbm(pair)
+        table = _table(rbm, pair)
+        _near(rbm.free_energy(_tensor(table.v)), -logsumexp(table.log_weight, 1) + table.log_cell, atol=1e-11)
+
+    def test_hidden_free_energy_sums_or_integrates_the_visible_units_out(self, pair):
+        rbm = _rbm(pair)
+        table = _table(rbm, pair)
+        near = (table.h < 6).all(1)  # beyond, the grid of real numbers ends
+        _near(rbm.joint.hidden_free_energy(_tensor(table.h[near])), -logsumexp(table.log_weight[:, near], 0))
+
+    def test_conditional_means(self, pair):
+        rbm = _rbm(pair)
+        table = _table(rbm, pair)
+        given_v = np.exp(table.log_weight - logsumexp(table.log_weight, 1, keepdims=True))
+        _near(rbm.hidden_mean(_tensor(table.v)), given_v @ table.h, rtol=1e-10)
+        near = (table.h < 6).all(1)
+        log_weight = table.log_weight[:, near]
+        given_h = np.exp(log_weight - logsumexp(log_weight, 0))
+        _near(rbm.visible_mean(_tensor(table.h[near])), given_h.T @ table.v, rtol=1e-10)
+
+    def test_samples_have_the_conditional_means_and_variances(self, pair):
+        """A peer's Gaussian units have the right mean and no variance."""
+        rbm, n = _rbm(pair), 50_000
+        table, generator = _table(rbm, pair), _generator()
+        i, j = len(table.v) // 3, 3
+        with torch.no_grad():
+            draws = {
+                "hidden": rbm.sample_hidden(_tensor(table.v[i]).expand(n, -1), generator=generator),
+                "visible": rbm.sample_visible(_tensor(table.h[j]).expand(n, -1), generator=generator),
+            }
+        for name, states, log_weight in (
+            ("hidden", table.h, table.log_weight[i]),
+            ("visible", table.v, table.log_weight[:, j]),
+        ):
+            p, draw = np.exp(log_weight - logsumexp(log_weight)), draws[name].numpy()
+            mean = p @ states
+            variance, fourth = p @ (states - mean) ** 2, p @ (states - mean) ** 4
+            assert (abs(draw.mean(0) - mean) < 4.5 * np.sqrt(variance / n)).all()
+            spread = abs(((draw - mean) ** 2).mean(0) - variance)
+            assert (spread < 4.5 * np.sqrt((fourth - variance**2) / n) + 1e-12).all()
+            assert (variance > 0.05).any(), "the test would not see a draw that is a mean"
+
+    def test_samples_have_the_conditional_distribution(self, pair):
+        rbm, n = _rbm(pair), 20_000
+        table, generator = _table(rbm, pair), _generator(2)
+        i, j = len(table.v) // 3, 3
+        with torch.no_grad():
+            hidden = rbm.sample_hidden(_tensor(table.v[i]).expand(n, -1), generator=generator).numpy()
+            visible = rbm.sample_visible(_tensor(table.h[j]).expand(n, -1), generator=generator).numpy()
+        p = np.exp(table.log_weight[i] - logsumexp(table.log_weight[i]))
+        assert _distance(hidden, table.h, p) < 2 * _floor(p, n)
+        if pair.visible == "gaussian":
+            _, b, _, variance = _arrays(dict(rbm.named_parameters()))
+            mean = b + _arrays(dict(rbm.named_parameters()))[0] @ table.h[j]
+            for unit in range(pair.n_visible):
+                law = stats.norm(mean[unit], math.sqrt(variance[unit]))
+                assert stats.kstest(visible[:, unit], law.cdf).pvalue > 1e-4
+        else:
+            p = np.exp(table.log_weight[:, j] - logsumexp(table.log_weight[:, j]))
+            assert _distance(visible, table.v, p) < 2 * _floor(p, n)
+
+    def test_statistics_are_minus_the_slope_of_the_free_energy(self, pair):
+        rbm, data = _rbm(pair), _data(pair)
+        share = torch.rand(len(data), generator=_generator(), dtype=torch.float64)
+        assert relative_error(rbm.statistics(data), _gradient(-rbm.free_energy(data).mean(), rbm)) < 1e-13
+        found = rbm.statistics(data, share)
+        assert relative_error(found, _gradient(-(share * rbm.free_energy(data)).sum(), rbm)) < 1e-13
+        assert list(found) == [name for name, _ in rbm.named_parameters()]
+
+    def test_annealing_is_linear_in_the_energy(self, pair):
+        rbm, data = _rbm(pair), _data(pair)
+        hidden = rbm.sample_hidden(data, generator=_generator()).detach()
+        for reference in (None, rbm.visible_bias.detach() * 0.3 + 0.1):
+            zero, half, one = (rbm.joint.annealed(beta, reference) for beta in (0.0, 0.3, 1.0))
+            energies = [machine.energy(data, hidden) for machine in (zero, half, one)]
+            torch.testing.assert_close(energies[2], rbm.energy(data, hidden), rtol=1e-13, atol=1e-13)
+            between = 0.7 * energies[0] + 0.3 * energies[2]
+            if pair.visible == "gaussian" and reference is not None:
+                squares = ((rbm.visible_bias - reference).square() / rbm.visible_log_variance.exp()).sum()
+                between = between - 0.7 * 0.3 * squares / 2
+            torch.testing.assert_close(energies[1], between, rtol=1e-12, atol=1e-12)
+            difference = rbm.joint.annealed_difference(data, hidden, reference)
+            torch.testing.assert_close(difference, energies[2] - energies[0], rtol=1e-12, atol=1e-12)
+            assert not zero.weights.any()
+
+    def test_machines_side_by_side_are_those_alone(self, pair):
+        rbm, data, betas = _rbm(pair), _data(pair), torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64)
+        both = rbm.joint.annealed(betas)
+        hidden = both.hidden_mean(data)
+        for i, beta in enumerate(betas.tolist()):
+            alone = rbm.joint.annealed(beta)
+            for found, expected in (
+                (hidden[i], alone.hidden_mean(data)),
+                (both.free_energy(data)[i], alone.free_energy(data)),
+                (both.visible_mean(hidden)[i], alone.visible_mean(hidden[i])),
+                (both.energy(data, hidden)[i], alone.energy(data, hidden[i])),
+                (both.hidden_free_energy(hidden)[i], alone.hidden_free_energy(hidden[i])),
+            ):
+                torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+        assert both.sample_visible(both.sample_hidden(data, None), None).shape == (3, *data.shape)
+
+    def test_shifted_parameters_are_added(self, pair):
+        rbm, data = _rbm(pair), _data(pair)
+        by = {name: torch.full_like(parameter, 0.1) for name, parameter in rbm.named_parameters()}
+        other = _machine({name: nn.Parameter(value + 0.1) for name, value in rbm.named_parameters()}, pair)
+        assert torch.equal(rbm.joint.shifted(by).free_energy(data), other.free_energy(data))
+        some = rbm.joint.shifted({"hidden_bias": by["hidden_bias"]})
+        assert torch.equal(some.visible.bias, rbm.visible_bias)
+        assert torch.equal(some.hidden.bias, rbm.hidden_bias + 0.1)
+
+    def test_base_rates_are_those_of_the_data(self, pair):
+        rbm, data = _rbm(pair), _data(pair, 50)
+        with torch.no_grad():
+            rbm.weights.zero_()
+        rbm.start_at_base_rates(data)
+        mean = rbm.visible_mean(torch.zeros(pair.n_hidden).double())
+        states = 1 if pair.visible == "gaussian" else pair.categories or 2
+        expected = data.mean(0) if pair.visible == "gaussian" else (data.sum(0) + 1) / (50 + states)
+        torch.testing.assert_close(mean.detach(), expected, rtol=1e-13, atol=1e-13)
+        if pair.visible == "gaussian":
+            expected = data.var(0, correction=0)
+            torch.testing.assert_close(rbm.visible_log_variance.exp().detach(), expected, rtol=1e-13, atol=0)
+            rbm.start_at_base_rates(torch.full((3, pair.n_visible), 2.0).double())
+            assert not rbm.visible_log_variance.any()
+
+
+def _distance(draws: np.ndarray, states: np.ndarray, p: np.ndarray) -> float:
+    """Total variation between the frequencies of draws, (N, C), and a distribution over states, (S, C)."""
+    places = {tuple(state): place for place, state in enumerate(states.tolist())}
+    counts = np.bincount([places[tuple(draw)] for draw in draws.tolist()], minlength=len(states))
+    return 0.5 * np.abs(counts / len(draws) - p).sum()
+
+
+def _floor(p: np.ndarray, n: int) -> float:
+    """What that total variation is on average if the draws are from the distribution."""
+    return 0.5 * np.minimum(np.sqrt(2 * p * (1 - p) / (math.pi * n)), 2 * p).sum()
+
+
+# --- layers -------------------------------------------------------------------------------------------------------
+
+LAYERS = {
+    "bernoulli": lambda bias: Bernoulli(bias),
+    "gaussian": lambda bias: Gaussian(bias, (bias.roll(1) / 3).detach().requires_grad_()),
+    "categorical": lambda bias: Categorical(bias, 3),
+    "rectified": lambda bias: Rectified(bias),
+}
+BIAS = [0.3, -1.2, 0.8, 2.1, -0.4, 0.05]
+each_layer = pytest.mark.parametrize("kind", LAYERS)
+
+
+def _layer(kind: str, dtype: torch.dtype = torch.float64):
+    return LAYERS[kind](torch.tensor(BIAS, dtype=dtype).requires_grad_())
+
+
+def _inputs(n: int = 5, scale: float = 2.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    return scale * torch.randn(n, len(BIAS), generator=_generator(3), dtype=torch.float64).to(dtype)
+
+
+def _valid(units: Tensor, kind: str) -> bool:
+    """Say whether draws are states of their units."""
+    if kind == "gaussian":
+        return bool(units.isfinite().all())
+    if kind == "rectified":
+        return bool(((units >= 0) & (units == units.round()) & units.isfinite()).all())
+    binary = bool(((units == 0) | (units == 1)).all())
+    return binary and (kind == "bernoulli" or bool((units.unflatten(-1, (-1, 3)).sum(-1) == 1).all()))
+
+
+@each_layer
+class TestLayer:
+    def test_parameter_gradients(self, kind):
+        layer, x = _layer(kind), _inputs()
+        units = layer.sample(x, _generator()).detach()
+        share = torch.rand(len(x), generator=_generator(4), dtype=torch.float64)
+        value = (share * (layer.log_weight(units) + (x * layer.statistic(units)).sum(-1))).sum()
+        self._check(layer, value, layer.parameter_gradients(units, x, share))
+
+    def test_normaliser_gradients(self, kind):
+        layer, x = _layer(kind), _inputs()
+        share = torch.rand(len(x), generator=_generator(4), dtype=torch.float64)
+        value = (share * layer.log_normaliser(x)).sum()
+        self._check(layer, value, layer.normaliser_gradients(x, share))
+
+    @staticmethod
+    def _check(layer, value, found):
+        names = ["bias", *layer.more_parameters]
+        expected = torch.autograd.grad(value, [getattr(layer, name) for name in names])
+        assert list(found) == names
+        assert relative_error(found, dict(zip(names, expected, strict=True))) < 1e-13
+
+    def test_the_mean_is_the_slope_of_the_normaliser_by_the_input(self, kind):
+        layer, x = _layer(kind), _inputs().requires_grad_()
+        (slope,) = torch.autograd.grad(layer.log_normaliser(x).sum(), x)
+        torch.testing.assert_close(slope, layer.statistic(layer.mean(x)), rtol=1e-12, atol=1e-13)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("size", [1.0, 100.0, 1e4])
+    def test_extreme_inputs(self, kind, dtype, size):
+        layer = _layer(kind, dtype)
+        x = torch.tensor([-1.0, 1.0, 0.5, -0.5, 0.0, 0.25], dtype=dtype) * size
+        mean, exact = layer.mean(x), _layer(kind).mean(x.double()).detach()
+        # The sum of input and bias is rounded to the type: by so much the mean may be off.
+        tolerance = 4 * torch.finfo(dtype).eps * max(1.0, exact.abs().max().item())
+        assert mean.dtype == dtype
+        if kind in ("bernoulli", "categorical"):
+            tolerance = max(tolerance, 2 * torch.finfo(dtype).eps * 4 * max(BIAS) * min(size, 10))
+        torch.testing.assert_close(mean.double(), exact, rtol=0, atol=tolerance)
+        draw = layer.sample(x.expand(100, -1), _generator())
+        assert draw.dtype == dtype
+        assert _valid(draw, kind)
+        if dtype in (torch.float64, torch.float32):  # in half precision its square does not fit
+            value = layer.log_normaliser(x)
+            expected = _layer(kind).log_normaliser(x.double()).item()
+            assert value.item() == pytest.approx(expected, rel=20 * torch.finfo(dtype).eps)
+            slopes = torch.autograd.grad(value, layer.bias)[0]
+            assert slopes.isfinite().all()
+
+    def test_a_draw_carries_what_it_says(self, kind):
+        layer, x = _layer(kind), _inputs(50).requires_grad_()
+        (slope,) = torch.autograd.grad(layer.sample(x, _generator()).sum(), x)
+        assert torch.equal(slope, torch.full_like(x, float(layer.draws_carry_gradients)))
+
+    def test_a_draw_has_the_same_bits_without_a_graph_and_leaves_its_input_alone(self, kind):
+        layer, x = _layer(kind), _inputs(50)
+        before, (relaxed, units) = x.clone(), (kind != "rectified", [layer.sample(x, _generator())])
+        with torch.no_grad():
+            units.append(layer.sample(x, _generator()))
+        assert torch.equal(units[0].detach().view(torch.int64), units[1].view(torch.int64))
+        if relaxed:
+            units = [layer.relaxed_sample(x, 0.5, _generator())]
+            with torch.no_grad():
+                units.append(layer.relaxed_sample(x, 0.5, _generator()))
+            assert torch.equal(units[0].detach(), units[1])
+        assert torch.equal(x, before)
+
+    def test_not_a_number_stays_one(self, kind):
+        x = _inputs()
+        x[0, 0] = torch.nan
+        assert _layer(kind).mean(x)[0, 0].isnan()
+        assert _layer(kind).log_normaliser(x)[0].isnan()
+        assert _layer(kind).log_normaliser(x)[1:].isfinite().all()
+
+    def test_what_is_not_finite_is_refused(self, kind):
+        layer = _layer(kind)
+        units = layer.sample(_inputs(), _generator()).detach()
+        layer.check(units, "data")
+        for bad in (torch.nan, torch.inf):
+            wrong = units.clone()
+            wrong[3, 2] = bad
+            with pytest.raises(ValueError, match=rf"`data` should be finite. Found {bad}"):
+                layer.check(wrong, "data")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("bernoulli", 1.5, "`data` should be between 0 and 1. Found 1.5."),
+        ("bernoulli", -0.25, "`data` should be between 0 and 1. Found -0.25."),
+        ("categorical", 0.5, "`data` should have one 1 in each group of 3. Found [0.5, 0.0, 0.0]."),
+        ("categorical", -1.0, "`data` should have one 1 in each group of 3. Found [-1.0, 0.0, 0.0]."),
+        ("rectified", 0.5, "`data` should be counts 0, 1, 2, ... Found 0.5."),
+        ("rectified", -1.0, "`data` should be counts 0, 1, 2, ... Found -1.0."),
+    ],
+)
+def test_states_that_units_do_not_have_are_refused(kind, value, message):
+    units = torch.zeros(4, 6, dtype=torch.float64)
+    if kind == "categorical":
+        units[:, [0, 3]] = 1
+    units[2, 0] = value
+    with pytest.raises(ValueError) as raised:
+        _layer(kind).check(units, "data")
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("x", [-800.0, -9.0, 0.0, 9.0, 9.5, 10.0, 10.5, 47.0, 300.0])
+def test_rectified_units_are_infinitely_many_copies(x):
+    """Against the copies themselves, also where a formula that switches at 10 is off by 4.5e-5."""
+    layer, x_ = Rectified(torch.zeros(1, dtype=torch.float64)), torch.tensor([x], dtype=torch.float64)
+    copies = x - np.arange(1000) - 0.5
+    assert layer.log_normaliser(x_).item() == pytest.approx(np.logaddexp(0, copies).sum(), rel=1e-14, abs=1e-15)
+    assert layer.mean(x_).item() == pytest.approx(expit(copies).sum(), rel=1e-13, abs=1e-300)
+    (variance,) = torch.autograd.grad(layer.mean(x_.requires_grad_()), x_)
+    assert variance.item() == pytest.approx((expit(copies) * expit(-copies)).sum(), rel=1e-11, abs=1e-300)
+    if abs(x) < 100:
+        draws = layer.sample(x_.detach().expand(20_000, 1), _generator())
+        spread = math.sqrt((expit(copies) * expit(-copies)).sum() / 20_000)
+        assert abs(draws.mean().item() - expit(copies).sum()) < 4.5 * spread + 1e-12
+
+
+def test_rectified_means_are_close_to_the_smooth_rectifier():
+    x = torch.linspace(-5, 12, 200, dtype=torch.float64)[:, None]
+    difference = Rectified(torch.zeros(1, dtype=torch.float64)).mean(x) - nn.functional.softplus(x)
+    assert 0.005 < difference.abs().max() < 0.02
+
+
+def test_a_gaussian_machine_with_rectified_units_has_a_distribution_only_while_its_weights_are_small():
+    """Its energy is a quadratic form, whose mixed part is W / sigma: below 1 the free energy has a least value."""
+    pair = Pair("gaussian", "rectified", 1, 1)
+    far = torch.tensor([[1e3], [1e4]], dtype=torch.float64)
+    for weight, falls in ((0.9, False), (1.1, True)):
+        rbm = RBM(1, 1, dtype=torch.float64, **pair.options)
+        with torch.no_grad():
+            rbm.weights.fill_(2 * weight)
+            rbm.visible_log_variance.fill_(math.log(4))
+            near, further = rbm.free_energy(far).tolist()
+        assert (further < near < 0) is falls
+
+
+# --- sums over all states -----------------------------------------------------------------------------------------
+
+
+@each_enumerable_pair
+class TestEnumeration:
+    def test_log_partition_and_statistics(self, pair):
+        rbm = _rbm(pair)
+        table = _table(rbm, pair)
+        assert rbm.log_partition().item() == pytest.approx(logsumexp(table.log_weight), rel=1e-12)
+        p, (_, b, _, variance) = table.p, _arrays(dict(rbm.named_parameters()))
+        expected = {
+            "weights": _tensor((table.v / variance).T @ p @ table.h),
+            "visible_bias": _tensor(p.sum(1) @ ((table.v - b) / variance if pair.visible == "gaussian" else table.v)),
+            "hidden_bias": _tensor(p.sum(0) @ table.h),
+        }
+        if pair.visible == "gaussian":
+            w = _arrays(dict(rbm.named_parameters()))[0]
+            mixed = (p @ table.h) @ w.T * table.v
+            slope = p.sum(1) @ ((table.v - b) ** 2 / (2 * variance)) - mixed.sum(0) / variance
+            expected["visible_log_variance"] = _tensor(slope)
+        assert relative_error(rbm.model_statistics(), expected) < 1e-12
+        assert relative_error(_gradient(rbm.log_partition(), rbm), expected) < 1e-12
+
+    def test_the_exact_trainer_has_the_gradient_of_the_likelihood(self, pair):
+        rbm, data = _rbm(pair), _data(pair)
+        autograd = _gradient(-rbm.log_likelihood(data).mean(), rbm)
+        plain = _gradient(rbm.free_energy(data).mean() + _twin(rbm.joint, _enumerated(rbm.joint)), rbm)
+        model, empirical = rbm.model_statistics(), rbm.statistics(data)
+        difference = {name: model[name] - empirical[name] for name in model}
+        assert relative_error(autograd, plain) < 1e-12
+        assert relative_error(likelihood_gradient(rbm, data), autograd) < 1e-12
+        assert relative_error(difference, autograd) < 1e-12
+        numerical = finite_differences(
+            lambda parameters: -_machine(parameters, pair).log_likelihood(data).mean(), dict(rbm.named_parameters())
+        )
+        assert relative_error(autograd, numerical) < 1e-8
+
+    def test_likelihoods_add_up_to_one(self, pair):
+        rbm = _rbm(pair)
+        table = _table(rbm, pair)
+        total = torch.logsumexp(rbm.log_likelihood(_tensor(table.v)) + table.log_cell, 0)
+        assert total.item() == pytest.approx(0, abs=1e-11)
+
+    def test_second_derivatives(self, pair):
+        """Of log Z: the covariance of the statistics; here by autograd through both, and through `torch.func`."""
+        rbm = _rbm(pair)
+        directions = {
+            name: torch.randn(p.shape, generator=_generator(5), dtype=torch.float64)
+            for name, p in rbm.named_parameters()
+        }
+        second = []
+        for value in (rbm.log_partition(), _twin(rbm.joint, _enumerated(rbm.joint))):
+            first = _gradient(value, rbm, create_graph=True)
+            second.append(_gradient(sum((first[name] * directions[name]).sum() for name in first), rbm))
+        assert relative_error(second[0], second[1]) < 1e-12
+        parameters = {name: parameter.detach() for name, parameter in rbm.named_parameters()}
+
+        def value(parameters):
+            return log_partition(_joint_with(rbm, parameters))
+
+        found = torch.func.grad(value)(parameters)
+        assert relative_error(found, rbm.model_statistics()) < 1e-12
+        _, tangent = torch.func.jvp(value, (parameters,), (directions,))
+        expected = sum((found[name] * directions[name]).sum() for name in found)
+        assert tangent.item() == pytest.approx(expected.item(), rel=1e-11)
+
+    def test_annealed_machines_side_by_side(self, pair):
+        rbm, betas = _rbm(pair), torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+        found = log_partition(rbm.joint.annealed(betas))
+        expected = [log_partition(rbm.joint.annealed(beta)) for beta in betas.tolist()]
+        torch.testing.assert_close(found, torch.stack(expected), rtol=1e-14, atol=0)
+        for beta, value in zip(betas.tolist(), expected, strict=True):
+            table = _table(_with_joint(rbm, rbm.joint.annealed(beta)), pair)
+            assert value.item() == pytest.approx(logsumexp(table.log_weight), rel=1e-12)
+        (slope,) = torch.autograd.grad(found.sum(), rbm.weights)
+        assert slope.isfinite().all()
+        assert slope.any()
+
+    @pytest.mark.parametrize("n", [1, 20_000])
+    def test_exact_samples_have_the_joint_distribution(self, pair, n):
+        rbm = _rbm(pair)
+        visible, hidden = rbm.sample_exactly(n, generator=_generator(2))
+        again = exact_samples(rbm.joint, n, _generator(2))
+        assert torch.equal(visible, again[0])
+        assert torch.equal(hidden, again[1])
+        assert (visible.shape, hidden.shape) == ((n, rbm.n_columns), (n, rbm.n_hidden))
+        assert not visible.requires_grad
+        if n > 1:
+            _check_joint_distribution(visible, hidden, rbm, pair)
+
+
+def _joint_with(rbm: RBM, parameters: Mapping[str, Tensor]) -> Joint:
+    joint = rbm.joint
+    visible = type(joint.visible)(
+        parameters["visible_bias"],
+        *([parameters["visible_log_variance"]] if isinstance(joint.visible, Gaussian) else []),
+        *([joint.visible.categories] if isinstance(joint.visible, Categorical) else []),
+    )
+    return Joint(parameters["weights"], visible, type(joint.hidden)(parameters["hidden_bias"]))
+
+
+def _with_joint(rbm: RBM, joint: Joint) -> RBM:
+    """Return a machine with the parameters of a joint."""
+    other = copy.deepcopy(rbm)
+    other.weights = nn.Parameter(joint.weights.detach())
+    other.visible_bias = nn.Parameter(joint.visible.bias.detach())
+    other.hidden_bias = nn.Parameter(joint.hidden.bias.detach())
+    return other
+
+
+def _check_joint_distribution(visible: Tensor, hidden: Tensor, rbm: RBM, pair: Pair, times: float = 2.0) -> None:
+    """Compare draws of both layers with the table: total variation, or that of hidden units and a test of real ones."""
+    table, n = _table(rbm, pair), len(visible)
+    if pair.visible != "gaussian":
+        states = np.array([np.concatenate(both) for both in itertools.product(table.v, table.h)])
+        draws = torch.cat([visible, hidden], 1).numpy()
+        assert _distance(draws, states, table.p.flatten()) < times * _floor(table.p.flatten(), n)
+        return
+    assert _distance(hidden.numpy(), table.h, table.p.sum(0)) < times * _floor(table.p.sum(0), n)
+    w, b, _, variance = _arrays(dict(rbm.named_parameters()))
+    weight, means = table.p.sum(0), b + table.h @ w.T
+    for unit in range(pair.n_visible):
+
+        def law(x, unit=unit):
+            standard = (np.asarray(x)[:, None] - means[:, unit]) / math.sqrt(variance[unit])
+            return stats.norm.cdf(standard) @ weight
+
+        assert stats.kstest(visible[:, unit].numpy(), law).pvalue > 1e-4
+    # A pair of statistics that depends on both layers.
+    product = visible[:, 0].numpy() * hidden[:, 0].numpy()
+    mean = (table.v[:, :1] * table.h[:, 0] * table.p).sum()
+    square = ((table.v[:, :1] * table.h[:, 0]) ** 2 * table.p).sum()
+    assert abs(product.mean() - mean) < 4.5 * math.sqrt((square - mean**2) / n)
+
+
+SIZES = [
+    pytest.param(Pair("bernoulli", "bernoulli", 20, 12), id="hidden"),
+    pytest.param(Pair("bernoulli", "bernoulli", 11, 17), id="visible"),
+    pytest.param(Pair("gaussian", "bernoulli", 6, 11), id="gaussian"),
+    pytest.param(Pair("categorical", "bernoulli", 9, 11, 4), id="categorical-summed-out"),
+    pytest.param(Pair("categorical", "bernoulli", 7, 13, 3), id="categorical-enumerated"),
+    pytest.param(Pair("bernoulli", "rectified", 9, 5), id="rectified"),
+]
+
+
+@pytest.mark.parametrize("pair", SIZES)
+@pytest.mark.parametrize("scale", [0.1, 1.0, 5.0, 30.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_fast_sums_are_those_of_their_twin(pair, scale, dtype, monkeypatch):
+    """Products in groups, no exponentials of single states: as exact as the plain formula, at any size of weights."""
+    monkeypatch.setattr("toolkit.rbm._enumeration._CACHE", 2**11)  # many blocks, of few states
+    monkeypatch.setattr("toolkit.rbm._enumeration._BLOCK", 3)
+    rbm = _rbm(pair, scale=scale)
+    if pair.visible == "gaussian":
+        with torch.no_grad():
+            rbm.visible_log_variance.mul_(0.5 / scale)
+    exact = _twin(rbm.joint, _enumerated(rbm.joint))
+    expected = _gradient(exact, rbm)
+    rbm = rbm.to(dtype)
+    exact = _twin(rbm.double().joint, _enumerated(rbm.joint))  # at the rounded parameters
+    expected = _gradient(exact, rbm)
+    rbm = rbm.to(dtype)
+    eps = torch.finfo(dtype).eps
+    assert rbm.log_partition().item() == pytest.approx(exact.item(), rel=40 * eps)
+    found = {name: value.double() for name, value in rbm.model_statistics().items()}
+    # Weights of states are as exact as their exponents are.
+    assert relative_error(found, expected) < 40 * eps * max(1.0, abs(exact.item()))
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "categorical"])
+@pytest.mark.parametrize(
+    ("scale", "dtype", "groups"),
+    [
+        pytest.param(0.1, torch.float64, 1, id="one group"),
+        pytest.param(5.0, torch.float32, 2, id="several groups"),
+        pytest.param(200.0, torch.float32, 0, id="plain"),
+        pytest.param(torch.nan, torch.float64, 0, id="nan"),
+    ],
+)
+def test_products_are_in_groups_that_cannot_overflow(kind, scale, dtype, groups):
+    pair = Pair(kind, "bernoulli", 30, 6, 3 if kind == "categorical" else None)
+    rbm = _rbm(pair, scale=scale).to(dtype)
+    summed = _States(rbm.joint, "hidden").summed
+    found = len(summed.product.ends) if hasattr(summed, "product") else 0
+    assert (min(found, 2), torch.isnan(rbm.log_partition()).item()) == (groups, math.isnan(scale))
+
+
+def test_two_to_the_25_states_are_summed_in_bounded_memory():
+    """Independent units: the sum is known. A chunk is 1 MiB, all states would be 128 MiB for each unit."""
+    rbm = RBM(26, 25, dtype=torch.float32)
+    with torch.no_grad():
+        rbm.weights.zero_()
+        rbm.hidden_bias.copy_(torch.linspace(-3, 2, 25))
+        rbm.visible_bias.copy_(torch.linspace(-1, 4, 26))
+    expected = np.logaddexp(0, np.linspace(-3, 2, 25)).sum() + np.logaddexp(0, np.linspace(-1, 4, 26)).sum()
+    assert rbm.log_partition().item() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("pair", SIZES[:1] + SIZES[3:5])
+def test_exact_samples_from_many_blocks(pair, monkeypatch):
+    """Each draw's first units belong to its own other units: frequencies of pairs of units, one of each part."""
+    monkeypatch.setattr("toolkit.rbm._enumeration._CACHE", 2**11)
+    monkeypatch.setattr("toolkit.rbm._enumeration._BLOCK", 3)
+    rbm, n = _rbm(pair, scale=0.7), 20_000
+    visible, hidden = rbm.sample_exactly(n, generator=_generator(3))
+    expected = rbm.model_statistics()
+    found = visible.T @ hidden / n
+    spread = (expected["weights"] * (1 - expected["weights"]) / n).sqrt()
+    assert ((found - expected["weights"]).abs() < 5 * spread + 1e-9).all()
+    own = hidden if _enumerated(rbm.joint) == "hidden" else visible
+    correlation = torch.corrcoef(own.T)
+    joint = rbm.joint.hidden_free_energy if _enumerated(rbm.joint) == "hidden" else rbm.free_energy
+    states = _States(rbm.joint, _enumerated(rbm.joint))
+    every = torch.cat(
+        [
+            torch.cat([states.first(torch.arange(states.length)), last.expand(states.length, -1)], 1)
+            for block in states.blocks()
+            for last in block
+        ]
+    )
+    p = (-joint(every) - rbm.log_partition()).exp()
+    assert p.sum().item() == pytest.approx(1, abs=1e-12)
+    centred = every - p @ every
+    covariance = centred.T @ (centred * p[:, None])
+    scale = covariance.diagonal().sqrt()
+    assert (correlation - covariance / scale / scale[:, None]).abs().max() < 5 / math.sqrt(n)
+
+
+def test_exact_samples_from_machines_side_by_side():
+    pair = PAIRS[0]
+    rbm = _rbm(pair, scale=1.0)
+    betas = torch.tensor([0.2, 1.0], dtype=torch.float64)
+    visible, hidden = exact_samples(rbm.joint.annealed(betas), 20_000, _generator())
+    assert (visible.shape, hidden.shape) == ((2, 20_000, 4), (2, 20_000, 3))
+    for i, beta in enumerate(betas.tolist()):
+        _check_joint_distribution(visible[i], hidden[i], _with_joint(rbm, rbm.joint.annealed(beta)), pair)
+
+
+def test_exact_samples_draw_from_their_generator_alone():
+    rbm, before = _rbm(PAIRS[0]), torch.get_rng_state()
+    rbm.sample_exactly(10, generator=_generator())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (lambda: _rbm(PAIRS[0]).sample_exactly(0), "`n` should be a positive integer. Found 0."),
+        (lambda: _rbm(PAIRS[0], scale=math.nan).sample_exactly(1), "The parameters should be finite. Found"),
+        (
+            lambda: _rbm(Pair("gaussian", "rectified", 2, 2)).log_partition(),
+            "Found hidden units without number and visible units without number.",
+        ),
+        (
+            lambda: model_statistics(_rbm(Pair("categorical", "rectified", 17, 2, 3)).joint),
+            "should have at most 2^25 states, so that they can be enumerated. Found hidden units without number and 2^2",
+        ),
+    ],
+)
+def test_what_cannot_be_enumerated_is_refused(attempt, message):
+    with pytest.raises(ValueError) as raised:
+        attempt()
+    assert message in str(raised.value)
+
+
+def test_parameters_that_change_in_place_before_the_backward_pass_are_noticed():
+    rbm = _rbm(PAIRS[0])
+    value = rbm.log_partition()
+    with torch.no_grad():
+        rbm.weights.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_machine_in_half_precision_is_summed_in_single(dtype):
+    rbm = _rbm(PAIRS[0]).to(dtype)
+    exact = copy.deepcopy(rbm).double()
+    assert rbm.log_partition().dtype == torch.float32
+    assert rbm.log_partition().item() == pytest.approx(exact.log_partition().item(), rel=1e-6)
+    statistics = rbm.model_statistics()
+    assert {value.dtype for value in statistics.values()} == {dtype}
+    rbm.log_partition().backward()
+    assert torch.equal(rbm.weights.grad, statistics["weights"])
+    start = torch.zeros(200, 4, dtype=dtype)
+    for chain in ("sampled", "straight_through", "mean_field"):
+        end = gibbs(rbm, start, steps=3, chain=chain, generator=_generator())
+        assert end.dtype == dtype
+        assert end.isfinite().all()
+    visible, hidden = rbm.sample_exactly(10)
+    assert visible.dtype == hidden.dtype == dtype
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@each_enumerable_pair
+def test_devices(pair, device):
+    rbm = _rbm(pair).to(device)
+    value = rbm.log_partition()
+    assert value.item() == pytest.approx(_rbm(pair).log_partition().item(), rel=1e-12)
+    found = {name: gradient.cpu() for name, gradient in _gradient(value, rbm).items()}
+    assert relative_error(found, _rbm(pair).model_statistics()) < 1e-12
+    visible, hidden = rbm.sample_exactly(50, generator=_generator(device=device))
+    for chain, temperature in (("sampled", None), ("mean_field", None), ("concrete", 0.5)):
+        if chain != "concrete" or pair.hidden != "rectified":
+            end = gibbs(rbm, visible, steps=2, chain=chain, temperature=temperature, generator=_generator(1, device))
+            assert end.device.type == hidden.device.type == device
+            assert end.isfinite().all()
