@@ -1,0 +1,316 @@
+r"""The bias of contrastive divergence, exactly: what is left out when the end of a chain is held constant.
+
+A machine that is small enough for both layers to be enumerated has no need of samples: k Gibbs steps take the data
+:math:`p_0` to a distribution :math:`p_k(\theta) = p_0 T_\theta^k` that can be written down, and differentiated. So all
+updates that go by the name of contrastive divergence can be compared with the gradient of the likelihood:
+
+- the update as it is used, with :math:`p_k` held constant;
+- the gradient of the difference of two Kullback-Leibler divergences, which Hinton set out from, and whose third term,
+  through :math:`p_k`, he left out. With it the bias is that of twice as many steps, to first order in the distance from
+  the data to the model: :math:`(p_0 - p) T^{2k} \partial \log p` in the place of
+  :math:`(p_0 - p) T^k \partial \log p`, since the chain is in detailed balance with the model;
+- the update with that term *added* that Du and others propose for deep energy-based models. There it steadies the
+  sampler; as an estimate of the gradient it doubles the bias, because it is the third term with its opposite sign;
+- the gradient of the surrogate without a block: the pull on the sampler up the energy alone.
+
+S visible states, N data, V columns of visible units. Distributions are (S,), in the order of `visible_states`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from toolkit.blocks import Block, block, no_graph, stop_gradient, unblock
+from toolkit.rbm._chains import check_steps
+from toolkit.rbm._divergence import graph_if_open
+from toolkit.rbm._joint import Joint
+from toolkit.rbm._layers import Categorical, Layer
+from toolkit.rbm._model import RBM
+
+__all__ = [
+    "CHAIN_DISTRIBUTION",
+    "CHAIN_ENERGY",
+    "Bias",
+    "Divergence",
+    "bias",
+    "chain_distribution",
+    "data_distribution",
+    "exact_divergence",
+    "gradient_fields",
+    "transition_matrix",
+    "visible_states",
+]
+
+Divergence: TypeAlias = Literal["free_energy", "kullback_leibler", "improved"]
+
+CHAIN_DISTRIBUTION = block(
+    "rbm.chain_distribution",
+    "Contrastive divergence takes the distribution in which its chains end for given; how it moves with the parameters "
+    "is the third term of the gradient that Hinton derived, and dropped.",
+)
+
+CHAIN_ENERGY = block(
+    "rbm.chain_energy",
+    "The energy by which a sampler is judged is held constant while the sampler moves; if it moved too, it would "
+    "cancel the negative phase.",
+)
+
+_LARGEST_TABLE = 2**24  # numbers: 128 MiB in float64
+
+
+def visible_states(rbm: RBM | Joint) -> Tensor:
+    r"""Return all states of the visible layer, (S, V); the first unit changes slowest.
+
+    Raises:
+        ValueError: If they cannot be enumerated together with those of the hidden layer.
+
+    Example:
+        >>> visible_states(RBM(2, 1)).tolist()
+        [[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    """
+    return _states(_enumerable(rbm).visible)
+
+
+def data_distribution(rbm: RBM | Joint, data: Tensor) -> Tensor:
+    r"""Return the share of the data that is in each visible state, (S,), in the order of `visible_states`.
+
+    Args:
+        rbm: The machine.
+        data: (N, V).
+
+    Raises:
+        ValueError: If `data` is not (N, V) with N > 0, a row is no state of the visible units, or as `visible_states`.
+
+    Example:
+        >>> data_distribution(RBM(2, 1), torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0]]))
+        tensor([0.0000, 0.6667, 0.0000, 0.3333])
+    """
+    states = visible_states(rbm)
+    if data.ndim != 2 or data.shape[1] != states.shape[1] or not len(data):
+        raise ValueError(f"`data` should have shape (N, {states.shape[1]}) with N > 0. Found {tuple(data.shape)}.")
+    rows, counts = data.to(states).unique(dim=0, return_counts=True)
+    same = torch.cdist(rows, states, p=math.inf) == 0
+    if not bool(same.any(1).all()):
+        raise ValueError(f"`data` should be states of the visible units. Found {rows[~same.any(1)][0].tolist()}.")
+    counted: Tensor = (same * counts[:, None]).sum(0).to(states)
+    return counted / len(data)
+
+
+def transition_matrix(rbm: RBM | Joint) -> Tensor:
+    r"""Return the probabilities of one Gibbs step, :math:`T(v, v') = \sum_h p(h \mid v) \, p(v' \mid h)`, (S, S).
+
+    It carries a gradient if the parameters do.
+
+    Raises:
+        ValueError: As `visible_states`, or if the matrix would have more than 2^24 numbers.
+
+    Example:
+        >>> rbm = RBM(2, 1, dtype=torch.float64)
+        >>> stationary = rbm.log_likelihood(visible_states(rbm)).exp()
+        >>> torch.allclose(stationary @ transition_matrix(rbm), stationary)
+        True
+    """
+    to_hidden, to_visible = _conditionals(_enumerable(rbm))
+    if len(to_hidden) ** 2 > _LARGEST_TABLE:
+        raise ValueError(f"The visible layer should have at most 2^12 states. Found {len(to_hidden)}.")
+    return to_hidden @ to_visible
+
+
+def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor:
+    r"""Return :math:`p_k = p_0 T^k`, (S,): where Gibbs chains are after k steps.
+
+    Args:
+        rbm: The machine.
+        start: :math:`p_0`, (S,), such as `data_distribution` gives.
+        steps: k.
+
+    Returns:
+        (S,). It carries a gradient if the parameters do: no block is in place.
+
+    Raises:
+        ValueError: If `steps` is not positive, `start` does not have a number for each state, or as `visible_states`.
+    """
+    check_steps(steps)
+    to_hidden, to_visible = _conditionals(_enumerable(rbm))
+    if start.shape != to_hidden.shape[:1]:
+        raise ValueError(f"`start` should have shape ({len(to_hidden)},). Found {tuple(start.shape)}.")
+    for _ in range(steps):
+        start = start @ to_hidden @ to_visible
+    return start
+
+
+def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence: Divergence) -> Tensor:
+    r"""Return a surrogate of CD-k in expectation over all chains.
+
+    With :math:`\operatorname{sg}_p` the block of the chain's distribution, and :math:`\operatorname{sg}_E` that of its
+    energy, they are
+
+    - ``"free_energy"``: :math:`\langle F \rangle_{p_0} - \langle F \rangle_{\operatorname{sg}_p(p_k)}`, the expectation
+      of `contrastive_divergence`. Open, the sampler is pulled up the energy:
+      :math:`-\sum_v \partial p_k(v) F(v)` is added.
+    - ``"kullback_leibler"``: :math:`KL(p_0 \| p) - KL(\operatorname{sg}_p(p_k) \| p)`, whose blocked gradient is the
+      same, the update of CD-k. Open, nothing is left out: Hinton's third term
+      :math:`-\sum_v \partial p_k(v) [F(v) + \log p_k(v)]` is added.
+    - ``"improved"``: :math:`\langle F \rangle_{p_0} - \langle F \rangle_{\operatorname{sg}_p(p_k)} +
+      \langle \operatorname{sg}_E(F) + \log p_k \rangle_{p_k}`, as Du and others compute it. The third term enters with
+      its opposite sign.
+
+    Args:
+        rbm: The machine.
+        start: :math:`p_0`, (S,), such as `data_distribution` gives.
+        steps: k.
+        divergence: Which.
+
+    Returns:
+        A scalar, in nats per sample. That of ``"kullback_leibler"`` is Hinton's contrastive divergence, and not
+        negative.
+
+    Raises:
+        ValueError: If `divergence` is unknown, or as `chain_distribution`.
+
+    References:
+        Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5.
+        Du, Li, Tenenbaum & Mordatch, "Improved contrastive divergence training of energy-based models", 2021, as in
+        the authors' code.
+
+    Example:
+        >>> rbm = RBM(2, 1, dtype=torch.float64)  # almost uniform, and so is where its chains end
+        >>> start = data_distribution(rbm, torch.eye(2))
+        >>> round(exact_divergence(rbm, start, steps=1, divergence="kullback_leibler").item(), 2)  # log 2
+        0.69
+    """
+    if divergence not in get_args(Divergence):
+        known = ", ".join(map(repr, get_args(Divergence)))
+        raise ValueError(f"`divergence` should be one of {known}. Found {divergence!r}.")
+    joint = _enumerable(rbm)
+    with nullcontext() if divergence == "improved" else graph_if_open(CHAIN_DISTRIBUTION):
+        end = chain_distribution(joint, start, steps=steps)
+    free_energy = joint.free_energy(_states(joint.visible))
+    held = stop_gradient(end, CHAIN_DISTRIBUTION)
+    surrogate = (start - held) @ free_energy
+    match divergence:
+        case "free_energy":
+            return surrogate
+        case "kullback_leibler":  # log Z is in both of its divergences
+            return surrogate + _negative_entropy(start) - _negative_entropy(held)
+        case _:
+            return surrogate + end @ stop_gradient(free_energy, CHAIN_ENERGY) + _negative_entropy(end)
+
+
+def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[str, Tensor]]:
+    r"""Return the gradient of the negative log-likelihood, and what different readings of CD-k take for it, exactly.
+
+    Args:
+        rbm: The machine.
+        start: :math:`p_0`, (S,), such as `data_distribution` gives.
+        steps: k.
+
+    Returns:
+        ``"likelihood"``, ``"blocked"`` (CD-k), ``"third_term"``, ``"improved"`` and ``"unblocked"`` -> the names of the
+        parameters -> gradients to descend, per sample. The three in the middle lie on a line:
+        ``improved - blocked == blocked - third_term``.
+
+    Raises:
+        ValueError: As `exact_divergence`.
+
+    Example:
+        >>> rbm = RBM(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        >>> fields = gradient_fields(rbm, data_distribution(rbm, torch.eye(4)), steps=1)
+        >>> errors = {name: bias(field, fields["likelihood"]).relative for name, field in fields.items()}
+        >>> errors["third_term"] < errors["blocked"] < errors["improved"] < errors["unblocked"]
+        True
+    """
+    parameters = dict(rbm.named_parameters())
+
+    def gradient(divergence: Divergence, *opened: Block) -> dict[str, Tensor]:
+        with unblock(*opened):
+            loss = exact_divergence(rbm, start, steps=steps, divergence=divergence)
+        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+    of_data, of_model = rbm.statistics(visible_states(rbm), start), rbm.model_statistics()
+    return {
+        "likelihood": {name: of_model[name] - of_data[name] for name in parameters},
+        "blocked": gradient("free_energy"),
+        "third_term": gradient("kullback_leibler", CHAIN_DISTRIBUTION),
+        "improved": gradient("improved"),
+        "unblocked": gradient("free_energy", CHAIN_DISTRIBUTION),
+    }
+
+
+@dataclass(frozen=True)
+class Bias:
+    """How far a gradient is from another.
+
+    Attributes:
+        relative: The norm of the difference, over all parameters, divided by that of the other gradient.
+        cosine: Of the angle between the two.
+    """
+
+    relative: float
+    cosine: float
+
+
+def bias(field: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Bias:
+    """Return how far a gradient is from the exact one.
+
+    Args:
+        field: The names of the parameters -> a gradient.
+        exact: The same names -> the exact gradient.
+
+    Example:
+        >>> bias({"weights": torch.tensor([3.0, 0.0])}, {"weights": torch.tensor([2.0, 0.0])})
+        Bias(relative=0.5, cosine=1.0)
+    """
+    with no_graph():
+        found, expected = (torch.cat([tree[name].flatten() for name in sorted(exact)]) for tree in (field, exact))
+        size, own = expected.norm(), found.norm()
+        return Bias(((found - expected).norm() / size).item(), ((found @ expected) / (size * own)).item())
+
+
+def _enumerable(rbm: RBM | Joint) -> Joint:
+    """Return the machine as a function of its parameters, if the table of both layers' states can be kept."""
+    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    for name, layer in (("visible", joint.visible), ("hidden", joint.hidden)):
+        if layer.n_states is None:
+            raise ValueError(f"The {name} units should have finitely many states. Found {type(layer).__name__} units.")
+    assert joint.visible.n_states is not None
+    assert joint.hidden.n_states is not None
+    size = joint.visible.n_states * joint.hidden.n_states
+    if size > _LARGEST_TABLE:
+        raise ValueError(f"Both layers together should have at most 2^24 states. Found 2^{math.log2(size):.4g}.")
+    return joint
+
+
+def _states(layer: Layer) -> Tensor:
+    """Return all states of a layer, (S, C)."""
+    like = layer.bias
+    if isinstance(layer, Categorical):
+        units = layer.n_columns // layer.categories
+        numbers = torch.tensor(list(itertools.product(range(layer.categories), repeat=units)), device=like.device)
+        return one_hot(numbers, layer.categories).flatten(1).to(like.dtype)
+    numbers = torch.arange(2**layer.n_columns, device=like.device)[:, None]
+    return (numbers >> torch.arange(layer.n_columns - 1, -1, -1, device=like.device) & 1).to(like.dtype)
+
+
+def _conditionals(joint: Joint) -> tuple[Tensor, Tensor]:
+    """Return p(h | v), a row for each visible state, and p(v | h), a row for each hidden one."""
+    visible, hidden = _states(joint.visible), _states(joint.hidden)
+    coupled = joint.to_hidden(visible) @ joint.hidden.statistic(hidden).mT
+    to_hidden = (coupled + joint.hidden.log_weight(hidden)).softmax(1)
+    to_visible = (coupled + joint.visible.log_weight(visible)[:, None]).softmax(0)
+    return to_hidden, to_visible.mT
+
+
+def _negative_entropy(distribution: Tensor) -> Tensor:
+    r"""Return :math:`\sum p \log p`; what has underflowed counts as the smallest number there is."""
+    least = torch.finfo(distribution.dtype).tiny
+    return distribution @ distribution.clamp(min=least).log()
