@@ -165,6 +165,22 @@ def test_tempering_from_a_reference_is_descent_on_the_surrogate(units):
         assert relative_error(dict(trainer.rbm.named_parameters()), dict(twin.rbm.named_parameters())) < 1e-12
 
 
+@pytest.mark.parametrize("betas", [[0.5, 1.0], [0.1, 0.4, 0.7, 1.0]], ids=len)
+@pytest.mark.parametrize("units", ["bernoulli", "gaussian"])
+def test_even_and_odd_pairs_are_swapped_in_turn(units, betas):
+    """Of two temperatures there is no odd pair."""
+    betas = torch.tensor(betas, dtype=torch.float64)
+    chains = torch.randint(2, (4, 3), generator=_generator(3)).double()
+    options = {"inverse_temperatures": betas, "chains": chains}
+    trainer = FusedTrainer(_rbm(units), batch_size=5, steps=3, generator=_generator(), **options)
+    twin = Twin(_rbm(units), 3, _generator(), **options | {"chains": chains.expand(len(betas), 4, 3)})
+    for seed in (10, 11):
+        data = _data(trainer.rbm, 5, seed)
+        trainer.step(data, learning_rate=0.2)
+        twin.step(data, learning_rate=0.2)
+    assert relative_error(dict(trainer.rbm.named_parameters()), dict(twin.rbm.named_parameters())) < 1e-12
+
+
 @pytest.mark.parametrize("units", ["bernoulli", "gaussian"])
 def test_one_temperature_is_persistent_contrastive_divergence(units):
     plain, tempered = _rbm(units), _rbm(units)

@@ -103,7 +103,7 @@ class Swaps:
         self.counts[2, 0] += 1
         n_pairs = (len(self.betas) - first) // 2
         if not n_pairs:
-            return self._order.flatten()
+            return (self._order * len(self._chain) + self._chain).flatten()
         lower, upper = slice(first, first + 2 * n_pairs, 2), slice(first + 1, first + 2 * n_pairs, 2)
         uniform = self._uniform[:n_pairs].uniform_(generator=generator)
         gap = self.betas[lower] - self.betas[upper]
