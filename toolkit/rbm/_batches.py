@@ -1,0 +1,247 @@
+"""Batches of data, wherever the data are: in memory, in a file, or given chunk by chunk.
+
+An epoch is chunk after chunk, and of each the rows in a random order; what does not fill a batch waits for the next
+chunk. Data in memory are one chunk. So at most one chunk and one batch are held, and data keep their type.
+
+N rows in all, B rows of a chunk, C columns of the visible layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from toolkit._data import from_numpy, give_back_pages
+from toolkit.rbm._distributed import exchange, raise_together, rank_of
+from toolkit.rbm._model import RBM
+
+__all__ = ["Chunks", "Data", "batches", "check_data", "chunks_of"]
+
+Data: TypeAlias = Tensor | np.ndarray[Any, Any] | Iterable[Any] | Callable[[], Iterable[Any]]
+
+_CHUNK_BYTES = 2**22  # of a file at a time,
+_BLOCK_BYTES = 2**16  # in pieces from all over it: neighbours in a file are often alike
+_GATHERED = 2**17  # numbers of batches that are gathered together
+_CHECKED_AT_ONCE = 2**18  # numbers: their copies in the machine's type stay small
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chunks:
+    """Data as chunks.
+
+    Attributes:
+        read: Gives the chunks (B, C) of an epoch. A generator chooses their order, where there is a choice; the second
+            argument says whether to look at the values.
+        n_rows: N; None if it is not known.
+        streams: Generators, beside that one, that the source draws from.
+    """
+
+    read: Callable[[torch.Generator, bool], Iterator[Tensor]]
+    n_rows: int | None
+    streams: tuple[torch.Generator, ...] = ()
+
+
+def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = False) -> Chunks:
+    """Return data as chunks. Values in memory are looked at here, others when they are first read.
+
+    Args:
+        data: What `train` takes.
+        rbm: The machine that they are data of.
+        n_rows: N, if it is known.
+        once: Whether there is one epoch, so that an iterator will do.
+
+    Raises:
+        TypeError: If `data` is no data, or can be read only once and has to be read more often.
+        ValueError: If data in memory are not the machine's.
+    """
+    if isinstance(data, np.memmap):
+        return _chunks_of_file(data, rbm)
+    if isinstance(data, np.ndarray):
+        data = from_numpy(data)
+    if isinstance(data, Tensor):
+        tensor = data
+        check_data(tensor, rbm)
+        return Chunks(read=lambda order, check: iter([tensor]), n_rows=len(tensor))
+    source = data
+    if not callable(source) and not isinstance(source, Iterable):
+        raise TypeError(
+            "`data` should be a tensor, an array, or give chunks: an iterable, or a function that returns one. "
+            f"Found a {type(source).__name__}."
+        )
+    if not once and not callable(source) and iter(source) is source:
+        raise TypeError(
+            "`data` should be something that can be read again for each epoch, such as a list or a DataLoader, unless "
+            f"`epochs` is 1. Found a {type(source).__name__}, which can be read once."
+        )
+    if n_rows is None and hasattr(getattr(source, "dataset", None), "__len__"):
+        n_rows = len(source.dataset)  # type: ignore[union-attr]
+
+    def read(order: torch.Generator, check: bool) -> Iterator[Tensor]:
+        row = 0
+
+        def looked_at(piece: Any) -> Tensor:
+            nonlocal row
+            rows = _rows_of(piece)
+            check_data(rows, rbm, row, values=check)
+            row += len(rows)
+            return rows
+
+        return map(looked_at, source() if callable(source) else source)  # which keeps no chunk that it has given
+
+    own = getattr(source, "generator", None)
+    streams = (torch.default_generator, *([own] if isinstance(own, torch.Generator) else []))
+    return Chunks(read=read, n_rows=n_rows, streams=streams)
+
+
+def batches(
+    chunks: Chunks, rbm: RBM, *, batch_size: int, order: torch.Generator, check: bool, group: ProcessGroup | None
+) -> Iterator[tuple[Tensor, int]]:
+    """Yield the batches of an epoch, and how many rows all ranks have in each.
+
+    All ranks yield equally often. One that has too few rows to fill its batches of a chunk spreads them over these, and
+    one without rows yields empty batches.
+
+    Args:
+        chunks: This rank's data.
+        rbm: The machine that they are data of.
+        batch_size: The most rows of a batch, on each rank.
+        order: Chooses the order of chunks, and of the rows of each.
+        check: Whether to look at values that have not been seen in memory.
+        group: The ranks.
+
+    Raises:
+        ValueError: If no rank has any rows, or a chunk is not the machine's.
+        RuntimeError: If another rank has raised.
+    """
+    reader = chunks.read(order, check)
+    held = rbm.weights.new_empty(0, rbm.n_columns)
+    # Small batches are gathered several at a time, which is faster.
+    together = max(1, _GATHERED // (batch_size * rbm.n_columns))
+    seen, ended = 0, False
+    while not ended:
+        chunk = where = error = None  # before the next one comes
+        try:
+            chunk = next(reader, None)
+        except Exception as found:
+            error = found
+        n = len(held) if chunk is None else len(held) + len(chunk)
+        ranks = exchange((n, chunk is None, error is not None), group, rbm.weights.device)
+        if any(failed for _, _, failed in ranks):
+            raise_together(error, group)
+        ended = all(no_chunk for _, no_chunk, _ in ranks)
+        most = max(n for n, _, _ in ranks)
+        n_batches = -(-most // batch_size) if ended else most // batch_size
+        if chunk is not None:
+            where = torch.randperm(len(chunk), generator=order).to(chunk.device)
+        taken = 0
+        for first in range(0, n_batches, together):
+            numbers = range(first, min(first + together, n_batches))
+            sizes = [[_size(rows, number, n_batches, batch_size) for number in numbers] for rows, _, _ in ranks]
+            own, all_ranks = sizes[rank_of(group)], list(map(sum, zip(*sizes, strict=True)))
+            start, taken = taken, taken + sum(own)
+            seen += sum(all_ranks)
+            yield from zip(_take(held, chunk, where, start, taken).split(own), all_ranks, strict=True)
+        held = _take(held, chunk, where, taken, n)
+    if not seen:
+        raise ValueError("`data` should have at least one row. Found none.")
+
+
+def check_data(rows: Tensor, rbm: RBM, start: int = 0, *, values: bool = True) -> None:
+    """Raise unless these rows, the first of which is row `start` of all, are what the machine has an energy for.
+
+    Args:
+        rows: (B, C), of any real type. Zeros and ones may be probabilities in a floating-point type.
+        rbm: The machine.
+        start: How many rows there are before these.
+        values: Whether to look at the values, in bounded memory.
+
+    Raises:
+        TypeError: If the numbers are complex.
+        ValueError: If the shape is another one, or a value is.
+    """
+    _check_kind(rows.shape, rows.dtype, rbm)
+    if not values or not len(rows) or (rows.dtype == torch.bool and rbm.visible_units != "categorical"):
+        return
+    for part in rows.split(max(1, _CHECKED_AT_ONCE // rbm.n_columns)):
+        error = _error(part, rbm)
+        if error is not None:
+            row = next(i for i in range(len(part)) if _error(part[i : i + 1], rbm) is not None)
+            raise ValueError(f"{_error(part[row : row + 1], rbm)} It is in row {start + row}.")
+        start += len(part)
+
+
+def _check_kind(shape: tuple[int, ...], dtype: torch.dtype, rbm: RBM) -> None:
+    if len(shape) != 2 or shape[1] != rbm.n_columns:
+        raise ValueError(f"`data` should have shape (N, {rbm.n_columns}). Found {tuple(shape)}.")
+    if dtype.is_complex:
+        raise TypeError(f"`data` should be real numbers. Found {dtype}.")
+
+
+def _error(rows: Tensor, rbm: RBM) -> str | None:
+    """Return what is wrong with the values, if anything is."""
+    if rbm.visible_units == "bernoulli" and not rows.is_floating_point():
+        low, high = (int(value) for value in rows.aminmax())
+        if low >= 0 and high <= 1:
+            return None
+        return (
+            f"`data` should be 0 or 1 if they are integers. Found {low if low < 0 else high}. Compare with a threshold "
+            "(`data >= 128`), or divide by the largest value to have probabilities."
+        )
+    try:
+        rbm.joint.visible.check(rows.to(rbm.weights), "data")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _size(n: int, number: int, n_batches: int, batch_size: int) -> int:
+    """Return how many of n rows are in a batch: it is full, or all share what cannot fill them."""
+    return batch_size if n >= n_batches * batch_size else n // n_batches + (number < n % n_batches)
+
+
+def _take(held: Tensor, chunk: Tensor | None, where: Tensor | None, first: int, last: int) -> Tensor:
+    """Return rows first..last-1 of those held followed by those of a chunk in their order."""
+    n_held = len(held)
+    if chunk is None or where is None:
+        return held[first:last]
+    if first >= n_held:
+        return chunk.index_select(0, where[first - n_held : last - n_held])
+    return torch.cat([held[first:last], chunk.index_select(0, where[: max(0, last - n_held)])])
+
+
+def _rows_of(piece: Any) -> Tensor:
+    """Return the rows of what a source gives: an array or a tensor, alone or as the one part of a tuple."""
+    if isinstance(piece, tuple | list) and len(piece) and isinstance(piece[0], Tensor | np.ndarray):
+        if len(piece) > 1:
+            raise ValueError(f"A chunk should be one array or tensor, without labels. Found {len(piece)} parts.")
+        piece = piece[0]
+    return from_numpy(piece) if isinstance(piece, np.ndarray) else torch.as_tensor(piece)
+
+
+def _chunks_of_file(array: np.memmap[Any, Any], rbm: RBM) -> Chunks:
+    """Return what reads a file in chunks, each of them blocks from all over it, and gives its pages back."""
+    _check_kind(array.shape, torch.from_numpy(np.empty(0, array.dtype)).dtype, rbm)
+    n_rows, row_bytes = len(array), array.itemsize * rbm.n_columns
+    length = max(1, _BLOCK_BYTES // row_bytes)
+    n_blocks, together = -(-n_rows // length), max(1, _CHUNK_BYTES // (length * row_bytes))
+
+    def chunk(blocks: list[int], check: bool) -> Tensor:
+        sizes = [min(length, n_rows - block * length) for block in blocks]
+        rows = torch.from_numpy(np.empty((sum(sizes), rbm.n_columns), array.dtype))
+        for block, part in zip(blocks, rows.split(sizes), strict=True):
+            np.copyto(part.numpy(), array[block * length : block * length + len(part)])
+            give_back_pages(array)
+            check_data(part, rbm, block * length, values=check)
+        return rows
+
+    def read(order: torch.Generator, check: bool) -> Iterator[Tensor]:
+        blocks = torch.randperm(n_blocks, generator=order).tolist()
+        return (chunk(blocks[first : first + together], check) for first in range(0, n_blocks, together))
+
+    return Chunks(read=read, n_rows=n_rows)

@@ -1,0 +1,66 @@
+"""Checkpoints: one file that holds all that training depends on, and is whole or not there at all.
+
+It is a safetensors file. Its tensors are ``parameters.<name>``, the mean of parameters ``average.<name>`` if one is
+kept, and what each rank has of its own, ``rank<r>.<name>``; all else is JSON in the metadata.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+
+__all__ = ["read_checkpoint", "write_checkpoint"]
+
+_KEY, _FORMAT = "toolkit.rbm", 1
+
+
+def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+    """Write a checkpoint in the place of the one before; a process that is killed leaves that one or this one.
+
+    Args:
+        path: The file. Beside it, for a moment, stands one whose name ends with ``.unfinished``.
+        tensors: By name.
+        facts: What else there is to know, as JSON.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with no_graph():
+        own = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+    save_file(own, unfinished, metadata={_KEY: json.dumps({"format": _FORMAT, **facts})})
+    with unfinished.open("rb") as file:
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+    if os.name == "posix":  # the name is data of the folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors and the facts of a checkpoint.
+
+    Raises:
+        ValueError: If the file is not a checkpoint of this format.
+    """
+    expected = f"`checkpoint` should be a file that `train` wrote, or a new one. Found {path}"
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            if _KEY not in metadata:
+                raise ValueError(f"{expected}, a safetensors file of something else.")
+            facts = json.loads(metadata[_KEY])
+            if facts.pop("format", None) != _FORMAT:
+                raise ValueError(f"{expected}, of another version of this library.")
+            return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 - it is not a dict
+    except SafetensorError as error:
+        raise ValueError(f"{expected}, which is none: {error}.") from None

@@ -1,0 +1,154 @@
+"""Ranks that train one machine together: what each of them holds, and how they agree.
+
+The parameters are the same on all ranks. Rows of data, persistent chains and streams of random numbers are split: no
+two ranks hold the same ones. A group of None is this process alone, and costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import (
+    ProcessGroup,
+    all_gather_object,
+    all_reduce,
+    broadcast,
+    gather_object,
+    get_global_rank,
+    get_rank,
+    get_world_size,
+    scatter_object_list,
+)
+
+from toolkit.blocks import no_graph
+
+__all__ = [
+    "exchange",
+    "from_first_rank",
+    "gather",
+    "raise_together",
+    "rank_generator",
+    "rank_of",
+    "same_on_all",
+    "scatter",
+    "shard",
+    "world_of",
+]
+
+Rows = TypeVar("Rows", bound=Any)  # a tensor or an array
+
+
+def rank_of(group: ProcessGroup | None) -> int:
+    """Return the number of this process in the group."""
+    return 0 if group is None else get_rank(group)
+
+
+def world_of(group: ProcessGroup | None) -> int:
+    """Return how many processes the group has."""
+    return 1 if group is None else get_world_size(group)
+
+
+def shard(rows: Rows, group: ProcessGroup | None) -> Rows:
+    r"""Return this rank's part of rows that all ranks know: of data, or of persistent chains.
+
+    Every row goes to exactly one rank, in order, and no rank has more than one row more than another. Chains are split,
+    not copied, so that M of them on any number of ranks are M draws.
+
+    Args:
+        rows: (N, \*), a tensor or an array, memory-mapped ones included; the part is a view of it.
+        group: The ranks. None: all rows are this process's.
+
+    Example:
+        >>> shard(torch.arange(5), None).tolist()
+        [0, 1, 2, 3, 4]
+    """
+    rank, world = rank_of(group), world_of(group)
+    part: Rows = rows[len(rows) * rank // world : len(rows) * (rank + 1) // world]
+    return part
+
+
+def rank_generator(seed: int, group: ProcessGroup | None, *, device: torch.device | str = "cpu") -> torch.Generator:
+    """Return a generator of this rank's own: that of `seed` + its number.
+
+    Ranks that drew the same numbers for different chains would have chains that depend on each other.
+
+    Args:
+        seed: The seed of the first rank.
+        group: The ranks. None: this process alone.
+        device: Where it draws.
+
+    Example:
+        >>> rank_generator(3, None).initial_seed()
+        3
+    """
+    return torch.Generator(device).manual_seed(seed + rank_of(group))
+
+
+def exchange(numbers: Sequence[int], group: ProcessGroup | None, device: torch.device) -> list[list[int]]:
+    """Return the numbers of every rank, as many of each, by one reduction."""
+    if group is None:
+        return [list(numbers)]
+    table = torch.zeros(get_world_size(group), len(numbers), dtype=torch.int64, device=device)
+    table[get_rank(group)] = torch.tensor(numbers, dtype=torch.int64)
+    all_reduce(table, group=group)
+    rows: list[list[int]] = table.tolist()
+    return rows
+
+
+def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
+    """Raise on all ranks if there is an error on any: its own where it has one, else one that tells the rank's."""
+    if group is None:
+        if error is not None:
+            raise error
+        return
+    reports: list[str | None] = [None] * get_world_size(group)
+    all_gather_object(reports, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    if error is not None:
+        raise error
+    for rank, report in enumerate(reports):
+        if report is not None:
+            raise RuntimeError(f"Rank {rank} stopped. {report}")
+
+
+def same_on_all(values: dict[str, Any], group: ProcessGroup | None) -> None:
+    """Raise a ValueError unless all ranks have the same values of these arguments."""
+    if group is None:
+        return
+    found: list[Any] = [None] * get_world_size(group)
+    all_gather_object(found, values, group=group)
+    for name in values:
+        if len({repr(other[name]) for other in found}) > 1:
+            raise ValueError(
+                f"`{name}` should be the same on all ranks. Found {', '.join(str(other[name]) for other in found)}."
+            )
+
+
+def from_first_rank(tensors: Iterable[Tensor], group: ProcessGroup | None) -> None:
+    """Overwrite these tensors by those of the first rank."""
+    if group is not None:
+        with no_graph():
+            for tensor in tensors:
+                broadcast(tensor, src=get_global_rank(group, 0), group=group)
+
+
+def gather(value: Any, group: ProcessGroup | None) -> list[Any] | None:
+    """Return the values of all ranks, on the first one; None on others."""
+    if group is None:
+        return [value]
+    values: list[Any] | None = [None] * get_world_size(group) if get_rank(group) == 0 else None
+    gather_object(value, values, dst=get_global_rank(group, 0), group=group)
+    return values
+
+
+def scatter(values: Sequence[Any] | None, group: ProcessGroup | None) -> Any:
+    """Return this rank's of the values that the first one has."""
+    if group is None:
+        assert values is not None
+        return values[0]
+    own: list[Any] = [None]
+    sent = None if values is None else list(values)
+    scatter_object_list(own, sent, src=get_global_rank(group, 0), group=group)
+    return own[0]
