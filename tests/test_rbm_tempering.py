@@ -27,6 +27,7 @@ from toolkit.rbm.tempering import (
     swap_probabilities,
     tempered_contrastive_divergence,
     tempered_start,
+    trajectory_tempering,
 )
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -765,3 +766,162 @@ def test_no_graph_is_built_while_both_blocks_are_in_place():
     assert saved(1) == saved(5)
     assert saved(1, PERSISTENT_CHAINS) < saved(5, PERSISTENT_CHAINS)
     assert saved(1, NEGATIVE_SAMPLES) < saved(5, NEGATIVE_SAMPLES)
+
+
+# --- machines along a training ------------------------------------------------------------------------------------
+
+
+def _trajectory(kind: str, n_machines: int = 4) -> list[RBM]:
+    """Return machines of one kind that share no parameter: not temperatures of each other."""
+    machines = []
+    for age in range(n_machines):
+        rbm, _ = _machine(kind)
+        with torch.no_grad():
+            for parameter in rbm.parameters():
+                parameter += 0.3 * torch.randn(parameter.shape, generator=_generator(50 + age), dtype=torch.float64)
+            rbm.weights *= (0.3 if kind == "gaussian-rectified" else 1.0) * age / (n_machines - 1)
+        machines.append(rbm)
+    return machines
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("kind", list(UNITS))
+def test_chains_of_a_trajectory_stay_at_every_machine(kind, steps, device):
+    machines = [machine.to(device) for machine in _trajectory(kind)]
+    truths = [_truth(kind, machine, None, 1.0) for machine in machines]
+    start = _exact_state(truths, 20_000, device)
+    end, ratios = trajectory_tempering(machines, start, steps=steps, generator=_generator(4, device))
+    assert ((ratios.swap_rates > 0.05) & (ratios.swap_rates < 0.99)).all()
+    for truth, visible, hidden in zip(truths, end.visible, end.hidden, strict=True):
+        distance, floor, sigmas = _distances(truth, visible, hidden)
+        assert distance < 4 * floor
+        assert abs(sigmas) < 5
+
+
+@pytest.mark.parametrize("kind", list(UNITS))
+def test_ratios_of_partition_functions_are_within_their_errors(kind):
+    machines = _trajectory(kind)
+    truths = [_truth(kind, machine, None, 1.0) for machine in machines]
+    start = _exact_state(truths, 2000)
+    _, ratios = trajectory_tempering(machines, start, steps=20, generator=_generator(4))
+    expected = np.diff([truth.log_partition for truth in truths])
+    assert 0 < ratios.error < 0.02
+    assert abs(ratios.log_ratios.sum().item() - expected.sum()) < 4 * ratios.error
+    np.testing.assert_allclose(ratios.log_ratios, expected, atol=0.03)
+
+
+def test_error_of_the_ratios_is_how_much_they_vary():
+    machines = _trajectory("bernoulli")
+    truths = [_truth("bernoulli", machine, None, 1.0) for machine in machines]
+    found, errors = [], []
+    for seed in range(60):
+        start = _exact_state(truths, 100, seed=seed)
+        _, ratios = trajectory_tempering(machines, start, steps=5, generator=_generator(100 + seed))
+        found.append(ratios.log_ratios.sum().item())
+        errors.append(ratios.error)
+    assert np.std(found) == pytest.approx(np.mean(errors), rel=0.3)
+    exact = truths[-1].log_partition - truths[0].log_partition
+    assert abs(np.mean(found) - exact) < 4 * np.mean(errors) / math.sqrt(60)
+
+
+def test_trajectory_of_temperatures_has_the_distributions_of_tempering():
+    """Temperatures are machines too; with hidden units summed out their swaps are accepted more often."""
+    rbm, _ = _machine("bernoulli", scale=3.0)
+    truths = [_truth("bernoulli", rbm, None, beta) for beta in BETAS]
+    start = _exact_state(truths, 20_000)
+    machines = [rbm.joint.annealed(beta) for beta in BETAS]
+    end, ratios = trajectory_tempering(machines, start, steps=3, generator=_generator())
+    with torch.no_grad():
+        _, joint_rates = parallel_tempering(rbm, start, inverse_temperatures=BETAS, steps=3, generator=_generator())
+    assert (ratios.swap_rates > joint_rates).all()
+    for truth, visible, hidden in zip(truths, end.visible, end.hidden, strict=True):
+        assert abs(_distances(truth, visible, hidden)[2]) < 5
+    assert abs(ratios.log_ratios.sum().item() - truths[-1].log_partition + truths[0].log_partition) < 4 * ratios.error
+
+
+def test_trajectory_finds_the_mode_where_gibbs_chains_never_come():
+    age, n = torch.linspace(0, 1, 8, dtype=torch.float64), 500
+    machines = [_two_modes(coupling=1.2 * float(beta)) for beta in age]
+    state = _state(torch.zeros(8, n, 8, dtype=torch.float64), 8)
+    state, _ = trajectory_tempering(machines, state, steps=200, generator=_generator())
+    state, ratios = trajectory_tempering(machines, state, steps=100, generator=_generator(2))
+    found = (state.visible[-1].mean(1) > 0.5).double().mean().item()
+    assert abs(found - 0.5) < 4 * math.sqrt(0.25 / n)
+    exact = machines[-1].log_partition().item()
+    assert abs(16 * math.log(2) + ratios.log_ratios.sum().item() - exact) < min(0.05, 4 * ratios.error)
+    assert not state.visible.requires_grad
+
+
+def test_a_single_machine_is_gibbs_and_has_no_ratios():
+    rbm = _with(_parameters())
+    start = _state(_binary(1, 20, 4))
+    moved, ratios = trajectory_tempering([rbm], start, steps=3, generator=_generator())
+    with torch.no_grad():
+        expected = gibbs(rbm, start.visible[0], steps=3, generator=_generator())
+    assert torch.equal(moved.visible[0], expected)
+    assert ratios.log_ratios.shape == ratios.swap_rates.shape == (0,)
+
+
+def test_error_of_a_single_chain_is_unknown():
+    machines = _trajectory("bernoulli", 2)
+    start = _state(torch.zeros(2, 1, 3).double(), 2)
+    _, ratios = trajectory_tempering(machines, start, steps=5, generator=_generator())
+    assert math.isnan(ratios.error)
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"inverse_temperatures": [0.5, 0.5, 1.0]},
+            r"should increase from 0 or more to 1 or less\. Found \[0\.5, ",
+        ),
+        ({"inverse_temperatures": [-0.1, 0.5, 1.0]}, r"should increase from 0 or more"),
+        ({"inverse_temperatures": [0.1, 0.5, 1.1]}, r"should increase from 0 or more"),
+        ({"inverse_temperatures": [0.1, math.nan, 1.0]}, r"should increase from 0 or more"),
+        ({"inverse_temperatures": []}, r"should increase from 0 or more"),
+        (
+            {"inverse_temperatures": [0.5, 1.0]},
+            r"should have shape \(2, M, 4\), M > 0\. Found \(3, 5, 4\)",
+        ),
+        ({"steps": 0}, r"`steps` should be a positive integer\. Found 0\."),
+        ({"chain": "exact"}, r"`chain` should be one of .*\. Found 'exact'\."),
+        ({"state": _state(torch.zeros(3, 5, 2).double())}, r"`state\.visible` should have shape \(3, M, 4\)"),
+        ({"state": _state(torch.zeros(3, 0, 4).double())}, r"M > 0\. Found \(3, 0, 4\)"),
+        ({"state": _state(torch.zeros(3, 5, 4).double(), 2)}, r"`state\.hidden` should have shape \(3, M, 3\)"),
+    ],
+)
+def test_wrong_arguments_are_refused(change, message):
+    arguments = {"state": _state(STARTS), "inverse_temperatures": THREE, "steps": 1, **change}
+    with pytest.raises(ValueError, match=message):
+        parallel_tempering(_with(_parameters()), arguments.pop("state"), **arguments)
+
+
+def test_wrong_types_and_machines_are_refused():
+    rbm = _with(_parameters())
+    with pytest.raises(TypeError, match=r"`state\.visible` should have the parameters' type torch\.float64"):
+        parallel_tempering(rbm, _state(STARTS.float()), inverse_temperatures=THREE, steps=1)
+    with pytest.raises(ValueError, match=r"`inverse_temperatures` should end with 1, the model\. Found 0\.5\."):
+        tempered_contrastive_divergence(rbm, DATA, _state(STARTS), inverse_temperatures=[0.1, 0.2, 0.5], steps=1)
+    with pytest.raises(ValueError, match=r"`data` should have shape \(N, 4\)"):
+        tempered_contrastive_divergence(rbm, DATA[:, :2], _state(STARTS), inverse_temperatures=THREE, steps=1)
+    with pytest.raises(ValueError, match=r"`machines` should be at least one\. Found none\."):
+        trajectory_tempering([], _state(STARTS), steps=1)
+    with pytest.raises(ValueError, match=r"`machines` should all have .* weights \(4, 3\).*Found Gaussian units and"):
+        trajectory_tempering([rbm, RBM(4, 3, visible="gaussian").double()], _state(STARTS[:2]), steps=1)
+    with pytest.raises(ValueError, match=r"`n_temperatures` should be a positive integer\. Found 0\."):
+        tempered_start(rbm, n_temperatures=0, n_chains=3)
+    with pytest.raises(ValueError, match=r"`n_chains` should be a positive integer\. Found 0\."):
+        tempered_start(rbm, n_temperatures=2, n_chains=0)
+    with pytest.raises(ValueError, match=r"`rounds` should be a positive integer\. Found 0\."):
+        adapt_temperatures(rbm, _state(STARTS), inverse_temperatures=THREE, rounds=0, steps=1)
+    with pytest.raises(ValueError, match=r"`swap_rates` should be 2 probabilities, one for each pair\. Found \[2\.0"):
+        spread_temperatures(THREE, torch.tensor([2.0, 0.5]))
+    with pytest.raises(ValueError, match=r"`inverse_temperatures` should be at least two\. Found \[1\.0\]\."):
+        spread_temperatures([1.0], torch.zeros(0))
+    with pytest.raises(ValueError, match=r"`n_temperatures` should be an integer from 2\. Found 1\."):
+        spread_temperatures(THREE, torch.tensor([0.2, 0.5]), n_temperatures=1)
