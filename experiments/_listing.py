@@ -34,12 +34,13 @@ def listing(configs: Path) -> str:
     for block in toolkit.declared_blocks().values():
         lines += _entry(block.name, block.why)
     lines += ["", f"Configs in {configs}/"]
-    for path in sorted(configs.glob("*.toml")):
+    # Those that need data of the user's own are in folders of their own, which `run` leaves out.
+    for path in sorted(configs.rglob("*.toml"), key=lambda path: (len(path.parts), path)):
         try:
             title = str(tomllib.loads(path.read_text(encoding="utf-8")).get("title", ""))
         except (OSError, ValueError):
             title = "cannot be read"
-        lines += _entry(path.name, title)
+        lines += _entry(str(path.relative_to(configs)), title)
     return "\n".join(lines)
 
 

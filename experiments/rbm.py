@@ -6,8 +6,14 @@ it; the block keeps the gradient out.
 
 - ``digits``: handwritten digits, pixels rounded to 0 and 1. Judged by the held-out images.
 - ``bars_and_stripes``: every image of bars or of stripes, so that the best likelihood is known.
+- ``idx``: your own images, in two files of MNIST's format. Judged by the held-out images.
 
-Both are judged by the exact log-likelihood: the states of the smaller layer are enumerated.
+The first two are judged by the exact log-likelihood: the states of the smaller layer are enumerated. Machines of your
+own images may be larger than that: log Z is annealed, from below (AIS), which flatters the likelihood, and from above
+(reverse AIS), which does not. Only both together say something.
+
+Beside the variants, which autograd trains, other methods can be trained without it, for more updates, and
+scikit-learn estimators be fitted.
 
 N images, V pixels, H hidden units, M persistent chains.
 """
@@ -15,138 +21,272 @@ N images, V pixels, H hidden units, M persistent chains.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 import torch
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from experiments._config import ExperimentConfig
+from experiments._rbm_methods import Estimator, Measure, Method, batches, methods
 from experiments._training import Objective, Run
-from toolkit.datasets import bars_and_stripes, digits
+from toolkit.datasets import bars_and_stripes, digits, idx
 from toolkit.rbm import (
     RBM,
-    Chain,
     base_rate_bias,
     cd_gradient,
     contrastive_divergence,
     gibbs,
     persistent_contrastive_divergence,
 )
+from toolkit.rbm._centering import centered, centered_gradient, centering_offsets
+from toolkit.rbm.annealing import ais, reverse_ais
 
 __all__ = ["Config", "run"]
+
+_EXACT = 20  # hidden units whose states are enumerated again and again
 
 
 class Config(ExperimentConfig):
     """Values of a contrastive-divergence experiment.
 
     Attributes:
-        data: ``"digits"`` or ``"bars_and_stripes"``; see the module.
+        data: ``"digits"``, ``"bars_and_stripes"`` or ``"idx"``; see the module.
         side: bars_and_stripes: an image has side x side pixels.
         copies: bars_and_stripes: how often each image is used in an epoch, each time with a chain of its own.
-        n_hidden: H; the exact likelihood takes time proportional to 2^H, or 2^V if that is less.
-        chain: What a unit of the chain passes on; see `toolkit.rbm.gibbs`.
+        images: idx: the file of the images to train on; as MNIST's, it may be packed (``.gz``).
+        held_out: idx: the file of those to judge by.
+        threshold: idx: a pixel from this value on is 1, below it 0.
+        n_hidden: H; at most 20 where the likelihood is exact, which takes time proportional to 2^H, or 2^V if that is
+            less.
+        chain: What a unit of the chain passes on, ``"sampled"``, ``"straight_through"`` or ``"mean_field"``; see
+            `toolkit.rbm.gibbs`.
         gibbs_steps: Gibbs steps of each update.
         persistent_chains: M chains that go on from one update to the next. None: the chains start at the data.
+        centered: Whether the variants take their steps in centred coordinates; see `toolkit.rbm.centered`.
         batch_size: Images of a training step. None: all of them.
+        annealing_chains: idx: chains that estimate log Z, from each side.
+        inverse_temperatures: idx: how many temperatures they pass.
+        sampling_steps: idx: Gibbs steps, from images, after which the chains from above start.
+        methods: Other methods, each a table; see `experiments._rbm_methods.Method`.
+        updates_per_step: Updates that they make for every training step of the variants.
+        estimators: scikit-learn estimators, fitted to the same images with H components and their own defaults:
+            ``"toolkit.rbm.BernoulliRBM"`` or ``"sklearn.neural_network.BernoulliRBM"``.
     """
 
-    data: Literal["digits", "bars_and_stripes"]
+    data: Literal["digits", "bars_and_stripes", "idx"]
     side: Annotated[int, Field(ge=2, le=4)] = 3
     copies: Annotated[int, Field(ge=1)] = 1
-    n_hidden: Annotated[int, Field(ge=1, le=20)]
-    chain: Chain
+    images: str | None = None
+    held_out: str | None = None
+    threshold: Annotated[int, Field(ge=1, le=255)] = 128
+    n_hidden: Annotated[int, Field(ge=1)]
+    chain: Literal["sampled", "straight_through", "mean_field"]
     gibbs_steps: Annotated[int, Field(ge=1)]
     persistent_chains: Annotated[int, Field(ge=1)] | None = None
+    centered: bool = False
     batch_size: Annotated[int, Field(ge=1)] | None = None
+    annealing_chains: Annotated[int, Field(ge=2)] = 100
+    inverse_temperatures: Annotated[int, Field(ge=2)] = 1000
+    sampling_steps: Annotated[int, Field(ge=1)] = 1000
+    methods: list[Method] = Field(default_factory=list)
+    updates_per_step: Annotated[int, Field(ge=1)] = 1
+    estimators: list[Estimator] = Field(default_factory=list)
+
+    @field_validator("images", "held_out")
+    @classmethod
+    def _is_an_idx_file(cls, path: str | None) -> str | None:
+        if path is not None:
+            if not Path(path).is_file():
+                raise ValueError("there is no such file")
+            pixels = _pixels(path)
+            if pixels.dtype != torch.uint8 or not pixels.numel():
+                raise ValueError(
+                    f"the file should have pixels of one byte; it has {tuple(pixels.shape)} {pixels.dtype}"
+                )
+        return path
+
+    @model_validator(mode="after")
+    def _has_what_its_data_need(self) -> Self:
+        if self.data == "idx":
+            if self.images is None or self.held_out is None:
+                raise ValueError('data = "idx" needs images and held_out')
+            if _pixels(self.images).shape[1] != _pixels(self.held_out).shape[1]:
+                raise ValueError("images and held_out should have the same number of pixels")
+        elif self.n_hidden > _EXACT:
+            raise ValueError(f"n_hidden should be at most {_EXACT}, so that the likelihood is exact")
+        names = [method.name for method in self.methods]
+        if len(set(names)) < len(names):
+            raise ValueError("methods should have different names")
+        return self
 
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run of contrastive divergence."""
     generator = torch.Generator().manual_seed(seed)
     train, test = (images.to(config.device) for images in _images(config))
-    rbm = RBM(train.shape[1], config.n_hidden, generator=generator, dtype=train.dtype, device=config.device)
-    with torch.no_grad():
-        rbm.visible_bias.copy_(base_rate_bias(train))
-    parameters = dict(rbm.named_parameters())
+    dtype = getattr(torch, config.dtype)
 
+    def start(generator: torch.Generator) -> RBM:
+        rbm = RBM(train.shape[1], config.n_hidden, generator=generator, dtype=dtype, device=config.device)
+        with torch.no_grad():
+            rbm.visible_bias.copy_(base_rate_bias(train))
+        return rbm
+
+    rbm = start(generator)
+    parameters = dict(rbm.named_parameters())
     draws = torch.Generator(config.device).manual_seed(seed)
-    batches = _batches(len(train), config.batch_size or len(train), generator)
-    batch = next(batches)
+    following_batch = batches(len(train), config.batch_size or len(train), generator)
+    batch = next(following_batch)
     # What an update starts from; `loss` leaves it alone, `next_update` goes on.
     random_state = draws.get_state()
     chains = following = None
     if config.persistent_chains:
-        chains = train[torch.randint(len(train), (config.persistent_chains,), generator=generator)]
+        chains = train[torch.randint(len(train), (config.persistent_chains,), generator=generator)].to(dtype)
 
     def loss() -> Tensor:
         nonlocal following
         draws.set_state(random_state)
-        data, chain, steps = train[batch], config.chain, config.gibbs_steps
+        data, chain, steps = train[batch].to(dtype), config.chain, config.gibbs_steps
+        machine = centered(rbm, centering_offsets(rbm, data)) if config.centered else rbm
         if chains is None:
-            return contrastive_divergence(rbm, data, steps=steps, chain=chain, generator=draws)
+            return contrastive_divergence(machine, data, steps=steps, chain=chain, generator=draws)
         surrogate, following = persistent_contrastive_divergence(
-            rbm, data, chains, steps=steps, chain=chain, generator=draws
+            machine, data, chains, steps=steps, chain=chain, generator=draws
         )
         return surrogate
 
     def next_update(step: int) -> None:
         nonlocal batch, random_state, chains
-        batch, random_state, chains = next(batches), draws.get_state(), following
+        batch, random_state, chains = next(following_batch), draws.get_state(), following
 
     @torch.no_grad()
     def target() -> Mapping[str, Tensor]:
         draws.set_state(random_state)
-        start = train[batch] if chains is None else chains
-        negative = gibbs(rbm, start, steps=config.gibbs_steps, chain=config.chain, generator=draws)
-        return cd_gradient(rbm, train[batch], negative)
+        data = train[batch].to(dtype)
+        first = data if chains is None else chains
+        negative = gibbs(rbm, first, steps=config.gibbs_steps, chain=config.chain, generator=draws)
+        gradient = cd_gradient(rbm, data, negative)
+        return centered_gradient(gradient, centering_offsets(rbm, data)) if config.centered else gradient
 
+    measure = _MEASURES[config.data](config, train, test, seed)
+    points = [*range(0, config.steps, config.evaluate_every), config.steps]
+    return Run(
+        parameters=parameters,
+        loss=loss,
+        objective=_objective(config, test),
+        evaluate=lambda: measure(rbm),
+        optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate),
+        target=target,
+        after_step=next_update,
+        methods=methods(
+            config.methods,
+            config.estimators,
+            images=train,
+            batch_size=config.batch_size,
+            points=[config.updates_per_step * point for point in points],
+            start=lambda: start(torch.Generator().manual_seed(seed)),
+            measure=measure,
+            seed=seed,
+        ),
+    )
+
+
+def _objective(config: Config, test: Tensor) -> Objective:
+    label = {
+        "digits": "held-out log-likelihood (nats per image)",
+        "bars_and_stripes": "log-likelihood (nats per image)",
+        "idx": "held-out log-likelihood by AIS (nats per image)",
+    }[config.data]
+    best = -math.log(len(test)) if config.data == "bars_and_stripes" else None
+    return Objective(label=label, higher_is_better=True, best=best)
+
+
+def _measure_digits(config: Config, train: Tensor, test: Tensor, seed: int) -> Measure:
     @torch.no_grad()
-    def evaluate_digits() -> dict[str, float]:
+    def measure(rbm: RBM) -> dict[str, float]:
         log_partition = rbm.log_partition()
         return {
             "objective": -(rbm.free_energy(test).mean() + log_partition).item(),
             "training log-likelihood (nats per image)": -(rbm.free_energy(train).mean() + log_partition).item(),
         }
 
+    return measure
+
+
+def _measure_bars_and_stripes(config: Config, train: Tensor, test: Tensor, seed: int) -> Measure:
     @torch.no_grad()
-    def evaluate_bars_and_stripes() -> dict[str, float]:
+    def measure(rbm: RBM) -> dict[str, float]:
         log_likelihood = rbm.log_likelihood(test)
         return {
             "objective": log_likelihood.mean().item(),
             "probability of drawing a bar or stripe image": log_likelihood.exp().sum().item(),
         }
 
-    if config.data == "digits":
-        objective = Objective(label="held-out log-likelihood (nats per image)", higher_is_better=True)
-    else:
-        best = -math.log(len(test))
-        objective = Objective(label="log-likelihood (nats per image)", higher_is_better=True, best=best)
-    return Run(
-        parameters=parameters,
-        loss=loss,
-        objective=objective,
-        evaluate=evaluate_digits if config.data == "digits" else evaluate_bars_and_stripes,
-        optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate),
-        target=target,
-        after_step=next_update,
-    )
+    return measure
+
+
+def _measure_idx(config: Config, train: Tensor, test: Tensor, seed: int) -> Measure:
+    """Return a measure by annealing, with the same random numbers each time."""
+    reference = base_rate_bias(train)
+
+    @torch.no_grad()
+    def measure(rbm: RBM) -> dict[str, float]:
+        draws = torch.Generator(config.device).manual_seed(seed)
+        annealing: dict[str, Any] = {
+            "inverse_temperatures": config.inverse_temperatures,
+            "reference": reference.to(rbm.weights.dtype),
+            "generator": draws,
+        }
+        energies = [rbm.free_energy(part.to(rbm.weights.dtype)).sum(dtype=torch.float64) for part in test.split(1000)]
+        energy = float(torch.stack(energies).sum()) / len(test)
+        lower = ais(rbm, chains=config.annealing_chains, **annealing)
+        rows = torch.arange(config.annealing_chains, device=train.device) % len(train)
+        samples = gibbs(rbm, train[rows].to(rbm.weights.dtype), steps=config.sampling_steps, generator=draws)
+        upper = reverse_ais(rbm, samples, **annealing)
+        return {
+            "objective": -energy - lower.estimate,
+            "held-out log-likelihood by reverse AIS (nats per image)": -energy - upper.estimate,
+            "standard error of log Z by AIS (nats)": lower.standard_error,
+        }
+
+    return measure
+
+
+_MEASURES: dict[str, Callable[[Config, Tensor, Tensor, int], Measure]] = {
+    "digits": _measure_digits,
+    "bars_and_stripes": _measure_bars_and_stripes,
+    "idx": _measure_idx,
+}
 
 
 def _images(config: Config) -> tuple[Tensor, Tensor]:
-    """Return the images to train on and those to judge by: the same where there is no more than the training set."""
+    """Return the images to train on and those to judge by: the same where there is no more than the training set.
+
+    They are zeros and ones; those of files are bytes, to save memory.
+    """
     dtype = getattr(torch, config.dtype)
     if config.data == "bars_and_stripes":
         images = bars_and_stripes(config.side, dtype=dtype).inputs
         return images.repeat(config.copies, 1), images
+    if config.data == "idx":
+        assert config.images is not None
+        assert config.held_out is not None
+        train, test = (_pixels(path).ge(config.threshold).to(torch.uint8) for path in (config.images, config.held_out))
+        return train, test
     images = (digits(dtype=dtype).inputs >= 0.5).to(dtype)
-    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
-    train, test = order.split([1437, 360])
+    train, test = torch.from_numpy(np.random.RandomState(0).permutation(len(images))).split([1437, 360])
     return images[train], images[test]
 
 
-def _batches(n_images: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield batches of indices for ever; an epoch's last batch may be smaller."""
-    while True:
-        yield from torch.randperm(n_images, generator=generator).split(size)
+@lru_cache(maxsize=2)  # the images and the held-out ones; every variant makes its run anew
+def _pixels(path: str) -> Tensor:
+    """Return the bytes (N, V) of a file of images."""
+    images = idx(path)
+    if images.ndim < 2:
+        raise ValueError(f"the file should have images, of two dimensions or more; its sizes are {tuple(images.shape)}")
+    return images.flatten(1)

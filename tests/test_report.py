@@ -54,7 +54,9 @@ def results(tmp_path_factory):
             load_config(beside, ["kind=methods", "references={'elsewhere <b>1999</b>' = 0.25}"]), root / "results"
         )
     for path in CONFIGS:
-        run_config(load_config(path, ["steps=2", "seeds=2"]), root / "results")
+        # Estimators make a fit of their own length, however few the steps are.
+        shorter = ["estimators=[]"] if "estimators" in path.read_text() else []
+        run_config(load_config(path, ["steps=2", "seeds=2", *shorter]), root / "results")
     return root / "results"
 
 
@@ -214,14 +216,8 @@ def test_other_methods_have_a_row_each(results, page, parsed):
     assert (jump[0], jump[1][:4]) == ("jump", ["–", "–", "0.5", "–"])
     assert elsewhere == ("elsewhere <b>1999</b>", ["–", "–", "0.25", "–", "–"])
     text = page.read_text()
-    assert (
-        text.count("<h3>Other methods</h3>")
-        == sum(
-            "methods" in load_config(path).config.resolved() and bool(load_config(path).config.methods)
-            for path in CONFIGS
-        )
-        + 1
-    )
+    beside = [found for found in read_all(results) if found.records[-1].data["methods"] is not None]
+    assert text.count("<h3>Other methods</h3>") == len(beside)
     assert "walk &lt;b&gt;on&lt;/b&gt;" in text
     assert "<b>1999" not in text
 
