@@ -758,7 +758,7 @@ def test_exact_samples_draw_from_their_generator_alone():
         ),
         (
             lambda: model_statistics(_rbm(Pair("categorical", "rectified", 17, 2, 3)).joint),
-            "should have at most 2^25 states, so that they can be enumerated. Found hidden units without number and 2^2",
+            "Found hidden units without number and 2^26.94 visible states.",
         ),
     ],
 )
@@ -810,3 +810,464 @@ def test_devices(pair, device):
             end = gibbs(rbm, visible, steps=2, chain=chain, temperature=temperature, generator=_generator(1, device))
             assert end.device.type == hidden.device.type == device
             assert end.isfinite().all()
+
+
+# --- the machine as a module --------------------------------------------------------------------------------------
+
+
+@each_pair
+class TestModule:
+    def test_copies_have_the_same_bits(self, pair):
+        rbm, data, buffer = _rbm(pair), _data(pair), io.BytesIO()
+        loaded = RBM(pair.n_visible, pair.n_hidden, dtype=torch.float64, **pair.options)
+        torch.save(rbm.state_dict(), buffer)
+        buffer.seek(0)
+        loaded.load_state_dict(torch.load(buffer))
+        for other in (loaded, copy.deepcopy(rbm), pickle.loads(pickle.dumps(rbm))):
+            assert repr(other) == repr(rbm)
+            assert torch.equal(other.free_energy(data), rbm.free_energy(data))
+            assert all(a is not b for a, b in zip(other.parameters(), rbm.parameters(), strict=True))
+
+    def test_a_change_of_type_and_back(self, pair):
+        rbm, data = _rbm(pair).float(), _data(pair)
+        single = copy.deepcopy(rbm)
+        assert rbm.free_energy(data.float()).dtype == torch.float32
+        torch.testing.assert_close(
+            rbm.double().free_energy(data).float(), single.free_energy(data.float()), rtol=1e-5, atol=1e-5
+        )
+        half = single.to(torch.bfloat16)
+        assert half.sample_hidden(data.bfloat16(), generator=_generator()).dtype == torch.bfloat16
+
+    def test_functional_calls_and_machines_side_by_side(self, pair):
+        rbm, data = _rbm(pair), _data(pair)
+        machines = [{name: p.detach() for name, p in _parameters(pair, seed=seed).items()} for seed in range(3)]
+
+        def mean_free_energy(parameters):
+            return torch.func.functional_call(rbm, parameters, (data,)).mean()
+
+        stacked = {name: torch.stack([parameters[name] for parameters in machines]) for name in machines[0]}
+        values = torch.func.vmap(mean_free_energy)(stacked)
+        slopes = torch.func.vmap(torch.func.grad(mean_free_energy))(stacked)
+        for i, parameters in enumerate(machines):
+            other = _machine({name: nn.Parameter(value) for name, value in parameters.items()}, pair)
+            expected = other.statistics(data)
+            torch.testing.assert_close(values[i], other.free_energy(data).mean().detach(), rtol=1e-13, atol=1e-13)
+            found = {name: -value[i] for name, value in slopes.items()}
+            assert relative_error(found, expected) < 1e-12
+
+
+def test_machines_that_were_saved_before_there_were_other_units_load():
+    old = {"weights": torch.randn(4, 3), "visible_bias": torch.randn(4), "hidden_bias": torch.randn(3)}
+    rbm = RBM(4, 3)
+    rbm.load_state_dict(old)
+    assert list(rbm.state_dict()) == list(old)
+    assert torch.equal(rbm.weights, old["weights"])
+
+
+# --- chains -------------------------------------------------------------------------------------------------------
+
+
+@each_enumerable_pair
+@pytest.mark.parametrize("steps", [1, 4])
+@pytest.mark.parametrize("beta", [1.0, 0.5])
+def test_chains_from_exact_draws_stay_there(pair, steps, beta):
+    rbm = _rbm(pair, scale=0.9, seed=5)
+    joint = rbm.joint.annealed(beta)
+    start, _ = exact_samples(joint, 20_000, _generator(2))
+    with torch.no_grad():
+        end = gibbs(joint, start, steps=steps, generator=_generator(3))
+        hidden = joint.sample_hidden(end, _generator(4))
+    assert not torch.equal(start, end)
+    _check_joint_distribution(end, hidden, _with_joint(rbm, joint), pair)
+
+
+TEMPERATURE = 0.6
+
+
+def _runs(chain: str, pair: Pair) -> bool:
+    if chain == "concrete":
+        return pair.hidden != "rectified"
+    return chain != "noisy_rectified" or pair.hidden == "rectified"
+
+
+CHAINS = [(chain, pair) for chain in UNITS for pair in PAIRS if _runs(chain, pair)]
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a layer passed on, and how a cotangent of it comes back."""
+
+    value: np.ndarray
+    slope: np.ndarray | None  # by what was passed in, unit by unit; None: zero
+    table: np.ndarray | None = None  # for categorical units the probabilities or relaxed units that couple a group
+    of_log_variance: np.ndarray | float = 0.0
+
+    def pull(self, cotangent: np.ndarray) -> np.ndarray:
+        if self.slope is None:
+            return np.zeros_like(cotangent)
+        if self.table is not None:
+            inner = (cotangent * self.table).reshape(*cotangent.shape[:-1], -1, 3).sum(-1)
+            return self.slope * (cotangent - np.repeat(inner, 3, -1))
+        return self.slope * cotangent
+
+
+def _pass_on(kind: str, chain: str, a: np.ndarray, variance: np.ndarray, generator: torch.Generator) -> Passed:
+    """Pass on units whose input and bias are a, drawing as the chain does."""
+
+    def numbers(how: str, *shape: int) -> np.ndarray:
+        return getattr(torch.empty(shape or a.shape, dtype=torch.float64), how)(generator=generator).numpy()
+
+    if kind == "gaussian":
+        noise = 0.0 if chain == "mean_field" else numbers("normal_") * np.sqrt(variance)
+        return Passed(a + noise, np.ones_like(a), of_log_variance=noise / 2)
+    if kind == "bernoulli":
+        p = expit(a)
+        if chain == "concrete":
+            uniform = numbers("uniform_")
+            relaxed = expit((a + np.log(uniform) - np.log1p(-uniform)) / TEMPERATURE)
+            return Passed(relaxed, relaxed * (1 - relaxed) / TEMPERATURE)
+        value = p if chain == "mean_field" else (numbers("uniform_") < p).astype(float)
+        return Passed(value, p * (1 - p) if chain in ("mean_field", "straight_through") else None)
+    if kind == "categorical":
+        groups = a.reshape(*a.shape[:-1], -1, 3)
+        if chain == "concrete":
+            groups = (groups - np.log(numbers("exponential_").reshape(groups.shape))) / TEMPERATURE
+            relaxed = np.exp(groups - logsumexp(groups, -1, keepdims=True)).reshape(a.shape)
+            return Passed(relaxed, relaxed / TEMPERATURE, relaxed)
+        p = np.exp(groups - logsumexp(groups, -1, keepdims=True))
+        value = p
+        if chain != "mean_field":
+            below = np.cumsum(p, -1)
+            state = (below <= numbers("uniform_", *groups.shape[:-1], 1) * below[..., -1:]).sum(-1)
+            value = np.eye(3)[state]
+        p, value = p.reshape(a.shape), value.reshape(a.shape)
+        return Passed(value, p if chain in ("mean_field", "straight_through") else None, p)
+    if chain == "noisy_rectified":
+        noise, s = numbers("normal_"), expit(a)
+        value = np.maximum(0, a + noise * np.sqrt(s))
+        return Passed(value, (value > 0) * (1 + noise * np.sqrt(s) * (1 - s) / 2))
+    copies = a[..., None] - np.arange(80) - 0.5
+    mean, slope = expit(copies).sum(-1), (expit(copies) * expit(-copies)).sum(-1)
+    if chain == "mean_field":
+        return Passed(mean, slope)
+    log_weight = a[..., None] * np.arange(LARGEST_COUNT + 1) + _log_ways()
+    below = np.cumsum(np.exp(log_weight - logsumexp(log_weight, -1, keepdims=True)), -1)
+    count = (below <= numbers("uniform_", *a.shape, 1) * below[..., -1:]).sum(-1).astype(float)
+    return Passed(count, slope if chain == "straight_through" else None)
+
+
+def _hidden_mean(a: np.ndarray, kind: str) -> np.ndarray:
+    return expit(a) if kind == "bernoulli" else expit(a[..., None] - np.arange(80) - 0.5).sum(-1)
+
+
+def _free_energy_gradient(parameters: Mapping[str, Tensor], pair: Pair, v: np.ndarray) -> dict[str, Tensor]:
+    """Gradient of the mean free energy by the parameters."""
+    w, b, c, variance = _arrays(parameters)
+    n, h = len(v), _hidden_mean(v / variance @ w + c, pair.hidden)
+    gradient = {"weights": -(v / variance).T @ h / n, "hidden_bias": -h.mean(0)}
+    if pair.visible == "gaussian":
+        gradient["visible_bias"] = -((v - b) / variance).mean(0)
+        slope = -((v - b) ** 2) / 2 + v * (h @ w.T)
+        gradient["visible_log_variance"] = (slope / variance).mean(0)
+    else:
+        gradient["visible_bias"] = -v.mean(0)
+    return {name: _tensor(value) for name, value in gradient.items()}
+
+
+def _free_energy_slope(parameters: Mapping[str, Tensor], pair: Pair, v: np.ndarray) -> np.ndarray:
+    """Derivative of the mean free energy by the visible units."""
+    w, b, c, variance = _arrays(parameters)
+    coupling = _hidden_mean(v / variance @ w + c, pair.hidden) @ w.T
+    slope = (v - b - coupling) / variance if pair.visible == "gaussian" else -b - coupling
+    return slope / len(v)
+
+
+Trace = list[tuple[np.ndarray, Passed, Passed]]
+
+
+def _run(parameters: Mapping[str, Tensor], pair: Pair, chain: str, start: np.ndarray, steps: int = 2) -> Trace:
+    w, b, c, variance = _arrays(parameters)
+    generator, trace, v = _generator(), [], start
+    for _ in range(steps):
+        hidden = _pass_on(pair.hidden, chain, v / variance @ w + c, variance, generator)
+        visible = _pass_on(pair.visible, chain, hidden.value @ w.T + b, variance, generator)
+        trace.append((v, hidden, visible))
+        v = visible.value
+    return trace
+
+
+def _pull_back(parameters: Mapping[str, Tensor], pair: Pair, trace: Trace, cotangent: np.ndarray) -> dict[str, Tensor]:
+    """Pull a cotangent of the last visible units back through the chain to the parameters."""
+    w, _, _, variance = _arrays(parameters)
+    bar = {name: np.zeros(parameter.shape) for name, parameter in parameters.items()}
+    for v, hidden, visible in reversed(trace):
+        if pair.visible == "gaussian":
+            bar["visible_log_variance"] += (cotangent * visible.of_log_variance).sum(0)
+        at_visible = visible.pull(cotangent)
+        at_hidden = hidden.pull(at_visible @ w)
+        bar["weights"] += at_visible.T @ hidden.value + (v / variance).T @ at_hidden
+        bar["visible_bias"] += at_visible.sum(0)
+        bar["hidden_bias"] += at_hidden.sum(0)
+        cotangent = at_hidden @ w.T / variance
+        if pair.visible == "gaussian":
+            bar["visible_log_variance"] -= (cotangent * v).sum(0)
+    return {name: _tensor(value) for name, value in bar.items()}
+
+
+def _add(*trees: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: sum(tree[name] for tree in trees) for name in trees[0]}
+
+
+def _temperature(chain: str) -> float | None:
+    return TEMPERATURE if chain == "concrete" else None
+
+
+def _chain_case(chain: str, pair: Pair) -> BlockCase:
+    """The surrogate of contrastive divergence, whose negative samples come from a chain of some kind."""
+    data = _data(pair)
+
+    def loss(parameters):
+        rbm = _machine(parameters, pair)
+        moved = gibbs(rbm, data, steps=2, chain=chain, temperature=_temperature(chain), generator=_generator())
+        return rbm.free_energy(data).mean() - rbm.free_energy(stop_gradient(moved, NEGATIVE_SAMPLES)).mean()
+
+    def blocked(parameters):
+        end = _run(parameters, pair, chain, data.numpy())[-1][-1].value
+        positive, negative = (_free_energy_gradient(parameters, pair, v) for v in (data.numpy(), end))
+        return {name: positive[name] - negative[name] for name in positive}
+
+    def opened(parameters):
+        trace = _run(parameters, pair, chain, data.numpy())
+        slope = _free_energy_slope(parameters, pair, trace[-1][-1].value)
+        return _add(blocked(parameters), _pull_back(parameters, pair, trace, -slope))
+
+    return BlockCase(
+        id=f"{chain}-{pair}",
+        block=NEGATIVE_SAMPLES,
+        parameters=lambda: _parameters(pair),
+        loss=loss,
+        blocked=blocked,
+        opened=opened,
+    )
+
+
+def _straight_through_case(pair: Pair) -> BlockCase:
+    """The mean free energy at the end of a straight-through chain, which has the leak of a sampled one if opened."""
+    data = _data(pair)
+
+    def loss(parameters):
+        rbm = _machine(parameters, pair)
+        return rbm.free_energy(gibbs(rbm, data, steps=2, chain="straight_through", generator=_generator())).mean()
+
+    def witness(parameters, chain):
+        trace = _run(parameters, pair, chain, data.numpy())
+        end = trace[-1][-1].value
+        slope = _free_energy_slope(parameters, pair, end)
+        return _add(_free_energy_gradient(parameters, pair, end), _pull_back(parameters, pair, trace, slope))
+
+    return BlockCase(
+        id=f"straight-through-{pair}",
+        block=STRAIGHT_THROUGH,
+        parameters=lambda: _parameters(pair),
+        loss=loss,
+        blocked=lambda parameters: witness(parameters, "straight_through"),
+        opened=lambda parameters: witness(parameters, "sampled"),
+    )
+
+
+BLOCK_CASES: list[BlockCase] = [
+    *(_chain_case(chain, pair) for chain, pair in CHAINS),
+    *(_straight_through_case(pair) for pair in PAIRS),
+]
+
+
+def _leak(chain: str, pair: Pair) -> float:
+    """Return how large the leak is, relative to the blocked gradient."""
+    closed = _slopes(_chain_case(chain, pair))
+    with unblock(NEGATIVE_SAMPLES):
+        opened = _slopes(_chain_case(chain, pair))
+    return relative_error(opened, closed)
+
+
+def _slopes(case: BlockCase) -> dict[str, Tensor]:
+    parameters = case.parameters()
+    slopes = torch.autograd.grad(case.loss(parameters), list(parameters.values()))
+    return dict(zip(parameters, slopes, strict=True))
+
+
+@pytest.mark.parametrize(("chain", "pair"), CHAINS, ids=lambda value: str(value))
+def test_which_chains_leak(chain, pair):
+    """Draws of zeros and ones, categories and counts leak exactly nothing; all that has a slope does."""
+    leak = _leak(chain, pair)
+    if chain == "sampled" and pair.visible != "gaussian":
+        assert leak == 0
+    elif chain == "noisy_rectified" and pair.visible != "gaussian":
+        assert leak == 0, "its last units are draws, and so the whole chain leaks nothing"
+    else:
+        assert leak > 0.05
+
+
+@pytest.mark.parametrize("hidden", ["bernoulli", "rectified"])
+def test_a_chain_of_real_units_leaks_through_its_last_step_alone(hidden):
+    """The hidden draw before it has no derivative: however long the chain, the leak is that of one half step."""
+    pair = next(pair for pair in PAIRS if (pair.visible, pair.hidden) == ("gaussian", hidden))
+    data, parameters = _data(pair), _parameters(pair)
+    rbm = _machine(parameters, pair)
+
+    def leak(start, steps, generator):
+        moved = gibbs(rbm, start, steps=steps, generator=generator)
+        slope = torch.autograd.grad(rbm.free_energy(moved).mean(), moved, retain_graph=True)[0]
+        return moved, torch.autograd.grad(moved, list(rbm.parameters()), slope)
+
+    generator = _generator()
+    _, long = leak(data, 6, generator)
+    generator = _generator()
+    with torch.no_grad():
+        near = gibbs(rbm, data, steps=5, generator=generator)
+    _, last = leak(near, 1, generator)
+    assert all(torch.equal(a, b) for a, b in zip(long, last, strict=True))
+    assert not last[2].any(), "hidden biases have no part in it"
+    assert last[0].any()
+
+
+def test_a_chain_of_torch_bernoulli_leaks_exactly_nothing():
+    """It is in the graph, as our draws are, and its derivative is zero."""
+    pair = PAIRS[0]
+    rbm, data = _rbm(pair), _data(pair)
+
+    def gradient():
+        torch.manual_seed(0)
+        v = data
+        for _ in range(3):
+            v = torch.bernoulli(rbm.visible_mean(torch.bernoulli(rbm.hidden_mean(v))))
+        assert v.requires_grad
+        return _gradient(rbm.free_energy(data).mean() - rbm.free_energy(stop_gradient(v, NEGATIVE_SAMPLES)).mean(), rbm)
+
+    blocked = gradient()
+    with unblock(NEGATIVE_SAMPLES):
+        opened = gradient()
+    assert all(torch.equal(blocked[name], opened[name]) for name in blocked)
+
+
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.hidden == "bernoulli"], ids=str)
+def test_concrete_leaks_are_the_rest_of_a_true_derivative(pair):
+    """Nothing blocked, the surrogate of a concrete chain is a smooth function of the parameters for fixed noise."""
+    case = _chain_case("concrete", pair)
+    with unblock(NEGATIVE_SAMPLES):
+        found = _slopes(case)
+    assert relative_error(found, finite_differences(case.loss, case.parameters())) < 1e-8
+
+
+def test_concrete_units_become_draws_as_they_cool():
+    layers = (Bernoulli(torch.tensor([0.3, -1.0]).double()), Categorical(torch.tensor([0.3, -1.0, 0.5]).double(), 3))
+    for layer in layers:
+        x, n = torch.zeros(50_000, layer.n_columns).double(), 50_000
+        cold, warm = (layer.relaxed_sample(x, temperature, _generator()) for temperature in (1e-3, 1.0))
+        mean = layer.mean(x[:1])
+        assert ((cold.mean(0) - mean).abs() < 4.5 * (mean * (1 - mean) / n).sqrt()).all()
+        assert ((cold - cold.round()).abs() > 0.01).double().mean() < 0.01
+        assert ((warm - warm.round()).abs() > 0.01).double().mean() > 0.9
+        assert ((warm > 0) & (warm < 1)).all()
+        # Which is largest, or above 1/2, does not depend on the temperature.
+        assert torch.equal(cold.round(), warm.round()) or layer.n_columns == 3
+        assert layer.n_columns != 3 or torch.equal(cold.argmax(-1), warm.argmax(-1))
+
+
+def _noisy_transition(rbm: RBM) -> np.ndarray:
+    """Return how noisy rectified units between two Bernoulli layers lead from state to state, by quadrature."""
+    w, b, c, _ = _arrays(dict(rbm.named_parameters()))
+    v = _grid("bernoulli", len(b), None, b, b)[0]
+    noise = np.linspace(-8, 8, 401)
+    weight = stats.norm.pdf(noise)
+    weight /= weight.sum()
+    transition = np.zeros((len(v), len(v)))
+    for i, a in enumerate(v @ w + c):
+        h = np.maximum(0, a[:, None] + np.sqrt(expit(a))[:, None] * noise)  # (2, points)
+        x = b + h[0][:, None, None] * w[:, 0] + h[1][None, :, None] * w[:, 1]
+        for j, state in enumerate(v):
+            probability = np.where(state == 1, expit(x), expit(-x)).prod(-1)
+            transition[i, j] = weight @ probability @ weight
+    return transition
+
+
+def test_noisy_rectified_units_have_another_stationary_distribution():
+    """A finding: the approximation of a draw moves the chain's distribution, by as much as quadrature predicts."""
+    pair = Pair("bernoulli", "rectified", 3, 2)
+    rbm, n = _rbm(pair, scale=1.0), 20_000
+    transition = _noisy_transition(rbm)
+    values, vectors = np.linalg.eig(transition.T)
+    stationary = np.real(vectors[:, values.real.argmax()])
+    stationary /= stationary.sum()
+    exact = _table(rbm, pair).p.sum(1)
+    states = _table(rbm, pair).v
+    off = 0.5 * abs(stationary - exact).sum()
+    with torch.no_grad():
+        start, _ = rbm.sample_exactly(n, generator=_generator(2))
+        end = gibbs(rbm, start, steps=15, chain="noisy_rectified", generator=_generator(3)).numpy()
+    assert _distance(end, states, stationary) < 2 * _floor(stationary, n)
+    assert _distance(end, states, exact) > 0.8 * off
+    assert 10 * _floor(exact, n) < off < 0.2
+
+
+@pytest.mark.parametrize(("a", "off"), [(-1.0, 0.30), (0.0, 0.40), (2.0, 0.117), (8.0, 0.0)])
+def test_noisy_rectified_units_have_the_mean_of_counts_only_where_that_is_large(a, off):
+    layer, n = Rectified(torch.zeros(1, dtype=torch.float64)), 200_000
+    draw = layer.noisy_sample(torch.full((n, 1), a, dtype=torch.float64), _generator()).numpy()
+    noise, spread = stats.norm, math.sqrt(expit(a))
+    mean = a * noise.cdf(a / spread) + spread * noise.pdf(a / spread)  # of a rectified normal number
+    square = (a**2 + spread**2) * noise.cdf(a / spread) + a * spread * noise.pdf(a / spread)
+    assert abs(draw.mean() - mean) < 4.5 * math.sqrt((square - mean**2) / n)
+    assert draw.var() == pytest.approx(square - mean**2, rel=0.05)
+    assert layer.mean(torch.tensor([a]).double()).item() - mean == pytest.approx(off, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ("options", "units", "message"),
+    [
+        (
+            {"chain": "concrete"},
+            {},
+            "`temperature` should be a positive number for concrete units. Found None.",
+        ),
+        (
+            {"chain": "concrete", "temperature": 0.0},
+            {},
+            "`temperature` should be a positive number for concrete units. Found 0.0.",
+        ),
+        (
+            {"chain": "sampled", "temperature": 0.5},
+            {},
+            "`temperature` belongs to chains of 'concrete' units. Found 'sampled' ones.",
+        ),
+        (
+            {"chain": "concrete", "temperature": 0.5},
+            {"hidden": "rectified"},
+            "`chain` 'concrete' has no form of rectified units. Found such a layer.",
+        ),
+        (
+            {"chain": "noisy_rectified"},
+            {"visible": "gaussian"},
+            "`chain` 'noisy_rectified' belongs to machines with rectified units. Found Gaussian and Bernoulli ones.",
+        ),
+    ],
+)
+def test_chains_that_units_do_not_have_are_refused(options, units, message):
+    with pytest.raises(ValueError) as raised:
+        gibbs(RBM(3, 2, **units), torch.zeros(2, 3), steps=1, **options)
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"visible": "real"}, "`visible` should be one of 'bernoulli', 'gaussian', 'categorical'. Found 'real'."),
+        ({"hidden": "gaussian"}, "`hidden` should be one of 'bernoulli', 'rectified'. Found 'gaussian'."),
+        ({"categories": 3}, "`categories` belongs to categorical visible units. Found 'bernoulli' ones."),
+        ({"visible": "categorical"}, "`categories` should be an integer from 2. Found None."),
+        ({"visible": "categorical", "categories": 1}, "`categories` should be an integer from 2. Found 1."),
+    ],
+)
+def test_machines_that_do_not_exist_are_refused(options, message):
+    with pytest.raises(ValueError) as raised:
+        RBM(3, 2, **options)
+    assert str(raised.value) == message
