@@ -8,7 +8,7 @@ N rows in all, B rows of a chunk, C columns of the visible layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -21,11 +21,13 @@ from toolkit._data import from_numpy, give_back_pages
 from toolkit.rbm._distributed import exchange, raise_together, rank_of
 from toolkit.rbm._model import RBM
 
-__all__ = ["Chunks", "Data", "batches", "check_data", "chunks_of"]
+__all__ = ["NO_ROWS", "Chunks", "Data", "batches", "check_data", "chunks_of"]
 
 Data: TypeAlias = Tensor | np.ndarray[Any, Any] | Iterable[Any] | Callable[[], Iterable[Any]]
 
-_CHUNK_BYTES = 2**22  # of a file at a time,
+NO_ROWS = "`data` should have at least one row. Found none."
+
+_CHUNK_BYTES = 2**21  # of a file at a time,
 _BLOCK_BYTES = 2**16  # in pieces from all over it: neighbours in a file are often alike
 _GATHERED = 2**17  # numbers of batches that are gathered together
 _CHECKED_AT_ONCE = 2**18  # numbers: their copies in the machine's type stay small
@@ -79,8 +81,9 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
             "`data` should be something that can be read again for each epoch, such as a list or a DataLoader, unless "
             f"`epochs` is 1. Found a {type(source).__name__}, which can be read once."
         )
-    if n_rows is None and hasattr(getattr(source, "dataset", None), "__len__"):
-        n_rows = len(source.dataset)  # type: ignore[union-attr]
+    sampler = getattr(source, "sampler", None)  # of a DataLoader: on several ranks it knows this one's part
+    if n_rows is None and isinstance(sampler, Sized):
+        n_rows = len(sampler)
 
     def read(order: torch.Generator, check: bool) -> Iterator[Tensor]:
         row = 0
@@ -136,6 +139,8 @@ def batches(
             raise_together(error, group)
         ended = all(no_chunk for _, no_chunk, _ in ranks)
         most = max(n for n, _, _ in ranks)
+        if ended and not most:
+            break
         n_batches = -(-most // batch_size) if ended else most // batch_size
         if chunk is not None:
             where = torch.randperm(len(chunk), generator=order).to(chunk.device)
@@ -149,7 +154,7 @@ def batches(
             yield from zip(_take(held, chunk, where, start, taken).split(own), all_ranks, strict=True)
         held = _take(held, chunk, where, taken, n)
     if not seen:
-        raise ValueError("`data` should have at least one row. Found none.")
+        raise ValueError(NO_ROWS)
 
 
 def check_data(rows: Tensor, rbm: RBM, start: int = 0, *, values: bool = True) -> None:
@@ -208,6 +213,8 @@ def _size(n: int, number: int, n_batches: int, batch_size: int) -> int:
 def _take(held: Tensor, chunk: Tensor | None, where: Tensor | None, first: int, last: int) -> Tensor:
     """Return rows first..last-1 of those held followed by those of a chunk in their order."""
     n_held = len(held)
+    if first == last:
+        return held[:0]
     if chunk is None or where is None:
         return held[first:last]
     if first >= n_held:

@@ -5,6 +5,7 @@ N rows of data, C columns of the visible layer, M persistent chains, H hidden un
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._batches import Chunks, Data, batches, chunks_of
+from toolkit.rbm._batches import NO_ROWS, Chunks, Data, batches, chunks_of
 from toolkit.rbm._checkpoint import read_checkpoint, write_checkpoint
 from toolkit.rbm._distributed import (
     exchange,
@@ -127,12 +128,13 @@ def train(
 
     On several ranks (`FusedTrainer` with a `group`) each calls this function with its own part of the data, which may
     be none, its own chains and its own generators: see `shard` and `rank_generator`. Parameters are those of the first
-    rank at the start, and the same on all ranks from then on. An error on one rank is raised on all.
+    rank at the start, and the same on all ranks from then on. What is wrong with the arguments, the data or the state
+    of one rank is raised on all.
 
     Args:
         trainer: Makes the updates.
         data: (N, C), a tensor or an array, of any type, which it keeps (``uint8`` saves memory). Zeros and ones may be
-            probabilities, grey values say, in a floating-point type. A memory-mapped array is read in chunks of 4 MiB.
+            probabilities, grey values say, in a floating-point type. A memory-mapped array is read in chunks of 2 MiB.
             Or chunks of it, (B, C): an iterable that can be read again for each epoch, such as a list or a DataLoader,
             or a function that returns one; a plain iterator if `epochs` is 1. One of them is held at a time.
         epochs: How often the data are read.
@@ -165,6 +167,7 @@ def train(
         and deep belief nets", 2010, section 3.4, for its use here.
 
     Example:
+        >>> from toolkit.rbm import RBM
         >>> data, generator = torch.eye(4, dtype=torch.uint8)[:2].repeat(10, 1), torch.Generator().manual_seed(0)
         >>> machine = RBM(4, 3, generator=generator)
         >>> trainer = FusedTrainer(machine, batch_size=10, steps=1, chains=torch.zeros(50, 3), generator=generator)
@@ -183,6 +186,7 @@ def train(
     raise_together(error, group)
     same = {"epochs": epochs, "batch_size": trainer.batch_size, "checkpoint_every": checkpoint_every}
     same_on_all(same | {"average_from": average_from, "checkpoint": checkpoint is not None}, group)
+    from_first_rank(trainer.rbm.parameters(), group)
     run = _Run(
         trainer=trainer,
         chunks=chunks,
@@ -195,7 +199,6 @@ def train(
         save_every=checkpoint_every,
         callback=callback or (lambda update, epoch: None),
     )
-    from_first_rank(trainer.rbm.parameters(), group)
     run.resume()
     while run.epoch < epochs:
         run.train_epoch()
@@ -264,7 +267,10 @@ class _Run:
             check=not self.looked_at,
             group=self.trainer.group,
         )
-        rows = sum(next(stream)[1] for _ in range(self.batch))
+        again = list(itertools.islice((n for _, n in stream), self.batch))
+        if len(again) < self.batch:
+            raise ValueError(f"`data` should be those of the checkpoint. Found fewer than its {self.batch} batches.")
+        rows = sum(again)
         self._restore()
         for batch, n in stream:
             part = 0.0
@@ -354,7 +360,7 @@ class _Run:
                 for name, mean in self.mean.items():
                     mean.copy_(tensors[f"average.{name}"])
         self.epoch, self.batch, self.update = facts["epoch"], facts["batch"], facts["update"]
-        self.seed, self.last_good = facts["seed"], facts["update"]
+        self.seed, self.last_good = int(tensors["order"]), facts["update"]
         self.at_start = _with_prefix(tensors, "start.")
         self.to_restore = tensors
         if self.batch:
@@ -409,7 +415,7 @@ class _Run:
         parts, error = gather(self._own_tensors(), self.trainer.group), None
         if parts is not None:
             own = {f"rank{rank}.{name}": tensor for rank, part in enumerate(parts) for name, tensor in part.items()}
-            position = {"epoch": self.epoch, "batch": self.batch, "update": self.update, "seed": self.seed}
+            position = {"epoch": self.epoch, "batch": self.batch, "update": self.update}
             more = {"averaged": self.n_averaged, "epochs": self.epochs, "ranks": len(parts)}
             try:
                 write_checkpoint(self.path, self._tensors() | own, self._facts() | position | more)
@@ -427,6 +433,7 @@ class _Run:
     def _own_tensors(self) -> dict[str, Tensor]:
         """Return what each rank has of its own."""
         return {
+            "order": torch.tensor(self.seed),
             **{f"trainer.{name}": value for name, value in self.trainer.state_dict().items()},
             **{f"start.{name}": state for name, state in (self.at_start or self._states()).items()},
             **{f"now.{name}": state for name, state in self._states().items()},
@@ -460,7 +467,7 @@ def _total_rows(chunks: Chunks, trainer: FusedTrainer, *, needed: bool) -> int |
             "depend on the part of training that is done. Found None."
         )
     if total == 0:
-        raise ValueError("`data` should have at least one row. Found none.")
+        raise ValueError(NO_ROWS)
     return total
 
 
