@@ -15,7 +15,7 @@ from scipy.special import expit, logsumexp
 from torch import Tensor, nn
 
 from toolkit import compare, unblock
-from toolkit.rbm import NEGATIVE_SAMPLES, PERSISTENT_CHAINS, RBM, cd_gradient
+from toolkit.rbm import NEGATIVE_SAMPLES, PERSISTENT_CHAINS, RBM, cd_gradient, gibbs
 from toolkit.rbm.langevin import gibbs_langevin, langevin_contrastive_divergence
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -267,6 +267,21 @@ def test_units_are_accepted_one_by_one_however_many_there_are():
     assert rates[1000, "drawn"] > 0.85
     assert rates[10, "drawn"] == pytest.approx(rates[1000, "drawn"], abs=0.02)
     assert rates[1000, "summed_out"] < 0.2
+
+
+@pytest.mark.parametrize("size", [0.5, 1.0, 2.0, 3.0])
+def test_gibbs_draws_come_to_the_other_mode_no_later_than_moves(size):
+    distance = 4.0
+    rbm = RBM(1, 1, visible="gaussian", dtype=torch.float64)
+    with torch.no_grad():
+        rbm.weights.fill_(distance)
+        rbm.visible_bias.fill_(-distance / 2)  # modes at -2 and 2, of the same probability
+        start = -distance / 2 + torch.randn(4000, 1, generator=_generator(), dtype=torch.float64)
+        drawn = gibbs(rbm, start, steps=12, generator=_generator(2))
+        moved, _ = gibbs_langevin(rbm, start, steps=12, step_size=size, adjusted=True, generator=_generator(3))
+    arrived = [(end > 0).double().mean().item() for end in (drawn, moved)]
+    assert arrived[0] > arrived[1] - 0.02
+    assert 0.05 < arrived[1] < 0.5
 
 
 def test_step_sizes_may_differ_from_step_to_step():

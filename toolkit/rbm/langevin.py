@@ -59,6 +59,10 @@ def gibbs_langevin(
 
     while down the free energy all units of a row are accepted or none.
 
+    `gibbs` draws the visible units given the hidden ones exactly, at the same cost, and comes from mode to mode no
+    later than adjusted moves with hidden units that are drawn. Moves are for what follows a path: samples that are to
+    stay close to where they were, or a study of what leaks through one.
+
     Args:
         rbm: The machine, whose visible units are Gaussian.
         visible: (N, V), where the chains start.

@@ -167,8 +167,7 @@ def parallel_tempering(
     _check_state(state, len(betas), joint)
     visible_layer, hidden_layer = _tempered_layers(joint, betas, reference)
     per_unit = betas[:, None, None]
-    visible, hidden = state.visible, state.hidden
-    to_hidden = joint.to_hidden(visible)
+    to_hidden = joint.to_hidden(state.visible)
     rates = betas.new_zeros(len(betas) - 1)
     for _ in range(steps):
         hidden = unit(hidden_layer, per_unit * to_hidden, generator)
@@ -179,8 +178,8 @@ def parallel_tempering(
             probabilities = _swap_probabilities(betas, difference)
             rates += probabilities.mean(1)
         rows, state = _swap(probabilities, state, generator)
-        visible, hidden, to_hidden = (_take(units, rows) for units in (visible, hidden, to_hidden))
-    return dataclasses.replace(state, visible=visible, hidden=hidden), rates / steps
+        to_hidden = _take(to_hidden, rows)
+    return dataclasses.replace(state, visible=_take(visible, rows), hidden=_take(hidden, rows)), rates / steps
 
 
 def swap_probabilities(
