@@ -181,6 +181,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                     n_rows=rows.n_rows,
                     average_from=None if self.average_from is None else float(self.average_from),
                     checkpoint=self.checkpoint,
+                    checkpoint_every=n_batches,
                     callback=after,
                 )
         self.n_iter_ = int(self.n_iter)

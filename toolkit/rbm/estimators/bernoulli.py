@@ -20,6 +20,7 @@ from toolkit.rbm._model import RBM, VisibleUnits
 from toolkit.rbm.estimators._base import BaseRBM, Callback, Schedule
 from toolkit.rbm.estimators._rows import Rows
 from toolkit.rbm.estimators._trainer import Method
+from toolkit.rbm.evaluation import pseudo_log_likelihood
 
 __all__ = ["BernoulliRBM"]
 
@@ -88,10 +89,10 @@ class BernoulliRBM(BaseRBM):
         Melchior, Fischer & Wiskott, "How to center deep Boltzmann machines", 2016.
 
     Example:
-        >>> x = torch.eye(4, dtype=torch.float64).repeat(25, 1)
-        >>> machine = BernoulliRBM(4, n_iter=200, random_state=0).fit(x)
-        >>> machine.transform(x).shape, bool(machine.log_likelihood(x).mean() > -2.2)
-        (torch.Size([100, 4]), True)
+        >>> x = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.uint8).repeat(50, 1)
+        >>> machine = BernoulliRBM(2, learning_rate=0.5, n_iter=100, n_chains=100, random_state=0).fit(x)
+        >>> machine.transform(x).shape, bool(machine.log_likelihood(x).mean() > -1)
+        (torch.Size([100, 2]), True)
     """
 
     _visible_units: ClassVar[VisibleUnits] = "bernoulli"
@@ -182,7 +183,7 @@ class BernoulliRBM(BaseRBM):
             )
 
     def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
-        count = torch.stack([self._to_machine(block).sum(0, dtype=torch.float64) for block in rows.blocks()]).sum(0)
+        count = torch.stack([self._to_training(block).sum(0, dtype=torch.float64) for block in rows.blocks()]).sum(0)
         return {"visible_bias": ((count + 1) / (rows.n_rows - count + 1)).log()}
 
     def _to_machine(self, block: Tensor) -> Tensor:
@@ -203,7 +204,10 @@ class BernoulliRBM(BaseRBM):
 
 
 def _pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
-    """Return the pseudo-log-likelihood of each row, (N,), from `visible`, (N, D)."""
+    """Return the pseudo-log-likelihood of each row, (N,), from `visible`, (N, D): also of numbers between 0 and 1."""
+    visible = visible.to(rbm.weights.dtype)
+    if bool(((visible == 0) | (visible == 1)).all()):
+        return pseudo_log_likelihood(rbm, visible)
     parts = []
     for v in visible.split(max(1, _BLOCK // rbm.weights.numel())):
         x = (v @ rbm.weights + rbm.hidden_bias)[:, None]

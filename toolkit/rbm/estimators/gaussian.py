@@ -79,10 +79,10 @@ class GaussianRBM(BaseRBM):
 
     Example:
         >>> x = 1000 + torch.randn(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        >>> x[:150] += 20
+        >>> x[:150] += 6
         >>> two = GaussianRBM(1, random_state=0).fit(x)
         >>> [round(value) for value in two.reconstruct(x[[0, -1]])[:, 0].tolist()]
-        [1020, 1000]
+        [1006, 1000]
     """
 
     _visible_units: ClassVar[VisibleUnits] = "gaussian"
@@ -94,16 +94,16 @@ class GaussianRBM(BaseRBM):
 
     def __init__(
         self,
-        n_components: int = 256,
+        n_components: int = 16,
         *,
-        learning_rate: float = 0.01,
+        learning_rate: float = 0.05,
         batch_size: int = 10,
         n_iter: int = 100,
         verbose: int = 0,
         random_state: RandomState = None,
         method: Method = "pcd",
         gibbs_steps: int = 1,
-        n_chains: int | None = None,
+        n_chains: int | None = 100,
         n_temperatures: int = 10,
         fast_rate: float | None = None,
         offset_rate: float | None = 0.01,
@@ -172,7 +172,7 @@ class GaussianRBM(BaseRBM):
 
     def _to_machine(self, block: Tensor) -> Tensor:
         mean, scale = self._frame(block.device)
-        return (block - mean) / scale
+        return (block.double() - mean) / scale
 
     def _from_machine(self, visible: Tensor) -> Tensor:
         mean, scale = self._frame(visible.device)

@@ -1,0 +1,85 @@
+"""What a fit of the Bernoulli estimator costs beside scikit-learn's, and what either learns with its defaults."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from sklearn.neural_network import BernoulliRBM as Theirs
+
+from benchmarks._measure import Row, timed_pair
+from toolkit.rbm import RBM
+from toolkit.rbm.estimators import BernoulliRBM
+
+
+def rows() -> Iterator[Row]:
+    """Measure whole fits, single batches, and held-out likelihoods."""
+    for dtype in (np.float64, np.float32):
+        yield _fit(dtype)
+        yield _partial_fit(dtype)
+    yield _defaults()
+
+
+def _fit(dtype: type[np.floating]) -> Row:
+    pixels = _pixels(dtype)
+    options: dict[str, Any] = {"n_components": 100, "batch_size": 10, "n_iter": 1, "learning_rate": 0.01}
+    ours, theirs = BernoulliRBM(**options, random_state=0), Theirs(**options, random_state=0)
+    ratio, seconds, their_seconds = timed_pair(lambda: ours.fit(pixels), lambda: theirs.fit(pixels), repeats=9)
+    steps = -(-len(pixels) // 10)
+    return Row(
+        f"estimator: fit / scikit-learn's, digits, 100 hidden, batch 10, {np.dtype(dtype).name}",
+        ratio,
+        "at most 0.75",
+        f"{seconds / steps * 1e6:.0f} µs a step against {their_seconds / steps * 1e6:.0f} µs, all of a fit counted",
+    )
+
+
+def _partial_fit(dtype: type[np.floating]) -> Row:
+    pixels = _pixels(dtype)[:100]
+    options: dict[str, Any] = {"n_components": 100, "batch_size": 100, "learning_rate": 0.01, "random_state": 0}
+    ours, theirs = BernoulliRBM(**options), Theirs(**options)
+    ratio, seconds, their_seconds = timed_pair(lambda: ours.partial_fit(pixels), lambda: theirs.partial_fit(pixels))
+    return Row(
+        f"estimator: partial_fit of 100 rows / scikit-learn's, digits, 100 hidden, {np.dtype(dtype).name}",
+        ratio,
+        "",
+        f"{seconds * 1e6:.0f} µs against {their_seconds * 1e6:.0f} µs",
+    )
+
+
+def _defaults() -> Row:
+    """Compare the gaps to the best that is known, -17.88, of the exact held-out log-likelihoods."""
+    pixels = _pixels(np.float64)
+    order = np.random.RandomState(0).permutation(len(pixels))
+    train, held_out = pixels[order[:1437]], pixels[order[1437:]]
+    begun = time.process_time()
+    ours = BernoulliRBM(16, random_state=0).fit(train)
+    between = time.process_time()
+    theirs = Theirs(16, random_state=0).fit(train)
+    ended = time.process_time()
+    mean = float(ours.log_likelihood(held_out).mean())
+    their_mean = _log_likelihood(theirs, held_out)
+    best = -17.88
+    return Row(
+        "estimator: held-out log-likelihood below -17.88 / scikit-learn's, digits, 16 hidden, both defaults",
+        (best - mean) / (best - their_mean),
+        "",
+        f"{mean:.2f} in {between - begun:.2f} s against {their_mean:.2f} in {ended - between:.2f} s, nats per sample",
+    )
+
+
+def _log_likelihood(theirs: Theirs, held_out: np.ndarray) -> float:
+    rbm = RBM(held_out.shape[1], theirs.n_components, dtype=torch.float64)
+    with torch.no_grad():
+        rbm.weights.copy_(torch.from_numpy(theirs.components_).mT)
+        rbm.visible_bias.copy_(torch.from_numpy(theirs.intercept_visible_))
+        rbm.hidden_bias.copy_(torch.from_numpy(theirs.intercept_hidden_))
+        return float(rbm.log_likelihood(torch.from_numpy(held_out)).mean())
+
+
+def _pixels(dtype: type[np.floating]) -> np.ndarray:
+    return (load_digits().data >= 8).astype(dtype)

@@ -1,0 +1,778 @@
+"""The machines as a user meets them: rows of any kind, exact scores, units of the data, hostile input."""
+
+import copy
+import itertools
+import math
+import pickle
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+from scipy.special import expit
+from scipy.stats import norm
+from sklearn import datasets as bundled
+
+from toolkit.rbm._divergence import likelihood_gradient
+from toolkit.rbm._model import RBM
+from toolkit.rbm.estimators import BernoulliRBM, GaussianRBM, _base, _rows
+from toolkit.rbm.training import DivergenceError
+
+every_machine = pytest.mark.parametrize("machine", [BernoulliRBM, GaussianRBM], ids=lambda machine: machine.__name__)
+PLAIN = {"offset_rate": None, "schedule": "constant"}
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    ),
+]
+every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def patterns(n=60, d=6, seed=0):
+    """Draw zeros and ones, features of different frequencies and correlated."""
+    rng = np.random.default_rng(seed)
+    common = rng.random((n, 1)) < 0.4
+    return (common ^ (rng.random((n, d)) < np.linspace(0.1, 0.4, d))).astype(float)
+
+
+def reals(n=60, d=4, seed=0):
+    """Draw real numbers in units of their own."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((n, d)) + 2 * rng.integers(0, 2, (n, 1)) * np.linspace(-1, 2, d)
+    return 100 * np.arange(1, d + 1) + x * np.logspace(-1, 1, d)
+
+
+def rows_of(machine):
+    return reals() if machine is GaussianRBM else patterns()
+
+
+def trained(machine, x=None, **options):
+    x = rows_of(machine) if x is None else x
+    return machine(**{"n_components": 3, "n_iter": 20, "random_state": 0, "n_chains": None, **options}).fit(x), x
+
+
+# --- how much each row counts --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [1, 3, 10, 11, 1000])
+def test_update_of_a_batch_of_any_size_is_a_mean_over_its_rows(n):
+    """scikit-learn's sums the chains and divides by the rows: its biases move by 5 instead of 0.5 for one row."""
+    x = np.tile(patterns(3), (334, 1))[:n]
+    machine = BernoulliRBM(2, learning_rate=1.0, batch_size=10, n_chains=20_000, random_state=0, **PLAIN)
+    machine.partial_fit(patterns())
+    before = machine.intercept_visible_.copy()
+    hidden = machine.h_samples_
+    expected = x.mean(0) - expit(hidden @ machine.components_ + before).mean(0)
+    machine.partial_fit(x)
+    assert np.abs(machine.intercept_visible_ - before - expected).max() < 4 * 0.5 / math.sqrt(20_000)
+
+
+@every_machine
+@pytest.mark.parametrize("n", [1, 7, 25])
+def test_update_of_a_batch_is_the_gradient_of_its_mean_likelihood(machine, n):
+    found, x = trained(machine, method="exact", learning_rate=0.1, batch_size=10, **PLAIN)
+    rbm = found.rbm_ if machine is BernoulliRBM else standardised(found)
+    rows = torch.from_numpy(x[:n] if machine is BernoulliRBM else (x[:n] - found.mean_) / found.scale_)
+    gradient = likelihood_gradient(rbm, rows)
+    expected = {name: value.detach() - 0.1 * gradient[name] for name, value in rbm.named_parameters()}
+    found.partial_fit(x[:n])
+    after = found.rbm_ if machine is BernoulliRBM else standardised(found)
+    for name, value in after.named_parameters():
+        assert torch.allclose(value, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def standardised(found):
+    """Return the machine of standardised data by its definition, from the attributes in the units of the data."""
+    rbm = RBM(*found.components_.T.shape, visible="gaussian", dtype=torch.float64)
+    s = found.scale_
+    with torch.no_grad():
+        rbm.weights.copy_(torch.from_numpy((found.components_ / s).T))
+        rbm.visible_bias.copy_(torch.from_numpy((found.intercept_visible_ - found.mean_) / s))
+        rbm.visible_log_variance.copy_(torch.from_numpy(np.log(found.variance_ / s**2)))
+        shift = found.components_ @ (found.mean_ / found.variance_)
+        rbm.hidden_bias.copy_(torch.from_numpy(found.intercept_hidden_ + shift))
+    return rbm
+
+
+def test_last_smaller_batch_of_an_epoch_counts_as_what_it_is():
+    """13 equal rows in batches of 10: two steps, both with the gradient of that row."""
+    x = np.tile([[1.0, 0.0, 1.0]], (13, 1))
+    machine = BernoulliRBM(2, method="exact", n_iter=0, learning_rate=0.3, random_state=5, **PLAIN).fit(x)
+    rbm = machine.rbm_
+    for _ in range(2):
+        gradient = likelihood_gradient(rbm, torch.from_numpy(x[:1]))
+        with torch.no_grad():
+            for name, value in rbm.named_parameters():
+                value -= 0.3 * gradient[name]
+    found = machine.set_params(n_iter=1).fit(x)
+    assert np.allclose(found.components_, rbm.weights.detach().mT, rtol=1e-10)
+    assert np.allclose(found.intercept_visible_, rbm.visible_bias.detach(), rtol=1e-10)
+
+
+def test_many_rows_at_once_do_not_saturate_the_hidden_units():
+    """200 calls with all rows leave scikit-learn's hidden means at 1."""
+    x = bundled.load_digits().data[:500] / 16
+    machine = BernoulliRBM(16, random_state=0)
+    for _ in range(200):
+        machine.partial_fit(x)
+    assert 0.1 < machine.transform(x).mean() < 0.9
+    assert np.abs(machine.components_).max() < 5
+
+
+def test_learning_rate_falls_to_zero_only_if_asked():
+    x = np.tile([[1.0, 0.0, 1.0]], (10, 1))
+    options = {"method": "exact", "n_iter": 4, "learning_rate": 0.3, "random_state": 5, "offset_rate": None}
+    changes = {}
+    for schedule in ("constant", "linear"):
+        seen = []
+        BernoulliRBM(
+            2,
+            **options,
+            schedule=schedule,
+            callback=lambda epoch, rbm, seen=seen: seen.append(rbm.visible_bias.tolist()),
+        ).fit(x)
+        changes[schedule] = np.abs(np.diff(np.array(seen), axis=0)[:, 0])
+    ratio = changes["linear"] / changes["constant"]
+    assert np.allclose(ratio, [0.75, 0.5, 0.25], rtol=0.1)
+
+
+# --- what is learned -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["pcd", "cd", "fpcd", "tempering", "exact"])
+@every_machine
+def test_every_method_learns_more_than_independent_features(machine, method):
+    x = reals(300) if machine is GaussianRBM else patterns(300)
+    rate = 0.1 if machine is GaussianRBM else 0.5
+    options = {"n_iter": 60, "batch_size": 20, "n_chains": 50, "learning_rate": rate, "random_state": 0}
+    found = machine(4, method=method, **options).fit(x)
+    assert found.log_likelihood(x).mean() > independent(machine, x, x).mean() + 0.2
+    assert hasattr(found, "h_samples_") == (method not in ("cd", "exact"))
+
+
+def independent(machine, train, x):
+    """Return the log-likelihood of features that have nothing to do with each other."""
+    if machine is GaussianRBM:
+        return norm(train.mean(0), train.std(0)).logpdf(x).sum(1)
+    p = (train.sum(0) + 1) / (len(train) + 2)
+    return (x * np.log(p) + (1 - x) * np.log1p(-p)).sum(1)
+
+
+@pytest.mark.parametrize("name", ["iris", "wine", "breast_cancer"])
+def test_real_numbers_in_their_own_units_out_of_the_box(name):
+    x = getattr(bundled, f"load_{name}")().data
+    x = x[np.random.RandomState(0).permutation(len(x))]
+    train, held_out = x[: len(x) * 4 // 5], x[len(x) * 4 // 5 :]
+    found = GaussianRBM(random_state=0).fit(train)
+    assert found.score(held_out) > independent(GaussianRBM, train, held_out).mean() + 1.5
+    assert ((found.variance_ > 0) & (found.variance_ < 1.5 * train.var(0))).all()
+
+
+def test_training_starts_at_the_frequencies_of_the_data():
+    x = patterns()
+    found = BernoulliRBM(2, n_iter=0).fit(x)
+    assert np.allclose(expit(found.intercept_visible_), (x.sum(0) + 1) / (len(x) + 2), rtol=1e-12)
+    x = reals()
+    found = GaussianRBM(2, n_iter=0).fit(x)
+    assert np.allclose(found.intercept_visible_, x.mean(0), rtol=1e-12)
+    assert np.allclose(found.variance_, x.var(0), rtol=1e-10)
+
+
+def test_parameters_can_be_the_mean_of_the_last_ones():
+    seen = []
+    found, _ = trained(
+        BernoulliRBM,
+        n_iter=6,
+        average_from=0.5,
+        batch_size=60,
+        callback=lambda _, rbm: seen.append(rbm.weights.tolist()),
+    )
+    assert np.allclose(found.components_.T, np.mean(seen[3:], 0), rtol=1e-10)
+
+
+@every_machine
+def test_interrupted_training_goes_on_from_its_checkpoint_with_the_same_bits(machine, tmp_path):
+    def stop(epoch, rbm):
+        if epoch == 3:
+            raise KeyboardInterrupt
+
+    options = {"n_iter": 6, "batch_size": 10}
+    whole, x = trained(machine, **options)
+    found = machine(3, random_state=0, n_chains=None, **options, checkpoint=tmp_path / "progress")
+    found.set_params(callback=stop)
+    with pytest.raises(KeyboardInterrupt):
+        found.fit(x)
+    found.set_params(callback=None).fit(x)
+    assert np.array_equal(found.components_, whole.components_)
+
+
+# --- scores ----------------------------------------------------------------------------------------------------------
+
+
+def test_likelihood_and_pseudo_likelihood_of_zeros_and_ones_by_enumeration():
+    found, x = trained(BernoulliRBM, n_iter=100)
+    states = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
+    hidden = np.array(list(itertools.product([0.0, 1.0], repeat=3)))
+    joint = (
+        states @ found.intercept_visible_[:, None]
+        + (hidden @ found.intercept_hidden_)[None]
+        + states @ found.components_.T @ hidden.T
+    )
+    log_p = np.logaddexp.reduce(joint, 1)
+    assert math.isclose(found.log_partition_, np.logaddexp.reduce(log_p), rel_tol=1e-12)
+    log_p -= np.logaddexp.reduce(log_p)
+    where = x @ 2 ** np.arange(5, -1, -1)
+    assert np.allclose(found.log_likelihood(x), log_p[where.astype(int)], rtol=1e-11)
+    table = log_p.reshape([2] * 6)
+    expected = [
+        sum(table[tuple(row)] - np.logaddexp.reduce(table[(*row[:i], slice(None), *row[i + 1 :])]) for i in range(6))
+        for row in x.astype(int)
+    ]
+    assert np.allclose(found.score_samples(x), expected, rtol=1e-10)
+    assert math.isclose(found.score(x), np.mean(expected), rel_tol=1e-10)
+
+
+def test_grey_values_have_the_expected_score_of_scikit_learn():
+    found, x = trained(BernoulliRBM, 0.9 * patterns() + 0.03)
+    energy = lambda v: found.rbm_.free_energy(torch.from_numpy(v)).detach().numpy()  # noqa: E731
+    expected = 0
+    for i in range(x.shape[1]):
+        flipped = x.copy()
+        flipped[:, i] = 1 - x[:, i]
+        expected = expected - np.logaddexp(0, energy(x) - energy(flipped))
+    assert np.allclose(found.score_samples(x), expected, rtol=1e-10)
+
+
+def test_density_of_real_numbers_is_that_of_the_mixture():
+    """2^H Gaussians with means b + W h, in the units of the data."""
+    found, x = trained(GaussianRBM, reals(200), n_iter=60)
+    hidden = np.array(list(itertools.product([0.0, 1.0], repeat=3)))
+    means = found.intercept_visible_ + hidden @ found.components_
+    # The weight of h: the integral over v of e^-E.
+    b, variance = found.intercept_visible_, found.variance_
+    weights = hidden @ found.intercept_hidden_ + ((means**2 - b**2) / (2 * variance)).sum(1)
+    weights -= np.logaddexp.reduce(weights)
+    parts = norm(means, np.sqrt(variance)).logpdf(x[:, None]).sum(-1) + weights
+    assert np.allclose(found.score_samples(x), np.logaddexp.reduce(parts, 1), rtol=1e-6)
+    assert math.isclose(found.score(x), found.log_likelihood(x).mean(), rel_tol=1e-12)
+
+
+def test_score_is_the_same_each_time_and_follows_the_attributes():
+    found, x = trained(BernoulliRBM)
+    first = found.log_likelihood(x)
+    assert np.array_equal(first, found.log_likelihood(x))
+    found.intercept_visible_ = found.intercept_visible_ + 1
+    assert not np.allclose(first, found.log_likelihood(x))
+    total = np.exp(found.log_likelihood(np.array(list(itertools.product([0.0, 1.0], repeat=6))))).sum()
+    assert math.isclose(total, 1, rel_tol=1e-10)
+
+
+@every_machine
+def test_log_partition_that_cannot_be_enumerated_is_estimated(machine, monkeypatch):
+    found, _ = trained(machine)
+    exact = found.log_partition_
+    found._log_partition = None
+    monkeypatch.setattr(_base, "ENUMERABLE_UNITS", 0)
+    assert 0 < abs(found.log_partition_ - exact) < 0.05
+
+
+# --- draws and means -------------------------------------------------------------------------------------------------
+
+
+@every_machine
+@pytest.mark.parametrize("exactly", [True, False], ids=["exactly", "by chains"])
+def test_draws_have_the_moments_of_the_model(machine, exactly, monkeypatch):
+    x = reals(400) if machine is GaussianRBM else patterns(400)
+    found, _ = trained(machine, x, n_iter=30, learning_rate=0.05, batch_size=20)
+    if not exactly:
+        monkeypatch.setattr(_base, "_TABLED_UNITS", 0)
+    draws = found.sample(4000, steps=50)
+    if machine is BernoulliRBM:
+        states = np.array(list(itertools.product([0.0, 1.0], repeat=6)))
+        p = np.exp(found.log_likelihood(states))
+        assert np.abs(draws.mean(0) - p @ states).max() < 4 * 0.5 / math.sqrt(4000)
+        assert np.abs(draws.T @ draws / 4000 - states.T @ (p[:, None] * states)).max() < 4 * 0.5 / math.sqrt(4000)
+    else:
+        # Entropy as drawn, and as the density says of other draws: the same where draws are right.
+        assert np.abs((draws.mean(0) - x.mean(0)) / x.std(0)).max() < 0.25
+        assert abs(found.score(draws) - found.score(found.sample(4000))) < 0.15
+
+
+def test_reconstruction_is_the_mean_given_the_mean():
+    found, x = trained(BernoulliRBM)
+    hidden = expit(x @ found.components_.T + found.intercept_hidden_)
+    assert np.allclose(found.transform(x), hidden, rtol=1e-12)
+    expected = expit(hidden @ found.components_ + found.intercept_visible_)
+    assert np.allclose(found.reconstruct(x), expected, rtol=1e-12)
+    found, x = trained(GaussianRBM)
+    hidden = expit((x / found.variance_) @ found.components_.T + found.intercept_hidden_)
+    assert np.allclose(found.transform(x), hidden, rtol=1e-7)
+    expected = hidden @ found.components_ + found.intercept_visible_
+    assert np.allclose(found.reconstruct(x), expected, rtol=1e-9)
+
+
+def test_gibbs_step_of_real_numbers_has_the_noise_of_the_model():
+    found, x = trained(GaussianRBM, reals(200), n_iter=60)
+    rows = np.repeat(x[:1], 20_000, 0)
+    p = found.transform(x[:1])[0]
+    moved = found.gibbs(rows)
+    mean = p @ found.components_ + found.intercept_visible_
+    variance = found.variance_ + (p * (1 - p)) @ found.components_**2
+    assert np.abs((moved.mean(0) - mean) / np.sqrt(variance)).max() < 4 / math.sqrt(20_000)
+    assert np.abs(moved.var(0) / variance - 1).max() < 0.1
+
+
+@every_machine
+def test_module_is_the_same_machine_and_a_copy(machine):
+    found, x = trained(machine)
+    rbm = found.rbm_
+    likelihood = rbm.log_likelihood(torch.from_numpy(x)).detach().numpy()
+    assert np.allclose(likelihood, found.log_likelihood(x), rtol=1e-6)
+    with torch.no_grad():
+        rbm.weights.zero_()
+    assert np.abs(found.components_).max() > 0
+    assert found.rbm_.weights.requires_grad
+
+
+# --- units of real numbers -----------------------------------------------------------------------------------------
+
+
+def test_change_of_units_changes_nothing_else():
+    x = reals()
+    a, b = np.array([0.01, 3.0, -2.0, 1000.0]), np.array([5.0, -7.0, 0.0, 1e4])
+    one, other = trained(GaussianRBM, x)[0], trained(GaussianRBM, a * x + b)[0]
+    # Signs of the random start are not turned with those of a feature.
+    keep = [0, 1, 3]
+    one, other = trained(GaussianRBM, x[:, keep])[0], trained(GaussianRBM, (a * x + b)[:, keep])[0]
+    scale = a[keep]
+    assert np.allclose(other.components_, one.components_ * scale, rtol=1e-6)
+    assert np.allclose(other.variance_, one.variance_ * scale**2, rtol=1e-6)
+    assert np.allclose(other.transform((a * x + b)[:, keep]), one.transform(x[:, keep]), atol=1e-6)
+    shift = np.log(np.abs(scale)).sum()
+    assert np.allclose(other.score_samples((a * x + b)[:, keep]), one.score_samples(x[:, keep]) - shift, atol=1e-5)
+
+
+def test_offset_far_beyond_the_spread():
+    x = np.random.default_rng(0).standard_normal((100, 3))
+    near, far = trained(GaussianRBM, x)[0], trained(GaussianRBM, x + 1e7)[0]
+    assert np.allclose(near.score_samples(x), far.score_samples(x + 1e7), atol=1e-4)
+    assert np.allclose(near.transform(x), far.transform(x + 1e7), atol=1e-5)
+
+
+def test_feature_that_is_constant_or_a_copy_keeps_a_variance():
+    x = reals(100)
+    x = np.column_stack([x, np.full(100, 7.0), x[:, 0]])
+    found = GaussianRBM(8, random_state=0, learning_rate=0.05).fit(x)
+    floor = 1e-3 * found.scale_**2
+    assert (found.variance_ >= floor * (1 - 1e-9)).all()
+    assert np.isfinite(found.score_samples(x)).all()
+    assert found.scale_[4] == 1
+    assert abs(found.sample(100)[:, 4].mean() - 7) < 0.1
+
+
+def test_rectified_units_learn_real_numbers():
+    x = reals(200)
+    found = GaussianRBM(4, hidden="rectified", learning_rate=0.02, n_iter=50, random_state=0).fit(x)
+    assert found.transform(x).max() > 1
+    assert np.isfinite(found.reconstruct(x)).all()
+    assert np.square((found.reconstruct(x) - x) / x.std(0)).mean() < 0.9
+    assert np.isfinite(found.sample(5, steps=10)).all()
+
+
+# --- rows of any kind ------------------------------------------------------------------------------------------------
+
+
+@every_machine
+@every_device
+def test_tensors_give_tensors_and_the_same_machine(machine, device):
+    x = rows_of(machine)
+    options = {"n_components": 3, "n_iter": 3, "random_state": 0}
+    array, tensor = machine(**options).fit(x), machine(**options).fit(torch.from_numpy(x).to(device))
+    rows = torch.from_numpy(x).to(device)
+    answers = (
+        tensor.components_,
+        tensor.transform(rows),
+        tensor.gibbs(rows),
+        tensor.sample(2),
+        tensor.score_samples(rows),
+    )
+    assert all(isinstance(value, torch.Tensor) and value.device.type == device for value in answers)
+    if device == "cpu":
+        assert np.array_equal(tensor.components_.numpy(), array.components_)
+    assert np.allclose(tensor.transform(x), tensor.transform(rows).cpu(), rtol=1e-9)
+    assert isinstance(tensor.transform(x), np.ndarray)
+    assert not any(value.requires_grad for value in answers)
+    tensor.partial_fit(rows[:5]).partial_fit(x[5:10])
+    assert tensor.components_.device.type == device
+
+
+def test_gradient_of_the_rows_is_left_alone():
+    rows = torch.from_numpy(patterns()).requires_grad_()
+    found = BernoulliRBM(2, n_iter=2, random_state=0).fit(rows)
+    assert rows.grad is None
+    assert not found.transform(rows).requires_grad
+
+
+class Loader:
+    """Batches with labels, as a data loader gives them."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def __iter__(self):
+        return ([torch.from_numpy(part), torch.zeros(len(part))] for part in np.array_split(self.x, 3))
+
+
+CHUNKED = {
+    "list": lambda x: list(np.array_split(x, 3)),
+    "tensors": lambda x: tuple(torch.from_numpy(part) for part in np.array_split(x, 3)),
+    "function": lambda x: lambda: iter(np.array_split(x, 3)),
+    "loader": Loader,
+    "sparse": lambda x: [sparse.csr_array(part) for part in np.array_split(x, 3)],
+    "with an empty one": lambda x: [x[:20], x[:0], x[20:]],
+}
+
+
+@every_machine
+@pytest.mark.parametrize("kind", CHUNKED)
+def test_chunks_are_learned_as_the_whole_is(machine, kind):
+    x = reals(300) if machine is GaussianRBM else patterns(300)
+    rate = 0.1 if machine is GaussianRBM else 0.5
+    options = {"n_components": 3, "n_iter": 60, "batch_size": 20, "learning_rate": rate, "random_state": 0}
+    options["n_chains"] = 100
+    whole, parts = machine(**options).fit(x), machine(**options).fit(CHUNKED[kind](x))
+    assert abs(whole.score(x) - parts.score(x)) < 0.1
+    assert whole.score(x) - machine(**options).set_params(n_iter=0).fit(x).score(x) > 0.2
+    assert np.allclose(parts.transform(CHUNKED[kind](x)), parts.transform(x), rtol=1e-10)
+    again = machine(**options).fit(CHUNKED[kind](x))
+    assert np.array_equal(again.components_, parts.components_)
+
+
+@every_machine
+def test_only_one_chunk_is_held(machine):
+    x = rows_of(machine)
+    alive, most = [], 0
+
+    def chunks():
+        nonlocal most
+        for part in np.array_split(x, 6):
+            copied = part.copy()
+            alive.append(weakref.ref(copied))
+            most = max(most, sum(ref() is not None for ref in alive))
+            yield copied
+            del copied
+
+    machine(2, n_iter=2, random_state=0, n_chains=5).fit(chunks)
+    assert most <= 2
+
+
+def test_large_memory_mapped_array_is_read_in_blocks(tmp_path, monkeypatch):
+    x = patterns(3000)
+    mapped = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=x.shape)
+    mapped[:] = x
+    mapped.flush()
+    read = []
+    take = np.memmap.__getitem__
+    monkeypatch.setattr(_rows, "_MAPPED", 100)
+    monkeypatch.setattr(_rows, "_BLOCK_BYTES", 6 * 4 * 500)
+    monkeypatch.setattr(
+        np.memmap, "__getitem__", lambda self, where: (read.append(where), take(self, where))[1], raising=True
+    )
+    options = {"n_iter": 2, "random_state": 0, "n_components": 2}
+    found = BernoulliRBM(**options).fit(np.lib.format.open_memmap(tmp_path / "x.npy", mode="r"))
+    starts = [where.start for where in read if isinstance(where, slice) and where.start is not None]
+    assert (
+        max(where.stop - where.start for where in read if isinstance(where, slice) and where.start is not None) == 500
+    )
+    assert starts[:6] == [0, 500, 1000, 1500, 2000, 2500]
+    assert sorted(starts[-6:]) == starts[:6] != starts[-6:]  # in another order in each epoch
+    assert found.components_.dtype == np.float32
+    assert abs(found.score(x) - BernoulliRBM(**options).fit(x.astype(np.float32)).score(x)) < 0.2
+
+
+def test_sparse_matrix_is_never_made_dense_as_a_whole(monkeypatch):
+    x = sparse.random_array((4000, 50), density=0.05, rng=np.random.default_rng(0), format="csr")
+    x.data[:] = 1
+    monkeypatch.setattr(_rows, "_BLOCK_BYTES", 8 * 50 * 64)
+    longest, dense = [], sparse.csr_array.toarray
+    monkeypatch.setattr(
+        sparse.csr_array, "toarray", lambda self, *a, **k: (longest.append(self.shape[0]), dense(self, *a, **k))[1]
+    )
+    found = BernoulliRBM(4, n_iter=2, random_state=0).fit(x)
+    found.transform(x), found.score_samples(x)
+    assert max(longest) <= 64
+    assert sum(longest) >= 4000 * 5
+
+
+def test_bytes_stay_bytes(monkeypatch):
+    x = patterns().astype(np.uint8)
+    seen = []
+    shuffled = _rows._Dense.shuffled
+    monkeypatch.setattr(
+        _rows._Dense,
+        "shuffled",
+        lambda self, *a: (seen.append(self.x.dtype), seen.append(self.x.data_ptr()), shuffled(self, *a))[2],
+    )
+    found = BernoulliRBM(3, n_iter=2, random_state=0).fit(x)
+    assert seen[:2] == [torch.uint8, x.ctypes.data]
+    same = BernoulliRBM(3, n_iter=2, random_state=0).fit(x.astype(float))
+    assert np.array_equal(found.components_, same.components_)
+
+
+@every_machine
+def test_rows_are_read_from_any_layout_and_left_as_they_were(machine):
+    x = rows_of(machine)
+    base = trained(machine, x, n_iter=2)[0].components_
+    read_only = x.copy()
+    read_only.flags.writeable = False
+    wide = np.repeat(x, 2, 1)
+    for rows in (np.asfortranarray(x), wide[:, ::2], x[::-1][::-1], read_only, x.tolist(), x.astype(object)):
+        before = copy.deepcopy(rows)
+        # Sums over rows round otherwise in another layout.
+        assert np.allclose(trained(machine, rows, n_iter=2)[0].components_, base, rtol=1e-9)
+        assert np.array_equal(np.asarray(rows), np.asarray(before))
+
+
+def test_values_are_binarised_where_asked():
+    x = bundled.load_digits().data[:100]
+    one = BernoulliRBM(4, n_iter=3, random_state=0, binarize=7.5).fit(x)
+    other = BernoulliRBM(4, n_iter=3, random_state=0).fit((x > 7.5).astype(float))
+    assert np.array_equal(one.components_, other.components_)
+    assert np.array_equal(one.transform(x), other.transform(x > 7.5))
+    assert np.array_equal(one.score_samples(x), other.score_samples(x > 7.5))
+
+
+# --- randomness and state ------------------------------------------------------------------------------------------
+
+
+@every_machine
+def test_seed_decides_and_no_global_generator_is_touched(machine):
+    x = rows_of(machine)
+    torch_state, numpy_state = torch.get_rng_state(), np.random.mtrand._rand.get_state()[1].copy()
+    one, two = (machine(3, n_iter=2, random_state=7).fit(x) for _ in range(2))
+    assert np.array_equal(one.components_, two.components_)
+    assert np.array_equal(one.sample(3), two.sample(3))
+    assert not np.array_equal(machine(3, n_iter=2, random_state=8).fit(x).components_, one.components_)
+    assert torch.equal(torch_state, torch.get_rng_state())
+    assert np.array_equal(numpy_state, np.random.mtrand._rand.get_state()[1])
+
+
+def test_generator_of_the_user_goes_on():
+    x, generator = patterns(), torch.Generator().manual_seed(3)
+    machine = BernoulliRBM(3, n_iter=1, random_state=generator)
+    once, twice = machine.fit(x).components_, machine.fit(x).components_
+    assert not np.array_equal(once, twice)
+
+
+@every_machine
+def test_partial_fit_goes_on_from_fit(machine):
+    found, x = trained(machine)
+    before, chains = found.components_.copy(), found.h_samples_.copy()
+    found.partial_fit(x[:10])
+    assert 0 < np.abs((found.components_ - before) / np.abs(before).max()).max() < 0.2
+    assert found.h_samples_.shape == chains.shape
+    assert found.partial_fit(x[:1]) is found
+    # An attribute that a user sets is where it goes on from.
+    found.components_ = 0 * found.components_
+    found.partial_fit(x[:1])
+    assert np.abs(found.components_ / (found.scale_ if machine is GaussianRBM else 1)).max() < 0.2
+
+
+@every_machine
+def test_chunks_are_the_batches_of_partial_fit(machine):
+    x = rows_of(machine)
+    one, other = machine(3, random_state=0), machine(3, random_state=0)
+    one.partial_fit(part for part in np.array_split(x, 5))
+    for part in np.array_split(x, 5):
+        other.partial_fit(part)
+    assert np.array_equal(one.components_, other.components_)
+
+
+def test_fit_forgets_what_came_before():
+    x = patterns()
+    used = BernoulliRBM(3, n_iter=2, random_state=0).partial_fit(x).fit(x)
+    assert np.array_equal(used.components_, BernoulliRBM(3, n_iter=2, random_state=0).fit(x).components_)
+
+
+@every_machine
+def test_copy_shares_nothing(machine):
+    found, x = trained(machine)
+    other = copy.deepcopy(found)
+    before = found.components_.copy()
+    other.partial_fit(x)
+    assert np.array_equal(found.components_, before)
+    assert len(pickle.dumps(found)) < 40_000
+
+
+@every_machine
+def test_callback_sees_every_epoch_and_ends_training_by_raising(machine):
+    seen = []
+    trained(machine, n_iter=3, callback=lambda epoch, rbm: seen.append((epoch, type(rbm))))
+    assert seen == [(1, RBM), (2, RBM), (3, RBM)]
+
+    def stop(epoch, rbm):
+        raise StopIteration("enough")
+
+    with pytest.raises((StopIteration, RuntimeError), match="enough"):
+        trained(machine, callback=stop)
+
+
+@every_machine
+@pytest.mark.parametrize("verbose", [1, 2, True])
+def test_progress_in_lines(machine, verbose, capsys):
+    trained(machine, n_iter=2, verbose=verbose)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3
+    assert lines[0] == f"{machine.__name__}: 60 rows, 2 epochs"
+    assert (lines[1][-1] == "s") == (verbose == 2) or machine is GaussianRBM
+    trained(machine, n_iter=2)
+    assert capsys.readouterr().out == ""
+
+
+# --- hostile input ---------------------------------------------------------------------------------------------------
+
+
+HOSTILE = {
+    "empty": (np.empty((0, 3)), ValueError, "0 sample"),
+    "no features": (np.empty((5, 0)), ValueError, "0 feature"),
+    "a vector": (np.ones(5), ValueError, "Expected 2D array"),
+    "three dimensions": (np.ones((2, 3, 4)), ValueError, "dim 3|3 dim"),
+    "not a number": (np.array([[1.0, np.nan], [1.0, 0.0]]), ValueError, "NaN"),
+    "infinite": (np.array([[1.0, np.inf], [1.0, 0.0]]), ValueError, "infinity"),
+    "complex": (np.ones((5, 2)) * 1j, ValueError, "Complex"),
+    "words": (np.array([["a", "b"], ["c", "d"]]), ValueError, "could not convert|dtype|numeric"),
+    "nothing": (None, ValueError, "Expected 2D array|dtype|NoneType"),
+    "ragged": ([[1.0], [1.0, 0.0]], ValueError, "inhomogeneous|sequence|array"),
+    "sparse, not a number": (sparse.csr_array([[0.0, np.nan], [1.0, 0.0]]), ValueError, "NaN"),
+    "tensor: empty": (torch.empty(0, 3), ValueError, r"`X` should have shape \(N, D\)"),
+    "tensor: no features": (torch.empty(5, 0), ValueError, r"`X` should have shape \(N, D\)"),
+    "tensor: a vector": (torch.ones(5), ValueError, r"`X` should have shape \(N, D\).*Found \(5,\)"),
+    "tensor: infinite": (torch.tensor([[1.0], [torch.inf]]), ValueError, "`X` should be finite. Found inf"),
+    "tensor: complex": (torch.ones(5, 2, dtype=torch.complex64), TypeError, "real numbers"),
+    "tensor: sparse": (torch.eye(5).to_sparse(), TypeError, "dense tensor"),
+    "chunks: none": (lambda: iter([]), ValueError, "at least 1 row. Found 0 in all chunks"),
+    "chunks: read once": (iter([np.ones((2, 2))]), TypeError, "read again for each epoch"),
+    "chunks: other features": ([np.ones((2, 2)), np.ones((2, 3))], ValueError, "3 features"),
+    "chunks: not a number": ([np.ones((2, 2)), np.full((2, 2), np.nan)], ValueError, "NaN"),
+}
+OUT_OF_RANGE = {
+    "negative": (np.array([[0.0, -0.5]]), "Found -0.5"),
+    "above 1": (np.array([[0.0, 1.5]]), "Found 1.5"),
+    "bytes": (np.array([[0, 255]], dtype=np.uint8), "Found 255"),
+    "sparse": (sparse.csr_array([[0.0, 3.0]]), "Found 3.0"),
+    "tensor": (torch.tensor([[0, 2]]), "Found 2"),
+    "second chunk": ([np.ones((1, 2)), np.full((1, 2), 7.0)], "Found 7.0"),
+}
+
+
+@every_machine
+@pytest.mark.parametrize("how", ["fit", "partial_fit"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_input_gives_one_clear_error(machine, how, name):
+    x, kind, message = HOSTILE[name]
+    if how == "partial_fit" and name in ("chunks: none", "chunks: read once"):
+        pytest.skip("batches may be none, and an iterator")
+    with pytest.raises(kind, match=message):
+        getattr(machine(2, n_iter=1, random_state=0), how)(x)
+
+
+@pytest.mark.parametrize("how", ["fit", "partial_fit"])
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+def test_training_data_out_of_range(how, name):
+    x, found = OUT_OF_RANGE[name]
+    with pytest.raises(ValueError, match=rf"`X` should be between 0 and 1\. {found}"):
+        getattr(BernoulliRBM(2, n_iter=1, random_state=0), how)(x)
+
+
+def test_rounding_beyond_one_is_one_and_answers_take_any_number():
+    x = patterns()
+    scaled = x * (1 + 3e-16)
+    assert scaled.max() > 1
+    one, other = (BernoulliRBM(2, n_iter=2, random_state=0).fit(rows) for rows in (x, scaled))
+    assert np.array_equal(one.components_, other.components_)
+    assert np.isfinite(one.transform(3 * x - 1)).all()
+
+
+BAD_PARAMETERS = {
+    "n_components": [0, -3, 1.5, "2", True, None],
+    "learning_rate": [0, -0.1, math.nan, math.inf, "a", None],
+    "batch_size": [0, 1.5],
+    "n_iter": [-1, 2.5, None],
+    "verbose": [-1, "loud"],
+    "gibbs_steps": [0, 1.5],
+    "n_chains": [0, 2.0],
+    "n_temperatures": [1, 2.5],
+    "fast_rate": [0, -1.0],
+    "offset_rate": [0, 1.5, "a"],
+    "weight_decay": [-1e-3, math.nan, None],
+    "average_from": [-0.1, 1, "a"],
+    "method": ["pcd-1", None],
+    "schedule": ["cosine", None],
+}
+
+
+@every_machine
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name in BAD_PARAMETERS for value in BAD_PARAMETERS[name]]
+)
+def test_parameter_out_of_range(machine, name, value):
+    for how in ("fit", "partial_fit"):
+        with pytest.raises(ValueError, match=rf"`{name}` should be .*Found {value!r}"):
+            getattr(machine(**{"n_components": 2, name: value}), how)(rows_of(machine))
+
+
+@pytest.mark.parametrize(
+    ("machine", "name", "value"),
+    [
+        (BernoulliRBM, "binarize", "a"),
+        (BernoulliRBM, "binarize", True),
+        (GaussianRBM, "hidden", "gaussian"),
+        (GaussianRBM, "min_variance", 0),
+        (GaussianRBM, "min_variance", 1.5),
+    ],
+)
+def test_own_parameter_out_of_range(machine, name, value):
+    with pytest.raises(ValueError, match=rf"`{name}` should be .*Found {value!r}"):
+        machine(2, **{name: value}).fit(rows_of(machine))
+
+
+@pytest.mark.parametrize("name", ["n_samples", "steps"])
+def test_draws_that_cannot_be_had(name):
+    found, _ = trained(BernoulliRBM)
+    with pytest.raises(ValueError, match=rf"`{name}` should be a positive integer\. Found 0"):
+        found.sample(**{name: 0})
+
+
+def test_training_that_leaves_the_finite_numbers_says_so():
+    x = reals(100)
+    with np.errstate(all="ignore"), pytest.raises(DivergenceError, match="not finite"):
+        GaussianRBM(4, learning_rate=1e30, n_iter=50, random_state=0).fit(x)
+    machine = GaussianRBM(4, random_state=0).partial_fit(x)
+    machine.set_params(learning_rate=1e300)
+    with pytest.raises(DivergenceError, match="the attributes are those before it"):
+        machine.partial_fit(part for part in [x] * 50)
+    assert np.isfinite(machine.components_).all()
+
+
+class Frame:
+    """A stand-in for a table with named columns."""
+
+    def __init__(self, x, columns):
+        self.x, self.columns, self.shape = x, np.array(columns, dtype=object), x.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.x, dtype)
+
+    def __len__(self):
+        return len(self.x)
+
+
+def test_features_are_remembered_and_compared():
+    found, x = trained(BernoulliRBM)
+    with pytest.raises(ValueError, match="X has 2 features, but BernoulliRBM is expecting 6"):
+        found.transform(x[:, :2])
+    with pytest.raises(ValueError, match="X has 2 features, but BernoulliRBM is expecting 6"):
+        found.partial_fit(torch.from_numpy(x[:, :2]))
