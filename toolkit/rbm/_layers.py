@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
-from toolkit.blocks import carries_gradient
+from toolkit.blocks import carries_gradient, no_graph
 
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Layer", "Rectified", "log_one_plus_exp"]
 
+_LIKELY = 20  # counts of a rectified unit that are not impossible to rounding
+_DECAY = math.exp(-1)
 _LINEAR_FROM = 40.0  # here softplus(x) = x to rounding also in float64; torch's default of 20 is off by 2e-9
 
 
@@ -368,21 +370,22 @@ class Rectified(Layer):
         r"""Return :math:`\sum_i \sum_{m=1}^\infty \log(1 + e^{x_i + b_i - m + 1/2})`, (\*), from the sum over n."""
         x, dtype = self._biased(x)
         least, _, log_weight = self._likely_counts(x)
-        return (least * (x - least / 2) + log_weight.logsumexp(-1)).sum(-1).to(dtype)
+        return (least * (x - least / 2) + log_weight.logsumexp(0)).sum(-1).to(dtype)
 
     def mean(self, x: Tensor) -> Tensor:
         r"""Return :math:`\sum_{m=1}^\infty \sigma(x + b - m + 1/2)`, (\*, C), close to :math:`\log(1 + e^{x + b})`."""
         x, dtype = self._biased(x)
         least, above, log_weight = self._likely_counts(x)
-        return (least + (log_weight.softmax(-1) * above).sum(-1)).to(dtype)
+        return (least + (log_weight.softmax(0) * above).sum(0)).to(dtype)
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw counts, (\*, C), from their own distribution; the derivative is zero."""
         x, dtype = self._biased(x)
-        least, _, log_weight = self._likely_counts(x)
-        below = log_weight.softmax(-1).cumsum(-1)
-        uniform = _uniform(below, below[..., :1].shape, generator)
-        count = least + (below <= uniform * below[..., -1:]).sum(-1)
+        with no_graph():
+            count, below = self._sums_of_weights(x)
+            bound = _uniform(x, x.shape, generator).mul_(below[-1])
+            for sums in below:
+                count += sums <= bound
         return with_derivative_zero(count, x).to(dtype)
 
     def noisy_sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -411,31 +414,56 @@ class Rectified(Layer):
         dtype = torch.promote_types(x.dtype, torch.float32)
         return x.to(dtype) + self.bias, torch.promote_types(x.dtype, self.bias.dtype)
 
-    def _likely_counts(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    @staticmethod
+    def _likely_counts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""Return the counts that are not impossible to rounding: the least, how far above it, and their log-weights.
 
         Around x the weight of n is close to :math:`e^{-(n - x)^2 / 2}`.
 
         Returns:
-            (\*, U); (20,); and (\*, U, 20), relative to :math:`n (x - n / 2)` at the least.
+            (\*, U); (20,) and as many dimensions as needed; and (20, \*, U), relative to :math:`n (x - n / 2)` at the
+            least.
         """
         least = (x.floor() - 9).clamp(min=0)
-        above = torch.arange(20, dtype=x.dtype, device=x.device)
-        log_weight = above * ((x - least)[..., None] - above / 2) - _log_ways(least[..., None] + above)
-        return least, above, log_weight
+        above = torch.arange(_LIKELY, dtype=x.dtype, device=x.device).view(-1, *[1] * x.ndim)
+        ways = _table_of_log_ways().to(x).gather(1, _place(least).flatten().expand(_LIKELY, -1)).view(-1, *x.shape)
+        return least, above, above * ((x - least) - above / 2) - ways
+
+    @staticmethod
+    def _sums_of_weights(x: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Return the least of the likely counts, and running sums of their weights: one exponential a unit, not 20.
+
+        The weight of n + 1 is that of n times :math:`e^{x - n - 1/2} / (1 - e^{-n - 1})`.
+
+        Returns:
+            (\*, U) and (20, \*, U), relative to the weight of the least.
+        """
+        least = (x.floor() - 9).clamp(min=0)
+        sums = x.new_empty(_LIKELY, *x.shape)
+        sums[0] = 1
+        weight, ratio, rare = sums[0].clone(), (x - least - 0.5).exp_(), (-1 - least).exp_()
+        for i in range(1, _LIKELY):
+            weight.mul_(ratio).div_(1 - rare)
+            torch.add(sums[i - 1], weight, out=sums[i])
+            ratio.mul_(_DECAY)
+            rare.mul_(_DECAY)
+        return least, sums
 
 
 @functools.cache
 def _table_of_log_ways() -> Tensor:
-    m = torch.arange(1, 48, dtype=torch.float64)
-    return torch.cat([m.new_zeros(1), torch.log1p(-(-m).exp()).cumsum(0)])
+    r"""Return :math:`\sum_{m=1}^n \log(1 - e^{-m})` for n = k + l, (20, 48); after some 40 terms it changes no more."""
+    m = torch.arange(1, 48 + _LIKELY, dtype=torch.float64)
+    return torch.cat([m.new_zeros(1), torch.log1p(-(-m).exp()).cumsum(0)]).unfold(0, 48, 1)[:_LIKELY].contiguous()
+
+
+def _place(counts: Tensor) -> Tensor:
+    """Return the columns of the table that counts have. NaN has one too, so that it stays where that is added."""
+    return counts.nan_to_num(0.0).clamp(0, 47).long()
 
 
 def _log_ways(counts: Tensor) -> Tensor:
-    r"""Return :math:`\sum_{m=1}^n \log(1 - e^{-m})`, which no longer changes after some 40 terms."""
-    table = _table_of_log_ways()
-    # NaN has an index too, so that it stays in the weights that it is added to.
-    return table.to(counts)[counts.nan_to_num(0.0).clamp(max=len(table) - 1).long()]
+    return _table_of_log_ways()[0].to(counts)[_place(counts)]
 
 
 def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
