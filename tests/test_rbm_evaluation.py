@@ -305,6 +305,15 @@ def test_small_steps_of_the_temperature_are_exact_in_float32() -> None:
     assert (chains.log_weights - expected).abs().max() < 1e-5 * size
 
 
+@pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
+def test_large_steps_of_the_temperature_are_exact_in_float32(scale: float) -> None:
+    rbm = _rbm(n_visible=20, n_hidden=10, scale=scale)
+    visible = _draws_of_a_wide_layer(rbm, 64)
+    expected = rbm.free_energy(visible) - rbm.joint.annealed(0.0, rbm.visible_bias).free_energy(visible)
+    found = reverse_ais(_rbm(n_visible=20, n_hidden=10, scale=scale).float(), visible.float(), inverse_temperatures=2)
+    assert (found.log_weights - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
 def _draws_of_a_wide_layer(rbm: RBM, n: int) -> Tensor:
     return (torch.rand(n, rbm.n_columns, generator=_generator(), dtype=torch.float64) < 0.4).double()
 

@@ -186,7 +186,8 @@ def ais(
     are annealed in float32.
 
     A lower bound in expectation. A machine with a mode that the chains miss has an estimate that is too low, and a
-    standard error that does not show it: look at it from above as well, with `sandwich`.
+    standard error that does not show it: look at it from above as well, with `sandwich`. Real visible units together
+    with rectified hidden ones have no Z if their weights are large, and then an estimate means nothing.
 
     Args:
         rbm: The machine.
