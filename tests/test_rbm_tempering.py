@@ -176,7 +176,7 @@ def _distances(truth: Truth, visible: Tensor, hidden: Tensor) -> tuple[float, fl
 BETAS = [0.1, 0.4, 0.5, 1.0]
 
 
-def _check_no_drift(kind: str, n_chains: int, steps: int, device: str = "cpu") -> None:
+def _check_no_drift(kind: str, n_chains: int, steps: int, device: str = "cpu", swaps: str = "joint") -> None:
     # A Gaussian machine couples by W^2; with rectified hidden units it has no distribution at all if that is 1 or more.
     rbm, reference = _machine(kind, scale={"gaussian-rectified": 0.5}.get(kind, 1.0 if "gaussian" in kind else 3.0))
     rbm, reference = rbm.to(device), None if reference is None else reference.to(device)
@@ -189,6 +189,7 @@ def _check_no_drift(kind: str, n_chains: int, steps: int, device: str = "cpu") -
             inverse_temperatures=BETAS,
             steps=steps,
             reference=reference,
+            swaps=swaps,
             generator=_generator(4, device),
         )
     assert (rates > 0.05).all()
@@ -207,6 +208,11 @@ def _check_no_drift(kind: str, n_chains: int, steps: int, device: str = "cpu") -
 @pytest.mark.parametrize("kind", KINDS)
 def test_chains_from_exact_draws_stay_there_at_every_temperature(kind, steps, device):
     _check_no_drift(kind, 20_000, steps, device)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_swaps_of_visible_units_keep_every_temperature_too(kind):
+    _check_no_drift(kind, 20_000, 3, swaps="marginal")
 
 
 @pytest.mark.slow
@@ -429,11 +435,13 @@ def test_a_single_temperature_of_one_is_gibbs_bit_for_bit(kind, chain):
     assert rates.shape == (0,)
 
 
-def test_value_is_the_same_bits_with_and_without_a_graph():
+@pytest.mark.parametrize("swaps", ["joint", "marginal"])
+def test_value_is_the_same_bits_with_and_without_a_graph(swaps):
     rbm, start = _with(_parameters()), _state(_binary(5, 20, 4))
-    with_graph, rates = parallel_tempering(rbm, start, inverse_temperatures=LADDER, steps=4, generator=_generator())
+    options = {"inverse_temperatures": LADDER, "steps": 4, "swaps": swaps}
+    with_graph, rates = parallel_tempering(rbm, start, **options, generator=_generator())
     with torch.no_grad():
-        without, _ = parallel_tempering(rbm, start, inverse_temperatures=LADDER, steps=4, generator=_generator())
+        without, _ = parallel_tempering(rbm, start, **options, generator=_generator())
     assert with_graph.visible.requires_grad
     assert not rates.requires_grad
     assert torch.equal(with_graph.visible.detach(), without.visible)
@@ -825,16 +833,30 @@ def test_error_of_the_ratios_is_how_much_they_vary():
     assert abs(np.mean(found) - exact) < 4 * np.mean(errors) / math.sqrt(60)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_trajectory_of_temperatures_is_tempering_with_marginal_swaps(kind):
+    """Temperatures are machines too."""
+    rbm, reference = _machine(kind, scale=0.5 if kind == "gaussian-rectified" else 1.0)
+    truths = [_truth(kind, rbm, reference, beta) for beta in BETAS]
+    start = _exact_state(truths, 200)
+    machines = [rbm.joint.annealed(beta, reference) for beta in BETAS]
+    end, ratios = trajectory_tempering(machines, start, steps=3, generator=_generator())
+    options = {"inverse_temperatures": BETAS, "steps": 3, "reference": reference}
+    with torch.no_grad():
+        same, rates = parallel_tempering(rbm, start, swaps="marginal", **options, generator=_generator())
+        _, joint_rates = parallel_tempering(rbm, start, **options, generator=_generator())
+    torch.testing.assert_close(same.visible, end.visible, rtol=0, atol=1e-11)
+    torch.testing.assert_close(same.hidden, end.hidden, rtol=0, atol=1e-11)
+    torch.testing.assert_close(rates, ratios.swap_rates, rtol=1e-11, atol=0)
+    assert (rates > joint_rates).all(), "with hidden units summed out, swaps are accepted more often"
+
+
 def test_trajectory_of_temperatures_has_the_distributions_of_tempering():
-    """Temperatures are machines too; with hidden units summed out their swaps are accepted more often."""
     rbm, _ = _machine("bernoulli", scale=3.0)
     truths = [_truth("bernoulli", rbm, None, beta) for beta in BETAS]
     start = _exact_state(truths, 20_000)
     machines = [rbm.joint.annealed(beta) for beta in BETAS]
     end, ratios = trajectory_tempering(machines, start, steps=3, generator=_generator())
-    with torch.no_grad():
-        _, joint_rates = parallel_tempering(rbm, start, inverse_temperatures=BETAS, steps=3, generator=_generator())
-    assert (ratios.swap_rates > joint_rates).all()
     for truth, visible, hidden in zip(truths, end.visible, end.hidden, strict=True):
         assert abs(_distances(truth, visible, hidden)[2]) < 5
     assert abs(ratios.log_ratios.sum().item() - truths[-1].log_partition + truths[0].log_partition) < 4 * ratios.error
@@ -889,6 +911,7 @@ def test_error_of_a_single_chain_is_unknown():
             r"should have shape \(2, M, 4\), M > 0\. Found \(3, 5, 4\)",
         ),
         ({"steps": 0}, r"`steps` should be a positive integer\. Found 0\."),
+        ({"swaps": "free"}, r"`swaps` should be one of 'joint', 'marginal'\. Found 'free'\."),
         ({"chain": "exact"}, r"`chain` should be one of .*\. Found 'exact'\."),
         ({"state": _state(torch.zeros(3, 5, 2).double())}, r"`state\.visible` should have shape \(3, M, 4\)"),
         ({"state": _state(torch.zeros(3, 0, 4).double())}, r"M > 0\. Found \(3, 0, 4\)"),
