@@ -484,6 +484,13 @@ def test_rectified_units_are_infinitely_many_copies(x):
         assert abs(draws.mean().item() - expit(copies).sum()) < 4.5 * spread + 1e-12
 
 
+def test_rectified_units_in_half_precision_add_their_bias_in_single():
+    """At 100 a step of bfloat16 is 1/2: the bias would be lost, and the counts be a quarter too low."""
+    layer, n = Rectified(torch.tensor([0.25], dtype=torch.bfloat16)), 20_000
+    draws = layer.sample(torch.full((n, 1), 100.0, dtype=torch.bfloat16), _generator())
+    assert draws.double().mean().item() == pytest.approx(100.25, abs=4.5 / math.sqrt(n))
+
+
 def test_rectified_means_are_close_to_the_smooth_rectifier():
     x = torch.linspace(-5, 12, 200, dtype=torch.float64)[:, None]
     difference = Rectified(torch.zeros(1, dtype=torch.float64)).mean(x) - nn.functional.softplus(x)

@@ -170,9 +170,8 @@ class Bernoulli(Layer):
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw zeros and ones, each 1 with probability :math:`\sigma(x + b)`, (\*, C); the derivative is zero."""
-        if carries_gradient(x) or carries_gradient(self.bias):
-            return draw_bernoulli(self.mean(x), generator)
-        return draw_bernoulli((x + self.bias).sigmoid_(), generator)
+        mean = x + self.bias
+        return draw_bernoulli(mean.sigmoid() if carries_gradient(mean) else mean.sigmoid_(), generator)
 
     def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
         r"""Draw binary concrete units, :math:`\sigma((x + b + \log u - \log(1 - u)) / \tau)` with uniform u, (\*, C).

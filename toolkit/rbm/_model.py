@@ -39,6 +39,9 @@ class RBM(nn.Module):
 
     with variances :math:`\sigma_i^2 = e^{z_i}` that are learned. Rectified hidden units count: each is infinitely many
     copies of a hidden unit with biases c - 1/2, c - 3/2, ..., so that its mean is close to :math:`\log(1 + e^x)`.
+    Together with real visible units they have a distribution for certain only while no singular value of
+    :math:`W_{ij} / \sigma_i` reaches 1: a quadratic form then holds both layers, which otherwise may have no least
+    value. Nothing looks at that during training.
 
     Calling it gives the free energy. Training wants a surrogate such as `contrastive_divergence`, or a `FusedTrainer`.
 
