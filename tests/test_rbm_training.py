@@ -289,8 +289,8 @@ def run_of(
     """Return what trains from the same start each time it is called."""
 
     def run(**more) -> tuple[RBM, list[int]]:
-        own = None if streams == "none" else generator(2)
-        order = {"none": None, "one": own, "two": generator(5)}[streams]
+        own = None if streams in ("none", "order") else generator(2)
+        order = {"none": None, "one": own, "two": generator(5), "order": generator(5)}[streams]
         trainer = FusedTrainer(machine(), batch_size=4, steps=2, generator=own, **options)
         told: list[int] = []
         then = more.pop("callback", lambda *_: None)
@@ -326,7 +326,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_same_bits(options, stop, tmp_path
 
 
 @every_source
-@pytest.mark.parametrize("streams", ["none", "one", "two"], ids="{} of its own generators".format)
+@pytest.mark.parametrize("streams", ["none", "one", "two", "order"], ids="own generators: {}".format)
 def test_data_go_on_where_they_were(source, streams, tmp_path):
     """Also where the order of the rows, the chains and the data are drawn from one stream."""
     run = run_of(lambda: source(rows(), tmp_path), TRAINERS["persistent, centred"], streams)
@@ -502,11 +502,11 @@ def test_parameters_that_leave_the_finite_numbers_stop_training(tmp_path):
     rate = [0.1]
 
     def callback(update: int, epoch: int) -> None:
-        if update == 230:
+        if update == 110:
             trainer.rbm.visible_bias.data[3] = math.nan
 
     with pytest.raises(
-        DivergenceError, match=r"`(weights|visible_bias)` is not finite after update 300; after update"
+        DivergenceError, match=r"`(weights|visible_bias)` is not finite after update 120; after update 100 all was"
     ) as found:
         train(
             trainer,
@@ -515,18 +515,37 @@ def test_parameters_that_leave_the_finite_numbers_stop_training(tmp_path):
             learning_rate=lambda part: rate[0],
             generator=generator(),
             checkpoint=path,
-            checkpoint_every=150,
+            checkpoint_every=60,
             callback=callback,
         )
-    assert found.value.update == 300
-    assert found.value.last_good == 200
+    assert found.value.update == 120
+    assert found.value.last_good == 100
     assert isinstance(found.value, ArithmeticError)
-    assert all(torch.equal(value, trainer.iterates[199][name]) for name, value in trainer.rbm.state_dict().items())
+    assert all(torch.equal(value, trainer.iterates[99][name]) for name, value in trainer.rbm.state_dict().items())
     tensors, facts = checkpoint_module.read_checkpoint(path)
-    assert facts["update"] == 150
-    assert torch.equal(tensors["parameters.weights"], trainer.iterates[149]["weights"])
+    assert facts["update"] == 60
+    assert torch.equal(tensors["parameters.weights"], trainer.iterates[59]["weights"])
     assert "Lower the learning rate" in str(found.value)
     assert f"`{path}` stays" in str(found.value)
+
+
+def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
+    path, run = tmp_path / "c", run_of(rows, {})
+    with pytest.raises(Stop):
+        run(checkpoint=path, checkpoint_every=5, callback=stopping_at(5))
+    before = path.read_bytes()
+    trainer = FusedTrainer(machine(), batch_size=4, steps=2, generator=generator())
+
+    def callback(update: int, epoch: int) -> None:
+        trainer.rbm.weights.data[0, 0] = math.nan
+
+    settings = {"epochs": 3, "learning_rate": 0.1, "generator": generator(), "checkpoint": path}
+    with pytest.raises(DivergenceError) as found:
+        train(trainer, rows(), callback=callback, **settings)
+    assert found.value.last_good == 5
+    assert path.read_bytes() == before
+    kept, _ = checkpoint_module.read_checkpoint(path)
+    assert all(torch.equal(value, kept[f"parameters.{name}"]) for name, value in trainer.rbm.state_dict().items())
 
 
 def test_gaussian_units_at_a_high_rate_diverge_by_themselves():
