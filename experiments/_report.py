@@ -48,6 +48,8 @@ _NOTHING = 1e-9
 # From so many seeds on, the report shows where each of them ended.
 _MANY_SEEDS = 10
 
+_GREYS = ("#999999", "#333333", "#bbbbbb")  # of what others have said
+
 # More curves than this of a sweep are left to its table.
 _MOST_PANELS = 4
 
@@ -439,7 +441,7 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
             _range([method["metrics"][metric][-1] for method in trained], _brief) for metric in ("objective", *others)
         ]
         rows.append((name, [best, at, *ends, _range([method["seconds"] for method in trained], "{:.3g} s".format)]))
-    references = _references(newest, ("#888888",))
+    references = _references(newest, _GREYS)
     for level in references:
         rows.append((level.label, ["–", "–", _brief(level.value), *["–"] * len(others), "–"]))
     label, objective = methods["label"], newest["objective"]["label"]
