@@ -17,6 +17,7 @@ from sklearn import datasets as bundled
 from toolkit.rbm._divergence import likelihood_gradient
 from toolkit.rbm._model import RBM
 from toolkit.rbm.estimators import BernoulliRBM, GaussianRBM, _base, _rows
+from toolkit.rbm.estimators._trainer import ExactTrainer
 from toolkit.rbm.training import DivergenceError
 
 every_machine = pytest.mark.parametrize("machine", [BernoulliRBM, GaussianRBM], ids=lambda machine: machine.__name__)
@@ -95,6 +96,39 @@ def standardised(found):
         shift = found.components_ @ (found.mean_ / found.variance_)
         rbm.hidden_bias.copy_(torch.from_numpy(found.intercept_hidden_ + shift))
     return rbm
+
+
+def test_exact_step_in_centred_coordinates_with_decay_by_autograd():
+    """The penalty and the gradient are those of W and of biases b + W lambda and c + W^T mu, offsets held."""
+    generator = torch.Generator().manual_seed(0)
+    rbm, x = RBM(6, 3, generator=generator, dtype=torch.float64), torch.from_numpy(patterns())
+    with torch.no_grad():
+        for value in rbm.parameters():
+            value.copy_(torch.randn(value.shape, generator=generator, dtype=torch.float64))
+        visible, hidden = x.mean(0), rbm.hidden_mean(x).mean(0)
+        w = rbm.weights.clone().requires_grad_()
+        b = (rbm.visible_bias + rbm.weights @ hidden).requires_grad_()
+        c = (rbm.hidden_bias + rbm.weights.mT @ visible).requires_grad_()
+    joint = RBM(6, 3, dtype=torch.float64)
+    plain = {"weights": w, "visible_bias": b - w @ hidden, "hidden_bias": c - w.mT @ visible}
+    likelihood = torch.func.functional_call(Likelihood(joint), {f"rbm.{k}": v for k, v in plain.items()}, (x,))
+    (-likelihood + 0.2 * w.square().sum() / 2).backward()
+    w, b, c = (value.detach() - 0.3 * value.grad for value in (w, b, c))
+    ExactTrainer(rbm, batch_size=60, offset_rate=1.0, weight_decay=0.2).step(x, learning_rate=0.3)
+    assert torch.allclose(rbm.weights, w, rtol=1e-11)
+    assert torch.allclose(rbm.visible_bias, b - w @ hidden, rtol=1e-11)
+    assert torch.allclose(rbm.hidden_bias, c - w.mT @ visible, rtol=1e-11)
+
+
+class Likelihood(torch.nn.Module):
+    """The mean log-likelihood as a function of the parameters."""
+
+    def __init__(self, rbm):
+        super().__init__()
+        self.rbm = rbm
+
+    def forward(self, x):
+        return self.rbm.log_likelihood(x).mean()
 
 
 def test_last_smaller_batch_of_an_epoch_counts_as_what_it_is():
@@ -366,8 +400,9 @@ def test_feature_that_is_constant_or_a_copy_keeps_a_variance():
     x = reals(100)
     x = np.column_stack([x, np.full(100, 7.0), x[:, 0]])
     found = GaussianRBM(8, random_state=0, learning_rate=0.05).fit(x)
-    floor = 1e-3 * found.scale_**2
-    assert (found.variance_ >= floor * (1 - 1e-9)).all()
+    assert (found.variance_ >= 1e-3 * found.scale_**2 * (1 - 1e-9)).all()
+    held = GaussianRBM(8, random_state=0, learning_rate=0.05, min_variance=0.5).fit(x)
+    assert math.isclose((held.variance_ / held.scale_**2).min(), 0.5, rel_tol=1e-9)
     assert np.isfinite(found.score_samples(x)).all()
     assert found.scale_[4] == 1
     assert abs(found.sample(100)[:, 4].mean() - 7) < 0.1
