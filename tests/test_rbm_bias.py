@@ -266,6 +266,16 @@ def test_fields(kind):
         assert relative_error(field, expected[name]) < 1e-12, name
 
 
+def test_fields_do_not_depend_on_what_is_open_or_recorded_around_them():
+    rbm, start = _machine(_parameters()), START["bernoulli"]
+    expected = gradient_fields(rbm, start, steps=2)
+    with unblock(CHAIN_DISTRIBUTION), torch.no_grad():
+        found = gradient_fields(rbm, start, steps=2)
+        with torch.enable_grad():
+            exact_divergence(rbm, start, steps=2, divergence="free_energy")  # `unblock` wants to be reached
+    assert all(torch.equal(found[name][key], field[key]) for name, field in expected.items() for key in NAMES)
+
+
 def test_blocked_field_is_the_mean_over_chains():
     rbm, states = _machine(_parameters()), visible_states(_machine(_parameters()))
     data = states[START["bernoulli"].multinomial(200_000, replacement=True, generator=_generator())]

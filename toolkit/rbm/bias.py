@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from toolkit.blocks import Block, block, no_graph, stop_gradient, unblock
+from toolkit.blocks import block, no_graph, stop_gradient
 from toolkit.rbm._chains import check_steps
 from toolkit.rbm._divergence import graph_if_open
 from toolkit.rbm._joint import Joint
@@ -229,20 +229,27 @@ def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[st
         >>> errors["third_term"] < errors["blocked"] < errors["improved"] < errors["unblocked"]
         True
     """
-    parameters = dict(rbm.named_parameters())
-
-    def gradient(divergence: Divergence, *opened: Block) -> dict[str, Tensor]:
-        with unblock(*opened):
-            loss = exact_divergence(rbm, start, steps=steps, divergence=divergence)
-        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
-
-    of_data, of_model = rbm.statistics(visible_states(rbm), start), rbm.model_statistics()
+    joint, parameters = _enumerable(rbm), dict(rbm.named_parameters())
+    states = _states(joint.visible)
+    # Nothing here depends on which blocks are open around it.
+    with no_graph():
+        end, free_energy = chain_distribution(rbm, start, steps=steps), joint.free_energy(states)
+        surprise = free_energy + end.clamp(min=torch.finfo(end.dtype).tiny).log()
+    of_start, of_end, of_model = rbm.statistics(states, start), rbm.statistics(states, end), rbm.model_statistics()
+    with torch.enable_grad():
+        moving = chain_distribution(rbm, start, steps=steps)
+        judged = [moving @ values for values in (surprise, free_energy)]
+    third, pull = (
+        dict(zip(parameters, torch.autograd.grad(value, list(parameters.values()), retain_graph=True), strict=True))
+        for value in judged
+    )
+    update = {name: of_end[name] - of_start[name] for name in parameters}
     return {
-        "likelihood": {name: of_model[name] - of_data[name] for name in parameters},
-        "blocked": gradient("free_energy"),
-        "third_term": gradient("kullback_leibler", CHAIN_DISTRIBUTION),
-        "improved": gradient("improved"),
-        "unblocked": gradient("free_energy", CHAIN_DISTRIBUTION),
+        "likelihood": {name: of_model[name] - of_start[name] for name in parameters},
+        "blocked": update,
+        "third_term": {name: update[name] - third[name] for name in parameters},
+        "improved": {name: update[name] + third[name] for name in parameters},
+        "unblocked": {name: update[name] - pull[name] for name in parameters},
     }
 
 
