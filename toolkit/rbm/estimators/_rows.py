@@ -175,8 +175,7 @@ def _read_matrix(
             array = array.astype(np.float64)
         rows = _Sparse(array) if sparse.issparse(array) else _Dense(from_numpy(array))
     if isinstance(rows, _Sparse):
-        # What is not stored is 0.
-        check(from_numpy(np.append(rows.x.data, rows.x.data.dtype.type(0))))
+        check(from_numpy(np.array([rows.x.min(), rows.x.max()])))
     else:
         for block in rows.blocks():
             check(block)
