@@ -171,17 +171,21 @@ class BernoulliKernel:
 
     @property
     def chains(self) -> Tensor | None:
+        """(M, H), or (T, M, H), moved on by `phases`; None if they start at the data."""
         return None if self._shape is None else self._states.view(self._shape)
 
     @property
     def swap_rates(self) -> Tensor | None:
+        """(T - 1,), or None without temperatures."""
         return None if self._swaps is None else self._swaps.rates
 
     def state(self) -> dict[str, Tensor]:
+        """Return the chains, and how often pairs were swapped; not copied."""
         state = {} if self.chains is None else {"chains": self.chains}
         return state if self._swaps is None else state | {"swaps": self._swaps.counts}
 
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
+        """Move the chains on, and return both sides of the update, valid until the next call."""
         rbm, views = self._rbm, self._views.get(len(data)) or self._views_for(len(data))
         weights: Tensor = rbm.weights
         visible_bias: Tensor = rbm.visible_bias
@@ -318,17 +322,21 @@ class LayerKernel:
 
     @property
     def chains(self) -> Tensor | None:
+        """(M, H), or (T, M, H), moved on by `phases`; None if they start at the data."""
         return self._states
 
     @property
     def swap_rates(self) -> Tensor | None:
+        """(T - 1,), or None without temperatures."""
         return None if self._swaps is None else self._swaps.rates
 
     def state(self) -> dict[str, Tensor]:
+        """Return the chains, and how often pairs were swapped; not copied."""
         state = {} if self._states is None else {"chains": self._states}
         return state if self._swaps is None else state | {"swaps": self._swaps.counts}
 
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
+        """Move the chains on, and return both sides of the update, valid until the next call."""
         joint = drawn = self._rbm.joint
         data = data.to(joint.weights.dtype)
         if fast is not None:
