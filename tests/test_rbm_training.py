@@ -905,6 +905,12 @@ def test_ranks_give_every_row_once(ranks, name):
             assert sorted(torch.cat(epoch).tolist()) == sorted(mine.tolist())
 
 
+def test_a_rank_with_few_rows_spreads_them(ranks):
+    found = [[len(batch) for batch in rank["fast weights"][0]] for rank in ranks[0]]
+    expected = {2: [[2, 1, 1, 0], [5, 5, 5, 4]], 3: [[5, 5, 1], [0, 0, 0], [5, 5, 2]]}[len(found)]
+    assert found == [sizes * 2 for sizes in expected]
+
+
 def test_ranks_draw_different_chains_from_equal_starts(ranks):
     found = ranks[0]
     parts = [rank["never stopped"][0][-1] for rank in found]
