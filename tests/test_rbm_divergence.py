@@ -24,6 +24,7 @@ from toolkit.rbm._centering import (
     centered_gradient,
     centering_offsets,
 )
+from toolkit.rbm._chains import gibbs
 from toolkit.rbm._divergence import (
     HIDDEN_POSTERIORS,
     NEGATIVE_SAMPLES,
@@ -387,6 +388,26 @@ def test_closed_form_holds_on_devices_and_in_types(pair, dtype, device):
     expected = centered_gradient(cd_gradient(rbm, data, negative), centering_offsets(rbm, data))
     assert all(value.dtype == dtype and value.device.type == device for value in expected.values())
     assert relative_error(found, expected) < (1e-12 if dtype == torch.float64 else 1e-5)
+
+
+@pytest.mark.parametrize("surrogate", ["cd", "pcd", "fast"])
+def test_chains_may_be_of_any_kind(surrogate):
+    """Relaxed draws for the surrogate and for the closed form; they do leak, so that their gradient is not the same."""
+    pair = PAIRS[0]
+    parameters, relaxed = _parameters(pair), {"chain": "concrete", "temperature": 0.5}
+    rbm = _machine(parameters, pair)
+    loss, start, overlaid = _surrogates(pair)[surrogate]
+    with torch.no_grad():
+        joint = rbm.joint.shifted(FAST[pair]) if overlaid else rbm.joint
+        negative = gibbs(joint, start, steps=2, generator=_generator(), **relaxed)
+    expected = centered_gradient(cd_gradient(rbm, DATA[pair], negative), OFFSETS[pair])
+
+    def gradient() -> dict[str, Tensor]:
+        return _gradient(loss(centered(rbm, OFFSETS[pair]), "cpu", _generator(), **relaxed), parameters)
+
+    assert relative_error(gradient(), expected) < 1e-12
+    with unblock(NEGATIVE_SAMPLES):
+        assert relative_error(gradient(), expected) > 0.1
 
 
 # --- expected energies --------------------------------------------------------------------------------------------

@@ -106,7 +106,8 @@ def centered(rbm: RBM | Joint, offsets: Offsets) -> Joint:
         C = G_W - G_b \lambda^\top - \mu G_c^\top, \qquad G_b - C \lambda, \qquad G_c - C^\top \mu
 
     so that plain descent takes the step that descent on :math:`(W, b', c')` would take. It does not change if units are
-    flipped together with the data (or Gaussian ones shifted). A log-variance has the gradient it has.
+    flipped together with the data (or Gaussian ones shifted). A log-variance has the gradient it has. Make it anew for
+    every update: it is a function of the parameters as they are.
 
     Args:
         rbm: The machine.
@@ -146,6 +147,7 @@ def centered_contrastive_divergence(
     steps: int,
     offsets: Offsets | None = None,
     chain: Chain = "sampled",
+    temperature: float | None = None,
     energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -161,6 +163,7 @@ def centered_contrastive_divergence(
         steps: k, the number of Gibbs steps.
         offsets: None: the `centering_offsets` of these data.
         chain: As in `gibbs`.
+        temperature: As in `gibbs`.
         energy: As in `contrastive_divergence`.
         generator: Draws the chains. None: torch's default one.
 
@@ -182,7 +185,13 @@ def centered_contrastive_divergence(
     offsets = centering_offsets(rbm, data) if offsets is None else offsets
     checked_joint(rbm, data=data)
     return contrastive_divergence(
-        centered(rbm, offsets), data, steps=steps, chain=chain, energy=energy, generator=generator
+        centered(rbm, offsets),
+        data,
+        steps=steps,
+        chain=chain,
+        temperature=temperature,
+        energy=energy,
+        generator=generator,
     )
 
 

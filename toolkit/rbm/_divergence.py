@@ -62,6 +62,7 @@ def contrastive_divergence(
     *,
     steps: int,
     chain: Chain = "sampled",
+    temperature: float | None = None,
     energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -78,6 +79,7 @@ def contrastive_divergence(
         data: (N, V), in the states that the visible units can be in; probabilities do as well as zeros and ones.
         steps: k, the number of Gibbs steps.
         chain: As in `gibbs`.
+        temperature: As in `gibbs`.
         energy: What is lowered and raised: ``"free"``, or ``"expected"`` for `expected_energy`, which has the same
             gradient as long as its block is in place.
         generator: Draws the chains. None: torch's default one.
@@ -86,7 +88,8 @@ def contrastive_divergence(
         A scalar, in nats per sample.
 
     Raises:
-        ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, or `chain` or `energy` is unknown.
+        ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, `energy` is unknown, or `chain`
+            and `temperature` are none that `gibbs` takes.
         TypeError: If `data` does not have the type of the parameters.
 
     References:
@@ -102,7 +105,7 @@ def contrastive_divergence(
     """
     joint = checked_joint(rbm, data=data)
     with graph_if_open(NEGATIVE_SAMPLES):
-        moved = gibbs(joint, data, steps=steps, chain=chain, generator=generator)
+        moved = gibbs(joint, data, steps=steps, chain=chain, temperature=temperature, generator=generator)
     negative = stop_gradient(moved, NEGATIVE_SAMPLES)
     return energy_difference(joint, data, negative, energy)
 
@@ -114,6 +117,7 @@ def persistent_contrastive_divergence(
     *,
     steps: int,
     chain: Chain = "sampled",
+    temperature: float | None = None,
     energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -128,6 +132,7 @@ def persistent_contrastive_divergence(
         chains: (M, V); the second result of the last call. M need not be N.
         steps: k, the number of Gibbs steps.
         chain: As in `gibbs`.
+        temperature: As in `gibbs`.
         energy: As in `contrastive_divergence`.
         generator: Draws the chains. None: torch's default one.
 
@@ -135,8 +140,8 @@ def persistent_contrastive_divergence(
         The surrogate, a scalar in nats per sample, and the new chains, (M, V), constants.
 
     Raises:
-        ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, or `chain` or `energy`
-            is unknown.
+        ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, `energy` is unknown,
+            or `chain` and `temperature` are none that `gibbs` takes.
         TypeError: If `data` or `chains` does not have the type of the parameters.
 
     References:
@@ -152,7 +157,15 @@ def persistent_contrastive_divergence(
     """
     joint = checked_joint(rbm, data=data, chains=chains)
     return persistent_surrogate(
-        joint, joint, data, chains, steps=steps, chain=chain, energy=energy, generator=generator
+        joint,
+        joint,
+        data,
+        chains,
+        steps=steps,
+        chain=chain,
+        temperature=temperature,
+        energy=energy,
+        generator=generator,
     )
 
 
@@ -282,12 +295,13 @@ def persistent_surrogate(
     *,
     steps: int,
     chain: Chain,
+    temperature: float | None,
     energy: Energy,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the surrogate of `joint` with persistent chains of `sampler`, and the new chains."""
     with graph_if_open(NEGATIVE_SAMPLES, PERSISTENT_CHAINS):
-        moved = gibbs(sampler, chains, steps=steps, chain=chain, generator=generator)
+        moved = gibbs(sampler, chains, steps=steps, chain=chain, temperature=temperature, generator=generator)
     negative = stop_gradient(moved, NEGATIVE_SAMPLES)
     return energy_difference(joint, data, negative, energy), stop_gradient(moved, PERSISTENT_CHAINS)
 

@@ -33,6 +33,7 @@ def fast_persistent_contrastive_divergence(
     *,
     steps: int,
     chain: Chain = "sampled",
+    temperature: float | None = None,
     energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -54,6 +55,7 @@ def fast_persistent_contrastive_divergence(
         chains: (M, V); the second result of the last call.
         steps: k, the number of Gibbs steps.
         chain: As in `gibbs`.
+        temperature: As in `gibbs`.
         energy: As in `contrastive_divergence`.
         generator: Draws the chains. None: torch's default one.
 
@@ -62,7 +64,7 @@ def fast_persistent_contrastive_divergence(
 
     Raises:
         ValueError: If `data` or `chains` has no rows or not V columns, `fast` has a name that is no parameter's,
-            `steps` is not positive, or `chain` or `energy` is unknown.
+            `steps` is not positive, `energy` is unknown, or `chain` and `temperature` are none that `gibbs` takes.
         TypeError: If `data` or `chains` does not have the type of the parameters.
 
     References:
@@ -81,7 +83,15 @@ def fast_persistent_contrastive_divergence(
     if unknown := sorted(fast.keys() - known):
         raise ValueError(f"`fast` should have names of parameters, {', '.join(known)}. Found {', '.join(unknown)}.")
     return persistent_surrogate(
-        joint, joint.shifted(fast), data, chains, steps=steps, chain=chain, energy=energy, generator=generator
+        joint,
+        joint.shifted(fast),
+        data,
+        chains,
+        steps=steps,
+        chain=chain,
+        temperature=temperature,
+        energy=energy,
+        generator=generator,
     )
 
 
