@@ -936,6 +936,9 @@ def test_wrong_types_and_machines_are_refused():
         trajectory_tempering([], _state(STARTS), steps=1)
     with pytest.raises(ValueError, match=r"`machines` should all have .* weights \(4, 3\).*Found Gaussian units and"):
         trajectory_tempering([rbm, RBM(4, 3, visible="gaussian").double()], _state(STARTS[:2]), steps=1)
+    two, three = (RBM(n, 3, visible="categorical", categories=6 // n) for n in (2, 3))  # six columns each
+    with pytest.raises(ValueError, match=r"with 9 states.*Found Categorical units with 8 states"):
+        trajectory_tempering([two, three], _state(torch.zeros(2, 5, 6)), steps=1)
     with pytest.raises(ValueError, match=r"`n_temperatures` should be a positive integer\. Found 0\."):
         tempered_start(rbm, n_temperatures=0, n_chains=3)
     with pytest.raises(ValueError, match=r"`n_chains` should be a positive integer\. Found 0\."):
