@@ -295,6 +295,8 @@ def test_data_without_some_states_and_energies_out_of_range_stay_finite():
         loss = exact_divergence(_machine(parameters), start, steps=2, divergence=divergence)
         assert loss.isfinite()
         assert all(value.isfinite().all() for value in torch.autograd.grad(loss, list(parameters.values())))
+    fields = gradient_fields(_machine(parameters), start, steps=2)
+    assert all(value.isfinite().all() for field in fields.values() for value in field.values())
 
 
 # --- bias, squared and doubled ------------------------------------------------------------------------------------
