@@ -21,7 +21,7 @@ from toolkit.rbm.estimators._trainer import ExactTrainer
 from toolkit.rbm.training import DivergenceError
 
 every_machine = pytest.mark.parametrize("machine", [BernoulliRBM, GaussianRBM], ids=lambda machine: machine.__name__)
-PLAIN = {"offset_rate": None, "schedule": "constant"}
+PLAIN = {"offset_rate": None, "weight_decay": 0.0, "schedule": "constant"}
 DEVICES = [
     "cpu",
     pytest.param(
@@ -134,7 +134,9 @@ class Likelihood(torch.nn.Module):
 def test_last_smaller_batch_of_an_epoch_counts_as_what_it_is():
     """13 equal rows in batches of 10: two steps, both with the gradient of that row."""
     x = np.tile([[1.0, 0.0, 1.0]], (13, 1))
-    machine = BernoulliRBM(2, method="exact", n_iter=0, learning_rate=0.3, random_state=5, **PLAIN).fit(x)
+    machine = BernoulliRBM(2, method="exact", n_iter=0, batch_size=10, learning_rate=0.3, random_state=5, **PLAIN).fit(
+        x
+    )
     rbm = machine.rbm_
     for _ in range(2):
         gradient = likelihood_gradient(rbm, torch.from_numpy(x[:1]))
@@ -536,7 +538,7 @@ def test_sparse_matrix_is_never_made_dense_as_a_whole(monkeypatch):
     monkeypatch.setattr(
         sparse.csr_array, "toarray", lambda self, *a, **k: (longest.append(self.shape[0]), dense(self, *a, **k))[1]
     )
-    found = BernoulliRBM(4, n_iter=2, random_state=0).fit(x)
+    found = BernoulliRBM(4, n_iter=2, batch_size=10, random_state=0).fit(x)
     found.transform(x), found.score_samples(x)
     assert max(longest) <= 64
     assert sum(longest) >= 4000 * 5
@@ -733,9 +735,9 @@ def test_rounding_beyond_one_is_one_and_answers_take_any_number():
 
 BAD_PARAMETERS = {
     "n_components": [0, -3, 1.5, "2", True, None],
-    "learning_rate": [0, -0.1, math.nan, math.inf, "a", None],
+    "learning_rate": [0, -0.1, math.nan, math.inf, "a"],
     "batch_size": [0, 1.5],
-    "n_iter": [-1, 2.5, None],
+    "n_iter": [-1, 2.5],
     "verbose": [-1, "loud"],
     "gibbs_steps": [0, 1.5],
     "n_chains": [0, 2.0],
@@ -747,6 +749,25 @@ BAD_PARAMETERS = {
     "method": ["pcd-1", None],
     "schedule": ["cosine", None],
 }
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "n_iter"])
+def test_only_a_machine_of_zeros_and_ones_chooses_its_training(name):
+    with pytest.raises(ValueError, match=rf"`{name}` should be .*Found None"):
+        GaussianRBM(2, **{name: None}).fit(rows_of(GaussianRBM))
+
+
+@pytest.mark.parametrize(("n_features", "rate"), [(16, 0.4), (64, 0.4), (256, 0.2)])
+def test_default_learning_rate_and_length(n_features, rate):
+    """30,000 updates or 10 epochs; the rate falls with the root of the features, and is a quarter in `partial_fit`."""
+    x = (np.random.default_rng(0).random((20, n_features)) < 0.5).astype(float)
+    for how, expected in (("fit", rate), ("partial_fit", rate / 4)):
+        one, other = BernoulliRBM(2, random_state=0), BernoulliRBM(2, random_state=0, learning_rate=expected)
+        found = [getattr(m.set_params(batch_size=5, n_iter=2), how)(x).components_ for m in (one, other)]
+        assert np.array_equal(*found), how
+    assert BernoulliRBM()._epochs(1) == 30_000
+    assert BernoulliRBM()._epochs(7000) == 10
+    assert BernoulliRBM(n_iter=3)._epochs(1) == 3
 
 
 @every_machine

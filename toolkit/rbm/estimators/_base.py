@@ -60,9 +60,9 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """
 
     n_components: int
-    learning_rate: float
+    learning_rate: float | None
     batch_size: int
-    n_iter: int
+    n_iter: int | None
     verbose: int
     random_state: RandomState
     method: Method
@@ -83,7 +83,24 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     _visible_units: ClassVar[VisibleUnits]
 
+    # Numbers that the estimator chooses if they are None.
+    _automatic: ClassVar[frozenset[str]] = frozenset({"fast_rate"})
+
     # --- hooks ---
+
+    def _rate(self, n_features: int) -> float:
+        """Return the learning rate at the beginning of a fit."""
+        assert self.learning_rate is not None
+        return float(self.learning_rate)
+
+    def _constant_rate(self, n_features: int) -> float:
+        """Return the learning rate of `partial_fit`."""
+        return self._rate(n_features)
+
+    def _epochs(self, n_batches: int) -> int:
+        """Return how often a fit uses all rows, which make so many batches."""
+        assert self.n_iter is not None
+        return int(self.n_iter)
 
     @property
     def _hidden_units(self) -> HiddenUnits:
@@ -153,13 +170,14 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self._forget()
         self._generator, self._form, self._n_batches = generator, form, 0
         rbm = self._new_machine(rows)
-        trainer = self._trainer_for(rbm, int(self.batch_size))
+        n_batches = math.ceil(rows.n_rows / int(self.batch_size))
+        epochs, rate = self._epochs(n_batches), self._rate(rbm.n_visible)
+        trainer = self._trainer_for(rbm, int(self.batch_size), rate)
         with Progress(
             verbose=int(self.verbose), interval=1, callback=None, step="epoch", measure=self._measure
         ) as progress:
             shown = self._shown_rows(rows, rbm) if self.verbose else None
-            progress.begin(f"{type(self).__name__}: {rows.n_rows} rows, {int(self.n_iter)} epochs")
-            n_batches = math.ceil(rows.n_rows / int(self.batch_size))
+            progress.begin(f"{type(self).__name__}: {rows.n_rows} rows, {epochs} epochs")
 
             def after(update: int, _: int) -> None:
                 self._after_step(rbm)
@@ -170,12 +188,11 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                 if self.callback is not None:
                     self.callback(update // n_batches, rbm)
 
-            if self.n_iter:
-                rate = float(self.learning_rate)
+            if epochs:
                 train(
                     cast(FusedTrainer, trainer),
                     Epoch(rows, generator, int(self.batch_size), self._to_training),
-                    epochs=int(self.n_iter),
+                    epochs=epochs,
                     learning_rate=linear_decay(rate) if self.schedule == "linear" else rate,
                     generator=generator,
                     n_rows=rows.n_rows,
@@ -184,7 +201,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                     checkpoint_every=n_batches,
                     callback=after,
                 )
-        self.n_iter_ = int(self.n_iter)
+        self.n_iter_ = epochs
         self._set(rbm, trainer)
         return self
 
@@ -221,9 +238,10 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             self.n_iter_ = 0
         else:
             rbm = self._machine()
-        trainer = self._trainer_for(rbm, max(int(self.batch_size), rows.n_rows))
+        rate = self._constant_rate(rbm.n_visible)
+        trainer = self._trainer_for(rbm, max(int(self.batch_size), rows.n_rows), rate)
         batch = torch.cat([self._to_training(block.to(rbm.weights.device)) for block in rows.blocks()])
-        trainer.step(batch, learning_rate=float(self.learning_rate))
+        trainer.step(batch, learning_rate=rate)
         self._after_step(rbm)
         name = next((name for name, parameter in rbm.named_parameters() if not bool(parameter.isfinite().all())), None)
         if name is not None:
@@ -277,14 +295,14 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self._load(rbm)
         return rbm
 
-    def _trainer_for(self, rbm: RBM, batch_size: int) -> Trainer:
+    def _trainer_for(self, rbm: RBM, batch_size: int, rate: float) -> Trainer:
         """Return what trains a machine, which goes on from where the last one was left."""
         options = Options(
             method=self.method,
             steps=int(self.gibbs_steps),
             n_chains=int(self.batch_size if self.n_chains is None else self.n_chains),
             n_temperatures=int(self.n_temperatures),
-            fast_rate=float(self.learning_rate if self.fast_rate is None else self.fast_rate),
+            fast_rate=rate if self.fast_rate is None else float(self.fast_rate),
             offset_rate=None if self.offset_rate is None else float(self.offset_rate),
             weight_decay=float(self.weight_decay),
         )
@@ -556,14 +574,15 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             ("gibbs_steps", 1),
             ("n_temperatures", 2),
         ):
-            integer(name, getattr(self, name), least)
+            if getattr(self, name) is not None or name not in self._automatic:
+                integer(name, getattr(self, name), least)
         if self.n_chains is not None:
             integer("n_chains", self.n_chains, 1)
         integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
         not_negative("weight_decay", self.weight_decay)
         for name in ("learning_rate", "fast_rate"):
             rate = getattr(self, name)
-            if name == "fast_rate" and rate is None:
+            if rate is None and name in self._automatic:
                 continue
             if not_negative(name, rate) == 0:
                 raise ValueError(f"`{name}` should be positive. Found {rate!r}.")
