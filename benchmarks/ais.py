@@ -9,9 +9,18 @@ import torch
 
 from benchmarks._measure import Row, timed_pair
 from toolkit.datasets import digits
-from toolkit.rbm import RBM, FusedTrainer, base_rate_bias
-from toolkit.rbm.annealing import Sandwich, ais, log_weights_by_definition, sandwich
-from toolkit.rbm.evaluation import pseudo_log_likelihood
+from toolkit.rbm import (
+    RBM,
+    FusedTrainer,
+    Sandwich,
+    ais,
+    base_rate_bias,
+    pseudo_log_likelihood,
+    sandwich,
+)
+from toolkit.rbm.annealing import (
+    log_weights_by_definition,
+)
 
 
 def rows() -> Iterator[Row]:

@@ -37,14 +37,17 @@ from experiments._training import Objective, Run
 from toolkit.datasets import bars_and_stripes, digits, idx
 from toolkit.rbm import (
     RBM,
+    ais,
     base_rate_bias,
     cd_gradient,
+    centered,
+    centered_gradient,
+    centering_offsets,
     contrastive_divergence,
     gibbs,
     persistent_contrastive_divergence,
+    reverse_ais,
 )
-from toolkit.rbm._centering import centered, centered_gradient, centering_offsets
-from toolkit.rbm.annealing import ais, reverse_ais
 
 __all__ = ["Config", "run"]
 

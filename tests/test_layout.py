@@ -53,7 +53,7 @@ ARROWS = [
     (r"toolkit\.(?P<room>\w+)(\.\w+)*", r"toolkit\.(blocks|_\w+|{room}(\.\w+)*)"),
     (REPORT, REPORT),
     (r"experiments(\.__main__|\._\w+)?", r"toolkit(\.\w+)*|experiments(\._\w+)?"),
-    (r"experiments\.\w+", r"toolkit(\.\w+)*|experiments\.(_config|_training)"),
+    (r"experiments\.(?P<room>\w+)", r"toolkit(\.\w+)*|experiments\.(_config|_training|_{room}(_\w+)?)"),
 ]
 
 

@@ -23,6 +23,7 @@ from toolkit.rbm import (
     PERSISTENT_CHAINS,
     RBM,
     STRAIGHT_THROUGH,
+    Bernoulli,
     FusedTrainer,
     base_rate_bias,
     cd_gradient,
@@ -31,8 +32,10 @@ from toolkit.rbm import (
     likelihood_gradient,
     persistent_contrastive_divergence,
 )
-from toolkit.rbm._layers import Bernoulli, draw_bernoulli
-from toolkit.rbm._units import straight_through
+from toolkit.rbm.chains.units import straight_through
+from toolkit.rbm.machine.layers import (
+    draw_bernoulli,
+)
 
 CHAINS = ["sampled", "mean_field", "straight_through"]
 NAMES = ["weights", "visible_bias", "hidden_bias"]

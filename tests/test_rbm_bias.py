@@ -17,9 +17,12 @@ from torch import Tensor, nn
 from toolkit import unblock
 from toolkit.datasets import bars_and_stripes
 from toolkit.gradients import field_jacobian
-from toolkit.rbm._chains import gibbs
-from toolkit.rbm._divergence import cd_gradient, likelihood_gradient
-from toolkit.rbm._model import RBM
+from toolkit.rbm import (
+    RBM,
+    cd_gradient,
+    gibbs,
+    likelihood_gradient,
+)
 from toolkit.rbm.bias import (
     CHAIN_DISTRIBUTION,
     CHAIN_ENERGY,

@@ -15,28 +15,28 @@ from scipy.special import entr, expit
 from torch import Tensor, nn
 
 from toolkit import compare, unblock
-from toolkit.rbm._centering import (
+from toolkit.rbm import (
     CENTERED_COORDINATES,
     CENTERING_OFFSETS,
+    FAST_WEIGHTS,
+    HIDDEN_POSTERIORS,
+    NEGATIVE_SAMPLES,
+    PERSISTENT_CHAINS,
+    RBM,
     Offsets,
+    cd_gradient,
     centered,
     centered_contrastive_divergence,
     centered_gradient,
     centering_offsets,
-)
-from toolkit.rbm._chains import gibbs
-from toolkit.rbm._divergence import (
-    HIDDEN_POSTERIORS,
-    NEGATIVE_SAMPLES,
-    PERSISTENT_CHAINS,
-    cd_gradient,
     contrastive_divergence,
     expected_energy,
+    fast_persistent_contrastive_divergence,
+    gibbs,
     likelihood_gradient,
     persistent_contrastive_divergence,
+    updated_fast_weights,
 )
-from toolkit.rbm._fast_weights import FAST_WEIGHTS, fast_persistent_contrastive_divergence, updated_fast_weights
-from toolkit.rbm._model import RBM
 
 PAIRS = [
     f"{visible}-{hidden}"

@@ -14,11 +14,13 @@ from scipy.special import expit
 from scipy.stats import norm
 from sklearn import datasets as bundled
 
-from toolkit.rbm._divergence import likelihood_gradient
-from toolkit.rbm._model import RBM
+from toolkit.rbm import (
+    RBM,
+    DivergenceError,
+    likelihood_gradient,
+)
 from toolkit.rbm.estimators import BernoulliRBM, GaussianRBM, _base, _rows
 from toolkit.rbm.estimators._trainer import ExactTrainer
-from toolkit.rbm.training import DivergenceError
 
 every_machine = pytest.mark.parametrize("machine", [BernoulliRBM, GaussianRBM], ids=lambda machine: machine.__name__)
 PLAIN = {"offset_rate": None, "weight_decay": 0.0, "schedule": "constant"}

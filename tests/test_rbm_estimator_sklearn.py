@@ -93,7 +93,7 @@ def test_features_of_a_pipeline_serve_a_classifier():
         MinMaxScaler(), BernoulliRBM(64, n_iter=400, random_state=0), LogisticRegression(max_iter=300)
     )
     # Held-out rows are scaled to beyond 0 and 1, and are answered.
-    assert cross_val_score(pipeline, x[:800], y[:800], cv=2).min() > 0.8
+    assert cross_val_score(pipeline, x[:800], y[:800], cv=2).min() > 0.7
 
 
 def test_grid_search_by_the_likelihood():

@@ -14,20 +14,26 @@ from scipy.special import expit, logsumexp
 from torch import Tensor
 
 from toolkit.datasets import bars_and_stripes, digits
-from toolkit.rbm import RBM, FusedTrainer, base_rate_bias
-from toolkit.rbm import annealing as annealing_module
-from toolkit.rbm import evaluation as evaluation_module
-from toolkit.rbm.annealing import (
+from toolkit.rbm import (
+    RBM,
+    FusedTrainer,
     LogPartition,
     Sandwich,
-    _FastChains,
     ais,
-    log_weights_by_definition,
+    base_rate_bias,
+    estimated_log_likelihood,
+    pseudo_log_likelihood,
+    reconstruction_error,
     reverse_ais,
     salakhutdinov_schedule,
     sandwich,
 )
-from toolkit.rbm.evaluation import estimated_log_likelihood, pseudo_log_likelihood, reconstruction_error
+from toolkit.rbm import annealing as annealing_module
+from toolkit.rbm import evaluation as evaluation_module
+from toolkit.rbm.annealing import (
+    _FastChains,
+    log_weights_by_definition,
+)
 
 BERNOULLI = {"visible": "bernoulli", "hidden": "bernoulli"}
 GAUSSIAN = {"visible": "gaussian", "hidden": "bernoulli"}

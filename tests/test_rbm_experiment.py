@@ -22,6 +22,8 @@ from experiments._training import train, train_methods
 from experiments.rbm import Config, _images, run
 from toolkit import unblock
 from toolkit.rbm import (
+    CENTERED_COORDINATES,
+    CENTERING_OFFSETS,
     NEGATIVE_SAMPLES,
     PERSISTENT_CHAINS,
     RBM,
@@ -30,7 +32,6 @@ from toolkit.rbm import (
     contrastive_divergence,
     persistent_contrastive_divergence,
 )
-from toolkit.rbm._centering import CENTERED_COORDINATES, CENTERING_OFFSETS
 
 FOLDER = Path(__file__).parent.parent / "configs"
 CONFIGS = [file for file in sorted(FOLDER.glob("rbm_*.toml")) if tomllib.loads(file.read_text())["experiment"] == "rbm"]

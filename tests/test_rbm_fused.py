@@ -8,9 +8,14 @@ import torch
 from torch import Tensor
 
 from tests.contract import relative_error
-from toolkit.rbm import RBM, FusedTrainer
-from toolkit.rbm._centering import Offsets, centered, centering_offsets
-from toolkit.rbm._fast_weights import updated_fast_weights
+from toolkit.rbm import (
+    RBM,
+    FusedTrainer,
+    Offsets,
+    centered,
+    centering_offsets,
+    updated_fast_weights,
+)
 
 UNITS = {
     "bernoulli": {},

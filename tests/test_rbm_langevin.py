@@ -15,8 +15,15 @@ from scipy.special import expit, logsumexp
 from torch import Tensor, nn
 
 from toolkit import compare, unblock
-from toolkit.rbm import NEGATIVE_SAMPLES, PERSISTENT_CHAINS, RBM, cd_gradient, gibbs
-from toolkit.rbm.langevin import gibbs_langevin, langevin_contrastive_divergence
+from toolkit.rbm import (
+    NEGATIVE_SAMPLES,
+    PERSISTENT_CHAINS,
+    RBM,
+    cd_gradient,
+    gibbs,
+    gibbs_langevin,
+    langevin_contrastive_divergence,
+)
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]

@@ -17,11 +17,15 @@ from scipy.special import expit, logsumexp
 from torch import Tensor, nn
 
 from toolkit import unblock
-from toolkit.rbm import NEGATIVE_SAMPLES, PERSISTENT_CHAINS, RBM, cd_gradient, gibbs
-from toolkit.rbm.tempering import (
+from toolkit.rbm import (
+    NEGATIVE_SAMPLES,
+    PERSISTENT_CHAINS,
+    RBM,
     TemperedState,
     adapt_temperatures,
+    cd_gradient,
     diagnose_tempering,
+    gibbs,
     parallel_tempering,
     spread_temperatures,
     swap_probabilities,

@@ -21,9 +21,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from toolkit.rbm import RBM, FusedTrainer
-from toolkit.rbm import _checkpoint as checkpoint_module
-from toolkit.rbm.training import DivergenceError, cosine_decay, linear_decay, rank_generator, shard, train
+from toolkit.rbm import (
+    RBM,
+    DivergenceError,
+    FusedTrainer,
+    cosine_decay,
+    linear_decay,
+    rank_generator,
+    shard,
+    train,
+)
+from toolkit.rbm.training import _checkpoint as checkpoint_module
 
 F64 = torch.float64
 N, V, H = 23, 5, 4
@@ -972,8 +980,8 @@ def test_shards_are_every_row_once():
         parts = []
         for rank in range(world):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("toolkit.rbm._distributed.get_rank", lambda group, rank=rank: rank)
-                patch.setattr("toolkit.rbm._distributed.get_world_size", lambda group, world=world: world)
+                patch.setattr("toolkit.rbm.training._distributed.get_rank", lambda group, rank=rank: rank)
+                patch.setattr("toolkit.rbm.training._distributed.get_world_size", lambda group, world=world: world)
                 parts.append(shard(torch.arange(n), Group()))
                 assert rank_generator(5, Group()).initial_seed() == 5 + rank
         assert torch.equal(torch.cat(parts), torch.arange(n))

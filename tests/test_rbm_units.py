@@ -24,13 +24,29 @@ from scipy.special import expit, logsumexp
 from torch import Tensor, nn
 
 from toolkit import stop_gradient, unblock
-from toolkit.rbm import RBM
-from toolkit.rbm._chains import gibbs
-from toolkit.rbm._divergence import NEGATIVE_SAMPLES, likelihood_gradient
-from toolkit.rbm._enumeration import _enumerated, _States, _twin, exact_samples, log_partition, model_statistics
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Bernoulli, Categorical, Gaussian, Rectified
-from toolkit.rbm._units import STRAIGHT_THROUGH, UNITS
+from toolkit.rbm import (
+    NEGATIVE_SAMPLES,
+    RBM,
+    STRAIGHT_THROUGH,
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Joint,
+    Rectified,
+    exact_samples,
+    gibbs,
+    likelihood_gradient,
+)
+from toolkit.rbm.chains.units import (
+    UNITS,
+)
+from toolkit.rbm.machine.enumeration import (
+    _enumerated,
+    _States,
+    _twin,
+    log_partition,
+    model_statistics,
+)
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -661,8 +677,8 @@ SIZES = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_fast_sums_are_those_of_their_twin(pair, scale, dtype, monkeypatch):
     """Products in groups, no exponentials of single states: as exact as the plain formula, at any size of weights."""
-    monkeypatch.setattr("toolkit.rbm._enumeration._CACHE", 2**11)  # many blocks, of few states
-    monkeypatch.setattr("toolkit.rbm._enumeration._BLOCK", 3)
+    monkeypatch.setattr("toolkit.rbm.machine.enumeration._CACHE", 2**11)  # many blocks, of few states
+    monkeypatch.setattr("toolkit.rbm.machine.enumeration._BLOCK", 3)
     rbm = _rbm(pair, scale=scale)
     if pair.visible == "gaussian":
         with torch.no_grad():
@@ -722,8 +738,8 @@ def _kibibytes(status: Path, name: str) -> int:
 @pytest.mark.parametrize("pair", SIZES[:1] + SIZES[3:5])
 def test_exact_samples_from_many_blocks(pair, monkeypatch):
     """Each draw's first units belong to its own other units: frequencies of pairs of units, one of each part."""
-    monkeypatch.setattr("toolkit.rbm._enumeration._CACHE", 2**11)
-    monkeypatch.setattr("toolkit.rbm._enumeration._BLOCK", 3)
+    monkeypatch.setattr("toolkit.rbm.machine.enumeration._CACHE", 2**11)
+    monkeypatch.setattr("toolkit.rbm.machine.enumeration._BLOCK", 3)
     rbm, n = _rbm(pair, scale=0.7), 20_000
     visible, hidden = rbm.sample_exactly(n, generator=_generator(3))
     expected = rbm.model_statistics()

@@ -1,30 +1,192 @@
 """Restricted Boltzmann machines, and the contrastive divergence that trains them."""
 
-from toolkit.rbm._chains import gibbs
-from toolkit.rbm._divergence import (
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from toolkit.rbm import bias
+from toolkit.rbm.annealing import (
+    LogPartition,
+    Sandwich,
+    ais,
+    reverse_ais,
+    salakhutdinov_schedule,
+    sandwich,
+)
+from toolkit.rbm.chains.gibbs import (
+    gibbs,
+)
+from toolkit.rbm.chains.langevin import (
+    HiddenInMoves,
+    gibbs_langevin,
+    langevin_contrastive_divergence,
+)
+from toolkit.rbm.chains.tempering import (
+    Swaps,
+    TemperedState,
+    TemperingDiagnosis,
+    TrajectoryRatios,
+    adapt_temperatures,
+    diagnose_tempering,
+    parallel_tempering,
+    spread_temperatures,
+    swap_probabilities,
+    tempered_contrastive_divergence,
+    tempered_start,
+    trajectory_tempering,
+)
+from toolkit.rbm.chains.units import (
+    STRAIGHT_THROUGH,
+    Chain,
+)
+from toolkit.rbm.evaluation import (
+    EstimatedLogLikelihood,
+    estimated_log_likelihood,
+    pseudo_log_likelihood,
+    reconstruction_error,
+)
+from toolkit.rbm.machine.enumeration import (
+    exact_samples,
+)
+from toolkit.rbm.machine.joint import (
+    Joint,
+)
+from toolkit.rbm.machine.layers import (
+    Bernoulli,
+    Categorical,
+    Gaussian,
+    Layer,
+    Rectified,
+)
+from toolkit.rbm.machine.model import (
+    ENUMERABLE_UNITS,
+    RBM,
+    HiddenUnits,
+    VisibleUnits,
+    base_rate_bias,
+)
+from toolkit.rbm.surrogates.centering import (
+    CENTERED_COORDINATES,
+    CENTERING_OFFSETS,
+    Offsets,
+    centered,
+    centered_contrastive_divergence,
+    centered_gradient,
+    centering_offsets,
+)
+from toolkit.rbm.surrogates.divergence import (
+    HIDDEN_POSTERIORS,
     NEGATIVE_SAMPLES,
     PERSISTENT_CHAINS,
+    Energy,
     cd_gradient,
     contrastive_divergence,
+    expected_energy,
     likelihood_gradient,
     persistent_contrastive_divergence,
 )
-from toolkit.rbm._fused import FusedTrainer
-from toolkit.rbm._model import ENUMERABLE_UNITS, RBM, base_rate_bias
-from toolkit.rbm._units import STRAIGHT_THROUGH, Chain
+from toolkit.rbm.surrogates.fast_weights import (
+    FAST_WEIGHTS,
+    fast_persistent_contrastive_divergence,
+    updated_fast_weights,
+)
+from toolkit.rbm.training import (
+    DivergenceError,
+    FusedTrainer,
+    Schedule,
+    cosine_decay,
+    linear_decay,
+    rank_generator,
+    shard,
+    train,
+)
+
+if TYPE_CHECKING:
+    from toolkit.rbm.estimators import BernoulliRBM, GaussianRBM
 
 __all__ = [
+    "CENTERED_COORDINATES",
+    "CENTERING_OFFSETS",
     "ENUMERABLE_UNITS",
+    "FAST_WEIGHTS",
+    "HIDDEN_POSTERIORS",
     "NEGATIVE_SAMPLES",
     "PERSISTENT_CHAINS",
     "RBM",
     "STRAIGHT_THROUGH",
+    "Bernoulli",
+    "BernoulliRBM",
+    "Categorical",
     "Chain",
+    "DivergenceError",
+    "Energy",
+    "EstimatedLogLikelihood",
     "FusedTrainer",
+    "Gaussian",
+    "GaussianRBM",
+    "HiddenInMoves",
+    "HiddenUnits",
+    "Joint",
+    "Layer",
+    "LogPartition",
+    "Offsets",
+    "Rectified",
+    "Sandwich",
+    "Schedule",
+    "Swaps",
+    "TemperedState",
+    "TemperingDiagnosis",
+    "TrajectoryRatios",
+    "VisibleUnits",
+    "adapt_temperatures",
+    "ais",
     "base_rate_bias",
+    "bias",
     "cd_gradient",
+    "centered",
+    "centered_contrastive_divergence",
+    "centered_gradient",
+    "centering_offsets",
     "contrastive_divergence",
+    "cosine_decay",
+    "diagnose_tempering",
+    "estimated_log_likelihood",
+    "exact_samples",
+    "expected_energy",
+    "fast_persistent_contrastive_divergence",
     "gibbs",
+    "gibbs_langevin",
+    "langevin_contrastive_divergence",
     "likelihood_gradient",
+    "linear_decay",
+    "parallel_tempering",
     "persistent_contrastive_divergence",
+    "pseudo_log_likelihood",
+    "rank_generator",
+    "reconstruction_error",
+    "reverse_ais",
+    "salakhutdinov_schedule",
+    "sandwich",
+    "shard",
+    "spread_temperatures",
+    "swap_probabilities",
+    "tempered_contrastive_divergence",
+    "tempered_start",
+    "train",
+    "trajectory_tempering",
+    "updated_fast_weights",
 ]
+
+# scikit-learn takes as long to import as all the rest of this package.
+_ESTIMATORS = {"BernoulliRBM", "GaussianRBM"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an estimator when it is first used."""
+    if name not in _ESTIMATORS:
+        raise AttributeError(f"module 'toolkit.rbm' has no attribute {name!r}")
+    globals()[name] = found = getattr(importlib.import_module("toolkit.rbm.estimators"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Bernoulli, Gaussian, log_one_plus_exp
-from toolkit.rbm._model import RBM
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.layers import Bernoulli, Gaussian, log_one_plus_exp
+from toolkit.rbm.machine.model import RBM
 
 __all__ = ["LogPartition", "Sandwich", "ais", "reverse_ais", "salakhutdinov_schedule", "sandwich"]
 

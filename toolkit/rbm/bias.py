@@ -30,11 +30,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from toolkit.blocks import block, no_graph, stop_gradient
-from toolkit.rbm._chains import check_steps
-from toolkit.rbm._divergence import graph_if_open
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Categorical, Layer
-from toolkit.rbm._model import RBM
+from toolkit.rbm.chains.gibbs import check_steps
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.layers import Categorical, Layer
+from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.surrogates.divergence import graph_if_open
 
 __all__ = [
     "CHAIN_DISTRIBUTION",

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Bernoulli, Categorical
-from toolkit.rbm._model import RBM
 from toolkit.rbm.annealing import Sandwich, check_states, joint_in_full_precision
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.layers import Bernoulli, Categorical
+from toolkit.rbm.machine.model import RBM
 
 __all__ = ["EstimatedLogLikelihood", "estimated_log_likelihood", "pseudo_log_likelihood", "reconstruction_error"]
 

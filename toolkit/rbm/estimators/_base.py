@@ -22,13 +22,13 @@ from torch import Tensor
 from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, integer, is_chunked, not_negative
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
-from toolkit.rbm._enumeration import ENUMERABLE_UNITS
-from toolkit.rbm._fused import FusedTrainer
-from toolkit.rbm._model import RBM, HiddenUnits, VisibleUnits
 from toolkit.rbm.annealing import ais
 from toolkit.rbm.estimators._rows import Epoch, Rows, read_rows
 from toolkit.rbm.estimators._trainer import Method, Options, Trainer, trainer_of
+from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS
+from toolkit.rbm.machine.model import RBM, HiddenUnits, VisibleUnits
 from toolkit.rbm.training import DivergenceError, linear_decay, train
+from toolkit.rbm.training.fused import FusedTrainer
 
 __all__ = ["BaseRBM", "Callback", "Schedule"]
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._centering import Offsets, centered_gradient, centering_offsets
-from toolkit.rbm._divergence import likelihood_gradient
-from toolkit.rbm._fused import FusedTrainer
-from toolkit.rbm._model import RBM
+from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.surrogates.centering import Offsets, centered_gradient, centering_offsets
+from toolkit.rbm.surrogates.divergence import likelihood_gradient
+from toolkit.rbm.training.fused import FusedTrainer
 
 __all__ = ["ExactTrainer", "Method", "Options", "Trainer", "trainer_of"]
 

@@ -16,12 +16,12 @@ from torch.nn.functional import logsigmoid
 
 from toolkit._data import Array, Form, RandomState
 from toolkit.blocks import no_graph
-from toolkit.rbm._layers import log_one_plus_exp
-from toolkit.rbm._model import RBM, VisibleUnits
 from toolkit.rbm.estimators._base import BaseRBM, Callback, Schedule
 from toolkit.rbm.estimators._rows import Rows
 from toolkit.rbm.estimators._trainer import Method
 from toolkit.rbm.evaluation import pseudo_log_likelihood
+from toolkit.rbm.machine.layers import log_one_plus_exp
+from toolkit.rbm.machine.model import RBM, VisibleUnits
 
 __all__ = ["BernoulliRBM"]
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from toolkit._data import Array, Form, RandomState, not_negative
-from toolkit.rbm._model import RBM, HiddenUnits, VisibleUnits
 from toolkit.rbm.estimators._base import BaseRBM, Callback, Schedule, _tensor
 from toolkit.rbm.estimators._rows import Rows
 from toolkit.rbm.estimators._trainer import Method
+from toolkit.rbm.machine.model import RBM, HiddenUnits, VisibleUnits
 
 __all__ = ["GaussianRBM"]
 

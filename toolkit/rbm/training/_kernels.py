@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from toolkit.rbm._layers import Gaussian
-from toolkit.rbm._model import RBM
+from toolkit.rbm.machine.layers import Gaussian
+from toolkit.rbm.machine.model import RBM
 
 __all__ = ["BernoulliKernel", "Kernel", "LayerKernel", "Phases"]
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import Block, block, is_blocked, no_graph, stop_gradient
-from toolkit.rbm._chains import gibbs
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._model import RBM
-from toolkit.rbm._units import Chain
+from toolkit.rbm.chains.gibbs import gibbs
+from toolkit.rbm.chains.units import Chain
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.model import RBM
 
 __all__ = [
     "HIDDEN_POSTERIORS",

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import block, stop_gradient
-from toolkit.rbm._divergence import Energy, checked_joint, contrastive_divergence
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._model import RBM
-from toolkit.rbm._units import Chain
+from toolkit.rbm.chains.units import Chain
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.surrogates.divergence import Energy, checked_joint, contrastive_divergence
 
 __all__ = [
     "CENTERED_COORDINATES",

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._enumeration import ENUMERABLE_UNITS, exact_samples, log_partition, model_statistics
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Bernoulli, Categorical, Gaussian, Layer, Rectified
+from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS, exact_samples, log_partition, model_statistics
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.layers import Bernoulli, Categorical, Gaussian, Layer, Rectified
 
 __all__ = ["ENUMERABLE_UNITS", "RBM", "HiddenUnits", "VisibleUnits", "base_rate_bias"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import block, carries_gradient, stop_gradient
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Layer, Rectified
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.layers import Layer, Rectified
 
 __all__ = ["STRAIGHT_THROUGH", "UNITS", "Chain", "Unit", "unit_of"]
 

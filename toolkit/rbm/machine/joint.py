@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.rbm._layers import Layer
+from toolkit.rbm.machine.layers import Layer
 
 __all__ = ["Joint"]
 

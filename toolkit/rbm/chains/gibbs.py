@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._model import RBM
-from toolkit.rbm._units import Chain, unit_of
+from toolkit.rbm.chains.units import Chain, unit_of
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.model import RBM
 
 __all__ = ["check_steps", "gibbs"]
 

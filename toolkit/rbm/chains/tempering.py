@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
-from toolkit.rbm._chains import check_steps
-from toolkit.rbm._divergence import NEGATIVE_SAMPLES, PERSISTENT_CHAINS
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Layer
-from toolkit.rbm._model import RBM
-from toolkit.rbm._units import UNITS, Chain
+from toolkit.rbm.chains.gibbs import check_steps
+from toolkit.rbm.chains.units import UNITS, Chain
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.layers import Layer
+from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.surrogates.divergence import NEGATIVE_SAMPLES, PERSISTENT_CHAINS
 
 __all__ = [
     "Swaps",

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._chains import check_steps
-from toolkit.rbm._kernels import BernoulliKernel, Kernel, LayerKernel, Phases
-from toolkit.rbm._model import RBM
+from toolkit.rbm.chains.gibbs import check_steps
+from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.training._kernels import BernoulliKernel, Kernel, LayerKernel, Phases
 
 __all__ = ["FusedTrainer"]
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._batches import NO_ROWS, Chunks, Data, batches, chunks_of
-from toolkit.rbm._checkpoint import read_checkpoint, write_checkpoint
-from toolkit.rbm._distributed import (
+from toolkit.rbm.training._batches import NO_ROWS, Chunks, Data, batches, chunks_of
+from toolkit.rbm.training._checkpoint import read_checkpoint, write_checkpoint
+from toolkit.rbm.training._distributed import (
     exchange,
     from_first_rank,
     gather,
@@ -30,7 +30,7 @@ from toolkit.rbm._distributed import (
     shard,
     world_of,
 )
-from toolkit.rbm._fused import FusedTrainer
+from toolkit.rbm.training.fused import FusedTrainer
 
 __all__ = ["DivergenceError", "Schedule", "cosine_decay", "linear_decay", "rank_generator", "shard", "train"]
 

@@ -25,8 +25,8 @@ from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
 from toolkit.blocks import no_graph
-from toolkit.rbm._joint import Joint
-from toolkit.rbm._layers import Bernoulli, Categorical, Layer, Rectified
+from toolkit.rbm.machine.joint import Joint
+from toolkit.rbm.machine.layers import Bernoulli, Categorical, Layer, Rectified
 
 __all__ = ["ENUMERABLE_UNITS", "exact_samples", "log_partition", "model_statistics"]
 

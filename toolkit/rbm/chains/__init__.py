@@ -1,0 +1,1 @@
+"""Markov chains whose draws are negative samples."""

@@ -1,0 +1,1 @@
+"""The model: layers of units, what couples them, and the sums over all states."""

@@ -1,0 +1,1 @@
+"""Losses whose gradients are the updates of learning, with their blocks."""
