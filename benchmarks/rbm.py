@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,17 +18,22 @@ from toolkit.rbm import NEGATIVE_SAMPLES, RBM, FusedTrainer, contrastive_diverge
 
 def rows() -> Iterator[Row]:
     """Measure updates in float32 and float64, and what an open block keeps alive."""
-    yield _persistent_update(784, 500, 100)
+    yield _persistent_update("fused PCD-1 update", "at most 1.15")
+    yield _persistent_update("centred with weight decay", "", offset_rate=0.01, weight_decay=1e-3)
+    yield _persistent_update("sampling in bfloat16", "at most 0.9", product_dtype=torch.bfloat16)
+    yield _persistent_update("with fast weights", "", fast_rate=0.01)
     yield _fused_beside_autograd(784, 500, 100)
     for dtype in (np.float64, np.float32):
         yield _beside_sklearn(10, 100, dtype)
     yield from _blocked_beside_open(784, 500, 100, steps=10)
 
 
-def _persistent_update(n_visible: int, n_hidden: int, batch: int) -> Row:
+def _persistent_update(what: str, goal: str, **options: Any) -> Row:
+    n_visible, n_hidden, batch = 784, 500, 100
     generator = torch.Generator().manual_seed(0)
     rbm, data = _machine_and_data(n_visible, n_hidden, batch, generator)
-    trainer = FusedTrainer(rbm, batch_size=batch, steps=1, chains=torch.zeros(batch, n_hidden), generator=generator)
+    chains = torch.zeros(batch, n_hidden)
+    trainer = FusedTrainer(rbm, batch_size=batch, steps=1, chains=chains, generator=generator, **options)
     visible, hidden = data.float(), torch.rand(batch, n_hidden, generator=generator)
     weights = rbm.weights.data.clone()
     to_hidden, to_visible, update = torch.empty_like(hidden), torch.empty_like(visible), torch.empty_like(weights)
@@ -39,10 +45,10 @@ def _persistent_update(n_visible: int, n_hidden: int, batch: int) -> Row:
             torch.mm(visible.T, hidden, out=update)
 
     return _row(
-        f"fused PCD-1 update / its five matrix products, {n_visible} x {n_hidden}, batch {batch}",
+        f"{what} / the five matrix products of PCD-1, {n_visible} x {n_hidden}, batch {batch}",
         lambda: trainer.step(data, learning_rate=0.01),
         five_products,
-        "at most 1.15",
+        goal,
     )
 
 

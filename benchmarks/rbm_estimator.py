@@ -19,7 +19,12 @@ from toolkit.rbm.estimators import BernoulliRBM
 def rows() -> Iterator[Row]:
     """Measure whole fits, single batches, and held-out likelihoods."""
     for dtype in (np.float64, np.float32):
-        yield _fit(dtype, "scikit-learn's update", "at most 0.75", {"offset_rate": None, "schedule": "constant"})
+        yield _fit(
+            dtype,
+            "scikit-learn's update",
+            "at most 0.75",
+            {"offset_rate": None, "weight_decay": 0.0, "schedule": "constant"},
+        )
         yield _fit(dtype, "centred", "", {})
         yield _partial_fit(dtype)
     yield _defaults()
