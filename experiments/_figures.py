@@ -358,7 +358,10 @@ def _svg(figure: Figure, key: str, label: str) -> str:
     """Return inline SVG. Ids are prefixed with `key`: those of two figures on one page would collide."""
     with mpl.rc_context({"svg.hashsalt": key}):
         buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
+        # Tight: an axes with a fixed aspect may stand out of the room that the layout gave it.
+        figure.savefig(
+            buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True, bbox_inches="tight"
+        )
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r'\bid="', f'id="{key}-', text)
