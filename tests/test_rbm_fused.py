@@ -1,6 +1,7 @@
 """The fused trainer with all its options is plain descent on the blocked surrogates, for all units."""
 
 import itertools
+import math
 from dataclasses import dataclass, field
 
 import pytest
@@ -200,6 +201,7 @@ def test_one_temperature_is_persistent_contrastive_divergence(units):
         trainer.step(batch, learning_rate=0.1)
     assert relative_error(dict(plain.named_parameters()), dict(tempered.named_parameters())) < 1e-14
     assert trainers[1].chains.shape == (1, 4, 3)
+    assert trainers[1].swap_rates is None
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -278,10 +280,25 @@ CHAINS = torch.zeros(4, 3, dtype=torch.float64)
     ("options", "message"),
     [
         ({"fast_rate": 0.1}, r"`inverse_temperatures` and `fast_rate` should come with `chains`"),
-        ({"fast_rate": 0.0, "chains": CHAINS}, r"`fast_rate` should be positive\. Found 0\.0"),
+        ({"fast_rate": 0.0, "chains": CHAINS}, r"`fast_rate` should be above 0\. Found 0\.0"),
+        ({"fast_rate": math.inf, "chains": CHAINS}, r"`fast_rate` should be above 0\. Found inf"),
+        ({"chains": CHAINS + 7}, r"`chains` should be between 0 and 1\. Found 7\.0"),
+        ({"chains": CHAINS + math.nan}, r"`chains` should be finite\. Found nan"),
+        ({"chains": CHAINS, "reference": CHAINS[0]}, r"`reference` should come with `inverse_temperatures`"),
+        (
+            {"chains": CHAINS, "inverse_temperatures": BETAS, "reference": CHAINS[0, :1]},
+            r"`reference` should have shape \(4,\)\. Found \(1,\)",
+        ),
+        (
+            {"chains": CHAINS, "inverse_temperatures": BETAS, "reference": torch.full((4,), math.nan)},
+            r"`reference` should be finite",
+        ),
+        ({"product_dtype": torch.int8}, r"`product_dtype` should be a floating-point type\. Found torch\.int8"),
         ({"fast_rate": 0.1, "chains": CHAINS, "inverse_temperatures": BETAS}, r"should not both be given"),
-        ({"offset_rate": 1.5}, r"`offset_rate` should be between 0 and 1, and not 0\. Found 1\.5"),
-        ({"weight_decay": -1.0}, r"`weight_decay` should not be negative\. Found -1\.0"),
+        ({"offset_rate": 1.5}, r"`offset_rate` should be above 0 and at most 1\. Found 1\.5"),
+        ({"weight_decay": -1.0}, r"`weight_decay` should be finite and not negative\. Found -1\.0"),
+        ({"weight_decay": math.inf}, r"`weight_decay` should be finite and not negative\. Found inf"),
+        ({"weight_decay": "a"}, r"`weight_decay` should be finite and not negative\. Found 'a'"),
         ({"chains": CHAINS, "inverse_temperatures": BETAS.flip(0)}, r"should increase from 0 or more to 1\. Found \[1"),
         ({"chains": CHAINS, "inverse_temperatures": BETAS[:2]}, r"should increase from 0 or more to 1\. Found \[0\.3"),
         ({"chains": CHAINS.expand(2, 4, 3), "inverse_temperatures": BETAS}, r"shape \(M, 3\) or \(3, M, 3\), M > 0"),
@@ -290,6 +307,27 @@ CHAINS = torch.zeros(4, 3, dtype=torch.float64)
 def test_a_clear_error(options, message):
     with pytest.raises(ValueError, match=message):
         FusedTrainer(_rbm("bernoulli"), batch_size=5, steps=1, **options)
+
+
+def test_arrays_are_no_data_of_a_step():
+    trainer = FusedTrainer(_rbm("bernoulli"), batch_size=5, steps=1, inverse_temperatures=[0, 1], chains=CHAINS.numpy())
+    with pytest.raises(TypeError, match=r"`data` should be a tensor\. Found ndarray"):
+        trainer.step(CHAINS.numpy(), learning_rate=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rare_ones_are_drawn_as_rarely_in_half_precision(dtype):
+    """Uniform numbers in bfloat16 are 0 once in 256 times: a probability of 3e-4 would be drawn seven times too often."""
+    rbm = RBM(1000, 1, dtype=dtype)
+    with torch.no_grad():
+        rbm.weights.zero_()
+        rbm.visible_bias.fill_(-8)
+    rate = torch.sigmoid(torch.tensor(-8.0)).item()
+    trainer = FusedTrainer(rbm, batch_size=400, steps=1, generator=_generator())
+    with torch.no_grad():
+        phases = trainer._kernel.phases(torch.zeros(400, 1000), None, trainer.generator)
+    drawn = phases.visible[: phases.n_negative].double().mean().item()
+    assert abs(drawn - rate) < 5 * (rate / 400_000) ** 0.5
 
 
 def test_low_precision_is_for_bernoulli_units():

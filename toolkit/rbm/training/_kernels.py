@@ -75,7 +75,7 @@ class Swaps:
     """Swaps of neighbouring temperatures, even and odd pairs in turn, and how often they are accepted."""
 
     def __init__(self, betas: Tensor, n_chains: int) -> None:
-        self.betas = betas
+        self.betas = betas = betas.to(torch.promote_types(betas.dtype, torch.float32))
         self._chain = torch.arange(n_chains, device=betas.device)
         self._order = torch.arange(len(betas), device=betas.device)[:, None].repeat(1, n_chains)
         self._uniform = betas.new_empty(len(betas) // 2, n_chains)
@@ -143,6 +143,7 @@ class BernoulliKernel:
     ) -> None:
         self._rbm, self._steps, self._persistent = rbm, steps, states is not None
         like = rbm.weights
+        self._narrow = like.dtype not in (torch.float32, torch.float64)
         self.n_chains = 0 if states is None else states.shape[-2]
         self._shape = None if states is None else states.shape
         negatives = batch_size if states is None else states.shape.numel() // rbm.n_hidden
@@ -215,7 +216,11 @@ class BernoulliKernel:
             return out if betas is None else out.mul_(betas).add_(self._reference)
 
         def draw(mean: Tensor, out: Tensor) -> None:
-            out.uniform_(generator=generator).lt_(mean)
+            if self._narrow:  # has too few numbers between 0 and 1 to draw from
+                uniform = torch.empty(out.shape, dtype=torch.float32, device=out.device).uniform_(generator=generator)
+                out.copy_(uniform.lt_(mean))
+            else:
+                out.uniform_(generator=generator).lt_(mean)
 
         views.positive.copy_(data)
         if not self._persistent:
@@ -318,7 +323,8 @@ class LayerKernel:
     ) -> None:
         self._rbm, self._steps, self._states, self._reference = rbm, steps, states, reference
         self.n_chains = 0 if states is None else states.shape[-2]
-        self._swaps = None if betas is None else Swaps(betas.to(rbm.weights), self.n_chains)
+        several = betas is not None and len(betas) > 1
+        self._swaps = Swaps(betas.to(rbm.weights), self.n_chains) if betas is not None and several else None
 
     @property
     def chains(self) -> Tensor | None:
@@ -354,7 +360,7 @@ class LayerKernel:
                 hidden = drawn.sample_hidden(visible, generator)
         if self._states is not None:
             self._states.copy_(hidden)
-        negative = visible if self._swaps is None else visible[-1]
+        negative = visible[-1] if visible.ndim == 3 else visible  # at inverse temperature 1
         rows = torch.cat([negative, data])
         means = joint.hidden_mean(rows)
         m, n = len(negative), len(data)

@@ -5,6 +5,7 @@ N data of one batch, M negative samples, T temperatures, V columns of the visibl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -42,12 +43,13 @@ class FusedTrainer:
       drives them on.
 
     Args:
-        rbm: The machine, of any kind of units; its parameters are updated.
+        rbm: The machine, of any kind of units; all its parameters are updated, also those without ``requires_grad``.
         batch_size: The most rows that `step` will see.
         steps: k, the number of Gibbs steps.
         chains: (M, H), hidden states at which persistent chains start, zeros for example; (T, M, H) with
             `inverse_temperatures`, or (M, H) for all temperatures; copied. None: the chains start at the data.
-        inverse_temperatures: (T,), :math:`\beta`, increasing, the last one 1. See `toolkit.rbm.Joint.annealed`.
+        inverse_temperatures: (T,), :math:`\beta`, increasing, the last one 1; evenly spaced from 0, say. See
+            `toolkit.rbm.Joint.annealed`.
         reference: (V,), visible biases of the machine at :math:`\beta = 0`. None: 0, or those of a Gaussian machine.
         fast_rate: The learning rate of the fast weights, which lose a twentieth at every update. None: none.
         offset_rate: The update is that of centred coordinates, whose offsets are running means of both layers given the
@@ -61,8 +63,9 @@ class FusedTrainer:
             be none, and all get the same update: that of the joined rows. None: this process alone.
 
     Raises:
-        ValueError: If `batch_size` or `steps` is not positive, `chains` does not have its shape, a rate is out of its
-            range, inverse temperatures do not increase to 1, or options do not go together.
+        ValueError: If `batch_size` or `steps` is not positive, `chains` or `reference` does not have its shape or has
+            states that there are not, a rate is out of its range, inverse temperatures do not increase to 1, or options
+            do not go together.
 
     References:
         Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
@@ -97,21 +100,26 @@ class FusedTrainer:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"`batch_size` should be a positive integer. Found {batch_size!r}.")
         check_steps(steps)
-        if fast_rate is not None and not fast_rate > 0:
-            raise ValueError(f"`fast_rate` should be positive. Found {fast_rate!r}.")
-        if offset_rate is not None and not 0 < offset_rate <= 1:
-            raise ValueError(f"`offset_rate` should be between 0 and 1, and not 0. Found {offset_rate!r}.")
-        if not weight_decay >= 0:
-            raise ValueError(f"`weight_decay` should not be negative. Found {weight_decay!r}.")
+        for name, value, least, most in (
+            ("fast_rate", fast_rate, 0.0, math.inf),
+            ("offset_rate", offset_rate, 0.0, 1.0),
+            ("weight_decay", weight_decay, -1.0, math.inf),
+        ):
+            _check_number(name, value, least, most)
         if chains is None and (inverse_temperatures is not None or fast_rate is not None):
             raise ValueError("`inverse_temperatures` and `fast_rate` should come with `chains`. Found none.")
         if inverse_temperatures is not None and fast_rate is not None:
             raise ValueError("`fast_rate` and `inverse_temperatures` should not both be given.")
+        if reference is not None and inverse_temperatures is None:
+            raise ValueError("`reference` should come with `inverse_temperatures`. Found none.")
+        if product_dtype is not None and not getattr(product_dtype, "is_floating_point", False):
+            raise ValueError(f"`product_dtype` should be a floating-point type. Found {product_dtype!r}.")
         self.rbm, self.batch_size, self.steps, self.generator, self.group = rbm, batch_size, steps, generator, group
         self.weight_decay, self.fast_rate, self.offset_rate = weight_decay, fast_rate, offset_rate
-        betas = None if inverse_temperatures is None else _check_temperatures(inverse_temperatures)
+        betas = None if inverse_temperatures is None else _check_temperatures(torch.as_tensor(inverse_temperatures))
         with no_graph():
-            states = None if chains is None else _states(chains, rbm, betas)
+            states = None if chains is None else _states(torch.as_tensor(chains), rbm, betas)
+            reference = None if reference is None else _check_reference(torch.as_tensor(reference), rbm)
             bernoulli = rbm.visible_units == rbm.hidden_units == "bernoulli"
             if product_dtype is not None and not bernoulli:
                 raise ValueError("`product_dtype` should be left out unless all units are Bernoulli units.")
@@ -164,6 +172,8 @@ class FusedTrainer:
         Raises:
             ValueError: If `data` has no rows, more than `batch_size`, or not V columns.
         """
+        if not isinstance(data, Tensor):
+            raise TypeError(f"`data` should be a tensor. Found {type(data).__name__}.")
         n, n_columns = data.shape if data.ndim == 2 else (-1, -1)
         if n_columns != self.rbm.n_columns or not (self.group is None) <= n <= self.batch_size:
             raise ValueError(
@@ -328,4 +338,25 @@ def _states(chains: Tensor, rbm: RBM, betas: Tensor | None) -> Tensor:
         raise ValueError(f"`chains` should have shape {expected}, M > 0. Found {tuple(chains.shape)}.")
     if betas is not None and chains.ndim == 2:
         chains = chains.expand(len(betas), *chains.shape)
-    return chains.to(rbm.weights, copy=True, memory_format=torch.contiguous_format)
+    states = chains.to(rbm.weights, copy=True, memory_format=torch.contiguous_format)
+    rbm.joint.hidden.check(states, "chains")
+    return states
+
+
+def _check_reference(reference: Tensor, rbm: RBM) -> Tensor:
+    if reference.shape != rbm.visible_bias.shape:
+        raise ValueError(f"`reference` should have shape ({rbm.n_columns},). Found {tuple(reference.shape)}.")
+    if not bool(reference.isfinite().all()):
+        raise ValueError("`reference` should be finite. Found values that are not.")
+    return reference.to(rbm.weights)
+
+
+def _check_number(name: str, value: object, above: float, most: float) -> None:
+    """Raise unless a rate is None, or a finite number in its range."""
+    if value is None:
+        return
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    inside = isinstance(value, int | float) and value <= most and (value >= 0 if above < 0 else value > 0)
+    if not number or not inside or value in (math.inf, -math.inf):
+        expected = "finite and not negative" if above < 0 else "above 0" + (" and at most 1" if most == 1 else "")
+        raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
