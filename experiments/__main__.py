@@ -57,7 +57,8 @@ def run(configs: tuple[Path, ...], overrides: tuple[str, ...], force: bool, resu
                 )  # fmt: skip
             except RunError as error:
                 _stop(str(error), 1)
-    click.echo(f"{len(loaded)} configs in {time.perf_counter() - begin:.0f} s; records in {results}/")
+    count = "1 config" if len(loaded) == 1 else f"{len(loaded)} configs"
+    click.echo(f"{count} in {time.perf_counter() - begin:.0f} s; records in {results}/")
 
 
 @main.command()

@@ -53,7 +53,7 @@ def run_config(
         on_method: Called with the name of each of the other methods before it is trained.
 
     Raises:
-        RunError: If two variants differ before any gradient was used.
+        RunError: If two variants differ before any gradient was used, or a block that is opened is not met.
     """
     torch.set_num_threads(loaded.config.threads)
     folder = results_folder(root, loaded.name, loaded.config.resolved())
@@ -76,7 +76,7 @@ def _run_seed(
         run: Run = loaded.module.run(config, seed)
         return run
 
-    first = _Gradients(make(), config.variants)
+    first = _Gradients(make(), config.variants, loaded.path)
     trained: dict[Variant, Training] = {}
     last = first
     for variant in config.variants:
@@ -84,7 +84,7 @@ def _run_seed(
         with unblock(*variant):
             trained[variant] = train(run, config, on_step)
         if not variant and trained[variant].diverged_at is None:
-            last = _Gradients(run, config.variants)
+            last = _Gradients(run, config.variants, loaded.path)
     _check_first_losses(loaded, seed, trained)
     seconds = _seconds_per_step(make, config.variants)
     variants = {}
@@ -103,6 +103,7 @@ def _run_seed(
     known = declared_blocks()
     data = {
         "name": loaded.name,
+        "path": str(loaded.path),
         "seed": seed,
         "started": started.isoformat(timespec="seconds"),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -136,8 +137,15 @@ def _run_seed(
 class _Gradients:
     """The gradients of every variant at the present parameters of a run, and how far each is from the target."""
 
-    def __init__(self, run: Run, variants: list[Variant]) -> None:
+    def __init__(self, run: Run, variants: list[Variant], path: Path) -> None:
         comparison = compare(run.loss, run.parameters)
+        met = [effect.name for effect in comparison.effects]
+        unmet = sorted(frozenset().union(*variants).difference(met))
+        if unmet:
+            raise RunError(
+                f"{path}: open: with these values the program does not meet {', '.join(unmet)}; it meets "
+                f"{', '.join(met) or 'no block'}"
+            )
         target = None if run.target is None else {name: value.cpu() for name, value in run.target().items()}
         self._comparison = comparison
         self._variants = variants

@@ -580,7 +580,8 @@ def _bytes(count: float) -> str:
 
 def _command(name: str, data: dict[str, Any]) -> str:
     overrides = "".join(f" --set {shlex.quote(override)}" for override in data["overrides"])
-    return f"python -m experiments run configs/{name}.toml{overrides}"
+    path = data.get("path", f"configs/{name}.toml")
+    return f"python -m experiments run {shlex.quote(path)}{overrides}"
 
 
 def _provenance(records: Sequence[Record]) -> list[tuple[str, str]]:

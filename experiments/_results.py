@@ -118,7 +118,7 @@ def read_all(root: Path) -> list[ExperimentRecords]:
     """Return the records of every config that has any, sorted by name; the newest values of each config.
 
     Raises:
-        ValueError: If a record is of another version of this project.
+        ValueError: If a record is damaged, or of another version of this project.
     """
     found = []
     for name in sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []:
@@ -170,7 +170,10 @@ def environment(threads: int) -> dict[str, Any]:
 
 
 def _read(folder: Path) -> Record:
-    data = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    try:
+        data = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{folder}: the record is damaged ({error}): run its config again with --force") from None
     _check_schema(data, folder)
     return Record(data["seed"], data, safetensors.numpy.load_file(folder / "gradients.safetensors"))
 

@@ -105,12 +105,12 @@ class Config(ExperimentConfig):
     def _is_an_idx_file(cls, path: str | None) -> str | None:
         if path is not None:
             if not Path(path).is_file():
-                raise ValueError("there is no such file")
+                raise ValueError("this is a folder, not a file" if Path(path).is_dir() else "there is no such file")
             pixels = _pixels(path)
-            if pixels.dtype != torch.uint8 or not pixels.numel():
-                raise ValueError(
-                    f"the file should have pixels of one byte; it has {tuple(pixels.shape)} {pixels.dtype}"
-                )
+            if not pixels.numel():
+                raise ValueError(f"the file should have images; it has none, of {pixels.shape[1]} pixels")
+            if pixels.dtype != torch.uint8:
+                raise ValueError(f"the file should have pixels of one byte; it has {pixels.dtype}")
         return path
 
     @model_validator(mode="after")
@@ -120,6 +120,12 @@ class Config(ExperimentConfig):
                 raise ValueError('data = "idx" needs images and held_out')
             if _pixels(self.images).shape[1] != _pixels(self.held_out).shape[1]:
                 raise ValueError("images and held_out should have the same number of pixels")
+            brightest = int(_pixels(self.images).max())
+            if brightest < self.threshold:
+                raise ValueError(
+                    f"threshold should be at most the brightest pixel of images, {brightest}; it is {self.threshold}, "
+                    "so that every image would be black"
+                )
         elif self.n_hidden > _EXACT:
             raise ValueError(f"n_hidden should be at most {_EXACT}, so that the likelihood is exact")
         names = [method.name for method in self.methods]

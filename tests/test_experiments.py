@@ -100,6 +100,16 @@ def test_variants_with_another_first_loss_are_an_error(tmp_path, monkeypatch):
     assert read_all(tmp_path / "results") == []
 
 
+def test_a_block_that_these_values_do_not_meet_ends_the_command_line_with_a_line(tmp_path):
+    overrides = ["--set", 'open=["rbm.straight_through"]', "--set", "steps=1", "--set", "seeds=1"]
+    done = CliRunner().invoke(main, ["run", "configs/rbm_digits.toml", *overrides, "--results", str(tmp_path)])
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1] == (
+        "error: configs/rbm_digits.toml: open: with these values the program does not meet rbm.straight_through; it "
+        "meets rbm.negative_samples"
+    )
+
+
 def test_an_unfair_run_ends_the_command_line_with_code_1(tmp_path, monkeypatch):
     path = toy.install("toy_unfair_cli", tmp_path, monkeypatch)
     done = CliRunner().invoke(main, ["run", str(path), "--set", "kind=unfair", "--results", str(tmp_path / "results")])

@@ -427,7 +427,7 @@ def test_a_folder_of_configs_leaves_out_those_that_need_files():
     [
         (np.zeros((4, 3)), "images and held_out should have the same number of pixels"),
         (np.zeros(4), "the file should have images, of two dimensions or more; its sizes are (4,)"),
-        (np.zeros((0, 2, 2)), "the file should have pixels of one byte; it has (0, 4) torch.uint8"),
+        (np.zeros((0, 2, 2)), "the file should have images; it has none, of 4 pixels"),
     ],
     ids=["other pixels", "labels", "nothing"],
 )
@@ -436,3 +436,16 @@ def test_files_that_are_no_images_are_one_line(files, tmp_path, numbers, says):
     with pytest.raises(ConfigError, match=r"\A[^\n]*\Z") as caught:
         load_config(MNIST, _overrides((files[0], other)))
     assert says in str(caught.value)
+
+
+def test_images_that_would_all_be_black_are_an_error(tmp_path):
+    """Zeros and ones, say, at a threshold for bytes."""
+    path = _write_idx(tmp_path / "ones", np.eye(4).reshape(4, 2, 2))
+    with pytest.raises(ConfigError, match="threshold should be at most the brightest pixel of images, 1; it is 128"):
+        load_config(MNIST, _overrides((path, path)))
+    assert load_config(MNIST, [*_overrides((path, path)), "threshold=1"]).config.threshold == 1
+
+
+def test_a_folder_is_no_file_of_images(tmp_path):
+    with pytest.raises(ConfigError, match="this is a folder, not a file"):
+        load_config(MNIST, _overrides((tmp_path, tmp_path)))

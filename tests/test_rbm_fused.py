@@ -317,7 +317,7 @@ def test_arrays_are_no_data_of_a_step():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rare_ones_are_drawn_as_rarely_in_half_precision(dtype):
-    """Uniform numbers in bfloat16 are 0 once in 256 times: a probability of 3e-4 would be drawn seven times too often."""
+    """Uniform numbers in bfloat16 are 0 once in 256 times: 3e-4 would be drawn seven times too often."""
     rbm = RBM(1000, 1, dtype=dtype)
     with torch.no_grad():
         rbm.weights.zero_()

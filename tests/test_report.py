@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from experiments.__main__ import main
 from experiments._compare import run_config
 from experiments._config import load_config
-from experiments._report import _brief, _count, _methods, _references, _seeds, _sweep, write_report
+from experiments._report import _brief, _command, _count, _methods, _references, _seeds, _sweep, write_report
 from experiments._results import read_all
 
 ROOT = Path(__file__).parent.parent
@@ -289,3 +289,10 @@ def test_a_browser_shows_every_picture_without_an_error(page):
         assert overflow <= 0
     finally:
         browser.quit()
+
+
+def test_the_command_names_the_file_that_was_run():
+    data = {"overrides": ["steps=3"], "path": "configs/own_data/mine here.toml"}
+    expected = "python -m experiments run 'configs/own_data/mine here.toml' --set steps=3"
+    assert _command("mine here", data) == expected
+    assert _command("old", {"overrides": []}) == "python -m experiments run configs/old.toml"

@@ -74,6 +74,15 @@ def test_a_record_of_another_schema_is_refused(tmp_path):
         read_all(tmp_path)
 
 
+def test_a_damaged_record_is_named(tmp_path):
+    path = write_record(results_folder(tmp_path, "toy", {}), 0, _record(0), GRADIENTS) / "record.json"
+    path.write_text("junk")
+    with pytest.raises(
+        ValueError, match=r"toy/.*/seed-000: the record is damaged \(.*\): run its config again with --force"
+    ):
+        read_all(tmp_path)
+
+
 def test_the_environment_says_commit_versions_and_machine():
     found = environment(threads=2)
     assert found["git"] is None or len(found["git"]["commit"]) == 40
