@@ -644,3 +644,8 @@ def test_start_refuses(name):
         problem.mixture.sample(0)
     with pytest.raises(ValueError, match=r"`log_weights` should have shape|should have shape"):
         dataclasses.replace(problem.mixture, log_weights=torch.zeros(7, dtype=F64))
+
+
+def test_a_name_is_no_family():
+    with pytest.raises(TypeError, match=r"`family` should be a family of mixtures, .*\. Found 'poisson'\."):
+        fit_family("poisson", torch.zeros(4, 1), 2)

@@ -316,3 +316,12 @@ def test_bad_arguments(name):
     with pytest.raises(error, match=message):
         gradient_em(first_of(X, 2), **{"x": X, "optimizer": partial(Adam, lr=0.1), "steps": 3, **options})
     assert math.isfinite(float(X.sum()))
+
+
+def test_an_optimizer_of_other_leaves_is_a_clear_error():
+    x = torch.tensor([[0.0], [1.0], [8.0]])
+    start = GaussianParameters.from_covariances(
+        weights=torch.ones(1), means=x[:1], covariances=torch.ones(1), covariance_type="spherical"
+    )
+    with pytest.raises(TypeError, match=r"`optimizer` should be a function of the leaves.*type SGD"):
+        gradient_em(start, x, optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1), steps=1)

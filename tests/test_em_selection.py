@@ -488,3 +488,16 @@ def test_samples_that_are_all_alike_have_fewer_clusters():
     x = torch.tensor([[0.0, 1.0], [4.0, 2.0]], dtype=F64).repeat(10, 1)
     assert Agglomeration.of(x, None).starts(5, "spherical", 1e-3) == []
     assert len(Agglomeration.of(x, None).starts(2, "spherical", 1e-3)) == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"n_components": 3}, r"`n_components` should be several numbers, range\(1, 10\) say\. Found 3\."),
+        ({"models": "VEV"}, r"`models` should be a sequence of names, \('VEV',\) say\. Found 'VEV'\."),
+    ],
+    ids=["a number", "a name"],
+)
+def test_one_where_several_are_asked_for_is_a_clear_error(arguments, says):
+    with pytest.raises(TypeError, match=says):
+        select(torch.randn(20, 2, generator=torch.Generator().manual_seed(0)), **arguments)

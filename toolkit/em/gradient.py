@@ -70,7 +70,7 @@ def gradient_em(
         has all these log-likelihoods and may fall; ``converged`` is False, because nothing is asked about it.
 
     Raises:
-        TypeError: If `x` or `sample_weight` is no tensor.
+        TypeError: If `x` or `sample_weight` is no tensor, or `optimizer` no function.
         ValueError: If an argument is out of range, L-BFGS is given minibatches, or the log-likelihood is not finite any
             more: the steps are too long.
 
@@ -88,6 +88,11 @@ def gradient_em(
         tensor([[0.5000, 9.0000]])
     """
     check_samples(x, sample_weight)
+    if not callable(optimizer):
+        raise TypeError(
+            "`optimizer` should be a function of the leaves, `lambda leaves: torch.optim.Adam(leaves)` say. "
+            f"Found an object of type {type(optimizer).__name__}."
+        )
     for name, value, least in (("steps", steps, 0), ("inner_steps", inner_steps, 1)):
         check_integer(name, value, least)
     if batch_size is not None:

@@ -69,7 +69,7 @@ def fit_family(
         never falls, and `log_likelihood` is without the prior.
 
     Raises:
-        TypeError: If `x` is no real tensor.
+        TypeError: If `x` is no real tensor, or `family` no family.
         ValueError: If an argument is out of range, or an EM step fails (a singular scatter, say).
 
     Example:
@@ -79,6 +79,8 @@ def fit_family(
         >>> found.parameters.rates.sort(0).values.T, found.converged
         (tensor([[ 1., 32.]]), True)
     """
+    if not callable(getattr(family, "start", None)):
+        raise TypeError(f"`family` should be a family of mixtures, `PoissonMixture` say. Found {family!r}.")
     if not isinstance(n_init, int) or isinstance(n_init, bool) or n_init < 1:
         raise ValueError(f"`n_init` should be a positive integer. Found {n_init!r}.")
     best: Climb[F] | None = None

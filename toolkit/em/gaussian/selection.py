@@ -292,7 +292,8 @@ def select(
         The candidates, of which `Selection.best` is the chosen one.
 
     Raises:
-        TypeError: If `x` is not a float32 or float64 tensor, or `sample_weight` no tensor.
+        TypeError: If `x` is not a float32 or float64 tensor, `sample_weight` no tensor, `n_components` a single number,
+            or `models` a single name.
         ValueError: If an argument is out of range.
 
     References:
@@ -307,6 +308,10 @@ def select(
         ('EII', 3)
     """
     check_samples(x, sample_weight)
+    if not isinstance(n_components, Iterable):
+        raise TypeError(f"`n_components` should be several numbers, range(1, 10) say. Found {n_components!r}.")
+    if isinstance(models, str):
+        raise TypeError(f"`models` should be a sequence of names, ({models!r},) say. Found {models!r}.")
     numbers = sorted(set(n_components))
     if models is None:
         models = COVARIANCE_MODELS if x.shape[1] > 1 else ("EII", "VII")
