@@ -120,6 +120,7 @@ class FusedTrainer:
         with no_graph():
             states = None if chains is None else _states(torch.as_tensor(chains), rbm, betas)
             reference = None if reference is None else _check_reference(torch.as_tensor(reference), rbm)
+            self.inverse_temperatures, self.reference, self.product_dtype = betas, reference, product_dtype
             bernoulli = rbm.visible_units == rbm.hidden_units == "bernoulli"
             if product_dtype is not None and not bernoulli:
                 raise ValueError("`product_dtype` should be left out unless all units are Bernoulli units.")
