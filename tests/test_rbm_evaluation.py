@@ -82,7 +82,11 @@ def _digital(base: int, n_units: int) -> np.ndarray:
 
 def _parameters(rbm: RBM) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     w, b, c = (getattr(rbm, n).detach().cpu().double().numpy() for n in ("weights", "visible_bias", "hidden_bias"))
-    z = rbm.visible_log_variance.detach().cpu().numpy() if rbm.visible_units == "gaussian" else np.zeros_like(b)
+    z = (
+        rbm.visible_log_variance.detach().cpu().double().numpy()
+        if rbm.visible_units == "gaussian"
+        else np.zeros_like(b)
+    )
     return w, b, c, np.exp(z)
 
 
@@ -318,6 +322,62 @@ def test_large_steps_of_the_temperature_are_exact_in_float32(scale: float) -> No
     expected = rbm.free_energy(visible) - rbm.joint.annealed(0.0, rbm.visible_bias).free_energy(visible)
     found = reverse_ais(_rbm(n_visible=20, n_hidden=10, scale=scale).float(), visible.float(), inverse_temperatures=2)
     assert (found.log_weights - expected).abs().max() < 1e-6 * expected.abs().max()
+
+
+def _far_from_zero(units: dict, bias: float) -> tuple[RBM, Tensor]:
+    """Return a machine of real units far from 0, and a reference near its biases; both are the same in float32."""
+    rbm = _rbm(units, 100, 4, scale=0.05)
+    with torch.no_grad():
+        rbm.visible_bias.add_(bias)
+    return rbm.float().double(), torch.full((100,), bias, dtype=torch.float64)
+
+
+@both_directions
+@pytest.mark.parametrize("bias", [128.0, 1000.0])
+def test_real_units_far_from_zero_are_exact_in_float32(bias: float, direction: str) -> None:
+    rbm, reference = _far_from_zero(GAUSSIAN, bias)
+    truth = _log_partition(rbm)
+    found = _run(rbm.float(), direction, 500, 200, reference=reference.float())
+    assert abs(found.estimate - truth) < 4 * found.standard_error < 0.1
+
+
+@pytest.mark.parametrize("units", [GAUSSIAN, BOTH], ids=["bernoulli", "rectified"])
+@pytest.mark.parametrize("bias", [128.0, 1000.0])
+def test_weights_of_real_units_far_from_zero_are_exact_in_float32(bias: float, units: dict) -> None:
+    rbm, reference = _far_from_zero(units, bias)
+    visible = bias + torch.randn(50, 100, generator=_generator(), dtype=torch.float64)
+    visible = visible.float()
+    options = {"inverse_temperatures": torch.tensor([0.0, 1.0]), "reference": reference}
+    # As from the definition: the difference of two free energies, with what completes the squares.
+    expected = reverse_ais(rbm, visible.double(), **options).log_weights
+    by_definition = rbm.free_energy(visible.double()) - rbm.joint.annealed(0.0, reference).free_energy(visible.double())
+    assert torch.allclose(expected, by_definition, rtol=1e-12, atol=1e-8)
+    found = reverse_ais(rbm.float(), visible, **options).log_weights
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+def test_reference_log_z_is_summed_in_float64() -> None:
+    rbm = RBM(20_000, 2, generator=_generator())
+    found = ais(rbm, chains=2, inverse_temperatures=2, generator=_generator())
+    assert found.log_reference == pytest.approx(20_002 * math.log(2), abs=1e-8)
+
+
+@pytest.mark.filterwarnings("error")
+@both_directions
+@units_of_all_kinds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_warnings_and_no_number_of_torchs_own_generator(units: dict, dtype: torch.dtype, direction: str) -> None:
+    rbm = _rbm(units, dtype=dtype)
+    assert rbm.weights.requires_grad
+    visible = _draws(rbm, 5)
+    state = torch.get_rng_state()
+    if direction == "forward":
+        ais(rbm, chains=5, inverse_temperatures=3, generator=_generator())
+    else:
+        reverse_ais(rbm, visible, inverse_temperatures=3, generator=_generator())
+        if units["visible"] != "gaussian":
+            pseudo_log_likelihood(rbm, visible)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def _draws_of_a_wide_layer(rbm: RBM, n: int) -> Tensor:

@@ -215,7 +215,7 @@ def ais(
     if not isinstance(chains, int) or chains < 2:
         raise ValueError(f"`chains` should be an integer from 2, so that they have a standard error. Found {chains!r}.")
     betas, joint = _inverse_temperatures(inverse_temperatures), joint_in_full_precision(rbm)
-    reference = _reference(joint, reference)
+    joint, reference, _ = _centred(joint, _reference(joint, reference))
     start, log_reference = _without_weights(joint, reference)
     visible = start.visible.sample(start.weights.new_zeros(chains, start.visible.n_columns), generator)
     log_weights = _log_weights(joint, visible, betas, reference, generator)
@@ -273,9 +273,9 @@ def reverse_ais(
     if len(visible) < 2:
         raise ValueError("`visible` should have at least 2 rows, so that there is a standard error. Found 1.")
     betas, joint = _inverse_temperatures(inverse_temperatures), joint_in_full_precision(rbm)
-    reference = _reference(joint, reference)
+    joint, reference, origin = _centred(joint, _reference(joint, reference))
     _, log_reference = _without_weights(joint, reference)
-    states = visible.to(joint.weights.dtype, copy=True)
+    states = (visible.clone() if origin is None else visible - origin).to(joint.weights)
     log_weights = _log_weights(joint, states, betas[::-1], reference, generator)
     return LogPartition(log_weights, log_reference, "reverse")
 
@@ -363,10 +363,12 @@ class _FastChains:
     With :math:`a = W^\top s(v) + c`, the change of the log-weight from :math:`\beta` to :math:`\beta'` is
 
     .. math::
-        (\beta' - \beta) s(v)^\top (b - b_0) - \sum_j \log(1 + \sigma(\beta' a_j) (e^{(\beta - \beta') a_j} - 1)),
+        (\beta' - \beta) (s(v) - \bar s)^\top (b - b_0)
+        - \sum_j \log(1 + \sigma(\beta' a_j) (e^{(\beta - \beta') a_j} - 1)),
 
-    where :math:`\sigma(\beta' a)` is what the hidden units are drawn from next. The small difference of two large sums
-    is never formed, so that float32 does for small steps of the temperature.
+    where :math:`\sigma(\beta' a)` is what the hidden units are drawn from next, and :math:`\bar s` is 0 but for Gaussian
+    units, :math:`s((b_\beta + b_{\beta'}) / 2)`. The small difference of two large sums is never formed, so that float32
+    does for small steps of the temperature.
     """
 
     def __init__(self, joint: Joint, visible: Tensor, reference: Tensor, generator: torch.Generator | None) -> None:
@@ -375,6 +377,7 @@ class _FastChains:
         self.weights = scale[:, None] * joint.weights
         # By how much the log-weight a(v) of the visible units changes with the temperature; it is linear in v.
         self.slope = scale * (joint.visible.bias - reference)
+        self.slopes = bool(self.slope.any())
         self.steepest = self._steepest()
         self.visible = visible
         self.hidden = visible.new_empty(len(visible), joint.hidden.n_columns)
@@ -396,7 +399,7 @@ class _FastChains:
             if k < len(betas):
                 for rows in self._chunks():
                     self._draw_visible(rows, after)
-        return self.log_weights + (self._constant(betas[-1]) - self._constant(betas[0]))
+        return self.log_weights
 
     def _weigh_and_draw_hidden(self, rows: slice, before: float, after: float) -> None:
         visible, hidden = self.visible[rows], self.hidden[rows]
@@ -409,7 +412,9 @@ class _FastChains:
             change = -hidden.sum(-1)
         else:
             change = (log_one_plus_exp(inputs * after) - log_one_plus_exp(inputs * before)).sum(-1)
-        self.log_weights[rows] += change + (after - before) * (visible @ self.slope)
+        self.log_weights[rows] += change
+        if self.slopes:
+            self.log_weights[rows] += (after - before) * self._slope_of(visible, (before + after) / 2)
         self._draw(mean, out=hidden)
 
     def _draw_visible(self, rows: slice, beta: float) -> None:
@@ -441,10 +446,12 @@ class _FastChains:
     def _bias(self, beta: float) -> Tensor:
         return self.reference + beta * (self.joint.visible.bias - self.reference)
 
-    def _constant(self, beta: float) -> float:
-        """Return the part of log f that depends on the temperature alone: that of Gaussian units at 0."""
-        bias = self._bias(beta)
-        return float(self.joint.visible.with_bias(bias).log_weight(torch.zeros_like(bias)))
+    def _slope_of(self, visible: Tensor, beta: float) -> Tensor:
+        """Return the slope of a(v) with the temperature, (N,); exact for a step of Gaussian units half-way of it."""
+        if isinstance(self.joint.visible, Gaussian):
+            # From the bias of the moment on: the squares of v and of the bias are large numbers that nearly cancel.
+            visible = torch.sub(visible, self._bias(beta), out=self.visible_mean[: len(visible)])
+        return visible @ self.slope
 
     def _steepest(self) -> float:
         """Return the most that an input of a hidden unit can be, in magnitude: no visible unit exceeds 1."""
@@ -457,8 +464,26 @@ class _FastChains:
 def _without_weights(joint: Joint, reference: Tensor) -> tuple[Joint, float]:
     """Return the machine where annealing starts, and its log Z."""
     start = joint.annealed(0.0, reference)
-    layers = (start.visible, start.hidden)
-    return start, sum(float(layer.log_normaliser(torch.zeros_like(layer.bias))) for layer in layers)
+    exact = start.to_type(torch.float64)
+    layers = (exact.visible, exact.hidden)
+    return start, sum(layer.log_normaliser(torch.zeros_like(layer.bias)).item() for layer in layers)
+
+
+def _centred(joint: Joint, reference: Tensor) -> tuple[Joint, Tensor, Tensor | None]:
+    r"""Return the machine with Gaussian visible units as distances from the reference; that is then 0.
+
+    With :math:`v = b_0 + u` it has the visible biases :math:`b - b_0`, the hidden ones :math:`c + W^\top s(b_0)`, and the
+    same machines between. Far from 0 the input of the hidden units and the log-weights would otherwise be small
+    differences of large numbers.
+
+    Returns:
+        The machine, its reference, and what to take from visible units, float64; None: nothing, they are not Gaussian.
+    """
+    if not isinstance(joint.visible, Gaussian):
+        return joint, reference.to(joint.weights), None
+    exact, origin = joint.to_type(torch.float64), reference.double()
+    by = {"visible_bias": -origin, "hidden_bias": exact.to_hidden(origin)}
+    return exact.shifted(by).to_type(joint.weights.dtype), torch.zeros_like(joint.visible.bias), origin
 
 
 def check_states(rbm: RBM, visible: Tensor) -> None:
@@ -476,30 +501,20 @@ def joint_in_full_precision(rbm: RBM) -> Joint:
         if not bool(parameter.isfinite().all()):
             wrong = parameter[~parameter.isfinite()][0]
             raise ValueError(f"`rbm` should have finite parameters. Found {float(wrong)} in `{name}`.")
-    if rbm.weights.dtype in (torch.float32, torch.float64):
-        return rbm.joint
-    wider = RBM(
-        rbm.n_visible,
-        rbm.n_hidden,
-        visible=rbm.visible_units,
-        hidden=rbm.hidden_units,
-        categories=rbm.categories,
-        dtype=torch.float32,
-        device=rbm.weights.device,
-    )
-    wider.load_state_dict(rbm.state_dict())
-    return wider.joint
+    return rbm.joint.in_full_precision()
 
 
 def _reference(joint: Joint, reference: Tensor | None) -> Tensor:
     if reference is None:
         return joint.visible.bias
+    if not isinstance(reference, Tensor):
+        raise TypeError(f"`reference` should be a tensor. Found {type(reference).__name__}.")
     shape = tuple(joint.visible.bias.shape)
     if reference.shape != shape:
         raise ValueError(f"`reference` should have shape {shape}. Found {tuple(reference.shape)}.")
     if not bool(reference.isfinite().all()):
         raise ValueError(f"`reference` should be finite. Found {float(reference[~reference.isfinite()][0])}.")
-    return reference.to(joint.weights)
+    return reference.to(joint.weights.device)
 
 
 def _inverse_temperatures(inverse_temperatures: int | Tensor) -> list[float]:

@@ -12,10 +12,9 @@ L states of the first units, B states of the others, C columns of the layer that
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -67,7 +66,7 @@ def log_partition(joint: Joint) -> Tensor:
     if joint.weights.ndim > 2:
         return _side_by_side([log_partition(machine) for machine in _machines(joint)], joint)
     side = _enumerated(joint)
-    tensors = _tensors(joint)
+    tensors = joint.tensors
     if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return _twin(joint, side)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
@@ -142,8 +141,8 @@ class _States:
 
     def __init__(self, joint: Joint, side: Side) -> None:
         self.joint, self.side = joint, side
-        self.type = torch.promote_types(joint.weights.dtype, torch.float32)
-        cast = _with(joint, {name: tensor.to(self.type) for name, tensor in _tensors(joint).items()})
+        cast = joint.in_full_precision()
+        self.type = cast.weights.dtype
         if side == "hidden":
             self.own, other, weights = cast.hidden, cast.visible, cast.weights.mT
         else:
@@ -406,7 +405,7 @@ def _model_statistics(states: _States) -> dict[str, Tensor]:
     other = "visible" if states.side == "hidden" else "hidden"
     statistics = {"weights": pairs if states.side == "hidden" else pairs.mT, f"{states.side}_bias": bias}
     statistics |= {f"{other}_{name}": found[name] for name in ("bias", *states.summed.layer.more_parameters)}
-    return {name: statistics[name].to(tensor.dtype) for name, tensor in _tensors(states.joint).items()}
+    return {name: statistics[name].to(tensor.dtype) for name, tensor in states.joint.tensors.items()}
 
 
 def _draw(states: _States, n: int, generator: torch.Generator | None) -> Tensor:
@@ -449,9 +448,9 @@ class _LogPartition(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        names = _tensors(ctx.joint)
+        names = ctx.joint.tensors
         # What was saved, not what the joint still holds: it knows whether it was changed in place since.
-        joint = _with(ctx.joint, dict(zip(names, ctx.saved_tensors, strict=True)))
+        joint = ctx.joint.with_tensors(dict(zip(names, ctx.saved_tensors, strict=True)))
         if torch.is_grad_enabled():  # somebody wants to differentiate again
             value = _twin(joint, ctx.side)
             return (
@@ -504,34 +503,17 @@ def _enumerated(joint: Joint) -> Side:
     return "hidden" if min(finite, key=lambda name: finite[name]) == "hidden" else "visible"
 
 
-def _tensors(joint: Joint) -> dict[str, Tensor]:
-    """Return the parameters of a machine by the names of `RBM`, in its order."""
-    tensors = {"weights": joint.weights, "visible_bias": joint.visible.bias, "hidden_bias": joint.hidden.bias}
-    for side, layer in (("visible", joint.visible), ("hidden", joint.hidden)):
-        tensors |= {f"{side}_{name}": getattr(layer, name) for name in layer.more_parameters}
-    return tensors
-
-
-def _with(joint: Joint, tensors: Mapping[str, Tensor]) -> Joint:
-    """Return a machine with these parameters in the place of its own."""
-    layers = []
-    for side, layer in (("visible", joint.visible), ("hidden", joint.hidden)):
-        fields = ("bias", *layer.more_parameters)
-        layers.append(dataclasses.replace(layer, **{field: tensors[f"{side}_{field}"] for field in fields}))
-    return Joint(tensors["weights"], *layers)
-
-
 def _machines(joint: Joint) -> Iterator[Joint]:
     """Yield the machines that stand side by side, in the order of their leading dimensions."""
     leading = joint.weights.shape[:-2]
     flat = {}
-    for name, tensor in _tensors(joint).items():
+    for name, tensor in joint.tensors.items():
         if name != "weights" and tensor.ndim > 1:
             tensor = tensor.squeeze(-2)  # the dimension of the samples
         size = tensor.shape[-2:] if name == "weights" else tensor.shape[-1:]
         flat[name] = tensor.expand(*leading, *size).reshape(-1, *size)
     for i in range(leading.numel()):
-        yield _with(joint, {name: tensor[i] for name, tensor in flat.items()})
+        yield joint.with_tensors({name: tensor[i] for name, tensor in flat.items()})
 
 
 def _side_by_side(values: list[Tensor], joint: Joint) -> Tensor:

@@ -33,6 +33,32 @@ class Joint:
     visible: Layer
     hidden: Layer
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The parameters by the names of `RBM`, in its order."""
+        tensors = {"weights": self.weights, "visible_bias": self.visible.bias, "hidden_bias": self.hidden.bias}
+        for side, layer in (("visible", self.visible), ("hidden", self.hidden)):
+            tensors |= {f"{side}_{name}": getattr(layer, name) for name in layer.more_parameters}
+        return tensors
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Joint:
+        """Return the machine with these parameters, all that `tensors` names, in the place of its own."""
+        layers = []
+        for side, layer in (("visible", self.visible), ("hidden", self.hidden)):
+            fields = ("bias", *layer.more_parameters)
+            layers.append(dataclasses.replace(layer, **{field: tensors[f"{side}_{field}"] for field in fields}))
+        return Joint(tensors["weights"], *layers)
+
+    def to_type(self, dtype: torch.dtype) -> Joint:
+        """Return the machine with parameters of another floating-point type; itself if it has it."""
+        if all(tensor.dtype == dtype for tensor in self.tensors.values()):
+            return self
+        return self.with_tensors({name: tensor.to(dtype) for name, tensor in self.tensors.items()})
+
+    def in_full_precision(self) -> Joint:
+        """Return the machine in float32 at least: what half precision is too coarse for."""
+        return self.to_type(torch.promote_types(self.weights.dtype, torch.float32))
+
     def to_hidden(self, visible: Tensor) -> Tensor:
         r"""Return the input of the hidden layer, (\*, H), from `visible`, (\*, V)."""
         return self.visible.statistic(visible) @ self.weights
