@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from toolkit.rbm import (
     RBM,
@@ -100,6 +100,16 @@ def file_of(path: Path, data: Tensor) -> np.memmap:
     return np.load(path / "data.npy", mmap_mode="r")
 
 
+class Sampler(torch.utils.data.Sampler):
+    """Batches of indices in a random order of its own."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.generator = n, generator(9)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([part.tolist() for part in torch.randperm(self.n, generator=self.generator).split(7)])
+
+
 SOURCES: dict[str, Callable[[Tensor, Path], object]] = {
     "tensor": lambda data, path: data,
     "array": lambda data, path: data.numpy(),
@@ -111,6 +121,12 @@ SOURCES: dict[str, Callable[[Tensor, Path], object]] = {
     "chunks without rows": lambda data, path: [data[:0], data[:9], data[:0], data[9:], data[:0]],
     "DataLoader": lambda data, path: DataLoader(
         TensorDataset(data), batch_size=7, shuffle=True, generator=generator(9)
+    ),
+    "DataLoader of a sampler that draws": lambda data, path: DataLoader(
+        TensorDataset(data), batch_size=7, sampler=RandomSampler(data, generator=generator(9))
+    ),
+    "DataLoader of batches that are drawn": lambda data, path: DataLoader(
+        TensorDataset(data), batch_sampler=Sampler(len(data))
     ),
 }
 every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
@@ -457,7 +473,7 @@ OTHERS = [
     ({"dtype": torch.float32}, {}, r"`parameters.hidden_bias` \(4,\) float64 in .*, where it is \(4,\) float32 now"),
     ({}, {"batch_size": 3}, "Found `batch_size` 4 in .*, where it is 3 now"),
     ({}, {"chains": torch.zeros(2, H)}, "Found `trainer.kernel.* in .*, where it is"),
-    ({}, {"offset_rate": 0.1}, "Found `trainer.centred` None in .* now"),
+    ({}, {"offset_rate": 0.1}, "Found `offset_rate` None in .*, where it is 0.1 now"),
     ({}, {"data": rows(22)}, "Found `n_rows` 23 in .*, where it is 22 now"),
 ]
 
@@ -479,12 +495,81 @@ def test_a_checkpoint_of_something_else_is_refused(machine_options, others, mess
 
 
 def test_other_data_than_the_checkpoints_are_noticed(tmp_path):
-    run = run_of(lambda: [rows()], {})
+    run = run_of(lambda: [rows()[:4], rows()], {})
     with pytest.raises(Stop):
         run(checkpoint=tmp_path / "c", checkpoint_every=5, callback=stopping_at(5))
-    run = run_of(lambda: [rows(15)], {})
+    run = run_of(lambda: [rows()[:4], rows()[:9]], {})
     with pytest.raises(ValueError, match=r"`data` should be those of the checkpoint. Found fewer than its 5 batches"):
         run(checkpoint=tmp_path / "c")
+
+
+UNLIKE = {
+    "steps": ({}, {"steps": 3}, "`steps` 2 in .*, where it is 3 now"),
+    "weight_decay": ({}, {"weight_decay": 0.1}, "`weight_decay` 0.0 in .*, where it is 0.1 now"),
+    "fast_rate": ({"fast_rate": 0.1}, {"fast_rate": 0.2}, "`fast_rate` 0.1 in .*, where it is 0.2 now"),
+    "inverse_temperatures": (
+        {"inverse_temperatures": torch.tensor([0.0, 0.5, 1.0])},
+        {"inverse_temperatures": torch.tensor([0.0, 0.25, 1.0])},
+        r"`inverse_temperatures` \[0.0, 0.5, 1.0\] in .*, where it is \[0.0, 0.25, 1.0\] now",
+    ),
+    "seed of the order": ({}, {"order": 6}, "`seed of generator` 5 in .*, where it is 6 now"),
+    "seed of the chains": ({}, {"draws": 6}, "`seed of the trainer's generator` 2 in .*, where it is 6 now"),
+    "average_from": ({}, {"average_from": 0.75}, "`average_from` 0.5 in .*, where it is 0.75 now"),
+    "no mean": ({}, {"average_from": None}, "`average_from` 0.5 in .*, where it is None now"),
+    "a row": ({}, {"spoil": slice(22, 23)}, "other data in .* than there are now"),
+    "all rows": ({}, {"spoil": slice(None)}, "other data in .* than there are now"),
+}
+WHOLE = ("tensor", "array", "file")  # of others the first chunk is looked at
+
+
+@pytest.mark.parametrize("stop", [7, None], ids=["stopped", "finished"])
+@pytest.mark.parametrize(("name", "case"), [(n, c) for n in SOURCES for c in UNLIKE if c != "a row" or n in WHOLE])
+def test_what_differs_from_the_checkpoint_is_named(name, case, stop, tmp_path):
+    """Nothing that decides the result may be another one unnoticed, and the machine stays what it was."""
+    path, source, (options, others, message) = tmp_path / "c", SOURCES[name], UNLIKE[case]
+
+    def run(spoil=slice(0), order=5, draws=2, callback=None, average_from=0.5, **options) -> RBM:
+        data = rows()
+        data[spoil] ^= 1
+        settings = {"batch_size": 4, "steps": 2, "chains": torch.zeros(6, H), "generator": generator(draws)} | options
+        torch.manual_seed(0)
+        rbm = machine()
+        before = [parameter.clone() for parameter in rbm.parameters()]
+        more = {"average_from": average_from, "callback": callback, "n_rows": N, "checkpoint": path}
+        more |= {"generator": generator(order), "checkpoint_every": 3}
+        try:
+            train(FusedTrainer(rbm, **settings), source(data, tmp_path), epochs=2, learning_rate=0.1, **more)
+        except ValueError:
+            assert all(torch.equal(a, b) for a, b in zip(rbm.parameters(), before, strict=True))
+            raise
+        return rbm
+
+    with contextlib.suppress(Stop):
+        run(callback=None if stop is None else stopping_at(stop), **options)
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"`checkpoint` should be of the same machine, trainer and data.*" + message):
+        run(**options | others)
+    assert path.read_bytes() == before
+
+
+def test_fewer_epochs_than_are_done_are_refused(tmp_path):
+    run = run_of(rows, {})
+    run(checkpoint=tmp_path / "c")
+    with pytest.raises(
+        ValueError, match=r"`epochs` should be at least the 3 that were done when .*c was written.* Found 2"
+    ):
+        run(checkpoint=tmp_path / "c", epochs=2)
+
+
+def test_the_same_objects_go_on_where_they_were_stopped(tmp_path):
+    """As in a notebook, where generators and machine are those of the call that was interrupted."""
+    own, order, rbm = generator(2), generator(5), machine()
+    trainer = FusedTrainer(rbm, batch_size=4, steps=2, generator=own)
+    settings = {"epochs": 3, "learning_rate": 0.1, "generator": order, "checkpoint": tmp_path / "c"}
+    with pytest.raises(Stop):
+        train(trainer, rows(), checkpoint_every=3, callback=stopping_at(8), **settings)
+    train(trainer, rows(), **settings)
+    assert equal(rbm, run_of(rows, {})(learning_rate=0.1, average_from=None)[0])
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
@@ -542,12 +627,12 @@ def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
     with pytest.raises(Stop):
         run(checkpoint=path, checkpoint_every=5, callback=stopping_at(5))
     before = path.read_bytes()
-    trainer = FusedTrainer(machine(), batch_size=4, steps=2, generator=generator())
+    trainer = FusedTrainer(machine(), batch_size=4, steps=2, generator=generator(2))
 
     def callback(update: int, epoch: int) -> None:
         trainer.rbm.weights.data[0, 0] = math.nan
 
-    settings = {"epochs": 3, "learning_rate": 0.1, "generator": generator(), "checkpoint": path}
+    settings = {"epochs": 3, "learning_rate": 0.1, "generator": generator(5), "checkpoint": path, "average_from": 0.5}
     with pytest.raises(DivergenceError) as found:
         train(trainer, rows(), callback=callback, **settings)
     assert found.value.last_good == 5

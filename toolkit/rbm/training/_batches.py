@@ -19,9 +19,10 @@ from torch.distributed import ProcessGroup
 
 from toolkit._data import from_numpy, give_back_pages
 from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.training._checkpoint import fingerprint
 from toolkit.rbm.training._distributed import exchange, raise_together, rank_of
 
-__all__ = ["NO_ROWS", "Chunks", "Data", "batches", "check_data", "chunks_of"]
+__all__ = ["NO_ROWS", "Chunks", "Data", "batches", "check_data", "chunks_of", "generators_of"]
 
 Data: TypeAlias = Tensor | np.ndarray[Any, Any] | Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -31,6 +32,7 @@ _CHUNK_BYTES = 2**21  # of a file at a time,
 _BLOCK_BYTES = 2**16  # in pieces from all over it: neighbours in a file are often alike
 _GATHERED = 2**17  # numbers of batches that are gathered together
 _CHECKED_AT_ONCE = 2**18  # numbers: their copies in the machine's type stay small
+_HASHED_AT, _HASHED_ROWS = 64, 16  # places all over a file, and rows of it that are hashed at each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,11 +44,13 @@ class Chunks:
             argument says whether to look at the values.
         n_rows: N; None if it is not known.
         streams: Generators, beside that one, that the source draws from.
+        fingerprint: Gives a hash of the data; None if that would take a pass over what is not in memory.
     """
 
     read: Callable[[torch.Generator, bool], Iterator[Tensor]]
     n_rows: int | None
     streams: tuple[torch.Generator, ...] = ()
+    fingerprint: Callable[[], str] | None = None
 
 
 def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = False) -> Chunks:
@@ -69,7 +73,9 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
     if isinstance(data, Tensor):
         tensor = data
         check_data(tensor, rbm)
-        return Chunks(read=lambda order, check: iter([tensor]), n_rows=len(tensor))
+        return Chunks(
+            read=lambda order, check: iter([tensor]), n_rows=len(tensor), fingerprint=lambda: fingerprint(tensor)
+        )
     source = data
     if not callable(source) and not isinstance(source, Iterable):
         raise TypeError(
@@ -97,9 +103,21 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
 
         return map(looked_at, source() if callable(source) else source)  # which keeps no chunk that it has given
 
-    own = getattr(source, "generator", None)
-    streams = (torch.default_generator, *([own] if isinstance(own, torch.Generator) else []))
-    return Chunks(read=read, n_rows=n_rows, streams=streams)
+    return Chunks(
+        read=read,
+        n_rows=n_rows,
+        streams=(torch.default_generator, *generators_of(source)),
+        fingerprint=getattr(source, "fingerprint", None),  # of an estimator's rows
+    )
+
+
+def generators_of(source: object) -> tuple[torch.Generator, ...]:
+    """Return the generators that a source of chunks draws from: of a DataLoader its own, and those of its samplers."""
+    batch_sampler = getattr(source, "batch_sampler", None)
+    owners = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = (getattr(owner, "generator", None) for owner in owners)
+    own = [generator for generator in found if isinstance(generator, torch.Generator)]
+    return (*own, *getattr(source, "streams", ()))
 
 
 def batches(
@@ -251,4 +269,12 @@ def _chunks_of_file(array: np.memmap[Any, Any], rbm: RBM) -> Chunks:
         blocks = torch.randperm(n_blocks, generator=order).tolist()
         return (chunk(blocks[first : first + together], check) for first in range(0, n_blocks, together))
 
-    return Chunks(read=read, n_rows=n_rows)
+    def hashed() -> str:
+        rows = []
+        for place in range(_HASHED_AT):
+            first = max(0, n_rows - _HASHED_ROWS) * place // (_HASHED_AT - 1)
+            rows.append(np.array(array[first : first + _HASHED_ROWS]))
+            give_back_pages(array)
+        return f"{n_rows} {fingerprint(from_numpy(np.concatenate(rows)))}"
+
+    return Chunks(read=read, n_rows=n_rows, fingerprint=hashed)

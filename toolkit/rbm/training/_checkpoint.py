@@ -6,21 +6,41 @@ kept, and what each rank has of its own, ``rank<r>.<name>``; all else is JSON in
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from toolkit.blocks import no_graph
 
-__all__ = ["read_checkpoint", "write_checkpoint"]
+__all__ = ["fingerprint", "read_checkpoint", "write_checkpoint"]
 
-_KEY, _FORMAT = "toolkit.rbm", 1
+_KEY, _FORMAT = "toolkit.rbm", 2
+
+_PIECE_BYTES = 2**20  # of rows that are hashed at a time
+
+
+def fingerprint(rows: Tensor, *, most: int = 2**28) -> str:
+    """Return a hash of the type, the shape, and all bytes of rows, or of rows from all over if there are too many.
+
+    Args:
+        rows: (N, *), on any device.
+        most: The most bytes that are looked at, if a row has no more.
+    """
+    length = max(1, rows[:1].numel() * rows.element_size())
+    chosen = rows[:: max(1, -(-len(rows) * length // most))]
+    found = hashlib.blake2b(f"{rows.dtype} {tuple(rows.shape)}".encode(), digest_size=16)
+    with no_graph():
+        for piece in chosen.split(max(1, _PIECE_BYTES // length)):
+            found.update(piece.cpu().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:

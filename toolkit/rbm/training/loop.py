@@ -8,16 +8,18 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.rbm.training._batches import NO_ROWS, Chunks, Data, batches, chunks_of
-from toolkit.rbm.training._checkpoint import read_checkpoint, write_checkpoint
+from toolkit.rbm.training._checkpoint import fingerprint, read_checkpoint, write_checkpoint
 from toolkit.rbm.training._distributed import (
     exchange,
     from_first_rank,
@@ -34,10 +36,24 @@ from toolkit.rbm.training.fused import FusedTrainer
 
 __all__ = ["DivergenceError", "Schedule", "cosine_decay", "linear_decay", "rank_generator", "shard", "train"]
 
+# What a trainer has, if it has it, beside the rate of its steps, the sizes of its state and its generator.
+_SETTINGS = (
+    "steps",
+    "weight_decay",
+    "fast_rate",
+    "offset_rate",
+    "inverse_temperatures",
+    "reference",
+    "product_dtype",
+)
+
 # The part of training that is done, from 0 to 1 -> a learning rate.
 Schedule: TypeAlias = Callable[[float], float]
 
+_SAME = "`checkpoint` should be of the same machine, trainer and data, or a new file."
+
 _CHECK_EVERY = 100  # updates: what is checked then costs a thousandth of them
+_FIRST_BYTES = 2**20  # of the first chunk of an epoch, by which data are known again
 _AVERAGED = 2**10  # more parameters in a mean gain little, and the mean of very many stops to move in float32
 
 
@@ -124,7 +140,11 @@ def train(
     `trainer.batch_size` rows, and the last one what is left.
 
     With a `checkpoint`, a call that finds the file goes on from it, and ends with the same bits as one that was never
-    interrupted. The learning rate and `epochs` may be others than before.
+    interrupted. The learning rate may be another than before, and so may `epochs`, but not fewer than are done: a mean
+    of parameters then begins anew, from a part that may be another, and where it goes on at the earliest. All else has
+    to be as it was, the seeds of the generators too, and is compared; of data in memory all rows are up to 256 MiB, of
+    larger ones and of a file some from all over them, and of chunks the first one of an epoch. So chunks should be
+    the same ones if they are read again with the same states of torch's generators.
 
     On several ranks (`FusedTrainer` with a `group`) each calls this function with its own part of the data, which may
     be none, its own chains and its own generators: see `shard` and `rank_generator`. Parameters are those of the first
@@ -158,7 +178,7 @@ def train(
         TypeError: If `data` is no data, or can be read only once and has to be read more often.
         ValueError: If an argument is out of its range; if data are empty, of another shape, not finite, or not what
             the machine's visible units can be (by the end of the first epoch, without another pass over data that are
-            not in memory); or if the checkpoint is of another machine, trainer or data.
+            not in memory); or if the checkpoint is of another machine, trainer, seed or data, or of more epochs.
         RuntimeError: If another rank has raised.
 
     References:
@@ -174,6 +194,60 @@ def train(
         >>> updates = train(trainer, data, epochs=1000, learning_rate=linear_decay(0.5), generator=generator)
         >>> updates, round(machine.log_likelihood(data.float()).mean().item(), 1)
         (2000, -0.7)
+    """
+    return run_training(
+        trainer,
+        data,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        generator=generator,
+        n_rows=n_rows,
+        average_from=average_from,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        callback=callback,
+    )
+
+
+def run_training(
+    trainer: FusedTrainer,
+    data: Data,
+    *,
+    epochs: int,
+    learning_rate: float | Schedule,
+    generator: torch.Generator | None,
+    n_rows: int | None = None,
+    average_from: float | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 10_000,
+    callback: Callable[[int, int], None] | None = None,
+    belongs_to: Mapping[str, Any] | None = None,
+    resumed: Callable[[int], None] | None = None,
+) -> int:
+    """Do what `train` does, for an estimator.
+
+    Args:
+        trainer: As of `train`, and so are those that are not described here.
+        data: As of `train`.
+        epochs: As of `train`; no fewer than the checkpoint was written for if it has to belong to something.
+        learning_rate: As of `train`.
+        generator: As of `train`.
+        n_rows: As of `train`.
+        average_from: As of `train`.
+        checkpoint: As of `train`.
+        checkpoint_every: As of `train`.
+        callback: As of `train`.
+        belongs_to: What a checkpoint belongs to, by name, as JSON: it is compared in the place of the seeds.
+        resumed: Called with the number of updates that are done if it goes on from a checkpoint.
+
+    Returns:
+        As `train`.
+
+    Raises:
+        DivergenceError: As `train`.
+        TypeError: As `train`.
+        ValueError: As `train`; also if the checkpoint belongs to something else.
+        RuntimeError: As `train`.
     """
     group, error = trainer.group, None
     try:
@@ -198,8 +272,11 @@ def train(
         path=None if checkpoint is None else Path(checkpoint),
         save_every=checkpoint_every,
         callback=callback or (lambda update, epoch: None),
+        belongs_to=belongs_to,
     )
     run.resume()
+    if run.update and resumed is not None:
+        resumed(run.update)
     while run.epoch < epochs:
         run.train_epoch()
     run.finish()
@@ -222,10 +299,11 @@ class _Run:
         path: Path | None,
         save_every: int,
         callback: Callable[[int, int], None],
+        belongs_to: Mapping[str, Any] | None,
     ) -> None:
         self.trainer, self.chunks, self.epochs, self.learning_rate = trainer, chunks, epochs, learning_rate
         self.n_rows, self.average_from, self.path, self.save_every = n_rows, average_from, path, save_every
-        self.generator, self.callback = generator, callback
+        self.generator, self.callback, self.belongs_to = generator, callback, belongs_to
         self.parameters = dict(trainer.rbm.named_parameters())
         # Where training is: epochs that are over, updates of the one that is not, updates in all.
         self.epoch = self.batch = self.update = 0
@@ -236,6 +314,13 @@ class _Run:
         streams = (generator, *chunks.streams, *_unseen_generators(trainer))
         self.streams = {str(number): stream for number, stream in enumerate(streams)}
         self.at_start: dict[str, Tensor] = {}
+        # By what the data are known again: a hash of them, or of the first chunk of the epoch.
+        known = None if path is None or chunks.fingerprint is None else chunks.fingerprint()
+        self.data: dict[str, str | None] = {"data": known, "first": None}
+        if path is not None and known is None:
+            self.chunks = replace(chunks, read=self._read_noting_the_first)
+        self.source = chunks
+        self.expected: dict[str, str | None] = {}
         self.to_restore: dict[str, Tensor] | None = None
         self.looked_at = False
         with no_graph():
@@ -268,10 +353,9 @@ class _Run:
             group=self.trainer.group,
         )
         again = list(itertools.islice((n for _, n in stream), self.batch))
-        if len(again) < self.batch:
-            raise ValueError(f"`data` should be those of the checkpoint. Found fewer than its {self.batch} batches.")
+        if self.to_restore is not None:
+            self._restore(len(again))
         rows = sum(again)
-        self._restore()
         for batch, n in stream:
             part = 0.0
             if self.n_rows:
@@ -341,9 +425,8 @@ class _Run:
         ]
 
     def _go_on_from(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
-        for name, value in self._facts().items():
-            if facts[name] != value:
-                raise ValueError(self._mismatch(name, facts[name], value))
+        own_facts = facts["own"][rank_of(self.trainer.group)]
+        self._compare(facts, own_facts)
         own = self._tensors() | self._own_tensors()
         for name in sorted(own.keys() | tensors.keys()):
             if name.startswith("average."):
@@ -354,7 +437,6 @@ class _Run:
         with no_graph():
             for name, parameter in self.parameters.items():
                 parameter.copy_(tensors[f"parameters.{name}"])
-                self.good[name].copy_(parameter)
             if self.mean and facts["averaged"] and facts["epochs"] == self.epochs:
                 self.n_averaged = facts["averaged"]
                 for name, mean in self.mean.items():
@@ -362,18 +444,67 @@ class _Run:
         self.epoch, self.batch, self.update = facts["epoch"], facts["batch"], facts["update"]
         self.seed, self.last_good = int(tensors["order"]), facts["update"]
         self.at_start = _with_prefix(tensors, "start.")
-        self.to_restore = tensors
-        if self.batch:
-            self._set_states(self.at_start)
-        else:
-            self._restore()
+        self.to_restore, self.expected = tensors, {name: own_facts[name] for name in self.data}
+        self._set_states(self.at_start)
+        if not self.batch:  # it was the end of training: of its last epoch one chunk is enough
+            if self.expected["first"] is not None:
+                next(self.chunks.read(self.order.manual_seed(self.seed), False), None)
+            self._restore(0)
 
-    def _restore(self) -> None:
+    def _compare(self, facts: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Raise a ValueError unless a checkpoint was written for what is trained now."""
+        for name, value in (self.belongs_to or {}).items():
+            before = (facts["belongs_to"] or {}).get(name)
+            if before != value:
+                raise ValueError(self._mismatch(name, before, value))
+        for name, value in self._facts().items():
+            if facts[name] != value and name != "belongs_to":
+                raise ValueError(self._mismatch(name, facts[name], value))
+        if facts["epochs"] == self.epochs and facts["average_from"] != self.average_from:
+            raise ValueError(self._mismatch("average_from", facts["average_from"], self.average_from))
+        done = facts["epochs"] if self.belongs_to is not None else facts["epoch"] + (facts["batch"] > 0)
+        if self.epochs < done:
+            what = "done" if self.belongs_to is None else "asked for"
+            raise ValueError(
+                f"`epochs` should be at least the {done} that were {what} when {self.path} was written, or the file "
+                f"a new one. Found {self.epochs}."
+            )
+        if self.belongs_to is None:
+            for name, seed in self._seeds().items():
+                if own["seeds"][name] != seed:
+                    raise ValueError(self._mismatch(f"seed of {name}", own["seeds"][name], seed))
+        if own["data"] != self.data["data"]:
+            raise ValueError(self._other_data())
+
+    def _restore(self, n_batches: int) -> None:
         """After the part of the epoch that was done is read once more: the states that generators and chains had."""
-        if self.to_restore is not None:
-            self._set_states(_with_prefix(self.to_restore, "now."))
-            self.trainer.load_state_dict(_with_prefix(self.to_restore, "trainer."))
-            self.to_restore = None
+        assert self.to_restore is not None
+        error = None
+        if self.data["first"] != self.expected["first"]:
+            error = ValueError(self._other_data())
+        elif n_batches < self.batch:
+            error = ValueError(f"`data` should be those of the checkpoint. Found fewer than its {self.batch} batches.")
+        with no_graph():
+            for name, parameter in self.parameters.items():
+                if error is not None:
+                    parameter.copy_(self.good[name])
+                else:
+                    self.good[name].copy_(parameter)
+        raise_together(error, self.trainer.group)
+        self._set_states(_with_prefix(self.to_restore, "now."))
+        self.trainer.load_state_dict(_with_prefix(self.to_restore, "trainer."))
+        self.to_restore = None
+
+    def _read_noting_the_first(self, order: torch.Generator, check: bool) -> Iterator[Tensor]:
+        """Return what reads the chunks of an epoch, and takes the fingerprint of the first one that has rows."""
+        self.data["first"] = None
+
+        def noted(chunk: Tensor) -> Tensor:
+            if self.data["first"] is None and len(chunk):
+                self.data["first"] = fingerprint(chunk, most=_FIRST_BYTES)
+            return chunk
+
+        return map(noted, self.source.read(order, check))  # which keeps no chunk that it has given
 
     def _check(self) -> None:
         """Keep the parameters if all is finite; otherwise bring the last ones back, and raise."""
@@ -412,11 +543,18 @@ class _Run:
         if self.path is None:
             return
         self._check()
-        parts, error = gather(self._own_tensors(), self.trainer.group), None
+        parts, error = gather((self._own_tensors(), self._own_facts()), self.trainer.group), None
         if parts is not None:
-            own = {f"rank{rank}.{name}": tensor for rank, part in enumerate(parts) for name, tensor in part.items()}
+            own = {
+                f"rank{rank}.{name}": tensor for rank, (part, _) in enumerate(parts) for name, tensor in part.items()
+            }
             position = {"epoch": self.epoch, "batch": self.batch, "update": self.update}
-            more = {"averaged": self.n_averaged, "epochs": self.epochs, "ranks": len(parts)}
+            more: dict[str, Any] = {
+                "averaged": self.n_averaged,
+                "epochs": self.epochs,
+                "average_from": self.average_from,
+            }
+            more |= {"ranks": len(parts), "own": [facts for _, facts in parts]}
             try:
                 write_checkpoint(self.path, self._tensors() | own, self._facts() | position | more)
             except OSError as found:
@@ -441,13 +579,31 @@ class _Run:
 
     def _facts(self) -> dict[str, Any]:
         """Return what has to be as it was, so that the position means the same."""
-        return {"machine": str(self.trainer.rbm), "batch_size": self.trainer.batch_size, "n_rows": self.n_rows}
+        return {
+            "belongs_to": None if self.belongs_to is None else dict(self.belongs_to),
+            "machine": str(self.trainer.rbm),
+            "batch_size": self.trainer.batch_size,
+            "n_rows": self.n_rows,
+            **{name: _plain(getattr(self.trainer, name, None)) for name in _SETTINGS},
+        }
+
+    def _own_facts(self) -> dict[str, Any]:
+        """Return what each rank has of its own that has to be as it was."""
+        return {"seeds": self._seeds(), **self.data}
+
+    def _seeds(self) -> dict[str, int | None]:
+        """Return the seeds of the generators that a caller has chosen."""
+        chosen = {"generator": self.generator, "the trainer's generator": self.trainer.generator}
+        return {
+            name: None if stream is None or stream in _global_generators(stream.device) else stream.initial_seed()
+            for name, stream in chosen.items()
+        }
 
     def _mismatch(self, name: str, found: Any, expected: Any) -> str:
-        return (
-            f"`checkpoint` should be of the same machine, trainer and data, or a new file. Found `{name}` {found} in "
-            f"{self.path}, where it is {expected} now."
-        )
+        return f"{_SAME} Found `{name}` {found} in {self.path}, where it is {expected} now."
+
+    def _other_data(self) -> str:
+        return f"{_SAME} Found other data in {self.path} than there are now."
 
     def _states(self) -> dict[str, Tensor]:
         return {name: stream.get_state() for name, stream in self.streams.items()}
@@ -473,10 +629,21 @@ def _total_rows(chunks: Chunks, trainer: FusedTrainer, *, needed: bool) -> int |
 
 def _unseen_generators(trainer: FusedTrainer) -> list[torch.Generator]:
     """Return the generators that a trainer draws from without knowing them."""
-    if trainer.generator is not None:
-        return []
-    device = trainer.rbm.weights.device
-    return [torch.cuda.default_generators[device.index]] if device.type == "cuda" else [torch.default_generator]
+    return _global_generators(trainer.rbm.weights.device) if trainer.generator is None else []
+
+
+def _global_generators(device: torch.device) -> list[torch.Generator]:
+    """Return torch's own generator of a device."""
+    return [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else [torch.default_generator]
+
+
+def _plain(value: Any) -> Any:
+    """Return a setting as JSON has it."""
+    if isinstance(value, Tensor):
+        return value.tolist() if value.numel() <= 100 else fingerprint(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    return str(value) if isinstance(value, torch.dtype) else value
 
 
 def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
