@@ -33,6 +33,7 @@ from toolkit.rbm import (
     Gaussian,
     Joint,
     Rectified,
+    base_rate_bias,
     exact_samples,
     gibbs,
     likelihood_gradient,
@@ -40,6 +41,7 @@ from toolkit.rbm import (
 from toolkit.rbm.chains.units import (
     UNITS,
 )
+from toolkit.rbm.machine import layers as layers_module
 from toolkit.rbm.machine.enumeration import (
     _enumerated,
     _States,
@@ -830,6 +832,44 @@ def test_a_machine_in_half_precision_is_summed_in_single(dtype):
     assert visible.dtype == hidden.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@each_enumerable_pair
+def test_transforms_of_a_machine_in_half_precision_sum_in_single(pair, dtype):
+    rbm = _rbm(pair).to(dtype)
+    exact = copy.deepcopy(rbm).double()
+    tensors = rbm.joint.tensors
+
+    def value(weights):
+        return log_partition(rbm.joint.with_tensors({**tensors, "weights": weights}))
+
+    gradient, found = torch.func.grad_and_value(value)(rbm.weights)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(exact.log_partition().item(), rel=1e-5)
+    expected = exact.model_statistics()["weights"]
+    torch.testing.assert_close(gradient.double(), expected, rtol=torch.finfo(dtype).eps, atol=1e-5)
+
+
+@each_enumerable_pair
+def test_autocast_does_not_reach_the_sums(pair):
+    rbm = _rbm(pair).float()
+    exact = rbm.log_partition()
+    gradient, statistics = _gradient(exact, rbm), rbm.model_statistics()
+    draws = rbm.sample_exactly(5, generator=_generator())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = rbm.log_partition()
+        assert found.dtype == torch.float32
+        assert torch.equal(found, exact)
+        for name, value in _gradient(found, rbm).items():
+            assert torch.equal(value, gradient[name])
+            assert torch.equal(rbm.model_statistics()[name], statistics[name])
+        for units, expected in zip(rbm.sample_exactly(5, generator=_generator()), draws, strict=True):
+            assert torch.equal(units, expected)
+        parameters = {name: value.detach() for name, value in rbm.named_parameters()}
+        # A backward pass of torch's own formulas has the types of what is around it: look at the value alone.
+        twin = torch.func.grad_and_value(lambda some: log_partition(rbm.joint.with_tensors(parameters | some)))
+        assert twin({"weights": parameters["weights"]})[1].item() == pytest.approx(exact.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @each_enumerable_pair
 def test_devices(pair, device):
@@ -1305,3 +1345,131 @@ def test_machines_that_do_not_exist_are_refused(options, message):
     with pytest.raises(ValueError) as raised:
         RBM(3, 2, **options)
     assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("size", [True, 0, 2.0, "3", None], ids=repr)
+def test_sizes_that_are_no_numbers_of_units_are_refused(size):
+    for argument, sizes in (("n_visible", (size, 2)), ("n_hidden", (2, size))):
+        with pytest.raises(ValueError) as raised:
+            RBM(*sizes)
+        assert str(raised.value) == f"`{argument}` should be a positive integer. Found {size!r}."
+
+
+def test_integers_of_numpy_are_sizes():
+    rbm = RBM(np.int64(6), np.int32(4), visible="categorical", categories=np.int64(3))
+    assert rbm.weights.shape == (18, 4)
+    assert type(rbm.n_visible) is type(rbm.categories) is int
+
+
+def test_what_is_no_tensor_is_called_so():
+    rbm, array = RBM(3, 2), np.zeros((4, 3), dtype=np.float32)
+    programs = {
+        "visible": [rbm.free_energy, rbm.log_likelihood, rbm.statistics],
+        "data": [rbm.start_at_base_rates, base_rate_bias],
+    }
+    for argument, attempts in programs.items():
+        for attempt in attempts:
+            with pytest.raises(TypeError) as raised:
+                attempt(array)
+            assert str(raised.value) == f"`{argument}` should be a tensor. Found ndarray."
+
+
+# --- no rows, many rows -------------------------------------------------------------------------------------------
+
+
+@each_pair
+def test_functions_of_no_rows_have_none(pair):
+    rbm = _rbm(pair)
+    visible, hidden = torch.zeros(0, rbm.n_columns).double(), torch.zeros(0, pair.n_hidden).double()
+    assert rbm.free_energy(visible).shape == rbm.energy(visible, hidden).shape == (0,)
+    assert rbm.joint.hidden_free_energy(hidden).shape == (0,)
+    for found in (rbm.hidden_mean(visible), rbm.sample_hidden(visible)):
+        assert found.shape == hidden.shape
+    for found in (rbm.visible_mean(hidden), rbm.sample_visible(hidden)):
+        assert found.shape == visible.shape
+    assert gibbs(rbm, visible, steps=2).shape == visible.shape
+    if pair.hidden == "bernoulli" or pair.visible != "gaussian":
+        assert rbm.log_likelihood(visible).shape == (0,)
+    rbm.joint.visible.check(visible, "visible")
+    with pytest.raises(ValueError, match=rf"`visible` should have shape \(N, {rbm.n_columns}\) with N > 0."):
+        rbm.statistics(visible)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["bernoulli", "gaussian", "categorical"])
+def test_base_rates_in_half_precision_count_every_row(kind, dtype):
+    generator = _generator()
+    rate = torch.tensor([0.001, 0.5, 0.999])
+    data = (torch.rand(100_000, 3, generator=generator) < rate).double()
+    if kind == "gaussian":
+        data = (100 + torch.randn(100_000, 3, generator=generator)).double()
+    elif kind == "categorical":
+        state = torch.multinomial(rate, 100_000, replacement=True, generator=generator)
+        data = nn.functional.one_hot(state, 3).double()
+    data = data.to(dtype).double()  # the same numbers in both
+    options = {"visible": kind} | ({"categories": 3} if kind == "categorical" else {})
+    found, expected = (
+        RBM(1 if kind == "categorical" else 3, 2, dtype=each, **options) for each in (dtype, torch.double)
+    )
+    found.start_at_base_rates(data.to(dtype))
+    expected.start_at_base_rates(data)
+    for name, parameter in expected.named_parameters():
+        if name.startswith("visible"):
+            rounded = parameter.to(dtype)
+            assert rounded.any()
+            torch.testing.assert_close(getattr(found, name), rounded, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_base_rate_bias_counts_in_float64(dtype):
+    data = torch.ones(1000, 2, dtype=dtype)
+    data[0] = 0
+    found = base_rate_bias(data)
+    assert found.dtype == dtype
+    assert found[0].item() == pytest.approx(math.log(1000 / 2), rel=torch.finfo(dtype).eps)
+    # More than float32 can count.
+    many = base_rate_bias(torch.ones(1, 1, dtype=dtype).expand(2**24 + 2**20, 1))
+    assert many.item() == pytest.approx(math.log(2**24 + 2**20 + 1), rel=torch.finfo(dtype).eps)
+    assert base_rate_bias(data.bool()).tolist() == pytest.approx([math.log(1000 / 2)] * 2)
+
+
+def test_variances_of_real_units_far_from_zero_are_theirs(monkeypatch):
+    data = 1000 + torch.randn(500, 3, generator=_generator())
+    expected = data.double().var(0, correction=0).log()
+    for size in (2**22, 100):
+        monkeypatch.setattr(layers_module, "_ROWS", size)
+        rbm = RBM(3, 2, visible="gaussian")
+        rbm.start_at_base_rates(data)
+        torch.testing.assert_close(rbm.visible_log_variance.double(), expected, rtol=1e-6, atol=1e-6)
+    rbm.start_at_base_rates(torch.full((7, 3), 0.1))  # a mean of equal numbers is not always that number
+    assert not rbm.visible_log_variance.any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("bernoulli", 16.0, "`data` should be between 0 and 1. Found 16.0."),
+        ("bernoulli", math.nan, "`data` should be finite. Found nan."),
+        ("gaussian", math.inf, "`data` should be finite. Found inf."),
+        ("categorical", 1.0, "`data` should have one 1 in each group of 3. Found [1.0, 1.0, 1.0]."),
+    ],
+)
+def test_base_rates_of_impossible_data_are_refused(kind, value, message):
+    rbm = RBM(3, 2, visible=kind, categories=3 if kind == "categorical" else None)
+    data = torch.full((4, rbm.n_columns), value)
+    before = copy.deepcopy(rbm.state_dict())
+    with pytest.raises(ValueError) as raised:
+        rbm.start_at_base_rates(data)
+    assert str(raised.value) == message
+    for name, parameter in rbm.named_parameters():
+        assert torch.equal(parameter, before[name])
+    if kind == "bernoulli":
+        with pytest.raises(ValueError) as raised:
+            base_rate_bias(data)
+        assert str(raised.value) == message
+
+
+def test_base_rates_of_no_rows_are_refused():
+    with pytest.raises(ValueError) as raised:
+        base_rate_bias(torch.zeros(0, 3))
+    assert str(raised.value) == "`data` should have shape (N, V) with N > 0. Found (0, 3)."

@@ -366,9 +366,9 @@ class _FastChains:
         (\beta' - \beta) (s(v) - \bar s)^\top (b - b_0)
         - \sum_j \log(1 + \sigma(\beta' a_j) (e^{(\beta - \beta') a_j} - 1)),
 
-    where :math:`\sigma(\beta' a)` is what the hidden units are drawn from next, and :math:`\bar s` is 0 but for Gaussian
-    units, :math:`s((b_\beta + b_{\beta'}) / 2)`. The small difference of two large sums is never formed, so that float32
-    does for small steps of the temperature.
+    where :math:`\sigma(\beta' a)` is what the hidden units are drawn from next, and :math:`\bar s` is 0, or
+    :math:`s((b_\beta + b_{\beta'}) / 2)` if the visible units are Gaussian. The small difference of two large sums is
+    never formed, so that float32 does for small steps of the temperature.
     """
 
     def __init__(self, joint: Joint, visible: Tensor, reference: Tensor, generator: torch.Generator | None) -> None:
@@ -472,8 +472,8 @@ def _without_weights(joint: Joint, reference: Tensor) -> tuple[Joint, float]:
 def _centred(joint: Joint, reference: Tensor) -> tuple[Joint, Tensor, Tensor | None]:
     r"""Return the machine with Gaussian visible units as distances from the reference; that is then 0.
 
-    With :math:`v = b_0 + u` it has the visible biases :math:`b - b_0`, the hidden ones :math:`c + W^\top s(b_0)`, and the
-    same machines between. Far from 0 the input of the hidden units and the log-weights would otherwise be small
+    With :math:`v = b_0 + u` it has the visible biases :math:`b - b_0`, the hidden ones :math:`c + W^\top s(b_0)`, and
+    the same machines between. Far from 0 the input of the hidden units and the log-weights would otherwise be small
     differences of large numbers.
 
     Returns:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -67,13 +68,14 @@ def log_partition(joint: Joint) -> Tensor:
         return _side_by_side([log_partition(machine) for machine in _machines(joint)], joint)
     side = _enumerated(joint)
     tensors = joint.tensors
-    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
-        return _twin(joint, side)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
-        value: Tensor = _LogPartition.apply(joint, side, *tensors.values())  # type: ignore[no-untyped-call]
-        return value
-    with no_graph():
-        return _log_partition(_States(joint, side))
+    with _own_types(joint):
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+            return _twin(joint, side)
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
+            value: Tensor = _LogPartition.apply(joint, side, *tensors.values())  # type: ignore[no-untyped-call]
+            return value
+        with no_graph():
+            return _log_partition(_States(joint, side))
 
 
 def model_statistics(joint: Joint) -> dict[str, Tensor]:
@@ -93,7 +95,7 @@ def model_statistics(joint: Joint) -> dict[str, Tensor]:
     Raises:
         ValueError: As `log_partition`.
     """
-    with no_graph():
+    with no_graph(), _own_types(joint):
         return _model_statistics(_States(joint, _enumerated(joint)))
 
 
@@ -116,7 +118,7 @@ def exact_samples(joint: Joint, n: int, generator: torch.Generator | None = None
     """
     if not isinstance(n, int) or n < 1:
         raise ValueError(f"`n` should be a positive integer. Found {n!r}.")
-    with no_graph():
+    with no_graph(), _own_types(joint):
         if joint.weights.ndim > 2:
             pairs = [exact_samples(machine, n, generator) for machine in _machines(joint)]
             visible, hidden = (_side_by_side([pair[i] for pair in pairs], joint) for i in (0, 1))
@@ -452,18 +454,20 @@ class _LogPartition(torch.autograd.Function):
         # What was saved, not what the joint still holds: it knows whether it was changed in place since.
         joint = ctx.joint.with_tensors(dict(zip(names, ctx.saved_tensors, strict=True)))
         if torch.is_grad_enabled():  # somebody wants to differentiate again
-            value = _twin(joint, ctx.side)
+            with _own_types(joint):
+                value = _twin(joint, ctx.side)
             return (
                 None,
                 None,
                 *torch.autograd.grad(value, ctx.saved_tensors, cotangent, create_graph=True, allow_unused=True),
             )
-        gradients = _model_statistics(_States(joint, ctx.side))
+        gradients = model_statistics(joint)
         return None, None, *(gradients[name] * cotangent.to(gradients[name].dtype) for name in names)
 
 
 def _twin(joint: Joint, side: Side) -> Tensor:
     """Return the same by plain formulas, to be differentiated by autograd as often as one likes."""
+    joint = joint.in_full_precision()
     layer = joint.hidden if side == "hidden" else joint.visible
     base = layer.categories if isinstance(layer, Categorical) else 2
     n_units = layer.n_columns // (base if isinstance(layer, Categorical) else 1)
@@ -482,7 +486,7 @@ def _twin(joint: Joint, side: Side) -> Tensor:
         parts = [part(*pair) for pair in ends]
     else:
         parts = [checkpoint(part, *pair, use_reentrant=False, preserve_rng_state=False) for pair in ends]
-    return torch.stack(parts).logsumexp(0).to(torch.promote_types(layer.bias.dtype, torch.float32))
+    return torch.stack(parts).logsumexp(0)
 
 
 # --- machines -----------------------------------------------------------------------------------------------------
@@ -501,6 +505,14 @@ def _enumerated(joint: Joint) -> Side:
             f"One layer should have at most 2^{ENUMERABLE_UNITS} states, so that they can be enumerated. Found {found}."
         )
     return "hidden" if min(finite, key=lambda name: finite[name]) == "hidden" else "visible"
+
+
+def _own_types(joint: Joint) -> AbstractContextManager[object]:
+    """Sum in the types that are chosen here, also where ``torch.autocast`` would take products in half precision."""
+    device = joint.weights.device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)
 
 
 def _machines(joint: Joint) -> Iterator[Joint]:

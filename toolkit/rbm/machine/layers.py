@@ -25,6 +25,7 @@ __all__ = ["Bernoulli", "Categorical", "Gaussian", "Layer", "Rectified", "log_on
 
 _LIKELY = 20  # counts of a rectified unit that are not impossible to rounding
 _DECAY = math.exp(-1)
+_ROWS = 2**22  # numbers that are copied at a time
 _LINEAR_FROM = 40.0  # here softplus(x) = x to rounding also in float64; torch's default of 20 is off by 2e-9
 
 
@@ -192,8 +193,8 @@ class Bernoulli(Layer):
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
         r"""Return :math:`b_i = \log (n_i + 1) / (N - n_i + 1)`, where n of N rows are 1: finite by what is added."""
-        count = units.sum(0)
-        return {"bias": ((count + 1) / (len(units) - count + 1)).log()}
+        count = _count(units)
+        return {"bias": ((count + 1) / (len(units) - count + 1)).log().to(_floating(units))}
 
 
 @dataclass(frozen=True)
@@ -276,9 +277,12 @@ class Gaussian(Layer):
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
         """Return the mean and the logarithm of the variance, (C,) each; 0 for a unit that never changes."""
-        variance = units.var(0, correction=0)
+        mean = _count(units) / len(units)
+        parts = units.split(max(1, _ROWS // self.n_columns))  # so that there is no copy of all in float64
+        variance = sum((_count((part - mean).square_()) for part in parts), torch.zeros_like(mean)) / len(units)
         # A unit that never changes keeps a variance, so that all stays finite.
-        return {"bias": units.mean(0), "log_variance": torch.where(variance > 0, variance, 1.0).log()}
+        log_variance = torch.where((units != units[0]).any(0) & (variance > 0), variance, 1.0).log()
+        return {"bias": mean.to(units.dtype), "log_variance": log_variance.to(units.dtype)}
 
 
 @dataclass(frozen=True)
@@ -338,10 +342,11 @@ class Categorical(Layer):
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
         r"""Return :math:`b_{iq} = \log (n_{iq} + 1) / (N + Q)`, where n of N rows are in state q."""
-        return {"bias": ((units.sum(0) + 1) / (len(units) + self.categories)).log()}
+        rate = (_count(units) + 1) / (len(units) + self.categories)
+        return {"bias": rate.log().to(_floating(units))}
 
     def _grouped(self, columns: Tensor) -> Tensor:
-        return columns.reshape(*columns.shape[:-1], -1, self.categories)
+        return columns.reshape(*columns.shape[:-1], columns.shape[-1] // self.categories, self.categories)
 
 
 @dataclass(frozen=True)
@@ -424,8 +429,8 @@ class Rectified(Layer):
             least.
         """
         least = (x.floor() - 9).clamp(min=0)
-        above = torch.arange(_LIKELY, dtype=x.dtype, device=x.device).view(-1, *[1] * x.ndim)
-        ways = _table_of_log_ways().to(x).gather(1, _place(least).flatten().expand(_LIKELY, -1)).view(-1, *x.shape)
+        above = torch.arange(_LIKELY, dtype=x.dtype, device=x.device).view(_LIKELY, *[1] * x.ndim)
+        ways = _table_of_log_ways().to(x).gather(1, _place(least).flatten().expand(_LIKELY, -1)).view(_LIKELY, *x.shape)
         return least, above, above * ((x - least) - above / 2) - ways
 
     @staticmethod
@@ -487,6 +492,15 @@ def with_derivative_zero(draw: Tensor, mean: Tensor) -> Tensor:
 
 def _dot(units: Tensor, bias: Tensor) -> Tensor:
     return units @ bias if bias.ndim == 1 else (units * bias).sum(-1)
+
+
+def _count(units: Tensor) -> Tensor:
+    """Return the sum over the rows, in float64: half precision stops counting at 256 or 2048."""
+    return units.sum(0, dtype=torch.float64)
+
+
+def _floating(units: Tensor) -> torch.dtype:
+    return units.dtype if units.is_floating_point() else torch.get_default_dtype()
 
 
 def _first(units: Tensor, where: Tensor) -> float:

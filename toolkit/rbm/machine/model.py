@@ -7,6 +7,7 @@ nats.
 
 from __future__ import annotations
 
+import operator
 from typing import Literal, TypeAlias, get_args
 
 import torch
@@ -96,9 +97,7 @@ class RBM(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        for argument, size in (("n_visible", n_visible), ("n_hidden", n_hidden)):
-            if not isinstance(size, int) or size < 1:
-                raise ValueError(f"`{argument}` should be a positive integer. Found {size!r}.")
+        n_visible, n_hidden = _positive(n_visible, "n_visible"), _positive(n_hidden, "n_hidden")
         for argument, units, known in (("visible", visible, VisibleUnits), ("hidden", hidden, HiddenUnits)):
             if units not in get_args(known):
                 raise ValueError(
@@ -106,8 +105,11 @@ class RBM(nn.Module):
                 )
         if visible != "categorical" and categories is not None:
             raise ValueError(f"`categories` belongs to categorical visible units. Found {visible!r} ones.")
-        if visible == "categorical" and (not isinstance(categories, int) or categories < 2):
-            raise ValueError(f"`categories` should be an integer from 2. Found {categories!r}.")
+        if visible == "categorical":
+            n_states = _integer(categories)
+            if n_states is None or n_states < 2:
+                raise ValueError(f"`categories` should be an integer from 2. Found {categories!r}.")
+            categories = n_states
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
             raise ValueError(f"`dtype` should be a floating-point type. Found {dtype}.")
@@ -157,13 +159,15 @@ class RBM(nn.Module):
             data: (N, V) or (N, V Q).
 
         Raises:
-            ValueError: If `data` has no rows or other columns.
+            ValueError: If `data` has no rows, other columns or values that the units cannot have.
+            TypeError: If `data` does not have the type of the parameters.
 
         References:
             Hinton, "A practical guide to training restricted Boltzmann machines", 2010, section 8.1.
         """
         self.check_rows(data, "data")
         with no_graph():
+            self.joint.visible.check(data, "data")
             for name, values in self.joint.visible.base_rates(data).items():
                 getattr(self, f"visible_{name}").copy_(values)
 
@@ -250,8 +254,11 @@ class RBM(nn.Module):
     def log_likelihood(self, visible: Tensor) -> Tensor:
         r"""Return :math:`\log p(v) = -F(v) - \log Z` in nats, per sample, exactly; a density if v is real.
 
+        It does not look at the values of `visible`: it goes by the formula also where units cannot have them, such as
+        Bernoulli units a value of 16, and the result then is no probability.
+
         Args:
-            visible: (\*, V) or (\*, V Q).
+            visible: (\*, V) or (\*, V Q), states of the visible units.
 
         Returns:
             (\*).
@@ -274,8 +281,15 @@ class RBM(nn.Module):
 
         Returns:
             The names of the parameters -> values of their shapes.
+
+        Raises:
+            ValueError: If `visible` has other columns, or no rows to take the mean of.
+            TypeError: If `visible` does not have the type of the parameters.
         """
-        self.check_visible(visible)
+        if share is None:
+            self.check_rows(visible, "visible")
+        else:
+            self.check_visible(visible)
         with no_graph():
             if share is None:
                 share = visible.new_full((len(visible),), 1 / len(visible))
@@ -326,14 +340,16 @@ class RBM(nn.Module):
         return exact_samples(self.joint, n, generator)
 
     def check_visible(self, visible: Tensor) -> None:
-        """Raise unless `visible` is something that this machine has an energy for."""
+        """Raise unless `visible` is something that this machine has an energy for; its values are not looked at."""
+        _check_tensor(visible, "visible")
         if visible.ndim < 1 or visible.shape[-1] != self.n_columns:
             raise ValueError(f"`visible` should have shape (*, {self.n_columns}). Found {tuple(visible.shape)}.")
         if visible.dtype != self.weights.dtype:
             raise TypeError(f"`visible` should have the parameters' type {self.weights.dtype}. Found {visible.dtype}.")
 
     def check_rows(self, rows: Tensor, argument: str) -> None:
-        """Raise unless `rows` is a matrix of visible units, with at least one row."""
+        """Raise unless `rows` is a matrix of visible units, with at least one row; its values are not looked at."""
+        _check_tensor(rows, argument)
         if rows.ndim != 2 or rows.shape[1] != self.n_columns or not len(rows):
             raise ValueError(
                 f"`{argument}` should have shape (N, {self.n_columns}) with N > 0. Found {tuple(rows.shape)}."
@@ -363,6 +379,10 @@ def base_rate_bias(data: Tensor) -> Tensor:
     Returns:
         (V,).
 
+    Raises:
+        ValueError: If `data` has no rows, is no matrix, or has values that are not between 0 and 1.
+        TypeError: If `data` is not a tensor.
+
     References:
         Hinton, "A practical guide to training restricted Boltzmann machines", 2010, section 8.1.
 
@@ -370,8 +390,32 @@ def base_rate_bias(data: Tensor) -> Tensor:
         >>> base_rate_bias(torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 1.0]]))
         tensor([-1.3863,  0.4055])
     """
-    count = data.sum(0)
-    return ((count + 1) / (len(data) - count + 1)).log()
+    _check_tensor(data, "data")
+    if data.ndim != 2 or not len(data):
+        raise ValueError(f"`data` should have shape (N, V) with N > 0. Found {tuple(data.shape)}.")
+    layer = Bernoulli(data[0])
+    layer.check(data, "data")
+    return layer.base_rates(data)["bias"]
+
+
+def _check_tensor(value: object, argument: str) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`{argument}` should be a tensor. Found {type(value).__name__}.")
+
+
+def _integer(value: object) -> int | None:
+    """Return an integer of any kind, NumPy's too, as Python's; None if it is none, or a truth value."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return None
+
+
+def _positive(value: object, argument: str) -> int:
+    size = _integer(value)
+    if size is None or size < 1:
+        raise ValueError(f"`{argument}` should be a positive integer. Found {value!r}.")
+    return size
 
 
 def _named(layer: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
