@@ -516,6 +516,33 @@ def test_no_graph_is_built_while_both_blocks_are_in_place():
     assert saved(1, NEGATIVE_SAMPLES) < saved(5, NEGATIVE_SAMPLES)
 
 
+# --- half precision -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden", ["drawn", "summed_out"])
+def test_rate_in_half_precision_counts_every_move(dtype, hidden):
+    rbm, start = RBM(2, 1, visible="gaussian", dtype=dtype), torch.zeros(100, 2, dtype=dtype)
+    options = {"steps": 1000, "moves": 3, "step_size": 1e-3, "hidden": hidden, "adjusted": True}
+    _, found = gibbs_langevin(rbm, start, generator=_generator(), **options)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(1, abs=3e-3)
+    assert not found.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_moves_in_half_precision_that_are_hardly_accepted_hardly_are(dtype):
+    rbm, n, size, far = RBM(10, 1, visible="gaussian", dtype=dtype), 1_000_000, 3.9, 3.6
+    with torch.no_grad():
+        rbm.weights.zero_()
+        start = torch.zeros(n // 10, 10, dtype=dtype)
+        end, _ = gibbs_langevin(rbm, start, steps=1, step_size=size, adjusted=True, generator=_generator())
+    # Proposals are normal with this variance, and accepted with e^(-size v^2 / 8).
+    variance = 1 / (1 / size + size / 4)
+    expected = n * math.sqrt(variance / size) * math.erfc(far / math.sqrt(2 * variance))
+    assert abs((end.abs() > far).sum().item() - expected) < 5 * math.sqrt(expected)
+
+
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
@@ -528,6 +555,7 @@ def test_no_graph_is_built_while_both_blocks_are_in_place():
         ({"step_size": 4}, r"`step_size` should be between 0 and 4\. Found 4\.0\."),
         ({"step_size": float("nan")}, r"`step_size` should be between 0 and 4\. Found nan\."),
         ({"step_size": [0.1, 0.2]}, r"`step_size` should be one number, or 3, one for each step\. Found 2\."),
+        ({"step_size": torch.full((5,), 0.1)}, r"`step_size` should be one number, or 3, .*\. Found 5\."),
         ({"hidden": "mean"}, r"`hidden` should be one of 'drawn', 'summed_out'\. Found 'mean'\."),
         ({"visible": torch.zeros(2, 4).double()}, r"`visible` should have shape \(\*, 3\)\. Found \(2, 4\)\."),
     ],
@@ -537,6 +565,22 @@ def test_wrong_arguments_are_refused(change, message):
     arguments = {"visible": torch.zeros(2, 3, dtype=torch.float64), "steps": 3, "step_size": 0.5, **change}
     with pytest.raises(ValueError, match=message):
         gibbs_langevin(_machine(_parameters()), arguments.pop("visible"), **arguments)
+
+
+@pytest.mark.parametrize("wrong", ["small", [0.1, None, 0.1], None, torch.full((3, 2), 0.1)], ids=repr)
+def test_step_sizes_that_are_no_numbers_are_refused(wrong):
+    with pytest.raises(TypeError, match=r"`step_size` should be a number, or a sequence of numbers\. Found "):
+        gibbs_langevin(_machine(_parameters()), torch.zeros(2, 3).double(), steps=3, step_size=wrong)
+
+
+def test_step_sizes_may_be_a_tensor():
+    rbm, start = _machine(_parameters()), torch.zeros(2, 3).double()
+    for sizes in ([1.0, 0.5, 0.25], 0.5):
+        listed, found = (
+            gibbs_langevin(rbm, start, steps=3, step_size=size, generator=_generator())[0]
+            for size in (sizes, torch.tensor(sizes))
+        )
+        assert torch.equal(listed, found)
 
 
 def test_other_units_are_refused():

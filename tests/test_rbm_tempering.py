@@ -536,8 +536,15 @@ def test_diagnosis_tells_chains_that_are_stuck():
     assert stuck.arrival_rate > 0, "the swaps go on; within a mode they tell nothing of the other"
     with pytest.raises(ValueError, match=r"`after` should be later than `before`. Found 0 and 100 steps\."):
         diagnose_tempering(after, before, rates)
-    with pytest.raises(ValueError, match="at least one pair"):
-        diagnose_tempering(before, after, rates[:0])
+    for wrong in (rates[:0], rates[:1], rates[None], 2 * torch.ones(2)):
+        with pytest.raises(ValueError, match=r"`swap_rates` should be 2 probabilities, one for each pair\. Found "):
+            diagnose_tempering(before, after, wrong)
+    other = _state(torch.zeros(2, 50, 8, dtype=torch.float64), 8)
+    with pytest.raises(ValueError, match=r"temperatures and chains, \(T, M\)\. Found \(2, 50\) and \(3, 50\)\."):
+        diagnose_tempering(other, after, rates)
+    single = _state(torch.zeros(1, 50, 8, dtype=torch.float64), 8)
+    with pytest.raises(ValueError, match=r"`after` should have at least two temperatures\. Found 1\."):
+        diagnose_tempering(single, dataclasses.replace(single, steps=5), rates[:0])
 
 
 def test_spread_temperatures_divides_the_barrier():
@@ -896,6 +903,59 @@ def test_error_of_a_single_chain_is_unknown():
     assert math.isnan(ratios.error)
 
 
+# --- half precision -----------------------------------------------------------------------------------------------
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@HALF
+@pytest.mark.parametrize("swaps", ["joint", "marginal"])
+def test_rates_in_half_precision_count_every_step(dtype, swaps):
+    rbm = RBM(2, 2, dtype=dtype)
+    torch.nn.init.zeros_(rbm.weights)
+    start = tempered_start(rbm, n_temperatures=2, n_chains=2, generator=_generator())
+    options = {"steps": 2500, "generator": _generator()}
+    with torch.no_grad():
+        _, rates = parallel_tempering(rbm, start, inverse_temperatures=[0, 1], swaps=swaps, **options)
+        _, ratios = trajectory_tempering([rbm, rbm], start, **options)
+    for found in (rates, ratios.swap_rates):
+        assert found.dtype == torch.float32
+        assert found.item() == pytest.approx(1, abs=1e-6)
+
+
+@HALF
+def test_rare_swaps_in_half_precision_are_as_rare_as_they_should_be(dtype):
+    rbm, n = RBM(1, 1, dtype=dtype), 300_000
+    with torch.no_grad():
+        rbm.weights.zero_()
+        rbm.visible_bias.fill_(14.0)
+        start = tempered_start(rbm, n_temperatures=2, n_chains=n, generator=_generator())
+        # Means in the place of draws: all chains have the same energies, and their swaps a probability of e^-7.
+        end, rates = parallel_tempering(
+            rbm, start, inverse_temperatures=[0, 1], steps=1, chain="mean_field", generator=_generator()
+        )
+    assert rates.item() == pytest.approx(math.exp(-7), rel=1e-3)
+    swapped = (end.replica[0] == 1).double().mean().item()
+    assert abs(swapped - math.exp(-7)) < 4 * math.sqrt(math.exp(-7) / n)
+
+
+@HALF
+@pytest.mark.parametrize("kind", KINDS)
+def test_swap_probabilities_in_half_precision_are_those_of_the_machine(kind, dtype):
+    rbm, reference = _machine(kind, scale=3.0)
+    machine, exact = rbm.to(dtype), _machine(kind, scale=3.0)[0].to(dtype).double()
+    reference = None if reference is None else reference.to(dtype)
+    state = tempered_start(machine, n_temperatures=3, n_chains=20, reference=reference, generator=_generator())
+    betas = [0.25, 0.5, 1.0]
+    found = swap_probabilities(machine, state.visible, state.hidden, inverse_temperatures=betas, reference=reference)
+    expected = swap_probabilities(
+        exact, state.visible.double(), state.hidden.double(), inverse_temperatures=betas, reference=reference
+    )
+    assert found.dtype == torch.float32
+    assert ((expected > 0.01) & (expected < 0.9)).any()
+    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-6)
+
+
 # --- arguments ----------------------------------------------------------------------------------------------------
 
 
@@ -917,6 +977,9 @@ def test_error_of_a_single_chain_is_unknown():
         ({"steps": 0}, r"`steps` should be a positive integer\. Found 0\."),
         ({"swaps": "free"}, r"`swaps` should be one of 'joint', 'marginal'\. Found 'free'\."),
         ({"chain": "exact"}, r"`chain` should be one of .*\. Found 'exact'\."),
+        ({"chain": "concrete"}, r"`chain` should be one of 'sampled', .*'noisy_rectified'\. Found 'concrete'\."),
+        ({"chain": "noisy_rectified"}, r"`chain` 'noisy_rectified' belongs to machines with rectified units"),
+        ({"reference": torch.zeros(1)}, r"`reference` should have shape \(4,\)\. Found \(1,\)\."),
         ({"state": _state(torch.zeros(3, 5, 2).double())}, r"`state\.visible` should have shape \(3, M, 4\)"),
         ({"state": _state(torch.zeros(3, 0, 4).double())}, r"M > 0\. Found \(3, 0, 4\)"),
         ({"state": _state(torch.zeros(3, 5, 4).double(), 2)}, r"`state\.hidden` should have shape \(3, M, 3\)"),
@@ -951,6 +1014,13 @@ def test_wrong_types_and_machines_are_refused():
         adapt_temperatures(rbm, _state(STARTS), inverse_temperatures=THREE, rounds=0, steps=1)
     with pytest.raises(ValueError, match=r"`swap_rates` should be 2 probabilities, one for each pair\. Found \[2\.0"):
         spread_temperatures(THREE, torch.tensor([2.0, 0.5]))
+    for wrong in (torch.tensor([0.5]), torch.full((2, 1), 0.5)):
+        with pytest.raises(ValueError, match=r"`swap_rates` should be 2 probabilities, one for each pair\. Found "):
+            spread_temperatures(THREE, wrong)
+    with pytest.raises(ValueError, match=r"`reference` should have shape \(4,\)\. Found \(4, 1\)\."):
+        tempered_start(rbm, n_temperatures=2, n_chains=3, reference=torch.zeros(4, 1))
+    with pytest.raises(TypeError, match=r"`reference` should be a tensor\. Found ndarray\."):
+        swap_probabilities(rbm, STARTS, STARTS, inverse_temperatures=THREE, reference=np.zeros(4))
     with pytest.raises(ValueError, match=r"`inverse_temperatures` should be at least two\. Found \[1\.0\]\."):
         spread_temperatures([1.0], torch.zeros(0))
     with pytest.raises(ValueError, match=r"`n_temperatures` should be an integer from 2\. Found 1\."):

@@ -35,7 +35,7 @@ def gibbs_langevin(
     visible: Tensor,
     *,
     steps: int,
-    step_size: float | Sequence[float],
+    step_size: float | Sequence[float] | Tensor,
     moves: int = 1,
     hidden: HiddenInMoves = "drawn",
     adjusted: bool = False,
@@ -78,12 +78,12 @@ def gibbs_langevin(
 
     Returns:
         (N, V), which carries a gradient if the parameters do; and the mean probability of accepting a move, a constant
-        scalar, 1 if they are not adjusted.
+        scalar, at least in float32; 1 if they are not adjusted.
 
     Raises:
         ValueError: If the visible units are not Gaussian, `visible` does not have V columns, `steps` or `moves` is not
             positive, a step size is out of its range or there are not as many as steps, or `hidden` is unknown.
-        TypeError: If `visible` does not have the type of the parameters.
+        TypeError: If `visible` does not have the type of the parameters, or a step size is no number.
 
     References:
         Liao, Kornblith, Ren, Fleet & Hinton, "Gaussian-Bernoulli RBMs without tears", 2022, section 3.
@@ -110,26 +110,32 @@ def gibbs_langevin(
         rbm.check_visible(visible)
     joint, layer = _gaussian(rbm)
     deviation = (layer.log_variance / 2).exp()
-    probability = visible.new_zeros(())
+    exact = torch.promote_types(visible.dtype, torch.float32)
+    # In float64: a sum of many small numbers.
+    probability = visible.new_zeros((), dtype=torch.float64)
     for size in sizes:
         mean = joint.visible_mean(joint.sample_hidden(visible, generator)) if hidden == "drawn" else None
         for _ in range(moves):
             here = _mean_given_all(joint, visible) if mean is None else mean
-            noise = torch.empty_like(visible).normal_(generator=generator)
+            noise = torch.empty_like(visible, dtype=exact).normal_(generator=generator).to(visible.dtype)
             proposal = visible + (here - visible) * (size / 2) + math.sqrt(size) * deviation * noise
             if not adjusted:
                 visible = proposal
                 continue
             with no_graph():
+                # Half precision is too coarse for a difference of energies, and for what is drawn by it.
+                before, after, deviations = (tensor.to(exact) for tensor in (visible, proposal, deviation))
                 if mean is None:
-                    log_ratio = _log_ratio(joint, visible, proposal, here, deviation, size)[:, None]
+                    there = _mean_given_all(joint, proposal).to(exact)
+                    wide = joint.in_full_precision()
+                    log_ratio = _log_ratio(wide, before, after, here.to(exact), there, deviations, size)[..., None]
                 else:
-                    log_ratio = _log_ratio_given_hidden(visible, proposal, mean, deviation, size)
+                    log_ratio = _log_ratio_given_hidden(before, after, mean.to(exact), deviations, size)
                 accepting = log_ratio.exp().clamp(max=1)
                 probability = probability + accepting.mean() / (steps * moves)
                 accepted = torch.empty_like(accepting).uniform_(generator=generator) < accepting
             visible = torch.where(accepted, proposal, visible)
-    return visible, probability if adjusted else torch.ones_like(probability)
+    return visible, (probability if adjusted else torch.ones_like(probability)).to(exact)
 
 
 def langevin_contrastive_divergence(
@@ -138,7 +144,7 @@ def langevin_contrastive_divergence(
     chains: Tensor,
     *,
     steps: int,
-    step_size: float | Sequence[float],
+    step_size: float | Sequence[float] | Tensor,
     moves: int = 1,
     hidden: HiddenInMoves = "drawn",
     adjusted: bool = False,
@@ -220,14 +226,19 @@ def _log_ratio_given_hidden(visible: Tensor, proposal: Tensor, mean: Tensor, dev
     return (before.square() - after.square()) * (size / 8)
 
 
-def _log_ratio(joint: Joint, visible: Tensor, proposal: Tensor, mean: Tensor, deviation: Tensor, size: float) -> Tensor:
-    """Return the log of the ratio that decides about each row's move, (N,), the hidden units summed out."""
+def _log_ratio(
+    joint: Joint, visible: Tensor, proposal: Tensor, here: Tensor, there: Tensor, deviation: Tensor, size: float
+) -> Tensor:
+    """Return the log of the ratio that decides about each row's move, (N,), the hidden units summed out.
+
+    `here` and `there` are what moves from `visible` and from `proposal` tend to.
+    """
 
     def log_density(to: Tensor, start: Tensor, mean: Tensor) -> Tensor:
         return -((to - start - (mean - start) * (size / 2)) / deviation).square().sum(-1) / (2 * size)
 
-    back = log_density(visible, proposal, _mean_given_all(joint, proposal))
-    return joint.free_energy(visible) - joint.free_energy(proposal) + back - log_density(proposal, visible, mean)
+    back = log_density(visible, proposal, there)
+    return joint.free_energy(visible) - joint.free_energy(proposal) + back - log_density(proposal, visible, here)
 
 
 def _gaussian(rbm: RBM | Joint) -> tuple[Joint, Gaussian]:
@@ -237,8 +248,12 @@ def _gaussian(rbm: RBM | Joint) -> tuple[Joint, Gaussian]:
     return joint, joint.visible
 
 
-def _check_sizes(step_size: float | Sequence[float], steps: int) -> list[float]:
-    sizes = [float(size) for size in step_size] if isinstance(step_size, Sequence) else [float(step_size)] * steps
+def _check_sizes(step_size: float | Sequence[float] | Tensor, steps: int) -> list[float]:
+    given = step_size.tolist() if isinstance(step_size, Tensor) else step_size
+    try:
+        sizes = [float(size) for size in given] if isinstance(given, Sequence) else [float(given)] * steps
+    except (TypeError, ValueError):
+        raise TypeError(f"`step_size` should be a number, or a sequence of numbers. Found {step_size!r}.") from None
     if len(sizes) != steps:
         raise ValueError(f"`step_size` should be one number, or {steps}, one for each step. Found {len(sizes)}.")
     for size in sizes:

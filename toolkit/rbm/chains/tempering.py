@@ -22,7 +22,7 @@ from torch.nn.functional import logsigmoid
 
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
 from toolkit.rbm.chains.gibbs import check_steps
-from toolkit.rbm.chains.units import UNITS, Chain
+from toolkit.rbm.chains.units import UNITS, Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Layer
 from toolkit.rbm.machine.model import RBM
@@ -87,14 +87,15 @@ def tempered_start(
         generator: Draws the units. None: torch's default one.
 
     Raises:
-        ValueError: If a number is not positive.
+        ValueError: If a number is not positive, or `reference` does not have the shape (V,).
+        TypeError: If `reference` is not a tensor.
     """
     for argument, count in (("n_temperatures", n_temperatures), ("n_chains", n_chains)):
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"`{argument}` should be a positive integer. Found {count!r}.")
     joint = _joint_of(rbm)
     with no_graph():
-        visible, hidden = _tempered_layers(joint, joint.weights.new_zeros(()), reference)
+        visible, hidden = _tempered_layers(joint, joint.weights.new_zeros(()), _check_reference(reference, joint))
         like = joint.weights
         hidden_start = hidden.sample(like.new_zeros(n_temperatures, n_chains, hidden.n_columns), generator)
         visible_start = visible.sample(like.new_zeros(n_temperatures, n_chains, visible.n_columns), generator)
@@ -141,17 +142,20 @@ def parallel_tempering(
             :math:`E_\beta` is :math:`\beta E` for zeros and ones; those of the machine itself if it is Gaussian.
         swaps: ``"joint"``, states of both layers by their joint energies; or ``"marginal"``, visible units by the free
             energies of both temperatures, with the hidden units drawn once more at the end.
-        chain: What a unit passes on, as in `gibbs`. A derivative goes with a state where the state goes; whether a swap
-            is accepted has none.
+        chain: What a unit passes on, as in `gibbs`, but for ``"concrete"``: units between their states are no state of
+            any of the machines. A derivative goes with a state where the state goes; whether a swap is accepted has
+            none.
         generator: Draws units and swaps. None: torch's default one.
 
     Returns:
         The new state, and the mean probability of a swap of each neighbouring pair, (T - 1,), a constant; it is known
-        for all pairs at every step, also for those that are not tried.
+        for all pairs at every step, also for those that are not tried. Energies and probabilities are computed in
+        float32 at least.
 
     Raises:
         ValueError: If `inverse_temperatures` is not as stated, `state` does not have its number or the machine's sizes,
-            `steps` is not positive, or `chain` or `swaps` is unknown.
+            `reference` does not have the shape (V,), `steps` is not positive, or `chain` or `swaps` is not as stated.
+        TypeError: If `reference` is not a tensor, or `state` does not have the type of the parameters.
 
     References:
         Desjardins, Courville, Bengio, Vincent & Delalleau, "Tempered Markov chain Monte Carlo for training of
@@ -169,27 +173,29 @@ def parallel_tempering(
         (torch.Size([4, 3]), True)
     """
     check_steps(steps)
-    if chain not in UNITS:
-        raise ValueError(f"`chain` should be one of {', '.join(map(repr, UNITS))}. Found {chain!r}.")
+    if chain not in UNITS or chain == "concrete":
+        known = ", ".join(repr(name) for name in UNITS if name != "concrete")
+        raise ValueError(f"`chain` should be one of {known}. Found {chain!r}.")
     if swaps not in get_args(Swaps):
         raise ValueError(f"`swaps` should be one of {', '.join(map(repr, get_args(Swaps)))}. Found {swaps!r}.")
-    joint, unit = _joint_of(rbm), UNITS[chain]
+    joint = _joint_of(rbm)
+    unit = unit_of(chain, None, joint)
     betas = _check_temperatures(inverse_temperatures, joint)
+    reference = _check_reference(reference, joint)
     _check_state(state, len(betas), joint)
-    layers = visible_layer, hidden_layer = _tempered_layers(joint, betas, reference)
+    visible_layer, hidden_layer = _tempered_layers(joint, betas, reference)
     per_unit = betas[:, None, None]
     to_hidden = joint.to_hidden(state.visible)
-    rates = betas.new_zeros(len(betas) - 1)
+    rates = betas.new_zeros(len(betas) - 1, dtype=torch.float64)
     for _ in range(steps):
         hidden = unit(hidden_layer, per_unit * to_hidden, generator)
         visible = unit(visible_layer, per_unit * joint.to_visible(hidden), generator)
         to_hidden = joint.to_hidden(visible)
         with no_graph():
             if swaps == "joint":
-                difference = _difference(joint, visible, hidden, to_hidden, reference)
-                probabilities = _swap_probabilities(betas, difference)
+                probabilities = _joint_probabilities(joint, betas, visible, hidden, to_hidden, reference)
             else:
-                probabilities = _marginal_probabilities(layers, per_unit, visible, to_hidden)
+                probabilities = _marginal_probabilities(joint, betas, visible, to_hidden, reference)
             rates += probabilities.mean(1)
         rows, state = _swap(probabilities, state, generator)
         to_hidden = _take(to_hidden, rows)
@@ -197,7 +203,8 @@ def parallel_tempering(
         hidden = _take(hidden, rows)
     else:
         hidden = unit(hidden_layer, per_unit * to_hidden, generator)
-    return dataclasses.replace(state, visible=_take(visible, rows), hidden=hidden), rates / steps
+    swap_rates = (rates / steps).to(probabilities.dtype)
+    return dataclasses.replace(state, visible=_take(visible, rows), hidden=hidden), swap_rates
 
 
 def swap_probabilities(
@@ -218,12 +225,15 @@ def swap_probabilities(
         reference: As in `parallel_tempering`.
 
     Raises:
-        ValueError: If `inverse_temperatures` is not increasing from 0 or more to 1 or less.
+        ValueError: If `inverse_temperatures` is not increasing from 0 or more to 1 or less, or `reference` does not
+            have the shape (V,).
+        TypeError: If `reference` is not a tensor.
     """
     joint = _joint_of(rbm)
     betas = _check_temperatures(inverse_temperatures, joint)
+    reference = _check_reference(reference, joint)
     with no_graph():
-        return _swap_probabilities(betas, _difference(joint, visible, hidden, joint.to_hidden(visible), reference))
+        return _joint_probabilities(joint, betas, visible, hidden, joint.to_hidden(visible), reference)
 
 
 def tempered_contrastive_divergence(
@@ -254,7 +264,7 @@ def tempered_contrastive_divergence(
         steps: How many steps to take before the update.
         reference: As in `parallel_tempering`.
         swaps: As in `parallel_tempering`.
-        chain: As in `gibbs`.
+        chain: As in `parallel_tempering`.
         generator: Draws units and swaps. None: torch's default one.
 
     Returns:
@@ -336,7 +346,8 @@ def diagnose_tempering(before: TemperedState, after: TemperedState, swap_rates: 
         swap_rates: (T - 1,), the mean probability of a swap of each pair on the way.
 
     Raises:
-        ValueError: If `after` is not later than `before`, or there is a single temperature.
+        ValueError: If `after` is not later than `before`, they differ in the number of temperatures or chains, there is
+            a single temperature, or `swap_rates` are not T - 1 probabilities.
 
     References:
         Syed, Bouchard-Côté, Deligiannidis & Doucet, "Non-reversible parallel tempering: a scalable highly parallel
@@ -353,8 +364,13 @@ def diagnose_tempering(before: TemperedState, after: TemperedState, swap_rates: 
     steps = after.steps - before.steps
     if steps < 1:
         raise ValueError(f"`after` should be later than `before`. Found {after.steps} and {before.steps} steps.")
-    if not len(swap_rates):
-        raise ValueError("`swap_rates` should have at least one pair of temperatures. Found none.")
+    if before.replica.shape != after.replica.shape:
+        found = f"{tuple(before.replica.shape)} and {tuple(after.replica.shape)}"
+        raise ValueError(f"`before` and `after` should have as many temperatures and chains, (T, M). Found {found}.")
+    n_pairs = len(after.replica) - 1
+    if not n_pairs:
+        raise ValueError("`after` should have at least two temperatures. Found 1.")
+    swap_rates = _check_rates(swap_rates, n_pairs)
     rejected = 1 - swap_rates
     return TemperingDiagnosis(
         barrier=float(rejected.sum()),
@@ -391,13 +407,9 @@ def spread_temperatures(
         tensor([0.0000, 0.6667, 1.0000], dtype=torch.float64)
     """
     betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64).cpu()
-    rejected = 1 - swap_rates.double().cpu()
     if betas.ndim != 1 or len(betas) < 2:
         raise ValueError(f"`inverse_temperatures` should be at least two. Found {betas.tolist()}.")
-    if rejected.shape != (len(betas) - 1,) or not bool(((rejected >= 0) & (rejected <= 1)).all()):
-        raise ValueError(
-            f"`swap_rates` should be {len(betas) - 1} probabilities, one for each pair. Found {swap_rates.tolist()}."
-        )
+    rejected = 1 - _check_rates(swap_rates, len(betas) - 1)
     n_temperatures = len(betas) if n_temperatures is None else n_temperatures
     if not isinstance(n_temperatures, int) or n_temperatures < 2:
         raise ValueError(f"`n_temperatures` should be an integer from 2. Found {n_temperatures!r}.")
@@ -408,6 +420,14 @@ def spread_temperatures(
     below = above - 1
     part = (marks[1:-1] - barrier[below]) / (barrier[above] - barrier[below])
     return torch.cat([betas[:1], betas[below] + part * (betas[above] - betas[below]), betas[-1:]])
+
+
+def _check_rates(swap_rates: Tensor | Sequence[float], n_pairs: int) -> Tensor:
+    """Return the mean probabilities of swaps, (T - 1,), float64 and on the CPU; raise unless they are that."""
+    rates = torch.as_tensor(swap_rates, dtype=torch.float64).cpu()
+    if rates.shape != (n_pairs,) or not bool(((rates >= 0) & (rates <= 1)).all()):
+        raise ValueError(f"`swap_rates` should be {n_pairs} probabilities, one for each pair. Found {rates.tolist()}.")
+    return rates
 
 
 def adapt_temperatures(
@@ -545,15 +565,17 @@ def trajectory_tempering(
     with no_graph():
         joint = _side_by_side(machines)
         _check_state(state, len(machines), joint)
-        lower, upper = _part(joint, slice(None, -1)), _part(joint, slice(1, None))
+        exact = joint.in_full_precision()
+        lower, upper = _part(exact, slice(None, -1)), _part(exact, slice(1, None))
         visible, up, down = state.visible, [], []
-        rates = joint.weights.new_zeros(len(machines) - 1)
+        rates = joint.weights.new_zeros(len(machines) - 1, dtype=torch.float64)
         for _ in range(steps):
             hidden = joint.sample_hidden(visible, generator)
             visible = joint.sample_visible(hidden, generator)
-            own = joint.free_energy(visible)
-            up.append(upper.free_energy(visible[:-1]) - own[:-1])
-            down.append(lower.free_energy(visible[1:]) - own[1:])
+            judged = visible.to(exact.weights)
+            own = exact.free_energy(judged)
+            up.append(upper.free_energy(judged[:-1]) - own[:-1])
+            down.append(lower.free_energy(judged[1:]) - own[1:])
             probabilities = (-up[-1] - down[-1]).exp().clamp(max=1)
             rates += probabilities.mean(1)
             rows, state = _swap(probabilities, state, generator)
@@ -561,7 +583,7 @@ def trajectory_tempering(
         hidden = joint.sample_hidden(visible, generator)
         log_ratios, error = _acceptance_ratios(torch.stack(up), torch.stack(down))
         moved = dataclasses.replace(state, visible=visible, hidden=hidden)
-    return moved, TrajectoryRatios(rates / steps, log_ratios, error)
+    return moved, TrajectoryRatios((rates / steps).to(exact.weights.dtype), log_ratios, error)
 
 
 def _acceptance_ratios(up: Tensor, down: Tensor) -> tuple[Tensor, float]:
@@ -642,6 +664,26 @@ def _tempered_layers(joint: Joint, betas: Tensor, reference: Tensor | None) -> t
     return annealed.visible, annealed.hidden
 
 
+def _joint_probabilities(
+    joint: Joint, betas: Tensor, visible: Tensor, hidden: Tensor, to_hidden: Tensor, reference: Tensor | None
+) -> Tensor:
+    """Return the probability to swap the states of each pair of neighbours, (T - 1, M), at least in float32."""
+    exact, visible, to_hidden, reference = _in_full_precision(joint, visible, to_hidden, reference)
+    difference = _difference(exact, visible, hidden.to(visible), to_hidden, reference)
+    return _swap_probabilities(betas.to(visible), difference)
+
+
+def _in_full_precision(
+    joint: Joint, visible: Tensor, to_hidden: Tensor, reference: Tensor | None
+) -> tuple[Joint, Tensor, Tensor, Tensor | None]:
+    """Return the machine, states and inputs as what energies are summed of: half precision is too coarse for them."""
+    exact = joint.in_full_precision()
+    if exact is joint:
+        return joint, visible, to_hidden, reference
+    visible = visible.to(exact.weights)
+    return exact, visible, exact.to_hidden(visible), None if reference is None else reference.to(visible)
+
+
 def _difference(joint: Joint, visible: Tensor, hidden: Tensor, to_hidden: Tensor, reference: Tensor | None) -> Tensor:
     """Return what `Joint.annealed_difference` does, (T, M), from an input of the hidden layer that is known."""
     reference = joint.visible.reference if reference is None else reference
@@ -651,9 +693,12 @@ def _difference(joint: Joint, visible: Tensor, hidden: Tensor, to_hidden: Tensor
 
 
 def _marginal_probabilities(
-    layers: tuple[Layer, Layer], per_unit: Tensor, visible: Tensor, to_hidden: Tensor
+    joint: Joint, betas: Tensor, visible: Tensor, to_hidden: Tensor, reference: Tensor | None
 ) -> Tensor:
-    """Return the probability to swap the visible units of each pair of neighbours, (T - 1, M)."""
+    """Return the probability to swap the visible units of each pair of neighbours, (T - 1, M), at least in float32."""
+    exact, visible, to_hidden, reference = _in_full_precision(joint, visible, to_hidden, reference)
+    betas = betas.to(visible)
+    layers, per_unit = _tempered_layers(exact, betas, reference), betas[:, None, None]
 
     def free_energy(machines: slice, states: slice) -> Tensor:
         of_visible, of_hidden = (layer.with_bias(layer.bias[machines]) for layer in layers)
@@ -718,6 +763,17 @@ def _check_temperatures(inverse_temperatures: Tensor | Sequence[float], joint: J
     if not increases or not float(betas[0]) >= 0 or not float(betas[-1]) <= 1:
         raise ValueError(f"`inverse_temperatures` should increase from 0 or more to 1 or less. Found {betas.tolist()}.")
     return betas.to(joint.weights)
+
+
+def _check_reference(reference: Tensor | None, joint: Joint) -> Tensor | None:
+    if reference is None:
+        return None
+    if not isinstance(reference, Tensor):
+        raise TypeError(f"`reference` should be a tensor. Found {type(reference).__name__}.")
+    shape = (joint.visible.n_columns,)
+    if reference.shape != shape:
+        raise ValueError(f"`reference` should have shape {shape}. Found {tuple(reference.shape)}.")
+    return reference.to(joint.weights)
 
 
 def _check_state(state: TemperedState, n_temperatures: int, joint: Joint) -> None:
