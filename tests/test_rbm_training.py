@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -556,7 +557,7 @@ def test_fewer_epochs_than_are_done_are_refused(tmp_path):
     run = run_of(rows, {})
     run(checkpoint=tmp_path / "c")
     with pytest.raises(
-        ValueError, match=r"`epochs` should be at least the 3 that were done when .*c was written.* Found 2"
+        ValueError, match=r"`checkpoint` should be of no more epochs than .* Found 3 in .*, where it is 2 now"
     ):
         run(checkpoint=tmp_path / "c", epochs=2)
 
@@ -799,7 +800,21 @@ WRONG = [
     ({"checkpoint": "no/such/folder/file"}, "`checkpoint` should be a file in a folder that exists. Found 'no/such"),
     ({"checkpoint_every": 0}, "`checkpoint_every` should be a positive integer. Found 0"),
     ({"average_from": 1.0}, "`average_from` should be None, or at least 0 and less than 1. Found 1.0"),
-    ({"n_rows": -1}, "`n_rows` should be None or a number of rows. Found -1"),
+    ({"n_rows": -1}, "`n_rows` should be an integer from 0. Found -1"),
+    ({"n_rows": 11}, "`n_rows` should be how many rows there are, or None. Found 11, and 10 rows"),
+    ({"epochs": True}, "`epochs` should be a positive integer. Found True"),
+    ({"learning_rate": "a"}, "`learning_rate` should be positive and finite. Found 'a'"),
+    ({"learning_rate": lambda part: "a"}, "`learning_rate` should return finite numbers, .* Found 'a' at 0"),
+    ({"average_from": "a"}, "`average_from` should be None, or at least 0 and less than 1. Found 'a'"),
+    ({"generator": 3}, "`generator` should be a torch.Generator, or None. Found 3"),
+    ({"callback": "foo"}, "`callback` should be a function, or None. Found 'foo'"),
+    ({"checkpoint": "."}, "`checkpoint` should be a file, not a folder. Found '.'"),
+    ({"checkpoint": 3}, "`checkpoint` should be a path, or None. Found 3"),
+    ({"data": "abc"}, "`data` should be a tensor, an array, or give chunks.* Found a str"),
+    ({"data": ["abc"]}, "`data` should be numbers, or chunks of them. Found a str"),
+    ({"data": np.array([["a"] * 8])}, "`data` should be numbers, or chunks of them. Found an array of <U1"),
+    ({"data": sparse.csr_array(np.eye(8))}, r"`data` should be a tensor, .* Found a csr_array. `toarray\(\)` makes"),
+    ({"data": torch.eye(8).to_sparse()}, "`data` should be a dense tensor. Found torch.sparse_coo"),
     ({"data": 3}, "`data` should be a tensor, an array, or give chunks.* Found a int"),
     ({"data": [numbered(9)], "average_from": 0.5}, "`n_rows` should be given with chunks if"),
     ({"data": [numbered(9)], "learning_rate": linear_decay(0.1)}, "`n_rows` should be given with chunks if"),
@@ -816,12 +831,64 @@ def test_wrong_arguments_are_refused(options, message):
         train(recorder(), settings.pop("data"), **settings)
 
 
+def test_numbers_of_any_type_are_written(tmp_path):
+    numbers = {"epochs": np.int64(2), "checkpoint_every": np.int32(2), "n_rows": np.int64(N)}
+    numbers |= {"average_from": np.float64(0.5), "learning_rate": np.float64(0.1)}
+    run = run_of(lambda: [rows()], {"weight_decay": np.float64(0.01)})
+    found, _ = run(**numbers, checkpoint=tmp_path / "c")
+    run = run_of(lambda: [rows()], {"weight_decay": 0.01})
+    again, told = run(epochs=2, learning_rate=0.1, checkpoint=tmp_path / "c")
+    assert equal(found, again)
+    assert told == []
+
+
 @pytest.mark.parametrize("schedule", [linear_decay, cosine_decay])
 def test_wrong_schedules_are_refused(schedule):
     with pytest.raises(ValueError, match=r"`initial` should be positive and finite. Found -0.1"):
         schedule(-0.1)
-    with pytest.raises(ValueError, match=r"`hold` should be at least 0 and less than 1. Found 1"):
-        linear_decay(0.1, hold=1)
+    with pytest.raises(ValueError, match=r"`initial` should be positive and finite. Found 'a'"):
+        schedule("a")
+    for hold in (1, "a"):
+        with pytest.raises(ValueError, match=rf"`hold` should be at least 0 and less than 1. Found {hold!r}"):
+            linear_decay(0.1, hold=hold)
+
+
+@pytest.mark.parametrize("n_rows", [N - 1, N + 1, 2 * N])
+@pytest.mark.parametrize("name", ["list of chunks", "function", "DataLoader"])
+def test_another_number_of_rows_than_was_told_is_noticed(name, n_rows, tmp_path):
+    trainer = recorder()
+    message = f"`n_rows` should be how many rows an epoch has. Found {n_rows}, and an epoch of {N}"
+    with pytest.raises(ValueError, match=message):
+        train(
+            trainer,
+            SOURCES[name](numbered(N), tmp_path),
+            epochs=3,
+            learning_rate=linear_decay(0.1),
+            generator=generator(),
+            n_rows=n_rows,
+        )
+    assert len(trainer.batches) == math.ceil(N / 5)
+
+
+def test_a_loader_that_drops_its_last_rows_is_counted_without_them():
+    trainer = recorder()
+    loader = DataLoader(numbered(N), batch_size=7, drop_last=True)
+    train(trainer, loader, epochs=2, learning_rate=linear_decay(0.1), generator=generator())
+    assert trainer.rates[5] == pytest.approx(0.05, abs=1e-15)
+
+
+def test_data_in_the_byte_order_of_another_processor(tmp_path):
+    machines = []
+    array = np.random.default_rng(0).random((N, 8))
+    for values in (array, array.astype(">f8"), file_of(tmp_path, torch.from_numpy(array))):
+        trainer = recorder()
+        if isinstance(values, np.memmap):
+            np.save(tmp_path / "data.npy", array.astype(">f8"))
+            values = np.load(tmp_path / "data.npy", mmap_mode="r")
+        train(trainer, values, epochs=1, learning_rate=0.1, generator=generator())
+        machines.append(torch.cat(trainer.batches).sort(0).values)
+    assert torch.equal(machines[0], machines[1])
+    assert torch.equal(machines[0], machines[2])
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ class Form:
         """Return the form of an array or a tensor of numbers."""
         if isinstance(x, Tensor):
             return cls(False, x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float64, x.device)
-        return cls(True, torch.float32 if x.dtype == np.float32 else torch.float64, torch.device("cpu"))
+        return cls(
+            True, torch.float32 if x.dtype.newbyteorder("=") == np.float32 else torch.float64, torch.device("cpu")
+        )
 
     def give(self, values: Tensor) -> Array:
         """Return values in this form; integers and truth values keep their type."""
@@ -111,6 +113,8 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
 
 def from_numpy(array: npt.NDArray[np.floating]) -> Tensor:
     """Return a tensor on the memory of an array, also of one that is read-only: nothing here writes to its input."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
     with warnings.catch_warnings():
@@ -355,7 +359,7 @@ def integer(name: str, value: object, least: int) -> int:
     """Return an integer of any kind, NumPy's too, as Python's; raise a ValueError if it is none or too small."""
     number = _index(value)
     if number is None or number < least:
-        expected = "a positive integer" if least else "an integer from 0"
+        expected = "a positive integer" if least == 1 else f"an integer from {least}"
         raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
     return number
 

@@ -8,7 +8,7 @@ N rows in all, B rows of a chunk, C columns of the visible layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -64,23 +64,27 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
 
     Raises:
         TypeError: If `data` is no data, or can be read only once and has to be read more often.
-        ValueError: If data in memory are not the machine's.
+        ValueError: If data in memory are not the machine's, or not N rows.
     """
+    if isinstance(data, np.memmap | np.ndarray | Tensor) and n_rows not in (None, len(data) if data.ndim else 0):
+        raise ValueError(f"`n_rows` should be how many rows there are, or None. Found {n_rows}, and {len(data)} rows.")
     if isinstance(data, np.memmap):
         return _chunks_of_file(data, rbm)
     if isinstance(data, np.ndarray):
-        data = from_numpy(data)
+        data = _tensor_of(data)
     if isinstance(data, Tensor):
         tensor = data
         check_data(tensor, rbm)
         return Chunks(
             read=lambda order, check: iter([tensor]), n_rows=len(tensor), fingerprint=lambda: fingerprint(tensor)
         )
-    source = data
-    if not callable(source) and not isinstance(source, Iterable):
+    source, n_rows = data, None if n_rows is None else int(n_rows)
+    no_chunks = isinstance(source, str | bytes | Mapping) or hasattr(source, "toarray")
+    if no_chunks or (not callable(source) and not isinstance(source, Iterable)):
+        hint = " `toarray()` makes an array of it, or of some of its rows." if hasattr(source, "toarray") else ""
         raise TypeError(
             "`data` should be a tensor, an array, or give chunks: an iterable, or a function that returns one. "
-            f"Found a {type(source).__name__}."
+            f"Found a {type(source).__name__}.{hint}"
         )
     if not once and not callable(source) and iter(source) is source:
         raise TypeError(
@@ -89,7 +93,9 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
         )
     sampler = getattr(source, "sampler", None)  # of a DataLoader: on several ranks it knows this one's part
     if n_rows is None and isinstance(sampler, Sized):
-        n_rows = len(sampler)
+        n_rows, size = len(sampler), getattr(source, "batch_size", None)
+        if getattr(source, "drop_last", False) and size:
+            n_rows -= n_rows % size
 
     def read(order: torch.Generator, check: bool) -> Iterator[Tensor]:
         row = 0
@@ -188,6 +194,8 @@ def check_data(rows: Tensor, rbm: RBM, start: int = 0, *, values: bool = True) -
         TypeError: If the numbers are complex.
         ValueError: If the shape is another one, or a value is.
     """
+    if rows.layout is not torch.strided:
+        raise TypeError(f"`data` should be a dense tensor. Found {rows.layout}.")
     _check_kind(rows.shape, rows.dtype, rbm)
     if not values or not len(rows) or (rows.dtype == torch.bool and rbm.visible_units != "categorical"):
         return
@@ -246,19 +254,29 @@ def _rows_of(piece: Any) -> Tensor:
         if len(piece) > 1:
             raise ValueError(f"A chunk should be one array or tensor, without labels. Found {len(piece)} parts.")
         piece = piece[0]
-    return from_numpy(piece) if isinstance(piece, np.ndarray) else torch.as_tensor(piece)
+    return _tensor_of(piece)
+
+
+def _tensor_of(piece: Any) -> Tensor:
+    """Return a tensor of what may be numbers."""
+    try:
+        return from_numpy(piece) if isinstance(piece, np.ndarray) else torch.as_tensor(piece)
+    except (TypeError, ValueError, RuntimeError):
+        kind = f"an array of {piece.dtype}" if isinstance(piece, np.ndarray) else f"a {type(piece).__name__}"
+        raise TypeError(f"`data` should be numbers, or chunks of them. Found {kind}.") from None
 
 
 def _chunks_of_file(array: np.memmap[Any, Any], rbm: RBM) -> Chunks:
     """Return what reads a file in chunks, each of them blocks from all over it, and gives its pages back."""
-    _check_kind(array.shape, torch.from_numpy(np.empty(0, array.dtype)).dtype, rbm)
+    dtype = array.dtype.newbyteorder("=")
+    _check_kind(array.shape, _tensor_of(np.empty(0, dtype)).dtype, rbm)
     n_rows, row_bytes = len(array), array.itemsize * rbm.n_columns
     length = max(1, _BLOCK_BYTES // row_bytes)
     n_blocks, together = -(-n_rows // length), max(1, _CHUNK_BYTES // (length * row_bytes))
 
     def chunk(blocks: list[int], check: bool) -> Tensor:
         sizes = [min(length, n_rows - block * length) for block in blocks]
-        rows = torch.from_numpy(np.empty((sum(sizes), rbm.n_columns), array.dtype))
+        rows = torch.from_numpy(np.empty((sum(sizes), rbm.n_columns), dtype))
         for block, part in zip(blocks, rows.split(sizes), strict=True):
             np.copyto(part.numpy(), array[block * length : block * length + len(part)])
             give_back_pages(array)

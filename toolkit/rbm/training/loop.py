@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit._data import integer
 from toolkit.blocks import no_graph
 from toolkit.rbm.training._batches import NO_ROWS, Chunks, Data, batches, chunks_of
 from toolkit.rbm.training._checkpoint import fingerprint, read_checkpoint, write_checkpoint
@@ -95,7 +96,7 @@ def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
         [0.1, 0.1, 0.05, 0.0]
     """
     _check_rate(initial, "initial")
-    if not 0 <= hold < 1:
+    if not (_is_number(hold) and 0 <= hold < 1):
         raise ValueError(f"`hold` should be at least 0 and less than 1. Found {hold!r}.")
     return lambda part: initial * min(1.0, (1 - part) / (1 - hold))
 
@@ -161,7 +162,8 @@ def train(
         learning_rate: The step size, or how it depends on the part of training that is done, from 0 to 1:
             `linear_decay`, `cosine_decay`, or any function.
         generator: Chooses the order of the rows; on any device. None: torch's default one.
-        n_rows: N of this rank; needed with chunks, unless of a DataLoader, if the part of training that is done is.
+        n_rows: N of this rank; needed with chunks, unless of a DataLoader, if the part of training that is done is. It
+            is compared with what is read in the first epoch.
         average_from: If given, the machine ends with the mean of its parameters over the part of training from here to
             the end, 0.5 for its second half: that of up to 1024 times or a few more, evenly spaced.
         checkpoint: A file to write to, and to go on from.
@@ -175,7 +177,8 @@ def train(
         DivergenceError: If a parameter, or what the trainer carries on, is not finite. It is looked at every hundred
             updates, before each checkpoint, and at the end. The machine has its last parameters that were finite
             again, and the last checkpoint stays.
-        TypeError: If `data` is no data, or can be read only once and has to be read more often.
+        TypeError: If `data` is no data, or can be read only once and has to be read more often; if `generator` or
+            `callback` is something else.
         ValueError: If an argument is out of its range; if data are empty, of another shape, not finite, or not what
             the machine's visible units can be (by the end of the first epoch, without another pass over data that are
             not in memory); or if the checkpoint is of another machine, trainer, seed or data, or of more epochs.
@@ -251,28 +254,34 @@ def run_training(
     """
     group, error = trainer.group, None
     try:
-        _check_arguments(epochs, learning_rate, n_rows, average_from, checkpoint, checkpoint_every)
+        _check_arguments(epochs, learning_rate, n_rows, average_from, checkpoint, checkpoint_every, generator, callback)
         chunks = chunks_of(data, trainer.rbm, n_rows=n_rows, once=epochs == 1)
         if _not_finite(trainer.rbm.named_parameters()) is not None:
             raise ValueError("The machine's parameters should be finite. Found others.")
     except (TypeError, ValueError) as found:
         error = found
     raise_together(error, group)
+    # Of any type, and from here on of one that a checkpoint can hold.
+    epochs, checkpoint_every = int(epochs), int(checkpoint_every)
+    average_from = None if average_from is None else float(average_from)
     same = {"epochs": epochs, "batch_size": trainer.batch_size, "checkpoint_every": checkpoint_every}
     same_on_all(same | {"average_from": average_from, "checkpoint": checkpoint is not None}, group)
     from_first_rank(trainer.rbm.parameters(), group)
+    depends = callable(learning_rate) or average_from is not None
     run = _Run(
         trainer=trainer,
         chunks=chunks,
         epochs=epochs,
         learning_rate=learning_rate if callable(learning_rate) else lambda part: learning_rate,
         generator=torch.default_generator if generator is None else generator,
-        n_rows=_total_rows(chunks, trainer, needed=callable(learning_rate) or average_from is not None),
+        n_rows=_total_rows(chunks, trainer, needed=depends),
         average_from=average_from,
         path=None if checkpoint is None else Path(checkpoint),
         save_every=checkpoint_every,
         callback=callback or (lambda update, epoch: None),
         belongs_to=belongs_to,
+        told=n_rows is not None,
+        depends=depends,
     )
     run.resume()
     if run.update and resumed is not None:
@@ -300,10 +309,13 @@ class _Run:
         save_every: int,
         callback: Callable[[int, int], None],
         belongs_to: Mapping[str, Any] | None,
+        told: bool,
+        depends: bool,
     ) -> None:
         self.trainer, self.chunks, self.epochs, self.learning_rate = trainer, chunks, epochs, learning_rate
         self.n_rows, self.average_from, self.path, self.save_every = n_rows, average_from, path, save_every
         self.generator, self.callback, self.belongs_to = generator, callback, belongs_to
+        self.told, self.depends = told, depends
         self.parameters = dict(trainer.rbm.named_parameters())
         # Where training is: epochs that are over, updates of the one that is not, updates in all.
         self.epoch = self.batch = self.update = 0
@@ -371,6 +383,11 @@ class _Run:
             if self.path is not None and self.update % self.save_every == 0:
                 self._save()
             self.callback(self.update, self.epoch + 1)
+        # A learning rate that ends too early or too late, or a mean over another part, would not be seen.
+        if self.n_rows is not None and rows != self.n_rows and not self.looked_at and (self.depends or self.told):
+            raise ValueError(
+                f"`n_rows` should be how many rows an epoch has. Found {self.n_rows}, and an epoch of {rows}."
+            )
         self.epoch, self.batch, self.looked_at = self.epoch + 1, 0, True
 
     def finish(self) -> None:
@@ -464,10 +481,9 @@ class _Run:
             raise ValueError(self._mismatch("average_from", facts["average_from"], self.average_from))
         done = facts["epochs"] if self.belongs_to is not None else facts["epoch"] + (facts["batch"] > 0)
         if self.epochs < done:
-            what = "done" if self.belongs_to is None else "asked for"
             raise ValueError(
-                f"`epochs` should be at least the {done} that were {what} when {self.path} was written, or the file "
-                f"a new one. Found {self.epochs}."
+                "`checkpoint` should be of no more epochs than are asked for, or a new file. Found "
+                f"{done} in {self.path}, where it is {self.epochs} now."
             )
         if self.belongs_to is None:
             for name, seed in self._seeds().items():
@@ -671,27 +687,45 @@ def _check_arguments(
     average_from: float | None,
     checkpoint: str | os.PathLike[str] | None,
     checkpoint_every: int,
+    generator: torch.Generator | None,
+    callback: Callable[[int, int], None] | None,
 ) -> None:
     for name, value in (("epochs", epochs), ("checkpoint_every", checkpoint_every)):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{name}` should be a positive integer. Found {value!r}.")
-    if n_rows is not None and (not isinstance(n_rows, int) or n_rows < 0):
-        raise ValueError(f"`n_rows` should be None or a number of rows. Found {n_rows!r}.")
+        integer(name, value, 1)
+    if n_rows is not None:
+        integer("n_rows", n_rows, 0)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` should be a torch.Generator, or None. Found {generator!r}.")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"`callback` should be a function, or None. Found {callback!r}.")
     if not callable(learning_rate):
         _check_rate(learning_rate, "learning_rate")
-    if average_from is not None and not 0 <= average_from < 1:
+    if average_from is not None and not (_is_number(average_from) and 0 <= average_from < 1):
         raise ValueError(f"`average_from` should be None, or at least 0 and less than 1. Found {average_from!r}.")
-    if checkpoint is not None and not Path(checkpoint).absolute().parent.is_dir():
+    if checkpoint is None:
+        return
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise ValueError(f"`checkpoint` should be a path, or None. Found {checkpoint!r}.")
+    if Path(checkpoint).is_dir():
+        raise ValueError(f"`checkpoint` should be a file, not a folder. Found {str(checkpoint)!r}.")
+    if not Path(checkpoint).absolute().parent.is_dir():
         raise ValueError(f"`checkpoint` should be a file in a folder that exists. Found {str(checkpoint)!r}.")
 
 
 def _check_rate(rate: float, name: str) -> None:
-    if not 0 < rate < math.inf:
+    if not (_is_number(rate) and 0 < rate < math.inf):
         raise ValueError(f"`{name}` should be positive and finite. Found {rate!r}.")
+
+
+def _is_number(value: object) -> bool:
+    """Say whether it is one real number, of any type that has one."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim == 0
+    return isinstance(value, int | float | np.integer | np.floating)
 
 
 def _rate(learning_rate: Schedule, part: float) -> float:
     rate = learning_rate(part)
-    if not 0 <= rate < math.inf:
+    if not (_is_number(rate) and 0 <= rate < math.inf):
         raise ValueError(f"`learning_rate` should return finite numbers, not negative. Found {rate!r} at {part:.4g}.")
     return rate
