@@ -247,6 +247,75 @@ def test_interrupted_training_goes_on_from_its_checkpoint_with_the_same_bits(mac
     assert np.array_equal(found.components_, whole.components_)
 
 
+def halved(x):
+    return [x[: len(x) // 2], x[len(x) // 2 :]]
+
+
+def loaded(x):
+    own = torch.Generator().manual_seed(3)
+    return torch.utils.data.DataLoader(torch.from_numpy(x), batch_size=7, shuffle=True, generator=own)
+
+
+READ = {"array": np.asarray, "sparse": sparse.csr_array, "chunks": halved, "DataLoader": loaded}
+
+
+@every_machine
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+@pytest.mark.parametrize("random_state", [0, None], ids="random state {}".format)
+def test_every_kind_of_rows_goes_on_from_its_checkpoint(machine, read, random_state, tmp_path):
+    """With the same bits where there is a seed; without one the file decides."""
+
+    def stop(epoch, rbm):
+        if epoch == 3:
+            raise KeyboardInterrupt
+
+    x, options = rows_of(machine), {"n_iter": 6, "batch_size": 10, "n_chains": None}
+    found = machine(3, random_state=random_state, **options, checkpoint=tmp_path / "c", callback=stop)
+    torch.manual_seed(1)
+    with pytest.raises(KeyboardInterrupt):
+        found.fit(read(x))
+    torch.manual_seed(2)
+    found.set_params(callback=None).fit(read(x))
+    assert found.n_iter_ == 6
+    if random_state is not None:
+        torch.manual_seed(1)
+        whole = machine(3, random_state=random_state, **options).fit(read(x))
+        assert np.array_equal(found.components_, whole.components_)
+
+
+OTHER = {
+    "data": ({}, "other data"),
+    "random_state": ({"random_state": 1}, "`random_state` 0 in .*, where it is 1 now"),
+    "weight_decay": ({"weight_decay": 0.5}, "`weight_decay` .*, where it is 0.5 now"),
+    "gibbs_steps": ({"gibbs_steps": 2}, "`gibbs_steps` 1 in .*, where it is 2 now"),
+    "average_from": ({"average_from": 0.5}, "`average_from` None in .*, where it is 0.5 now"),
+    "learning_rate": ({"learning_rate": 0.01}, "`learning_rate` .*, where it is 0.01 now"),
+    "method": ({"method": "exact"}, "`method` pcd in .*, where it is exact now"),
+    "n_components": ({"n_components": 4}, "`n_components` 3 in .*, where it is 4 now"),
+    "n_iter": ({"n_iter": 3}, "no more epochs .* Found 4 in .*, where it is 3 now"),
+}
+
+
+@every_machine
+@pytest.mark.parametrize("read", READ.values(), ids=READ)
+@pytest.mark.parametrize(("others", "message"), OTHER.values(), ids=OTHER)
+def test_checkpoint_of_another_fit_is_refused(machine, others, message, read, tmp_path):
+    x, options = rows_of(machine), {"n_components": 3, "n_iter": 4, "random_state": 0, "checkpoint": tmp_path / "c"}
+    machine(**options).fit(read(x))
+    with pytest.raises(ValueError, match=f"`checkpoint` should be of .*{message}"):
+        machine(**options | others).fit(read(x if others else 1 - x))
+
+
+@every_machine
+def test_checkpoint_of_a_shorter_fit_goes_on(machine, tmp_path, capsys):
+    seen = []
+    options = {"n_components": 3, "random_state": 0, "checkpoint": tmp_path / "c", "batch_size": 10}
+    machine(**options, n_iter=2).fit(rows_of(machine))
+    machine(**options, n_iter=5, verbose=1, callback=lambda epoch, rbm: seen.append(epoch)).fit(rows_of(machine))
+    assert seen == [3, 4, 5]
+    assert "  goes on from update 12 of 30" in capsys.readouterr().out.splitlines()
+
+
 # --- scores ----------------------------------------------------------------------------------------------------------
 
 
@@ -671,6 +740,16 @@ def test_progress_in_lines(machine, verbose, capsys):
     assert capsys.readouterr().out == ""
 
 
+@every_machine
+def test_a_long_fit_shows_at_most_a_hundred_and_one_lines(machine, capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr(machine, "_show", lambda self, rbm, visible: float(len(shown.append(1) or shown)))
+    trained(machine, n_iter=777, batch_size=60, verbose=1)
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split(":")[0] for line in lines] == [f"  epoch {epoch}" for epoch in [*range(8, 777, 8), 777]]
+    assert len(shown) == len(lines)
+
+
 # --- hostile input ---------------------------------------------------------------------------------------------------
 
 
@@ -733,6 +812,52 @@ def test_rounding_beyond_one_is_one_and_answers_take_any_number():
     one, other = (BernoulliRBM(2, n_iter=2, random_state=0).fit(rows) for rows in (x, scaled))
     assert np.array_equal(one.components_, other.components_)
     assert np.isfinite(one.transform(3 * x - 1)).all()
+    assert np.allclose(one.score_samples(scaled), one.score_samples(x))
+
+
+@pytest.mark.parametrize("name", OUT_OF_RANGE)
+@pytest.mark.parametrize("answer", ["log_likelihood", "score_samples", "score"])
+def test_what_no_unit_can_be_has_no_likelihood(answer, name):
+    """Its free energy has no lower bound, so that the better the machine, the less its score would mean."""
+    x, found = OUT_OF_RANGE[name]
+    machine = BernoulliRBM(2, n_iter=1, random_state=0).fit(np.eye(2))
+    with pytest.raises(ValueError, match=rf"between 0 and 1\. {found}.*MinMaxScaler\(clip=True\)"):
+        getattr(machine, answer)(x)
+    machine = BernoulliRBM(2, n_iter=1, binarize=0.5, random_state=0).fit(np.eye(2))
+    assert torch.as_tensor(getattr(machine, answer)(x)).isfinite().all()
+
+
+@every_machine
+@pytest.mark.parametrize("kind", [">f8", ">f4", ">i2"])
+def test_bytes_in_the_order_of_another_processor(machine, kind):
+    x = rows_of(machine).round().astype(kind)
+    found, expected = (machine(2, n_iter=2, random_state=0).fit(rows) for rows in (x, x.astype(kind.replace(">", "="))))
+    assert np.array_equal(found.components_, expected.components_)
+    assert found.components_.dtype == expected.components_.dtype
+    assert np.array_equal(found.transform(x), expected.transform(x.astype(kind.replace(">", "="))))
+
+
+@every_machine
+@pytest.mark.parametrize("n", [60, 150])
+def test_a_batch_of_all_rows_allocates_no_more(machine, n):
+    """A size beyond all memory is that of all rows; of chains there are as many, or 100."""
+    x = np.tile(rows_of(machine), (3, 1))[:n]
+    found = [machine(3, batch_size=size, n_iter=3, n_chains=None, random_state=0) for size in (10**9, max(n, 100))]
+    one, other = (estimator.fit(x) for estimator in found)
+    assert np.array_equal(one.components_, other.components_)
+    assert one.h_samples_.shape == (max(n, 100), 3)
+    assert one.partial_fit(x).h_samples_.shape == (max(n, 100), 3)
+    assert machine(3, batch_size=10**9, n_chains=None, random_state=0).partial_fit(x).h_samples_.shape == (10_000, 3)
+
+
+def test_numbers_whose_variance_is_infinite_are_refused():
+    x = reals()
+    x[:, 2] *= 1e200
+    for how in ("fit", "partial_fit"):
+        with pytest.raises(ValueError, match=r"`X` should have features whose variances are finite.* column 2"):
+            getattr(GaussianRBM(2, random_state=0), how)(x)
+    with pytest.raises(ValueError, match=r"`X` should have features whose variances are finite.* column 2"):
+        GaussianRBM(2, random_state=0).fit(halved(x))
 
 
 BAD_PARAMETERS = {
@@ -750,6 +875,7 @@ BAD_PARAMETERS = {
     "average_from": [-0.1, 1, "a"],
     "method": ["pcd-1", None],
     "schedule": ["cosine", None],
+    "callback": ["foo"],
 }
 
 
@@ -795,6 +921,19 @@ def test_parameter_out_of_range(machine, name, value):
 def test_own_parameter_out_of_range(machine, name, value):
     with pytest.raises(ValueError, match=rf"`{name}` should be .*Found {value!r}"):
         machine(2, **{name: value}).fit(rows_of(machine))
+
+
+@every_machine
+def test_least_of_an_integer_is_named(machine):
+    with pytest.raises(ValueError, match=r"`n_temperatures` should be an integer from 2. Found 1\."):
+        machine(2, n_temperatures=1).fit(rows_of(machine))
+
+
+@every_machine
+@pytest.mark.parametrize(("value", "message"), [(3, "a path, or None"), (".", "a file, not a folder")])
+def test_checkpoint_that_is_no_file(machine, value, message):
+    with pytest.raises(ValueError, match=f"`checkpoint` should be {message}"):
+        machine(2, checkpoint=value).fit(rows_of(machine))
 
 
 @pytest.mark.parametrize("name", ["n_samples", "steps"])

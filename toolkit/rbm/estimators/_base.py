@@ -23,12 +23,13 @@ from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, in
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.rbm.annealing import ais
-from toolkit.rbm.estimators._rows import Epoch, Rows, read_rows
+from toolkit.rbm.estimators._rows import Check, Epoch, Rows, read_rows
 from toolkit.rbm.estimators._trainer import Method, Options, Trainer, trainer_of
 from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS
 from toolkit.rbm.machine.model import RBM, HiddenUnits, VisibleUnits
-from toolkit.rbm.training import DivergenceError, linear_decay, train
+from toolkit.rbm.training import DivergenceError, linear_decay
 from toolkit.rbm.training.fused import FusedTrainer
+from toolkit.rbm.training.loop import run_training
 
 __all__ = ["BaseRBM", "Callback", "Schedule"]
 
@@ -40,6 +41,15 @@ _TABLED_UNITS = 20
 
 # Chains and temperatures of an estimate of log Z.
 _ANNEALED = 500, 1000
+
+# Chains if `n_chains` is None: as a batch has rows, but no more than there are rows, or this; and in `partial_fit`.
+_CHAINS, _MOST_CHAINS = 100, 10_000
+
+# Lines of progress of a fit.
+_LINES = 100
+
+# Parameters that may be others in the fit that goes on from a checkpoint; a random state is looked at by itself.
+_FREE = frozenset({"n_iter", "verbose", "random_state", "checkpoint", "callback"})
 
 # Softplus functions of the rows that show how training gets on.
 _SHOWN = 2**24
@@ -160,8 +170,9 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
         Raises:
             TypeError: If `X` is complex, a sparse tensor, or chunks that can be read only once.
-            ValueError: If a parameter is out of range, or `X` is empty, has another shape, is not finite, or has values
-                that the visible units do not take.
+            ValueError: If a parameter is out of range; if `X` is empty, has another shape, is not finite, or has values
+                that the visible units do not take; or if `checkpoint` is that of a fit of other data, parameters, or
+                random state, or of more epochs.
             DivergenceError: If the parameters became infinite.
         """
         self._check_parameters()
@@ -169,10 +180,13 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         rows, form = read_rows(self, X, reset=True, check=self._check_values)
         self._forget()
         self._generator, self._form, self._n_batches = generator, form, 0
+        self._most_chains = max(rows.n_rows, _CHAINS)
         rbm = self._new_machine(rows)
-        n_batches = math.ceil(rows.n_rows / int(self.batch_size))
+        batch_size = min(int(self.batch_size), rows.n_rows)
+        n_batches = math.ceil(rows.n_rows / batch_size)
         epochs, rate = self._epochs(n_batches), self._rate(rbm.n_visible)
-        trainer = self._trainer_for(rbm, int(self.batch_size), rate)
+        trainer = self._trainer_for(rbm, batch_size, rate)
+        shown_every = math.ceil(epochs / _LINES)
         with Progress(
             verbose=int(self.verbose), interval=1, callback=None, step="epoch", measure=self._measure
         ) as progress:
@@ -183,15 +197,16 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                 self._after_step(rbm)
                 if update % n_batches:
                     return
-                if shown is not None:
-                    progress(update // n_batches, self._show(rbm, shown))
+                epoch = update // n_batches
+                if shown is not None and (epoch % shown_every == 0 or epoch == epochs):
+                    progress(epoch, self._show(rbm, shown))
                 if self.callback is not None:
-                    self.callback(update // n_batches, rbm)
+                    self.callback(epoch, rbm)
 
             if epochs:
-                train(
+                run_training(
                     cast(FusedTrainer, trainer),
-                    Epoch(rows, generator, int(self.batch_size), self._to_training),
+                    Epoch(rows, generator, batch_size, self._to_training),
                     epochs=epochs,
                     learning_rate=linear_decay(rate) if self.schedule == "linear" else rate,
                     generator=generator,
@@ -200,6 +215,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                     checkpoint=self.checkpoint,
                     checkpoint_every=n_batches,
                     callback=after,
+                    belongs_to=self._belongs_to(),
+                    resumed=lambda update: progress.say(f"goes on from update {update} of {epochs * n_batches}"),
                 )
         self.n_iter_ = epochs
         self._set(rbm, trainer)
@@ -234,12 +251,13 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if first:
             self._forget()
             self._generator, self._form, self._n_batches = generator_of(self.random_state), form, 0
+            self._most_chains = _MOST_CHAINS
             rbm = self._new_machine(rows)
             self.n_iter_ = 0
         else:
             rbm = self._machine()
         rate = self._constant_rate(rbm.n_visible)
-        trainer = self._trainer_for(rbm, max(int(self.batch_size), rows.n_rows), rate)
+        trainer = self._trainer_for(rbm, max(min(int(self.batch_size), _MOST_CHAINS), rows.n_rows), rate)
         batch = torch.cat([self._to_training(block.to(rbm.weights.device)) for block in rows.blocks()])
         trainer.step(batch, learning_rate=rate)
         self._after_step(rbm)
@@ -256,6 +274,15 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self._n_batches += 1
         self._set(rbm, trainer)
         return self
+
+    def _belongs_to(self) -> dict[str, Any]:
+        """Return what a checkpoint depends on: parameters, but for those that a fit may go on with others of."""
+        found = {name: value for name, value in self.get_params(deep=False).items() if name not in _FREE}
+        if isinstance(self.random_state, torch.Generator):
+            found["random_state"] = self.random_state.initial_seed()
+        elif isinstance(self.random_state, int | np.integer):  # of others nobody can tell
+            found["random_state"] = int(self.random_state)
+        return {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
 
     def _new_machine(self, rows: Rows) -> RBM:
         """Return the machine at which training starts."""
@@ -297,10 +324,11 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     def _trainer_for(self, rbm: RBM, batch_size: int, rate: float) -> Trainer:
         """Return what trains a machine, which goes on from where the last one was left."""
+        most = min(int(self.batch_size), getattr(self, "_most_chains", _MOST_CHAINS))
         options = Options(
             method=self.method,
             steps=int(self.gibbs_steps),
-            n_chains=int(self.batch_size if self.n_chains is None else self.n_chains),
+            n_chains=int(most if self.n_chains is None else self.n_chains),
             n_temperatures=int(self.n_temperatures),
             fast_rate=rate if self.fast_rate is None else float(self.fast_rate),
             offset_rate=None if self.offset_rate is None else float(self.offset_rate),
@@ -506,18 +534,24 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         how much it may be.
 
         Args:
-            X: (N, D), as in `transform`.
+            X: (N, D), as in `fit`.
 
         Returns:
             (N,), nats; of real numbers the log-density in the units of the data.
 
         Raises:
             NotFittedError: If the machine is not trained.
-            ValueError: If `X` does not have the features that were fitted, or is not finite.
+            ValueError: If `X` does not have the features that were fitted, is not finite, or has values that the
+                visible units do not take: of zeros and ones only they, and probabilities of them, have a likelihood.
         """
         check_is_fitted(self, "components_")
         log_partition, volume = self.log_partition_, self._volume()
-        return self._answer(X, lambda rbm, visible: -rbm.free_energy(visible) - log_partition - volume, precise=True)
+        return self._answer(
+            X,
+            lambda rbm, visible: -rbm.free_energy(visible) - log_partition - volume,
+            precise=True,
+            check=self._check_values,
+        )
 
     def score_samples(self, X: object) -> Array:
         """Return a score of each row, (N,), nats."""
@@ -536,10 +570,17 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         """
         return float(self.score_samples(X).mean())
 
-    def _answer(self, x: object, function: Callable[[RBM, Tensor], Tensor], *, precise: bool = False) -> Array:
+    def _answer(
+        self,
+        x: object,
+        function: Callable[[RBM, Tensor], Tensor],
+        *,
+        precise: bool = False,
+        check: Check = lambda block: None,
+    ) -> Array:
         """Return what a function of the machine says of each row, block by block, in the form of the rows."""
         check_is_fitted(self, "components_")
-        rows, form = read_rows(self, x, reset=False)
+        rows, form = read_rows(self, x, reset=False, check=check)
         rbm = self._machine()
         dtype = torch.float64 if precise else rbm.weights.dtype
         if (rbm.weights.device, rbm.weights.dtype) != (form.device, dtype):
@@ -595,6 +636,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         for name, choices in (("method", get_args(Method)), ("schedule", get_args(Schedule))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"`{name}` should be one of {', '.join(choices)}. Found {getattr(self, name)!r}.")
+        if self.callback is not None and not callable(self.callback):
+            raise ValueError(f"`callback` should be a function, or None. Found {self.callback!r}.")
         self._check_more()
 
     def __sklearn_tags__(self) -> Tags:

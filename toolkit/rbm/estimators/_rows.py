@@ -18,11 +18,13 @@ from scipy import sparse
 from torch import Tensor
 
 from toolkit._data import Form, from_numpy, give_back_pages, is_chunked
+from toolkit.rbm.training._batches import generators_of
+from toolkit.rbm.training._checkpoint import fingerprint
 
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator
 
-__all__ = ["Epoch", "Rows", "read_rows"]
+__all__ = ["Check", "Epoch", "Rows", "read_rows"]
 
 # Bytes of a dense block, as float64.
 _BLOCK_BYTES = 2**22
@@ -49,6 +51,14 @@ class Rows(Protocol):
     def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
         """Yield all rows in a random order, in blocks of whole batches but for the last one of a chunk."""
 
+    @property
+    def streams(self) -> tuple[torch.Generator, ...]:
+        """Generators that a source draws from."""
+
+    @property
+    def fingerprint(self) -> Callable[[], str] | None:
+        """What gives a hash of all rows; None if they are not in memory."""
+
 
 @dataclass(frozen=True)
 class _Dense:
@@ -57,6 +67,14 @@ class _Dense:
     @property
     def n_rows(self) -> int:
         return len(self.x)
+
+    @property
+    def streams(self) -> tuple[torch.Generator, ...]:
+        return ()
+
+    @property
+    def fingerprint(self) -> Callable[[], str]:
+        return lambda: fingerprint(self.x)
 
     def blocks(self) -> Iterator[Tensor]:
         yield from self.x.split(_block_length(self.x.shape[1], 1))
@@ -74,6 +92,14 @@ class _Sparse:
     def n_rows(self) -> int:
         return int(self.x.shape[0])
 
+    @property
+    def streams(self) -> tuple[torch.Generator, ...]:
+        return ()
+
+    @property
+    def fingerprint(self) -> Callable[[], str]:
+        return lambda: " ".join(fingerprint(from_numpy(part)) for part in (self.x.data, self.x.indices, self.x.indptr))
+
     def blocks(self) -> Iterator[Tensor]:
         length = _block_length(self.x.shape[1], 1)
         for first in range(0, self.n_rows, length):
@@ -88,6 +114,8 @@ class _Sparse:
 class _Chunked:
     again: Callable[[torch.Generator | None], Iterator[Rows]]
     n_rows: int
+    streams: tuple[torch.Generator, ...]
+    fingerprint: None = None
 
     def blocks(self) -> Iterator[Tensor]:
         for chunk in self.again(None):
@@ -125,7 +153,8 @@ def read_rows(
                 f"returns a new iterator. Found {type(x).__name__}."
             )
         source = x if callable(x) else lambda: iter(cast("Iterable[object]", x))
-        return _read_chunks(estimator, lambda _: source(), reset=reset, check=check, least=least)
+        streams = generators_of(x)
+        return _read_chunks(estimator, lambda _: source(), reset=reset, check=check, least=least, streams=streams)
     return _read_matrix(estimator, x, reset=reset, check=check, least=least)
 
 
@@ -144,6 +173,16 @@ class Epoch:
     generator: torch.Generator
     batch_size: int
     to_machine: Callable[[Tensor], Tensor]
+
+    @property
+    def streams(self) -> tuple[torch.Generator, ...]:
+        """Generators, beside that one, that the rows are drawn by."""
+        return self.rows.streams
+
+    @property
+    def fingerprint(self) -> Callable[[], str] | None:
+        """What gives a hash of all rows; None if they are not in memory."""
+        return self.rows.fingerprint
 
     def __iter__(self) -> Iterator[Tensor]:
         """Yield blocks (B, D)."""
@@ -189,6 +228,7 @@ def _read_chunks(
     reset: bool,
     check: Check,
     least: int,
+    streams: tuple[torch.Generator, ...] = (),
 ) -> tuple[_Chunked, Form]:
     form: Form | None = None
     learn = reset
@@ -206,7 +246,7 @@ def _read_chunks(
     n_rows = sum(chunk.n_rows for chunk in again(None))
     if n_rows < least or form is None:
         raise ValueError(f"`X` should have at least {least} row{'s' * (least > 1)}. Found {n_rows} in all chunks.")
-    return _Chunked(again, n_rows), form
+    return _Chunked(again, n_rows, streams), form
 
 
 def _pieces_of_file(array: np.memmap[Any, Any]) -> Callable[[torch.Generator | None], Iterator[object]]:

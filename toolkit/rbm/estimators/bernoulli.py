@@ -50,7 +50,8 @@ class BernoulliRBM(BaseRBM):
       ``learning_rate=0.1, batch_size=10, n_iter=10, offset_rate=None, weight_decay=0, schedule="constant"``.
     - **`score_samples`** is the expectation of scikit-learn's, which looks at one feature drawn at random: a row has
       the same score each time.
-    - **Data** have to be between 0 and 1 in training. Others raise an error there, unless `binarize` is given.
+    - **Data** have to be between 0 and 1 in training, and in scores. Others raise an error there, unless `binarize` is
+      given.
 
     What is added: methods other than persistent chains, the exact log-likelihood, samples of the model, reconstruction,
     tensors on any device, chunks of rows.
@@ -68,7 +69,8 @@ class BernoulliRBM(BaseRBM):
             ``"tempering"``: persistent chains at several temperatures that are swapped. ``"exact"``: all states of the
             smaller layer, if it is small.
         gibbs_steps: Gibbs steps of the chains in an update.
-        n_chains: Persistent chains. None: `batch_size`.
+        n_chains: Persistent chains. None: `batch_size`, but no more than there are rows, or 100; in `partial_fit`,
+            which does not know them, 10,000.
         n_temperatures: Of ``"tempering"``.
         fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
         offset_rate: Gradients are those of centred coordinates, whose offsets are running means to which each batch
@@ -77,7 +79,10 @@ class BernoulliRBM(BaseRBM):
         schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it does not.
         average_from: The parameters are their mean over the part of training from here to the end. None: the last ones.
         binarize: Features above this are 1, others 0. None: data are zeros and ones, or probabilities, as they are.
-        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it. None: none.
+        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it; with the same bits as if
+            it had not been interrupted. It belongs to one fit: to the data, parameters and random state, as far as that
+            is a number or a generator; only `n_iter` may be larger. Searches over parameters and folds need one for
+            each fit. None: none.
         callback: Called after each epoch with its number and the machine.
 
     Attributes:
@@ -158,19 +163,19 @@ class BernoulliRBM(BaseRBM):
         and does not rank models as the likelihood does: `log_likelihood` does.
 
         Args:
-            X: (N, D), as in `transform`.
+            X: (N, D), as in `fit`.
 
         Returns:
             (N,), nats.
 
         Raises:
             NotFittedError: If the machine is not trained.
-            ValueError: If `X` does not have the features that were fitted, or is not finite.
+            ValueError: If `X` does not have the features that were fitted, is not finite, or is not between 0 and 1.
 
         References:
             Besag, "Statistical analysis of non-lattice data", 1975.
         """
-        return self._answer(X, _pseudo_log_likelihood)
+        return self._answer(X, _pseudo_log_likelihood, check=self._check_values)
 
     # --- hooks ---
 
@@ -200,7 +205,8 @@ class BernoulliRBM(BaseRBM):
         if least < -_ROUNDING or most > 1 + _ROUNDING:
             found = least if least < -_ROUNDING else most
             raise ValueError(
-                f"`X` should be between 0 and 1. Found {found}. Scale it, or give `binarize`, above which values are 1."
+                f"`X` should be between 0 and 1. Found {found}. Scale it, with `MinMaxScaler(clip=True)` for rows that "
+                "were not fitted, or give `binarize`, above which values are 1."
             )
 
     def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:

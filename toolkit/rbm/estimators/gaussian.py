@@ -45,7 +45,8 @@ class GaussianRBM(BaseRBM):
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
         method: As of `BernoulliRBM`.
         gibbs_steps: Gibbs steps of the chains in an update.
-        n_chains: Persistent chains. None: `batch_size`.
+        n_chains: Persistent chains. None: `batch_size`, but no more than there are rows, or 100; in `partial_fit`,
+            which does not know them, 10,000.
         n_temperatures: Of ``"tempering"``.
         fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
         offset_rate: As of `BernoulliRBM`.
@@ -55,7 +56,10 @@ class GaussianRBM(BaseRBM):
         hidden: ``"bernoulli"``, or ``"rectified"``: units that count, whose machine has no exact likelihood.
         min_variance: The least of :math:`\sigma^2` over the variance of the data: features that are constant, or told
             exactly by the others, have a likelihood without bound.
-        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it. None: none.
+        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it; with the same bits as if
+            it had not been interrupted. It belongs to one fit: to the data, parameters and random state, as far as that
+            is a number or a generator; only `n_iter` may be larger. Searches over parameters and folds need one for
+            each fit. None: none.
         callback: Called after each epoch with its number and the machine, in standardised coordinates.
 
     Attributes:
@@ -164,6 +168,12 @@ class GaussianRBM(BaseRBM):
 
     def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
         mean, variance = _moments(rows)
+        if not bool(variance.isfinite().all()):
+            column = int((~variance.isfinite()).nonzero()[0])
+            raise ValueError(
+                f"`X` should have features whose variances are finite. Found too large numbers in column {column}: "
+                "divide them."
+            )
         # Of a constant feature rounding leaves a variance that says nothing.
         varies = variance > (4 * torch.finfo(form.dtype).eps * mean).square()
         scale = torch.where(varies, variance, 1.0).sqrt()
