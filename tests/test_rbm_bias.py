@@ -524,3 +524,60 @@ def test_a_clear_error(attempt, message):
     with pytest.raises(ValueError) as raised:
         attempt(_machine(_parameters()))
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda start: 7 * start, "`start` should be probabilities that add up to 1. Found a sum of 7.0"),
+        (lambda start: 1.001 * start, "`start` should be probabilities that add up to 1. Found a sum of 1.001"),
+        (
+            lambda start: torch.cat([start[:-2], start[-2:] * 0 + 1]).sub(1 / 3),
+            "`start` should be probabilities. Found -0.",
+        ),
+        (lambda start: start * math.nan, "`start` should be probabilities. Found nan."),
+    ],
+    ids=["seven", "off", "negative", "nan"],
+)
+def test_a_start_that_is_no_distribution_is_refused(change, message):
+    rbm, start = _machine(_parameters()), change(START["bernoulli"])
+    for attempt in (
+        lambda: chain_distribution(rbm, start, steps=1),
+        lambda: exact_divergence(rbm, start, steps=1, divergence="free_energy"),
+        lambda: gradient_fields(rbm, start, steps=1),
+    ):
+        with pytest.raises(ValueError) as raised:
+            attempt()
+        assert str(raised.value).startswith(message)
+
+
+def test_a_start_of_another_type_is_refused():
+    with pytest.raises(TypeError) as raised:
+        gradient_fields(_machine(_parameters()), START["bernoulli"].float(), steps=1)
+    assert str(raised.value) == "`start` should have the parameters' type torch.float64. Found torch.float32."
+    machine = _machine(_parameters()).bfloat16()
+    assert chain_distribution(machine, START["bernoulli"].bfloat16(), steps=1).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("frozen", [["visible_bias"], NAMES], ids=["one", "all"])
+def test_frozen_parameters_have_gradients_too(frozen):
+    rbm = _machine(_parameters())
+    expected = gradient_fields(rbm, START["bernoulli"], steps=STEPS)
+    for name in frozen:
+        getattr(rbm, name).requires_grad_(False)
+    with torch.no_grad():
+        found = gradient_fields(rbm, START["bernoulli"], steps=STEPS)
+    for field, values in expected.items():
+        assert list(values) == list(found[field]) == NAMES
+        for name in NAMES:
+            assert not values[name].requires_grad
+            assert torch.equal(found[field][name], values[name])
+
+
+def test_bias_of_gradients_that_are_zero():
+    zero, other = {"weights": torch.zeros(3)}, {"weights": torch.ones(3)}
+    assert bias(zero, zero).relative == 0
+    assert bias(zero, other).relative == 1
+    assert bias(other, zero).relative == math.inf
+    assert all(math.isnan(bias(*pair).cosine) for pair in ((zero, zero), (zero, other), (other, zero)))
+    assert math.isnan(bias({"weights": torch.full((3,), math.nan)}, other).relative)

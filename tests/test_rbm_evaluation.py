@@ -653,6 +653,16 @@ def test_estimated_log_likelihood_has_the_ends_of_the_sandwich(units: dict) -> N
         assert (value - exact).abs().max() < 4 * log_partition.standard_error < 0.2
 
 
+def test_what_is_no_reference_and_no_sandwich_is_called_so() -> None:
+    rbm = _rbm()
+    visible = _draws(rbm, 5)
+    with pytest.raises(TypeError, match=r"^`reference` should be a tensor\. Found ndarray\.$"):
+        ais(rbm, chains=5, inverse_temperatures=5, reference=np.zeros(3))
+    found = sandwich(rbm, visible, inverse_temperatures=3)
+    with pytest.raises(TypeError, match=r"^`log_partition` should be a Sandwich, .* Found LogPartition\.$"):
+        estimated_log_likelihood(rbm, visible, found.lower)
+
+
 def _pseudo_log_likelihood(rbm: RBM, visible: np.ndarray) -> np.ndarray:
     """Return it from the definition: the free energies of all states of each unit, given the others."""
     q = rbm.categories or 1

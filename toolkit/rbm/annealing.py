@@ -201,6 +201,7 @@ def ais(
     Raises:
         ValueError: If `chains` or `inverse_temperatures` is too small, the :math:`\beta` do not rise from 0 to 1,
             `reference` does not have the shape (V,), or it or a parameter is not finite.
+        TypeError: If `reference` is not a tensor.
 
     References:
         Neal, "Annealed importance sampling", 2001, section 2.
@@ -254,7 +255,7 @@ def reverse_ais(
     Raises:
         ValueError: As `ais`; and if `visible` has fewer than two rows, other columns, or states that the units cannot
             be in.
-        TypeError: If `visible` does not have the type of the parameters.
+        TypeError: As `ais`; and if `visible` does not have the type of the parameters.
 
     References:
         Burda, Grosse & Salakhutdinov, "Accurate and conservative estimates of MRF log-likelihood using reverse

@@ -137,12 +137,13 @@ def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor
         (S,). It carries a gradient if the parameters do: no block is in place.
 
     Raises:
-        ValueError: If `steps` is not positive, `start` does not have a number for each state, or as `visible_states`.
+        ValueError: If `steps` is not positive, `start` is no distribution over the states, or as `visible_states`.
+        TypeError: If `start` does not have the type of the parameters.
     """
     check_steps(steps)
-    to_hidden, to_visible = _conditionals(_enumerable(rbm))
-    if start.shape != to_hidden.shape[:1]:
-        raise ValueError(f"`start` should have shape ({len(to_hidden)},). Found {tuple(start.shape)}.")
+    joint = _enumerable(rbm)
+    _check_distribution(start, joint)
+    to_hidden, to_visible = _conditionals(joint)
     for _ in range(steps):
         start = start @ to_hidden @ to_visible
     return start
@@ -176,6 +177,7 @@ def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence:
 
     Raises:
         ValueError: If `divergence` is unknown, or as `chain_distribution`.
+        TypeError: As `chain_distribution`.
 
     References:
         Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5.
@@ -214,13 +216,16 @@ def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[st
         start: :math:`p_0`, (S,), such as `data_distribution` gives.
         steps: k.
 
+    Parameters that are frozen, with ``requires_grad`` off, have their gradients too.
+
     Returns:
         ``"likelihood"``, ``"blocked"`` (CD-k), ``"third_term"``, ``"improved"`` and ``"unblocked"`` -> the names of the
         parameters -> gradients to descend, per sample. The three in the middle lie on a line:
         ``improved - blocked == blocked - third_term``.
 
     Raises:
-        ValueError: As `exact_divergence`.
+        ValueError: As `chain_distribution`.
+        TypeError: As `chain_distribution`.
 
     Example:
         >>> rbm = RBM(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -229,20 +234,20 @@ def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[st
         >>> errors["third_term"] < errors["blocked"] < errors["improved"] < errors["unblocked"]
         True
     """
-    joint, parameters = _enumerable(rbm), dict(rbm.named_parameters())
+    joint = _enumerable(rbm)
+    parameters = joint.tensors
     states = _states(joint.visible)
+
+    def moving(tensors: dict[str, Tensor]) -> Tensor:
+        return chain_distribution(joint.with_tensors(tensors), start, steps=steps)
+
     # Nothing here depends on which blocks are open around it.
     with no_graph():
-        end, free_energy = chain_distribution(rbm, start, steps=steps), joint.free_energy(states)
+        free_energy = joint.free_energy(states)
+        end, pull_back = torch.func.vjp(moving, parameters)  # type: ignore[misc]
         surprise = free_energy + end.clamp(min=torch.finfo(end.dtype).tiny).log()
+        third, pull = (pull_back(values)[0] for values in (surprise, free_energy))
     of_start, of_end, of_model = rbm.statistics(states, start), rbm.statistics(states, end), rbm.model_statistics()
-    with torch.enable_grad():
-        moving = chain_distribution(rbm, start, steps=steps)
-        judged = [moving @ values for values in (surprise, free_energy)]
-    third, pull = (
-        dict(zip(parameters, torch.autograd.grad(value, list(parameters.values()), retain_graph=True), strict=True))
-        for value in judged
-    )
     update = {name: of_end[name] - of_start[name] for name in parameters}
     return {
         "likelihood": {name: of_model[name] - of_start[name] for name in parameters},
@@ -258,8 +263,9 @@ class Bias:
     """How far a gradient is from another.
 
     Attributes:
-        relative: The norm of the difference, over all parameters, divided by that of the other gradient.
-        cosine: Of the angle between the two.
+        relative: The norm of the difference, over all parameters, divided by that of the other gradient: 0 if both are
+            zero, infinite if only the other one is.
+        cosine: Of the angle between the two; NaN if one of them is zero, which has no direction.
     """
 
     relative: float
@@ -280,7 +286,9 @@ def bias(field: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Bias:
     with no_graph():
         found, expected = (torch.cat([tree[name].flatten() for name in sorted(exact)]) for tree in (field, exact))
         size, own = expected.norm(), found.norm()
-        return Bias(((found - expected).norm() / size).item(), ((found @ expected) / (size * own)).item())
+        distance = (found - expected).norm()
+        relative = distance / size if bool(distance != 0) else distance
+        return Bias(relative.item(), ((found @ expected) / (size * own)).item())
 
 
 def _enumerable(rbm: RBM | Joint) -> Joint:
@@ -295,6 +303,19 @@ def _enumerable(rbm: RBM | Joint) -> Joint:
     if size > _LARGEST_TABLE:
         raise ValueError(f"Both layers together should have at most 2^24 states. Found 2^{math.log2(size):.4g}.")
     return joint
+
+
+def _check_distribution(start: Tensor, joint: Joint) -> None:
+    n_states = joint.visible.n_states
+    if start.shape != (n_states,):
+        raise ValueError(f"`start` should have shape ({n_states},). Found {tuple(start.shape)}.")
+    if start.dtype != joint.weights.dtype:
+        raise TypeError(f"`start` should have the parameters' type {joint.weights.dtype}. Found {start.dtype}.")
+    if not bool((start >= 0).all()):
+        raise ValueError(f"`start` should be probabilities. Found {float(start[~(start >= 0)][0])}.")
+    total = start.sum(dtype=torch.float64).item()
+    if not abs(total - 1) <= max(1e-4, 4 * torch.finfo(start.dtype).eps):
+        raise ValueError(f"`start` should be probabilities that add up to 1. Found a sum of {total}.")
 
 
 def _states(layer: Layer) -> Tensor:

@@ -59,7 +59,7 @@ def estimated_log_likelihood(rbm: RBM, visible: Tensor, log_partition: Sandwich)
     Raises:
         ValueError: If `visible` has no rows, other columns or states that the units cannot be in, or a parameter is
             not finite.
-        TypeError: If `visible` does not have the type of the parameters.
+        TypeError: If `visible` does not have the type of the parameters, or `log_partition` is no sandwich.
 
     References:
         Salakhutdinov & Murray, "On the quantitative analysis of deep belief networks", 2008, section 4.
@@ -73,6 +73,7 @@ def estimated_log_likelihood(rbm: RBM, visible: Tensor, log_partition: Sandwich)
         >>> bool((found.estimate - rbm.log_likelihood(draws)).abs().max() < 0.01)
         True
     """
+    _check_sandwich(log_partition)
     rbm.check_rows(visible, "visible")
     rbm.joint.visible.check(visible, "visible")
     joint = joint_in_full_precision(rbm)
@@ -184,6 +185,12 @@ def _other_states(joint: Joint, visible: Tensor) -> Iterator[tuple[list[Tensor],
             biases.append(to @ layer.bias[columns])
             rows.append(to @ weights[columns])
         yield biases, rows
+
+
+def _check_sandwich(log_partition: object) -> None:
+    if not isinstance(log_partition, Sandwich):
+        found = type(log_partition).__name__
+        raise TypeError(f"`log_partition` should be a Sandwich, estimates from both sides. Found {found}.")
 
 
 class _Change:
