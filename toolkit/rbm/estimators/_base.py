@@ -52,7 +52,7 @@ _LINES = 100
 _FREE = frozenset({"n_iter", "verbose", "random_state", "checkpoint", "callback"})
 
 # Softplus functions of the rows that show how training gets on.
-_SHOWN = 2**24
+_SHOWN = 2**22
 
 
 @dataclass(frozen=True)

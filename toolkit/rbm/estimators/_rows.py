@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
@@ -98,7 +99,8 @@ class _Sparse:
 
     @property
     def fingerprint(self) -> Callable[[], str]:
-        return lambda: " ".join(fingerprint(from_numpy(part)) for part in (self.x.data, self.x.indices, self.x.indptr))
+        parts = attrgetter("data", "indices", "indptr")(self.x)
+        return lambda: " ".join(fingerprint(from_numpy(part)) for part in parts)
 
     def blocks(self) -> Iterator[Tensor]:
         length = _block_length(self.x.shape[1], 1)

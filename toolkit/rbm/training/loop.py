@@ -328,7 +328,7 @@ class _Run:
         self.at_start: dict[str, Tensor] = {}
         # By what the data are known again: a hash of them, or of the first chunk of the epoch.
         known = None if path is None or chunks.fingerprint is None else chunks.fingerprint()
-        self.data: dict[str, str | None] = {"data": known, "first": None}
+        self.known: dict[str, str | None] = {"data": known, "first": None}
         if path is not None and known is None:
             self.chunks = replace(chunks, read=self._read_noting_the_first)
         self.source = chunks
@@ -461,7 +461,7 @@ class _Run:
         self.epoch, self.batch, self.update = facts["epoch"], facts["batch"], facts["update"]
         self.seed, self.last_good = int(tensors["order"]), facts["update"]
         self.at_start = _with_prefix(tensors, "start.")
-        self.to_restore, self.expected = tensors, {name: own_facts[name] for name in self.data}
+        self.to_restore, self.expected = tensors, {name: own_facts[name] for name in self.known}
         self._set_states(self.at_start)
         if not self.batch:  # it was the end of training: of its last epoch one chunk is enough
             if self.expected["first"] is not None:
@@ -489,14 +489,14 @@ class _Run:
             for name, seed in self._seeds().items():
                 if own["seeds"][name] != seed:
                     raise ValueError(self._mismatch(f"seed of {name}", own["seeds"][name], seed))
-        if own["data"] != self.data["data"]:
+        if own["data"] != self.known["data"]:
             raise ValueError(self._other_data())
 
     def _restore(self, n_batches: int) -> None:
         """After the part of the epoch that was done is read once more: the states that generators and chains had."""
         assert self.to_restore is not None
         error = None
-        if self.data["first"] != self.expected["first"]:
+        if self.known["first"] != self.expected["first"]:
             error = ValueError(self._other_data())
         elif n_batches < self.batch:
             error = ValueError(f"`data` should be those of the checkpoint. Found fewer than its {self.batch} batches.")
@@ -513,11 +513,11 @@ class _Run:
 
     def _read_noting_the_first(self, order: torch.Generator, check: bool) -> Iterator[Tensor]:
         """Return what reads the chunks of an epoch, and takes the fingerprint of the first one that has rows."""
-        self.data["first"] = None
+        self.known["first"] = None
 
         def noted(chunk: Tensor) -> Tensor:
-            if self.data["first"] is None and len(chunk):
-                self.data["first"] = fingerprint(chunk, most=_FIRST_BYTES)
+            if self.known["first"] is None and len(chunk):
+                self.known["first"] = fingerprint(chunk, most=_FIRST_BYTES)
             return chunk
 
         return map(noted, self.source.read(order, check))  # which keeps no chunk that it has given
@@ -605,7 +605,7 @@ class _Run:
 
     def _own_facts(self) -> dict[str, Any]:
         """Return what each rank has of its own that has to be as it was."""
-        return {"seeds": self._seeds(), **self.data}
+        return {"seeds": self._seeds(), **self.known}
 
     def _seeds(self) -> dict[str, int | None]:
         """Return the seeds of the generators that a caller has chosen."""
