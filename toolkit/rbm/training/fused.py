@@ -6,7 +6,8 @@ N data of one batch, M negative samples, T temperatures, V columns of the visibl
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +19,13 @@ from toolkit.rbm.machine.model import RBM
 from toolkit.rbm.training._kernels import BernoulliKernel, Kernel, LayerKernel, Phases
 
 __all__ = ["FusedTrainer"]
+
+# What each rate should be.
+_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "fast_rate": ("above 0", lambda rate: rate > 0),
+    "offset_rate": ("above 0 and at most 1", lambda rate: 0 < rate <= 1),
+    "weight_decay": ("finite and not negative", lambda rate: rate >= 0),
+}
 
 _FAST_DECAY = 0.95  # of the fast weights at each update, Tieleman & Hinton 2009, section 4.2
 
@@ -100,12 +108,9 @@ class FusedTrainer:
         if not isinstance(batch_size, int) or batch_size < 1:
             raise ValueError(f"`batch_size` should be a positive integer. Found {batch_size!r}.")
         check_steps(steps)
-        for name, value, least, most in (
-            ("fast_rate", fast_rate, 0.0, math.inf),
-            ("offset_rate", offset_rate, 0.0, 1.0),
-            ("weight_decay", weight_decay, -1.0, math.inf),
-        ):
-            _check_number(name, value, least, most)
+        for name, value in (("fast_rate", fast_rate), ("offset_rate", offset_rate), ("weight_decay", weight_decay)):
+            if value is not None:
+                _check_rate(name, value)
         if chains is None and (inverse_temperatures is not None or fast_rate is not None):
             raise ValueError("`inverse_temperatures` and `fast_rate` should come with `chains`. Found none.")
         if inverse_temperatures is not None and fast_rate is not None:
@@ -352,12 +357,8 @@ def _check_reference(reference: Tensor, rbm: RBM) -> Tensor:
     return reference.to(rbm.weights)
 
 
-def _check_number(name: str, value: object, above: float, most: float) -> None:
-    """Raise unless a rate is None, or a finite number in its range."""
-    if value is None:
-        return
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    inside = isinstance(value, int | float) and value <= most and (value >= 0 if above < 0 else value > 0)
-    if not number or not inside or value in (math.inf, -math.inf):
-        expected = "finite and not negative" if above < 0 else "above 0" + (" and at most 1" if most == 1 else "")
+def _check_rate(name: str, value: object) -> None:
+    expected, allows = _RANGES[name]
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or not allows(value):
         raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
