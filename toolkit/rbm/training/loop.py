@@ -88,8 +88,8 @@ def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
         ValueError: If an argument is out of its range.
 
     References:
-        Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008,
-        section 4.4: without `hold`.
+        Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008:
+        without `hold`.
 
     Example:
         >>> [linear_decay(0.1, hold=0.5)(part) for part in (0, 0.5, 0.75, 1)]
@@ -187,7 +187,7 @@ def train(
     References:
         Polyak & Juditsky, "Acceleration of stochastic approximation by averaging", 1992, for the mean of parameters.
         Swersky et al., "A tutorial on stochastic approximation algorithms for training restricted Boltzmann machines
-        and deep belief nets", 2010, section 3.4, for its use here.
+        and deep belief nets", 2010, for its use here.
 
     Example:
         >>> from toolkit.rbm import RBM
