@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from toolkit._data import choose, generator_of
 from toolkit._progress import Progress
-from toolkit.em import COVARIANCE_TYPES, GaussianParameters, e_step, log_likelihood
+from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step, log_likelihood
 from toolkit.em.estimators import mixture as estimator
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture
@@ -1103,3 +1103,13 @@ def test_no_variance_is_below_the_regularisation(kind):
         covariances = model.parameters_.covariances
         least = torch.linalg.eigvalsh(covariances) if kind in ("full", "tied") else covariances
         assert float(least.min()) > 0.999e-6
+
+
+@pytest.mark.parametrize(
+    "model", [GaussianHMM(3, max_iter=2, random_state=0), GaussianMixture(3, max_iter=2, random_state=0)]
+)
+def test_a_warning_of_a_fit_names_the_line_that_fits(model):
+    x = np.random.default_rng(0).normal(size=(200, 2))
+    with pytest.warns(ConvergenceWarning) as caught:
+        model.fit(x)
+    assert {warning.filename for warning in caught} == {__file__}

@@ -157,7 +157,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
                 f"The best of {self.n_init} fits did not converge in {self.max_iter} steps. More (`max_iter`), a "
                 "larger `tol`, or another start help.",
                 ConvergenceWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     # --- questions ---
