@@ -1,5 +1,6 @@
 """The report: what it says, that it stands alone, and that a browser shows it."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from click.testing import CliRunner
 from experiments.__main__ import main
 from experiments._compare import run_config
 from experiments._config import load_config
+from experiments._figures import Arrow, draw_arrows
 from experiments._report import _brief, _command, _count, _methods, _references, _seeds, _sweep, write_report
 from experiments._results import read_all
 
@@ -296,3 +298,14 @@ def test_the_command_names_the_file_that_was_run():
     expected = "python -m experiments run 'configs/own_data/mine here.toml' --set steps=3"
     assert _command("mine here", data) == expected
     assert _command("old", {"overrides": []}) == "python -m experiments run configs/old.toml"
+
+
+def test_arrows_that_point_up_are_not_cut_off():
+    """Every glyph lies on the page: an axes with a fixed aspect may stand out of its figure."""
+    blocked = Arrow(label="blocked", ratio=1.0, cosine=1.0, colour="#000000")
+    long = Arrow(label="open", ratio=1.65, cosine=math.cos(math.radians(29)), colour="#ff0000")
+    svg = draw_arrows([("before", [blocked, blocked]), ("after", [blocked, long])], "key")
+    width, height = (float(size) for size in re.search(r'viewBox="0 0 (\S+) (\S+)"', svg).groups())
+    places = [(float(x), float(y)) for x, y in re.findall(r"translate\((\S+) (\S+)\) scale", svg)]
+    assert len(places) > 4
+    assert all(0 <= x <= width and 8 <= y <= height for x, y in places), "a line of text is 8 points high"

@@ -315,9 +315,10 @@ def sandwich(
         >>> abs(found.width) < 1e-2
         True
     """
-    annealing = {"inverse_temperatures": inverse_temperatures, "reference": reference, "generator": generator}
-    lower = ais(rbm, chains=len(visible) if chains is None else chains, **annealing)  # type: ignore[arg-type]
-    return Sandwich(lower, reverse_ais(rbm, visible, **annealing))  # type: ignore[arg-type]
+    betas, chains = inverse_temperatures, len(visible) if chains is None else chains
+    lower = ais(rbm, chains=chains, inverse_temperatures=betas, reference=reference, generator=generator)
+    upper = reverse_ais(rbm, visible, inverse_temperatures=betas, reference=reference, generator=generator)
+    return Sandwich(lower, upper)
 
 
 def salakhutdinov_schedule() -> Tensor:

@@ -79,13 +79,19 @@ class Swaps:
         self._chain = torch.arange(n_chains, device=betas.device)
         self._order = torch.arange(len(betas), device=betas.device)[:, None].repeat(1, n_chains)
         self._uniform = betas.new_empty(len(betas) // 2, n_chains)
-        self.counts = torch.zeros(3, max(len(betas) - 1, 1), dtype=torch.float64, device=betas.device)
-        """Of each pair: tried, accepted; and, in the first column of the last row, how often `rows` was called."""
+        self.tried, self.accepted = (
+            torch.zeros(len(betas) - 1, dtype=torch.float64, device=betas.device) for _ in range(2)
+        )
+        self.turn = torch.zeros((), dtype=torch.int64)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what the next swaps and the rates depend on; not copied."""
+        return {"swaps.tried": self.tried, "swaps.accepted": self.accepted, "swaps.turn": self.turn}
 
     @property
     def rates(self) -> Tensor:
         """(T - 1,), the part of the swaps that were accepted."""
-        return self.counts[1] / self.counts[0]
+        return self.accepted / self.tried
 
     def rows(self, difference: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Return which of the T M rows each temperature goes on with.
@@ -99,8 +105,8 @@ class Swaps:
         Returns:
             (T M,).
         """
-        first = int(self.counts[2, 0]) % 2
-        self.counts[2, 0] += 1
+        first = int(self.turn) % 2
+        self.turn += 1
         n_pairs = (len(self.betas) - first) // 2
         if not n_pairs:
             return (self._order * len(self._chain) + self._chain).flatten()
@@ -108,8 +114,8 @@ class Swaps:
         uniform = self._uniform[:n_pairs].uniform_(generator=generator)
         gap = self.betas[lower] - self.betas[upper]
         accepted = uniform.log() < gap[:, None] * (difference[lower] - difference[upper])
-        self.counts[0, lower] += accepted.shape[1]
-        self.counts[1, lower] += accepted.sum(1)
+        self.tried[lower] += accepted.shape[1]
+        self.accepted[lower] += accepted.sum(1)
         order = self._order.clone()
         order[lower] += accepted
         order[upper] -= accepted.to(order.dtype)
@@ -183,7 +189,7 @@ class BernoulliKernel:
     def state(self) -> dict[str, Tensor]:
         """Return the chains, and how often pairs were swapped; not copied."""
         state = {} if self.chains is None else {"chains": self.chains}
-        return state if self._swaps is None else state | {"swaps": self._swaps.counts}
+        return state if self._swaps is None else state | self._swaps.state()
 
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
         """Move the chains on, and return both sides of the update, valid until the next call."""
@@ -339,7 +345,7 @@ class LayerKernel:
     def state(self) -> dict[str, Tensor]:
         """Return the chains, and how often pairs were swapped; not copied."""
         state = {} if self._states is None else {"chains": self._states}
-        return state if self._swaps is None else state | {"swaps": self._swaps.counts}
+        return state if self._swaps is None else state | self._swaps.state()
 
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
         """Move the chains on, and return both sides of the update, valid until the next call."""
