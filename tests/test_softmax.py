@@ -27,14 +27,13 @@ from toolkit import Block, block, declared_blocks, stop_gradient, unblock
 from toolkit.gradients.memory import measure_memory
 from toolkit.softmax import (
     SHIFT,
-    _exp_over_sum,
-    _exp_over_sum_in_plain_autograd,
     cross_entropy,
     log_softmax,
     logsumexp,
     naive_softmax,
     softmax,
 )
+from toolkit.softmax.functions import _exp_over_sum, _exp_over_sum_in_plain_autograd
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
