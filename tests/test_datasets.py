@@ -1,15 +1,29 @@
 """Data sets against what is known of them: sizes, published means, and enumeration."""
 
 import gzip
+import io
 import itertools
 import math
 import re
 import struct
+import tarfile
+from pathlib import Path
 
 import pytest
 import torch
 
-from toolkit.datasets import bars_and_stripes, digits, idx, iris, mnist, mnist_files, two_gaussians, wine
+from toolkit.datasets import (
+    bars_and_stripes,
+    cifar10,
+    cifar100,
+    digits,
+    idx,
+    iris,
+    mnist,
+    mnist_files,
+    two_gaussians,
+    wine,
+)
 
 # Type code of the format -> how `struct` writes such a number, and what it becomes.
 IDX_TYPES = {
@@ -240,3 +254,208 @@ def test_a_missing_file_is_named(tmp_path) -> None:
         mnist(tmp_path, train=False)
     with pytest.raises(FileNotFoundError):
         idx(tmp_path / "nothing")
+
+
+# --- CIFAR -------------------------------------------------------------------------------------------------------
+
+
+def _rows(labels, *, seed=0) -> bytes:
+    """Write images of noise after their labels, one or several bytes each, by the definition of the files."""
+    pixels = torch.randint(256, (len(labels), 3072), generator=torch.Generator().manual_seed(seed)).tolist()
+    return b"".join(
+        bytes(label if isinstance(label, tuple) else (label,)) + bytes(row)
+        for label, row in zip(labels, pixels, strict=True)
+    )
+
+
+NAMES = b"airplane\nautomobile\nbird\ncat\ndeer\ndog\nfrog\nhorse\nship\ntruck\n\n"
+BATCHES = {number: [number, 9, 0][: 1 + number % 3] for number in range(1, 6)}  # of different sizes
+
+
+def _files() -> dict[str, bytes]:
+    batches = {f"data_batch_{number}.bin": _rows(labels, seed=number) for number, labels in BATCHES.items()}
+    return {**batches, "test_batch.bin": _rows([3, 8], seed=9), "batches.meta.txt": NAMES}
+
+
+def _archive(path, files, mode="w:gz"):
+    with tarfile.open(path, mode) as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture(params=["folder", "folder around it", "packed files", "tar.gz", "tgz", "tar", "backwards"])
+def published(request, tmp_path):
+    """Write the files of CIFAR-10 in one of the forms in which people have them, and return where."""
+    files = _files()
+    if request.param == "backwards":
+        return _archive(tmp_path / "cifar.tar.xz", dict(reversed(files.items())), "w:xz")
+    if request.param in ("tar", "tar.gz", "tgz"):
+        return _archive(tmp_path / f"cifar-10-binary.{request.param}", files, "w" if request.param == "tar" else "w:gz")
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    for name, content in files.items():
+        packed = request.param == "packed files" and name.endswith(".bin")
+        (folder / f"{name}.gz" if packed else folder / name).write_bytes(gzip.compress(content) if packed else content)
+    return tmp_path if request.param == "folder around it" else folder
+
+
+def test_cifar10_is_what_was_written(published) -> None:
+    data, test = cifar10(published), cifar10(str(published), train=False)
+    files = _files()
+    expected = [files[f"data_batch_{number}.bin"] for number in BATCHES]
+    for found, contents in ((data, expected), (test, [files["test_batch.bin"]])):
+        rows = [content[start : start + 3073] for content in contents for start in range(0, len(content), 3073)]
+        assert found.labels.tolist() == [row[0] for row in rows]
+        assert found.inputs.tolist() == [list(row[1:]) for row in rows]
+        assert (found.inputs.dtype, found.labels.dtype) == (torch.uint8, torch.int64)
+        assert found.classes == tuple(NAMES.decode().split())
+        assert found.name == "CIFAR-10"
+    assert data.labels.tolist() == [1, 9, 2, 9, 0, 3, 4, 9, 5, 9, 0]
+
+
+def test_planes_of_an_image_are_red_green_and_blue(tmp_path) -> None:
+    image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+    image[0, 1, 2], image[1, 30, 4], image[2, 5, 31] = 10, 20, 30
+    (tmp_path / "some.bin").write_bytes(bytes([6, *image.flatten().tolist()]) * 2)
+    data = cifar10(tmp_path / "some.bin")
+    images = data.inputs.reshape(-1, 3, 32, 32)
+    assert torch.equal(images, image.expand(2, 3, 32, 32))
+    assert images.data_ptr() == data.inputs.data_ptr()  # nothing was copied
+    assert (data.labels.tolist(), data.classes) == ([6, 6], ())
+
+
+def test_one_file_is_mapped_and_a_change_stays_in_memory(tmp_path) -> None:
+    path = tmp_path / "test_batch.bin"
+    path.write_bytes(_rows([1, 2]))
+    before = cifar10(tmp_path, train=False)
+    with path.open("r+b") as file:
+        file.seek(-1, 2)
+        file.write(bytes([before.inputs[1, -1] ^ 255]))
+    assert before.inputs[1, -1] == path.read_bytes()[-1]  # nothing had been copied
+    before.inputs[0, 0] ^= 255
+    assert path.read_bytes()[1] == before.inputs[0, 0] ^ 255
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is read from Linux")
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "archive"])
+def test_files_are_joined_without_a_second_copy_of_all(tmp_path, packed) -> None:
+    one = bytes(3073 * 2000)
+    files = {f"data_batch_{number}.bin": one for number in BATCHES}
+    if packed:
+        _archive(tmp_path / "cifar.tar", files, "w")
+    else:
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+
+    def resident(key) -> int:
+        (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+        return int(line.split()[1]) * 1024
+
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    data = cifar10(tmp_path / "cifar.tar" if packed else tmp_path)
+    assert len(data.inputs) == 10_000
+    assert resident("VmHWM") - before < 6.6 * len(one)  # five, the one in hand, and a little
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+def test_cifar100_has_two_labels(tmp_path, coarse) -> None:
+    content = _rows([(4, 99), (19, 0), (0, 57)])
+    (tmp_path / "train.bin").write_bytes(content)
+    (tmp_path / "test.bin").write_bytes(content[:3074])
+    (tmp_path / "coarse_label_names.txt").write_text("".join(f"group {i}\n" for i in range(20)))
+    data = cifar100(tmp_path, coarse=coarse)
+    assert data.labels.tolist() == ([4, 19, 0] if coarse else [99, 0, 57])
+    assert data.inputs.tolist() == [list(content[i * 3074 + 2 : (i + 1) * 3074]) for i in range(3)]
+    assert data.classes == (tuple(f"group {i}" for i in range(20)) if coarse else ())
+    assert len(cifar100(tmp_path, train=False, coarse=coarse).labels) == 1
+    assert data.name == ("CIFAR-100, coarse" if coarse else "CIFAR-100")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "should have 3073 bytes for each image of CIFAR-10. Found 0 bytes: 0 images and 0 bytes."),
+        (_rows([1, 2])[:-1], "Found 6145 bytes: 1 images and 3072 bytes."),
+        (_rows([1]) + b"\0", "Found 3074 bytes: 1 images and 1 bytes."),
+        (_rows([1, 9, 10, 3]), "should have labels from 0 to 9. Found 10 at image 2: is it CIFAR-10 in its binary"),
+        (_rows([255]), "should have labels from 0 to 9. Found 255 at image 0"),
+    ],
+    ids=["empty", "cut off", "left over", "label 10", "label 255"],
+)
+@pytest.mark.parametrize("form", ["plain", "gz", "tar"])
+def test_files_that_are_not_cifar(tmp_path, form, content, message) -> None:
+    path = tmp_path / {"plain": "test_batch.bin", "gz": "test_batch.bin.gz", "tar": "c.tar"}[form]
+    if form == "tar":
+        _archive(path, {"test_batch.bin": content}, "w")
+    else:
+        path.write_bytes(gzip.compress(content) if form == "gz" else content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        cifar10(path, train=False)
+    where = f"{path}: test_batch.bin" if form == "tar" else str(path)
+    assert str(caught.value).startswith(f"`{where}` should have ")
+
+
+def test_either_label_of_cifar100_is_checked(tmp_path) -> None:
+    for row, message in (((20, 3), "from 0 to 19. Found 20"), ((3, 100), "from 0 to 99. Found 100")):
+        (tmp_path / "x.bin").write_bytes(_rows([(1, 1), row]))
+        with pytest.raises(ValueError, match=re.escape(message)):
+            cifar100(tmp_path / "x.bin")
+
+
+@pytest.mark.parametrize("missing", ["data_batch_3.bin", "test_batch.bin"])
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "archive"])
+def test_a_missing_batch_is_named(tmp_path, packed, missing) -> None:
+    files = {name: content for name, content in _files().items() if name != missing}
+    path = tmp_path
+    if packed:
+        path = _archive(tmp_path / "cifar.tar.gz", files)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    train = missing != "test_batch.bin"
+    names = "data_batch_1.bin to data_batch_5.bin" if train else "test_batch.bin"
+    with pytest.raises(FileNotFoundError) as caught:
+        cifar10(path, train=train)
+    assert str(caught.value) == f"`{path}` should have the binary files of CIFAR-10, {names}. Found no {missing}."
+    assert len(cifar10(path, train=not train).inputs)
+
+
+def test_nothing_at_the_path(tmp_path) -> None:
+    with pytest.raises(
+        FileNotFoundError, match=r"should be CIFAR-10: an archive, a folder with .*Found nothing there\."
+    ):
+        cifar10(tmp_path / "nothing")
+
+
+def _flipped(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [lambda whole: b"no archive", lambda whole: whole[:-40], lambda whole: _flipped(whole, len(whole) // 2)],
+    ids=["other", "cut off", "one bit"],
+)
+@pytest.mark.parametrize("mode", ["gz", "xz"])
+def test_broken_archives(tmp_path, mode, broken) -> None:
+    path = _archive(tmp_path / f"cifar.tar.{mode}", _files(), f"w:{mode}")
+    path.write_bytes(broken(path.read_bytes()))
+    with pytest.raises(ValueError, match=r"should be a whole tar archive\. Found otherwise: "):
+        cifar10(path)
+
+
+def test_an_archive_cut_off_in_a_file(tmp_path) -> None:
+    path = _archive(tmp_path / "cifar.tar", _files(), "w")
+    path.write_bytes(path.read_bytes()[: 3 * 512 + 100])
+    with pytest.raises(ValueError, match=r"should be a whole tar archive\. Found otherwise: "):
+        cifar10(path)
+
+
+def test_names_of_classes_are_counted(tmp_path) -> None:
+    for name, content in {**_files(), "batches.meta.txt": b"cat\ndog\n"}.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=r"batches\.meta\.txt` should name 10 classes, one a line\. Found 2\."):
+        cifar10(tmp_path)

@@ -6,18 +6,33 @@ N samples, D features.
 from __future__ import annotations
 
 import gzip
+import lzma
 import math
+import mmap
+import tarfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Dataset", "bars_and_stripes", "digits", "idx", "iris", "mnist", "mnist_files", "two_gaussians", "wine"]
+__all__ = [
+    "Dataset",
+    "bars_and_stripes",
+    "cifar10",
+    "cifar100",
+    "digits",
+    "idx",
+    "iris",
+    "mnist",
+    "mnist_files",
+    "two_gaussians",
+    "wine",
+]
 
 # The third byte of an IDX file says what its numbers are, the highest byte of each first.
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
@@ -31,11 +46,13 @@ class Dataset:
         inputs: (N, D), floating point; as the file has them, where they come from a user's file.
         labels: (N,), int64; which class or component each sample comes from.
         name: What to call it in a table.
+        classes: The names of the classes, by label; empty where the source has none.
     """
 
     inputs: Tensor
     labels: Tensor
     name: str
+    classes: tuple[str, ...] = ()
 
 
 def iris(*, dtype: torch.dtype = torch.float64) -> Dataset:
@@ -195,6 +212,186 @@ def mnist_files(directory: str | Path, *, train: bool = True) -> tuple[Path, Pat
             raise FileNotFoundError(f"`{directory}` should have a file {names[0]}, or {names[0]}.gz. Found neither.")
         found.append(paths[0])
     return found[0], found[1]
+
+
+def cifar10(path: str | Path, *, train: bool = True) -> Dataset:
+    """Return images and labels of CIFAR-10 in its binary form.
+
+    One file that is not compressed stays on the disk, mapped into memory as in `idx`. The five files of the training
+    set are joined in memory, which takes the room of their images, 154 MB, and that of one file beside it.
+
+    Args:
+        path: The archive as it was published, ``cifar-10-binary.tar.gz``, which is read without being unpacked to the
+            disk; or the folder with its files, ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``,
+            or the folder around that; or a single file, which is then read whatever `train` says. Files may end in
+            ``.gz``.
+        train: Whether to read the training set rather than the test set.
+
+    Returns:
+        Inputs (N, 3072), uint8 from 0 to 255: ``inputs.reshape(-1, 3, 32, 32)`` are images of red, green and blue
+        planes, and copies nothing. Labels (N,), int64, from 0 to 9. Classes as in ``batches.meta.txt``, if it is there.
+
+    Raises:
+        FileNotFoundError: If there is nothing at `path`, or a file of the set is missing.
+        ValueError: If a file has no whole number of images, has none, has a label above 9, is a broken archive, or
+            names another number of classes.
+
+    References:
+        Krizhevsky, "Learning multiple layers of features from tiny images", 2009; the layout of the files is that of
+        the "binary version" on the page they are published on.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     _ = file.write(bytes([7, *[0] * 1024, *[128] * 1024, *[255] * 1024])), file.flush()
+        ...     data = cifar10(file.name)
+        >>> data.labels, data.inputs.reshape(-1, 3, 32, 32)[0, :, 5, 5]
+        (tensor([7]), tensor([  0, 128, 255], dtype=torch.uint8))
+    """
+    names = [f"data_batch_{number}.bin" for number in range(1, 6)] if train else ["test_batch.bin"]
+    return _cifar(_Cifar("CIFAR-10", "cifar-10-batches-bin", {"batches.meta.txt": 10}), Path(path), names, 0)
+
+
+def cifar100(path: str | Path, *, train: bool = True, coarse: bool = False) -> Dataset:
+    """Return images and labels of CIFAR-100 in its binary form.
+
+    Args:
+        path: As in `cifar10`: ``cifar-100-binary.tar.gz``, the folder with ``train.bin`` and ``test.bin``, or one file.
+        train: Whether to read the training set rather than the test set.
+        coarse: Whether the labels are the 20 groups of classes rather than the 100 classes.
+
+    Returns:
+        As `cifar10`. Classes as in ``fine_label_names.txt`` or ``coarse_label_names.txt``, if it is there.
+
+    Raises:
+        FileNotFoundError: As in `cifar10`.
+        ValueError: As in `cifar10`; labels go to 19 and to 99.
+    """
+    labels = {"coarse_label_names.txt": 20, "fine_label_names.txt": 100}
+    name = "CIFAR-100, coarse" if coarse else "CIFAR-100"
+    return _cifar(
+        _Cifar(name, "cifar-100-binary", labels), Path(path), [f"{'train' if train else 'test'}.bin"], 1 - coarse
+    )
+
+
+@dataclass(frozen=True)
+class _Cifar:
+    """The form of one of the two data sets.
+
+    Attributes:
+        name: What it is called.
+        folder: What its files lie in, as published.
+        labels: For every byte before the pixels of an image: the file that names its classes, and their number.
+    """
+
+    name: str
+    folder: str
+    labels: dict[str, int]
+
+    @property
+    def row(self) -> int:
+        """Bytes of an image with its labels."""
+        return len(self.labels) + 3 * 32 * 32
+
+
+def _cifar(form: _Cifar, path: Path, names: list[str], label: int) -> Dataset:
+    """Return the images of these files in their order, and the label at this place before them."""
+    classes_file, n_classes = list(form.labels.items())[label]
+    found: dict[str, tuple[str, Any]] = {}
+    if not path.exists():
+        raise FileNotFoundError(
+            f"`{path}` should be {form.name}: an archive, a folder with {_listed(names)}, or one such file. "
+            "Found nothing there."
+        )
+    if path.is_dir():
+        found = {name: (str(file), file) for name, file in _in_folder(path, form, [*names, classes_file])}
+    elif ".tar" in path.suffixes or path.suffix == ".tgz":
+        found = {name: (f"{path}: {name}", content) for name, content in _in_archive(path, [*names, classes_file])}
+    else:
+        names, found = [path.name], {path.name: (str(path), path)}
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise FileNotFoundError(
+            f"`{path}` should have the binary files of {form.name}, {_listed(names)}. Found no {missing[0]}."
+        )
+    classes = _class_names(*found.pop(classes_file), n_classes) if classes_file in found else ()
+    parts = [(where, _cifar_rows(where, content, form)) for where, content in map(found.pop, names)]
+    total, first = sum(len(rows) for _, rows in parts), len(form.labels)
+    inputs = torch.empty(total, form.row - first, dtype=torch.uint8) if len(parts) > 1 else parts[0][1][:, first:]
+    labels, start = torch.empty(total, dtype=torch.int64), 0
+    while parts:  # each is let go of when it has been copied
+        where, rows = parts.pop(0)
+        end = start + len(rows)
+        _check_labels(where, rows, form)
+        labels[start:end] = rows[:, label]
+        if end - start < total:
+            inputs[start:end] = rows[:, first:]
+        start = end
+    return Dataset(inputs, labels, form.name, classes)
+
+
+def _in_folder(path: Path, form: _Cifar, names: list[str]) -> Iterator[tuple[str, Path]]:
+    for name in names:
+        for folder in (path, path / form.folder):
+            for file in (folder / name, folder / f"{name}.gz"):
+                if file.is_file():
+                    yield name, file
+                    break
+
+
+def _in_archive(path: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield the files of these names wherever they lie in the archive, in one pass over it."""
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                name = PurePosixPath(member.name).name
+                if name in names and member.isfile() and (file := archive.extractfile(member)):
+                    # Pages of its own go back to the system when the file has been copied; malloc would keep them.
+                    content = np.frombuffer(mmap.mmap(-1, max(member.size, 1)), np.uint8)[: member.size]
+                    if file.readinto(content) != member.size:  # type: ignore[attr-defined]
+                        raise EOFError(f"{name} is cut off")
+                    yield name, content
+            # What packed the archive compares its own sum of what was read at the very end.
+            while archive.fileobj is not None and archive.fileobj.read(2**20):
+                pass
+    except (EOFError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
+        raise ValueError(f"`{path}` should be a whole tar archive. Found otherwise: {error}") from error
+
+
+def _cifar_rows(where: str, source: Any, form: _Cifar) -> Tensor:
+    """Return the rows of one file, (N, labels + 3072)."""
+    if isinstance(source, Path):
+        source = np.frombuffer(_unpacked(source), np.uint8) if source.suffix == ".gz" else _mapped(source)
+    n_images, rest = divmod(len(source), form.row)
+    if rest or not n_images:
+        raise ValueError(
+            f"`{where}` should have {form.row} bytes for each image of {form.name}. Found {len(source)} bytes: "
+            f"{n_images} images and {rest} bytes."
+        )
+    return torch.from_numpy(source).reshape(n_images, form.row)
+
+
+def _check_labels(where: str, rows: Tensor, form: _Cifar) -> None:
+    for place, n_classes in enumerate(form.labels.values()):
+        wrong = (rows[:, place] >= n_classes).nonzero()
+        if len(wrong):
+            image = int(wrong[0, 0])
+            raise ValueError(
+                f"`{where}` should have labels from 0 to {n_classes - 1}. Found {rows[image, place]} at image {image}: "
+                f"is it {form.name} in its binary form?"
+            )
+
+
+def _class_names(where: str, source: Any, n_classes: int) -> tuple[str, ...]:
+    content = source.read_bytes() if isinstance(source, Path) else source.tobytes()
+    names = tuple(line for line in content.decode(errors="replace").split("\n") if line.strip())
+    if len(names) != n_classes:
+        raise ValueError(f"`{where}` should name {n_classes} classes, one a line. Found {len(names)}.")
+    return tuple(name.strip() for name in names)
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
 def _mapped(path: Path) -> Any:
