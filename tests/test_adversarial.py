@@ -20,7 +20,7 @@ from toolkit.adversarial import EXAMPLE, adversarial_loss, fgsm, margin_loss, pg
 from toolkit.gradients import compare
 from toolkit.gradients.memory import measure_memory
 
-NORMS = ["linf", "l2"]
+NORMS = ["linf", "l2", "l1"]
 Array = NDArray[np.float64]
 
 
@@ -336,15 +336,15 @@ def test_cross_entropy_loses_sight_of_a_confident_model() -> None:
 
 @pytest.mark.parametrize("n_classes", [2, 4])
 def test_margin_loss_and_its_fast_slope_have_exact_derivatives(n_classes: int) -> None:
-    from toolkit.adversarial.attacks import _margin_slope
+    from toolkit.adversarial.attacks.losses import margin_slope
 
     logits = torch.randn(3, n_classes, dtype=torch.float64, requires_grad=True)
     labels = torch.tensor([1, 0, 1])
     torch.testing.assert_close(
-        torch.autograd.grad(margin_loss(logits, labels).sum(), logits)[0], _margin_slope(logits, labels)
+        torch.autograd.grad(margin_loss(logits, labels).sum(), logits)[0], margin_slope(logits, labels)
     )
     assert torch.autograd.gradcheck(lambda z: margin_loss(z, labels), logits)
-    assert torch.autograd.gradcheck(lambda z: _margin_slope(z, labels), logits)
+    assert torch.autograd.gradcheck(lambda z: margin_slope(z, labels), logits)
 
 
 # --- random starts -----------------------------------------------------------------------------------------------
@@ -607,7 +607,7 @@ def test_blocked_memory_is_flat_in_the_number_of_steps_and_open_memory_is_not() 
 REFUSED = {
     "steps 0": ({"steps": 0}, ValueError, "`steps` should be a positive integer. Found 0."),
     "steps 2.5": ({"steps": 2.5}, ValueError, "`steps` should be a positive integer. Found 2.5."),
-    "norm": ({"norm": "l7"}, ValueError, "`norm` should be one of 'linf', 'l2'. Found 'l7'."),
+    "norm": ({"norm": "l7"}, ValueError, "`norm` should be one of 'linf', 'l2', 'l1'. Found 'l7'."),
     "epsilon": ({"epsilon": -0.1}, ValueError, "`epsilon` should be finite and not negative. Found -0.1."),
     "infinite epsilon": ({"epsilon": math.inf}, ValueError, "`epsilon` should be finite and not negative. Found inf."),
     "epsilons": (

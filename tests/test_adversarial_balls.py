@@ -10,10 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from toolkit.adversarial.balls import add_inward, follow, make_ball, to_dtype_inward
+from toolkit.adversarial.balls import make_ball
+from toolkit.adversarial.balls._rounding import add_inward, follow, to_dtype_inward
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
-NORMS = ["linf", "l2"]
+NORMS = ["linf", "l2", "l1"]
+ORDERS = {"linf": torch.inf, "l2": 2, "l1": 1}
 
 
 def points(seed: int, *, epsilon: float = 0.7, norm: str = "l2") -> tuple[Tensor, Tensor]:
@@ -44,13 +46,13 @@ def _anywhere(x: Tensor, epsilon: float, norm: str, generator: torch.Generator) 
     offset = torch.randn(x.shape, generator=generator, dtype=x.dtype)
     offset = offset * 10 ** (2 * torch.rand(len(x), 1, generator=generator, dtype=x.dtype) - 1)
     for _ in range(60):
-        size = offset.abs().amax(1, keepdim=True) if norm == "linf" else offset.norm(dim=1, keepdim=True)
+        size = torch.linalg.vector_norm(offset, ORDERS[norm], 1, keepdim=True)
         offset = (x + offset * (epsilon / size).clamp(max=1)).clamp(0, 1) - x
     return x + offset
 
 
 def _excess(offset: Tensor, epsilon: float, norm: str) -> float:
-    size = offset.abs().amax(1) if norm == "linf" else offset.norm(dim=1)
+    size = torch.linalg.vector_norm(offset, ORDERS[norm], 1)
     return (size - epsilon).max().item()
 
 

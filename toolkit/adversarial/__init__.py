@@ -1,7 +1,20 @@
-"""Adversarial training: attacks, the loss at the examples they find, and exact worst cases to hold them against."""
+"""Adversarial training: attacks, the losses at the examples they find, and exact worst cases to hold them against."""
 
-from toolkit.adversarial.attacks import EXAMPLE, fgsm, margin_loss, pgd
-from toolkit.adversarial.linear import certify_linear, robust_loss_linear
-from toolkit.adversarial.training import adversarial_loss
+from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.attacks.gradient import fgsm, mi_fgsm, pgd, rs_fgsm
+from toolkit.adversarial.attacks.losses import difference_loss, margin_loss
+from toolkit.adversarial.certificates.linear import certify_linear, robust_loss_linear
+from toolkit.adversarial.training.losses import adversarial_loss
 
-__all__ = ["EXAMPLE", "adversarial_loss", "certify_linear", "fgsm", "margin_loss", "pgd", "robust_loss_linear"]
+__all__ = [
+    "EXAMPLE",
+    "adversarial_loss",
+    "certify_linear",
+    "difference_loss",
+    "fgsm",
+    "margin_loss",
+    "mi_fgsm",
+    "pgd",
+    "robust_loss_linear",
+    "rs_fgsm",
+]

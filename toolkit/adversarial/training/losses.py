@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.adversarial.attacks import EXAMPLE
+from toolkit.adversarial.attacks._setting import EXAMPLE
 from toolkit.blocks import stop_gradient
 
 __all__ = ["adversarial_loss"]

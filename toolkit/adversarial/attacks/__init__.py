@@ -1,0 +1,1 @@
+"""Attacks: searches for inputs near a clean one on which a model errs."""

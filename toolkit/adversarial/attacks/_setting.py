@@ -1,0 +1,192 @@
+"""The frame that all attacks share: what is attacked, inside of which set, and what has to be as before afterwards.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.adversarial._untouched import untouched
+from toolkit.adversarial.attacks.losses import Loss, margin_slope
+from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
+from toolkit.blocks import block, no_graph, ordinary_tensors, stop_recording, variable
+
+__all__ = ["EXAMPLE", "Setting", "check_count", "setting"]
+
+EXAMPLE = block(
+    "adversarial.example",
+    "The adversarial example is an input to train on: the loss moves the model, not the attack that made the input.",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One batch under attack. An attack gets it from `setting` and leaves through `finish`.
+
+    Attributes:
+        model: Inputs (N, ...) to logits (N, C), in evaluation mode.
+        x: Clean inputs, (N, ...).
+        labels: (N,), integers.
+        targets: (N,), the classes to move towards; None moves away from `labels`.
+        ball: The set that examples have to lie in.
+        slopes: The model as gradients are taken of it: `model`, or its copy in another dtype.
+    """
+
+    model: Callable[[Tensor], Tensor]
+    x: Tensor
+    labels: Tensor
+    targets: Tensor | None
+    ball: Ball
+    slopes: Callable[[Tensor], Tensor]
+
+    @property
+    def goal(self) -> Tensor:
+        """The classes that the loss is about, (N,): `targets` if there are, else `labels`."""
+        return self.labels if self.targets is None else self.targets
+
+    @property
+    def sign(self) -> int:
+        """1 if the loss of `goal` is to be raised, -1 if it is to be lowered."""
+        return 1 if self.targets is None else -1
+
+    def logits(self, example: Tensor) -> Tensor:
+        """Return the logits (N, C) at an example, as constants."""
+        with no_graph():
+            return self.model(example)
+
+    def gradient(self, example: Tensor, loss: Loss | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the point, the gradient there of the loss of every sample by its own input, and the logits.
+
+        The point is `example`, as something to step from. Gradient and logits are recorded only if the attack is (its
+        block is open).
+
+        Args:
+            example: (N, ...).
+            loss: Logits and `goal` to losses (N,). None: `margin_loss`, without a graph of it.
+
+        Raises:
+            ValueError: If `loss` does not return one value per sample.
+        """
+        recorded = torch.is_grad_enabled()
+        point = variable(example)
+        with torch.enable_grad():
+            logits = self.slopes(point)
+            losses = None if loss is None else loss(logits, self.goal)
+        if losses is None:
+            outputs, slope = logits, margin_slope(logits, self.goal)
+        elif losses.shape == point.shape[:1]:
+            outputs, slope = losses, torch.ones_like(losses)
+        else:
+            raise ValueError(
+                f"`loss` should return one value per sample, ({len(point)},) (torch's losses: reduction='none'). "
+                f"Found shape {tuple(losses.shape)}."
+            )
+        (gradient,) = torch.autograd.grad(outputs, point, slope, create_graph=recorded)
+        return point, gradient, logits
+
+    def succeeds(self, logits: Tensor) -> Tensor:
+        """Return where the attack has what it wants, (N,) Boolean: another class than the label, or the target."""
+        predicted = logits.argmax(1)
+        return predicted != self.labels if self.targets is None else predicted == self.targets
+
+    def stride(self, name: str, value: float | Tensor) -> Tensor:
+        """Return the length of a step, (N or 1, 1, ...), negative if the loss is to be lowered.
+
+        Raises:
+            ValueError: If it is negative, not finite or of another shape.
+        """
+        return (self.sign * per_sample(name, value, self.x)).to(self.x.dtype)
+
+    def rows(self, index: Tensor) -> Setting:
+        """Return the setting of some samples, by their indices or a Boolean tensor, (N,)."""
+        targets = None if self.targets is None else self.targets[index]
+        return replace(self, x=self.x[index], labels=self.labels[index], targets=targets, ball=self.ball.rows(index))
+
+
+@contextmanager
+def setting(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor | None,
+    norm: Norm,
+    targets: Tensor | None,
+    bounds: Bounds,
+    mask: Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
+) -> Iterator[Setting]:
+    """Prepare an attack, and leave nothing behind but what it returns.
+
+    While the block `EXAMPLE` is in place nothing is recorded inside.
+
+    Args:
+        model: As in `pgd`, and so are the other arguments.
+        x: Clean inputs.
+        labels: (N,).
+        epsilon: Radius of the ball; None for the whole box.
+        norm: Of the ball.
+        targets: (N,) or None.
+        bounds: Of the box.
+        mask: Where an input may change.
+        gradient_dtype: The dtype in which the model is run where gradients are taken. None: as it is.
+
+    Raises:
+        TypeError: As in `make_ball`; if labels or targets are not integers, or `gradient_dtype` is given for a model
+            that is not a `torch.nn.Module`.
+        ValueError: As in `make_ball`, or if there is not one label, or target, per sample.
+    """
+    with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
+        x, labels = _ordinary(x), _ordinary(labels)
+        targets = None if targets is None else _ordinary(targets)
+        ball = make_ball(norm, x, epsilon, bounds, mask)
+        for name, classes in (("labels", labels), ("targets", targets)):
+            _check_classes(name, classes, x)
+        slopes = model if gradient_dtype is None else _in_dtype(model, gradient_dtype)
+        yield Setting(model, x, labels, targets, ball, slopes)
+
+
+def check_count(name: str, value: object, least: int = 1) -> None:
+    """Raise a ValueError unless `value` is an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _check_classes(name: str, classes: Tensor | None, x: Tensor) -> None:
+    if classes is None:
+        return
+    if classes.shape != x.shape[:1]:
+        raise ValueError(f"`{name}` should have shape ({len(x)},). Found {tuple(classes.shape)}.")
+    if classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool:
+        raise TypeError(f"`{name}` should be integers. Found {classes.dtype}.")
+
+
+def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return the model in another dtype, with images laid out as convolutions in half precision like them best."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Module to be run in {dtype}. Found {type(model).__name__}.")
+
+    def converted(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        layout = torch.channels_last if tensor.dim() == 4 else torch.preserve_format
+        return tensor.to(dtype, memory_format=layout)
+
+    tensors = {name: converted(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+
+    def call(point: Tensor) -> Tensor:
+        logits: Tensor = torch.func.functional_call(model, tensors, (converted(point),))
+        return logits.to(point.dtype)
+
+    return call

@@ -1,0 +1,334 @@
+"""Attacks that follow the gradient: one step (FGSM, RS-FGSM) and many (PGD, MI-FGSM), in a ball and inside a box.
+
+An attack searches an input near `x` on which the model errs. It leaves nothing behind: no parameter's ``.grad``, no
+module's mode, no running statistic and no global random state is different afterwards, also when the model raises.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit.adversarial.attacks.losses import Loss, margin_loss
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls.box import sum_of, wide
+
+__all__ = ["fgsm", "mi_fgsm", "pgd", "rs_fgsm"]
+
+
+def fgsm(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    loss: Loss | None = None,
+) -> Tensor:
+    """Move every input once, by epsilon in the direction of steepest ascent of the loss.
+
+    ``clip(x + epsilon * sign(grad loss))`` in Linf and ``x + epsilon * grad / |grad|_2`` in L2, the point that
+    maximises the linearised loss if the box does not interfere; in L1 that point, box or not: the coordinates with the
+    largest gradients go as far as the box lets them, until epsilon is used up.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: As in `pgd`.
+        loss: As in `pgd`.
+
+    Returns:
+        Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
+
+    Raises:
+        TypeError: If `x` is not floating point.
+        ValueError: As in `pgd`.
+
+    Source:
+        Goodfellow, Shlens and Szegedy, "Explaining and harnessing adversarial examples", 2015, section 4.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 2)
+        >>> _ = model.load_state_dict({"weight": torch.tensor([[1.0, -2.0], [0.0, 0.0]]), "bias": torch.zeros(2)})
+        >>> fgsm(model, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), epsilon=0.25)
+        tensor([[0.2500, 0.7500]])
+    """
+    return pgd(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        steps=1,
+        step_size=epsilon,
+        targets=targets,
+        bounds=bounds,
+        mask=mask,
+        loss=loss,
+    )
+
+
+def rs_fgsm(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    step_size: float | Tensor | None = None,
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    loss: Loss | None = None,
+    generator: torch.Generator,
+) -> Tensor:
+    """Move every input once, from a start that is drawn uniformly from the ball: the attack of fast training.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        step_size: Length of the step; one for all, or (N,). None: ``1.25 * epsilon``, as in the paper.
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: As in `pgd`.
+        loss: As in `pgd`.
+        generator: Draws the start.
+
+    Returns:
+        Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`.
+
+    Source:
+        Wong, Rice and Kolter, "Fast is better than free: revisiting adversarial training", 2020, algorithm 3.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> x = torch.full((1, 2), 0.5)
+        >>> example = rs_fgsm(torch.nn.Linear(2, 2), x, torch.tensor([0]), epsilon=0.25, generator=generator)
+        >>> bool(((example - x).abs() <= 0.25).all())
+        True
+    """
+    if step_size is None:
+        step_size = 1.25 * torch.as_tensor(epsilon, dtype=torch.float64)
+    return pgd(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        steps=1,
+        step_size=step_size,
+        targets=targets,
+        bounds=bounds,
+        mask=mask,
+        loss=loss,
+        generator=generator,
+    )
+
+
+def pgd(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    steps: int,
+    step_size: float | Tensor | None = None,
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    loss: Loss | None = None,
+    restarts: int = 1,
+    gradient_dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Ascend the loss inside a ball around every input by projected gradient steps.
+
+    ``x_{t+1} = project(x_t + step_size * direction(grad loss(model(x_t), labels)))``, where the direction is the sign
+    in Linf and the normalised gradient in L2, and the projection is onto the ball and the box together. In L1 a step
+    fills the coordinates with the largest gradients up to the box, one after the other.
+
+    While the block `EXAMPLE` is in place no graph outlives a step, so memory does not grow with `steps`. While it is
+    open the steps themselves are differentiated. In Linf that adds exactly nothing, because the sign has derivative
+    zero; in L2 it adds what the parameters do to the direction of the steps. The examples are the same, bit for bit,
+    as long as torch evaluates a backward formula in the same way when it records it. It does not for SiLU and group
+    normalisation: with these they agree to rounding.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module. A callable that is
+            not a `torch.nn.Module` is called as it is.
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        steps: Number of gradient steps.
+        step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``, enough to reach
+            the boundary from anywhere in the ball (Madry et al. 2018, section 5).
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        loss: Logits and labels to the losses (N,) to be raised, or lowered towards `targets`. None: `margin_loss`.
+        restarts: Number of ascents, of which the one with the greatest last loss is kept for every sample. All start at
+            points of their own, so more than one needs a `generator`.
+        gradient_dtype: `torch.bfloat16` runs the model in it where gradients are taken: on much hardware several times
+            faster, and the steps need little more than signs. Examples, projection and bounds stay in the dtype of `x`.
+            None: as it is.
+        generator: Where given, starts are drawn uniformly from the ball. None starts at `x`; the attack is then
+            deterministic and its rows do not depend on each other.
+
+    Returns:
+        Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic; a
+        constant while the block `EXAMPLE` is in place. With epsilon 0 they are the values of `x`.
+
+    Raises:
+        TypeError: If `x` is not floating point, labels, targets are not integers or `mask` is not Boolean; if a
+            `gradient_dtype` is given and `model` is not a `torch.nn.Module`.
+        ValueError: If `norm` is unknown, `steps` or `restarts` is not positive, `epsilon` or `step_size` is negative,
+            not finite or of another shape, `x` lies outside of `bounds`, there is not one label per sample, `loss` does
+            not return one value per sample, or there are `restarts` without a generator.
+
+    Source:
+        Madry, Makelov, Schmidt, Tsipras and Vladu, "Towards deep learning models resistant to adversarial attacks",
+        2018, section 2.1.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> model = lambda x: x @ weight.T
+        >>> pgd(model, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2", steps=5)
+        tensor([[0.7000, 0.6000]])
+    """
+    check_count("steps", steps)
+    check_count("restarts", restarts)
+    if restarts > 1 and generator is None:
+        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    with setting(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        targets=targets,
+        bounds=bounds,
+        mask=mask,
+        gradient_dtype=gradient_dtype,
+    ) as attack:
+        size = 2.5 / steps * torch.as_tensor(epsilon, dtype=torch.float64) if step_size is None else step_size
+        stride = attack.stride("step_size", size)
+        best = _ascend(attack, loss, steps, stride, generator)
+        for _ in range(restarts - 1):
+            best = _stronger(attack, loss, best, _ascend(attack, loss, steps, stride, generator))
+        return attack.ball.settle(best)
+
+
+def mi_fgsm(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    steps: int,
+    step_size: float | Tensor | None = None,
+    momentum: float = 1.0,
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    loss: Loss | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Ascend along a running sum of gradients: the iterative fast gradient method with momentum.
+
+    ``g_{t+1} = momentum * g_t + grad / |grad|_1``, then a step as in `pgd` with this in the place of the gradient. The
+    sum remembers where earlier points were heading, which makes examples that also fool other models.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        steps: Number of gradient steps.
+        step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``, as in the paper.
+        momentum: The part of the sum that is kept, at least 0; 0 is a plain ascent.
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: As in `pgd`.
+        loss: As in `pgd`.
+        generator: As in `pgd`.
+
+    Returns:
+        Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `momentum` is negative or not finite.
+
+    Source:
+        Dong et al., "Boosting adversarial attacks with momentum", 2018, algorithm 1.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, -2.0], [0.0, 0.0]])
+        >>> x = torch.full((1, 2), 0.5)
+        >>> mi_fgsm(lambda x: x @ weight.T, x, torch.tensor([0]), epsilon=0.25, steps=5)
+        tensor([[0.2500, 0.7500]])
+    """
+    check_count("steps", steps)
+    if not 0 <= momentum < float("inf"):
+        raise ValueError(f"`momentum` should be finite and not negative. Found {momentum!r}.")
+    with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
+        size = 1 / steps * torch.as_tensor(epsilon, dtype=torch.float64) if step_size is None else step_size
+        stride = attack.stride("step_size", size)
+        example = _start(attack, generator)
+        heading = torch.zeros_like(example)
+        for _ in range(steps):
+            point, gradient, _ = attack.gradient(example, loss)
+            heading = momentum * heading + _of_unit_sum(gradient)
+            example = attack.ball.step(point, heading, stride)
+        return attack.ball.settle(example)
+
+
+def _start(attack: Setting, generator: torch.Generator | None) -> Tensor:
+    return attack.x.clone() if generator is None else attack.ball.sample(generator)
+
+
+def _ascend(
+    attack: Setting, loss: Loss | None, steps: int, stride: Tensor, generator: torch.Generator | None
+) -> Tensor:
+    example = _start(attack, generator)
+    for _ in range(steps):
+        point, gradient, _ = attack.gradient(example, loss)
+        example = attack.ball.step(point, gradient, stride)
+    return example
+
+
+def _stronger(attack: Setting, loss: Loss | None, one: Tensor, other: Tensor) -> Tensor:
+    """Return for every sample the example with the greater loss."""
+    measure = margin_loss if loss is None else loss
+    values = [attack.sign * measure(attack.logits(example), attack.goal) for example in (one, other)]
+    return torch.where((values[1] > values[0]).view(-1, *[1] * (one.dim() - 1)), other, one)
+
+
+def _of_unit_sum(gradient: Tensor) -> Tensor:
+    """Return the gradient divided by the sum of its absolute values; zero where it is zero."""
+    total = sum_of(gradient.to(wide(gradient)).abs())
+    return (gradient / total.masked_fill(total == 0, 1)).to(gradient.dtype)

@@ -1,0 +1,79 @@
+"""Arithmetic that rounds towards the clean input, so that a bound holds exactly and not to a rounding."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import carries_gradient, no_graph
+
+__all__ = ["add_inward", "follow", "is_positive", "round_inward", "shrink", "to_dtype_inward"]
+
+
+def add_inward(x: Tensor, displacement: Tensor) -> Tensor:
+    """Return ``x + displacement``, rounded towards x: exactly no farther from x than asked.
+
+    Args:
+        x: Any floating-point type.
+        displacement: Of the same type, broadcast to `x`.
+    """
+    total = x + displacement
+    # Knuth's two-sum (The Art of Computer Programming 2, section 4.2.2, theorem B): total + error is the exact sum.
+    virtual = total - x
+    error = (x - (total - virtual)) + (displacement - virtual)
+    return _step_towards(x, total, too_far=is_positive(error * -displacement.sign()))
+
+
+def to_dtype_inward(displacement: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `displacement` in a dtype, rounded towards zero."""
+    rounded = displacement.to(dtype)
+    too_far = is_positive(rounded.to(displacement.dtype).abs() - displacement.abs()).to(dtype)
+    return _step_towards(torch.zeros_like(rounded), rounded, too_far=too_far)
+
+
+def follow(value: Tensor, source: Tensor) -> Tensor:
+    """Return `value`, to the bit, with the derivative of `source`: for a change that is only a rounding."""
+    if not carries_gradient(source):
+        return value
+    with no_graph():
+        constant = source.clone()
+    return value + (source - constant)
+
+
+def round_inward(value: float | Tensor, x: Tensor, inwards: float) -> Tensor:
+    """Return one side of the box in x's dtype, rounded inwards."""
+    exact = torch.as_tensor(value, dtype=torch.float64, device=x.device)
+    rounded = exact.to(x.dtype)
+    outside = rounded.double() < exact if inwards > 0 else rounded.double() > exact
+    return torch.where(outside, torch.nextafter(rounded, torch.full_like(rounded, inwards)), rounded)
+
+
+def shrink(example: Tensor, x: Tensor, radius: Tensor, order: int) -> Tensor:
+    """Return `example`, moved towards `x` by the roundings that took it out of the ball.
+
+    It is shrunk in float64, then rounded towards the clean input.
+
+    Args:
+        example: Within the ball up to rounding, (N, ...).
+        x: Its centre, (N, ...).
+        radius: Float64, (N or 1, 1, ...).
+        order: Of the norm, 1 or 2.
+    """
+    with no_graph():
+        offset = example.double() - x.double()
+        slack = (x[:1].numel() + 8) * torch.finfo(torch.float64).eps  # rounding of the norm itself
+        size = torch.linalg.vector_norm(offset, order, tuple(range(1, x.dim())), keepdim=True)
+        limit = radius * (1 - slack)
+        offset = torch.where(size > limit, offset * (limit / size), offset)
+        inside = add_inward(x, to_dtype_inward(offset, x.dtype))
+    return follow(inside, example)
+
+
+def _step_towards(target: Tensor, value: Tensor, *, too_far: Tensor) -> Tensor:
+    """Return the next number towards `target` where `too_far` is 1, and `value` where it is 0."""
+    return torch.nextafter(value, torch.lerp(value, target, too_far))
+
+
+def is_positive(input: Tensor) -> Tensor:
+    """Return 1 or 0 in the input's dtype: on a CPU several times faster than a comparison and `torch.where`."""
+    return input.sign().clamp(min=0)

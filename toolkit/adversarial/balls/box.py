@@ -1,0 +1,112 @@
+"""What all threat models share: sizes per sample, the box, the mask, and norms over the features of a sample.
+
+N samples, each of shape (...) with D features in all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.balls._rounding import round_inward
+from toolkit.blocks import no_graph
+
+__all__ = ["Bounds", "box", "draw", "features", "free", "norm_of", "per_sample", "room", "sum_of", "wide"]
+
+Bounds = tuple[float | Tensor, float | Tensor] | None
+
+
+def per_sample(argument: str, value: float | Tensor, x: Tensor) -> Tensor:
+    """Return a size as float64 of shape (N or 1, 1, ...), to be broadcast against `x`.
+
+    Raises:
+        ValueError: If a value is negative or not finite, or there is neither one for all nor one per sample.
+    """
+    with no_graph():
+        sizes = torch.as_tensor(value, dtype=torch.float64, device=x.device)
+        if sizes.dim() > 1 or sizes.numel() not in {1, len(x)}:
+            raise ValueError(
+                f"`{argument}` should be one number or one per sample, ({len(x)},). Found shape {tuple(sizes.shape)}."
+            )
+        if not ((sizes >= 0) & sizes.isfinite()).all():
+            found = f"{value:g}" if isinstance(value, int | float) else f"a smallest value of {sizes.min().item():g}"
+            raise ValueError(f"`{argument}` should be finite and not negative. Found {found}.")
+        return sizes.reshape(-1, *[1] * (x.dim() - 1))
+
+
+def box(x: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+    """Return the least and greatest value of every coordinate: the bounds, rounded inwards, but never beyond `x`.
+
+    Raises:
+        ValueError: If `x` is out of the bounds by more than a rounding.
+    """
+    least, most = bounds or (-math.inf, math.inf)
+    lower, upper = round_inward(least, x, math.inf), round_inward(most, x, -math.inf)
+    if x.numel():
+        rounding = 8 * torch.finfo(x.dtype).eps * max(1.0, x.abs().max().item())
+        if not max((lower - x).max().item(), (x - upper).max().item()) <= rounding:
+            raise ValueError(
+                f"`x` should lie within `bounds`, {_in_words(lower)} to {_in_words(upper)}. "
+                f"Found values from {x.min().item():.9g} to {x.max().item():.9g}."
+            )
+    return torch.minimum(lower, x), torch.maximum(upper, x)
+
+
+def free(x: Tensor, mask: Tensor | None) -> Tensor | None:
+    """Return 1 where a coordinate may change and 0 where it may not, in the shape and dtype of `x`; None if all may.
+
+    Raises:
+        TypeError: If `mask` is not a Boolean tensor.
+        ValueError: If it does not broadcast to `x`.
+    """
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        found = mask.dtype if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"`mask` should be a Boolean tensor, True where an input may change. Found {found}.")
+    try:
+        return mask.to(x.device).expand(x.shape).to(x.dtype)
+    except RuntimeError:
+        expected, found = tuple(x.shape), tuple(mask.shape)
+        raise ValueError(f"`mask` should broadcast to the shape of `x`, {expected}. Found {found}.") from None
+
+
+def draw(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw on the generator's device, so that a seed means the same on every device."""
+    drawn = distribution(like.shape, generator=generator, dtype=wide(like), device=generator.device)
+    return drawn.to(like.device)
+
+
+def wide(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which norms are taken: half precision overflows at the square of 256."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def features(tensor: Tensor) -> tuple[int, ...]:
+    """Return all dimensions but that of the samples."""
+    return tuple(range(1, tensor.dim()))
+
+
+def norm_of(tensor: Tensor, order: int = 2) -> Tensor:
+    """Return the norm of every sample, (N, 1, ...)."""
+    norm: Tensor = torch.linalg.vector_norm(tensor, order, features(tensor), keepdim=True)
+    return norm
+
+
+def sum_of(tensor: Tensor) -> Tensor:
+    """Return the sum over the features of every sample, (N, 1, ...)."""
+    return tensor.sum(features(tensor), keepdim=True)
+
+
+def _in_words(bound: Tensor) -> str:
+    least, most = bound.min().item(), bound.max().item()
+    return f"{least:g}" if least == most else f"({least:g} to {most:g})"
+
+
+def room(x: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``lower - x`` and ``upper - x``, in at least single precision."""
+    centre = x.to(wide(x))
+    return lower.to(centre.dtype) - centre, upper.to(centre.dtype) - centre

@@ -1,0 +1,166 @@
+"""The threat model that moves a sample by at most epsilon in the sum of absolute changes.
+
+N samples, each of shape (...) with D features in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.balls._rounding import shrink
+from toolkit.adversarial.balls.box import draw, room, sum_of
+from toolkit.blocks import no_graph
+
+__all__ = ["L1Ball"]
+
+
+@dataclass(frozen=True)
+class L1Ball:
+    """``{x + d : |d|_1 <= epsilon, lower <= x_i + d_i <= upper}``.
+
+    Attributes:
+        x: Clean inputs.
+        radius: Epsilon, float64, (N or 1, 1, ...).
+        lower: Least value in the box.
+        upper: Greatest value in the box.
+        down: ``lower - x``, in at least single precision.
+        up: ``upper - x``, in at least single precision.
+        free: 1 where a coordinate may change, 0 where it may not; None if all may.
+    """
+
+    x: Tensor
+    radius: Tensor
+    lower: Tensor
+    upper: Tensor
+    down: Tensor
+    up: Tensor
+    free: Tensor | None = None
+
+    @classmethod
+    def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> L1Ball:
+        """Return the ball around `x`, cut by the box."""
+        return cls(x, radius, lower, upper, *room(x, lower, upper), free)
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Return the unit vector of the coordinate with the largest gradient, shared evenly by those that tie."""
+        gradient = self._masked(gradient)
+        size = gradient.abs()
+        largest = (size == size.flatten(1).amax(1).view(_column(size))) & (size > 0)
+        signs = gradient.sign() * largest
+        return signs / sum_of(largest.to(signs.dtype)).clamp(min=1)
+
+    def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
+        """Return the projection of the point in the box, `stride` away, at which the linearised function is largest.
+
+        A plain step would move one coordinate, which soon meets the box and is then in the way. Here what a coordinate
+        has no room for goes to the one with the next largest gradient (Croce and Hein, "Mind the box: L1-APGD for
+        sparse adversarial attacks on image classifiers", 2021, section 3).
+        """
+        with no_graph():
+            towards = torch.where(stride < 0, -gradient, gradient)
+            offset = example.to(self.down.dtype) - self.x.to(self.down.dtype)
+            move = self._greedy(towards, self.down - offset, self.up - offset, stride.abs().to(self.down.dtype))
+        return self.project((example.to(move.dtype) + move).to(example.dtype))
+
+    def farthest(self, gradient: Tensor) -> Tensor:
+        """Return the point of the set at which a linear function with this gradient is largest, up to rounding.
+
+        The coordinates with the largest gradients move as far as the box lets them, until epsilon is used up: the
+        greedy solution of the fractional knapsack.
+        """
+        with no_graph():
+            move = self._greedy(gradient, self.down, self.up, self.radius.to(self.down.dtype))
+            moved = (self.x.to(move.dtype) + move).to(self.x.dtype)
+            return self.settle(torch.clamp(moved, self.lower, self.upper))
+
+    def project(self, example: Tensor) -> Tensor:
+        r"""Return the nearest point of the ball and the box together, up to rounding.
+
+        With ``v = example - x`` and ``u_i`` the room in the direction of ``v_i`` it has the displacements
+        :math:`\operatorname{sign}(v_i) \min(\max(|v_i| - \lambda, 0), u_i)`, where :math:`\lambda` is 0 if these lie
+        in the ball, and else such that they add up to epsilon (the conditions of Karush, Kuhn and Tucker). Their sum
+        falls with lambda in straight lines between 2 D bends, so lambda is found by sorting them.
+        """
+        offset = example.to(self.down.dtype) - self.x.to(self.down.dtype)
+        signs = offset.sign()
+        size = offset * signs
+        limit = torch.where(offset < 0, -self.down, self.up)
+        threshold = self._threshold(size, limit)
+        shrunk = torch.minimum((size - threshold).clamp(min=0), limit)
+        return torch.clamp((self.x.to(shrunk.dtype) + signs * shrunk).to(self.x.dtype), self.lower, self.upper)
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """Draw uniformly from the ball; what falls out of the box is brought to its face."""
+        with no_graph():
+            # Of D + 1 exponential draws, D divided by the sum of all are uniform in the simplex.
+            size = self._masked(self._exponential(self.x, generator))
+            rest = self._exponential(self.radius.expand(len(self.x), *self.radius.shape[1:]), generator)
+            share = size / (sum_of(size) + rest.to(size.dtype))
+            signs = draw(torch.rand, self.x, generator).sub_(0.5).sign()
+        return self.project((self.x + self.radius * signs * share).to(self.x.dtype))
+
+    def settle(self, example: Tensor) -> Tensor:
+        """Shrink what is out of the ball by a rounding, in float64, then round towards the clean input."""
+        return shrink(example, self.x, self.radius, 1)
+
+    def rows(self, index: Tensor) -> L1Ball:
+        """Return the ball of some samples."""
+        radius = self.radius.expand(len(self.x), *self.radius.shape[1:])[index]
+        kept = (self.lower[index], self.upper[index], self.down[index], self.up[index])
+        return L1Ball(self.x[index], radius, *kept, None if self.free is None else self.free[index])
+
+    def _masked(self, tensor: Tensor) -> Tensor:
+        return tensor if self.free is None else tensor * self.free
+
+    @staticmethod
+    def _exponential(like: Tensor, generator: torch.Generator) -> Tensor:
+        """Draw from the exponential distribution of mean 1."""
+        return -torch.log1p(-draw(torch.rand, like, generator))
+
+    def _greedy(self, gradient: Tensor, down: Tensor, up: Tensor, budget: Tensor) -> Tensor:
+        """Return the move of at most `budget` in L1, between `down` and `up`, that raises a linear function most."""
+        gradient = self._masked(gradient.to(down.dtype))
+        size = gradient.abs().flatten(1)
+        limit = torch.where(gradient > 0, up, -down).clamp(min=0).flatten(1) * (size > 0)
+        order = size.argsort(dim=1, descending=True, stable=True)
+        limit = limit.gather(1, order)
+        before = limit.cumsum(1) - limit
+        length = torch.minimum(limit, (budget.expand(_column(gradient, len(size))).flatten(1) - before).clamp(min=0))
+        return torch.zeros_like(size).scatter(1, order, length).view_as(gradient) * gradient.sign()
+
+    def _threshold(self, size: Tensor, limit: Tensor) -> Tensor:
+        """Return the lambda of `project`, (N, 1, ...), 0 for what lies in the ball.
+
+        It is differentiated as the solution of ``sum_free (|v_i| - lambda) + sum_held u_i = epsilon``, where free are
+        the coordinates between 0 and their limit, and held those at their limit.
+        """
+        radius = self.radius.to(size.dtype)
+        with no_graph():
+            flat, most = size.flatten(1), limit.flatten(1)
+            target = radius.expand(_column(size, len(flat))).flatten(1)
+            # Above its size a coordinate is 0, below size - limit it is at its limit; between, it falls with slope 1.
+            bends = torch.cat([flat, (flat - most).clamp(min=0)], 1)
+            turns = torch.cat([torch.ones_like(flat), -torch.ones_like(flat)], 1)
+            bends, order = bends.sort(1, descending=True)
+            slopes = turns.gather(1, order).cumsum(1)  # of the sum, just below each bend
+            gaps = bends[:, :-1] - bends[:, 1:]
+            sums = torch.cat([torch.zeros_like(target), (slopes[:, :-1] * gaps).cumsum(1)], 1)  # at each bend
+            reached = (sums <= target).sum(1, keepdim=True) - 1  # the last bend at which the sum is not yet too large
+            slope = slopes.gather(1, reached).clamp(min=1)
+            guess = bends.gather(1, reached) - (target - sums.gather(1, reached)) / slope
+            inside = torch.minimum(flat, most).sum(1, keepdim=True) <= target
+            guess = guess.clamp(min=0).masked_fill(inside, 0).view(_column(size))
+            held = (size - guess >= limit).to(size.dtype)
+            between = (size > guess).to(size.dtype) * (1 - held)
+            outside = (~inside).to(size.dtype).view(_column(size))
+        count = sum_of(between)
+        exact = (sum_of(between * size) + sum_of(held * limit) - radius) / count.clamp(min=1)
+        # With no coordinate between 0 and its limit lambda does not move with the point.
+        return torch.where(count > 0, exact.clamp(min=0), guess) * outside
+
+
+def _column(like: Tensor, n: int | None = None) -> tuple[int, ...]:
+    return (len(like) if n is None else n, *[1] * (like.dim() - 1))

@@ -1,0 +1,71 @@
+"""The threat model that moves every coordinate by at most epsilon.
+
+N samples, each of shape (...) with D features in all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.balls._rounding import add_inward, follow, to_dtype_inward
+from toolkit.adversarial.balls.box import draw
+from toolkit.blocks import no_graph
+
+__all__ = ["LinfBall"]
+
+
+@dataclass(frozen=True)
+class LinfBall:
+    """``{x + d : |d_i| <= epsilon, lower <= x_i + d_i <= upper}``.
+
+    Attributes:
+        x: Clean inputs.
+        lower: Least value of every coordinate, rounded inwards once.
+        upper: Greatest value of every coordinate, rounded inwards once.
+    """
+
+    x: Tensor
+    lower: Tensor
+    upper: Tensor
+
+    @classmethod
+    def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> LinfBall:
+        """Return the ball around `x`, cut by the box. What may not change has radius 0."""
+        with no_graph():
+            radius = to_dtype_inward(radius, x.dtype)
+            if free is not None:
+                radius = radius * free
+            least, most = add_inward(x, -radius), add_inward(x, radius)
+        return cls(x, torch.maximum(follow(least, x), lower), torch.minimum(follow(most, x), upper))
+
+    def direction(self, gradient: Tensor) -> Tensor:
+        """Return the signs. Their derivative is zero, so nothing is ever differentiated through such a step."""
+        return gradient.sign()
+
+    def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
+        """Return ``project(example + stride * sign(gradient))``."""
+        return self.project(torch.addcmul(example, self.direction(gradient), stride))
+
+    def farthest(self, gradient: Tensor) -> Tensor:
+        """Return the corner of the set at which a linear function with this gradient is largest."""
+        return torch.where(gradient > 0, self.upper, torch.where(gradient < 0, self.lower, self.x))
+
+    def project(self, example: Tensor) -> Tensor:
+        """Return the nearest point of the set, exactly."""
+        return torch.clamp(example, self.lower, self.upper)
+
+    def sample(self, generator: torch.Generator) -> Tensor:
+        """Draw uniformly from the set."""
+        position = draw(torch.rand, self.lower, generator)
+        return self.project((self.lower + position * (self.upper - self.lower)).to(self.lower.dtype))
+
+    def settle(self, example: Tensor) -> Tensor:
+        """Return `example`: the bounds are rounded inwards already."""
+        return example
+
+    def rows(self, index: Tensor) -> LinfBall:
+        """Return the ball of some samples."""
+        return LinfBall(self.x[index], self.lower[index], self.upper[index])

@@ -1,0 +1,24 @@
+"""Certificates: worst cases that are exact or proved, which attacks are held against."""
+
+from toolkit.adversarial.certificates.bounds import (
+    certify_crown,
+    certify_interval,
+    crown_bounds,
+    interval_bounds,
+    interval_loss,
+)
+from toolkit.adversarial.certificates.linear import certify_linear, distance_linear, robust_loss_linear
+from toolkit.adversarial.certificates.relu import Verification, verify_relu
+
+__all__ = [
+    "Verification",
+    "certify_crown",
+    "certify_interval",
+    "certify_linear",
+    "crown_bounds",
+    "distance_linear",
+    "interval_bounds",
+    "interval_loss",
+    "robust_loss_linear",
+    "verify_relu",
+]
