@@ -269,7 +269,9 @@ def test_sample_without_a_gradient_stays(norm: str, opened: tuple[()]) -> None:
         example = pgd(model, x, torch.tensor([0, 0]), epsilon=0.1, norm=norm, steps=2)
         gradient = torch.autograd.grad(F.cross_entropy(model(example), torch.tensor([0, 0])), weight)[0]
     assert torch.equal(example[0], x[0])
-    assert (example[1] > x[1]).all()
+    assert (example[1] >= x[1]).all()
+    moves = example[1] > x[1]
+    assert moves.any() if norm == "l1" else moves.all()  # in L1 as few coordinates as can
     assert gradient.isfinite().all()
 
 

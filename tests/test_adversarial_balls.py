@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from toolkit.adversarial import certify_linear
 from toolkit.adversarial.balls import make_ball
 from toolkit.adversarial.balls._rounding import add_inward, follow, to_dtype_inward
 
@@ -171,3 +172,88 @@ def test_follow_has_the_value_of_one_and_the_derivative_of_the_other() -> None:
     assert torch.equal(result, value)
     assert torch.equal(torch.autograd.grad(result.sum(), source)[0], torch.ones(3))
     assert follow(value, value) is value
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("epsilon", [0.05, 0.7, 1.4, 30.0])
+@pytest.mark.parametrize("bounds", [(0, 1), None], ids=["box", "no box"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_farthest_point_is_the_worst_case_of_a_linear_function(
+    norm: str, epsilon: float, bounds: tuple[float, float] | None, dtype: torch.dtype
+) -> None:
+    """The witness is `certify_linear`, which finds it on another way."""
+    x, _ = points(3)
+    x = x.to(dtype)
+    slope = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=dtype)
+    slope[0, :3], slope[1] = 0, 0
+    reached = make_ball(norm, x, epsilon, bounds).farthest(slope)
+    assert _excess(reached.double() - x.double(), epsilon, norm) <= 0
+    tolerance = 1e-12 if dtype == torch.float64 else 3e-6
+    for row in range(len(x)):
+        weight = torch.stack([-slope[row], torch.zeros_like(slope[row])]).double()
+        worst = certify_linear(
+            weight, None, x[row : row + 1].double(), torch.tensor([0]), epsilon=epsilon, norm=norm, bounds=bounds
+        )
+        gain = (slope[row].double() * reached[row].double()).sum()
+        torch.testing.assert_close(-gain, worst[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_masked_coordinates_stay_and_the_others_use_the_whole_radius(norm: str) -> None:
+    x, outside = points(5)
+    mask = torch.tensor([True, False, True] * 3)
+    ball = make_ball(norm, x, 0.3, None, mask)
+    kept = make_ball(norm, x[:, mask], 0.3, None)
+    slope = outside - x
+    for found, expected in [
+        (ball.project(outside), kept.project(outside[:, mask])),
+        (ball.farthest(slope), kept.farthest(slope[:, mask])),
+        (ball.step(x, slope, torch.tensor(0.2)), kept.step(x[:, mask], slope[:, mask], torch.tensor(0.2))),
+    ]:
+        assert torch.equal(found[:, ~mask], x[:, ~mask])
+        torch.testing.assert_close(found[:, mask], expected, rtol=0, atol=1e-14)
+    drawn = ball.sample(torch.Generator().manual_seed(0))
+    assert torch.equal(drawn[:, ~mask], x[:, ~mask])
+    assert (drawn[:, mask] != x[:, mask]).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [(torch.ones(9), TypeError), ("all", TypeError), (torch.ones(5, dtype=torch.bool), ValueError)],
+    ids=["numbers", "text", "shape"],
+)
+def test_mask_is_refused(mask: object, error: type[Exception]) -> None:
+    with pytest.raises(error, match="`mask` should"):
+        make_ball("linf", points(0)[0], 0.1, None, mask)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_rows_of_a_ball_are_the_balls_of_rows(norm: str) -> None:
+    x, outside = points(6)
+    epsilon = torch.linspace(0.1, 0.6, 6)
+    index = torch.tensor([4, 1])
+    some = make_ball(norm, x, epsilon, (0, 1)).rows(index)
+    alone = make_ball(norm, x[index], epsilon[index], (0, 1))
+    assert torch.equal(some.project(outside[index]), alone.project(outside[index]))
+    assert torch.equal(some.x, x[index])
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_radius_is_the_whole_box(norm: str, dtype: torch.dtype) -> None:
+    x = points(7)[0].to(dtype)
+    far = x + 3 * torch.where(x > 0.5, 1, -1).to(dtype)
+    assert torch.equal(make_ball(norm, x, None, (0, 1)).project(far), far.clamp(0, 1))
+    ball = make_ball(norm, x, None, None)
+    torch.testing.assert_close(ball.settle(ball.project(far)), far)
+
+
+def test_start_is_uniform_in_the_ball_of_sums() -> None:
+    """A share r^D of the L1 ball lies within r of its centre, and each orthant has as much of it as the others."""
+    x = torch.zeros(20_000, 3, dtype=torch.float64)
+    drawn = make_ball("l1", x, 0.5, None).sample(torch.Generator().manual_seed(0))
+    radius = drawn.abs().sum(1).sort().values / 0.5
+    share = torch.linspace(0, 1, len(radius), dtype=torch.float64)
+    assert (radius**3 - share).abs().max() < 1.6 / len(radius) ** 0.5  # Kolmogorov-Smirnov, one in a hundred
+    orthants = torch.bincount(((drawn > 0) * torch.tensor([1, 2, 4])).sum(1))
+    assert (orthants / len(x) - 1 / 8).abs().max() < 0.01

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.adversarial.balls._rounding import shrink
@@ -59,10 +60,9 @@ class L1Ball:
         has no room for goes to the one with the next largest gradient (Croce and Hein, "Mind the box: L1-APGD for
         sparse adversarial attacks on image classifiers", 2021, section 3).
         """
-        with no_graph():
-            towards = torch.where(stride < 0, -gradient, gradient)
-            offset = example.to(self.down.dtype) - self.x.to(self.down.dtype)
-            move = self._greedy(towards, self.down - offset, self.up - offset, stride.abs().to(self.down.dtype))
+        towards = torch.where(stride < 0, -gradient, gradient)
+        offset = example.to(self.down.dtype) - self.x.to(self.down.dtype)
+        move = self._greedy(towards, self.down - offset, self.up - offset, stride.abs().to(self.down.dtype))
         return self.project((example.to(move.dtype) + move).to(example.dtype))
 
     def farthest(self, gradient: Tensor) -> Tensor:
@@ -124,10 +124,10 @@ class L1Ball:
         """Return the move of at most `budget` in L1, between `down` and `up`, that raises a linear function most."""
         gradient = self._masked(gradient.to(down.dtype))
         size = gradient.abs().flatten(1)
-        limit = torch.where(gradient > 0, up, -down).clamp(min=0).flatten(1) * (size > 0)
+        limit = torch.where(gradient > 0, up, -down).clamp(min=0).flatten(1).masked_fill(size == 0, 0)
         order = size.argsort(dim=1, descending=True, stable=True)
         limit = limit.gather(1, order)
-        before = limit.cumsum(1) - limit
+        before = F.pad(limit.cumsum(1), (1, -1))
         length = torch.minimum(limit, (budget.expand(_column(gradient, len(size))).flatten(1) - before).clamp(min=0))
         return torch.zeros_like(size).scatter(1, order, length).view_as(gradient) * gradient.sign()
 
@@ -153,11 +153,11 @@ class L1Ball:
             guess = bends.gather(1, reached) - (target - sums.gather(1, reached)) / slope
             inside = torch.minimum(flat, most).sum(1, keepdim=True) <= target
             guess = guess.clamp(min=0).masked_fill(inside, 0).view(_column(size))
-            held = (size - guess >= limit).to(size.dtype)
-            between = (size > guess).to(size.dtype) * (1 - held)
+            held = size - guess >= limit
+            between = ((size > guess) & ~held).to(size.dtype)
             outside = (~inside).to(size.dtype).view(_column(size))
         count = sum_of(between)
-        exact = (sum_of(between * size) + sum_of(held * limit) - radius) / count.clamp(min=1)
+        exact = (sum_of(between * size) + sum_of(limit.masked_fill(~held, 0)) - radius) / count.clamp(min=1)
         # With no coordinate between 0 and its limit lambda does not move with the point.
         return torch.where(count > 0, exact.clamp(min=0), guess) * outside
 
