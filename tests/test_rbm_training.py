@@ -23,6 +23,7 @@ from scipy import sparse
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from toolkit import _checkpoint as checkpoint_module
 from toolkit.rbm import (
     RBM,
     DivergenceError,
@@ -33,7 +34,6 @@ from toolkit.rbm import (
     shard,
     train,
 )
-from toolkit.rbm.training import _checkpoint as checkpoint_module
 
 F64 = torch.float64
 N, V, H = 23, 5, 4
@@ -441,7 +441,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
         process.kill()
         process.wait()
         process.stdout.close()
-    _, facts = checkpoint_module.read_checkpoint(path)
+    _, facts = checkpoint_module.read_checkpoint(path, room="rbm")
     epochs = facts["epoch"] + 2
     run = run_of(rows, TRAINERS["persistent, centred"])
     settings = {"epochs": epochs, "average_from": None, "learning_rate": 1e-4}
@@ -617,7 +617,7 @@ def test_parameters_that_leave_the_finite_numbers_stop_training(tmp_path):
     assert found.value.last_good == 100
     assert isinstance(found.value, ArithmeticError)
     assert all(torch.equal(value, trainer.iterates[99][name]) for name, value in trainer.rbm.state_dict().items())
-    tensors, facts = checkpoint_module.read_checkpoint(path)
+    tensors, facts = checkpoint_module.read_checkpoint(path, room="rbm")
     assert facts["update"] == 60
     assert torch.equal(tensors["parameters.weights"], trainer.iterates[59]["weights"])
     assert "Lower the learning rate" in str(found.value)
@@ -639,7 +639,7 @@ def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
         train(trainer, rows(), callback=callback, **settings)
     assert found.value.last_good == 5
     assert path.read_bytes() == before
-    kept, _ = checkpoint_module.read_checkpoint(path)
+    kept, _ = checkpoint_module.read_checkpoint(path, room="rbm")
     assert all(torch.equal(value, kept[f"parameters.{name}"]) for name, value in trainer.rbm.state_dict().items())
 
 
@@ -1136,8 +1136,8 @@ def test_shards_are_every_row_once():
         parts = []
         for rank in range(world):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("toolkit.rbm.training._distributed.get_rank", lambda group, rank=rank: rank)
-                patch.setattr("toolkit.rbm.training._distributed.get_world_size", lambda group, world=world: world)
+                patch.setattr("toolkit._distributed.get_rank", lambda group, rank=rank: rank)
+                patch.setattr("toolkit._distributed.get_world_size", lambda group, world=world: world)
                 parts.append(shard(torch.arange(n), Group()))
                 assert rank_generator(5, Group()).initial_seed() == 5 + rank
         assert torch.equal(torch.cat(parts), torch.arange(n))

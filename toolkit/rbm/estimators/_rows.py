@@ -18,9 +18,9 @@ import torch
 from scipy import sparse
 from torch import Tensor
 
+from toolkit._checkpoint import fingerprint
 from toolkit._data import Form, from_numpy, give_back_pages, is_chunked
 from toolkit.rbm.training._batches import generators_of
-from toolkit.rbm.training._checkpoint import fingerprint
 
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from toolkit._checkpoint import fingerprint
 from toolkit._data import from_numpy, give_back_pages
+from toolkit._distributed import exchange, raise_together, rank_of
 from toolkit.rbm.machine.model import RBM
-from toolkit.rbm.training._checkpoint import fingerprint
-from toolkit.rbm.training._distributed import exchange, raise_together, rank_of
 
 __all__ = ["NO_ROWS", "Chunks", "Data", "batches", "check_data", "chunks_of", "generators_of"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,11 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit._checkpoint import fingerprint, read_checkpoint, write_checkpoint
 from toolkit._data import integer
-from toolkit.blocks import no_graph
-from toolkit.rbm.training._batches import NO_ROWS, Chunks, Data, batches, chunks_of
-from toolkit.rbm.training._checkpoint import fingerprint, read_checkpoint, write_checkpoint
-from toolkit.rbm.training._distributed import (
+from toolkit._distributed import (
     exchange,
     from_first_rank,
     gather,
@@ -33,6 +31,9 @@ from toolkit.rbm.training._distributed import (
     shard,
     world_of,
 )
+from toolkit._divergence import DivergenceError, not_finite
+from toolkit.blocks import no_graph
+from toolkit.rbm.training._batches import NO_ROWS, Chunks, Data, batches, chunks_of
 from toolkit.rbm.training.fused import FusedTrainer
 
 __all__ = ["DivergenceError", "Schedule", "cosine_decay", "linear_decay", "rank_generator", "shard", "train"]
@@ -56,20 +57,6 @@ _SAME = "`checkpoint` should be of the same machine, trainer and data, or a new 
 _CHECK_EVERY = 100  # updates: what is checked then costs a thousandth of them
 _FIRST_BYTES = 2**20  # of the first chunk of an epoch, by which data are known again
 _AVERAGED = 2**10  # more parameters in a mean gain little, and the mean of very many stops to move in float32
-
-
-class DivergenceError(ArithmeticError):
-    """Training has left the finite numbers.
-
-    Attributes:
-        update: The update after which this was found.
-        last_good: The update after which all was finite; the machine has its parameters of then.
-        name: What is not finite: a parameter, or a part of the trainer's state.
-    """
-
-    def __init__(self, message: str, *, update: int, last_good: int, name: str) -> None:
-        super().__init__(message)
-        self.update, self.last_good, self.name = update, last_good, name
 
 
 def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
@@ -256,7 +243,7 @@ def run_training(
     try:
         _check_arguments(epochs, learning_rate, n_rows, average_from, checkpoint, checkpoint_every, generator, callback)
         chunks = chunks_of(data, trainer.rbm, n_rows=n_rows, once=epochs == 1)
-        if _not_finite(trainer.rbm.named_parameters()) is not None:
+        if not_finite(trainer.rbm.named_parameters()) is not None:
             raise ValueError("The machine's parameters should be finite. Found others.")
     except (TypeError, ValueError) as found:
         error = found
@@ -423,7 +410,7 @@ class _Run:
     def _read(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
         """Return what the checkpoint has for each rank."""
         assert self.path is not None
-        tensors, facts = read_checkpoint(self.path)
+        tensors, facts = read_checkpoint(self.path, room="rbm")
         world = world_of(self.trainer.group)
         if facts["ranks"] != world:
             raise ValueError(self._mismatch("number of ranks", facts["ranks"], world))
@@ -526,7 +513,7 @@ class _Run:
         """Keep the parameters if all is finite; otherwise bring the last ones back, and raise."""
         if self.last_good == self.update:
             return
-        name = _not_finite([*self.parameters.items(), *self.trainer.state_dict().items()])
+        name = not_finite([*self.parameters.items(), *self.trainer.state_dict().items()])
         group = self.trainer.group
         if any(bad for (bad,) in exchange((name is not None,), group, self.trainer.rbm.weights.device)):
             with no_graph():
@@ -572,7 +559,7 @@ class _Run:
             }
             more |= {"ranks": len(parts), "own": [facts for _, facts in parts]}
             try:
-                write_checkpoint(self.path, self._tensors() | own, self._facts() | position | more)
+                write_checkpoint(self.path, self._tensors() | own, self._facts() | position | more, room="rbm")
             except OSError as found:
                 error = found
         raise_together(error, self.trainer.group)
@@ -660,16 +647,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     return str(value) if isinstance(value, torch.dtype) else value
-
-
-def _not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that has a NaN or an infinity."""
-    with no_graph():
-        for name, tensor in tensors:
-            # One sum says that all is finite. If it does not, it may itself have left the range.
-            if tensor.is_floating_point() and not math.isfinite(tensor.sum()) and not bool(tensor.isfinite().all()):
-                return name
-    return None
 
 
 def _kind(tensor: Tensor | None) -> str | None:

@@ -1,7 +1,8 @@
 """Checkpoints: one file that holds all that training depends on, and is whole or not there at all.
 
-It is a safetensors file. Its tensors are ``parameters.<name>``, the mean of parameters ``average.<name>`` if one is
-kept, and what each rank has of its own, ``rank<r>.<name>``; all else is JSON in the metadata.
+It is a safetensors file: tensors by name (``parameters.<name>``, ``average.<name>`` of the mean of parameters if one is
+kept, ``rank<r>.<name>`` of what each rank has of its own), and all else as JSON in the metadata, under the name of the
+room that wrote it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from toolkit.blocks import no_graph
 
 __all__ = ["fingerprint", "read_checkpoint", "write_checkpoint"]
 
-_KEY, _FORMAT = "toolkit.rbm", 2
+_FORMAT = 2
 
 _PIECE_BYTES = 2**20  # of rows that are hashed at a time
 
@@ -43,18 +44,19 @@ def fingerprint(rows: Tensor, *, most: int = 2**28) -> str:
     return found.hexdigest()
 
 
-def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
+def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, room: str) -> None:
     """Write a checkpoint in the place of the one before; a process that is killed leaves that one or this one.
 
     Args:
         path: The file. Beside it, for a moment, stands one whose name ends with ``.unfinished``.
         tensors: By name.
         facts: What else there is to know, as JSON.
+        room: Who trains: a part of this library, such as ``"rbm"``.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     with no_graph():
         own = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-    save_file(own, unfinished, metadata={_KEY: json.dumps({"format": _FORMAT, **facts})})
+    save_file(own, unfinished, metadata={f"toolkit.{room}": json.dumps({"format": _FORMAT, **facts})})
     with unfinished.open("rb") as file:
         os.fsync(file.fileno())
     unfinished.replace(path)
@@ -66,8 +68,12 @@ def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[s
             os.close(folder)
 
 
-def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_checkpoint(path: Path, *, room: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors and the facts of a checkpoint.
+
+    Args:
+        path: The file.
+        room: As in `write_checkpoint`.
 
     Raises:
         ValueError: If the file is not a checkpoint of this format.
@@ -76,9 +82,9 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-            if _KEY not in metadata:
+            if f"toolkit.{room}" not in metadata:
                 raise ValueError(f"{expected}, a safetensors file of something else.")
-            facts = json.loads(metadata[_KEY])
+            facts = json.loads(metadata[f"toolkit.{room}"])
             if facts.pop("format", None) != _FORMAT:
                 raise ValueError(f"{expected}, of another version of this library.")
             return {name: file.get_tensor(name) for name in file.keys()}, facts  # noqa: SIM118 - it is not a dict
