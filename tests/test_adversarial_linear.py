@@ -200,7 +200,7 @@ REFUSED = {
         "`weight` should have shape (C, D), at least two classes. Found (1, 6)",
     ),
     "features": ({"x": torch.ones(N, 5)}, "`x` should have shape (N, 6). Found (7, 5)."),
-    "norm": ({"norm": "l0"}, "`norm` should be one of 'linf', 'l2'. Found 'l0'."),
+    "norm": ({"norm": "l0"}, "`norm` should be one of 'linf', 'l2', 'l1'. Found 'l0'."),
     "epsilon": ({"epsilon": -1.0}, "`epsilon` should be finite and not negative. Found -1."),
     "out of the box": ({"bounds": (0.2, 1)}, "`x` should lie within `bounds`, 0.2 to 1."),
     "labels": ({"labels": torch.zeros(3, dtype=torch.long)}, "`labels` should have shape (7,). Found (3,)."),

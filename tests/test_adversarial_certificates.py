@@ -1,0 +1,556 @@
+"""Verification of ReLU networks and the bounds it rests on: against enumeration, grids, closed forms, and the model."""
+
+import copy
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from relu_networks import make, relu_network, split_digits, train
+from scipy.optimize import linprog
+from torch import Tensor, nn
+
+from toolkit.adversarial.certificates import (
+    certify_crown,
+    certify_interval,
+    certify_linear,
+    crown_bounds,
+    interval_bounds,
+    interval_loss,
+    verify_relu,
+)
+
+REACHED = {"linf": 0.2, "l1": 0.7}
+
+
+def network(*widths: int, seed: int = 0) -> nn.Sequential:
+    """Return a network of random weights, in float64, with some rectifiers that are always off and always on."""
+    generator = torch.Generator().manual_seed(seed)
+    layers: list[nn.Module] = []
+    for before, after in itertools.pairwise(widths):
+        layer = nn.Linear(before, after, dtype=torch.float64)
+        with torch.no_grad():
+            layer.weight.copy_(torch.randn(after, before, generator=generator, dtype=torch.float64))
+            layer.bias.copy_(0.5 * torch.randn(after, generator=generator, dtype=torch.float64))
+        layers += [layer, nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batch(n_samples: int, n_features: int, n_classes: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(n_samples, n_features, generator=generator, dtype=torch.float64).mul(1.4).sub(0.2).clamp(0, 1)
+    return x, torch.arange(n_samples) % n_classes
+
+
+def own_labels(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).argmax(1)
+
+
+def worst_margins(model: nn.Module, x: Tensor, labels: Tensor) -> Tensor:
+    """The margin at the points themselves, (N,)."""
+    logits = model(x)
+    margins = logits.gather(1, labels[:, None]) - logits
+    return margins.scatter(1, labels[:, None], math.inf).amin(1)
+
+
+def draws(x: Tensor, epsilon: float, norm: str, count: int, seed: int = 0) -> Tensor:
+    """Points of the ball and the box, many at its corners, (count, N, D)."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, *x.shape)
+    direction = torch.randn(shape, generator=generator, dtype=x.dtype)
+    if norm == "linf":
+        direction = torch.where(torch.rand(shape, generator=generator) < 0.5, direction.sign(), direction.clamp(-1, 1))
+    else:
+        keep = torch.rand(shape, generator=generator) < 0.5
+        direction = direction * keep
+        order = 1 if norm == "l1" else 2
+        direction = direction / direction.flatten(2).norm(order, dim=2).clamp(min=1e-9).reshape(
+            *shape[:2], *[1] * (x.dim() - 1)
+        )
+    return (x + epsilon * direction).clamp(0, 1)
+
+
+def size(displacement: Tensor, norm: str) -> Tensor:
+    return torch.linalg.vector_norm(displacement.flatten(1), {"linf": math.inf, "l2": 2, "l1": 1}[norm], dim=1)
+
+
+# --- exact verification ------------------------------------------------------------------------------------------
+
+
+def by_enumeration(model: nn.Sequential, x: Tensor, label: int, epsilon: float, norm: str) -> float:
+    """Return the least margin over all patterns of rectifiers that are on: in each the network is affine."""
+    linear = [layer for layer in model if isinstance(layer, nn.Linear)]
+    weights = [layer.weight.numpy() for layer in linear]
+    biases = [layer.bias.numpy() for layer in linear]
+    clean, features = x.numpy(), len(x)
+    # Variables: x', and in L1 the sizes of the displacement.
+    if norm == "linf":
+        bounds = np.stack([np.maximum(clean - epsilon, 0), np.minimum(clean + epsilon, 1)], 1)
+        fixed, limits = np.zeros((0, features)), np.zeros(0)
+    else:
+        bounds = np.concatenate([np.tile([0.0, 1.0], (features, 1)), np.tile([0.0, 9.0], (features, 1))])
+        eye = np.eye(features)
+        fixed = np.vstack([np.hstack([eye, -eye]), np.hstack([-eye, -eye]), np.append(0 * clean, 0 * clean + 1)])
+        limits = np.concatenate([clean, -clean, [epsilon]])
+    more = fixed.shape[1] - features
+    least = math.inf
+    for pattern in itertools.product([0, 1], repeat=sum(len(bias) for bias in biases[:-1])):
+        state, constant, rows, right, begin = np.eye(features), np.zeros(features), [fixed], [limits], 0
+        for weight, bias in zip(weights[:-1], biases[:-1], strict=True):
+            on = np.array(pattern[begin : begin + len(bias)])
+            begin += len(bias)
+            state, constant = weight @ state, weight @ constant + bias
+            sign = (1 - 2 * on)[:, None]
+            rows.append(np.hstack([sign * state, np.zeros((len(on), more))]))
+            right.append(-sign[:, 0] * constant)
+            state, constant = state * on[:, None], constant * on
+        for other in set(range(len(biases[-1]))) - {label}:
+            u = weights[-1][label] - weights[-1][other]
+            shift = u @ constant + biases[-1][label] - biases[-1][other]
+            objective = np.append(u @ state, np.zeros(more))
+            found = linprog(objective, np.vstack(rows), np.concatenate(right), bounds=bounds)
+            if found.status == 0:
+                least = min(least, found.fun + shift)
+    return least
+
+
+@pytest.mark.parametrize("norm", ["linf", "l1"])
+@pytest.mark.parametrize("widths", [(3, 6, 3), (2, 3, 3, 2)], ids=str)
+def test_worst_margin_is_the_least_over_all_patterns(widths: tuple[int, ...], norm: str) -> None:
+    model = network(*widths)
+    x, _ = batch(4, widths[0], widths[-1])
+    labels, epsilon = own_labels(model, x), REACHED[norm]
+    with torch.no_grad():
+        expected = [
+            by_enumeration(model, row, label, epsilon, norm) for row, label in zip(x, labels.tolist(), strict=True)
+        ]
+    found = verify_relu(model, x, labels, epsilon=epsilon, norm=norm, goal="margin", tolerance=1e-8)
+    np.testing.assert_allclose(found.upper, expected, rtol=0, atol=2e-6)
+    np.testing.assert_allclose(found.lower, expected, rtol=0, atol=2e-6)
+    verdict = verify_relu(model, x, labels, epsilon=epsilon, norm=norm)
+    assert torch.equal(verdict.robust, torch.tensor(expected) > 0)
+    assert torch.equal(verdict.broken, torch.tensor(expected) < 0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_worst_margin_in_the_plane_is_that_of_a_grid(seed: int) -> None:
+    model = network(2, 8, 8, 3, seed=seed)
+    x, _ = batch(3, 2, 3, seed)
+    labels, epsilon, n_points = own_labels(model, x), 0.15, 301
+    steps = torch.linspace(-epsilon, epsilon, n_points, dtype=torch.float64)
+    offsets = torch.cartesian_prod(steps, steps)
+    found = verify_relu(model, x, labels, epsilon=epsilon, bounds=None, goal="margin")
+    with torch.no_grad():
+        for row in range(len(x)):
+            margins = worst_margins(model, x[row] + offsets, labels[row].expand(len(offsets)))
+            slack = 200 * 2 * epsilon / (n_points - 1)  # no more than a steep slope over half a cell
+            assert found.upper[row] <= margins.min() + 1e-5
+            assert found.lower[row] >= margins.min() - slack
+            assert found.lower[row] == pytest.approx(margins.min().item(), abs=0.05)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l1"])
+def test_network_without_rectifiers_is_a_linear_classifier(norm: str) -> None:
+    model = nn.Sequential(network(6, 5)[0], network(5, 4, seed=1)[0])
+    x, labels = batch(7, 6, 4)
+    weight, bias = model[1].weight @ model[0].weight, model[1].weight @ model[0].bias + model[1].bias
+    exact = certify_linear(weight, bias, x, labels, epsilon=0.2, norm=norm).detach()
+    found = verify_relu(model, x, labels, epsilon=0.2, norm=norm, goal="margin")
+    torch.testing.assert_close(found.upper, exact, rtol=0, atol=1e-12)
+    torch.testing.assert_close(found.lower, exact, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("goal", ["verdict", "margin"])
+def test_at_epsilon_zero_it_is_the_margin_of_the_model(goal: str) -> None:
+    model = network(5, 7, 4)
+    x, labels = batch(9, 5, 4)
+    found = verify_relu(model, x, labels, epsilon=0.0, goal=goal)
+    margins = worst_margins(model, x, labels).detach()
+    assert torch.equal(found.examples, x)
+    torch.testing.assert_close(found.upper, margins, rtol=0, atol=1e-13)
+    torch.testing.assert_close(found.lower, margins, rtol=0, atol=1e-13)
+    assert torch.equal(found.broken, margins <= 0)
+
+
+def test_rectifiers_that_never_change_need_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first layer one half is always off and the other always on."""
+    model = network(4, 6, 3)
+    with torch.no_grad():
+        model[0].bias.copy_(torch.tensor([-50.0, 50, -50, 50, -50, 50]))
+    x, labels = batch(5, 4, 3)
+    weight = model[2].weight[:, 1::2] @ model[0].weight[1::2]
+    bias = model[2].weight[:, 1::2] @ model[0].bias[1::2] + model[2].bias
+    monkeypatch.setattr("toolkit.adversarial.certificates.relu.milp", None)
+    found = verify_relu(model, x, labels, epsilon=0.2, goal="margin")
+    exact = certify_linear(weight, bias, x, labels, epsilon=0.2).detach()
+    torch.testing.assert_close(found.lower, exact, rtol=0, atol=1e-11)
+    torch.testing.assert_close(found.upper, exact, rtol=0, atol=1e-11)
+
+
+CASES = [
+    ("64-32-10 at .1", "linf"),
+    ("64-24-24-10 at .1", "linf"),
+    ("convolution at .1", "linf"),
+    ("64-32-10 at .1", "l1"),
+]
+
+
+@pytest.mark.parametrize(("name", "norm"), CASES, ids=[f"{name}, {norm}" for name, norm in CASES])
+def test_every_digit_has_a_verdict_and_what_is_broken_is_shown(name: str, norm: str) -> None:
+    model, x, labels, epsilon = relu_network(name)
+    epsilon = epsilon if norm == "linf" else 1.5
+    found = verify_relu(model, x, labels, epsilon=epsilon, norm=norm)
+    assert not found.unknown.any()
+    assert 30 < found.robust.sum() < 90
+    assert (model(found.examples).argmax(1) != labels)[found.broken].all()
+    assert (size(found.examples - x, norm) <= epsilon * (1 + 1e-9)).all()
+    assert (found.examples >= 0).all()
+    assert (found.examples <= 1).all()
+    assert (found.lower <= found.upper).all()
+    for points in draws(x, epsilon, norm, 200):
+        assert (worst_margins(model, points, labels)[found.robust] > 0).all()
+
+
+def test_margin_and_verdict_agree() -> None:
+    model, x, labels, epsilon = relu_network("64-32-10 at .1")
+    x, labels = x[:20], labels[:20]
+    verdict = verify_relu(model, x, labels, epsilon=epsilon)
+    margin = verify_relu(model, x, labels, epsilon=epsilon, goal="margin")
+    assert torch.equal(verdict.robust, margin.robust)
+    assert torch.equal(verdict.broken, margin.broken)
+    assert (margin.upper - margin.lower <= 1.2e-5).all()
+    assert (verdict.lower <= margin.upper + 1e-12).all()
+    assert (verdict.upper >= margin.lower - 1e-12).all()
+
+
+@pytest.mark.parametrize(
+    ("height", "verdict"), [(1e-6, "unknown"), (1e-3, "robust"), (0.0, "broken"), (-1e-3, "broken")]
+)
+def test_a_margin_within_the_tolerance_is_unknown(height: float, verdict: str) -> None:
+    """The margin is ``|x - 1/2| + height``, and no line below both rectifiers touches it."""
+    model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2)).double()
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0], [-1.0]]))
+        model[0].bias.copy_(torch.tensor([-0.5, 0.5]))
+        model[2].weight.copy_(torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
+        model[2].bias.copy_(torch.tensor([height, 0.0]))
+    found = verify_relu(model, torch.tensor([[0.6]], dtype=torch.float64), torch.tensor([0]), epsilon=0.4)
+    assert getattr(found, verdict).item()
+
+
+def test_a_sample_beyond_the_time_limit_is_unknown() -> None:
+    model, x, labels, epsilon = relu_network("64-32-10 at .2")
+    full = verify_relu(model, x[:30], labels[:30], epsilon=epsilon)
+    found = verify_relu(model, x[:30], labels[:30], epsilon=epsilon, time_limit=1e-9)
+    assert found.unknown.any()
+    assert not (found.robust & ~full.robust).any()
+    assert not (found.broken & ~full.broken).any()
+
+
+def test_samples_do_not_depend_on_each_other() -> None:
+    model, x, labels, _ = relu_network("64-32-10 at .1")
+    x, labels, epsilon = x[:6], labels[:6], torch.linspace(0.05, 0.2, 6)
+    together = verify_relu(model, x, labels, epsilon=epsilon, goal="margin")
+    for i in range(6):
+        alone = verify_relu(model, x[i : i + 1], labels[i : i + 1], epsilon=epsilon[i].item(), goal="margin")
+        torch.testing.assert_close(alone.lower, together.lower[i : i + 1], rtol=0, atol=2e-5)
+        torch.testing.assert_close(alone.upper, together.upper[i : i + 1], rtol=0, atol=2e-5)
+
+
+# --- any chain of layers -----------------------------------------------------------------------------------------
+
+
+def convolutional() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = nn.Sequential(
+            nn.Sequential(nn.Conv2d(2, 3, 3, stride=2, padding=1, groups=1), nn.BatchNorm2d(3), nn.ReLU()),
+            nn.Identity(),
+            nn.Conv2d(3, 4, 2, bias=False, padding=1, padding_mode="circular"),
+            nn.ReLU(),
+            nn.Dropout(0.5),
+            nn.AvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(8, 6),
+            nn.BatchNorm1d(6, affine=False),
+            nn.ReLU(),
+            nn.ReLU(),
+            nn.Unflatten(1, (6, 1)),
+            nn.Flatten(),
+            nn.Linear(6, 3),
+        ).double()
+        model(torch.rand(32, 2, 5, 4, dtype=torch.float64))  # moves the running statistics
+        model[0][1].weight.data.uniform_(-1, 1)
+    return model.eval().requires_grad_(False)
+
+
+def test_convolutions_and_normalisations_are_their_matrices() -> None:
+    """Zero radius leaves only the network itself; a ball holds what is drawn from it."""
+    model = convolutional()
+    x = torch.rand(5, 2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for bounds in (interval_bounds, crown_bounds):
+        for found in bounds(model, x, x):
+            torch.testing.assert_close(found, model(x), rtol=0, atol=1e-13)
+    labels = own_labels(model, x)
+    found = verify_relu(model, x, labels, epsilon=0.1, goal="margin")
+    assert found.examples.shape == x.shape
+    torch.testing.assert_close(found.upper, worst_margins(model, found.examples, labels), rtol=0, atol=0)
+    assert (found.upper - found.lower).abs().max() < 2e-5
+    for points in draws(x, 0.1, "linf", 100):
+        assert (worst_margins(model, points, labels) >= found.lower - 1e-6).all()
+
+
+def test_modes_do_not_matter_and_nothing_is_touched() -> None:
+    model = convolutional().train().requires_grad_(True)
+    model[0][1].eval()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 7)
+    before, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    x = torch.rand(4, 2, 5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    kept, state = x.clone(), torch.get_rng_state()
+    labels = torch.tensor([0, 1, 2, 0])
+    expected = verify_relu(convolutional(), x, labels, epsilon=0.05)
+    with torch.inference_mode():
+        inside = verify_relu(model, x, labels, epsilon=0.05)
+    for found in (verify_relu(model, x, labels, epsilon=0.05), inside):
+        assert torch.equal(found.lower, expected.lower)
+        assert torch.equal(found.upper, expected.upper)
+        assert not found.lower.requires_grad
+    interval_loss(model, x, labels, epsilon=0.05)
+    certify_crown(model, x, labels, epsilon=0.05)
+    certify_interval(model, x, labels, epsilon=0.05)
+    assert [module.training for module in model.modules()] == modes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all((parameter.grad == 7).all() for parameter in model.parameters())
+    assert torch.equal(x, kept)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("order", ["first", "last", "twice"])
+def test_rectifiers_may_stand_anywhere(order: str) -> None:
+    layers = list(network(3, 4, 3))
+    model = {
+        "first": nn.Sequential(nn.ReLU(), *layers),
+        "last": nn.Sequential(*layers, nn.ReLU()),
+        "twice": nn.Sequential(layers[0], nn.ReLU(), nn.Identity(), nn.ReLU(), layers[2]),
+    }[order]
+    x, _ = batch(4, 3, 3)
+    labels = own_labels(model, x)
+    found = verify_relu(model, x - 0.3, labels, epsilon=0.2, bounds=None, goal="margin")
+    torch.testing.assert_close(found.upper, worst_margins(model, found.examples, labels).detach(), rtol=0, atol=0)
+    assert (found.upper - found.lower).abs().max() < 2e-5
+    points = draws(x, 0.2, "linf", 200) - 0.3
+    assert all((worst_margins(model, point, labels) >= found.lower - 1e-6).all() for point in points)
+
+
+# --- bounds ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**20),
+    widths=st.lists(st.integers(1, 7), min_size=2, max_size=4),
+    epsilon=st.floats(0, 2),
+    norm=st.sampled_from(["linf", "l2", "l1"]),
+)
+def test_no_point_of_the_ball_is_out_of_the_bounds(seed: int, widths: list[int], epsilon: float, norm: str) -> None:
+    model = network(*widths, 3, seed=seed)
+    x, labels = batch(3, widths[0], 3, seed)
+    points = draws(x, epsilon, norm, 100, seed)
+    lower, upper = (x - epsilon).clamp(0, 1), (x + epsilon).clamp(0, 1)
+    plain, relaxed = interval_bounds(model, lower, upper), crown_bounds(model, lower, upper)
+    logits = model(points.flatten(0, 1)).reshape(*points.shape[:2], 3)
+    slack = 1e-12 * (1 + logits.abs().max().item())
+    for low, high in (plain, relaxed):
+        assert (logits >= low - slack).all()
+        assert (logits <= high + slack).all()
+    assert (relaxed[0] >= plain[0] - slack).all()
+    assert (relaxed[1] <= plain[1] + slack).all()
+    margins = torch.stack([worst_margins(model, point, labels) for point in points])
+    assert (margins >= certify_crown(model, x, labels, epsilon=epsilon, norm=norm) - slack).all()
+    if norm == "linf":
+        assert (margins >= certify_interval(model, x, labels, epsilon=epsilon) - slack).all()
+
+
+def test_bounds_of_a_linear_model_are_exact() -> None:
+    model = network(6, 4)
+    x, labels = batch(7, 6, 4)
+    for norm in ("linf", "l2", "l1"):
+        exact = certify_linear(model[0].weight, model[0].bias, x, labels, epsilon=0.3, norm=norm).detach()
+        found = certify_crown(model, x, labels, epsilon=0.3, norm=norm)
+        torch.testing.assert_close(found, exact, rtol=0, atol=1e-13)
+    found = certify_interval(model, x, labels, epsilon=0.3)
+    torch.testing.assert_close(found, certify_linear(model[0].weight, model[0].bias, x, labels, epsilon=0.3).detach())
+
+
+def test_relaxation_of_one_rectifier_by_hand() -> None:
+    """relu(2 x - 1/2) on [0, 1] lies between 2 x - 1/2 and 3 x / 2, because 3/2 > 1/2."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 2, bias=False)).double()
+    with torch.no_grad():
+        model[0].weight.fill_(2)
+        model[0].bias.fill_(-0.5)
+        model[2].weight.copy_(torch.tensor([[1.0], [-4.0]]))
+    low, high = crown_bounds(model, torch.zeros(1, 1).double(), torch.ones(1, 1).double())
+    torch.testing.assert_close(low, torch.tensor([[0.0, -6.0]], dtype=torch.float64))
+    torch.testing.assert_close(high, torch.tensor([[1.5, 0.0]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [nn.ReLU(), nn.LeakyReLU(0.3), nn.ELU(), nn.Softplus(), nn.Sigmoid(), nn.Tanh(), nn.MaxPool1d(2)],
+    ids=lambda activation: type(activation).__name__,
+)
+def test_intervals_pass_activations_that_do_not_fall(activation: nn.Module) -> None:
+    first = network(4, 6)[0]
+    model = nn.Sequential(first, nn.Unflatten(1, (1, 6)), activation, nn.Flatten())
+    x, _ = batch(5, 4, 2)
+    low, high = interval_bounds(model, x, x)
+    torch.testing.assert_close(low, model(x), rtol=0, atol=1e-14)
+    low, high = interval_bounds(model, (x - 0.2), (x + 0.2))
+    # Each unit alone reaches its bounds, at the corners of its own weights.
+    if not isinstance(activation, nn.MaxPool1d):
+        for unit, weight in enumerate(first.weight):
+            torch.testing.assert_close(high[:, unit], model(x + 0.2 * weight.sign())[:, unit], rtol=0, atol=1e-13)
+            torch.testing.assert_close(low[:, unit], model(x - 0.2 * weight.sign())[:, unit], rtol=0, atol=1e-13)
+
+
+def test_interval_loss_is_the_loss_at_the_bounds_of_the_margins() -> None:
+    model = network(4, 5, 3)
+    x, labels = batch(6, 4, 3)
+    low, high = interval_bounds(nn.Sequential(model[0], model[1]), (x - 0.1).clamp(0, 1), (x + 0.1).clamp(0, 1))
+    expected = []
+    for row, label in enumerate(labels.tolist()):
+        margins = []
+        for other in set(range(3)) - {label}:
+            u = model[2].weight[label] - model[2].weight[other]
+            margins.append(
+                (torch.where(u > 0, low[row], high[row]) * u).sum() + model[2].bias[label] - model[2].bias[other]
+            )
+        expected.append(torch.log1p(torch.stack([torch.exp(-margin) for margin in margins]).sum()))
+    found = interval_loss(model, x, labels, epsilon=0.1)
+    torch.testing.assert_close(found, torch.stack(expected).mean(), rtol=0, atol=1e-13)
+    exact = F.cross_entropy(model(x), labels)
+    torch.testing.assert_close(interval_loss(model, x, labels, epsilon=0.0), exact, rtol=0, atol=1e-13)
+    # A model that ends in something else has bounds of its logits only: looser, and right.
+    looser = interval_loss(nn.Sequential(*model, nn.LeakyReLU(1.0)), x, labels, epsilon=0.1)
+    assert looser > found
+
+
+@pytest.mark.parametrize("bounded", ["interval loss", "intervals", "relaxation"])
+def test_bounds_are_differentiable_in_the_parameters(bounded: str) -> None:
+    model = network(3, 4, 3)
+    x, labels = batch(4, 3, 3)
+
+    def loss(*values: Tensor) -> Tensor:
+        changed = copy.deepcopy(model)
+        for layer, weight, bias in zip((changed[0], changed[2]), values[::2], values[1::2], strict=True):
+            del layer.weight, layer.bias
+            layer.weight, layer.bias = weight, bias
+        if bounded == "interval loss":
+            return interval_loss(changed, x, labels, epsilon=0.1)
+        function = interval_bounds if bounded == "intervals" else crown_bounds
+        low, high = function(changed, x - 0.1, x + 0.1)
+        return (low * torch.arange(3)).sum() - high.square().sum()
+
+    assert torch.autograd.gradcheck(
+        loss, [parameter.detach().clone().requires_grad_() for parameter in model.parameters()]
+    )
+
+
+def test_training_on_intervals_certifies_what_ordinary_training_does_not() -> None:
+    x, labels, held_out, held_out_labels = split_digits()
+    held_out, held_out_labels = held_out[:200], held_out_labels[:200]
+    ordinary = train(make((64,)), x, labels, epsilon=0.0, epochs=15)
+    model, generator, n_epochs = make((64,)), torch.Generator().manual_seed(0), 25
+    optimizer = torch.optim.Adam(model.parameters(), 5e-3)
+    for epoch in range(n_epochs):
+        share = min(1.0, epoch / (0.6 * n_epochs))
+        for rows in torch.randperm(len(x), generator=generator).split(128):
+            inputs, targets = x[rows].float(), labels[rows]
+            optimizer.zero_grad()
+            loss = (1 - share / 2) * F.cross_entropy(model(inputs), targets)
+            (loss + share / 2 * interval_loss(model, inputs, targets, epsilon=0.1 * share)).backward()
+            optimizer.step()
+    model.double().requires_grad_(False)
+    certified = [
+        (certify_interval(network, held_out, held_out_labels, epsilon=0.1) > 0).double().mean()
+        for network in (ordinary, model)
+    ]
+    assert certified[0] < 0.05
+    assert certified[1] > 0.4
+    assert (own_labels(model, held_out) == held_out_labels).double().mean() > 0.85
+
+
+# --- refusals ----------------------------------------------------------------------------------------------------
+
+
+class Residual(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return input + super().forward(input)
+
+
+def hooked() -> nn.Sequential:
+    model = network(3, 4, 2)
+    model[0].register_forward_hook(lambda *_: None)
+    return model
+
+
+REFUSED = {
+    "layer": (nn.Sequential(nn.Linear(3, 2), nn.GELU()), {}, TypeError, "Sequential. Found GELU."),
+    "own forward": (Residual(nn.Linear(3, 3)), {}, TypeError, "Sequential. Found Residual."),
+    "hook": (hooked(), {}, TypeError, "`model` should have no forward hooks. Found one on Linear."),
+    "activation": (nn.Sequential(nn.Linear(3, 2), nn.Tanh()), {}, TypeError, "than ReLU. Found Tanh."),
+    "statistics": (
+        nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
+        {},
+        ValueError,
+        "`model` should normalise by running statistics.",
+    ),
+    "falling": (
+        nn.Sequential(nn.Linear(3, 2), nn.LeakyReLU(-0.1)),
+        {},
+        ValueError,
+        "that do not fall. Found LeakyReLU",
+    ),
+    "batch": (nn.Sequential(nn.Flatten(0), nn.Linear(3, 2)), {}, TypeError, "the samples of a batch apart."),
+    "one logit": (network(3, 1), {}, ValueError, "`model` should return at least two logits. Found 1."),
+    "norm": (network(3, 2), {"norm": "l2"}, ValueError, "`norm` should be one of 'linf', 'l1'. Found 'l2'."),
+    "goal": (network(3, 2), {"goal": "best"}, ValueError, "`goal` should be 'verdict' or 'margin'. Found 'best'."),
+    "tolerance": (network(3, 2), {"tolerance": 0.0}, ValueError, "`tolerance` should be positive. Found 0.0."),
+    "time": (network(3, 2), {"time_limit": -1.0}, ValueError, "`time_limit` should be positive. Found -1.0."),
+    "epsilon": (network(3, 2), {"epsilon": -1.0}, ValueError, "`epsilon` should be finite and not negative."),
+    "labels": (
+        network(3, 2),
+        {"labels": torch.tensor([0])},
+        ValueError,
+        "`labels` should have shape (2,). Found (1,).",
+    ),
+    "range": (network(3, 2), {"labels": torch.tensor([0, 2])}, ValueError, "should be from 0 to 1. Found 0 to 2."),
+    "box": (network(3, 2), {"bounds": (0.9, 1)}, ValueError, "`x` should lie within `bounds`, 0.9 to 1."),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    model, changed, error, message = REFUSED[name]
+    x, labels = batch(2, 3, 2)
+    arguments = {"x": x, "labels": labels, "epsilon": 0.1} | changed
+    with pytest.raises(error) as raised:
+        verify_relu(model, **arguments)
+    assert message in str(raised.value)
+
+
+def test_bounds_that_cross_are_refused() -> None:
+    with pytest.raises(ValueError, match="`lower` should not be above `upper`"):
+        crown_bounds(network(3, 2), torch.ones(1, 3), torch.zeros(1, 3))
+    with pytest.raises(ValueError, match="should have one shape"):
+        interval_bounds(network(3, 2), torch.ones(1, 3), torch.ones(2, 3))
+
+
+def test_no_samples() -> None:
+    found = verify_relu(network(3, 4, 2), torch.zeros(0, 3), torch.zeros(0, dtype=torch.long), epsilon=0.1)
+    assert str(found) == "0 samples: 0 robust, 0 broken, 0 unknown"

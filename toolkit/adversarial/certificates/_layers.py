@@ -1,0 +1,176 @@
+"""A model as a chain of plain layers, each used by its formula: nothing of the model is called, so nothing is touched.
+
+N samples, D inputs, M units of a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Affine", "affine_chain", "is_affine", "is_monotone", "is_reshaping", "plain_layers", "run_affine"]
+
+_AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+_RESHAPING = (nn.Flatten, nn.Unflatten)
+_NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)  # in evaluation mode
+_MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn.MaxPool1d, nn.MaxPool2d)
+
+
+class Affine(NamedTuple):
+    """``z -> weight z + bias`` on flat vectors.
+
+    Attributes:
+        weight: (M, M of the layer before).
+        bias: (M,).
+    """
+
+    weight: Tensor
+    bias: Tensor
+
+
+def plain_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that is a chain, without those that do nothing in evaluation mode.
+
+    Raises:
+        TypeError: If `model` is not a `torch.nn.Sequential` of layers that are known here, or has hooks.
+        ValueError: If a batch normalisation keeps no statistics, or a `torch.nn.LeakyReLU` falls.
+    """
+    layers = list(_flat(model))
+    for layer in layers:
+        if type(layer) not in _AFFINE + _RESHAPING + _MONOTONE:
+            known = ", ".join(kind.__name__ for kind in _AFFINE + _RESHAPING + _NOTHING + _MONOTONE)
+            raise TypeError(
+                f"`model` should be a torch.nn.Sequential of {known} and Sequential. Found {type(layer).__name__}."
+            )
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            raise TypeError(f"`model` should have no forward hooks. Found one on {type(layer).__name__}.")
+        if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.running_var is None:
+            raise ValueError(
+                "`model` should normalise by running statistics. Found a batch normalisation that has none."
+            )
+        if isinstance(layer, nn.LeakyReLU | nn.ELU) and _falls(layer):
+            raise ValueError(f"`model` should have activations that do not fall. Found {layer}.")
+    return layers
+
+
+def _falls(layer: nn.LeakyReLU | nn.ELU) -> bool:
+    return (layer.negative_slope if isinstance(layer, nn.LeakyReLU) else layer.alpha) < 0
+
+
+def _flat(model: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
+        if model._forward_hooks or model._forward_pre_hooks:
+            raise TypeError("`model` should have no forward hooks. Found one on Sequential.")
+        for child in model:
+            yield from _flat(child)
+    elif type(model) not in _NOTHING:
+        yield model
+
+
+def is_affine(layer: nn.Module) -> bool:
+    """Say whether a layer is ``z -> W z + b``."""
+    return type(layer) in _AFFINE
+
+
+def is_reshaping(layer: nn.Module) -> bool:
+    """Say whether a layer changes nothing but the shape."""
+    return type(layer) in _RESHAPING
+
+
+def is_monotone(layer: nn.Module) -> bool:
+    """Say whether no output falls when an input rises."""
+    return type(layer) in _MONOTONE
+
+
+def run_affine(
+    layer: nn.Module,
+    input: Tensor,
+    *,
+    shift: Tensor | None = None,
+    weight: Callable[[Tensor], Tensor] = lambda weight: weight,
+) -> Tensor:
+    """Return ``weight(W) input``, plus b unless `shift` is given, in the dtype of `input` and in evaluation mode.
+
+    Args:
+        layer: One for which `is_affine` holds.
+        input: (N, ...).
+        shift: What stands for b: None for the layer's own, zero for none.
+        weight: What stands for W, made of W: `torch.abs` say.
+    """
+    if isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):  # W is not negative, and b is zero
+        pooled: Tensor = layer.forward(input)
+        return pooled
+    if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        scale = (layer.running_var.to(input) + layer.eps).rsqrt()
+        if layer.weight is not None:
+            scale = scale * layer.weight.to(input)
+        bias = -layer.running_mean.to(input) * scale
+        if layer.bias is not None:
+            bias = bias + layer.bias.to(input)
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        return input * weight(scale).reshape(shape) + (bias if shift is None else shift).reshape(shape)
+    assert isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
+    own = None if layer.bias is None or shift is not None else layer.bias.to(input)
+    if isinstance(layer, nn.Linear):
+        return F.linear(input, weight(layer.weight.to(input)), own)
+    convolved: Tensor = layer._conv_forward(input, weight(layer.weight.to(input)), own)
+    return convolved
+
+
+def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine]:
+    """Return the dense layers of a ReLU network, between which the rectifiers stand. Differentiable in its parameters.
+
+    Every affine layer becomes its matrix, the column for an input being what the layer makes of a unit vector; those
+    with no rectifier between them become one.
+
+    Args:
+        model: A chain; see `plain_layers`.
+        x: (N, ...), for the shape of a sample and the device.
+        dtype: Of the matrices.
+
+    Raises:
+        TypeError: If the model is not a chain, or has other nonlinear layers than `torch.nn.ReLU`.
+    """
+    chain: list[Affine] = []
+    current = _Map.identity(x.shape[1:], dtype, x.device)
+    changed = True
+    for layer in plain_layers(model):
+        if isinstance(layer, nn.ReLU):
+            if changed:  # the rectifier of a rectifier is the same
+                chain.append(current.dense())
+                current = _Map.identity(current.offset.shape[1:], dtype, x.device)
+            changed = False
+            continue
+        if is_affine(layer):
+            zero = torch.zeros(1, dtype=dtype, device=x.device)
+            current = _Map(run_affine(layer, current.columns, shift=zero), run_affine(layer, current.offset))
+        elif is_reshaping(layer):
+            current = _Map(layer.forward(current.columns), layer.forward(current.offset))
+        else:
+            raise TypeError(f"`model` should have no other activation than ReLU. Found {type(layer).__name__}.")
+        if len(current.offset) != 1:
+            raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
+        changed = True
+    return [*chain, current.dense()]
+
+
+class _Map(NamedTuple):
+    """An affine map: what it makes of the unit vectors without its shift, and what it makes of zero."""
+
+    columns: Tensor
+    offset: Tensor
+
+    @classmethod
+    def identity(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Map:
+        features = shape.numel()
+        basis = torch.eye(features, dtype=dtype, device=device)
+        return cls(basis.reshape(features, *shape), torch.zeros(1, *shape, dtype=dtype, device=device))
+
+    def dense(self) -> Affine:
+        return Affine(self.columns.flatten(1).T, self.offset.flatten(1)[0])

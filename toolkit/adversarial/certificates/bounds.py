@@ -1,0 +1,270 @@
+"""Bounds of the logits over all inputs of a ball: by intervals, to train with, and by linear relaxations, to certify.
+
+Every bound holds for the model in evaluation mode, up to the rounding of the inputs' dtype: certify in float64.
+
+N samples, each of shape (...) with D features in all, C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.certificates._farthest import FARTHEST, BallAndBox, ball_and_box
+from toolkit.adversarial.certificates._layers import affine_chain, is_affine, is_reshaping, plain_layers, run_affine
+from toolkit.adversarial.certificates._linear_relaxation import Interval, relaxed_bounds, relaxed_lower_bound
+from toolkit.blocks import no_graph
+
+__all__ = ["certify_crown", "certify_interval", "crown_bounds", "interval_bounds", "interval_loss"]
+
+
+def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bounds of the logits for all inputs between `lower` and `upper`, by interval arithmetic.
+
+    An affine layer takes the interval ``m +- r`` to ``W m + b +- |W| r``, an activation that does not fall takes its
+    ends to the ends. Differentiable in the parameters and the inputs.
+
+    Args:
+        model: A `torch.nn.Sequential` of affine layers (Linear, Conv1d, Conv2d, BatchNorm1d and 2d, AvgPool2d,
+            AdaptiveAvgPool2d), activations that do not fall (ReLU, LeakyReLU, ELU, Softplus, Sigmoid, Tanh, MaxPool1d
+            and 2d), Flatten, Unflatten, Identity, dropout and Sequential. Batch normalisation uses its running
+            statistics and dropout does nothing, whatever mode they are in.
+        lower: Least inputs, (N, ...), floating point.
+        upper: Greatest inputs, (N, ...).
+
+    Returns:
+        The least and the greatest logits, each (N, C).
+
+    Raises:
+        TypeError: If the model has other layers, or hooks.
+        ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
+
+    Source:
+        Gowal et al., "On the effectiveness of interval bound propagation for training verifiably robust models", 2018.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1))
+        >>> _ = model[0].load_state_dict({"weight": torch.tensor([[1.0, -2.0]]), "bias": torch.zeros(1)})
+        >>> lower, upper = interval_bounds(model, torch.zeros(1, 2), torch.ones(1, 2))
+        >>> lower.item(), upper.item()
+        (-2.0, 1.0)
+    """
+    _check_interval(lower, upper)
+    return _through(plain_layers(model), Interval(lower, upper))
+
+
+def interval_loss(
+    model: nn.Module, x: Tensor, labels: Tensor, *, epsilon: float | Tensor, bounds: Bounds = (0, 1)
+) -> Tensor:
+    """Return an upper bound of the mean worst-case cross entropy in a Linf ball: the loss of certified training.
+
+    ``log(1 + sum_{j != y} exp(-m_j))`` with lower bounds ``m_j`` of the margins ``z_y - z_j``. A margin is bounded as
+    one unit of a layer with weights ``w_y - w_j`` on the last hidden interval: tighter than the difference of two
+    bounds. The gradient is the whole gradient of this bound; nothing in it is blocked.
+
+    Training starts well with a small epsilon that grows, and with part of the plain cross entropy.
+
+    Args:
+        model: As in `interval_bounds`, from inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,), integers.
+        epsilon: Radius of the ball; one for all, or (N,).
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+
+    Returns:
+        A scalar, in nats per sample.
+
+    Raises:
+        TypeError: If the model has other layers, or hooks.
+        ValueError: If shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside of `bounds`.
+
+    Source:
+        Gowal et al., "On the effectiveness of interval bound propagation for training verifiably robust models", 2018.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> _ = model[0].load_state_dict({"weight": torch.tensor([[1.0, 1.0], [0.0, 0.0]]), "bias": torch.zeros(2)})
+        >>> x = torch.full((1, 2), 0.5)
+        >>> f"{interval_loss(model, x, torch.tensor([0]), epsilon=0.5).item():.4f}"
+        '0.6931'
+    """
+    margins = _interval_margins(model, x, labels, epsilon, bounds)
+    return F.cross_entropy(-margins, labels)  # the margin of the label itself is 0
+
+
+def certify_interval(
+    model: nn.Module, x: Tensor, labels: Tensor, *, epsilon: float | Tensor, bounds: Bounds = (0, 1)
+) -> Tensor:
+    """Return a lower bound of the worst-case margin in a Linf ball, by intervals.
+
+    A sample with a positive result is certified; the others are undecided. The arguments are those of
+    `interval_loss`.
+
+    Returns:
+        (N,), in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``.
+
+    Raises:
+        TypeError: If the model has other layers, or hooks.
+        ValueError: If shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside of `bounds`.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> _ = model[0].load_state_dict({"weight": torch.tensor([[3.0, 4.0], [0.0, 0.0]]), "bias": torch.zeros(2)})
+        >>> certify_interval(model, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5)
+        tensor([3.5000])
+    """
+    with no_graph():
+        margins = _interval_margins(model, x, labels, epsilon, bounds)
+        return margins.scatter(1, labels[:, None], torch.inf).amin(1)
+
+
+def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bounds of the logits for all inputs between `lower` and `upper`, by linear relaxation (CROWN).
+
+    Each ReLU whose input may have either sign is enclosed by two lines, and the lines are followed back to the inputs,
+    also for the bounds of every hidden layer. What intervals bound more tightly is taken from them, so the result is
+    never looser than that of `interval_bounds`. Differentiable in the parameters.
+
+    Args:
+        model: As in `interval_bounds`, with ReLU as the only activation. Its layers become dense matrices.
+        lower: Least inputs, (N, ...), floating point.
+        upper: Greatest inputs, (N, ...).
+
+    Returns:
+        The least and the greatest logits, each (N, C).
+
+    Raises:
+        TypeError: If the model has other layers, or hooks.
+        ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
+
+    Source:
+        Zhang, Weng, Chen, Hsieh and Daniel, "Efficient neural network robustness certification with general activation
+        functions", 2018.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU(), torch.nn.Linear(1, 1))
+        >>> lower, upper = crown_bounds(model, torch.zeros(1, 1), torch.ones(1, 1))
+        >>> bool(lower <= model(torch.tensor([[0.3]])) <= upper)
+        True
+    """
+    _check_interval(lower, upper)
+    with no_graph():
+        down, up = lower.flatten(1), upper.flatten(1)
+        middle = (down + up) / 2
+        reach = torch.full_like(middle[:, :1], torch.finfo(middle.dtype).max)
+        ball = BallAndBox("linf", middle, reach, down - middle, up - middle)
+    return relaxed_bounds(affine_chain(model, lower, lower.dtype), ball)[-1]
+
+
+def certify_crown(
+    model: nn.Module,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    bounds: Bounds = (0, 1),
+) -> Tensor:
+    """Return a lower bound of the worst-case margin, by linear relaxation (CROWN).
+
+    A sample with a positive result is certified; the others are undecided. The linear function that is left at the
+    inputs is minimised on the ball and the box together, exactly, in every norm. Computed in float64.
+
+    Args:
+        model: As in `crown_bounds`, from inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,), integers.
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+
+    Returns:
+        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``, and of
+        a model without activations equal to it.
+
+    Raises:
+        TypeError: If the model has other layers, or hooks.
+        ValueError: If `norm` is unknown, shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside
+            of `bounds`.
+
+    Source:
+        Zhang, Weng, Chen, Hsieh and Daniel, "Efficient neural network robustness certification with general activation
+        functions", 2018.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+        >>> _ = model[0].load_state_dict({"weight": torch.tensor([[3.0, 4.0], [0.0, 0.0]]), "bias": torch.zeros(2)})
+        >>> certify_crown(model, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2")
+        tensor([4.5000], dtype=torch.float64)
+    """
+    with no_graph():
+        ball = ball_and_box(x, epsilon, norm, bounds, torch.float64, tuple(FARTHEST))
+        chain = affine_chain(model, x, torch.float64)
+        check_labels(labels, x, len(chain[-1].bias))
+        hidden = relaxed_bounds(chain[:-1], ball)
+        weight, bias = margin_layer(chain[-1].weight, chain[-1].bias, labels)
+        margins, _ = relaxed_lower_bound(weight, bias, chain[:-1], hidden, ball)
+        return margins.scatter(1, labels[:, None], torch.inf).amin(1)
+
+
+def margin_layer(weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the weights (N, C, M) and biases (N, C) of the margins ``z_y - z_j``; those of the label are 0."""
+    return weight[labels][:, None] - weight, bias[labels][:, None] - bias
+
+
+def check_labels(labels: Tensor, x: Tensor, n_classes: int) -> None:
+    """Raise a ValueError where `labels` are not the classes of the samples of `x`."""
+    if labels.shape != x.shape[:1]:
+        raise ValueError(f"`labels` should have shape ({len(x)},). Found {tuple(labels.shape)}.")
+    if n_classes < 2:
+        raise ValueError(f"`model` should return at least two logits. Found {n_classes}.")
+    if len(labels) and not (labels.min() >= 0 and labels.max() < n_classes):
+        raise ValueError(f"`labels` should be from 0 to {n_classes - 1}. Found {labels.min()} to {labels.max()}.")
+
+
+def _check_interval(lower: Tensor, upper: Tensor) -> None:
+    if lower.shape != upper.shape or lower.dim() < 2:
+        raise ValueError(
+            f"`lower` and `upper` should have one shape (N, ...). Found {tuple(lower.shape)} and {tuple(upper.shape)}."
+        )
+    if not (lower <= upper).all():
+        raise ValueError("`lower` should not be above `upper`. Found coordinates where it is.")
+
+
+def _through(layers: list[nn.Module], interval: Interval) -> Interval:
+    """Carry an interval through layers one by one."""
+    lower, upper = interval
+    zero = lower.new_zeros(1)
+    for layer in layers:
+        if is_affine(layer):
+            middle = run_affine(layer, (lower + upper) / 2)
+            half = run_affine(layer, (upper - lower) / 2, shift=zero, weight=torch.abs)
+            lower, upper = middle - half, middle + half
+        else:
+            lower, upper = layer.forward(lower), layer.forward(upper)
+        if is_reshaping(layer) and len(lower) != len(interval.lower):
+            raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
+    return Interval(lower, upper)
+
+
+def _interval_margins(model: nn.Module, x: Tensor, labels: Tensor, epsilon: float | Tensor, bounds: Bounds) -> Tensor:
+    """Return lower bounds of ``z_y - z_j``, (N, C), in the dtype of `x`."""
+    ball = ball_and_box(x, epsilon, "linf", bounds, x.dtype, ("linf",))
+    below, above = ball.enclosing()
+    input = Interval((ball.start + below).reshape(x.shape), (ball.start + above).reshape(x.shape))
+    layers = plain_layers(model)
+    if layers and isinstance(layers[-1], nn.Linear) and x.dim() >= 2:
+        last = layers[-1]
+        lower, upper = _through(layers[:-1], input)
+        weight = last.weight.to(x)
+        bias = weight.new_zeros(len(weight)) if last.bias is None else last.bias.to(x)
+        check_labels(labels, x, len(weight))
+        difference, constant = margin_layer(weight, bias, labels)
+        middle, half = (lower + upper) / 2, (upper - lower) / 2
+        return (difference @ middle[:, :, None] - difference.abs() @ half[:, :, None])[..., 0] + constant
+    lower, upper = _through(layers, input)
+    check_labels(labels, x, lower.shape[1])
+    margins = lower.gather(1, labels[:, None]) - upper
+    return margins.scatter(1, labels[:, None], 0)
