@@ -1,0 +1,94 @@
+"""What several training methods are made of: terms of their losses, and how examples get into them.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.attacks.losses import margin_loss
+from toolkit.blocks import stop_gradient
+
+__all__ = ["Attack", "Model", "check_weight", "clean_and_moved", "cross_entropy", "divergence", "found_by", "given"]
+
+Model = Callable[[Tensor], Tensor]
+# Called as ``attack(model, x, labels)``, by some losses with a ``loss`` to be raised; returns examples like x.
+Attack = Callable[..., Tensor]
+
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return ``-log p_y`` in nats, (N,).
+
+    Written as ``log(1 + exp(margin_loss))``, it keeps its digits, and its gradient all components, where p_y is nearly
+    1. The difference of a logit and their logsumexp rounds to 0 there, and ``p_y - 1`` with it.
+    """
+    return -F.logsigmoid(-margin_loss(logits, labels))
+
+
+def divergence(clean: Tensor, moved: Tensor) -> Tensor:
+    """Return ``KL(softmax(clean) || softmax(moved))`` in nats, (N,).
+
+    With logits z, w taken relative to those of the most likely clean class m, it is
+    ``sum_{j != m} p_j (z_j - w_j) - log(1 + sum_{j != m} e^{z_j}) + log(1 + sum_{j != m} e^{w_j})``.
+    So the gradient at m is the sum of the others', which are small but exact, and not ``softmax(w)_m - p_m``, which
+    rounds to 0 for a confident model.
+
+    Args:
+        clean: (N, C).
+        moved: (N, C).
+    """
+    most_likely = clean.argmax(1, keepdim=True)
+    probability = clean.softmax(1).scatter(1, most_likely, 0.0)
+    clean, moved = (logits - logits.gather(1, most_likely) for logits in (clean, moved))
+    return (probability * (clean - moved)).sum(1) - _log_total(clean, most_likely) + _log_total(moved, most_likely)
+
+
+def _log_total(relative: Tensor, reference: Tensor) -> Tensor:
+    """Return ``log sum_j e^{z_j}``, (N,), of logits whose reference is 0."""
+    others = relative.scatter(1, reference, -torch.inf).logsumexp(1)
+    return torch.logaddexp(others, torch.zeros_like(others))
+
+
+def found_by(attack: Attack, model: Model, x: Tensor, labels: Tensor, **arguments: object) -> Tensor:
+    """Return the examples of an attack, as constants while the block `EXAMPLE` is in place, whoever wrote the attack.
+
+    Raises:
+        ValueError: If they have another shape than `x`.
+    """
+    example = attack(model, x, labels, **arguments)
+    if example.shape != x.shape:
+        raise ValueError(
+            f"`attack` should return examples of the shape of `x`, {tuple(x.shape)}. Found {tuple(example.shape)}."
+        )
+    return stop_gradient(example, EXAMPLE)
+
+
+def given(example: Tensor) -> Attack:
+    """Return the attack that finds this example."""
+
+    def attack(model: Model, x: Tensor, labels: Tensor, **_: object) -> Tensor:
+        return example
+
+    return attack
+
+
+def clean_and_moved(model: Model, x: Tensor, example: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of both, (N, C) each, from one forward pass.
+
+    One pass for both is faster than two. And in training mode batch normalisation then sees them as one batch and
+    moves its running statistics once.
+    """
+    clean, moved = model(torch.cat([x, example.to(x.dtype)])).split(len(x))
+    return clean, moved
+
+
+def check_weight(name: str, value: float) -> None:
+    """Raise a ValueError unless `value` is finite and not negative."""
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")

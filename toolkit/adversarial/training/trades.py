@@ -1,0 +1,208 @@
+"""TRADES: the cross entropy of clean inputs, and how far the answer moves in the ball around them.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial._untouched import untouched
+from toolkit.adversarial.attacks._setting import EXAMPLE, Setting, check_count, setting
+from toolkit.adversarial.attacks.losses import Loss
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls.box import draw
+from toolkit.adversarial.training._terms import (
+    Attack,
+    Model,
+    check_weight,
+    clean_and_moved,
+    cross_entropy,
+    divergence,
+    found_by,
+)
+from toolkit.blocks import block, ordinary_tensors, stop_gradient, stop_recording
+
+__all__ = ["CLEAN_DISTRIBUTION", "divergence_from_clean", "held_trades_loss", "nearby_pgd", "trades_loss"]
+
+CLEAN_DISTRIBUTION = block(
+    "adversarial.clean_distribution",
+    "The clean answer is a target: the answer in the ball moves towards it, and it moves towards the label alone.",
+)
+
+
+def trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, attack: Attack) -> Tensor:
+    """Return the surrogate of TRADES: ``mean(-log p_y(x) + beta * KL(p(x) || p(x')))``.
+
+    It stands for ``E[-log p_y(x) + beta * max_{x' in ball(x)} KL(p(x) || p(x'))]``. With the block `EXAMPLE` in place
+    its gradient is that of the written mean at the example found, in which the clean distribution p(x) moves as well,
+    as in the code of the paper's authors. See `held_trades_loss` for the other choice.
+
+    Clean inputs and examples share one forward pass. In training mode batch normalisation sees them as one batch and
+    updates its running statistics once.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C). The loss is taken in the mode that the model is in.
+        x: Clean inputs, (N, ...).
+        labels: (N,).
+        beta: Weight of the divergence, not negative: ``1 / lambda`` of the paper.
+        attack: Called as ``attack(model, x, labels, loss=loss)`` with the divergence from the clean distribution as the
+            loss to be raised; returns examples of the shape of `x`. For example
+            ``partial(nearby_pgd, epsilon=0.1, steps=10, generator=generator)``. The divergence has no slope at `x`, so
+            the attack should start elsewhere: `nearby_pgd`, or `pgd` with a generator.
+
+    Returns:
+        A scalar, in nats per sample.
+
+    Raises:
+        ValueError: If `beta` is negative or not finite, or examples have another shape than `x`.
+
+    Source:
+        Zhang, Yu, Jiao, Xing, El Ghaoui and Jordan, "Theoretically principled trade-off between robustness and
+        accuracy", 2019, algorithm 1.
+
+    Example:
+        >>> from functools import partial
+        >>> import torch
+        >>> x, weight = torch.full((1, 2), 0.5), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> attack = partial(nearby_pgd, epsilon=0.25, steps=2)
+        >>> trades_loss(lambda x: x @ weight.T, x, torch.tensor([0]), beta=6.0, attack=attack)
+        tensor(0.4713)
+    """
+    clean, moved = _logits(model, x, labels, beta, attack)
+    return (cross_entropy(clean, labels) + beta * divergence(clean, moved)).mean()
+
+
+def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, attack: Attack) -> Tensor:
+    """Return the value of `trades_loss` with the clean distribution held constant in the divergence.
+
+    With the block `CLEAN_DISTRIBUTION` in place the divergence only draws p(x') towards p(x), and p(x) only follows the
+    label, as in virtual adversarial training. Opened, it is `trades_loss`.
+
+    Args:
+        model: As in `trades_loss`.
+        x: Clean inputs, (N, ...).
+        labels: (N,).
+        beta: As in `trades_loss`.
+        attack: As in `trades_loss`.
+
+    Returns:
+        A scalar, in nats per sample.
+
+    Raises:
+        ValueError: As in `trades_loss`.
+
+    Source:
+        As `trades_loss`, with the clean distribution held as in Miyato, Maeda, Koyama and Ishii, "Virtual adversarial
+        training: a regularization method for supervised and semi-supervised learning", 2018.
+    """
+    clean, moved = _logits(model, x, labels, beta, attack)
+    return (cross_entropy(clean, labels) + beta * divergence(stop_gradient(clean, CLEAN_DISTRIBUTION), moved)).mean()
+
+
+def divergence_from_clean(model: Model, x: Tensor) -> Loss:
+    """Return the loss that the attack of TRADES climbs: ``KL(p(x) || p(x'))`` of every sample, in nats.
+
+    The clean distribution is computed once, in evaluation mode, and not once in every step of the attack. It is a
+    constant while the block `EXAMPLE` is in place.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...).
+
+    Returns:
+        A loss for attacks that keep the samples in place: logits (N, C) and labels (N,), which do not matter, to (N,).
+    """
+    with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
+        clean = model(x)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return divergence(clean, logits)
+
+    return loss
+
+
+def nearby_pgd(
+    model: Model,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    steps: int,
+    step_size: float | Tensor | None = None,
+    start: float = 1e-3,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    loss: Loss | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Ascend a loss as `pgd` does, but from a point close to `x`: for losses that have no slope at `x` itself.
+
+    With a generator the start is ``x + start * n``, n standard normal, as TRADES has it. Without one it is a step of
+    length `start` up the slope of the label's margin, so that the attack is deterministic and its rows do not depend
+    on each other.
+
+    Args:
+        model: As in `pgd`, and so are the other arguments.
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        steps: Number of gradient steps.
+        step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``.
+        start: How far from `x` the ascent starts, in the units of `x`: the standard deviation of the noise, or the
+            length of the first step in the norm.
+        bounds: Least and greatest value of an input; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        loss: Logits and labels to the losses (N,) to be raised. None: `margin_loss`.
+        gradient_dtype: As in `pgd`.
+        generator: Draws the start.
+
+    Returns:
+        Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `start` is negative or not finite.
+
+    Source:
+        Zhang et al., "Theoretically principled trade-off between robustness and accuracy", 2019, algorithm 1.
+    """
+    check_count("steps", steps)
+    with setting(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        targets=None,
+        bounds=bounds,
+        mask=mask,
+        gradient_dtype=gradient_dtype,
+    ) as attack:
+        size = 2.5 / steps * torch.as_tensor(epsilon, dtype=torch.float64) if step_size is None else step_size
+        stride = attack.stride("step_size", size)
+        example = start_near(attack, start, generator)
+        for _ in range(steps):
+            point, gradient, _ = attack.gradient(example, loss)
+            example = attack.ball.step(point, gradient, stride)
+        return attack.ball.settle(example)
+
+
+def start_near(attack: Setting, start: float, generator: torch.Generator | None) -> Tensor:
+    """Return a point close to the clean inputs, (N, ...): see `nearby_pgd`."""
+    distance = attack.stride("start", start)
+    if generator is None:
+        point, gradient, _ = attack.gradient(attack.x)
+        return attack.ball.step(point, gradient, distance)
+    noise = draw(torch.randn, attack.x, generator).to(attack.x.dtype)
+    return attack.ball.project(attack.x + distance * noise)
+
+
+def _logits(model: Model, x: Tensor, labels: Tensor, beta: float, attack: Attack) -> tuple[Tensor, Tensor]:
+    check_weight("beta", beta)
+    example = found_by(attack, model, x, labels, loss=divergence_from_clean(model, x))
+    return clean_and_moved(model, x, example)
