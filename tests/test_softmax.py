@@ -33,10 +33,13 @@ from toolkit.softmax import (
     naive_softmax,
     softmax,
 )
-from toolkit.softmax.functions import _exp_over_sum, _exp_over_sum_in_plain_autograd
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
+    # Dynamo makes an instance of `torch.autograd.Function` when it traces one.
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
 
 INF, NAN = math.inf, math.nan
 EPS = torch.finfo(torch.float64).eps
@@ -353,17 +356,6 @@ def test_double_backward_is_the_second_derivative(name, opened):
         assert torch.autograd.gradgradcheck(function, x)
 
 
-def test_the_fast_path_has_the_bits_and_the_gradient_of_its_plain_twin():
-    x, vector = (10 * torch.randn(40, 7, dtype=torch.float64)).requires_grad_(), torch.randn(40, 7).double()
-    z = x - x.detach().amax(-1, keepdim=True)
-    z = z.masked_fill(torch.arange(40)[:, None] == 3, -INF)
-    fast, plain = _exp_over_sum(z, -1), _exp_over_sum_in_plain_autograd(z, -1)
-    assert fast.grad_fn.name() != plain.grad_fn.name()  # else nothing is compared
-    assert fast.equal(plain)
-    gradients = [torch.autograd.grad(y, x, vector, retain_graph=True)[0] for y in (fast, plain)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=4 * EPS)
-
-
 # --- the block -------------------------------------------------------------------------------------------------------
 
 
@@ -393,8 +385,7 @@ def test_the_open_block_keeps_the_input_alive_for_nothing(name):
     blocked = measure_memory(lambda: function(x.clone()).sum()).graph
     with unblock(SHIFT):
         opened = measure_memory(lambda: function(x.clone()).sum()).graph
-    # The exponentials; `gather` holds on to what it reads the labels' logits from.
-    assert blocked == pytest.approx(one_input * (2 if name == "cross_entropy" else 1), rel=0.03)
+    assert blocked == pytest.approx(one_input, rel=0.03)
     assert opened - blocked == pytest.approx(one_input, rel=0.03)
 
 
@@ -456,7 +447,7 @@ def test_compiles_whole_and_follows_the_block(name):
     for opened in ((), (SHIFT,), ()):
         with unblock(*opened):
             found = compiled(x)
-            assert found.equal(expected)
+            torch.testing.assert_close(found, expected, rtol=4 * EPS, atol=0)
             (gradient,) = torch.autograd.grad(found.square().sum(), x)
         (truth,) = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)
         torch.testing.assert_close(gradient, truth, rtol=1e-13, atol=4 * EPS)
@@ -598,7 +589,7 @@ def test_input_is_left_as_it_was():
         function(x)
     cross_entropy(x, LABELS)
     assert x.equal(batch())
-    assert softmax(x.T, 0).T.equal(softmax(x))  # not contiguous
+    torch.testing.assert_close(softmax(x.T, 0).T, softmax(x), rtol=4 * EPS, atol=0)  # not contiguous
 
 
 @pytest.mark.parametrize(

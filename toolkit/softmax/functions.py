@@ -1,4 +1,4 @@
-"""Softmax, its logarithm, log-sum-exp and cross entropy that neither overflow nor underflow.
+r"""The functions of `toolkit.softmax` and their block.
 
 All of them subtract the maximum before they exponentiate, and the maximum is held constant by the block
 `softmax.shift`. The functions do not depend on what is subtracted, so *opening the block leaks exactly nothing*: the
@@ -8,10 +8,25 @@ backward pass through the maximum and the input that it would keep alive.
 That holds because each function undoes its shift completely. A program that does not, or that blocks only one of the
 two uses of a shift, does leak: `experiments/softmax.py` trains one.
 
-Half precision is computed in float32 and rounded once at the end. Rows with infinite entries:
+Gradients keep every component. Where one probability is next to 1, :math:`y_i (g_i - \sum_j y_j g_j)` as it is written
+cancels: on ``[40, 0]`` it loses the larger component whole. Here the cotangent is centred first, what is left of a
+probability next to 1 is summed by itself, and a label's :math:`y - 1` comes from the loss. So each component has an
+error of some tens of roundoffs of its own condition:
 
-- A row of ``-inf`` throughout (every class masked out) has probabilities 0 with gradient 0, log-probabilities and
-  log-sum-exp ``-inf``. `torch.softmax` gives NaN there, and one such row poisons the gradient of the whole batch.
+=============  =======================================================
+softmax        :math:`y_i \sum_j y_j |g_i - g_j|`
+log_softmax    :math:`(1 - y_i) |g_i| + y_i \sum_{j \neq i} |g_j|`
+logsumexp      :math:`y_i |g|`
+cross_entropy  :math:`y_i |g|`, at the label :math:`(1 - y_i) |g|`
+=============  =======================================================
+
+Half precision is computed in float32 and rounded once at the end, forward and backward.
+
+Entries that ``where`` leaves out have probability 0, log-probability ``-inf`` and gradient 0, whatever stands there.
+Rows with infinite entries:
+
+- A row of ``-inf`` throughout, or with every entry left out, has probabilities 0 with gradient 0, log-probabilities
+  and log-sum-exp ``-inf``. `torch.softmax` gives NaN there, and one such row poisons the gradient of the whole batch.
 - ``+inf`` has log-sum-exp ``+inf`` and no probability: NaN at that entry, 0 at the finite ones.
 - NaN makes its whole row NaN.
 
@@ -21,14 +36,28 @@ C classes along the dimension ``dim``; ``*`` all other dimensions, which are ind
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_exporting
 
+from toolkit import blocks
 from toolkit.blocks import block, stop_gradient
+from toolkit.softmax._differentiation import (
+    cross_entropy_of_rows,
+    log_softmax_of_rows,
+    log_sum_exp_of_rows,
+    softmax_of_rows,
+)
+from toolkit.softmax._kernels import (
+    finite_maximum,
+    log_sum_in_plain_operations,
+    probabilities_in_plain_operations,
+    wide,
+)
 
 __all__ = ["SHIFT", "cross_entropy", "log_softmax", "logsumexp", "naive_softmax", "softmax"]
 
@@ -38,11 +67,10 @@ SHIFT = block(
     "is zero, and computing that zero would cost a pass over the input and the memory to keep it.",
 )
 
-_HALF = (torch.float16, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def softmax(input: Tensor, dim: int = -1) -> Tensor:
+def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:
     r"""Return probabilities :math:`y_i = e^{x_i - m} / \sum_j e^{x_j - m}` with the shift :math:`m = \max_j x_j`.
 
     It divides; ``exp(input - logsumexp(input))`` is less accurate, by a factor that grows with the log-sum-exp.
@@ -50,12 +78,14 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
     Args:
         input: (\*, C), floating point.
         dim: The dimension of the classes.
+        where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
-        (\*, C), like `input`; sums to 1 along `dim`, or to 0 where every entry is ``-inf``.
+        (\*, C), like `input`; sums to 1 along `dim`, or to 0 where every entry is ``-inf`` or left out.
 
     Raises:
-        TypeError: If `input` is not a floating-point tensor.
+        TypeError: If `input` is not a floating-point tensor, or `where` not a boolean one.
+        ValueError: If `where` does not broadcast to the shape of `input`.
         IndexError: If `input` has no dimension `dim`.
 
     References:
@@ -66,12 +96,15 @@ def softmax(input: Tensor, dim: int = -1) -> Tensor:
         >>> softmax(torch.tensor([1000.0, 1000.0, -torch.inf]))
         tensor([0.5000, 0.5000, 0.0000])
     """
+    if where is not None:
+        return softmax(_left_out(input, where, "input"), dim).masked_fill(~where, 0.0)
     _check(input, "input")
-    z, _ = _shifted(input, dim)
-    return _exp_over_sum(z, dim).to(input.dtype)
+    x, _ = _shifted(input, dim)
+    y = probabilities_in_plain_operations(x, dim) if _is_plain() else softmax_of_rows(x, dim)
+    return y if y.dtype == input.dtype else y.to(input.dtype)
 
 
-def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
+def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:
     r"""Return log-probabilities :math:`x_i - m - \log \sum_j e^{x_j - m}` in nats.
 
     The shift is subtracted before the logarithm of the sum is, so large inputs cost no accuracy; and what is left of
@@ -80,12 +113,14 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
     Args:
         input: (\*, C), floating point.
         dim: The dimension of the classes.
+        where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
         (\*, C), like `input`.
 
     Raises:
-        TypeError: If `input` is not a floating-point tensor.
+        TypeError: If `input` is not a floating-point tensor, or `where` not a boolean one.
+        ValueError: If `where` does not broadcast to the shape of `input`.
         IndexError: If `input` has no dimension `dim`.
 
     References:
@@ -95,12 +130,20 @@ def log_softmax(input: Tensor, dim: int = -1) -> Tensor:
         >>> log_softmax(torch.tensor([0.0, -40.0], dtype=torch.float64))
         tensor([-4.2484e-18, -4.0000e+01], dtype=torch.float64)
     """
+    if where is not None:
+        return log_softmax(_left_out(input, where, "input"), dim).masked_fill(~where, -math.inf)
     _check(input, "input")
-    z, _ = _shifted(input, dim)
-    return (z - _log_sum_exp(z, dim).clamp(min=0)).to(input.dtype)
+    x, _ = _shifted(input, dim)
+    if _is_plain():
+        log_y = x - log_sum_in_plain_operations(x, dim).clamp(min=0)
+    else:
+        log_y = log_softmax_of_rows(x, dim)
+    return log_y.to(input.dtype)
 
 
-def logsumexp(input: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
+def logsumexp(
+    input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = False, *, where: Tensor | None = None
+) -> Tensor:
     r"""Return :math:`m + \log \sum_j e^{x_j - m}` in nats.
 
     Both uses of the shift :math:`m = \max_j x_j` are the same blocked value. Blocking only one of them would give a
@@ -109,14 +152,16 @@ def logsumexp(input: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
 
     Args:
         input: (\*, C), floating point.
-        dim: The dimension to sum over.
+        dim: The dimension to sum over, or several.
         keepdim: Whether the result keeps `dim` with size 1.
+        where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
         (\*), or (\*, 1). An empty sum has logarithm ``-inf``.
 
     Raises:
-        TypeError: If `input` is not a floating-point tensor.
+        TypeError: If `input` is not a floating-point tensor, or `where` not a boolean one.
+        ValueError: If `where` does not broadcast to the shape of `input`, or `dim` names none or one of them twice.
         IndexError: If `input` has no dimension `dim`.
 
     References:
@@ -126,32 +171,63 @@ def logsumexp(input: Tensor, dim: int = -1, keepdim: bool = False) -> Tensor:
         >>> logsumexp(torch.tensor([1000.0, 1000.0], dtype=torch.float64))
         tensor(1000.6931, dtype=torch.float64)
     """
+    if where is not None:
+        return logsumexp(_left_out(input, where, "input"), dim, keepdim)
     _check(input, "input")
-    z, shift = _shifted(input, dim)
-    result = (shift + _log_sum_exp(z, dim)).to(input.dtype)
+    if not isinstance(dim, int):
+        return _logsumexp_over_several(input, dim, keepdim)
+    x, shift = _shifted(input, dim)
+    total = log_sum_in_plain_operations(x, dim) if _is_plain() else log_sum_exp_of_rows(x, dim)
+    result = (total if shift is None else shift + total).to(input.dtype)
     return result if keepdim else result.squeeze(dim)
 
 
+def _logsumexp_over_several(input: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
+    """Sum over several dimensions, as one that is made of them at the end."""
+    count = max(input.dim(), 1)
+    for dim in dims:
+        if not -count <= dim < count:
+            raise IndexError(f"`dim` should be from {-count} to {count - 1}. Found {dim}, which is out of range.")
+    places = sorted(dim % count for dim in dims)
+    if not places or len(set(places)) < len(places):
+        raise ValueError(f"`dim` should name at least one dimension, and none of them twice. Found {tuple(dims)}.")
+    if input.dim() == 0:
+        return logsumexp(input, 0, keepdim)
+    together = input.movedim(places, list(range(-len(places), 0))).flatten(-len(places))
+    result = logsumexp(together, -1)
+    for place in places if keepdim else ():
+        result = result.unsqueeze(place)
+    return result
+
+
 def cross_entropy(
-    logits: Tensor, labels: Tensor, dim: int = -1, *, reduction: Literal["mean", "sum", "none"] = "mean"
+    logits: Tensor,
+    labels: Tensor,
+    dim: int = -1,
+    *,
+    where: Tensor | None = None,
+    reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
     r"""Return the cross entropy :math:`-\log \operatorname{softmax}(x)_{label}` in nats, by default per sample.
 
-    Both terms are taken after the shift: ``[1e8, 1e8]`` gives log 2. The loss of a class whose logit is ``-inf`` is
-    infinite.
+    Both terms are taken after the shift: ``[1e8, 1e8]`` gives log 2. The loss of a class whose logit is ``-inf``, or
+    that is left out, is infinite.
 
     Args:
         logits: (\*, C), floating point.
         labels: (\*), integers from 0 to C - 1.
         dim: The dimension of the classes in `logits`.
+        where: Boolean, of a shape that broadcasts to that of `logits`: False leaves a class out.
         reduction: ``"mean"`` over all samples (NaN if there are none), their ``"sum"``, or ``"none"``.
 
     Returns:
         A scalar, or (\*) for ``"none"``; the type of `logits`.
 
     Raises:
-        TypeError: If `logits` is not a floating-point tensor, or `labels` not a tensor of integers.
-        ValueError: If `labels` does not have the shape of `logits` without `dim`, or `reduction` is unknown.
+        TypeError: If `logits` is not a floating-point tensor, `labels` not a tensor of integers, or `where` not a
+            boolean one.
+        ValueError: If `labels` does not have the shape of `logits` without `dim`, `where` does not broadcast to that
+            of `logits`, or `reduction` is unknown.
         IndexError: If `logits` has no dimension `dim`.
         RuntimeError: If a label is out of range (found where labels are read, without a pass to look for it).
 
@@ -159,6 +235,8 @@ def cross_entropy(
         >>> cross_entropy(torch.tensor([[2.0, 0.0], [1e8, 1e8]]), torch.tensor([0, 1]), reduction="none")
         tensor([0.1269, 0.6931])
     """
+    if where is not None:
+        return cross_entropy(_left_out(logits, where, "logits"), labels, dim, reduction=reduction)
     _check(logits, "logits")
     if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
         found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
@@ -168,12 +246,16 @@ def cross_entropy(
     expected = logits.select(dim, 0).shape if logits.size(dim) else logits.sum(dim).shape
     if labels.shape != expected:
         raise ValueError(f"`labels` should have shape {tuple(expected)}. Found {tuple(labels.shape)}.")
-    z, _ = _shifted(logits, dim)
-    losses = _log_sum_exp(z, dim).clamp(min=0) - z.gather(dim, labels.long().unsqueeze(dim))
-    losses = losses.squeeze(dim).to(logits.dtype)
-    if reduction == "none":
-        return losses
-    return losses.mean() if reduction == "mean" else losses.sum()
+    x, _ = _shifted(logits, dim)
+    at = labels.long().unsqueeze(dim)
+    if _is_plain():
+        losses = log_sum_in_plain_operations(x, dim).clamp(min=0) - x.gather(dim, at)
+    else:
+        losses = cross_entropy_of_rows(x, at, dim)
+    losses = losses.squeeze(dim)
+    if reduction != "none":
+        losses = losses.mean() if reduction == "mean" else losses.sum()
+    return losses.to(logits.dtype)
 
 
 def naive_softmax(input: Tensor, dim: int = -1) -> Tensor:
@@ -207,61 +289,43 @@ def _check(input: Tensor, argument: str) -> None:
         raise TypeError(f"`{argument}` should be a floating-point tensor. Found {found}.")
 
 
-def _shifted(input: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return ``input - shift``, at most 0, and the blocked shift (*, 1)."""
-    x = input.float() if input.dtype in _HALF else input
-    # An empty maximum is not defined; there is nothing to subtract from either.
-    peak = x.amax(dim, keepdim=True) if x.numel() else x.sum(dim, keepdim=True)
-    # A finite shift keeps inf - inf out of rows of -inf.
-    limits = torch.finfo(x.dtype)
-    shift = stop_gradient(peak.clamp(limits.min, limits.max), SHIFT)
+def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
+    """Return `input` with ``-inf`` at the entries that are left out: no gradient passes there."""
+    _check(input, argument)
+    if not isinstance(where, Tensor) or where.dtype != torch.bool:
+        found = where.dtype if isinstance(where, Tensor) else type(where).__name__
+        raise TypeError(f"`where` should be a boolean tensor. Found {found}.")
+    ends = zip(reversed(where.shape), reversed(input.shape), strict=False)
+    if where.dim() > input.dim() or any(n not in (1, size) for n, size in ends):
+        raise ValueError(
+            f"`where` should have a shape that broadcasts to {tuple(input.shape)}. Found {tuple(where.shape)}."
+        )
+    return input.masked_fill(~where, -math.inf)
+
+
+def _is_plain() -> bool:
+    """Say whether the derivatives have to be those of plain operations.
+
+    A compiler takes no rules for `torch.func` and forward mode. And `torch.func` runs a function's own forward-mode
+    rule with forward mode off: forward over forward would silently find nothing in it.
+    """
+    if is_compiling():
+        return is_exporting() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    levels = [level.key() for level in functorch.get_interpreter_stack() or []]
+    return levels.count(functorch.TransformType.Jvp) > 1
+
+
+def _shifted(input: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
+    """Return ``input - shift``, at most 0, and the blocked shift (*, 1).
+
+    While no block is open, compared or watched anywhere, eager code leaves the subtraction to the kernels, which give
+    the same bits with or without it: there is nothing to record. They take `input` as it is, and there is no shift.
+    """
+    if blocks._quiet and not is_compiling() and not _is_plain():
+        return input, None
+    x = wide(input)
+    shift = stop_gradient(finite_maximum(x, dim), SHIFT)
     return x - shift, shift
-
-
-def _exp_over_sum(z: Tensor, dim: int) -> Tensor:
-    """Return the softmax of shifted inputs.
-
-    Forward mode, `torch.func` and a compiler need to see every operation; plain reverse mode is better off without.
-    """
-    if is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-        return _exp_over_sum_in_plain_autograd(z, dim)
-    return _ExpOverSum.apply(z, dim)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _exp_over_sum_in_plain_autograd(z: Tensor, dim: int) -> Tensor:
-    """Specify `_exp_over_sum`: the same bits forward, the same gradient to rounding."""
-    e = z.exp()
-    # The maximum alone contributes 1: the sum is smaller only in a row of -inf, where it is 0.
-    return e / e.sum(dim, keepdim=True).clamp(min=1)
-
-
-class _ExpOverSum(torch.autograd.Function):
-    r"""The softmax of shifted inputs, differentiated by its Jacobian :math:`\operatorname{diag}(y) - y y^\top`.
-
-    The shift is no part of it: autograd records the subtraction, so an open block is differentiated through. Forward
-    mode and `torch.func` would raise here, never answer wrongly: it defines neither `jvp` nor `vmap`.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, dim: int) -> Tensor:
-        e = z.exp()
-        y = e.div_(e.sum(dim, keepdim=True).clamp_(min=1))
-        ctx.save_for_backward(y)
-        ctx.dim = dim
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        (y,) = ctx.saved_tensors
-        product = y * cotangent
-        return product.addcmul_(y, product.sum(ctx.dim, keepdim=True), value=-1), None
-
-
-def _log_sum_exp(z: Tensor, dim: int) -> Tensor:
-    """Return the log-sum-exp (*, 1) of shifted inputs: at least 0, or -inf."""
-    if z.numel() == 0:
-        return z.sum(dim, keepdim=True).log()
-    e, top = z.exp(), z.argmax(dim, keepdim=True)
-    # The term of one maximum is exactly 1 and belongs to log1p; as `e - 1` it adds nothing but its derivative.
-    excess = e.scatter(dim, top, 0.0).sum(dim, keepdim=True) + (e.gather(dim, top) - 1)
-    return excess.clamp(min=0).log1p().masked_fill(excess < 0, -math.inf)

@@ -1,0 +1,259 @@
+"""The numbers of softmax and its derivatives, without autograd: each fast way beside the plain one that specifies it.
+
+A long input is worked off in pieces of a few rows, which stay in the cache from the first pass to the last. How that
+is done may depend on the numbers (is any probability above one half?), but only where they may be looked at: not under
+`torch.func`, a tracer or a compiler, and not on an accelerator, where looking means waiting.
+
+C classes along ``dim``; ``*`` all other dimensions, independent rows. Row quantities have shape (*, 1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+# Elements of one piece: 128 KiB of float32, so that an input, a cotangent and a result fit into a core's cache.
+_PIECE = 1 << 15
+_PLAIN = (Tensor, torch.nn.Parameter)
+HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return `x` in the precision that is computed in: half precision in float32."""
+    return x.float() if x.dtype in HALF else x
+
+
+def finite_maximum(x: Tensor, dim: int) -> Tensor:
+    """Return what is subtracted (*, 1): the maximum, made finite so that ``inf - inf`` stays out of rows of -inf."""
+    # An empty maximum is not defined; there is nothing to subtract from either.
+    peak = x.amax(dim, keepdim=True) if x.numel() else x.sum(dim, keepdim=True)
+    limits = torch.finfo(x.dtype)
+    return peak.clamp(limits.min, limits.max)
+
+
+# --- probabilities -----------------------------------------------------------------------------------------------
+
+
+def probabilities(x: Tensor, dim: int) -> Tensor:
+    """Return the softmax of `x`, shifted or not: the same bits."""
+    if is_compiling():
+        return probabilities_in_plain_operations(x, dim)
+    y = torch.softmax(x, dim)
+    if _may_look(x):
+        if y.numel() == 0 or not _has_nan(y, dim):
+            return y
+    elif y.numel() == 0:
+        return y
+    return _with_infinite_rows(y, x, dim)
+
+
+def probabilities_in_plain_operations(z: Tensor, dim: int) -> Tensor:
+    """Specify `probabilities`, of shifted inputs."""
+    e = z.exp()
+    # The maximum alone contributes 1: the sum is smaller only in a row of -inf, where it is 0.
+    return e / e.sum(dim, keepdim=True).clamp(min=1)
+
+
+def _with_infinite_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
+    """Set the rows whose maximum is not finite, which `torch.softmax` fills with NaN."""
+    peak = x.amax(dim, keepdim=True)
+    at_peak = torch.where(peak == -math.inf, 0.0, math.nan)
+    elsewhere = torch.where(peak.isnan(), math.nan, 0.0)
+    return torch.where(peak.isfinite(), y, torch.where(x == peak, at_peak, elsewhere).to(y.dtype))
+
+
+def _has_nan(y: Tensor, dim: int) -> bool:
+    """Say whether `torch.softmax` has met a maximum that is not finite: then the whole row is NaN."""
+    return math.isnan((y.select(dim, 0) if y.dim() else y).sum().item())
+
+
+def scaled_probabilities(x: Tensor, scale: Tensor, dim: int) -> Tensor:
+    """Return ``scale * softmax(x)`` for a row quantity `scale`: the gradient of log-sum-exp."""
+    if not _in_pieces(x, dim):
+        return probabilities(x, dim) * scale
+    result = torch.empty_like(x)
+    for y, part, factor in _pieces(dim, result, x, scale):
+        torch.softmax(part, -1, out=y)
+        if _has_nan(y, -1):
+            y.copy_(_with_infinite_rows(y, part, -1))
+        y.mul_(factor)
+    return result
+
+
+# --- log-sum-exp -------------------------------------------------------------------------------------------------
+
+
+def maximum_and_log_sum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    r"""Return the shift m and :math:`\log \sum_j e^{x_j - m}`, both (*, 1): at least 0, or -inf.
+
+    In a row that one probability dominates, the others are summed by themselves and go through `log1p`: nothing is
+    lost beside the 1.
+    """
+    if x.numel() == 0:
+        total = x.sum(dim, keepdim=True)
+        return total, total.log()
+    if is_compiling():
+        return torch.zeros_like(x.sum(dim, keepdim=True)), log_sum_in_plain_operations(x, dim)
+    peak = x.new_empty([1 if i == dim % x.dim() else n for i, n in enumerate(x.shape)]) if x.dim() else x
+    if _in_pieces(x, dim):
+        log_sum = torch.empty_like(peak)
+        room = _room(x)
+        for part, top, total in _pieces(dim, x, peak, log_sum):
+            torch.amax(part, -1, keepdim=True, out=top)
+            total.copy_(_log_sum(torch.softmax(part, -1, out=room[: len(part)]), -1, True))
+    else:
+        peak = x.amax(dim, keepdim=True)
+        log_sum = _log_sum(torch.softmax(x, dim), dim, _may_look(x))
+    limits = torch.finfo(x.dtype)
+    # An infinite or undefined maximum is its row's log-sum-exp.
+    return peak.clamp(limits.min, limits.max), torch.where(peak.isfinite(), log_sum, peak)
+
+
+def _log_sum(y: Tensor, dim: int, may_look: bool) -> Tensor:
+    """Return the log-sum-exp of shifted inputs from their softmax, which is overwritten."""
+    top = y.amax(dim, keepdim=True)
+    log_sum = top.log().neg_()
+    sure = top > 2 / 3
+    if may_look and not sure.any():
+        return log_sum
+    # e / 1 is e; of the exponentials only that of the maximum is an integer, and an integer has no fraction.
+    others = y.div_(top).frac_() if may_look else (y / top).frac()
+    return torch.where(sure, others.sum(dim, keepdim=True).log1p(), log_sum)
+
+
+def log_sum_in_plain_operations(z: Tensor, dim: int) -> Tensor:
+    """Specify the log-sum-exp of shifted inputs."""
+    e = z.exp()
+    at_peak = z == 0
+    # The term of one maximum is exactly 1 and belongs to log1p; as `e - 1` it adds nothing but its derivative.
+    excess = (e - at_peak.to(e.dtype)).sum(dim, keepdim=True) + (at_peak.sum(dim, keepdim=True) - 1)
+    return excess.clamp(min=0).log1p().masked_fill(excess < 0, -math.inf)
+
+
+def log_probabilities(x: Tensor, dim: int) -> Tensor:
+    """Return the logarithm of the softmax of `x`, shifted or not: the same bits."""
+    if not _in_pieces(x, dim):
+        peak, log_sum = maximum_and_log_sum(x, dim)
+        return x - peak - log_sum.clamp(min=0)
+    result = torch.empty_like(x)
+    limits = torch.finfo(x.dtype)
+    for part, log_y in _pieces(dim, x, result):
+        peak = part.amax(-1, keepdim=True)
+        log_sum = _log_sum(torch.softmax(part, -1, out=log_y), -1, True)
+        log_sum = torch.where(peak.isfinite(), log_sum, peak).clamp(min=0)
+        torch.sub(part, peak.clamp(limits.min, limits.max), out=log_y).sub_(log_sum)
+    return result
+
+
+# --- products with Jacobians -------------------------------------------------------------------------------------
+
+
+def centred_product(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
+    r"""Return :math:`y_i (g_i - \sum_j y_j g_j)`, each component to its own rounding.
+
+    The Jacobian of softmax ignores a constant in g. So the pivot is subtracted first: g at the maximum where that has
+    more than half of the probability, else the mean of g. What a component is the difference of is then never large
+    beside the component itself, up to the condition :math:`y_i \sum_j y_j |g_i - g_j|`.
+    """
+    if y.numel() == 0 or not (_may_look(y) and type(cotangent) in _PLAIN):
+        return centred_product_in_plain_operations(y, cotangent, dim)
+    if not _in_pieces(y, dim):
+        centred = cotangent - _pivot(y, cotangent, dim)
+        return torch._softmax_backward_data(centred, y, dim, y.dtype)
+    result = torch.empty_like(y)
+    room = _room(y)
+    for out, part, g in _pieces(dim, result, y, cotangent):
+        centred = torch.sub(g, _pivot(part, g, -1, out), out=room[: len(part)])
+        torch._softmax_backward_data(centred, part, -1, y.dtype, grad_input=out)
+    return result
+
+
+def _pivot(y: Tensor, g: Tensor, dim: int, room: Tensor | None = None) -> Tensor:
+    """Return what is subtracted from the cotangent (*, 1)."""
+    if y.amax().item() > 0.5:
+        # 1 at a probability above one half, else 0: in a row without one, all probabilities are the weights.
+        weights = torch.round(y, out=room) if room is not None else y.round()
+        unsure = 1 - weights.amax(dim, keepdim=True)
+        if y.numel() < _PIECE // 8 or unsure.any():
+            weights.addcmul_(y, unsure)
+        return weights.mul_(g).sum(dim, keepdim=True)
+    return torch.mul(y, g, out=room).sum(dim, keepdim=True)
+
+
+def centred_product_in_plain_operations(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
+    """Specify `centred_product`."""
+    return y * centred_in_plain_operations(y, cotangent, dim)
+
+
+def centred_in_plain_operations(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
+    r"""Return :math:`g_i - \sum_j y_j g_j`."""
+    top = y > 0.5
+    at_top = torch.where(top, cotangent, 0.0).sum(dim, keepdim=True)
+    pivot = torch.where(top.any(dim, keepdim=True), at_top, (y * cotangent).sum(dim, keepdim=True))
+    centred = cotangent - pivot
+    return centred - (y * centred).sum(dim, keepdim=True)
+
+
+def log_softmax_product(log_y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
+    r"""Return :math:`g_i - y_i \sum_j g_j`, each component to its own rounding.
+
+    At a probability next to 1 that is :math:`g_i (1 - y_i) - y_i \sum_{j \neq i} g_j`, with :math:`1 - y_i` from
+    `expm1`.
+    """
+    flat = log_y.dim() == 2 and dim % 2 == 1
+    if not (flat and _may_look(log_y) and type(cotangent) in _PLAIN and log_y.numel() > _PIECE):
+        return log_softmax_product_in_plain_operations(log_y, cotangent, dim)
+    result = torch._log_softmax_backward_data(cotangent, log_y, dim, log_y.dtype)
+    (sure,) = torch.where(log_y.amax(dim) > -math.log(2))
+    if len(sure):
+        g, rows = cotangent[sure], log_y[sure]
+        top = rows.argmax(dim, keepdim=True)
+        at_top, log_top = g.gather(dim, top), rows.gather(dim, top)
+        others = g.scatter_(dim, top, 0.0).sum(dim, keepdim=True)
+        result[sure, top.squeeze(dim)] = (-at_top * log_top.expm1() - log_top.exp() * others).squeeze(dim)
+    return result
+
+
+def log_softmax_product_in_plain_operations(log_y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
+    """Specify `log_softmax_product`."""
+    top = log_y > -math.log(2)
+    others = torch.where(top, 0.0, cotangent).sum(dim, keepdim=True)
+    at_top = torch.where(top, cotangent, 0.0).sum(dim, keepdim=True)
+    y = log_y.exp()
+    return torch.where(top, -cotangent * log_y.expm1() - y * others, cotangent - y * (others + at_top))
+
+
+# --- pieces ------------------------------------------------------------------------------------------------------
+
+
+def _may_look(x: Tensor) -> bool:
+    """Say whether the way may depend on the numbers."""
+    return (
+        type(x) in _PLAIN
+        and x.is_cpu
+        and not is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _in_pieces(x: Tensor, dim: int) -> bool:
+    """Say whether it pays to work off `x` in pieces: it is long, and its rows lie one after the other."""
+    return x.numel() > 2 * _PIECE and dim in (-1, x.dim() - 1) and x.is_contiguous() and _may_look(x)
+
+
+def _pieces(dim: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return views of the same few rows of all the tensors, which differ in their last dimension at most."""
+    n_classes = max(tensor.shape[-1] for tensor in tensors)
+    rows = max(1, _PIECE // n_classes)
+    flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in tensors]
+    return zip(*(tensor.split(rows) for tensor in flat), strict=True)
+
+
+def _room(x: Tensor) -> Tensor:
+    """Return space for one piece."""
+    return x.new_empty(max(1, _PIECE // x.shape[-1]), x.shape[-1])
