@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 import pytest
@@ -12,9 +12,11 @@ from scipy.optimize import linprog, minimize
 from torch import Tensor
 
 from toolkit.adversarial import certify_linear, fgsm, pgd, robust_loss_linear
+from toolkit.adversarial.balls import make_ball
+from toolkit.adversarial.certificates import distance_linear
 from toolkit.datasets import digits
 
-NORMS = ["linf", "l2"]
+NORMS = ["linf", "l2", "l1"]
 N, D, C = 7, 6, 4
 
 
@@ -43,6 +45,9 @@ def worst_by_program(weight: Tensor, bias: Tensor, x: Tensor, label: int, epsilo
         if norm == "linf":
             ends = np.stack([np.maximum(low, -epsilon), np.minimum(high, epsilon)], 1)
             gain = -linprog(-u, bounds=ends).fun
+        elif norm == "l1":  # the displacement's positive and negative part
+            ends = np.concatenate([np.stack([0 * high, high], 1), np.stack([0 * low, -low], 1)])
+            gain = -linprog(np.append(-u, u), np.ones((1, 2 * len(u))), [epsilon], bounds=ends).fun
         else:
             gain = _cone_program(u, low, high, epsilon)
         worst = min(worst, float(-(u @ clean) - bias[other] + bias[label] - gain))
@@ -73,7 +78,7 @@ def test_worst_margin_is_that_of_a_solver(norm: str, epsilon: float) -> None:
         worst_by_program(weight, bias, row, label, epsilon, norm) for row, label in zip(x, labels.tolist(), strict=True)
     ]
     assert found.dtype == torch.float64
-    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=1e-12 if norm == "linf" else 2e-7)
+    np.testing.assert_allclose(found.numpy(), expected, rtol=0, atol=2e-7 if norm == "l2" else 1e-12)
 
 
 @pytest.mark.parametrize("epsilon", [0.08, 0.5])
@@ -86,7 +91,7 @@ def test_worst_margin_in_linf_is_at_a_corner(epsilon: float) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize(("norm", "dual"), [("linf", 1), ("l2", 2)])
+@pytest.mark.parametrize(("norm", "dual"), [("linf", 1), ("l2", 2), ("l1", math.inf)])
 def test_without_a_box_it_is_the_dual_norm(norm: str, dual: int) -> None:
     weight, bias, x, labels = classifier(2)
     size = (weight[0] - weight[1]).norm(dual)
@@ -96,7 +101,7 @@ def test_without_a_box_it_is_the_dual_norm(norm: str, dual: int) -> None:
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 0.6, 1.2])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", ["linf", "l2"])
 def test_attack_reaches_the_worst_case_of_two_classes(norm: str, epsilon: float) -> None:
     weight, bias, x, labels = classifier(2)
     exact = certify_linear(weight, bias, x, labels, epsilon=epsilon, norm=norm)
@@ -129,12 +134,7 @@ def test_no_attack_goes_below_it(norm: str) -> None:
 @pytest.mark.parametrize(("norm", "epsilon"), [("linf", 0.1), ("l2", 0.5)])
 def test_targeted_attacks_find_every_worst_case_on_digits(norm: str, epsilon: float) -> None:
     """One attack for each wrong class, on its own margin, is exact; one attack on all of them together is not."""
-    from sklearn.linear_model import LogisticRegression
-
-    data = digits()
-    fitted = LogisticRegression(C=1.0, max_iter=1000).fit(data.inputs[:1257], data.labels[:1257])
-    weight, bias = torch.from_numpy(fitted.coef_), torch.from_numpy(fitted.intercept_)
-    x, labels = data.inputs[1257:], data.labels[1257:]
+    weight, bias, x, labels = softmax_regression()
     robust = certify_linear(weight, bias, x, labels, epsilon=epsilon, norm=norm) > 0
     model = partial(F.linear, weight=weight, bias=bias)
 
@@ -150,6 +150,92 @@ def test_targeted_attacks_find_every_worst_case_on_digits(norm: str, epsilon: fl
     assert torch.equal(found, robust)
     assert 0.2 < robust.double().mean() < 0.9
     assert survives(attack()).sum() > robust.sum()
+
+
+@cache
+def softmax_regression() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from sklearn.linear_model import LogisticRegression
+
+    data = digits()
+    fitted = LogisticRegression(C=1.0, max_iter=1000).fit(data.inputs[:1257], data.labels[:1257])
+    return torch.from_numpy(fitted.coef_), torch.from_numpy(fitted.intercept_), data.inputs[1257:], data.labels[1257:]
+
+
+@pytest.mark.parametrize("bounds", [None, (0, 1)], ids=["no box", "box"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_at_the_distance_the_worst_margin_is_zero(norm: str, bounds: tuple[float, float] | None) -> None:
+    weight, bias, x, _ = classifier(seed=2)
+    weight[1, 2] = weight[0, 2]  # a coordinate that one pair of classes does not use
+    labels = F.linear(x, weight, bias).argmax(1)
+    distance = distance_linear(weight, bias, x, labels, norm=norm, bounds=bounds)
+    reached = distance.isfinite()
+    assert reached.sum() >= 4
+    at = partial(certify_linear, weight, bias, norm=norm, bounds=bounds)
+    margin = at(x[reached], labels[reached], epsilon=distance[reached])
+    torch.testing.assert_close(margin, torch.zeros_like(margin), rtol=0, atol=1e-13)
+    assert (at(x[reached], labels[reached], epsilon=distance[reached] * (1 - 1e-6)) > 0).all()
+    if not reached.all():
+        assert bounds is not None
+        assert (at(x[~reached], labels[~reached], epsilon=9.0) > 0).all()
+
+
+def test_distance_in_the_box_by_hand() -> None:
+    """``4 a + 3 b`` has to fall by 5: a falls by 1, its whole room, and b by 1/3; all distances are without the box
+    5/7, 5/5 and 5/4."""
+    weight = torch.tensor([[4.0, 3.0], [0.0, 0.0]], dtype=torch.float64)
+    arguments = (weight, torch.tensor([-2.0, 0.0]), torch.tensor([[1.0, 1.0]]), torch.tensor([0]))
+    for norm, free, held in (("linf", 5 / 7, 5 / 7), ("l2", 1, 1), ("l1", 5 / 4, 4 / 3)):
+        assert distance_linear(*arguments, norm=norm, bounds=None).item() == pytest.approx(free, rel=1e-14)
+        assert distance_linear(*arguments, norm=norm).item() == pytest.approx(held, rel=1e-14)
+    for norm, held in (("linf", 2 / 3), ("l2", math.hypot(0.5, 1)), ("l1", 1.5)):
+        # In [1/2, 1] x [0, 1] a gives at most 2, so b has to give 3: its whole room.
+        low = torch.tensor([0.5, 0.0])
+        found = distance_linear(*arguments, norm=norm, bounds=(low, 1)).item()
+        assert found == pytest.approx(1.0 if norm == "linf" else held, rel=1e-14)
+    low = torch.tensor([0.5, 0.1])
+    assert distance_linear(*arguments, norm="l1", bounds=(low, 1)).item() == math.inf
+
+
+@pytest.mark.parametrize("norm", ["linf", "l1"])
+def test_distance_is_that_of_a_linear_program(norm: str) -> None:
+    """Minimise t with ``|d| <= t``, ``(w_j - w_y) . d >= z_y - z_j`` and x + d in the box."""
+    weight, bias, x, _ = classifier(seed=4)
+    labels = F.linear(x, weight, bias).argmax(1)
+    found = distance_linear(weight, bias, x, labels, norm=norm)
+    eye, one = np.eye(D), np.ones((D, 1))
+    for row in range(N):
+        clean, label, least = x[row].numpy(), int(labels[row]), math.inf
+        for other in set(range(C)) - {label}:
+            u = (weight[other] - weight[label]).numpy()
+            gain = float(-(u @ clean) + bias[label] - bias[other])
+            if norm == "linf":  # variables d, t
+                rows = np.vstack([np.hstack([eye, -one]), np.hstack([-eye, -one]), np.append(-u, 0)])
+                ends = [*zip(-clean, 1 - clean, strict=True), (0, None)]
+                program = linprog(np.append(0 * u, 1), rows, np.append(np.zeros(2 * D), -gain), bounds=ends)
+            else:  # variables: the two parts of d
+                ends = [*((0, 1 - value) for value in clean), *((0, value) for value in clean)]
+                program = linprog(np.ones(2 * D), np.append(-u, u)[None], [-gain], bounds=ends)
+            least = min(least, program.fun if program.status == 0 else math.inf)
+        assert found[row].item() == pytest.approx(least, rel=1e-10)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_distance_is_zero_where_the_classifier_errs(norm: str) -> None:
+    weight, bias, x, _ = classifier()
+    logits = F.linear(x, weight, bias)
+    assert (distance_linear(weight, bias, x, logits.argmin(1), norm=norm) == 0).all()
+    tied = distance_linear(torch.ones(2, D), None, x, torch.zeros(N, dtype=torch.long), norm=norm)
+    assert (tied == 0).all()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_distance_on_digits_splits_them_as_the_worst_margins_do(norm: str) -> None:
+    weight, bias, x, labels = softmax_regression()
+    distance = distance_linear(weight, bias, x, labels, norm=norm)
+    epsilon = {"linf": 0.1, "l2": 0.5, "l1": 1.5}[norm]
+    robust = certify_linear(weight, bias, x, labels, epsilon=epsilon, norm=norm) > 0
+    assert torch.equal(distance > epsilon, robust)
+    assert 0.2 < robust.double().mean() < 0.9
 
 
 def test_epsilon_may_differ_between_samples() -> None:
@@ -173,7 +259,11 @@ def test_robust_loss_is_the_loss_at_the_worst_case_and_so_is_its_gradient(
     weight, bias, x, labels = classifier(2)
     parameters = (weight.requires_grad_(), bias.requires_grad_())
     settings = {"epsilon": 0.6, "norm": norm, "bounds": bounds}
-    example = pgd(partial(F.linear, weight=weight, bias=bias), x, labels, steps=40, step_size=0.6, **settings)
+    if norm == "l1":  # projected steps come near it only
+        towards = (weight[1 - labels] - weight[labels]).detach()
+        example = make_ball(norm, x, 0.6, bounds).farthest(towards)
+    else:
+        example = pgd(partial(F.linear, weight=weight, bias=bias), x, labels, steps=40, step_size=0.6, **settings)
     at_example = F.cross_entropy(F.linear(example, weight, bias), labels)
     exact = robust_loss_linear(weight, bias, x, labels, **settings)
     torch.testing.assert_close(exact, at_example, rtol=0, atol=1e-13)
