@@ -1,0 +1,238 @@
+"""Batches of images and labels for the trainer: from memory, or from an iterable that gives them.
+
+N samples, each of shape (...), B of them in a batch.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from toolkit._checkpoint import fingerprint
+from toolkit._distributed import rank_of, world_of
+
+__all__ = ["Batches", "Part", "as_input", "batches_of", "pair_of", "seed_of"]
+
+# Told the first inputs and labels of an epoch, as they come.
+First = Callable[[Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The rows of a batch that are this rank's.
+
+    Attributes:
+        x: (B, ...).
+        labels: (B,).
+        first: How many rows of the joined batch are before these.
+        total: How many rows the joined batch has. None: it is known to no one; each rank has its own batches.
+    """
+
+    x: Tensor
+    labels: Tensor
+    first: int
+    total: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """The batches of an epoch, which can be read once more from the same seed.
+
+    Attributes:
+        read: Gives those from a number on, in the order that a generator chooses. Of data that are not in memory the
+            first batch is told, also if it is left out.
+        n_batches: How many an epoch has.
+        streams: Generators, beside that one, that the source draws from.
+        known: A hash of the data. None: they are not in memory.
+    """
+
+    read: Callable[[torch.Generator, int, First], Iterator[Part]]
+    n_batches: int
+    streams: tuple[torch.Generator, ...]
+    known: str | None
+
+
+def batches_of(
+    data: object,
+    labels: Tensor | None,
+    *,
+    batch_size: int,
+    model: nn.Module,
+    augment: Callable[..., Tensor] | None,
+    group: ProcessGroup | None,
+    hashed: bool,
+) -> Batches:
+    """Return the batches of what `train` takes for data.
+
+    Args:
+        data: As of `train`.
+        labels: As of `train`.
+        batch_size: The most rows of a batch, of all ranks together, of data in memory.
+        model: Whose dtype and device inputs get.
+        augment: As of `train`.
+        group: The ranks.
+        hashed: Whether a hash of data in memory is needed.
+
+    Raises:
+        TypeError: If `data` is no data.
+        ValueError: If there is not one label per sample, there are no samples, or not one for each rank.
+    """
+    pair = pair_of(data, labels)
+    if pair is not None:
+        known = f"{fingerprint(pair[0])} {fingerprint(pair[1])}" if hashed else None
+        return _in_memory(*pair, batch_size=batch_size, model=model, augment=augment, group=group, known=known)
+    if isinstance(data, str | bytes | dict) or not isinstance(data, Iterable):
+        raise TypeError(
+            "`data` should be a tensor with `labels`, a Dataset, or an iterable of batches (inputs, labels). "
+            f"Found {type(data).__name__}."
+        )
+    if labels is not None:
+        raise TypeError("`labels` should be None where `data` gives batches of inputs and labels. Found a tensor.")
+    if not isinstance(data, Sized) or hasattr(data, "__next__"):
+        raise TypeError(
+            "`data` should know how many batches it has, and give them anew for every epoch, as a list or a DataLoader "
+            f"does. Found {type(data).__name__}."
+        )
+    n_batches = len(data)
+    if n_batches == 0:
+        raise ValueError("`data` should have at least one batch. Found none.")
+    return Batches(
+        read=lambda order, start, first: _from_iterable(data, order, start, first, model, augment, group),
+        n_batches=n_batches,
+        streams=_generators_of(data),
+        known=None,
+    )
+
+
+def pair_of(data: object, labels: object) -> tuple[Tensor, Tensor] | None:
+    """Return inputs and labels that are in memory, or None if they are not.
+
+    Raises:
+        TypeError: If they are in memory and of another type.
+        ValueError: If there are no samples or not one label for each.
+    """
+    if labels is None and isinstance(getattr(data, "inputs", None), Tensor):
+        data, labels = getattr(data, "inputs"), getattr(data, "labels", None)  # noqa: B009 - of any type
+    if isinstance(data, tuple) and len(data) == 2 and labels is None and all(isinstance(d, Tensor) for d in data):
+        data, labels = data
+    if not isinstance(data, Tensor):
+        return None
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.is_complex():
+        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"`labels` should be a tensor of integers. Found {found}.")
+    if not (data.is_floating_point() or data.dtype == torch.uint8):
+        raise TypeError(f"`data` should be floating point, or bytes from 0 to 255 (uint8). Found {data.dtype}.")
+    if data.dim() < 2 or len(data) == 0:
+        raise ValueError(f"`data` should have shape (N, ...) with at least one sample. Found {tuple(data.shape)}.")
+    if labels.shape != data.shape[:1]:
+        raise ValueError(f"`labels` should have shape ({len(data)},). Found {tuple(labels.shape)}.")
+    return data, labels
+
+
+def seed_of(generator: torch.Generator) -> int:
+    """Draw a seed for another generator."""
+    return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
+
+
+def as_input(raw: Tensor, model: nn.Module) -> Tensor:
+    """Return raw inputs as the model takes them: in its dtype and on its device, and bytes divided by 255."""
+    parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
+    device = raw.device if parameter is None else parameter.device
+    dtype = torch.get_default_dtype() if parameter is None else parameter.dtype
+    scaled = raw.to(device)
+    return scaled.to(dtype).div_(255) if raw.dtype == torch.uint8 else scaled.to(dtype)
+
+
+def _in_memory(
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    batch_size: int,
+    model: nn.Module,
+    augment: Callable[..., Tensor] | None,
+    group: ProcessGroup | None,
+    known: str | None,
+) -> Batches:
+    rank, world = rank_of(group), world_of(group)
+    n_batches = -(-len(inputs) // batch_size)
+    if len(inputs) // n_batches < world:
+        raise ValueError(
+            f"`batch_size` should leave a row of every batch to each of {world} ranks. "
+            f"Found {n_batches} batches of {len(inputs)} rows."
+        )
+    last = torch.channels_last
+    layout = (
+        last
+        if inputs.dim() == 4 and inputs.is_contiguous(memory_format=last) and not inputs.is_contiguous()
+        else torch.preserve_format
+    )
+
+    def read(order: torch.Generator, start: int, _: First) -> Iterator[Part]:
+        rows = torch.randperm(len(inputs), generator=order, device=order.device)
+        seeds = [seed_of(order) for _ in range(n_batches)]
+        # Batches of nearly equal sizes: a last one of a few rows would be a noisy step as long as the others.
+        for chosen, seed in list(zip(rows.tensor_split(n_batches), seeds, strict=True))[start:]:
+            first, end = len(chosen) * rank // world, len(chosen) * (rank + 1) // world
+            chosen = chosen.to(inputs.device)
+            # What is drawn for a row must not depend on the rank that has it, so all rows are changed on each.
+            x = as_input(inputs[chosen if augment is not None else chosen[first:end]], model)
+            if augment is not None:
+                x = augment(x, generator=torch.Generator(order.device).manual_seed(seed))[first:end]
+            own = labels[chosen[first:end].to(labels.device)].to(x.device).long()
+            yield Part(x.contiguous(memory_format=layout) if layout is last else x, own, first, len(chosen))
+
+    return Batches(read=read, n_batches=n_batches, streams=(), known=known)
+
+
+def _from_iterable(
+    source: Iterable[Any],
+    order: torch.Generator,
+    start: int,
+    first: First,
+    model: nn.Module,
+    augment: Callable[..., Tensor] | None,
+    group: ProcessGroup | None,
+) -> Iterator[Part]:
+    """Yield the batches of an iterable. Torch's own generator has a new seed for each, also for those left out."""
+    torch.default_generator.manual_seed(seed_of(order))
+    reader = iter(source)
+    for number in itertools.count():
+        seed = seed_of(order)
+        torch.default_generator.manual_seed(seed)
+        batch = next(reader, None)
+        if batch is None:
+            return
+        if number and number < start:
+            continue
+        x, labels = _pair_of_batch(batch)
+        if not number:
+            first(x, labels)
+            if start:
+                continue
+        x = as_input(x, model)
+        if augment is not None:
+            x = augment(x, generator=torch.Generator(order.device).manual_seed(seed + rank_of(group)))
+        yield Part(x, labels.to(x.device).long(), 0, len(x) if group is None else None)
+
+
+def _pair_of_batch(batch: object) -> tuple[Tensor, Tensor]:
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        pair = pair_of(batch[0], batch[1])
+        if pair is not None:
+            return pair
+    raise TypeError(f"`data` should give batches (inputs, labels), a pair of tensors. Found {type(batch).__name__}.")
+
+
+def _generators_of(source: object) -> tuple[torch.Generator, ...]:
+    """Return the generators that a DataLoader draws from: its own, and those of its samplers."""
+    batch_sampler = getattr(source, "batch_sampler", None)
+    owners = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+    return tuple(unique.values())

@@ -1,0 +1,127 @@
+"""Held-out scores of a model that is trained, and what they say about the attack that it is trained against.
+
+N samples, each of shape (...).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from toolkit._distributed import exchange, rank_of, world_of
+from toolkit.adversarial._untouched import untouched
+from toolkit.adversarial.attacks.gradient import fgsm, pgd
+from toolkit.adversarial.training._batches import as_input
+from toolkit.adversarial.training.methods import BallArguments
+from toolkit.blocks import no_graph
+
+__all__ = ["CatastrophicOverfittingWarning", "Collapse", "HeldOut", "warn"]
+
+_STEPS = 20  # of PGD: so many find what one step misses
+_ROWS = 256  # that are attacked together
+
+
+class CatastrophicOverfittingWarning(UserWarning):
+    """A model has become robust to the single step that it is trained against, and to nothing else.
+
+    Attributes:
+        epoch: The epoch after which this was found, from 1.
+    """
+
+    def __init__(self, message: str, *, epoch: int) -> None:
+        super().__init__(message)
+        self.epoch = epoch
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Scores on samples that are held out: shares of them that are still recognised.
+
+    Attributes:
+        inputs: (N, ...), as `train` takes data.
+        labels: (N,).
+        ball: Within which they are attacked.
+        group: The ranks, which share the samples among them.
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    ball: BallArguments
+    group: ProcessGroup | None
+
+    def __call__(self, model: nn.Module) -> dict[str, float]:
+        """Return the accuracy on inputs as they are (``clean``), after FGSM, and after PGD (``robust``)."""
+        counts = [0, 0, 0]
+        starts = range(0, len(self.inputs), _ROWS)
+        for number, start in list(enumerate(starts))[rank_of(self.group) :: world_of(self.group)]:
+            x = as_input(self.inputs[start : start + _ROWS], model)
+            labels = self.labels[start : start + _ROWS].to(x.device).long()
+            # The same starts in every epoch: scores then differ by what the model has learnt, and not by luck.
+            draws = torch.Generator().manual_seed(number)
+            found = [
+                x,
+                fgsm(model, x, labels, **self.ball),
+                pgd(model, x, labels, **self.ball, steps=_STEPS, generator=draws),
+            ]
+            with untouched(model), no_graph():
+                for place, example in enumerate(found):
+                    counts[place] += int((model(example).argmax(1) == labels).sum())
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        clean, single, many = map(sum, zip(*exchange(counts, self.group, device), strict=True))
+        return {name: n / len(self.inputs) for name, n in (("clean", clean), ("fgsm", single), ("robust", many))}
+
+
+class Collapse:
+    """Looks for catastrophic overfitting: robust accuracy falls to nothing while that after FGSM does not fall."""
+
+    def __init__(self) -> None:
+        self.best: dict[str, float] = {}
+        self.found = False
+
+    def look(self, scores: Mapping[str, float]) -> bool:
+        """Say whether robustness has collapsed, the first time that it has."""
+        if self.found or "robust" not in scores or "fgsm" not in scores:
+            return False
+        if scores["robust"] >= self.best.get("robust", 0.0):
+            self.best = {name: scores[name] for name in ("robust", "fgsm")}
+            return False
+        lost = self.best["robust"] - scores["robust"]
+        gap, gap_before = scores["fgsm"] - scores["robust"], self.best["fgsm"] - self.best["robust"]
+        self.found = lost > self.best["robust"] / 2 and lost > 0.03 and gap > gap_before + lost / 2
+        return self.found
+
+
+def warn(epoch: int, scores: Mapping[str, float], best: float) -> None:
+    """Tell of catastrophic overfitting, at the line that called the library."""
+    warnings.warn(
+        CatastrophicOverfittingWarning(
+            f"Catastrophic overfitting by epoch {epoch}: held-out accuracy under PGD fell from {best:.2f} to "
+            f"{scores['robust']:.2f}, and is {scores['fgsm']:.2f} under FGSM. The model is robust to a single step "
+            "alone. Train with several steps ('pgd', 'trades'), with a random start ('rs_fgsm'), with a penalty on "
+            "curvature ('cure'), or with a smaller epsilon; `keep='best'` returns the parameters before the collapse.",
+            epoch=epoch,
+        ),
+        stacklevel=_lines_above(),
+    )
+
+
+_HERE = str(Path(__file__).parent) + os.sep
+
+
+def _lines_above() -> int:
+    """Return how many calls above `warn` the code of this folder is left."""
+    level, frame = 0, sys._getframe(1)
+    while frame.f_back is not None and os.path.normcase(frame.f_code.co_filename).startswith(os.path.normcase(_HERE)):
+        level, frame = level + 1, frame.f_back
+    return level + 1
+
+
+Evaluate = Callable[[nn.Module], Mapping[str, float]]

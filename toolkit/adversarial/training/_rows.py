@@ -1,0 +1,58 @@
+"""Random numbers of the rows of a batch that several ranks share: each row gets what it would get on one rank.
+
+N rows of the joined batch, of which n are this rank's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["RowsOfBatch"]
+
+_SIZE_AT = {torch.rand: 0, torch.randn: 0, torch.randint: None}
+
+
+class RowsOfBatch(TorchFunctionMode):
+    """While it is entered, what one generator draws for n rows is drawn for all N, and these n are kept.
+
+    Drawing for rows that others have is cheap beside the gradients of an attack, and a generator cannot be moved ahead
+    by a number of rows: how many numbers it uses for a normal draw is torch's own affair.
+
+    Args:
+        generator: Whose draws these are; others draw as ever.
+        first: How many rows are before these.
+        own: n.
+        total: N.
+    """
+
+    def __init__(self, generator: torch.Generator, *, first: int, own: int, total: int) -> None:
+        super().__init__()
+        self.generator, self.first, self.own, self.total = generator, first, own, total
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operation of torch; a draw of n rows as one of N."""
+        kwargs = dict(kwargs or {})
+        if func not in _SIZE_AT or kwargs.get("generator") is not self.generator:
+            return func(*args, **kwargs)
+        before, size = _split(func, args, kwargs)
+        if not size or size[0] != self.own:
+            return func(*args, **kwargs)
+        drawn = func(*before, (self.total, *size[1:]), **kwargs)
+        return drawn[self.first : self.first + self.own].clone()
+
+
+def _split(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], tuple[int, ...]]:
+    """Return the arguments before the size, and the size, which is taken out of `kwargs` where it is there."""
+    if "size" in kwargs:
+        return args, tuple(kwargs.pop("size"))
+    if func is torch.randint or (args and isinstance(args[0], tuple | list)):
+        return args[:-1], tuple(args[-1])
+    return (), tuple(args)

@@ -1,0 +1,112 @@
+"""Schedules: by what a learning rate is multiplied while training goes on, from its beginning, 0, to its end, 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+__all__ = ["Schedule", "constant", "cosine", "one_cycle", "piecewise"]
+
+# The part of training that is done, from 0 to 1 -> what the learning rate is multiplied by.
+Schedule: TypeAlias = Callable[[float], float]
+
+
+def constant() -> Schedule:
+    """Return the schedule that is 1 from beginning to end.
+
+    Example:
+        >>> constant()(0.9)
+        1.0
+    """
+    return lambda part: 1.0
+
+
+def one_cycle(*, peak: float = 0.3, first: float = 1 / 25, last: float = 4e-6) -> Schedule:
+    """Return a schedule that rises to 1 as half a cosine does, and falls to almost nothing as another half.
+
+    Rates that are high in the middle and annealed at the end train a robust network in few epochs.
+
+    Args:
+        peak: The part of training at which it is 1, between 0 and 1.
+        first: Its value at the beginning, from 0 to 1.
+        last: Its value at the end, from 0 to 1.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Source:
+        Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates", 2019;
+        with cosines in the place of straight lines, as `torch.optim.lr_scheduler.OneCycleLR` has it.
+
+    Example:
+        >>> schedule = one_cycle(peak=0.5, first=0.2, last=0)
+        >>> [round(schedule(part), 2) for part in (0, 0.25, 0.5, 0.75, 1)]
+        [0.2, 0.6, 1.0, 0.5, 0.0]
+    """
+    if not 0 < peak < 1:
+        raise ValueError(f"`peak` should be between 0 and 1. Found {peak!r}.")
+    _check_share("first", first)
+    _check_share("last", last)
+
+    def schedule(part: float) -> float:
+        if part <= peak:
+            return 1 + (first - 1) * _half_cosine(part / peak)
+        return last + (1 - last) * _half_cosine((part - peak) / (1 - peak))
+
+    return schedule
+
+
+def cosine(*, last: float = 0.0) -> Schedule:
+    r"""Return a schedule that falls from 1 as half a cosine does, :math:`l + (1 - l) (1 + \cos \pi t) / 2`.
+
+    Args:
+        last: :math:`l`, its value at the end, from 0 to 1.
+
+    Raises:
+        ValueError: If `last` is out of its range.
+
+    Source:
+        Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, equation 5, one period.
+
+    Example:
+        >>> [round(cosine()(part), 2) for part in (0, 0.25, 0.5, 1)]
+        [1.0, 0.85, 0.5, 0.0]
+    """
+    _check_share("last", last)
+    return lambda part: last + (1 - last) * _half_cosine(part)
+
+
+def piecewise(milestones: Sequence[float] = (0.5, 0.75), *, factor: float = 0.1) -> Schedule:
+    """Return a schedule that is multiplied by `factor` at every milestone.
+
+    Args:
+        milestones: Parts of training, each between 0 and 1, rising.
+        factor: Between 0 and 1.
+
+    Raises:
+        ValueError: If the milestones do not rise, or an argument is out of its range.
+
+    Source:
+        Rice, Wong and Kolter, "Overfitting in adversarially robust deep learning", 2020: a tenth at half of training
+        and again at three quarters of it. Soon after the first milestone held-out robustness is at its best.
+
+    Example:
+        >>> [round(piecewise()(part), 2) for part in (0, 0.49, 0.5, 0.75)]
+        [1.0, 1.0, 0.1, 0.01]
+    """
+    places = tuple(milestones)
+    if not all(a < b for a, b in zip((0, *places), (*places, 1), strict=True)):
+        raise ValueError(f"`milestones` should rise, from above 0 to below 1. Found {list(places)}.")
+    if not 0 < factor < 1:
+        raise ValueError(f"`factor` should be between 0 and 1. Found {factor!r}.")
+    return lambda part: float(factor ** sum(part >= place for place in places))
+
+
+def _half_cosine(part: float) -> float:
+    return (1 + math.cos(math.pi * part)) / 2
+
+
+def _check_share(name: str, value: float) -> None:
+    if not 0 <= value <= 1:
+        raise ValueError(f"`{name}` should be from 0 to 1. Found {value!r}.")

@@ -1,0 +1,851 @@
+r"""One trainer for all methods of adversarial training: epochs, schedules, averages, checkpoints and ranks.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, all_reduce
+
+from toolkit._checkpoint import fingerprint, read_checkpoint, write_checkpoint
+from toolkit._data import integer, not_negative
+from toolkit._distributed import (
+    exchange,
+    from_first_rank,
+    gather,
+    raise_together,
+    rank_of,
+    same_on_all,
+    scatter,
+    world_of,
+)
+from toolkit._divergence import DivergenceError, not_finite
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.training import _evaluation, schedules
+from toolkit.adversarial.training._batches import Batches, Part, batches_of, pair_of, seed_of
+from toolkit.adversarial.training._evaluation import CatastrophicOverfittingWarning, Collapse, HeldOut
+from toolkit.adversarial.training._optimizers import (
+    MakeOptimizer,
+    load_state,
+    make_optimizer,
+    set_rates,
+    settings_of,
+    state_of,
+)
+from toolkit.adversarial.training._rows import RowsOfBatch
+from toolkit.adversarial.training.methods import METHODS, BallArguments, Method
+from toolkit.adversarial.training.schedules import Schedule
+from toolkit.blocks import no_graph, ordinary_tensors
+
+__all__ = ["CatastrophicOverfittingWarning", "DivergenceError", "History", "train"]
+
+_SCHEDULES: dict[str, Callable[[], Schedule]] = {
+    "constant": schedules.constant,
+    "cosine": schedules.cosine,
+    "one_cycle": schedules.one_cycle,
+    "piecewise": schedules.piecewise,
+}
+
+_SAME = "`checkpoint` should be of the same model, method, settings and data, or a new file."
+
+_CHECK_EVERY = 100  # updates: what is checked then costs a thousandth of them
+
+
+@dataclass
+class History:
+    """What happened while a model was trained.
+
+    Attributes:
+        losses: The mean of the method's surrogate in each epoch, in nats per sample.
+        seconds: How long each epoch took, without its evaluation.
+        evaluated: The epochs after which the model was evaluated, from 1.
+        scores: What was found then, by name; of held-out data ``clean``, ``fgsm`` and ``robust``, shares of them.
+        best: The epoch with the highest robust score, from 1; None without such scores.
+        updates: How many batches were trained on, those before an interruption among them.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    scores: dict[str, list[float]] = field(default_factory=dict)
+    best: int | None = None
+    updates: int = 0
+
+
+def train(
+    model: nn.Module,
+    data: object,
+    labels: Tensor | None = None,
+    *,
+    method: str | Method,
+    epsilon: float,
+    norm: Norm = "linf",
+    bounds: Bounds = (0, 1),
+    epochs: int,
+    batch_size: int = 128,
+    optimizer: str | MakeOptimizer = "adam",
+    learning_rate: float | None = None,
+    schedule: str | Schedule = "one_cycle",
+    epsilon_warmup: float = 0.0,
+    average: float | None = None,
+    augment: Callable[..., Tensor] | None = None,
+    generator: torch.Generator,
+    evaluate: object = None,
+    evaluate_every: int = 1,
+    keep: Literal["last", "best"] = "last",
+    patience: int | None = None,
+    checkpoint: str | os.PathLike[str] | None = None,
+    checkpoint_every: int = 1000,
+    group: ProcessGroup | None = None,
+    callback: Callable[[int, int], None] | None = None,
+) -> History:
+    r"""Train a model to be right in a ball around every input: `Method.step` for every batch of every epoch.
+
+    In every epoch each sample is in one batch, in a new random order. Batches have nearly the same size, `batch_size`
+    rows at most. All that is random, the model's own dropout too, is drawn from `generator`; torch's global generators
+    are as before afterwards, and so are the modes of the modules. Gradients are cleared.
+
+    With a `checkpoint`, a call that finds the file goes on from it and ends with the same bits as one that was never
+    interrupted; one that finds a finished run returns at once. All that decides the result has to be as it was and is
+    compared, functions by their names: the data (all bytes up to 256 MiB, of larger ones and of batches that are given
+    some of them), the seed, the settings, and the shapes of the model.
+
+    On several ranks each calls this function with the same arguments and its `group`. Data in memory are the same on
+    all of them, and every rank takes its part of each batch, with the random numbers that its rows would have had on
+    one rank; a DataLoader gives each rank its own part. Gradients are added in one reduction for each update, so that
+    the model is, up to rounding, the one of a single process. Batch normalisation sees the rows of its rank alone,
+    unless it is a `torch.nn.SyncBatchNorm`, and running statistics are averaged over ranks after each epoch.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C). Trained in place. If it is in training mode, parts of it that are in
+            evaluation mode (frozen batch normalisation) stay so; if it is not, all of it is trained in training mode.
+            Parameters that do not require gradients are left alone.
+        data: Inputs (N, ...) with `labels`; a data set with the attributes `inputs` and `labels`; a pair of these; or
+            an iterable with a length that gives batches (inputs, labels) anew for each epoch, a DataLoader say. They
+            are floating point, or bytes from 0 to 255, which stay bytes and are divided by 255 batch by batch.
+        labels: (N,), integers.
+        method: What is minimised: a `Method`, or its name (``"standard"``, ``"fgsm"``, ``"rs_fgsm"``, ``"pgd"``,
+            ``"trades"``, ...) for its default settings.
+        epsilon: Radius of the ball.
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        bounds: Least and greatest value of an input; None for no box.
+        epochs: How often the data are read.
+        batch_size: The most rows of a batch, of all ranks together. Of no meaning where batches are given.
+        optimizer: ``"adam"``; ``"sgd"``, with Nesterov momentum 0.9 and weight decay 5e-4; or a function of parameters
+            that returns a `torch.optim.Optimizer`.
+        learning_rate: Its rate where `schedule` is 1. None: 0.002 for Adam, 0.1 for SGD, that of an optimiser given.
+        schedule: What the rate is multiplied by: ``"one_cycle"``, ``"cosine"``, ``"piecewise"``, ``"constant"``, or a
+            function of the part of training that is done, from 0 to 1.
+        epsilon_warmup: The part of training, from 0 to 1, in which the radius rises from 0 to `epsilon` in a straight
+            line.
+        average: If given, the model is evaluated with, and ends with, a running mean of its parameters (and
+            statistics), in which those of k updates ago weigh ``average**k`` as much as the last ones, 0.995 say.
+        augment: Called with inputs (N, ...), scaled, and ``generator=``; returns inputs. `random_crop_flip` is one.
+        generator: Chooses the order of samples and seeds all else, on any device.
+        evaluate: Held-out data, as `data` in memory; or a function of the model that returns scores by name, of which
+            the one called ``"robust"`` decides which epoch is best. On ranks it is called on each; those of the
+            first count.
+        evaluate_every: Epochs from one evaluation to the next; there is one at the end, too.
+        keep: Which parameters the model ends with: those of the last epoch, or of the one with the best robust score.
+            Robust accuracy of held-out data often falls late in training (Rice et al. 2020).
+        patience: If given, training stops after so many evaluations without a better robust score.
+        checkpoint: A file to write to, and to go on from.
+        checkpoint_every: Updates from one checkpoint to the next; there is one at the end, too.
+        group: The ranks. None: this process alone.
+        callback: Called after each update with the number of updates, and of the epoch, from 1.
+
+    Returns:
+        Losses, times and scores, those before an interruption among them.
+
+    Raises:
+        DivergenceError: If the loss, a parameter or a statistic is not finite. The model has its last ones that were
+            again, and the last checkpoint stays.
+        TypeError: If an argument is of another type than it should be.
+        ValueError: If an argument is out of its range, or the checkpoint is of something else.
+        RuntimeError: If another rank has raised.
+
+    Warns:
+        CatastrophicOverfittingWarning: If held-out accuracy under PGD collapses while that under FGSM does not
+            (Wong, Rice and Kolter, "Fast is better than free: revisiting adversarial training", 2020).
+
+    Source:
+        Madry, Makelov, Schmidt, Tsipras and Vladu, "Towards deep learning models resistant to adversarial attacks",
+        2018. Rice, Wong and Kolter, "Overfitting in adversarially robust deep learning", 2020, for `keep`.
+
+    Example:
+        >>> x, labels = torch.tensor([[0.2], [0.8]]).repeat(50, 1), torch.tensor([0, 1]).repeat(50)
+        >>> model, generator = torch.nn.Linear(1, 2), torch.Generator().manual_seed(0)
+        >>> settings = {"method": "pgd", "epsilon": 0.2, "epochs": 50, "learning_rate": 0.1}
+        >>> history = train(model, x, labels, **settings, generator=generator, evaluate=(x, labels))
+        >>> history.scores["robust"][-1]
+        1.0
+    """
+    error = None
+    try:
+        chosen = _method(method)
+        _check(epsilon, epochs, batch_size, epsilon_warmup, average, evaluate_every, keep, patience, evaluate)
+        _check_rest(model, generator, learning_rate, checkpoint, checkpoint_every, augment, callback)
+        factor, factor_name = _schedule(schedule)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not parameters:
+            raise ValueError("`model` should have parameters that require gradients. Found none.")
+        if not_finite(_named(model)) is not None:
+            raise ValueError(f"`model` should be finite. Found that `{not_finite(_named(model))}` is not.")
+        made, rates = make_optimizer(optimizer, parameters, learning_rate)
+        ball: BallArguments = {"epsilon": float(epsilon), "norm": norm, "bounds": bounds}
+        batches = batches_of(
+            data,
+            labels,
+            batch_size=batch_size,
+            model=model,
+            augment=augment,
+            group=group,
+            hashed=checkpoint is not None or group is not None,
+        )
+        score = _score(evaluate, ball, group)
+    except (TypeError, ValueError) as found:
+        error = found
+    raise_together(error, group)
+    settings: dict[str, Any] = {
+        "method": repr(chosen),
+        "epsilon": float(epsilon),
+        "norm": norm,
+        "bounds": repr(bounds),
+        "epochs": int(epochs),
+        "batch_size": int(batch_size),
+        "batches": batches.n_batches,
+        "optimizer": settings_of(made, rates),
+        "schedule": factor_name,
+        "epsilon_warmup": float(epsilon_warmup),
+        "average": None if average is None else float(average),
+        "augment": None if augment is None else _name_of(augment),
+        "evaluate": None if score is None else _fingerprint_of(score),
+        "evaluate_every": int(evaluate_every),
+        "keep": keep,
+        "patience": patience,
+        "seed": generator.initial_seed(),
+        "data": batches.known,
+    }
+    same_on_all(settings | {"checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every}, group)
+    _warn_of_local_statistics(model, group)
+    with ordinary_tensors(), _undisturbed(model):
+        from_first_rank((tensor for _, tensor in _named(model)), group)
+        run = _Run(
+            model=model,
+            method=chosen,
+            ball=ball,
+            optimizer=made,
+            rates=rates,
+            schedule=factor,
+            batches=batches,
+            generator=generator,
+            score=score,
+            settings=settings,
+            path=None if checkpoint is None else Path(checkpoint),
+            save_every=int(checkpoint_every),
+            group=group,
+            callback=callback or (lambda update, epoch: None),
+        )
+        run.resume()
+        while run.epoch < epochs and not run.stopped:
+            run.train_epoch()
+        run.finish()
+    return run.history
+
+
+class _Run:
+    """Training as it goes on: where it is, what has been good, and what it averages."""
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        method: Method,
+        ball: BallArguments,
+        optimizer: torch.optim.Optimizer,
+        rates: list[float],
+        schedule: Schedule,
+        batches: Batches,
+        generator: torch.Generator,
+        score: Callable[[nn.Module], Mapping[str, float]] | None,
+        settings: dict[str, Any],
+        path: Path | None,
+        save_every: int,
+        group: ProcessGroup | None,
+        callback: Callable[[int, int], None],
+    ) -> None:
+        self.model, self.method, self.ball, self.schedule = model, method, ball, schedule
+        self.optimizer, self.rates, self.batches, self.score = optimizer, rates, batches, score
+        self.settings, self.path, self.save_every, self.group = settings, path, save_every, group
+        self.callback, self.collapse, self.history = callback, Collapse(), History()
+        self.epochs, self.total = settings["epochs"], settings["epochs"] * batches.n_batches
+        self.tensors = dict(_named(model))
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.device = self.parameters[0].device
+        # Where training is: epochs that are over, updates of the one that is not, updates in all.
+        self.epoch = self.batch = self.update = 0
+        self.stopped = self.finished = False
+        # The running epoch can be read once more from its seed and the states that the data's generators had then.
+        self.seed = 0
+        self.order, self.draws = torch.Generator(), torch.Generator(generator.device)
+        streams = {id(stream): stream for stream in (generator, *batches.streams)}
+        self.generator, self.streams = generator, list(streams.values())
+        self.at_start: list[Tensor] = []
+        self.state: Mapping[str, Tensor] = {}
+        self.first: str | None = None
+        self.rows = 0
+        with no_graph():
+            self.good = {name: tensor.clone() for name, tensor in self.tensors.items()}
+            self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            self.mean: dict[str, Tensor] = {}
+            self.best: dict[str, Tensor] = {}
+        self.last_good, self.n_averaged, self.best_score, self.waited, self.spent = 0, 0, -math.inf, 0, 0.0
+
+    # --- the steps ---------------------------------------------------------------------------------------------------
+
+    def train_epoch(self) -> None:
+        """Make the updates of an epoch, or those that are left of it; then evaluate, if it is time to."""
+        if not self.batch:
+            self.seed = seed_of(self.generator)
+            self.at_start = self._stream_states()
+        started = time.perf_counter()
+        order = self.order.manual_seed(self.seed)
+        seeds = torch.Generator().manual_seed(self.seed ^ 1)
+        drawn = [seed_of(seeds) for _ in range(self.batches.n_batches)]
+        for part in self.batches.read(order, self.batch, self._note_first):
+            if self.batch >= self.batches.n_batches:
+                raise ValueError(f"`data` should have as many batches as its length. Found more than {self.batch}.")
+            self._step(part, drawn[self.batch])
+            self.batch += 1
+            self.update += 1
+            self._average()
+            # On one processor a look at the loss costs nothing; elsewhere it would wait for the device, or for ranks.
+            alone = self.device.type == "cpu" and self.group is None
+            if self.update % _CHECK_EVERY == 0 or (alone and not self.loss.isfinite()):
+                self._check()
+            if self.path is not None and self.update % self.save_every == 0 and self.batch < self.batches.n_batches:
+                self.spent, started = self.spent + time.perf_counter() - started, time.perf_counter()
+                self._save()
+            self.callback(self.update, self.epoch + 1)
+        if self.batch < self.batches.n_batches:
+            raise ValueError(
+                f"`data` should have as many batches as its length, {self.batches.n_batches}. Found {self.batch}."
+            )
+        self._check()
+        self._average_statistics()
+        self._close_epoch(self.spent + time.perf_counter() - started)
+        if self.update % self.save_every < self.batches.n_batches and self.epoch < self.epochs:
+            self._save()
+
+    def _step(self, part: Part, seed: int) -> None:
+        """Train on one batch. Whatever is drawn follows from the seed."""
+        done = self.update / self.total
+        set_rates(self.optimizer, self.rates, _factor(self.schedule, done))
+        warmup = self.settings["epsilon_warmup"]
+        share = min(1.0, (self.update + 1) / (self.total * warmup)) if warmup else 1.0
+        ball: BallArguments = {**self.ball, "epsilon": self.settings["epsilon"] * share}
+        rank = rank_of(self.group)
+        _global_generator(self.device).manual_seed((seed + rank) % 2**63)
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if part.total is None:
+                self.draws.manual_seed((seed + rank) % 2**63)
+            else:
+                self.draws.manual_seed(seed)
+                if self.group is not None:
+                    rows = {"first": part.first, "own": len(part.x), "total": part.total}
+                    stack.enter_context(RowsOfBatch(self.draws, **rows))
+            loss, self.state = self.method.step(
+                self.model,
+                part.x,
+                part.labels,
+                ball=ball,
+                generator=self.draws,
+                update=lambda loss: self._update(loss, len(part.x)),
+                state=self.state,
+            )
+        with no_graph():
+            self.loss += loss * len(part.x)
+        self.rows += len(part.x)
+
+    def _update(self, loss: Tensor, rows: int) -> None:
+        """Move the parameters against the gradient of the mean loss of all ranks' rows."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if self.group is not None:
+            _add_up(self.parameters, rows, self.group)
+        self.optimizer.step()
+
+    def _average(self) -> None:
+        """Take the model into its running mean, whose weights add up to 1 from the first update on."""
+        decay = self.settings["average"]
+        if decay is None:
+            return
+        self.n_averaged += 1
+        weight = 1.0 if decay == 0 else (1 - decay) / (1 - decay**self.n_averaged)
+        with no_graph():
+            if not self.mean:
+                self.mean = {name: _wide(tensor) for name, tensor in self.tensors.items()}
+            for name, tensor in self.tensors.items():
+                if tensor.is_floating_point():
+                    self.mean[name].lerp_(tensor.to(self.mean[name].dtype), weight)
+                else:
+                    self.mean[name].copy_(tensor)
+
+    def _average_statistics(self) -> None:
+        """Give all ranks the mean of their running statistics, and the first one's of what cannot be averaged."""
+        if self.group is None:
+            return
+        with no_graph():
+            for buffer in self.model.buffers():
+                if buffer.is_floating_point():
+                    all_reduce(buffer, group=self.group)
+                    buffer.div_(world_of(self.group))
+            from_first_rank((b for b in self.model.buffers() if not b.is_floating_point()), self.group)
+
+    # --- the ends of epochs ------------------------------------------------------------------------------------------
+
+    def _close_epoch(self, seconds: float) -> None:
+        total = torch.stack([self.loss, self.loss.new_tensor(float(self.rows))])
+        if self.group is not None:
+            all_reduce(total, group=self.group)
+        self.epoch, self.batch, self.rows, self.spent = self.epoch + 1, 0, 0, 0.0
+        with no_graph():
+            self.loss.zero_()
+        self.history.losses.append((total[0] / total[1]).item())
+        self.history.seconds.append(seconds)
+        if self.score is not None and (self.epoch % self.settings["evaluate_every"] == 0 or self.epoch == self.epochs):
+            self._evaluate(self.score)
+
+    def _evaluate(self, score: Callable[[nn.Module], Mapping[str, float]]) -> None:
+        with self._averaged():
+            found = dict(score(self.model))
+            scores = _of_first_rank({name: float(value) for name, value in found.items()}, self.group)
+            self.history.evaluated.append(self.epoch)
+            for name, value in scores.items():
+                self.history.scores.setdefault(name, []).append(value)
+            if "robust" in scores and scores["robust"] > self.best_score:
+                self.best_score, self.waited = scores["robust"], 0
+                self.history.best = self.epoch
+                if self.settings["keep"] == "best":
+                    with no_graph():
+                        self.best = {name: tensor.clone() for name, tensor in self.tensors.items()}
+            else:
+                self.waited += 1
+        if self.settings["keep"] == "best" and "robust" not in scores:
+            raise ValueError(f"`evaluate` should return a score called 'robust'. Found {sorted(scores)}.")
+        before = self.collapse.best.get("robust", 0.0)
+        if self.collapse.look(scores):
+            _evaluation.warn(self.epoch, scores, before)
+        patience = self.settings["patience"]
+        self.stopped = patience is not None and self.waited >= patience
+
+    @contextmanager
+    def _averaged(self) -> Iterator[None]:
+        """Give the model its running mean for a while, if there is one; then its own values, to the bit."""
+        if not self.mean:
+            yield
+            return
+        with no_graph():
+            own = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        self._set(self.mean)
+        try:
+            yield
+        finally:
+            self._set(own)
+
+    def finish(self) -> None:
+        """Save a last time, and give the model the parameters that it is to end with."""
+        self.history.updates = self.update
+        if not self.finished:
+            self.finished = True
+            self._save()
+        if self.best:
+            self._set(self.best)
+        elif self.mean:
+            self._set(self.mean)
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _set(self, values: Mapping[str, Tensor]) -> None:
+        with no_graph():
+            for name, tensor in self.tensors.items():
+                tensor.copy_(values[name])
+
+    def _check(self) -> None:
+        """Keep the model if all is finite; otherwise bring the last one back that was, and raise."""
+        if self.last_good == self.update:
+            return
+        name = not_finite([("the loss", self.loss), *self.tensors.items()])
+        if any(bad for (bad,) in exchange((name is not None,), self.group, self.device)):
+            self._set(self.good)
+            name = name or "a part of another rank's state"
+            kept = f" `{self.path}` stays as it was." if self.path is not None and self.path.exists() else ""
+            raise DivergenceError(
+                f"Training diverged: `{name}` is not finite after update {self.update}; after update {self.last_good} "
+                f"all was, and the model has its parameters of then again.{kept} Lower the learning rate.",
+                update=self.update,
+                last_good=self.last_good,
+                name=name,
+            )
+        with no_graph():
+            for key, tensor in self.tensors.items():
+                self.good[key].copy_(tensor)
+        self.last_good = self.update
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def resume(self) -> None:
+        """Go on from the checkpoint, if there is one."""
+        if self.path is None:
+            return
+        parts, error = None, None
+        if rank_of(self.group) == 0:
+            try:
+                parts = self._read() if self.path.exists() else [None] * world_of(self.group)
+            except (ValueError, OSError) as found:
+                error = found
+        raise_together(error, self.group)
+        part = scatter(parts, self.group)
+        if part is None:
+            return
+        tensors, facts = part
+        try:
+            self._compare(tensors, facts)
+        except ValueError as found:
+            error = found
+        raise_together(error, self.group)
+        self._go_on_from(tensors, facts)
+
+    def _read(self) -> list[tuple[dict[str, Tensor], dict[str, Any]]]:
+        """Return what the checkpoint has for each rank."""
+        assert self.path is not None
+        tensors, facts = read_checkpoint(self.path, room="adversarial")
+        if facts["ranks"] != world_of(self.group):
+            raise ValueError(self._mismatch("number of ranks", facts["ranks"], world_of(self.group)))
+        for name, value in self.settings.items():
+            if facts["settings"].get(name) != value:
+                raise ValueError(self._mismatch(name, facts["settings"].get(name), value))
+        shared = {name: tensor for name, tensor in tensors.items() if not name.startswith("rank")}
+        own = [_with_prefix(tensors, f"rank{rank}.") for rank in range(facts["ranks"])]
+        return [(shared | part, facts | facts["own"][rank]) for rank, part in enumerate(own)]
+
+    def _compare(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        """Raise a ValueError unless a checkpoint is of this model and, as far as can be seen, of these batches."""
+        saved = _with_prefix(tensors, "model.")
+        for name in sorted(saved.keys() | self.tensors.keys()):
+            found, expected = (_kind(values.get(name)) for values in (saved, self.tensors))
+            if found != expected:
+                raise ValueError(self._mismatch(name, found, expected))
+        if facts["streams"] != len(self.streams):
+            raise ValueError(self._mismatch("number of generators", facts["streams"], len(self.streams)))
+        if self.batches.known is None and facts["update"]:
+            now = self._stream_states()
+            self._set_streams(tensors, "start.")
+            try:
+                next(self.batches.read(self.order.manual_seed(facts["seed"]), 0, self._note_first), None)
+            finally:
+                for stream, state in zip(self.streams, now, strict=True):
+                    stream.set_state(state)
+            if self.first != facts["first"]:
+                raise ValueError(f"{_SAME} Found other data in {self.path} than there are now.")
+
+    def _go_on_from(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        self._set(_with_prefix(tensors, "model."))
+        with no_graph():
+            for name, tensor in self.tensors.items():
+                self.good[name].copy_(tensor)
+            self.loss.fill_(facts["loss"])
+        self.mean, self.best, self.state = (
+            {name: tensor.to(self.device) for name, tensor in _with_prefix(tensors, prefix).items()}
+            for prefix in ("mean.", "best.", "state.")
+        )
+        load_state(self.optimizer, _with_prefix(tensors, "optimizer."), facts["optimizer"])
+        self.epoch, self.batch, self.update, self.rows = (facts[name] for name in ("epoch", "batch", "update", "rows"))
+        self.last_good, self.seed, self.spent = self.update, facts["seed"], facts["spent"]
+        self.stopped, self.finished, self.first = facts["stopped"], facts["finished"], facts["first"]
+        self.n_averaged, self.waited = facts["n_averaged"], facts["waited"]
+        self.best_score = -math.inf if facts["best_score"] is None else facts["best_score"]
+        self.collapse.best, self.collapse.found = facts["collapse"]
+        self.history = History(**facts["history"])
+        self.at_start = [tensors[f"start.{number}"] for number in range(len(self.streams))]
+        self._set_streams(tensors, "start." if self.batch else "now.")
+
+    def _set_streams(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        for number, stream in enumerate(self.streams):
+            stream.set_state(tensors[f"{prefix}{number}"])
+
+    def _note_first(self, x: Tensor, labels: Tensor) -> None:
+        """Note by what the batches of an epoch are known again, which are not in memory."""
+        if self.path is not None:
+            self.first = f"{fingerprint(x)} {fingerprint(labels)}"
+
+    def _save(self) -> None:
+        """Write the checkpoint, of all ranks, if what it would hold is finite."""
+        if self.path is None:
+            return
+        self._check()
+        numbers, facts = self._facts()
+        parts, error = gather((self._own_tensors(), {"first": self.first}), self.group), None
+        if parts is not None:
+            own = {f"rank{rank}.{key}": tensor for rank, (part, _) in enumerate(parts) for key, tensor in part.items()}
+            try:
+                tensors = self._shared_tensors() | numbers | own
+                write_checkpoint(self.path, tensors, facts | {"own": [part for _, part in parts]}, room="adversarial")
+            except OSError as found:
+                error = found
+        raise_together(error, self.group)
+
+    def _facts(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the state of the optimiser in tensors, and all else that there is to know."""
+        tensors, numbers = state_of(self.optimizer)
+        facts = {
+            "settings": self.settings,
+            "ranks": world_of(self.group),
+            "streams": len(self.streams),
+            "optimizer": numbers,
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "update": self.update,
+            "rows": self.rows,
+            "loss": self.loss.item(),
+            "seed": self.seed,
+            "spent": self.spent,
+            "stopped": self.stopped,
+            "finished": self.finished,
+            "n_averaged": self.n_averaged,
+            "waited": self.waited,
+            "best_score": None if self.best_score == -math.inf else self.best_score,
+            "collapse": [self.collapse.best, self.collapse.found],
+            "history": asdict(self.history),
+        }
+        return {f"optimizer.{name}": tensor for name, tensor in tensors.items()}, facts
+
+    def _shared_tensors(self) -> dict[str, Tensor]:
+        """Return what is the same on all ranks."""
+        kept = {"model": self.tensors, "mean": self.mean, "best": self.best}
+        return {f"{kind}.{name}": tensor for kind, tensors in kept.items() for name, tensor in tensors.items()}
+
+    def _own_tensors(self) -> dict[str, Tensor]:
+        """Return what each rank has of its own."""
+        return {
+            **{f"start.{number}": state for number, state in enumerate(self.at_start)},
+            **{f"now.{number}": state for number, state in enumerate(self._stream_states())},
+            **{f"state.{name}": tensor for name, tensor in self.state.items()},
+        }
+
+    def _stream_states(self) -> list[Tensor]:
+        return [stream.get_state() for stream in self.streams]
+
+    def _mismatch(self, name: str, found: Any, expected: Any) -> str:
+        return f"{_SAME} Found `{name}` {found} in {self.path}, where it is {expected} now."
+
+
+# --- gradients of several ranks --------------------------------------------------------------------------------------
+
+
+def _add_up(parameters: list[nn.Parameter], rows: int, group: ProcessGroup) -> None:
+    """Give all ranks the gradient of the mean over the rows of all of them, by one reduction."""
+    wide = torch.float32
+    for parameter in parameters:
+        wide = torch.promote_types(wide, parameter.dtype)
+    device = parameters[0].device
+    with no_graph():
+        parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide, device=device)
+        flat = torch.cat([*(part.reshape(-1).to(wide) * rows for part in parts), has, has.new_tensor([float(rows)])])
+        all_reduce(flat, group=group)
+        *slices, has, total = flat.split([*(part.numel() for part in parts), len(parts), 1])
+        for number, (parameter, part) in enumerate(zip(parameters, slices, strict=True)):
+            # A parameter that no rank has used keeps no gradient, so that the optimiser passes it over.
+            if parameter.grad is not None or bool(has[number] > 0):
+                parameter.grad = (part / total).reshape(parameter.shape).to(parameter.dtype)
+
+
+def _of_first_rank(value: Any, group: ProcessGroup | None) -> Any:
+    found = gather(value, group)
+    return scatter(None if found is None else [found[0]] * len(found), group)
+
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    """Train a model, and give back the modes of its modules and the states of torch's global generators."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = sorted({tensor.device.index for _, tensor in _named(model) if tensor.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            if not model.training:
+                for module, _ in modes:
+                    module.training = True
+            yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters and the buffers of a model, each once."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _global_generator(device: torch.device) -> torch.Generator:
+    """Return torch's own generator of a device, from which modules such as dropout draw."""
+    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+def _warn_of_local_statistics(model: nn.Module, group: ProcessGroup | None) -> None:
+    if group is None or world_of(group) == 1:
+        return
+    norms = nn.modules.batchnorm._BatchNorm
+    if any(isinstance(m, norms) and m.training and not isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        warnings.warn(
+            "Batch normalisation sees the rows of its rank alone, so that ranks do not train quite as one process "
+            "would. On GPUs `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` makes it see all rows.",
+            stacklevel=3,
+        )
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+def _method(method: str | Method) -> Method:
+    if isinstance(method, Method):
+        return method
+    if not isinstance(method, str):
+        raise TypeError(f"`method` should be a Method, or the name of one. Found {type(method).__name__}.")
+    if method not in METHODS:
+        raise ValueError(f"`method` should be one of {', '.join(map(repr, METHODS))}. Found {method!r}.")
+    return METHODS[method]()
+
+
+def _schedule(schedule: str | Schedule) -> tuple[Schedule, str]:
+    if isinstance(schedule, str):
+        if schedule not in _SCHEDULES:
+            names = ", ".join(map(repr, _SCHEDULES))
+            raise ValueError(f"`schedule` should be one of {names}, or a function. Found {schedule!r}.")
+        return _SCHEDULES[schedule](), schedule
+    if not callable(schedule):
+        raise TypeError(f"`schedule` should be a name or a function. Found {type(schedule).__name__}.")
+    # By its values a function is known better than by its name, which many may share.
+    values = [_factor(schedule, part / 64) for part in range(64)]
+    return schedule, f"{_name_of(schedule)} {fingerprint(torch.tensor(values, dtype=torch.float64))}"
+
+
+def _factor(schedule: Schedule, part: float) -> float:
+    factor = schedule(part)
+    if not (isinstance(factor, int | float) and 0 <= factor < math.inf):
+        raise ValueError(f"`schedule` should return finite numbers, not negative. Found {factor!r} at {part:.4g}.")
+    return factor
+
+
+def _score(
+    evaluate: object, ball: BallArguments, group: ProcessGroup | None
+) -> Callable[[nn.Module], Mapping[str, float]] | None:
+    if evaluate is None:
+        return None
+    pair = pair_of(evaluate, None)
+    if pair is not None:
+        return HeldOut(*pair, ball, group)
+    if not callable(evaluate):
+        raise TypeError(
+            "`evaluate` should be held-out inputs and labels, or a function of the model. "
+            f"Found {type(evaluate).__name__}."
+        )
+    return evaluate
+
+
+def _fingerprint_of(score: Callable[..., Any]) -> str:
+    if isinstance(score, HeldOut):
+        return f"{fingerprint(score.inputs)} {fingerprint(score.labels)}"
+    return _name_of(score)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Return by what a function is known in a checkpoint: its name, and of a `partial` its arguments, too."""
+    if isinstance(function, partial):
+        return f"{_name_of(function.func)} with {function.args} {function.keywords}"
+    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
+    return f"{module}.{name}"
+
+
+def _check(
+    epsilon: float,
+    epochs: int,
+    batch_size: int,
+    epsilon_warmup: float,
+    average: float | None,
+    evaluate_every: int,
+    keep: str,
+    patience: int | None,
+    evaluate: object,
+) -> None:
+    counts = {"epochs": epochs, "batch_size": batch_size, "evaluate_every": evaluate_every}
+    for name, value in (counts if patience is None else counts | {"patience": patience}).items():
+        integer(name, value, 1)
+    not_negative("epsilon", epsilon)
+    if not 0 <= not_negative("epsilon_warmup", epsilon_warmup) <= 1:
+        raise ValueError(f"`epsilon_warmup` should be from 0 to 1. Found {epsilon_warmup!r}.")
+    if average is not None and not 0 <= not_negative("average", average) < 1:
+        raise ValueError(f"`average` should be None, or at least 0 and less than 1. Found {average!r}.")
+    if keep not in ("last", "best"):
+        raise ValueError(f"`keep` should be 'last' or 'best'. Found {keep!r}.")
+    if evaluate is None and (keep == "best" or patience is not None):
+        raise ValueError("`evaluate` should be given to find the best epoch. Found None.")
+
+
+def _check_rest(
+    model: nn.Module,
+    generator: torch.Generator,
+    learning_rate: float | None,
+    checkpoint: str | os.PathLike[str] | None,
+    checkpoint_every: int,
+    augment: Callable[..., Tensor] | None,
+    callback: Callable[[int, int], None] | None,
+) -> None:
+    for name, value, kind in (("model", model, nn.Module), ("generator", generator, torch.Generator)):
+        if not isinstance(value, kind):
+            raise TypeError(f"`{name}` should be a torch.{kind.__name__}. Found {type(value).__name__}.")
+    for name, function in (("augment", augment), ("callback", callback)):
+        if function is not None and not callable(function):
+            raise TypeError(f"`{name}` should be a function, or None. Found {type(function).__name__}.")
+    integer("checkpoint_every", checkpoint_every, 1)
+    if learning_rate is not None and not not_negative("learning_rate", learning_rate):
+        raise ValueError(f"`learning_rate` should be positive. Found {learning_rate!r}.")
+    if checkpoint is not None:
+        if not isinstance(checkpoint, str | os.PathLike):
+            raise TypeError(f"`checkpoint` should be a path, or None. Found {checkpoint!r}.")
+        if Path(checkpoint).is_dir() or not Path(checkpoint).absolute().parent.is_dir():
+            raise ValueError(f"`checkpoint` should be a file in a folder that exists. Found {str(checkpoint)!r}.")
+
+
+# --- small things ----------------------------------------------------------------------------------------------------
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a zero for a running mean of a tensor, in at least single precision."""
+    dtype = torch.promote_types(tensor.dtype, torch.float32) if tensor.is_floating_point() else tensor.dtype
+    return torch.zeros_like(tensor, dtype=dtype)
+
+
+def _kind(tensor: Tensor | None) -> str | None:
+    return None if tensor is None else f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _with_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
