@@ -11,11 +11,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.attacks._setting import EXAMPLE, Setting
 from toolkit.adversarial.attacks.losses import margin_loss
+from toolkit.adversarial.balls.box import draw
 from toolkit.blocks import stop_gradient
 
-__all__ = ["Attack", "Model", "check_weight", "clean_and_moved", "cross_entropy", "divergence", "found_by", "given"]
+__all__ = [
+    "Attack",
+    "Model",
+    "check_weight",
+    "clean_and_moved",
+    "cross_entropy",
+    "divergence",
+    "found_by",
+    "given",
+    "start_near",
+]
 
 Model = Callable[[Tensor], Tensor]
 # Called as ``attack(model, x, labels)``, by some losses with a ``loss`` to be raised; returns examples like x.
@@ -86,6 +97,16 @@ def clean_and_moved(model: Model, x: Tensor, example: Tensor) -> tuple[Tensor, T
     """
     clean, moved = model(torch.cat([x, example.to(x.dtype)])).split(len(x))
     return clean, moved
+
+
+def start_near(attack: Setting, start: float | Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return a point close to the clean inputs, (N, ...): see `nearby_pgd`."""
+    distance = attack.stride("start", start)
+    if generator is None:
+        point, gradient, _ = attack.gradient(attack.x)
+        return attack.ball.step(point, gradient, distance)
+    noise = draw(torch.randn, attack.x, generator).to(attack.x.dtype)
+    return attack.ball.project(attack.x + distance * noise)
 
 
 def check_weight(name: str, value: float) -> None:

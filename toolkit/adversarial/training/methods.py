@@ -10,26 +10,54 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypedDict
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from toolkit.adversarial.attacks._setting import check_count
 from toolkit.adversarial.attacks.gradient import fgsm, pgd, rs_fgsm
 from toolkit.adversarial.balls import Bounds, Norm
-from toolkit.adversarial.training._terms import Attack, Model, cross_entropy, found_by, given
+from toolkit.adversarial.training._terms import (
+    Attack,
+    Model,
+    check_weight,
+    clean_and_moved,
+    cross_entropy,
+    found_by,
+    given,
+)
+from toolkit.adversarial.training.free import free_loss
 from toolkit.adversarial.training.losses import adversarial_loss
+from toolkit.adversarial.training.mart import mart_loss
+from toolkit.adversarial.training.pairing import alp_loss
+from toolkit.adversarial.training.smoothness import cure_loss, linearity_pgd, llr_loss
 from toolkit.adversarial.training.trades import divergence_from_clean, held_trades_loss, nearby_pgd, trades_loss
+from toolkit.adversarial.training.vat import (
+    Direction,
+    power_direction,
+    vat_direction,
+    virtual_divergence,
+    virtual_example,
+)
+from toolkit.adversarial.training.weights import awp_loss
 
 __all__ = [
+    "ALP",
+    "AWP",
+    "CURE",
     "FGSM",
+    "LLR",
+    "MART",
     "METHODS",
     "PGD",
     "RSFGSM",
     "TRADES",
+    "VAT",
     "BallArguments",
+    "Free",
     "HeldTRADES",
     "Method",
     "Standard",
@@ -63,7 +91,7 @@ class Method(ABC):
         return x
 
     @abstractmethod
-    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor) -> Tensor:
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the loss at given examples: a scalar, in nats per sample."""
 
     def loss(
@@ -78,7 +106,8 @@ class Method(ABC):
             ball: ``{"epsilon": ..., "norm": ..., "bounds": ...}``.
             generator: Draws what the method draws.
         """
-        return self.loss_at(model, x, labels, self.example(model, x, labels, ball=ball, generator=generator))
+        example = self.example(model, x, labels, ball=ball, generator=generator)
+        return self.loss_at(model, x, labels, example, ball=ball)
 
     def step(
         self,
@@ -112,7 +141,7 @@ class Method(ABC):
 class Standard(Method):
     """Training on clean inputs: ``mean(-log p_y(x))``, for comparison."""
 
-    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor) -> Tensor:
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the mean cross entropy at the examples, which are the clean inputs."""
         return cross_entropy(model(example), labels).mean()
 
@@ -131,7 +160,7 @@ class _Attacked(Method):
         """Return the examples that the attack finds."""
         return found_by(self.attack(ball, generator), model, x, labels)
 
-    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor) -> Tensor:
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `adversarial_loss` at given examples."""
         return adversarial_loss(model, x, labels, attack=given(example))
 
@@ -228,7 +257,7 @@ class TRADES(Method):
         )
         return found_by(attack, model, x, labels, loss=divergence_from_clean(model, x))
 
-    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor) -> Tensor:
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `trades_loss` at given examples."""
         return trades_loss(model, x, labels, beta=self.beta, attack=given(example))
 
@@ -237,9 +266,206 @@ class TRADES(Method):
 class HeldTRADES(TRADES):
     """TRADES with the clean distribution held constant in the divergence. See `held_trades_loss`."""
 
-    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor) -> Tensor:
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `held_trades_loss` at given examples."""
         return held_trades_loss(model, x, labels, beta=self.beta, attack=given(example))
+
+
+@dataclass(frozen=True)
+class MART(PGD):
+    """Boosted cross entropy at examples of PGD, and the divergence where the clean answer is wrong. See `mart_loss`.
+
+    Attributes:
+        beta: Weight of the divergence.
+    """
+
+    beta: float = 5.0
+
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
+        """Return `mart_loss` at given examples."""
+        return mart_loss(model, x, labels, beta=self.beta, attack=given(example))
+
+
+@dataclass(frozen=True)
+class ALP(PGD):
+    """Cross entropy of clean inputs and of examples of PGD, and the distance of their logits. See `alp_loss`.
+
+    Attributes:
+        weight: Of the squared distance.
+    """
+
+    weight: float = 0.5
+
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
+        """Return `alp_loss` at given examples."""
+        return alp_loss(model, x, labels, weight=self.weight, attack=given(example))
+
+
+@dataclass(frozen=True)
+class VAT(Method):
+    """Cross entropy of clean inputs that have a label, and `vat_loss` of all. See `vat_loss`.
+
+    A sample without a label has the label -1.
+
+    Attributes:
+        weight: Of the smoothness: alpha of the paper.
+        iterations: Power iterations that find the direction. None: the exact direction.
+        xi: Length of the probe of power iteration; see `power_direction`.
+    """
+
+    weight: float = 1.0
+    iterations: int | None = None
+    xi: float | None = None
+
+    def example(
+        self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
+    ) -> Tensor:
+        """Return the inputs moved in the virtual adversarial direction; labels do not matter."""
+        direction: Direction = vat_direction
+        if self.iterations is not None:
+            direction = partial(power_direction, iterations=self.iterations, xi=self.xi, generator=generator)
+        return virtual_example(model, x, **ball, direction=direction)
+
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
+        """Return the cross entropy of the labelled samples, and the smoothness of all at given examples."""
+        check_weight("weight", self.weight)
+        clean, moved = clean_and_moved(model, x, example)
+        labelled = labels >= 0
+        supervised = cross_entropy(clean[labelled], labels[labelled]).sum() / labelled.sum().clamp(min=1)
+        return supervised + self.weight * virtual_divergence(clean, moved).mean()
+
+
+@dataclass(frozen=True)
+class CURE(Method):
+    """Cross entropy of clean inputs, and the curvature of the loss in an adversarial direction. See `cure_loss`.
+
+    Attributes:
+        h: Length of the finite difference in units of epsilon. 1 measures the curvature across the ball.
+        weight: Of the curvature.
+    """
+
+    h: float = 1.0
+    weight: float = 4.0
+
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
+        """Return `cure_loss`, which finds its direction itself: there is no example."""
+        return cure_loss(model, x, labels, h=times(self.h, ball["epsilon"]), weight=self.weight, norm=ball["norm"])
+
+
+@dataclass(frozen=True)
+class LLR(Method):
+    """Cross entropy of clean inputs, and its distance from linear in the ball. See `llr_loss`.
+
+    Attributes:
+        weight: Of the distance from the tangent.
+        slope_weight: Of the change along the tangent.
+        steps: Number of gradient steps of the attack on the distance.
+        step_size: Length of a step in units of epsilon. None: ``2.5 / steps``.
+        gradient_dtype: Dtype in which the attack takes its gradients. None: as the model is.
+    """
+
+    weight: float = 4.0
+    slope_weight: float = 3.0
+    steps: int = 10
+    step_size: float | None = None
+    gradient_dtype: torch.dtype | None = None
+
+    def example(
+        self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
+    ) -> Tensor:
+        """Return the inputs in the ball at which the loss is farthest from its tangent."""
+        attack = partial(
+            linearity_pgd,
+            **ball,
+            steps=self.steps,
+            step_size=step_length(self.step_size, self.steps, ball),
+            gradient_dtype=self.gradient_dtype,
+            generator=generator,
+        )
+        return found_by(attack, model, x, labels)
+
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
+        """Return `llr_loss` at given examples."""
+        weights = {"weight": self.weight, "slope_weight": self.slope_weight}
+        return llr_loss(model, x, labels, **weights, attack=given(example))
+
+
+@dataclass(frozen=True)
+class Free(Method):
+    """Free adversarial training: every replay of a batch moves weights and perturbation. See `free_loss`.
+
+    The perturbation is kept from batch to batch. An epoch costs `replays` epochs of standard training.
+
+    Attributes:
+        replays: Number of updates on every batch.
+    """
+
+    replays: int = 8
+
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
+        """Return the mean cross entropy at given examples."""
+        return cross_entropy(model(example), labels).mean()
+
+    def step(
+        self,
+        model: Model,
+        x: Tensor,
+        labels: Tensor,
+        *,
+        ball: BallArguments,
+        generator: torch.Generator,
+        update: Update,
+        state: State,
+    ) -> tuple[Tensor, State]:
+        """Update the weights `replays` times on one batch, and keep ``{"perturbation": (N, ...)}`` for the next.
+
+        A smaller batch uses the first rows of it and leaves the others, a larger one adds rows of zeros.
+        """
+        check_count("replays", self.replays)
+        kept = state.get("perturbation", x[:0])
+        missing = max(0, len(x) - len(kept))
+        perturbation = torch.cat([kept.to(x), x.new_zeros(missing, *x.shape[1:])])
+        for _ in range(self.replays):
+            replay = free_loss(model, x, labels, perturbation=perturbation[: len(x)], **ball)
+            update(replay.loss)
+            perturbation = torch.cat([replay.next_perturbation(), perturbation[len(x) :]])
+        return replay.loss, {"perturbation": perturbation}
+
+
+@dataclass(frozen=True)
+class AWP(Method):
+    """Any other method, with its loss taken at the worst weights nearby. See `awp_loss`.
+
+    The examples are those of the weights themselves; the weights are then perturbed against the loss at these examples.
+
+    Attributes:
+        method: Whose loss it is.
+        gamma: Largest length of the perturbation of a weight, relative to that of the weight.
+    """
+
+    method: Method = field(default_factory=PGD)
+    gamma: float = 5e-3
+
+    def __post_init__(self) -> None:
+        if isinstance(self.method, AWP | Free):
+            raise TypeError(
+                "`method` should be one with a loss of its own to perturb the weights of. "
+                f"Found {type(self.method).__name__}."
+            )
+
+    def example(
+        self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
+    ) -> Tensor:
+        """Return the examples of the method."""
+        return self.method.example(model, x, labels, ball=ball, generator=generator)
+
+    def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
+        """Return `awp_loss` of the method's loss at given examples."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"`model` should be a torch.nn.Module. Found {type(model).__name__}.")
+        return awp_loss(
+            model, lambda model: self.method.loss_at(model, x, labels, example, ball=ball), gamma=self.gamma
+        )
 
 
 def times(factor: float, epsilon: float | Tensor) -> Tensor:
@@ -259,4 +485,11 @@ METHODS: dict[str, Callable[[], Method]] = {
     "pgd": PGD,
     "trades": TRADES,
     "held_trades": HeldTRADES,
+    "mart": MART,
+    "vat": VAT,
+    "alp": ALP,
+    "cure": CURE,
+    "llr": LLR,
+    "free": Free,
+    "awp": AWP,
 }

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks._setting import EXAMPLE, Setting, check_count, setting
+from toolkit.adversarial.attacks._setting import EXAMPLE, check_count, setting
 from toolkit.adversarial.attacks.losses import Loss
 from toolkit.adversarial.balls import Bounds, Norm
-from toolkit.adversarial.balls.box import draw
 from toolkit.adversarial.training._terms import (
     Attack,
     Model,
@@ -21,6 +20,7 @@ from toolkit.adversarial.training._terms import (
     cross_entropy,
     divergence,
     found_by,
+    start_near,
 )
 from toolkit.blocks import block, ordinary_tensors, stop_gradient, stop_recording
 
@@ -190,16 +190,6 @@ def nearby_pgd(
             point, gradient, _ = attack.gradient(example, loss)
             example = attack.ball.step(point, gradient, stride)
         return attack.ball.settle(example)
-
-
-def start_near(attack: Setting, start: float, generator: torch.Generator | None) -> Tensor:
-    """Return a point close to the clean inputs, (N, ...): see `nearby_pgd`."""
-    distance = attack.stride("start", start)
-    if generator is None:
-        point, gradient, _ = attack.gradient(attack.x)
-        return attack.ball.step(point, gradient, distance)
-    noise = draw(torch.randn, attack.x, generator).to(attack.x.dtype)
-    return attack.ball.project(attack.x + distance * noise)
 
 
 def _logits(model: Model, x: Tensor, labels: Tensor, beta: float, attack: Attack) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,105 @@
+"""Free adversarial training: one backward pass moves the weights and the perturbation, on every batch several times.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.training._terms import Model, cross_entropy
+from toolkit.blocks import no_graph, stop_gradient, variable
+
+__all__ = ["Replay", "free_loss"]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One pass over a batch at perturbed inputs, whose backward pass has two uses.
+
+    Attributes:
+        loss: The mean cross entropy at the example, a scalar in nats per sample.
+        example: Perturbed inputs, (N, ...), a leaf: ``loss.backward()`` leaves the gradient in its ``.grad``.
+        ball: Where examples have to lie.
+        stride: Length of the next step, (N or 1, 1, ...).
+    """
+
+    loss: Tensor
+    example: Tensor
+    ball: Ball
+    stride: Tensor
+
+    def next_perturbation(self, gradient: Tensor | None = None) -> Tensor:
+        """Return the perturbation for the next pass: a step of length epsilon up the gradient, kept in the ball.
+
+        Args:
+            gradient: Of the loss by the example, (N, ...). None: the one that ``loss.backward()`` left.
+
+        Raises:
+            RuntimeError: If there is none, because the backward pass has not run.
+        """
+        gradient = self.example.grad if gradient is None else gradient
+        if gradient is None:
+            raise RuntimeError("`loss.backward()` should have run before the next perturbation is taken.")
+        with no_graph():
+            return self.ball.step(self.example, gradient, self.stride) - self.ball.x
+
+
+def free_loss(
+    model: Model,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    perturbation: Tensor,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    bounds: Bounds = (0, 1),
+) -> Replay:
+    """Return the loss at perturbed inputs, prepared so that its backward pass gives the next perturbation as well.
+
+    Free adversarial training replays every batch m times: ``loss.backward()`` gives the gradient by the weights, which
+    take a step, and by the inputs, and the perturbation takes one of length epsilon in the ball. It is kept for the
+    next replay and for the next batch. So an epoch of m replays costs what m epochs of standard training do.
+
+    With the block `EXAMPLE` in place the gradient by the weights is that of the cross entropy at the example. The
+    perturbation was made by earlier weights; opening the block changes something only if it still has their graph.
+
+    In training mode batch normalisation updates its running statistics in every replay, as in the paper.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C), in the mode in which it is trained.
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        perturbation: Added to `x` and brought into ball and box, (N, ...). Zeros at first.
+        epsilon: Radius of the ball and length of a step; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        bounds: Least and greatest value of an input; None for no box.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `perturbation` has another shape than `x`.
+
+    Source:
+        Shafahi, Najibi, Ghiasi, Xu, Dickerson, Studer, Davis, Taylor and Goldstein, "Adversarial training for free!",
+        2019, algorithm 1.
+
+    Example:
+        >>> import torch
+        >>> x, labels, weight = torch.full((1, 2), 0.5), torch.tensor([0]), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> replay = free_loss(lambda x: x @ weight.T, x, labels, perturbation=torch.zeros(1, 2), epsilon=0.25)
+        >>> replay.loss.backward()
+        >>> replay.next_perturbation()
+        tensor([[-0.2500, -0.2500]])
+    """
+    if perturbation.shape != x.shape:
+        raise ValueError(
+            f"`perturbation` should have the shape of `x`, {tuple(x.shape)}. Found {tuple(perturbation.shape)}."
+        )
+    ball = make_ball(norm, x, epsilon, bounds)
+    example = variable(stop_gradient(ball.settle(ball.project(x + perturbation)), EXAMPLE))
+    stride = per_sample("epsilon", epsilon, x).to(x.dtype)
+    return Replay(cross_entropy(model(example), labels).mean(), example, ball, stride)

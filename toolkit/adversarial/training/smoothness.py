@@ -1,0 +1,199 @@
+"""Losses that make the loss surface smooth around the data: its curvature (CURE), its distance from linear (LLR).
+
+N samples, each of shape (...) with D features in all, C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial._untouched import untouched
+from toolkit.adversarial.attacks._setting import check_count, setting
+from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.balls.box import features
+from toolkit.adversarial.training._terms import Attack, Model, check_weight, cross_entropy, found_by, start_near
+from toolkit.blocks import block, stop_gradient, variable
+
+__all__ = ["CURVATURE_DIRECTION", "cure_loss", "linearity_pgd", "llr_loss"]
+
+CURVATURE_DIRECTION = block(
+    "adversarial.curvature_direction",
+    "The direction says where the curvature is measured: the loss flattens the surface there, it does not turn away.",
+)
+
+
+def cure_loss(
+    model: Model, x: Tensor, labels: Tensor, *, h: float | Tensor, weight: float, norm: Norm = "linf"
+) -> Tensor:
+    """Return the cross entropy and its curvature in an adversarial direction: curvature regularisation.
+
+    ``mean(l(x) + weight * |grad l(x + h z) - grad l(x)|_2^2)`` with the cross entropy l of every sample and its
+    gradient by the input, where z is the steepest direction of unit norm: ``sign(grad l(x))`` in Linf, and
+    ``grad l(x) / |grad l(x)|_2`` in L2. With the block `CURVATURE_DIRECTION` in place z is a constant. Opened, it adds
+    exactly nothing in Linf, because the sign has derivative zero; in L2 it adds what the parameters do to z.
+
+    The first term is taken in the mode that the model is in, with one update of running statistics; the gradients are
+    taken in evaluation mode, in which the samples do not depend on each other and nothing is updated.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C), twice differentiable (with ReLU almost everywhere).
+        x: Clean inputs, (N, ...).
+        labels: (N,).
+        h: Length of the finite difference in the norm. The paper's step of Euclidean length h corresponds to
+            ``h / sqrt(D)`` in Linf. One for all, or (N,).
+        weight: Of the curvature, not negative.
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+
+    Returns:
+        A scalar, in nats per sample.
+
+    Raises:
+        TypeError: If `x` is not floating point.
+        ValueError: If `h` or `weight` is negative or not finite, or `norm` is unknown.
+
+    Source:
+        Moosavi-Dezfooli, Fawzi, Uesato and Frossard, "Robustness via curvature regularization, and vice versa", 2019,
+        section 4.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> cure_loss(lambda x: x @ weight.T, torch.full((1, 2), 0.5), torch.tensor([0]), h=0.5, weight=4.0)
+        tensor(0.7404, grad_fn=<MeanBackward0>)
+    """
+    check_weight("weight", weight)
+    loss = cross_entropy(model(x), labels)
+    ball = make_ball(norm, x, 0.0, None)
+    length = per_sample("h", h, x).to(x.dtype)
+    with untouched(model):
+        _, slope = _losses_and_slope(model, x, labels)
+        towards = stop_gradient(ball.direction(slope), CURVATURE_DIRECTION)
+        _, moved_slope = _losses_and_slope(model, x + length * towards, labels)
+    return (loss + weight * (moved_slope - slope).square().sum(features(x))).mean()
+
+
+def llr_loss(
+    model: Model, x: Tensor, labels: Tensor, *, weight: float = 4.0, slope_weight: float = 3.0, attack: Attack
+) -> Tensor:
+    """Return the cross entropy and how far it is from linear in the ball: local linearity regularisation.
+
+    ``mean(l(x) + weight * |l(x + d) - l(x) - d . grad l(x)| + slope_weight * |d . grad l(x)|)``, where d is the
+    displacement at which the loss is farthest from its tangent (`linearity_pgd`). With the block `EXAMPLE` in place the
+    gradient is that of the written mean with d held constant; the gradient by the input is differentiated.
+
+    The first term is taken in the mode that the model is in, with one update of running statistics; the others are
+    taken in evaluation mode, in which the samples do not depend on each other and nothing is updated.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C), twice differentiable (with ReLU almost everywhere).
+        x: Clean inputs, (N, ...).
+        labels: (N,).
+        weight: Of the distance from the tangent, not negative: lambda of the paper.
+        slope_weight: Of the change along the tangent, not negative: mu of the paper.
+        attack: Called as ``attack(model, x, labels)``; returns examples ``x + d``. For example
+            ``partial(linearity_pgd, epsilon=0.1, steps=10, generator=generator)``.
+
+    Returns:
+        A scalar, in nats per sample.
+
+    Raises:
+        ValueError: If a weight is negative or not finite, or examples have another shape than `x`.
+
+    Source:
+        Qin, Martens, Gowal, Krishnan, Dvijotham, Fawzi, De, Stanforth and Kohli, "Adversarial robustness through local
+        linearization", 2019, section 4.
+
+    Example:
+        >>> from functools import partial
+        >>> weight = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> attack = partial(linearity_pgd, epsilon=0.25, steps=3)
+        >>> llr_loss(lambda x: x @ weight.T, torch.full((1, 2), 0.5), torch.tensor([0]), attack=attack)
+        tensor(0.8221, grad_fn=<MeanBackward0>)
+    """
+    check_weight("weight", weight)
+    check_weight("slope_weight", slope_weight)
+    example = found_by(attack, model, x, labels)
+    loss = cross_entropy(model(x), labels)
+    with untouched(model):
+        clean, slope = _losses_and_slope(model, x, labels)
+        change = cross_entropy(model(example), labels) - clean
+    along = ((example - x) * slope).sum(features(x))
+    return (loss + weight * (change - along).abs() + slope_weight * along.abs()).mean()
+
+
+def linearity_pgd(
+    model: Model,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    steps: int,
+    step_size: float | Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Search the point of the ball at which the cross entropy is farthest from its tangent at `x`.
+
+    Projected gradient ascent of ``|l(x + d) - l(x) - d . grad l(x)|``.
+
+    Args:
+        model: As in `pgd`, and so are the other arguments.
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        steps: Number of gradient steps.
+        step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``.
+        bounds: Least and greatest value of an input; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        gradient_dtype: As in `pgd`.
+        generator: Draws starts uniformly from the ball. None starts at a thousandth of epsilon up the label's margin,
+            because at `x` itself there is no slope; the attack is then deterministic, its rows independent.
+
+    Returns:
+        Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`.
+
+    Source:
+        Qin et al., "Adversarial robustness through local linearization", 2019, section 4.
+    """
+    check_count("steps", steps)
+    with setting(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        targets=None,
+        bounds=bounds,
+        mask=mask,
+        gradient_dtype=gradient_dtype,
+    ) as attack:
+        radius = torch.as_tensor(epsilon, dtype=torch.float64)
+        stride = attack.stride("step_size", 2.5 / steps * radius if step_size is None else step_size)
+        _, slope, logits = attack.gradient(attack.x, cross_entropy)
+        clean = cross_entropy(logits, attack.labels)
+        example = start_near(attack, 1e-3 * radius, None) if generator is None else attack.ball.sample(generator)
+        for _ in range(steps):
+            point, gradient, logits = attack.gradient(example, cross_entropy)
+            along = ((point - attack.x) * slope).sum(features(point))
+            above = cross_entropy(logits, attack.labels) - clean >= along
+            towards = torch.where(above.view(-1, *[1] * (point.dim() - 1)), gradient - slope, slope - gradient)
+            example = attack.ball.step(point, towards, stride)
+        return attack.ball.settle(example)
+
+
+def _losses_and_slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy of every sample, (N,), and its gradient by the input, (N, ...), recorded if grad is."""
+    recorded = torch.is_grad_enabled()
+    with torch.enable_grad():
+        point = variable(x)
+        losses = cross_entropy(model(point), labels)
+    (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=recorded)
+    return losses, slope

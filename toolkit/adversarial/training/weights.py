@@ -1,0 +1,134 @@
+"""Adversarial weight perturbation: the loss is taken at the worst weights nearby, and descended from the weights.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.adversarial.training._terms import check_weight
+from toolkit.blocks import block, no_graph, stop_gradient, stop_recording
+
+__all__ = ["WEIGHT_PERTURBATION", "awp_loss", "reweighted", "weight_perturbation"]
+
+WEIGHT_PERTURBATION = block(
+    "adversarial.weight_perturbation",
+    "The perturbation is where the loss is probed: the weights descend from there, and do not try to move the probe.",
+)
+
+
+def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: float) -> Tensor:
+    """Return the loss at the weights that `weight_perturbation` finds: ``loss(w + v)``.
+
+    It stands for ``max_{v : |v_l| <= gamma |w_l|} loss(w + v)``. With the block `WEIGHT_PERTURBATION` in place its
+    gradient is that of the loss at ``w + v``, by w.
+
+    Batch normalisation in training mode updates its running statistics once, from the forward pass at the weights
+    themselves, which are those that are kept; the pass at the perturbed ones works on copies. Both passes draw the same
+    dropout masks.
+
+    Args:
+        model: Any module. Its parameters are read, and never written.
+        loss: A model to a scalar. It is called with `model` and with a module that has the perturbed weights, and
+            should be the same function of both: examples are made once, outside of it.
+        gamma: Largest length of the perturbation of a weight, relative to that of the weight.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        TypeError: If `model` is not a `torch.nn.Module`.
+        ValueError: If `gamma` is negative or not finite.
+
+    Source:
+        Wu, Xia and Wang, "Adversarial weight perturbation helps robust generalization", 2020, section 4.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = model.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
+        >>> awp_loss(model, lambda model: model(torch.tensor([[1.0, 0.0]])).sum(), gamma=0.1)
+        tensor(3.5000, grad_fn=<SumBackward0>)
+    """
+    return loss(reweighted(model, weight_perturbation(model, loss, gamma=gamma)))
+
+
+def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: float) -> dict[str, Tensor]:
+    """Return perturbed weights ``w_l + gamma * |w_l| * g_l / |g_l|``, where g is the gradient of the loss.
+
+    One step of ascent in every layer, to the boundary of a ball whose radius is relative to the layer's weights. The
+    perturbed weights are new tensors, to be used with `reweighted` or `torch.func.functional_call`: to add the
+    perturbation in place and subtract it later would leave a rounding in most of the weights.
+
+    No parameter's ``.grad`` and no global random state changes. What `loss` does to buffers, it does: in training mode
+    batch normalisation updates its running statistics, as in any forward pass.
+
+    Args:
+        model: Any module.
+        loss: A model to a scalar; called once, with `model`.
+        gamma: As in `awp_loss`.
+
+    Returns:
+        Name -> perturbed weights, of parameters with at least two dimensions that are trained; biases and the scales of
+        normalisation stay. The perturbation is a constant while the block `WEIGHT_PERTURBATION` is in place.
+
+    Raises:
+        TypeError: If `model` is not a `torch.nn.Module`.
+        ValueError: If `gamma` is negative or not finite.
+
+    Source:
+        Wu, Xia and Wang, "Adversarial weight perturbation helps robust generalization", 2020, section 4.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Module. Found {type(model).__name__}.")
+    check_weight("gamma", gamma)
+    weights = {name: value for name, value in model.named_parameters() if value.dim() > 1 and value.requires_grad}
+    devices = sorted({value.device.index for value in model.parameters() if value.is_cuda})
+    with stop_recording(WEIGHT_PERTURBATION):
+        recorded = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            value = loss(model)
+        slopes = torch.autograd.grad(
+            value, list(weights.values()), create_graph=recorded, allow_unused=True, materialize_grads=True
+        )
+        steps = [_step(weight, slope, gamma) for weight, slope in zip(weights.values(), slopes, strict=True)]
+    return {
+        name: weight + stop_gradient(step, WEIGHT_PERTURBATION)
+        for (name, weight), step in zip(weights.items(), steps, strict=True)
+    }
+
+
+def reweighted(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module that computes what `model` does, with other weights and with copies of its buffers.
+
+    It shares the submodules of `model`, so it is in the same mode. It is a way to call the model, not to keep it.
+
+    Args:
+        model: Any module.
+        weights: Name -> value of those parameters that are replaced.
+    """
+    return _Reweighted(model, weights)
+
+
+class _Reweighted(nn.Module):
+    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.model = model
+        self.training = model.training
+        with no_graph():
+            self._values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        self._values |= weights
+
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
+        result: Tensor = torch.func.functional_call(self.model, self._values, args, kwargs)
+        return result
+
+
+def _step(weight: Tensor, slope: Tensor, gamma: float) -> Tensor:
+    length = torch.linalg.vector_norm(slope)
+    per_slope = torch.linalg.vector_norm(weight) / length.masked_fill(length == 0, torch.inf)
+    step: Tensor = gamma * per_slope * slope
+    return step
