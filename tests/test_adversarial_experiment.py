@@ -18,7 +18,11 @@ from toolkit.adversarial import EXAMPLE, robust_loss_linear
 from toolkit.datasets import two_gaussians
 
 FOLDER = Path(__file__).parent.parent / "configs"
-CONFIGS = sorted(path.stem for path in FOLDER.glob("adversarial_*.toml"))
+CONFIGS = sorted(
+    path.stem
+    for path in FOLDER.glob("adversarial_*.toml")
+    if tomllib.loads(path.read_text())["experiment"] == "adversarial"
+)
 
 
 def config(name: str, **changes: object) -> Config:

@@ -1,0 +1,262 @@
+r"""How many steps an attack must take before holding its examples constant pays.
+
+For each number of steps k a network that has learned clean digits is made robust, all of them side by side: the loss
+is the sum over k, the networks share no parameter, and the optimiser treats every parameter on its own, so each is
+trained as if it were alone. The attack goes along the normalised gradient, so an example moves with the model.
+
+What a training gradient should be is the gradient of the worst case: by Danskin's theorem that at the worst examples,
+held constant. They are found here as well as can be, by long ascents from many starts. Both variants approximate
+it. Blocked, the gradient is taken at the example of a few steps. Open, it also has how these few steps would have
+gone otherwise. After one step, nowhere near the worst case, that is a better guess of it; after many it is not: the
+map from parameters to examples is chaotic until it converges.
+
+References:
+    Danskin, "The theory of max-min, with applications", 1966. Madry, Makelov, Schmidt, Tsipras & Vladu, "Towards deep
+    learning models resistant to adversarial attacks", 2018, section 2.1.
+
+K numbers of steps, N samples, D features.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor, nn
+
+from experiments._config import ExperimentConfig
+from experiments._training import Objective, Run, Sweep
+from toolkit.adversarial import adversarial_loss, pgd
+from toolkit.adversarial.balls import make_ball
+from toolkit.adversarial.networks import mlp
+from toolkit.datasets import Dataset, digits
+from toolkit.gradients.memory import measure_memory
+
+__all__ = ["Config", "run", "worst_examples"]
+
+_TIMED = 5  # runs, of which the fastest counts
+
+Parameters = dict[str, Tensor]
+
+
+class Config(ExperimentConfig):
+    """Values of an experiment on the number of steps of an attack.
+
+    Attributes:
+        attack_steps: The numbers of steps, each with a network of its own.
+        epsilon: Radius of the ball in Euclidean distance. Pixels lie in [0, 1].
+        widths: Units of the hidden layers.
+        activation: Between the layers.
+        clean_steps: Steps of ordinary training before the run.
+        batch_size: Samples of a training step.
+        evaluation_steps: Steps of the attack that judges the models.
+        worst_starts: Starts of the search for the worst examples.
+        worst_steps: Steps of each.
+    """
+
+    attack_steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    widths: list[Annotated[int, Field(ge=1)]]
+    activation: Literal["relu", "tanh"] = "tanh"
+    clean_steps: Annotated[int, Field(ge=0)] = 0
+    batch_size: Annotated[int, Field(ge=1)] = 128
+    evaluation_steps: Annotated[int, Field(ge=1)] = 40
+    worst_starts: Annotated[int, Field(ge=1)] = 6
+    worst_steps: Annotated[int, Field(ge=1)] = 300
+
+
+def run(config: Config, seed: int) -> Run:
+    """Return one seeded run: a network for each number of steps, the sum of their losses, and Adam."""
+    train, test, first, worst = _problem(config.model_dump_json(), seed)
+    template = _network(config, train, seed)
+    networks = {k: {name: value.clone().requires_grad_() for name, value in first.items()} for k in config.attack_steps}
+    batches = _Batches(train, config.batch_size, seed)
+
+    def loss_of(parameters: Parameters, steps: int, data: Dataset) -> Tensor:
+        attack = partial(pgd, epsilon=config.epsilon, norm="l2", steps=steps)
+        return adversarial_loss(_model(template, parameters), data.inputs, data.labels, attack=attack)
+
+    def robust_accuracies() -> list[float]:
+        return [_robust_accuracy(_model(template, network), test, config) for network in networks.values()]
+
+    def evaluate() -> Mapping[str, float]:
+        accuracies = robust_accuracies()
+        return {"objective": sum(accuracies) / len(accuracies)}
+
+    def target() -> Mapping[str, Tensor]:
+        found = {}
+        for steps, network in networks.items():
+            model = _model(template, network)
+            with torch.no_grad():
+                example = pgd(
+                    model, batches.now.inputs, batches.now.labels, epsilon=config.epsilon, norm="l2", steps=steps
+                )
+            gradient = _gradient(lambda: F.cross_entropy(model(example), batches.now.labels), network)  # noqa: B023
+            found.update({_name(steps, name): value for name, value in gradient.items()})
+        return found
+
+    def sweep() -> Mapping[str, list[float]]:
+        start = {name: value.clone().requires_grad_() for name, value in first.items()}
+        stated = _gradient(lambda: F.cross_entropy(_model(template, start)(worst), train.labels), start)
+        rows: dict[str, list[float]] = {}
+        for steps in config.attack_steps:
+            own = partial(loss_of, start, steps, train)
+            row = {
+                "relative error of the first gradient to that of the worst case": _error(_gradient(own, start), stated),
+                "peak of memory of a gradient (MiB)": measure_memory(own).peak / 2**20,
+                "processor time of a gradient (ms)": 1e3 * _seconds(lambda: _gradient(own, start)),  # noqa: B023
+            }
+            for name, value in row.items():
+                rows.setdefault(name, []).append(value)
+        return {"robust accuracy after training": robust_accuracies(), **rows}
+
+    parameters = {_name(k, name): value for k, network in networks.items() for name, value in network.items()}
+    return Run(
+        parameters=parameters,
+        loss=lambda: torch.stack([loss_of(networks[k], k, batches.now) for k in config.attack_steps]).sum(),
+        objective=Objective(
+            label=f"robust accuracy on held-out digits (L2 {config.epsilon:g}), mean over the numbers of steps",
+            higher_is_better=True,
+        ),
+        evaluate=evaluate,
+        optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate, foreach=False),
+        target=target,
+        after_step=batches.advance,
+        sweep=Sweep(label="steps of the attack", values=tuple(map(float, config.attack_steps)), evaluate=sweep),
+    )
+
+
+def worst_examples(
+    model: Callable[[Tensor], Tensor],
+    data: Dataset,
+    *,
+    epsilon: float,
+    starts: int,
+    steps: int,
+    generator: torch.Generator,
+) -> Tensor:
+    """Return for every sample the example of the greatest loss that long ascents find, (N, D).
+
+    The first starts at the sample, the others anywhere in the ball; the steps shrink to nothing, so that each ends
+    where it cannot rise.
+    """
+    ball = make_ball("l2", data.inputs, epsilon, (0, 1))
+    best, greatest = data.inputs, torch.full_like(data.inputs[:, 0], -torch.inf)
+    for start in range(starts):
+        example = data.inputs if start == 0 else ball.sample(generator)
+        for step in range(steps):
+            point = example.detach().requires_grad_()
+            losses = F.cross_entropy(model(point), data.labels, reduction="none")
+            (slope,) = torch.autograd.grad(losses.sum(), point)
+            example = ball.step(example, slope, torch.tensor(epsilon * (1 - step / steps)).to(point))
+        with torch.no_grad():
+            losses = F.cross_entropy(model(example), data.labels, reduction="none")
+        better = losses > greatest
+        best, greatest = torch.where(better[:, None], example, best), torch.where(better, losses, greatest)
+    return best
+
+
+@lru_cache(maxsize=1)  # one seed's runs are made anew for each variant
+def _problem(config_json: str, seed: int) -> tuple[Dataset, Dataset, Parameters, Tensor]:
+    """Return the data, what is held out, the parameters after clean training, and the worst examples there."""
+    config = Config.model_validate_json(config_json)
+    train, test = _data(config)
+    model = _network(config, train, seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
+    batches = _Batches(train, config.batch_size, seed)
+    for step in range(config.clean_steps):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batches.now.inputs), batches.now.labels).backward()
+        optimizer.step()
+        batches.advance(step)
+    worst = worst_examples(
+        model,
+        train,
+        epsilon=config.epsilon,
+        starts=config.worst_starts,
+        steps=config.worst_steps,
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return train, test, {name: value.detach() for name, value in model.named_parameters()}, worst
+
+
+def _data(config: Config) -> tuple[Dataset, Dataset]:
+    """Return 70 % for training and 30 % held out: the same split for every seed."""
+    data = digits(dtype=getattr(torch, config.dtype))
+    order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0))
+    cut = round(0.7 * len(order))
+    train, test = (
+        Dataset(data.inputs[part].to(config.device), data.labels[part].to(config.device), data.name)
+        for part in (order[:cut], order[cut:])
+    )
+    return train, test
+
+
+class _Batches:
+    """The batch of the current step, a new permutation every epoch."""
+
+    def __init__(self, data: Dataset, size: int, seed: int) -> None:
+        self._data, self._size = data, min(size, len(data.inputs))
+        self._generator = torch.Generator().manual_seed(seed)
+        self._left: list[Tensor] = []
+        self.advance(0)
+
+    def advance(self, step: int) -> None:
+        """Go on to the next batch."""
+        if not self._left:
+            order = torch.randperm(len(self._data.inputs), generator=self._generator)
+            self._left = list(order[: len(order) - len(order) % self._size].split(self._size))
+        rows = self._left.pop().to(self._data.labels.device)
+        self.now = Dataset(self._data.inputs[rows], self._data.labels[rows], self._data.name)
+
+
+def _network(config: Config, data: Dataset, seed: int) -> nn.Module:
+    model = mlp(
+        data.inputs.shape[1],
+        int(data.labels.max()) + 1,
+        widths=config.widths,
+        activation={"relu": nn.ReLU, "tanh": nn.Tanh}[config.activation],
+        generator=torch.Generator().manual_seed(seed),
+    )
+    return model.to(data.inputs)
+
+
+def _model(template: nn.Module, parameters: Parameters) -> Callable[[Tensor], Tensor]:
+    def model(x: Tensor) -> Tensor:
+        logits: Tensor = torch.func.functional_call(template, parameters, (x,))
+        return logits
+
+    return model
+
+
+def _name(steps: int, name: str) -> str:
+    return f"{steps} steps, {name}"
+
+
+def _gradient(loss: Callable[[], Tensor], parameters: Parameters) -> Parameters:
+    return dict(zip(parameters, torch.autograd.grad(loss(), list(parameters.values())), strict=True))
+
+
+def _error(found: Parameters, stated: Parameters) -> float:
+    error = sum(float((found[name] - stated[name]).square().sum()) for name in stated)
+    return float((error / sum(float(value.square().sum()) for value in stated.values())) ** 0.5)
+
+
+def _seconds(program: Callable[[], object]) -> float:
+    taken = []
+    for _ in range(_TIMED):
+        start = time.process_time()
+        program()
+        taken.append(time.process_time() - start)
+    return min(taken)
+
+
+def _robust_accuracy(model: Callable[[Tensor], Tensor], test: Dataset, config: Config) -> float:
+    with torch.no_grad():
+        example = pgd(model, test.inputs, test.labels, epsilon=config.epsilon, norm="l2", steps=config.evaluation_steps)
+        return (model(example).argmax(1) == test.labels).double().mean().item()
