@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from experiments._config import ExperimentConfig
 from experiments._training import Objective, Run
 from toolkit.adversarial import adversarial_loss, certify_linear, pgd, robust_loss_linear
+from toolkit.adversarial.networks import mlp, small_cnn
 from toolkit.datasets import Dataset, digits, two_gaussians
 
 __all__ = ["Config", "best_robust_loss", "run"]
@@ -283,32 +284,18 @@ def _on_device(data: Dataset, config: Config) -> Dataset:
 
 
 def _network(config: Config, data: Dataset, generator: torch.Generator) -> nn.Module:
-    """Return the model, its parameters drawn as torch's layers draw theirs, but from `generator`."""
-    activation = {"relu": nn.ReLU, "tanh": nn.Tanh}[config.activation]
+    """Return the model, its parameters drawn from `generator`."""
     features, classes = data.inputs.shape[1], int(data.labels.max()) + 1
-    layers: list[nn.Module] = []
-    with torch.device("meta"):  # where layers draw nothing
-        if config.network == "cnn":
-            channels, side = 1, math.isqrt(features)
-            layers = [nn.Unflatten(1, (1, side, side))]
-            for width in config.widths:
-                layers += [nn.Conv2d(channels, width, 3, stride=2, padding=1), activation()]
-                channels, side = width, (side + 1) // 2
-            layers += [nn.Flatten()]
-            features = channels * side**2
-        elif config.network == "mlp":
-            for width in config.widths:
-                layers += [nn.Linear(features, width), activation()]
-                features = width
-        last = nn.Linear(features, classes)
-        model = nn.Sequential(*layers, last) if layers else last
-    model.to_empty(device="cpu")
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            assert layer.bias is not None
-            bound = 1 / math.sqrt(layer.weight[0].numel())
-            for parameter in (layer.weight, layer.bias):
-                nn.init.uniform_(parameter, -bound, bound, generator=generator)
+    activation = {"relu": nn.ReLU, "tanh": nn.Tanh}[config.activation]
+    made: dict[str, Any] = {"widths": config.widths, "activation": activation, "generator": generator}
+    if config.network == "linear":
+        (model,) = mlp(features, classes, widths=[], generator=generator)
+    elif config.network == "mlp":
+        model = mlp(features, classes, **made)
+    else:
+        side = math.isqrt(features)
+        layers = small_cnn(classes, image_size=side, strides=[2] * len(config.widths), **made)
+        model = nn.Sequential(nn.Unflatten(1, (1, side, side)), *layers)
     return model.to(data.inputs)
 
 
