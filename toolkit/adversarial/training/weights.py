@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.adversarial.training._terms import check_weight
-from toolkit.blocks import block, no_graph, stop_gradient, stop_recording
+from toolkit.blocks import block, no_graph, stop_recording
 
 __all__ = ["WEIGHT_PERTURBATION", "awp_loss", "reweighted", "weight_perturbation"]
 
@@ -95,10 +95,7 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
             value, list(weights.values()), create_graph=recorded, allow_unused=True, materialize_grads=True
         )
         steps = [_step(weight, slope, gamma) for weight, slope in zip(weights.values(), slopes, strict=True)]
-    return {
-        name: weight + stop_gradient(step, WEIGHT_PERTURBATION)
-        for (name, weight), step in zip(weights.items(), steps, strict=True)
-    }
+    return {name: weight + step for (name, weight), step in zip(weights.items(), steps, strict=True)}
 
 
 def reweighted(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
