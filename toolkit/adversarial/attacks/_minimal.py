@@ -1,0 +1,312 @@
+"""What attacks share that look for the nearest adversarial example: the record of it, and the last stretch to it.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._hyperplane import ORDER, inner, shortest_move
+from toolkit.adversarial.attacks._setting import Setting, setting
+from toolkit.adversarial.attacks.losses import difference_loss
+from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.balls.box import norm_of, wide
+from toolkit.blocks import no_graph, variable
+
+__all__ = ["Nearest", "Planes", "Search", "check_fraction", "check_only_l2", "minimal_search", "rivals", "strength"]
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """The nearest adversarial example so far of every sample; where there is none, the strongest point so far.
+
+    Attributes:
+        example: (N, ...).
+        distance: From the clean input, (N,), float64; infinite where no adversarial example was found.
+        strength: By how much the attack has what it wants there, in logits, (N,).
+    """
+
+    example: Tensor
+    distance: Tensor
+    strength: Tensor
+
+    @property
+    def is_found(self) -> Tensor:
+        """Where there is an adversarial example, (N,)."""
+        return self.distance < torch.inf
+
+    def rows(self, index: Tensor) -> Nearest:
+        """Return the record of some samples."""
+        return Nearest(self.example[index], self.distance[index], self.strength[index])
+
+    def put(self, index: Tensor, some: Nearest) -> Nearest:
+        """Return the record with that of some samples replaced."""
+        return Nearest(
+            self.example.index_copy(0, index, some.example),
+            self.distance.index_copy(0, index, some.distance),
+            self.strength.index_copy(0, index, some.strength),
+        )
+
+
+class Planes(NamedTuple):
+    """K boundaries of the model as linearised at a point.
+
+    Attributes:
+        point: (N, ...).
+        logits: (N, C).
+        values: K times (N,), each above 0 beyond its boundary.
+        slopes: K times (N, ...).
+    """
+
+    point: Tensor
+    logits: Tensor
+    values: list[Tensor]
+    slopes: list[Tensor]
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search in the whole box for the nearest adversarial example.
+
+    Attributes:
+        attack: The setting, whose ball is the box.
+        norm: In which it is to be near.
+        ball: In which the result has to lie.
+        radius: Of the ball, (N,), float64; infinite for none.
+    """
+
+    attack: Setting
+    norm: Norm
+    ball: Ball
+    radius: Tensor
+
+    def rows(self, index: Tensor) -> Search:
+        """Return the search of some samples."""
+        return replace(self, attack=self.attack.rows(index), ball=self.ball.rows(index), radius=self.radius[index])
+
+    def start(self) -> tuple[Nearest, Tensor]:
+        """Return the record in which there is only the clean input, and the logits (N, C) there."""
+        attack = self.attack
+        logits = attack.model(attack.x)
+        with no_graph():
+            distance = torch.where(attack.succeeds(logits), 0.0, torch.inf).double()
+        return Nearest(attack.x, distance, strength(attack, logits)), logits
+
+    def length(self, offset: Tensor) -> Tensor:
+        """Return the norm of every sample, (N,), float64."""
+        size: Tensor = torch.linalg.vector_norm(offset.flatten(1), ORDER[self.norm], 1, dtype=torch.float64)
+        return size
+
+    def offer(self, nearest: Nearest, example: Tensor, logits: Tensor | None = None) -> Nearest:
+        """Return the record with `example` in the place of those that it is better than."""
+        attack = self.attack
+        logits = attack.model(example) if logits is None else logits
+        found = strength(attack, logits)
+        with no_graph():
+            distance = self.length(example.double() - attack.x.double())
+            distance = distance.masked_fill(~attack.succeeds(logits), torch.inf)
+            neither = ~nearest.is_found & distance.isinf()
+            better = torch.where(neither, found > nearest.strength, distance < nearest.distance)
+        return Nearest(
+            torch.where(better.view(-1, *[1] * (example.dim() - 1)), example, nearest.example),
+            torch.where(better, distance, nearest.distance),
+            torch.where(better, found, nearest.strength),
+        )
+
+    def move(self, point: Tensor, offset: Tensor) -> Tensor:
+        """Return ``point + offset`` in the box and in the dtype of the inputs."""
+        ball = self.attack.ball
+        moved = point.to(offset.dtype) + offset
+        return torch.clamp(moved.to(ball.x.dtype), ball.lower, ball.upper)
+
+    def to_plane(self, point: Tensor, slope: Tensor, gain: Tensor) -> Tensor:
+        """Return the shortest move from `point` that gains this much along `slope`, inside of the box."""
+        return shortest_move(self.norm, point, slope, gain, self.attack.ball.lower, self.attack.ball.upper)
+
+    def margin(self, logits: Tensor, slope: Tensor, point: Tensor) -> Tensor:
+        """Return how far beyond a boundary one has to aim, in logits, (N,), to be beyond it after rounding."""
+        with no_graph():
+            rounding = torch.finfo(point.dtype).eps
+            spread = norm_of(slope.to(wide(slope)) * point.to(wide(slope))).flatten()
+            return 4 * rounding * (logits.abs().amax(1).to(spread.dtype) + spread)
+
+    def bring_closer(self, nearest: Nearest, classes: Tensor | None = None) -> Nearest:
+        """Return the record after the last stretch: to the boundary, and along it.
+
+        The way from the clean input to the example is shortened until it just crosses the boundary, and the clean input
+        is projected onto the boundary as linearised there, which for a linear model is the exact optimum. First onto
+        the nearest of the boundaries to all `classes`, (N, K), if given, because a descent may have gone to another;
+        then, twice, onto the one that was crossed. A point is taken only if it is adversarial and nearer.
+        """
+        for rivals in (None, None) if classes is None else (classes, None, None):
+            nearest = self._shorten(nearest)
+            planes = self.planes(nearest.example, rivals)
+            move, _, _ = self.to_nearest_plane(self.attack.x, planes)
+            nearest = self.offer(nearest, self.move(self.attack.x, move))
+        return nearest
+
+    def planes(self, example: Tensor, classes: Tensor | None) -> Planes:
+        """Return the boundaries to `classes`, (N, K), as linearised at `example`.
+
+        Args:
+            example: (N, ...).
+            classes: None: the one boundary to what the attack wants.
+        """
+        if classes is None:
+            point, slope, logits, value = self.linearise(example)
+            return Planes(point, logits, [value], [slope])
+        recorded = torch.is_grad_enabled()
+        point = variable(example)
+        with torch.enable_grad():
+            logits = self.attack.slopes(point)
+            wide_logits = logits.to(wide(logits))
+            label = wide_logits.gather(1, self.attack.labels.long()[:, None])
+            values = list((wide_logits.gather(1, classes) - label).unbind(1))
+        slopes = []
+        for k, value in enumerate(values):
+            cotangent, last = torch.ones_like(value), k + 1 == len(values)
+            (slope,) = torch.autograd.grad(
+                value, point, cotangent, retain_graph=recorded or not last, create_graph=recorded
+            )
+            slopes.append(slope.to(wide(slope)))
+        return Planes(point, logits, values, slopes)
+
+    def to_nearest_plane(self, start: Tensor, planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the shortest of the moves from `start` to one of the boundaries, its slope and what it gains, (N,).
+
+        A boundary that `start` seems to be beyond of is none to go to. Without any the move is zero.
+        """
+        column = (-1, *[1] * (start.dim() - 1))
+        best = torch.full_like(self.radius, torch.inf)
+        move, slope, gain = torch.zeros_like(planes.slopes[0]), planes.slopes[0], torch.zeros_like(planes.values[0])
+        away = start.to(move.dtype) - planes.point.to(move.dtype)
+        for value, candidate in zip(planes.values, planes.slopes, strict=True):
+            need = self.margin(planes.logits, candidate, planes.point) - value - inner(candidate, away)
+            way = self.to_plane(start, candidate, need.clamp(min=0))
+            with no_graph():
+                share = inner(candidate, way) / need
+                # What the box puts out of reach comes last, and then what is least out of reach first.
+                size = torch.where(share < 0.999, 1e30 * (2 - share), self.length(way))
+                shorter = (size < best) & (need > 0)
+                best = torch.where(shorter, size, best)
+            move = torch.where(shorter.view(column), way, move)
+            slope = torch.where(shorter.view(column), candidate, slope)
+            gain = torch.where(shorter, need, gain)
+        return move, slope, gain
+
+    def linearise(
+        self, example: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return point, slope (N, ...), logits (N, C) and value (N,) of what is to be raised above 0.
+
+        Args:
+            example: (N, ...).
+            loss: Logits and `goal` to values (N,). None: `strength`.
+        """
+        attack = self.attack
+        loss = loss or (lambda logits, _: strength(attack, logits))
+        point, slope, logits = attack.gradient(example, loss)
+        return point, slope.to(wide(slope)), logits, loss(logits, attack.goal)
+
+    def finish(self, nearest: Nearest) -> Tensor:
+        """Return the examples, projected into the ball where they are out of it."""
+        example = nearest.example
+        projected = self.ball.settle(self.ball.project(example))
+        with no_graph():
+            size = self.length(example.double() - self.ball.x.double())
+            slack = (example[:1].numel() + 8) * torch.finfo(torch.float64).eps  # rounding of the norm itself
+            inside = size <= self.radius * (1 - slack)
+        return torch.where(inside.view(-1, *[1] * (example.dim() - 1)), example, projected)
+
+    def _shorten(self, nearest: Nearest, rounds: int = 5) -> Nearest:
+        """Look for the boundary between the clean input and the example, by secants that aim a little beyond it."""
+        x, end = self.attack.x.to(wide(self.attack.x)), nearest.example
+        way = end.to(x.dtype) - x
+        column = (-1, *[1] * (x.dim() - 1))
+        low, high = torch.zeros_like(nearest.strength), torch.ones_like(nearest.strength)
+        below, above = strength(self.attack, self.attack.model(self.attack.x)), nearest.strength
+        for _ in range(rounds):
+            with no_graph():
+                crosses = (above > 0) & (below < 0)
+            share = torch.where(crosses, below / torch.where(crosses, below - above, 1), 0.5)
+            position = low + (high - low) * (0.97 * share + 0.03)
+            example = self.move(self.attack.x, position.view(column).to(x.dtype) * way)
+            logits = self.attack.model(example)
+            nearest = self.offer(nearest, example, logits)
+            value = strength(self.attack, logits)
+            with no_graph():
+                beyond = self.attack.succeeds(logits)
+            low, below = torch.where(beyond, low, position), torch.where(beyond, below, value)
+            high, above = torch.where(beyond, position, high), torch.where(beyond, value, above)
+        return nearest
+
+
+@contextmanager
+def minimal_search(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor | None,
+    norm: Norm,
+    targets: Tensor | None,
+    bounds: Bounds,
+    mask: Tensor | None,
+) -> Iterator[Search]:
+    """Prepare a search in the whole box, as `setting` prepares an attack in a ball.
+
+    Args:
+        model: As in `deepfool`, and so are the other arguments.
+        x: Clean inputs.
+        labels: (N,).
+        epsilon: Radius of the ball in which the result has to lie; None for the whole box.
+        norm: Of the distance and of the ball.
+        targets: (N,) or None.
+        bounds: Of the box.
+        mask: Where an input may change.
+
+    Raises:
+        TypeError: As in `setting`.
+        ValueError: As in `setting`.
+    """
+    whole = setting(model, x, labels, epsilon=None, norm=norm, targets=targets, bounds=bounds, mask=mask)
+    with whole as attack:
+        ball = attack.ball if epsilon is None else make_ball(norm, attack.x, epsilon, bounds, mask)
+        radius = torch.full(attack.x.shape[:1], torch.inf, dtype=torch.float64, device=attack.x.device)
+        if epsilon is not None:
+            radius = per_sample("epsilon", epsilon, attack.x).flatten().expand_as(radius)
+        yield Search(attack, norm, ball, radius)
+
+
+def strength(attack: Setting, logits: Tensor) -> Tensor:
+    """Return by how much the attack has what it wants, (N,): the best other class over the label, or the reverse."""
+    return attack.sign * difference_loss(logits.to(wide(logits)), attack.goal)
+
+
+def rivals(attack: Setting, logits: Tensor, n_classes: int) -> Tensor | None:
+    """Return the classes to move to, (N, K): those with the largest logits, without the label; None with targets."""
+    if attack.targets is not None:
+        return None
+    others = logits.scatter(1, attack.labels.long()[:, None], -torch.inf)
+    return others.topk(max(1, min(n_classes, logits.shape[1]) - 1), 1).indices
+
+
+def check_only_l2(attack: str, norm: str) -> None:
+    """Raise a ValueError unless the norm is that of the only distance that an attack minimises."""
+    if norm != "l2":
+        raise ValueError(
+            f"`norm` should be 'l2' for `{attack}`, which minimises the Euclidean distance. Found {norm!r}."
+        )
+
+
+def check_fraction(name: str, value: float, *, least: float = 0.0, most: float = 1.0) -> None:
+    """Raise a ValueError unless ``least <= value <= most``."""
+    if not least <= value <= most:
+        raise ValueError(f"`{name}` should lie between {least:g} and {most:g}. Found {value!r}.")

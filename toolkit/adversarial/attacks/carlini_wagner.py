@@ -1,0 +1,157 @@
+"""Carlini and Wagner's attack: distance plus a penalty for not being adversarial, minimised by Adam.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._minimal import Nearest, Search, check_only_l2, minimal_search, rivals
+from toolkit.adversarial.attacks._setting import check_count
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls.box import sum_of
+from toolkit.blocks import no_graph
+
+__all__ = ["carlini_wagner"]
+
+
+def carlini_wagner(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor | None = None,
+    norm: Norm = "l2",
+    steps: int = 50,
+    searches: int = 4,
+    learning_rate: float = 0.05,
+    n_classes: int = 10,
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+) -> Tensor:
+    r"""Minimise the squared distance plus a weighted penalty, and search the least weight that suffices.
+
+    :math:`\min_{x'} |x' - x|_2^2 + c \max(z_y - \max_{j \ne y} z_j, 0)` at `x'`, by Adam with a rate that falls to
+    zero in a straight line. The box is kept by clipping rather than by the paper's tanh, which cannot reach its faces.
+    The weight c is searched for every sample: where a descent has met an adversarial point it is halved or brought to
+    the middle (on a logarithmic scale) of what failed and what succeeded, and else multiplied by ten. The first is
+    twice the smallest that suffices for the model as linearised at `x`, so nothing depends on the scale of the
+    logits. A sample whose descent has not got anywhere for a third of its steps waits for the next c.
+
+    The nearest adversarial point of all steps and searches is kept, and in the end brought onto the boundary as in
+    `deepfool`. Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are
+    differentiated; c and which point is the nearest are constant.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: As in `deepfool`.
+        norm: ``"l2"``, the only one that the method has here.
+        steps: Largest number of Adam's steps per search.
+        searches: Number of weights c that are tried for every sample.
+        learning_rate: Adam's, at first: about by how much a coordinate changes per step, in the units of `x`.
+        n_classes: How many classes to consider in the last stretch, those with the largest logits at `x`, the label
+            included.
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
+
+    Returns:
+        As in `deepfool`.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, if `norm` is another, `n_classes` is less than 2, `searches` is not positive, or
+            `learning_rate` is not positive and finite.
+
+    Source:
+        Carlini and Wagner, "Towards evaluating the robustness of neural networks", 2017, section V, with their loss
+        f6; Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> carlini_wagner(lambda x: x @ weight.T - torch.tensor([2.0, 0.0]), torch.ones(1, 2), torch.tensor([0]))
+        tensor([[0.4000, 0.2000]])
+    """
+    check_count("steps", steps)
+    check_count("searches", searches)
+    check_count("n_classes", n_classes, 2)
+    check_only_l2("carlini_wagner", norm)
+    if not 0 < learning_rate < float("inf"):
+        raise ValueError(f"`learning_rate` should be positive and finite. Found {learning_rate!r}.")
+    with minimal_search(
+        model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
+    ) as search:
+        nearest, logits = search.start()
+        classes = rivals(search.attack, logits, n_classes)
+        with no_graph():
+            weight = _first_weight(search)
+            least, most = torch.zeros_like(weight), torch.full_like(weight, torch.inf)
+        pending = nearest.distance.isinf() | (nearest.distance > 0)
+        index = pending.nonzero()[:, 0]
+        for _ in range(searches if len(index) else 0):
+            found, some = _descend(
+                search.rows(index), nearest.rows(index), weight[index], steps=steps, learning_rate=learning_rate
+            )
+            nearest = nearest.put(index, some)
+            with no_graph():
+                success = torch.zeros_like(pending).index_copy(0, index, found)
+                least, most = torch.where(success, least, weight), torch.where(success, weight, most)
+                middle = torch.where(least > 0, (least * most).sqrt(), most / 2)
+                weight = torch.where(most.isinf(), 10 * weight, middle)
+        return search.finish(search.bring_closer(nearest, classes))
+
+
+def _first_weight(search: Search) -> Tensor:
+    """Return twice the c at which the minimum crosses the boundary of the linearised model, (N,)."""
+    _, slope, _, value = search.linearise(search.attack.x)
+    squared = sum_of(slope.square()).flatten()
+    needed = 2 * (-value).clamp(min=0) / squared.masked_fill(squared == 0, 1)
+    return 2 * needed.masked_fill(needed == 0, 1)
+
+
+def _descend(
+    search: Search, nearest: Nearest, weight: Tensor, *, steps: int, learning_rate: float
+) -> tuple[Tensor, Nearest]:
+    """Return where a descent has met an adversarial point, (N,), and the record after it."""
+    found = torch.zeros_like(nearest.is_found)
+    index = torch.arange(len(weight), device=weight.device)
+    part, record = search, nearest
+    x = search.attack.x.to(weight.dtype)
+    example, mean, square = x, torch.zeros_like(x), torch.zeros_like(x)
+    least = torch.full_like(weight, torch.inf)  # value of the objective
+    waited = torch.zeros_like(index)
+    column = (-1, *[1] * (x.dim() - 1))
+    for step in range(steps):
+        point, slope, logits, value = part.linearise(example.to(search.attack.x.dtype))
+        record = part.offer(record, point, logits)
+        clean = part.attack.x.to(weight.dtype)
+        with no_graph():
+            found = found.index_put((index,), found[index] | part.attack.succeeds(logits))
+            objective = sum_of((point - clean).square()).flatten() + weight * (-value).clamp(min=0)
+            better = objective < 0.999 * least
+            least, waited = torch.minimum(objective, least), torch.where(better, 0, waited + 1)
+        gradient = 2 * (point - clean) - torch.where(value > 0, 0, weight).view(column) * slope
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient.square()
+        first, second = 1 - 0.9 ** (step + 1), 1 - 0.999 ** (step + 1)
+        rate = learning_rate * (1 - step / steps)
+        # Below the root: its derivative at zero is infinite.
+        change = -rate * (mean / first) / (square / second + 1e-16).sqrt()
+        ball = part.attack.ball
+        example = torch.clamp(example + change, ball.lower.to(x.dtype), ball.upper.to(x.dtype))
+        keep = waited < max(10, steps // 3)
+        if not keep.all():
+            nearest = nearest.put(index, record)
+            index, record, part = index[keep], record.rows(keep), part.rows(keep)
+            example, mean, square = example[keep], mean[keep], square[keep]
+            weight, least, waited = weight[keep], least[keep], waited[keep]
+            if not len(index):
+                return found, nearest
+    return found, nearest.put(index, part.offer(record, example.to(search.attack.x.dtype)))

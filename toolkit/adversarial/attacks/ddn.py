@@ -1,0 +1,109 @@
+"""DDN: the nearest adversarial example by a walk on a sphere that shrinks and grows.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._minimal import check_fraction, check_only_l2, minimal_search, rivals
+from toolkit.adversarial.attacks._setting import check_count
+from toolkit.adversarial.balls import Bounds, L2Ball, Norm
+from toolkit.adversarial.balls.box import norm_of
+from toolkit.blocks import no_graph
+
+__all__ = ["ddn"]
+
+
+def ddn(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor | None = None,
+    norm: Norm = "l2",
+    steps: int = 50,
+    shrinkage: float = 0.05,
+    n_classes: int = 10,
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+) -> Tensor:
+    """Decouple direction and norm: follow the gradient, and let success set the radius.
+
+    ``d <- d + alpha_t grad / |grad|_2``, brought to the sphere of radius ``r``, where r is multiplied by
+    ``1 - shrinkage`` after a point that is adversarial and by ``1 + shrinkage`` after one that is not; alpha falls to a
+    hundredth on a half cosine. Both lengths start at the distance to the boundary of the model as linearised at `x`
+    (the paper starts at 1), so that nothing depends on the scale of inputs or logits. The gradient is that of
+    `margin_loss`, which has the direction of the cross entropy's and does not vanish. In the end examples are brought
+    onto the boundary as in `deepfool`.
+
+    Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are differentiated;
+    which point of the walk is the nearest is constant.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: As in `deepfool`.
+        norm: ``"l2"``, the only one that the method has.
+        steps: Number of gradient steps.
+        shrinkage: Gamma in the paper, between 0 and 1.
+        n_classes: How many classes to consider in the last stretch, those with the largest logits at `x`, the label
+            included.
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
+
+    Returns:
+        As in `deepfool`.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, if `norm` is another, `n_classes` is less than 2, or `shrinkage` is not between 0 and
+            1.
+
+    Source:
+        Rony, Hafemann, Oliveira, Ben Ayed, Sabourin and Granger, "Decoupling direction and norm for efficient
+        gradient-based L2 adversarial attacks and defenses", 2019, algorithm 1.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> ddn(lambda x: x @ weight.T - torch.tensor([2.0, 0.0]), torch.ones(1, 2), torch.tensor([0]))
+        tensor([[0.4000, 0.2000]])
+    """
+    check_count("steps", steps)
+    check_count("n_classes", n_classes, 2)
+    check_only_l2("ddn", norm)
+    check_fraction("shrinkage", shrinkage)
+    with minimal_search(
+        model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
+    ) as search:
+        attack = search.attack
+        nearest, clean_logits = search.start()
+        assert isinstance(attack.ball, L2Ball)
+        column, example = (-1, *[1] * (attack.x.dim() - 1)), attack.x
+        _, slope, logits, value = search.linearise(example)
+        way = search.to_plane(example, slope, search.margin(logits, slope, example) - value)
+        first = radius = search.length(way).view(column)
+        for step in range(steps):
+            point, gradient, logits = attack.gradient(example)
+            if step:
+                nearest = search.offer(nearest, point, logits)
+                with no_graph():
+                    change = torch.where(attack.succeeds(logits), 1 - shrinkage, 1 + shrinkage)
+                radius = radius * change.double().view(column)
+            alpha = attack.sign * first * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)
+            offset = (point - attack.x).to(way.dtype) + alpha.to(way.dtype) * attack.ball.direction(gradient)
+            length = norm_of(offset)
+            # The ball's projection only shrinks, so it is given a point outside of the sphere.
+            outside = (4 * radius / length.masked_fill(length == 0, 1)).to(way.dtype) * offset
+            example = replace(attack.ball, radius=radius).project((attack.x + outside).to(attack.x.dtype))
+        nearest = search.offer(nearest, example)
+        return search.finish(search.bring_closer(nearest, rivals(attack, clean_logits, n_classes)))

@@ -1,0 +1,159 @@
+"""FAB: the nearest adversarial example by steps along the boundary that lean towards the clean input.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._hyperplane import inner
+from toolkit.adversarial.attacks._minimal import Nearest, Search, check_fraction, minimal_search, rivals
+from toolkit.adversarial.attacks._setting import check_count
+from toolkit.adversarial.attacks.losses import Loss
+from toolkit.adversarial.balls import Bounds, Norm, make_ball
+from toolkit.adversarial.balls.box import wide
+from toolkit.blocks import no_graph
+
+__all__ = ["fab"]
+
+
+def fab(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor | None = None,
+    norm: Norm = "linf",
+    steps: int = 20,
+    n_classes: int = 10,
+    restarts: int = 1,
+    pull: float = 0.1,
+    extrapolation: float = 1.05,
+    retreat: float = 0.9,
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    r"""Walk along the boundary towards its point that is nearest to the input: the fast adaptive boundary attack.
+
+    At :math:`x_t` the boundary to a class is linearised, and two moves onto that hyperplane are found that are shortest
+    in the norm and stay in the box: d from :math:`x_t` and c from the clean input. The step goes to
+    :math:`(1 - \alpha)(x_t + \eta d) + \alpha (x + \eta c)` with :math:`\alpha = |d| / (|d| + |c|)`, at most `pull`,
+    and the `extrapolation` eta. Where that is adversarial it is a candidate, and the walk retreats from it towards the
+    clean input. The projections are exact, not bisected.
+
+    Each rival class is walked to by itself, as in the targeted version that the authors recommend, at one backward pass
+    per class and step. In the end the nearest examples are brought onto the boundary as in `deepfool`; for a linear
+    model they are then the nearest adversarial examples, to rounding.
+
+    With one restart it is deterministic and rows do not depend on each other. While the block `EXAMPLE` is open, steps
+    are differentiated; which candidate, and which coordinates on the box, are chosen is constant.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C).
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: As in `deepfool`.
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``; of the distance and of the ball.
+        steps: Number of steps per class and restart.
+        n_classes: How many classes to consider, those with the largest logits at `x`, the label included.
+        restarts: Number of walks to each class. The first starts at `x`, the others at random in a ball of half the
+            distance found so far, so more than one needs a `generator`.
+        pull: Largest alpha, from 0 to 1.
+        extrapolation: Eta, at least 1.
+        retreat: The part of an adversarial displacement that the walk goes on from, from 0 to 1.
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        generator: Draws the starts of the restarts.
+
+    Returns:
+        As in `deepfool`.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, if `n_classes` is less than 2, or if `pull`, `extrapolation` or `retreat` is out of
+            its range.
+
+    Source:
+        Croce and Hein, "Minimally distorted adversarial examples with a fast adaptive boundary attack", 2020,
+        algorithm 1.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> fab(lambda x: x @ weight.T - torch.tensor([3.5, 0.0]), torch.ones(1, 2), torch.tensor([0]))
+        tensor([[0.5000, 0.5000]])
+    """
+    check_count("steps", steps)
+    check_count("restarts", restarts)
+    check_count("n_classes", n_classes, 2)
+    check_fraction("pull", pull)
+    check_fraction("retreat", retreat)
+    check_fraction("extrapolation", extrapolation, least=1, most=2)
+    if restarts > 1 and generator is None:
+        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    with minimal_search(
+        model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
+    ) as search:
+        nearest, logits = search.start()
+        classes = rivals(search.attack, logits, n_classes)
+        losses = [None] if classes is None else [_beats(rival) for rival in classes.unbind(1)]
+        for restart in range(restarts):
+            for loss in losses:
+                example = search.attack.x
+                if restart and generator is not None:
+                    example = _start(search, nearest, bounds, mask, generator)
+                for _ in range(steps):
+                    nearest, example = _step(search, nearest, example, loss, pull, extrapolation, retreat)
+        return search.finish(search.bring_closer(nearest, classes))
+
+
+def _beats(rival: Tensor) -> Loss:
+    """Return the loss by how much a class beats the label."""
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        logits = logits.to(wide(logits))
+        return (logits.gather(1, rival[:, None]) - logits.gather(1, labels.long()[:, None]))[:, 0]
+
+    return loss
+
+
+def _start(search: Search, nearest: Nearest, bounds: Bounds, mask: Tensor | None, generator: torch.Generator) -> Tensor:
+    """Draw from a ball of half the distance that is to be beaten."""
+    with no_graph():
+        tried = search.length(nearest.example.double() - search.attack.x.double())
+        radius = torch.minimum(torch.where(nearest.is_found, nearest.distance, tried), search.radius) / 2
+        return make_ball(search.norm, search.attack.x, radius, bounds, mask).sample(generator)
+
+
+def _step(
+    search: Search,
+    nearest: Nearest,
+    example: Tensor,
+    loss: Loss | None,
+    pull: float,
+    extrapolation: float,
+    retreat: float,
+) -> tuple[Nearest, Tensor]:
+    x, column = search.attack.x, (-1, *[1] * (example.dim() - 1))
+    point, slope, logits, value = search.linearise(example, loss)
+    start, clean = point.to(slope.dtype), x.to(slope.dtype)
+    here = search.to_plane(point, slope, -value)
+    there = search.to_plane(x, slope, search.margin(logits, slope, point) - value - inner(slope, clean - start))
+    with no_graph():
+        lengths = search.length(here), search.length(there)
+    share = lengths[0] / (lengths[0] + lengths[1]).clamp(min=torch.finfo(torch.float64).tiny)
+    share = share.clamp(max=pull).to(start.dtype).view(column)
+    target = (1 - share) * (start + extrapolation * here) + share * (clean + extrapolation * there)
+    moved = search.move(start, target - start)
+    logits = search.attack.model(moved)
+    nearest = search.offer(nearest, moved, logits)
+    with no_graph():
+        crossed = search.attack.succeeds(logits).view(column)
+    back = search.move(clean, retreat * (moved.to(clean.dtype) - clean))
+    return nearest, torch.where(crossed, back, moved)
