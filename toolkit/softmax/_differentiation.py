@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
@@ -32,26 +33,32 @@ from toolkit.softmax._kernels import (
 
 def softmax_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the probabilities, in float32 at least."""
-    function = SoftmaxInGraph if is_compiling() else Softmax
-    return function.apply(x, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(Softmax, SoftmaxInGraph, x, dim)
 
 
 def log_softmax_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the log-probabilities, in float32 at least."""
-    function = LogSoftmaxInGraph if is_compiling() else LogSoftmax
-    return function.apply(x, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(LogSoftmax, LogSoftmaxInGraph, x, dim)
 
 
 def log_sum_exp_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the log-sum-exp (*, 1), in float32 at least."""
-    function = LogSumExpInGraph if is_compiling() else LogSumExp
-    return function.apply(x, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(LogSumExp, LogSumExpInGraph, x, dim)
 
 
 def cross_entropy_of_rows(x: Tensor, labels: Tensor, dim: int) -> Tensor:
     """Return the losses (*, 1) of labels (*, 1), in float32 at least."""
-    function = CrossEntropyInGraph if is_compiling() else CrossEntropy
-    return function.apply(x, labels, dim)  # type: ignore[no-any-return, no-untyped-call]
+    return _applied(CrossEntropy, CrossEntropyInGraph, x, labels, dim)
+
+
+def _applied(function: type[Function], in_graph: type[Function], *arguments: Any) -> Tensor:
+    """Apply a function by the shortest way that this mode allows."""
+    if is_compiling():
+        return in_graph.apply(*arguments)  # type: ignore[no-any-return]
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*arguments)  # type: ignore[no-any-return]
+    # `Function.apply` first inspects the signature, which takes longer than the softmax of a small batch.
+    return super(Function, function).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc, no-any-return]
 
 
 def _is_differentiated_again() -> bool:

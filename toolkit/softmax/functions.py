@@ -101,7 +101,7 @@ def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Ten
     _check(input, "input")
     x, _ = _shifted(input, dim)
     y = probabilities_in_plain_operations(x, dim) if _is_plain() else softmax_of_rows(x, dim)
-    return y if y.dtype == input.dtype else y.to(input.dtype)
+    return y.to(input.dtype)
 
 
 def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:

@@ -1,0 +1,177 @@
+"""Each component of each gradient is as exact as its own condition allows, against 50 digits."""
+
+import math
+
+import mpmath
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from toolkit import unblock
+from toolkit.softmax import SHIFT, cross_entropy, log_softmax, logsumexp, softmax
+
+Row = list[float]
+
+
+def loss_of(name: str, x: Tensor, cotangent: Tensor, label: int) -> Tensor:
+    """Return a scalar whose gradient is the function's product with `cotangent`, or with its first entry."""
+    if name == "softmax":
+        return (softmax(x) * cotangent).sum()
+    if name == "log_softmax":
+        return (log_softmax(x) * cotangent).sum()
+    return cotangent[0] * (logsumexp(x) if name == "logsumexp" else cross_entropy(x, torch.tensor(label)))
+
+
+def truth(name: str, x: Row, g: Row, label: int) -> tuple[list[mpmath.mpf], list[mpmath.mpf]]:
+    """Return the gradient and the condition of each component: the sum of what it is a difference of."""
+    indices = range(len(x))
+    e = [mpmath.exp(mpmath.mpf(value) - max(x)) for value in x]
+    total = mpmath.fsum(e)
+    y, g = [value / total for value in e], [mpmath.mpf(value) for value in g]
+    others = [mpmath.fsum(e[j] for j in indices if j != i) / total for i in indices]
+    if name == "softmax":
+        pairs = [[y[i] * y[j] * (g[i] - g[j]) for j in indices] for i in indices]
+        return [mpmath.fsum(row) for row in pairs], [mpmath.fsum(map(abs, row)) for row in pairs]
+    if name == "log_softmax":
+        gradient = [g[i] * others[i] - y[i] * mpmath.fsum(g[j] for j in indices if j != i) for i in indices]
+        size = [abs(g[i]) * others[i] + y[i] * mpmath.fsum(abs(g[j]) for j in indices if j != i) for i in indices]
+        return gradient, size
+    gradient = [g[0] * (-others[i] if name == "cross_entropy" and i == label else y[i]) for i in indices]
+    return gradient, [abs(value) for value in gradient]
+
+
+def worst_error(name: str, x: Tensor, cotangent: Tensor, label: int) -> float:
+    """Return the largest error of a component, in roundoffs of its condition."""
+    limits = torch.finfo(x.dtype)
+    x = x.clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss_of(name, x, cotangent, label), x)
+    with mpmath.workdps(50):
+        exactly, conditions = truth(name, x.tolist(), cotangent.tolist(), label)
+        errors = [
+            float(abs(value - expected) / condition) / (limits.eps / 2)
+            for value, expected, condition in zip(found.tolist(), exactly, conditions, strict=True)
+            # What is below the range of normal numbers has fewer digits.
+            if condition > 4 * limits.smallest_normal and abs(expected) > limits.smallest_normal
+        ]
+    return max(errors, default=0.0)
+
+
+names = pytest.mark.parametrize("name", ["softmax", "log_softmax", "logsumexp", "cross_entropy"])
+
+# Differences of up to 80 logits: the smallest probability is a normal number in float32. They are rounded by up to 64
+# roundoffs of float32 and float64 before they are exponentiated, which is most of the error that is allowed.
+logits = st.floats(-40, 40) | st.sampled_from([0.0, 0.1, 1.0, -40.0, 16.6, 36.7, 39.9, -0.7])
+cotangents = st.floats(-1e3, 1e3) | st.sampled_from([0.0, 1.0, -1.0, 1000.0, 1000.001, 1e-4])
+rows = st.lists(st.tuples(logits, cotangents), min_size=2, max_size=9)
+
+
+@names
+@pytest.mark.parametrize(
+    ("dtype", "roundoffs"),
+    [(torch.float64, 100), (torch.float32, 100), (torch.bfloat16, 1), (torch.float16, 1)],
+    ids=["float64", "float32", "bfloat16", "float16"],
+)
+def test_every_component_is_exact(name, dtype, roundoffs):
+    @settings(deadline=None, max_examples=40, derandomize=True)
+    @given(rows, st.integers(0, 8))
+    @example([(40.0, 1.0), (0.0, 0.0)], 0)  # the larger component is lost by `torch.softmax`
+    @example([(0.0, 1000.0), (-30.0, 1000.001), (-35.0, 3.0)], 0)
+    @example([(0.01, 1e3), (0.0, 1e3), (-20.0, 0.5)], 1)  # close to the gate at one half
+    def check(row, label):
+        x, g = (torch.tensor(column, dtype=torch.float64).to(dtype) for column in zip(*row, strict=True))
+        assert worst_error(name, x, g, label % len(row)) <= roundoffs
+
+    check()
+
+
+@names
+def test_every_component_is_exact_with_the_block_open(name):
+    generator = torch.Generator().manual_seed(3)
+    for scale in (1.0, 8.0, 15.0):
+        x = scale * torch.randn(7, dtype=torch.float64, generator=generator)
+        g = 100 + torch.randn(7, dtype=torch.float64, generator=generator)
+        with unblock(SHIFT):
+            assert worst_error(name, x, g, 2) <= 100
+
+
+def test_a_wider_spread_costs_the_rounding_of_the_logit_differences_and_no_more():
+    # Up to |x - max| roundoffs enter each probability, whatever its derivative is multiplied with.
+    generator = torch.Generator().manual_seed(4)
+    for _ in range(20):
+        x = 150 * torch.randn(8, dtype=torch.float64, generator=generator)
+        g = torch.randn(8, dtype=torch.float64, generator=generator)
+        spread = float(x.max() - x.min())
+        for name in ("softmax", "log_softmax", "logsumexp", "cross_entropy"):
+            assert worst_error(name, x, g, 0) <= 40 + spread
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [0.3, 1.0, 6.0])
+def test_wide_rows_keep_their_components_too(dtype, scale):
+    generator = torch.Generator().manual_seed(5)
+    x = (scale * torch.randn(100, 1000, generator=generator)).to(dtype).requires_grad_()
+    g = (30 + torch.randn(100, 1000, generator=generator)).to(dtype)
+    (found,) = torch.autograd.grad(softmax(x), x, g)
+    y = torch.softmax(x.detach().double(), -1)  # float64 is exact beside both
+    for row in (0, 41, 99):
+        pairs = y[row][:, None] * y[row] * (g[row].double()[:, None] - g[row].double())
+        error = (found[row].double() - pairs.sum(1)).abs() / pairs.abs().sum(1) / (torch.finfo(dtype).eps / 2)
+        assert error.max() <= (1 if dtype == torch.bfloat16 else 100)
+
+
+def test_torch_loses_components_that_are_kept_here():
+    x = torch.tensor([40.0, 0.0], dtype=torch.float64, requires_grad=True)
+    g = torch.tensor([1.0, 0.0], dtype=torch.float64)
+    exactly = 4.248354255291589e-18
+    assert torch.autograd.grad(torch.softmax(x, -1), x, g)[0].tolist() == [0, pytest.approx(-exactly)]
+    found = torch.autograd.grad(softmax(x), x, g)[0]
+    assert found.tolist() == pytest.approx([exactly, -exactly], rel=1e-15)
+    assert torch.autograd.grad(torch.nn.functional.cross_entropy(x, torch.tensor(0)), x)[0][0] == 0
+    found = torch.autograd.grad(cross_entropy(x, torch.tensor(0)), x)[0]
+    assert found.tolist() == pytest.approx([-exactly, exactly], rel=1e-15)
+
+
+@pytest.mark.parametrize("way", ["double backward", "torch.func"])
+def test_the_second_derivative_keeps_small_components(way):
+    # With probabilities (1 - q, q), q = e^-40 / (1 + e^-40), and one cotangent at the small one: d2 y_2 / dx_2 dx_1 =
+    # -q (1 - q) (1 - 2 q), and so on: every second derivative of y_2 is plus or minus that.
+    x = torch.tensor([40.0, 0.0], dtype=torch.float64)
+    q = math.exp(-40) / (1 + math.exp(-40))
+    expected = q * (1 - q) * (1 - 2 * q)
+    if way == "torch.func":
+        hessian = torch.func.jacrev(torch.func.jacrev(lambda x: softmax(x)[0]))(x)
+    else:
+        hessian = torch.autograd.functional.hessian(lambda x: softmax(x)[0], x)
+    assert hessian.flatten().tolist() == pytest.approx([-expected, expected, expected, -expected], rel=1e-14)
+    for function in (logsumexp, lambda x: cross_entropy(x, torch.tensor(0))):
+        hessian = torch.autograd.functional.hessian(function, x).flatten()
+        assert hessian.tolist() == pytest.approx([q, -q, -q, q], rel=1e-14)
+
+
+@names
+def test_forward_mode_keeps_small_components(name):
+    x = torch.tensor([40.0, 0.0], dtype=torch.float64)
+    g = torch.tensor([0.3, 1.0], dtype=torch.float64)
+    with mpmath.workdps(50):
+        exactly = [float(value) for value in truth(name, x.tolist(), g.tolist(), 0)[0]]
+    gradient = torch.func.jacfwd(lambda x: loss_of(name, x, g, 0))(x)
+    assert gradient.tolist() == pytest.approx(exactly, rel=1e-14 if name != "log_softmax" else 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ([0.0, -40.0], 4.248354255291589e-18),
+        ([0.0, -700.0], 9.859676543759770e-305),
+        ([-40.0, 0.0, -40.0], 2 * 4.248354255291589e-18),
+        ([1e308, 1e308], 1e308),
+        ([-1e308, -1e308], -1e308),
+        ([1e-310, 1e-310], math.log(2)),
+        ([5.0], 5.0),
+    ],
+    ids=str,
+)
+def test_hard_sums_have_the_logarithm_of_scipy(row, expected):
+    assert logsumexp(torch.tensor(row, dtype=torch.float64)).item() == pytest.approx(expected, rel=1e-15)
