@@ -23,6 +23,7 @@ __all__ = [
     "clean_and_moved",
     "cross_entropy",
     "divergence",
+    "divergence_from",
     "found_by",
     "given",
     "start_near",
@@ -54,10 +55,21 @@ def divergence(clean: Tensor, moved: Tensor) -> Tensor:
         clean: (N, C).
         moved: (N, C).
     """
+    return divergence_from(clean)(moved)
+
+
+def divergence_from(clean: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return `divergence` as a function of the moved logits, with what belongs to the clean ones computed once."""
     most_likely = clean.argmax(1, keepdim=True)
     probability = clean.softmax(1).scatter(1, most_likely, 0.0)
-    clean, moved = (logits - logits.gather(1, most_likely) for logits in (clean, moved))
-    return (probability * (clean - moved)).sum(1) - _log_total(clean, most_likely) + _log_total(moved, most_likely)
+    relative = clean - clean.gather(1, most_likely)
+    log_total = _log_total(relative, most_likely)
+
+    def divergence(moved: Tensor) -> Tensor:
+        moved = moved - moved.gather(1, most_likely)
+        return (probability * (relative - moved)).sum(1) - log_total + _log_total(moved, most_likely)
+
+    return divergence
 
 
 def _log_total(relative: Tensor, reference: Tensor) -> Tensor:

@@ -195,5 +195,5 @@ def _losses_and_slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, 
     with torch.enable_grad():
         point = variable(x)
         losses = cross_entropy(model(point), labels)
-    (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=recorded)
+    (slope,) = torch.autograd.grad(losses, point, torch.ones_like(losses), create_graph=recorded)
     return losses, slope

@@ -19,6 +19,7 @@ from toolkit.adversarial.training._terms import (
     clean_and_moved,
     cross_entropy,
     divergence,
+    divergence_from,
     found_by,
     start_near,
 )
@@ -115,10 +116,10 @@ def divergence_from_clean(model: Model, x: Tensor) -> Loss:
         A loss for attacks that keep the samples in place: logits (N, C) and labels (N,), which do not matter, to (N,).
     """
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
-        clean = model(x)
+        from_clean = divergence_from(model(x))
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return divergence(clean, logits)
+        return from_clean(logits)
 
     return loss
 

@@ -14,7 +14,7 @@ from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks._setting import check_count
 from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
 from toolkit.adversarial.balls.box import draw, features, norm_of, wide
-from toolkit.adversarial.training._terms import Model, clean_and_moved, divergence
+from toolkit.adversarial.training._terms import Model, clean_and_moved, divergence, divergence_from
 from toolkit.blocks import (
     block,
     carries_gradient,
@@ -138,12 +138,12 @@ def power_direction(
     with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):
         recorded = torch.is_grad_enabled()
         x = _batch(x)
-        clean = model(x)
+        from_clean = divergence_from(model(x))
         towards = _of_unit_length(draw(torch.randn, x, generator)).to(x.dtype)
         for _ in range(iterations):
             point = variable(x + xi * towards)
             with torch.enable_grad():
-                total = divergence(clean, model(point)).sum()
+                total = from_clean(model(point)).sum()
             (gradient,) = torch.autograd.grad(total, point, create_graph=recorded)
             towards = _of_unit_length(gradient.to(wide(x))).to(x.dtype)
         return towards
