@@ -15,6 +15,8 @@ from torch.nn.functional import cross_entropy, linear
 from benchmarks._measure import Row, timed_pair
 from toolkit.softmax import linear_cross_entropy
 
+ON_REQUEST = True
+
 # Samples, features, classes: the logits wait in the weight's gradient; or have to be computed again.
 SIZES = ((128, 4096, 50_257), (1024, 512, 50_257))
 
