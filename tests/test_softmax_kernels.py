@@ -61,6 +61,7 @@ def test_fast_ways_have_the_numbers_of_their_plain_twins(shape, dim, spread):
     scale = row_of_its_own(z, dim)
     log_sum = _kernels.log_sum_in_plain_operations(z, dim)
     log_y = _kernels.log_probabilities(z, dim)
+    at_top = torch.where(y > 0.5, g, 0.0)
     pairs = {
         "probabilities": (y, _kernels.probabilities_in_plain_operations(z, dim)),
         "log-sum-exp": (_kernels.maximum_and_log_sum(z, dim)[1], log_sum),
@@ -70,6 +71,10 @@ def test_fast_ways_have_the_numbers_of_their_plain_twins(shape, dim, spread):
         "log product": (
             _kernels.log_softmax_product(log_y, g, dim),
             _kernels.log_softmax_product_in_plain_operations(log_y, g, dim),
+        ),
+        "log product with the maximum alone": (
+            _kernels.log_softmax_product(log_y, at_top, dim),
+            _kernels.log_softmax_product_in_plain_operations(log_y, at_top, dim),
         ),
     }
     for name, (fast, plain) in pairs.items():
