@@ -10,7 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Loss", "class_index", "difference_loss", "margin_loss", "margin_slope"]
+__all__ = [
+    "Loss",
+    "class_index",
+    "difference_loss",
+    "dlr_loss",
+    "margin_loss",
+    "margin_slope",
+    "targeted_dlr_loss",
+]
 
 # Logits (N, C) and labels (N,) -> losses (N,).
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -68,6 +76,70 @@ def difference_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return _without_label(logits, index).amax(1) - logits.gather(1, index)[:, 0]
 
 
+def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the difference of logits ratio: by how much the best other class beats the label, without a scale.
+
+    ``(max_{j != y} z_j - z_y) / (z_(1) - z_(3))`` with ``z_(i)`` the i-th largest logit. Neither a shift of the logits
+    nor a factor changes it. Where the model is right it lies between -1 and 0.
+
+    Args:
+        logits: (N, C), at least three classes.
+        labels: (N,), integers.
+
+    Returns:
+        (N,). Positive where the model errs; 0 where the three largest logits are equal.
+
+    Raises:
+        ValueError: If the shapes are others, or there are fewer than three classes.
+        TypeError: If `labels` are not integers.
+
+    Source:
+        Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks", 2020, section 4.2.
+
+    Example:
+        >>> dlr_loss(torch.tensor([[5.0, 2.0, 1.0]]), torch.tensor([0]))
+        tensor([-0.7500])
+    """
+    difference = difference_loss(logits, labels)
+    _check_classes(logits, 3)
+    largest = logits.topk(3).values
+    return _ratio(difference, largest[:, 0] - largest[:, 2])
+
+
+def targeted_dlr_loss(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
+    """Return the targeted difference of logits ratio: by how much one class beats the label, without a scale.
+
+    ``(z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2)`` with ``z_(i)`` the i-th largest logit. With the denominator of
+    `dlr_loss` it would be constant, -1, wherever y is the largest and t the third.
+
+    Args:
+        logits: (N, C), at least four classes.
+        labels: (N,), integers.
+        targets: (N,), integers.
+
+    Returns:
+        (N,). Positive where the target beats the label; 0 where the four largest logits are equal.
+
+    Raises:
+        ValueError: If the shapes are others, or there are fewer than four classes.
+        TypeError: If `labels` or `targets` are not integers.
+
+    Source:
+        Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks", 2020, section 4.2.
+
+    Example:
+        >>> targeted_dlr_loss(torch.tensor([[5.0, 3.0, 2.0, 0.0]]), torch.tensor([0]), torch.tensor([2]))
+        tensor([-0.7500])
+    """
+    beaten, beating = class_index(logits, labels), class_index(logits, targets)
+    _check_classes(logits, 4)
+    largest = logits.topk(4).values
+    difference = (logits.gather(1, beating) - logits.gather(1, beaten))[:, 0]
+    return _ratio(difference, largest[:, 0] - (largest[:, 2] + largest[:, 3]) / 2)
+
+
 def margin_slope(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the derivative of `margin_loss` by the logits: the softmax of the other classes, and -1 at the label."""
     index = class_index(logits, labels)
@@ -87,3 +159,13 @@ def class_index(logits: Tensor, labels: Tensor) -> Tensor:
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
         raise TypeError(f"`labels` should be integers. Found {labels.dtype}.")
     return labels.long()[:, None]
+
+
+def _check_classes(logits: Tensor, least: int) -> None:
+    if logits.shape[1] < least:
+        raise ValueError(f"`logits` should have at least {least} classes for this loss. Found {logits.shape[1]}.")
+
+
+def _ratio(difference: Tensor, scale: Tensor) -> Tensor:
+    """Return the quotient, 0 with zero gradient where all that goes into the scale is equal."""
+    return torch.where(scale > 0, difference / torch.where(scale > 0, scale, 1), 0)

@@ -1,0 +1,285 @@
+"""Projected gradient steps that choose their own length: APGD, the core of AutoAttack.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit.adversarial.attacks.losses import Loss, dlr_loss, margin_loss, targeted_dlr_loss
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.blocks import no_graph
+
+__all__ = ["apgd"]
+
+_NEW: dict[str, float] = {"linf": 0.75, "l2": 0.75, "l1": 1.0}  # share of a step that does not go on as before
+_RISING = 0.75  # share of the steps since the last checkpoint that have to raise the loss
+
+
+def apgd(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    steps: int = 100,
+    loss: Literal["margin", "dlr"] | Loss = "margin",
+    until: Literal["success", "end"] = "success",
+    targets: Tensor | None = None,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    restarts: int = 1,
+    gradient_dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Ascend the loss by projected gradient steps with momentum, whose length halves where they stop helping.
+
+    With ``u = step(x_t, length_t)``, a step as in `pgd` of ``2 epsilon`` at first,
+
+        ``x_{t+1} = project(x_t + 3/4 (u - x_t) + 1/4 (x_t - x_{t-1}))``.
+
+    At checkpoints, which become more frequent, a sample halves its length and goes back to its best point if fewer
+    than three quarters of its steps since the last one raised the loss, or if the length stayed at the last one and
+    the best loss has not risen since. So nothing is left to tune. Every sample has a length and a best point of its
+    own.
+
+    The loss is the log odds against the label by default, and not the cross entropy: it is a rising function of it, so
+    it has the same best points, and the same steps, but its gradient does not vanish where the softmax rounds to 1.
+    The loss "dlr" does not have to be protected: it has no scale.
+
+    In L1 a step goes towards the farthest point of the set, as in `pgd`, which is sparse by itself, and without
+    momentum. The paper on L1 (Croce and Hein, "Mind the box: L1-APGD for sparse adversarial attacks on image
+    classifiers", 2021) steps along a share of the gradient's coordinates that it adapts; that is not what is done here.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        steps: Number of gradient steps.
+        loss: ``"margin"`` is `margin_loss`; ``"dlr"`` is `dlr_loss`, with targets `targeted_dlr_loss`. Or a function
+            of logits and labels to the losses (N,) to be raised, or of logits and targets to those to be lowered.
+        until: ``"success"``, to evaluate: a sample is left as soon as the attack has succeeded, which saves most of
+            the time. ``"end"``, to train: all steps are taken, and the greatest loss counts.
+        targets: (N,); the classes to move towards. None moves away from `labels`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: As in `pgd`.
+        restarts: Number of ascents. All start at points of their own, so more than one needs a `generator`.
+        gradient_dtype: As in `pgd`.
+        generator: Where given, starts are drawn from the ball. None starts at `x`; the attack is then deterministic.
+
+    Returns:
+        Adversarial examples with the shape, dtype and device of `x`: with ``until="success"`` the first one on which
+        the attack succeeds, and else the one with the greatest loss, over all steps and ascents. A constant while the
+        block `EXAMPLE` is in place; while it is open they are differentiated through the steps that led to them, at
+        the lengths that were chosen.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `loss` or `until` is unknown, or there are too few classes for the loss.
+
+    Source:
+        Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks", 2020, algorithm 1.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> model = lambda x: x @ weight.T
+        >>> apgd(model, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2", steps=10)
+        tensor([[0.7000, 0.6000]])
+    """
+    check_count("steps", steps)
+    check_count("restarts", restarts)
+    if restarts > 1 and generator is None:
+        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    if not callable(loss) and loss not in ("margin", "dlr"):
+        raise ValueError(f"`loss` should be 'margin', 'dlr' or a function. Found {loss!r}.")
+    if until not in ("success", "end"):
+        raise ValueError(f"`until` should be 'success' or 'end'. Found {until!r}.")
+    with setting(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        targets=targets,
+        bounds=bounds,
+        mask=mask,
+        gradient_dtype=gradient_dtype,
+    ) as attack:
+        length = attack.stride("epsilon", 2 * torch.as_tensor(epsilon, dtype=torch.float64))
+        length = length.expand(len(attack.x), *length.shape[1:])
+        found = _Found.at(attack)
+        for _ in range(restarts):
+            rows = (~found.succeeded).nonzero()[:, 0]
+            if len(rows):
+                part = attack if len(rows) == len(x) else attack.rows(rows)
+                start = part.x if generator is None else part.ball.sample(generator)
+                _ascend(_Climb.start(part, rows, start, length[rows]), steps, loss, until, _NEW[norm], found)
+        return attack.ball.settle(found.examples)
+
+
+class _Found:
+    """What is known of every sample so far.
+
+    Attributes:
+        examples: The best example, (N, ...).
+        losses: The loss there, (N,); raised whether there are targets or not.
+        succeeded: Where nothing more is looked for, (N,).
+    """
+
+    def __init__(self, examples: Tensor, losses: Tensor, succeeded: Tensor) -> None:
+        self.examples, self.losses, self.succeeded = examples, losses, succeeded
+
+    @classmethod
+    def at(cls, attack: Setting) -> _Found:
+        """Return that nothing is known yet."""
+        losses = torch.full(attack.x.shape[:1], -torch.inf, device=attack.x.device, dtype=attack.x.dtype)
+        return cls(attack.x.clone(), losses, torch.zeros_like(losses, dtype=torch.bool))
+
+    def keep(self, rows: Tensor, examples: Tensor, losses: Tensor, succeeded: Tensor) -> None:
+        """Take what is a success, or better than what is known."""
+        better = (succeeded | (losses > self.losses[rows])).nonzero()[:, 0]
+        index = rows[better]
+        self.examples = self.examples.index_copy(0, index, examples[better])
+        self.losses = self.losses.index_copy(0, index, losses[better])
+        self.succeeded = self.succeeded.index_copy(0, index, succeeded[better])
+
+
+@dataclass
+class _Climb:
+    """The samples that are still climbing, M of them.
+
+    Attributes:
+        attack: The samples.
+        rows: Their numbers, (M,).
+        point: Where they are, (M, ...).
+        before: Where they were a step ago, (M, ...).
+        best: The best point so far, (M, ...).
+        slope: The gradient there, (M, ...).
+        length: Of a step, negative to lower the loss, (M, 1, ...).
+        last: The loss a step ago, (M,).
+        greatest: The greatest loss so far, (M,).
+        reference: What it was at the last checkpoint, (M,).
+        kept: Whether the length stayed at the last checkpoint, (M,).
+        rises: The number of steps that raised the loss since then, (M,).
+    """
+
+    attack: Setting
+    rows: Tensor
+    point: Tensor
+    before: Tensor
+    best: Tensor
+    slope: Tensor
+    length: Tensor
+    last: Tensor
+    greatest: Tensor
+    reference: Tensor
+    kept: Tensor
+    rises: Tensor
+
+    @classmethod
+    def start(cls, attack: Setting, rows: Tensor, start: Tensor, length: Tensor) -> _Climb:
+        """Return samples at their start, of which nothing is known."""
+        least = torch.full(start.shape[:1], -torch.inf, device=start.device, dtype=start.dtype)
+        none = torch.zeros_like(least)
+        slope = torch.zeros_like(start)
+        return cls(attack, rows, start, start, start, slope, length, least, least, least, none > 0, none)
+
+    def take(self, index: Tensor) -> _Climb:
+        """Return some of them."""
+        return _Climb(self.attack.rows(index), *(getattr(self, field.name)[index] for field in fields(self)[1:]))
+
+
+def _ascend(climb: _Climb, steps: int, loss: str | Loss, until: str, share: float, found: _Found) -> None:
+    checkpoints = _checkpoints(steps)
+    for step in range(steps + 1):
+        objective = _objective(climb.attack, loss)
+        if step < steps:
+            climb.point, gradient, logits = climb.attack.gradient(climb.point, objective)
+        else:
+            gradient, logits = climb.slope, climb.attack.logits(climb.point)
+        with no_graph():
+            losses = climb.attack.sign * (objective or margin_loss)(logits, climb.attack.goal)
+            if step:
+                climb.rises = climb.rises + (losses > climb.last)
+            climb.last = losses
+            better = losses > climb.greatest
+            climb.greatest = torch.where(better, losses, climb.greatest)
+        climb.best = torch.where(_as(better, climb.best), climb.point, climb.best)
+        climb.slope = torch.where(_as(better, climb.best), gradient, climb.slope)
+        if until == "success":
+            succeeded = climb.attack.succeeds(logits)
+            if succeeded.any():
+                index = succeeded.nonzero()[:, 0]
+                found.keep(climb.rows[index], climb.point[index], losses[index], succeeded[index])
+                index = (~succeeded).nonzero()[:, 0]
+                if len(index) == 0:
+                    return
+                climb, gradient = climb.take(index), gradient[index]
+        if step == steps:
+            break
+        if step in checkpoints:
+            gradient = _check(climb, gradient, step - checkpoints[step])
+        target = climb.attack.ball.step(climb.point, gradient, climb.length)
+        if step and share < 1:
+            target = climb.attack.ball.project(
+                climb.point + share * (target - climb.point) + (1 - share) * (climb.point - climb.before)
+            )
+        climb.before, climb.point = climb.point, target
+    found.keep(climb.rows, climb.best, climb.greatest, torch.zeros_like(climb.rows, dtype=torch.bool))
+
+
+def _check(climb: _Climb, gradient: Tensor, n_steps: int) -> Tensor:
+    """Halve the length of the samples whose steps stopped helping, and bring these back to their best point.
+
+    Returns:
+        The gradient where they are then.
+    """
+    stalled = climb.kept & (climb.greatest <= climb.reference)
+    halved = (climb.rises < _RISING * n_steps) | stalled
+    climb.length = torch.where(_as(halved, climb.length), climb.length / 2, climb.length)
+    climb.kept, climb.reference, climb.rises = ~halved, climb.greatest, torch.zeros_like(climb.rises)
+    back = _as(halved, climb.point)
+    climb.point = torch.where(back, climb.best, climb.point)
+    climb.last = torch.where(halved, climb.greatest, climb.last)
+    return torch.where(back, climb.slope, gradient)
+
+
+def _checkpoints(steps: int) -> dict[int, int]:
+    """Return the steps at which to look back, and for each the one before.
+
+    The first is at 22 % of the steps; each gap is 3 % smaller than the one before, but at least 6 %.
+    """
+    shares, gap = [0.0, 0.22], 0.22
+    while shares[-1] < 1:
+        gap = max(gap - 0.03, 0.06)
+        shares.append(shares[-1] + gap)
+    at = [-int(-steps * round(share, 9) // 1) for share in shares]
+    return {now: before for before, now in pairwise(at) if before < now <= steps}
+
+
+def _objective(attack: Setting, loss: str | Loss) -> Loss | None:
+    """Return the loss of logits and `attack.goal`; None for `margin_loss`."""
+    if callable(loss):
+        return loss
+    if loss == "margin":
+        return None
+    if attack.targets is None:
+        return dlr_loss
+    labels = attack.labels
+    return lambda logits, targets: -targeted_dlr_loss(logits, labels, targets)
+
+
+def _as(rows: Tensor, like: Tensor) -> Tensor:
+    return rows.view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,338 @@
+"""Attacks on every margin of a sample at once: one linearised step for each other class, and ascents from there.
+
+The worst case of a classifier is the worst of its margins ``z_t - z_y``, one for each other class t. An attack on the
+cross entropy follows a mixture of them and ends where the mixture is largest; here each is followed on its own.
+
+N samples, each of shape (...), C classes, T classes that are tried per sample. A pair is a sample and a class to try.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit.adversarial.attacks.losses import class_index, difference_loss
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls._rounding import follow
+from toolkit.adversarial.balls.box import draw
+from toolkit.blocks import no_graph, variable
+
+__all__ = ["linearised", "multi_target"]
+
+_AT_ONCE = 1024  # pairs that are run at once unless more samples are given: enough to hide what a call costs
+
+
+def multi_target(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    steps: int = 40,
+    n_targets: int = 9,
+    restarts: int = 1,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    at_once: int | None = None,
+    gradient_dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Ascend the margin ``z_t - z_y`` of each of the most likely other classes t, until the model errs.
+
+    The first ascent begins where the linearised margin is largest in ball and box, so it is over at once if the model
+    is linear (see `linearised`). Each of its `steps` goes up the gradient of the margin, as in `pgd`, with a length
+    that falls linearly from ``2 epsilon``, the width of the ball, to 0: the first steps go from corner to corner, the
+    last ones settle. A margin is linear in the logits, so multiplying the logits by a number changes nothing, and its
+    gradient does not vanish where the softmax rounds to 1.
+
+    Further ascents begin at `x` and at a point of the ball in turn, and each of their steps moves a random half of the
+    coordinates: where all move at once they undo what each of them gains alone. On small ReLU networks that finds
+    errors, known from mixed-integer programs, that a hundred plain ascents from random points miss.
+
+    A sample is left as soon as one of its classes beats the label, and a class as soon as its ascent stands still.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,). There are no `targets`: the attack chooses its own.
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        steps: Number of gradient steps in each ascent.
+        n_targets: T; the classes that are tried are those with the largest logits at `x`. At most C - 1 are.
+        restarts: Number of ascents for each class. All but the first are random, so more than one needs a `generator`.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: As in `pgd`.
+        at_once: Number of pairs that the model is run on at once, which bounds the memory. All T pairs of a sample
+            stay together, so it is never less than T. None: the larger of N and 1024.
+        gradient_dtype: As in `pgd`.
+        generator: Draws starts, and the coordinates that move.
+
+    Returns:
+        Adversarial examples with the shape, dtype and device of `x`, the values of `x` where the model errs there
+        already. Where the model never errs they have the largest ``max_t z_t - z_y`` that was met. A constant while
+        the block `EXAMPLE` is in place; while it is open they are differentiated through the steps that led to them,
+        the linearised one included. Which of them are kept is a constant.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `n_targets` or `at_once` is not positive.
+
+    Source:
+        Gowal, Uesato, Qin, Huang, Mann and Kohli, "An alternative surrogate loss for PGD-based adversarial testing",
+        2019 (one ascent per class on its margin).
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0], [4.0, -4.0]])
+        >>> x = torch.full((1, 2), 0.5)
+        >>> multi_target(lambda x: x @ weight.T, x, torch.tensor([0]), epsilon=0.25)
+        tensor([[0.7500, 0.2500]])
+    """
+    check_count("steps", steps, 0)
+    check_count("restarts", restarts)
+    if restarts > 1 and generator is None:
+        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    return _search(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        steps=steps,
+        n_targets=n_targets,
+        restarts=restarts,
+        bounds=bounds,
+        mask=mask,
+        at_once=at_once,
+        gradient_dtype=gradient_dtype,
+        generator=generator,
+    )
+
+
+def linearised(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    n_targets: int = 9,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    at_once: int | None = None,
+    gradient_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Move every input once, to where one of its linearised margins ``z_t - z_y`` is largest in ball and box.
+
+    One gradient for each of the T classes with the largest logits, then the point of the set that is farthest along
+    it: a corner in Linf, a clipped multiple of the gradient in L2, the steepest coordinates in L1. Of these T points
+    the one at which the model is most wrong is returned. If the model is linear and T is C - 1 no attack is stronger:
+    its margins are those of `certify_linear`.
+
+    Args:
+        model: As in `multi_target`, and so are the other arguments.
+        x: Clean inputs, (N, ...).
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        n_targets: T.
+        bounds: Of the box.
+        mask: Where an input may change.
+        at_once: Number of pairs that the model is run on at once.
+        gradient_dtype: As in `pgd`.
+
+    Returns:
+        As in `multi_target`.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `multi_target`.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> linearised(lambda x: x @ weight.T, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2")
+        tensor([[0.7000, 0.6000]])
+    """
+    return _search(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        steps=0,
+        n_targets=n_targets,
+        restarts=1,
+        bounds=bounds,
+        mask=mask,
+        at_once=at_once,
+        gradient_dtype=gradient_dtype,
+        generator=None,
+    )
+
+
+_WIDTH = 2.0  # length of an ascent's first step in units of epsilon
+_EVERY = 4  # steps between two looks for ascents that stand still
+
+
+def _search(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm,
+    steps: int,
+    n_targets: int,
+    restarts: int,
+    bounds: Bounds,
+    mask: Tensor | None,
+    at_once: int | None,
+    gradient_dtype: torch.dtype | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    check_count("n_targets", n_targets)
+    if at_once is not None:
+        check_count("at_once", at_once)
+    with setting(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        targets=None,
+        bounds=bounds,
+        mask=mask,
+        gradient_dtype=gradient_dtype,
+    ) as attack:
+        width = attack.stride("epsilon", _WIDTH * torch.as_tensor(epsilon, dtype=torch.float64))
+        logits = attack.logits(attack.x)
+        index = class_index(logits, attack.labels)
+        tried = logits.scatter(1, index, -torch.inf).topk(min(n_targets, logits.shape[1] - 1)).indices
+        found = _Found(attack.x.clone(), difference_loss(logits, attack.labels))
+        right = (~attack.succeeds(logits)).nonzero()[:, 0]
+        for samples in (
+            () if len(right) == 0 else right.split(max(1, (at_once or max(len(x), _AT_ONCE)) // tried.shape[1]))
+        ):
+            pairs = _Pairs.of(attack, samples, tried[samples], width, logits)
+            _ascend(pairs, pairs.farthest(), steps, found)
+            for restart in range(1, restarts):
+                pairs = pairs.rows((found.values[pairs.samples] <= 0).nonzero()[:, 0])
+                if len(pairs.samples):
+                    start = pairs.attack.x
+                    if generator is not None and restart % 2 == 0:
+                        start = pairs.attack.ball.sample(generator)
+                    _ascend(pairs, start, steps, found, generator)
+        return attack.ball.settle(found.examples)
+
+
+class _Found:
+    """What is known of every sample so far.
+
+    Attributes:
+        examples: The best example, (N, ...).
+        values: By how much another class beats the label there, (N,).
+    """
+
+    def __init__(self, examples: Tensor, values: Tensor) -> None:
+        self.examples, self.values = examples, values
+
+    def keep(self, samples: Tensor, examples: Tensor, values: Tensor) -> None:
+        """Take the examples that are better than what is known. There may be several for a sample."""
+        order = values.argsort(descending=True, stable=True)
+        order = order[samples[order].argsort(stable=True)]  # by sample, the best of each first
+        first = torch.ones_like(order, dtype=torch.bool)
+        first[1:] = samples[order[1:]] != samples[order[:-1]]
+        best = order[first]
+        best = best[values[best] > self.values[samples[best]]]
+        self.examples = self.examples.index_copy(0, samples[best], examples[best])
+        self.values = self.values.index_copy(0, samples[best], values[best])
+
+
+@dataclass(frozen=True)
+class _Pairs:
+    """Samples and the classes that are tried for them, P pairs.
+
+    Attributes:
+        attack: The samples under attack, one for each pair.
+        samples: Their numbers, (P,).
+        slope: 1 at the class, -1 at the label, 0 elsewhere: the derivative of the margin by the logits, (P, C).
+        width: Length of the first step, (P or 1, 1, ...).
+    """
+
+    attack: Setting
+    samples: Tensor
+    slope: Tensor
+    width: Tensor
+
+    @classmethod
+    def of(cls, attack: Setting, samples: Tensor, tried: Tensor, width: Tensor, logits: Tensor) -> _Pairs:
+        """Return the pairs of some samples with the classes to try for them, (len(samples), T)."""
+        repeated = samples.repeat_interleave(tried.shape[1])
+        slope = logits.new_zeros(len(repeated), logits.shape[1])
+        slope = slope.scatter(1, attack.labels[repeated].long()[:, None], -1.0).scatter(1, tried.reshape(-1, 1), 1.0)
+        return cls(attack.rows(repeated), repeated, slope, width if len(width) == 1 else width[repeated])
+
+    def rows(self, index: Tensor) -> _Pairs:
+        """Return some of the pairs, by their indices."""
+        width = self.width if len(self.width) == 1 else self.width[index]
+        return _Pairs(self.attack.rows(index), self.samples[index], self.slope[index], width)
+
+    def gradient(self, example: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the point, the gradient of every margin by its own input, and the logits, as `Setting.gradient`."""
+        recorded = torch.is_grad_enabled()
+        point = variable(example)
+        with torch.enable_grad():
+            logits = self.attack.slopes(point)
+        (gradient,) = torch.autograd.grad(logits, point, self.slope, create_graph=recorded)
+        return point, gradient, logits
+
+    def farthest(self) -> Tensor:
+        """Return where the linearised margin is largest in ball and box."""
+        point, gradient, _ = self.gradient(self.attack.x)
+        farthest = self.attack.ball.farthest(gradient)
+        if not torch.is_grad_enabled():
+            return farthest
+        # A step that is long enough ends there too, and unlike `farthest` it is differentiable.
+        return follow(farthest, self.attack.ball.step(point, gradient, 1000 * self.width))
+
+
+def _ascend(
+    pairs: _Pairs, example: Tensor, steps: int, found: _Found, generator: torch.Generator | None = None
+) -> None:
+    """Climb from the given points, and keep in `found` what is better than what is there.
+
+    With a generator each step moves a random half of the coordinates, the same for all pairs.
+    """
+    best, values = example, torch.full_like(pairs.slope[:, 0], -torch.inf)
+    for step in range(steps):
+        point, gradient, logits = pairs.gradient(example)
+        best, values = _better(pairs, point, logits, best, values)
+        if generator is not None:
+            gradient = gradient * (draw(torch.rand, gradient[0], generator) < 0.5)
+        example = pairs.attack.ball.step(point, gradient, pairs.width * (1 - step / steps))
+        still = generator is None and step % _EVERY == 0
+        finished = values > 0
+        if still:  # the steps to come are shorter and go the same way, so they will not move it either
+            finished = finished | ((example - point).abs().flatten(1).amax(1) == 0)
+        if finished.any():
+            index = finished.nonzero()[:, 0]
+            found.keep(pairs.samples[index], best[index], values[index])
+            index = (~finished & (found.values[pairs.samples] <= 0)).nonzero()[:, 0]
+            if len(index) == 0:
+                return
+            pairs, example, best, values = pairs.rows(index), example[index], best[index], values[index]
+    best, values = _better(pairs, example, pairs.attack.logits(example), best, values)
+    found.keep(pairs.samples, best, values)
+
+
+def _better(pairs: _Pairs, example: Tensor, logits: Tensor, best: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the better of two examples for every pair, and by how much the label is beaten there."""
+    with no_graph():
+        reached = difference_loss(logits, pairs.attack.labels)
+        better = reached > values
+        values = torch.where(better, reached, values)
+    return torch.where(better.view(-1, *[1] * (best.dim() - 1)), example, best), values
