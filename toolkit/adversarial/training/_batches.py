@@ -30,13 +30,12 @@ class Part:
     Attributes:
         x: (B, ...).
         labels: (B,).
-        first: How many rows of the joined batch are before these.
-        total: How many rows the joined batch has. None: it is known to no one; each rank has its own batches.
+        total: How many rows the joined batch has, of which rank r has r, r + ranks, r + 2 ranks and so on. None: it is
+            known to no one; each rank has its own batches.
     """
 
     x: Tensor
     labels: Tensor
-    first: int
     total: int | None
 
 
@@ -178,14 +177,14 @@ def _in_memory(
         seeds = [seed_of(order) for _ in range(n_batches)]
         # Batches of nearly equal sizes: a last one of a few rows would be a noisy step as long as the others.
         for chosen, seed in list(zip(rows.tensor_split(n_batches), seeds, strict=True))[start:]:
-            first, end = len(chosen) * rank // world, len(chosen) * (rank + 1) // world
+            total, own = len(chosen), slice(rank, None, world)
             chosen = chosen.to(inputs.device)
             # What is drawn for a row must not depend on the rank that has it, so all rows are changed on each.
-            x = as_input(inputs[chosen if augment is not None else chosen[first:end]], model)
+            x = as_input(inputs[chosen if augment is not None else chosen[own]], model)
             if augment is not None:
-                x = augment(x, generator=torch.Generator(order.device).manual_seed(seed))[first:end]
-            own = labels[chosen[first:end].to(labels.device)].to(x.device).long()
-            yield Part(x.contiguous(memory_format=layout) if layout is last else x, own, first, len(chosen))
+                x = augment(x, generator=torch.Generator(order.device).manual_seed(seed))[own]
+            y = labels[chosen[own].to(labels.device)].to(x.device).long()
+            yield Part(x.contiguous(memory_format=layout) if layout is last else x, y, total)
 
     return Batches(read=read, n_batches=n_batches, streams=(), known=known)
 
@@ -218,7 +217,7 @@ def _from_iterable(
         x = as_input(x, model)
         if augment is not None:
             x = augment(x, generator=torch.Generator(order.device).manual_seed(seed + rank_of(group)))
-        yield Part(x, labels.to(x.device).long(), 0, len(x) if group is None else None)
+        yield Part(x, labels.to(x.device).long(), len(x) if group is None else None)
 
 
 def _pair_of_batch(batch: object) -> tuple[Tensor, Tensor]:

@@ -17,21 +17,21 @@ _SIZE_AT = {torch.rand: 0, torch.randn: 0, torch.randint: None}
 
 
 class RowsOfBatch(TorchFunctionMode):
-    """While it is entered, what one generator draws for n rows is drawn for all N, and these n are kept.
+    """While it is entered, what one generator draws for n rows is drawn for all N, and this rank's are kept.
 
     Drawing for rows that others have is cheap beside the gradients of an attack, and a generator cannot be moved ahead
     by a number of rows: how many numbers it uses for a normal draw is torch's own affair.
 
     Args:
         generator: Whose draws these are; others draw as ever.
-        first: How many rows are before these.
-        own: n.
+        rows: This rank's rows of the N.
         total: N.
     """
 
-    def __init__(self, generator: torch.Generator, *, first: int, own: int, total: int) -> None:
+    def __init__(self, generator: torch.Generator, *, rows: slice, total: int) -> None:
         super().__init__()
-        self.generator, self.first, self.own, self.total = generator, first, own, total
+        self.generator, self.rows, self.total = generator, rows, total
+        self.own = len(range(total)[rows])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -44,7 +44,7 @@ class RowsOfBatch(TorchFunctionMode):
         if not size or size[0] != self.own:
             return func(*args, **kwargs)
         drawn = func(*before, (self.total, *size[1:]), **kwargs)
-        return drawn[self.first : self.first + self.own].clone()
+        return drawn[self.rows].clone()
 
 
 def _split(

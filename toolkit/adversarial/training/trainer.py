@@ -61,6 +61,7 @@ _SCHEDULES: dict[str, Callable[[], Schedule]] = {
 
 _SAME = "`checkpoint` should be of the same model, method, settings and data, or a new file."
 
+_LARGEST_LOSS = 1e8  # nats per sample: Adam can take huge steps for ever and stay finite
 _CHECK_EVERY = 100  # updates: what is checked then costs a thousandth of them
 
 
@@ -171,8 +172,8 @@ def train(
         Losses, times and scores, those before an interruption among them.
 
     Raises:
-        DivergenceError: If the loss, a parameter or a statistic is not finite. The model has its last ones that were
-            again, and the last checkpoint stays.
+        DivergenceError: If a parameter or a statistic is not finite, or the loss is not, or above 1e8. The model has
+            its last good ones again, and the last checkpoint stays.
         TypeError: If an argument is of another type than it should be.
         ValueError: If an argument is out of its range, or the checkpoint is of something else.
         RuntimeError: If another rank has raised.
@@ -334,7 +335,7 @@ class _Run:
             self._average()
             # On one processor a look at the loss costs nothing; elsewhere it would wait for the device, or for ranks.
             alone = self.device.type == "cpu" and self.group is None
-            if self.update % _CHECK_EVERY == 0 or (alone and not self.loss.isfinite()):
+            if self.update % _CHECK_EVERY == 0 or (alone and self._loss_is_bad()):
                 self._check()
             if self.path is not None and self.update % self.save_every == 0 and self.batch < self.batches.n_batches:
                 self.spent, started = self.spent + time.perf_counter() - started, time.perf_counter()
@@ -366,8 +367,8 @@ class _Run:
             else:
                 self.draws.manual_seed(seed)
                 if self.group is not None:
-                    rows = {"first": part.first, "own": len(part.x), "total": part.total}
-                    stack.enter_context(RowsOfBatch(self.draws, **rows))
+                    rows = slice(rank, None, world_of(self.group))
+                    stack.enter_context(RowsOfBatch(self.draws, rows=rows, total=part.total))
             loss, self.state = self.method.step(
                 self.model,
                 part.x,
@@ -488,14 +489,15 @@ class _Run:
         """Keep the model if all is finite; otherwise bring the last one back that was, and raise."""
         if self.last_good == self.update:
             return
-        name = not_finite([("the loss", self.loss), *self.tensors.items()])
+        name = not_finite(self.tensors.items()) or ("the loss" if self._loss_is_bad() else None)
         if any(bad for (bad,) in exchange((name is not None,), self.group, self.device)):
             self._set(self.good)
             name = name or "a part of another rank's state"
+            what = f"above {_LARGEST_LOSS:g}, or not finite," if name == "the loss" else "not finite"
             kept = f" `{self.path}` stays as it was." if self.path is not None and self.path.exists() else ""
             raise DivergenceError(
-                f"Training diverged: `{name}` is not finite after update {self.update}; after update {self.last_good} "
-                f"all was, and the model has its parameters of then again.{kept} Lower the learning rate.",
+                f"Training diverged: `{name}` is {what} after update {self.update}; after update {self.last_good} "
+                f"all was well, and the model has its parameters of then again.{kept} Lower the learning rate.",
                 update=self.update,
                 last_good=self.last_good,
                 name=name,
@@ -504,6 +506,9 @@ class _Run:
             for key, tensor in self.tensors.items():
                 self.good[key].copy_(tensor)
         self.last_good = self.update
+
+    def _loss_is_bad(self) -> bool:
+        return self.rows > 0 and not self.loss.item() / self.rows < _LARGEST_LOSS
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
