@@ -1,4 +1,4 @@
-"""What stable softmax costs beside `torch.softmax`, and what its block saves."""
+"""What stable softmax costs beside `torch.softmax`, eager and compiled, and what its block saves."""
 
 from __future__ import annotations
 
@@ -10,53 +10,97 @@ from torch import Tensor
 from benchmarks._measure import Row, timed_pair
 from toolkit import unblock
 from toolkit.gradients.memory import measure_memory
-from toolkit.softmax import SHIFT, cross_entropy, softmax
+from toolkit.softmax import SHIFT, cross_entropy, log_softmax, logsumexp, softmax
 
 
 def rows() -> Iterator[Row]:
     """Measure forward plus backward in float32, and what the graph keeps."""
-    for n_samples, n_classes in ((64, 10), (4096, 1000)):
+    for n_samples, n_classes in ((64, 10), (4096, 1000), (128, 50257)):
         yield from _times(n_samples, n_classes)
-    yield _memory(4096, 1000)
+    yield _times_when_sure(4096, 1000)
+    yield from _times_compiled(4096, 1000, "at most 1.1")
+    yield from _times_compiled(128, 50257, "at most 1.7")
+    yield from _memory(4096, 1000)
+
+
+def _data(n_samples: int, n_classes: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, a cotangent of their shape, and labels."""
+    generator = torch.Generator().manual_seed(0)
+    x = (scale * torch.randn(n_samples, n_classes, generator=generator)).requires_grad_()
+    cotangent = torch.randn(n_samples, n_classes, generator=generator)
+    return x, cotangent, torch.randint(n_classes, (n_samples,), generator=generator)
+
+
+def _gradient(function: Callable[[Tensor], Tensor], x: Tensor, cotangent: Tensor) -> Callable[[], object]:
+    return lambda: torch.autograd.grad(function(x), x, cotangent)
+
+
+def _with_open_block(program: Callable[[], object]) -> Callable[[], None]:
+    def opened() -> None:
+        with unblock(SHIFT):
+            program()
+
+    return opened
 
 
 def _times(n_samples: int, n_classes: int) -> Iterator[Row]:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(n_samples, n_classes, generator=generator).requires_grad_()
-    cotangent = torch.randn(n_samples, n_classes, generator=generator)
-    labels = torch.randint(n_classes, (n_samples,), generator=generator)
-
-    def gradient(function: Callable[[Tensor], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(function(x), x, cotangent)
-
-    def loss_gradient(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(function(x, labels), x)
-
-    def opened() -> None:
-        with unblock(SHIFT):
-            blocked()
-
-    blocked = gradient(softmax)
+    x, cotangent, labels = _data(n_samples, n_classes)
     size = f"{n_samples} x {n_classes}"
-    theirs = gradient(lambda x: torch.softmax(x, -1))
+    blocked = _gradient(softmax, x, cotangent)
+    theirs = _gradient(lambda x: torch.softmax(x, -1), x, cotangent)
     yield _row(f"softmax / torch.softmax, {size}", blocked, theirs, "at most 2.2")
-    ours, theirs = loss_gradient(cross_entropy), loss_gradient(torch.nn.functional.cross_entropy)
-    yield _row(f"cross_entropy / torch's, {size}", ours, theirs)
-    yield _row(f"softmax: blocked / open, {size}", blocked, opened, "at most 0.75")
+    yield _row(f"softmax: blocked / open, {size}", blocked, _with_open_block(blocked), "at most 0.75")
+    one = torch.ones(())
+    for name, ours, torchs, vector in (
+        ("log_softmax", log_softmax, lambda x: torch.log_softmax(x, -1), cotangent),
+        ("logsumexp", logsumexp, lambda x: torch.logsumexp(x, -1), cotangent[:, 0]),
+        (
+            "cross_entropy",
+            lambda x: cross_entropy(x, labels),
+            lambda x: torch.nn.functional.cross_entropy(x, labels),
+            one,
+        ),
+    ):
+        yield _row(f"{name} / torch's, {size}", _gradient(ours, x, vector), _gradient(torchs, x, vector))
 
 
-def _memory(n_samples: int, n_classes: int) -> Row:
+def _times_when_sure(n_samples: int, n_classes: int) -> Row:
+    """One class has nearly all of the probability, as in a trained classifier: the pivot is its cotangent."""
+    x, cotangent, _ = _data(n_samples, n_classes, scale=30.0)
+    theirs = _gradient(lambda x: torch.softmax(x, -1), x, cotangent)
+    what = f"softmax / torch.softmax, {n_samples} x {n_classes}, sure of one class"
+    return _row(what, _gradient(softmax, x, cotangent), theirs, "at most 2.2")
+
+
+def _times_compiled(n_samples: int, n_classes: int, goal: str) -> Iterator[Row]:
+    x, cotangent, _ = _data(n_samples, n_classes)
+    torch.compiler.reset()
+    compiled = _gradient(torch.compile(softmax, fullgraph=True), x, cotangent)
+    native = torch.compile(lambda x: torch.softmax(x, -1), fullgraph=True)
+    size = f"{n_samples} x {n_classes}"
+    theirs = _gradient(lambda x: torch.softmax(x, -1), x, cotangent)
+    yield _row(f"compiled softmax / torch.softmax, {size}", compiled, theirs, goal)
+    yield _row(f"compiled softmax / compiled torch.softmax, {size}", compiled, _gradient(native, x, cotangent))
+    yield _row(f"compiled softmax: blocked / open, {size}", compiled, _with_open_block(compiled), "at most 0.75")
+
+
+def _memory(n_samples: int, n_classes: int) -> Iterator[Row]:
     x = torch.zeros(n_samples, n_classes, requires_grad=True)
+    one_input = x.numel() * x.element_size()
+    labels = torch.zeros(n_samples, dtype=torch.int64)
+    size = f"{n_samples} x {n_classes}"
+    for name, function in (("softmax", softmax), ("cross_entropy", lambda x: cross_entropy(x, labels))):
 
-    def retained() -> int:
-        return measure_memory(lambda: softmax(x.clone()).sum()).graph
+        def retained(function: Callable[[Tensor], Tensor] = function) -> int:
+            return measure_memory(lambda: function(x.clone()).sum()).graph
 
-    blocked = retained()
-    with unblock(SHIFT):
-        opened = retained()
-    note = f"{blocked / 2**20:.1f} MiB against {opened / 2**20:.1f} MiB"
-    what = f"softmax: bytes that the graph keeps, blocked / open, {n_samples} x {n_classes}"
-    return Row(what, blocked / opened, "at most 0.51", note)
+        blocked = retained()
+        with unblock(SHIFT):
+            opened = retained()
+        note = f"{blocked / 2**20:.1f} MiB against {opened / 2**20:.1f} MiB"
+        yield Row(f"{name}: bytes that the graph keeps, blocked / open, {size}", blocked / opened, "at most 0.51", note)
+        note = f"{blocked / 2**20:.1f} MiB"
+        yield Row(f"{name}: bytes that the graph keeps / one input, {size}", blocked / one_input, "at most 1.01", note)
 
 
 def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:
