@@ -23,8 +23,13 @@ from toolkit.adversarial.certificates import (
     interval_loss,
     verify_relu,
 )
+from toolkit.adversarial.certificates._branching import Cases, optimise, split
+from toolkit.adversarial.certificates._farthest import ball_and_box
+from toolkit.adversarial.certificates._layers import affine_chain
+from toolkit.adversarial.certificates._linear_relaxation import relaxed_bounds
 
 REACHED = {"linf": 0.2, "l1": 0.7}
+INSIDE = verify_relu.__globals__
 
 
 def network(*widths: int, seed: int = 0) -> nn.Sequential:
@@ -136,24 +141,29 @@ def test_worst_margin_is_the_least_over_all_patterns(widths: tuple[int, ...], no
     assert torch.equal(verdict.broken, torch.tensor(expected) < 0)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_worst_margin_in_the_plane_is_that_of_a_grid(seed: int) -> None:
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+@pytest.mark.parametrize("seed", range(2))
+def test_worst_margin_in_the_plane_is_that_of_a_grid(seed: int, norm: str) -> None:
     model = network(2, 8, 8, 3, seed=seed)
     x, _ = batch(3, 2, 3, seed)
     labels, epsilon, n_points = own_labels(model, x), 0.15, 301
     steps = torch.linspace(-epsilon, epsilon, n_points, dtype=torch.float64)
     offsets = torch.cartesian_prod(steps, steps)
-    found = verify_relu(model, x, labels, epsilon=epsilon, bounds=None, goal="margin")
+    offsets = offsets[size(offsets, norm) <= epsilon * (1 + 1e-9)]
+    found = verify_relu(model, x, labels, epsilon=epsilon, norm=norm, bounds=None, goal="margin")
     with torch.no_grad():
         for row in range(len(x)):
             margins = worst_margins(model, x[row] + offsets, labels[row].expand(len(offsets)))
-            slack = 200 * 2 * epsilon / (n_points - 1)  # no more than a steep slope over half a cell
-            assert found.upper[row] <= margins.min() + 1e-5
-            assert found.lower[row] >= margins.min() - slack
-            assert found.lower[row] == pytest.approx(margins.min().item(), abs=0.05)
+            slack = 40 * 2 * epsilon / (n_points - 1)  # a steep slope over a cell
+            assert found.lower[row] <= margins.min() + 1e-9
+            if norm == "l2":  # has no programs: the two may stay apart
+                assert found.upper[row] <= margins.min() + 0.05
+            else:
+                assert found.lower[row] >= margins.min() - slack
+                assert found.upper[row] <= margins.min() + 1e-5
 
 
-@pytest.mark.parametrize("norm", ["linf", "l1"])
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_network_without_rectifiers_is_a_linear_classifier(norm: str) -> None:
     model = nn.Sequential(network(6, 5)[0], network(5, 4, seed=1)[0])
     x, labels = batch(7, 6, 4)
@@ -184,11 +194,84 @@ def test_rectifiers_that_never_change_need_no_program(monkeypatch: pytest.Monkey
     x, labels = batch(5, 4, 3)
     weight = model[2].weight[:, 1::2] @ model[0].weight[1::2]
     bias = model[2].weight[:, 1::2] @ model[0].bias[1::2] + model[2].bias
-    monkeypatch.setattr("toolkit.adversarial.certificates.relu.milp", None)
+    monkeypatch.setitem(INSIDE, "milp", None)
     found = verify_relu(model, x, labels, epsilon=0.2, goal="margin")
     exact = certify_linear(weight, bias, x, labels, epsilon=0.2).detach()
     torch.testing.assert_close(found.lower, exact, rtol=0, atol=1e-11)
     torch.testing.assert_close(found.upper, exact, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["64-32-10 at .2", "64-24-24-10 at .1"])
+def test_proofs_by_cases_and_by_programs_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, labels, epsilon = relu_network(name)
+    x, labels = x[:40], labels[:40]
+    with monkeypatch.context() as patch:
+        patch.setitem(INSIDE, "milp", None)
+        cases = verify_relu(model, x, labels, epsilon=epsilon)
+    monkeypatch.setitem(INSIDE, "_CASES", 0)
+    programs = verify_relu(model, x, labels, epsilon=epsilon)
+    assert (programs.robust & (certify_crown(model, x, labels, epsilon=epsilon) <= 0)).sum() >= 2
+    assert torch.equal(cases.robust, programs.robust)
+    assert torch.equal(cases.broken, programs.broken)
+    assert not cases.unknown.any()
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**20),
+    widths=st.lists(st.integers(2, 6), min_size=2, max_size=4),
+    epsilon=st.floats(0.05, 1),
+    norm=st.sampled_from(["linf", "l2", "l1"]),
+)
+def test_bound_of_every_case_holds_where_its_assumptions_do(
+    seed: int, widths: list[int], epsilon: float, norm: str
+) -> None:
+    model = network(*widths, 2, seed=seed)
+    x, _ = batch(1, widths[0], 2, seed)
+    ball = ball_and_box(x, epsilon, norm, (0, 1), torch.float64, (norm,))
+    with torch.no_grad():
+        chain = affine_chain(model, x, torch.float64)
+        hidden = relaxed_bounds(chain[:-1], ball)
+        objective, constant = chain[-1].weight[:1] - chain[-1].weight[1:], chain[-1].bias[:1] - chain[-1].bias[1:]
+        cases = Cases.begin(torch.zeros(1, dtype=torch.long), objective, constant, ball, hidden)
+        before, value = [], draws(x, epsilon, norm, 2000, seed)[:, 0]
+        for layer in chain[:-1]:
+            before.append(value @ layer.weight.T + layer.bias)
+            value = before[-1].clamp(min=0)
+        margins = value @ objective[0] + constant
+        for _ in range(4):
+            cases, _, gaps = optimise(cases, chain[:-1], 6)
+            covered = torch.zeros(len(margins), dtype=torch.bool)
+            for case in range(len(cases.bound)):
+                signs = [sign[case] for sign in cases.signs]
+                holds = torch.stack([(z * sign >= 0).all(1) for z, sign in zip(before, signs, strict=True)]).all(0)
+                covered |= holds
+                assert (margins[holds] >= cases.bound[case] - 1e-12 * (1 + margins.abs().max())).all()
+            assert covered.all()
+            cases, splittable = split(cases, gaps)
+            if not splittable.all():
+                break
+
+
+def test_slopes_and_prices_raise_the_bound() -> None:
+    """What is optimised is better than the lines alone, and assumptions with a price better than without."""
+    model, x, labels, epsilon = relu_network("64-24-24-10 at .1")
+    ball = ball_and_box(x, epsilon, "linf", (0, 1), torch.float64, ("linf",))
+    chain = affine_chain(model, x, torch.float64)
+    hidden = relaxed_bounds(chain[:-1], ball)
+    other = (labels + 1) % 10
+    objective = chain[-1].weight[labels] - chain[-1].weight[other]
+    constant = chain[-1].bias[labels] - chain[-1].bias[other]
+    root = Cases.begin(torch.arange(len(x)), objective, constant, ball, hidden)
+    once, _, _ = optimise(root, chain[:-1], 1)
+    often, _, gaps = optimise(root, chain[:-1], 16)
+    assert (often.bound >= once.bound).all()
+    assert (often.bound > once.bound + 0.01).sum() > 20
+    halves, splittable = split(often, gaps)
+    assert splittable.all()
+    free, priced = (optimise(halves, chain[:-1], steps)[0].bound.chunk(2) for steps in (1, 16))
+    assert (torch.minimum(*priced) > often.bound + 1e-3).sum() > 60
+    assert (torch.minimum(*priced) > torch.minimum(*free) + 1e-3).sum() > 5
 
 
 CASES = [
@@ -196,13 +279,14 @@ CASES = [
     ("64-24-24-10 at .1", "linf"),
     ("convolution at .1", "linf"),
     ("64-32-10 at .1", "l1"),
+    ("64-24-24-10 at .1", "l2"),
 ]
 
 
 @pytest.mark.parametrize(("name", "norm"), CASES, ids=[f"{name}, {norm}" for name, norm in CASES])
 def test_every_digit_has_a_verdict_and_what_is_broken_is_shown(name: str, norm: str) -> None:
     model, x, labels, epsilon = relu_network(name)
-    epsilon = epsilon if norm == "linf" else 1.5
+    epsilon = {"linf": epsilon, "l2": 0.5, "l1": 1.5}[norm]
     found = verify_relu(model, x, labels, epsilon=epsilon, norm=norm)
     assert not found.unknown.any()
     assert 30 < found.robust.sum() < 90
@@ -228,9 +312,20 @@ def test_margin_and_verdict_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("height", "verdict"), [(1e-6, "unknown"), (1e-3, "robust"), (0.0, "broken"), (-1e-3, "broken")]
+    ("by", "height", "verdict"),
+    [
+        ("cases", 5e-10, "unknown"),
+        ("cases", 1e-6, "robust"),
+        ("programs", 1e-6, "unknown"),
+        ("programs", 1e-3, "robust"),
+        ("cases", 0.0, "broken"),
+        ("programs", 0.0, "broken"),
+        ("cases", -1e-3, "broken"),
+    ],
 )
-def test_a_margin_within_the_tolerance_is_unknown(height: float, verdict: str) -> None:
+def test_a_margin_within_the_tolerance_is_unknown(
+    by: str, height: float, verdict: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The margin is ``|x - 1/2| + height``, and no line below both rectifiers touches it."""
     model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2)).double()
     with torch.no_grad():
@@ -238,11 +333,15 @@ def test_a_margin_within_the_tolerance_is_unknown(height: float, verdict: str) -
         model[0].bias.copy_(torch.tensor([-0.5, 0.5]))
         model[2].weight.copy_(torch.tensor([[1.0, 1.0], [0.0, 0.0]]))
         model[2].bias.copy_(torch.tensor([height, 0.0]))
+    if by == "programs":
+        monkeypatch.setitem(INSIDE, "_CASES", 0)
+        monkeypatch.setitem(INSIDE, "_FIRST_STEPS", 1)
     found = verify_relu(model, torch.tensor([[0.6]], dtype=torch.float64), torch.tensor([0]), epsilon=0.4)
     assert getattr(found, verdict).item()
 
 
-def test_a_sample_beyond_the_time_limit_is_unknown() -> None:
+def test_a_sample_beyond_the_time_limit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSIDE, "_CASES", 0)
     model, x, labels, epsilon = relu_network("64-32-10 at .2")
     full = verify_relu(model, x[:30], labels[:30], epsilon=epsilon)
     found = verify_relu(model, x[:30], labels[:30], epsilon=epsilon, time_limit=1e-9)
@@ -518,7 +617,7 @@ REFUSED = {
     ),
     "batch": (nn.Sequential(nn.Flatten(0), nn.Linear(3, 2)), {}, TypeError, "the samples of a batch apart."),
     "one logit": (network(3, 1), {}, ValueError, "`model` should return at least two logits. Found 1."),
-    "norm": (network(3, 2), {"norm": "l2"}, ValueError, "`norm` should be one of 'linf', 'l1'. Found 'l2'."),
+    "norm": (network(3, 2), {"norm": "l0"}, ValueError, "`norm` should be one of 'linf', 'l2', 'l1'. Found 'l0'."),
     "goal": (network(3, 2), {"goal": "best"}, ValueError, "`goal` should be 'verdict' or 'margin'. Found 'best'."),
     "tolerance": (network(3, 2), {"tolerance": 0.0}, ValueError, "`tolerance` should be positive. Found 0.0."),
     "time": (network(3, 2), {"time_limit": -1.0}, ValueError, "`time_limit` should be positive. Found -1.0."),

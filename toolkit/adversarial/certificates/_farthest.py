@@ -57,7 +57,7 @@ class BallAndBox(NamedTuple):
         size: Tensor = torch.linalg.vector_norm(clipped, int(self.norm[1]), dim=1, keepdim=True)
         return clipped * (self.radius / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
 
-    def rows(self, index: Tensor) -> BallAndBox:
+    def rows(self, index: Tensor | slice) -> BallAndBox:
         """Return the same for some of the samples."""
         radius = self.radius.expand(len(self.start), 1)
         return BallAndBox(self.norm, self.start[index], radius[index], self.lower[index], self.upper[index])

@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.adversarial.certificates._farthest import BallAndBox
 from toolkit.adversarial.certificates._layers import Affine
 
-__all__ = ["Interval", "interval_of_affine", "relaxed_bounds", "relaxed_lower_bound"]
+__all__ = ["Interval", "interval_of_affine", "lines", "relaxed_bounds", "relaxed_lower_bound"]
 
 
 class Interval(NamedTuple):
@@ -71,7 +71,7 @@ def relaxed_lower_bound(
         The bounds, (N, K), and the inputs at which the linear functions reach them, (N, K, D).
     """
     for layer, (lower, upper) in zip(reversed(chain), reversed(hidden[: len(chain)]), strict=True):
-        slope_below, slope_above, offset = _lines(lower, upper)
+        slope_below, slope_above, offset = lines(lower, upper)
         positive, negative = objective.clamp(min=0), objective.clamp(max=0)
         constant = constant + (negative @ offset[:, :, None])[..., 0]
         through = positive * slope_below[:, None] + negative * slope_above[:, None]
@@ -81,7 +81,7 @@ def relaxed_lower_bound(
     return (objective * point).sum(-1) + constant, point
 
 
-def _lines(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def lines(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the slope of the line below a rectifier, and the slope and the offset of the line above it."""
     active, crossing = lower >= 0, (lower < 0) & (upper > 0)
     width = torch.where(crossing, upper - lower, 1)

@@ -1,4 +1,4 @@
-"""Exact verification of small ReLU networks: search, then linear bounds, then mixed-integer programs for what is left.
+"""Exact verification of small ReLU networks: search, then proofs by cases, then mixed-integer programs for the rest.
 
 It shares no code with the attacks, so it can be their witness.
 
@@ -17,7 +17,8 @@ from scipy.optimize import Bounds as VariableBounds
 from scipy.optimize import LinearConstraint, milp
 from torch import Tensor, nn
 
-from toolkit.adversarial.balls import Bounds
+from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.certificates._branching import Cases, optimise, split
 from toolkit.adversarial.certificates._farthest import BallAndBox, ball_and_box
 from toolkit.adversarial.certificates._layers import Affine, affine_chain
 from toolkit.adversarial.certificates._linear_relaxation import Interval, relaxed_bounds, relaxed_lower_bound
@@ -46,7 +47,7 @@ class Verification:
     @property
     def robust(self) -> Tensor:
         """Where it is proved that every input of the ball is classified as the label, (N,)."""
-        return self.lower > 0
+        return self.lower > _ROUNDING
 
     @property
     def broken(self) -> Tensor:
@@ -55,7 +56,7 @@ class Verification:
 
     @property
     def unknown(self) -> Tensor:
-        """Where neither is known: a limit was reached, or the margin is within the tolerance of zero, (N,)."""
+        """Where neither is known: a limit was reached, or the margin is too near to zero, (N,)."""
         return ~(self.robust | self.broken)
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ def verify_relu(
     labels: Tensor,
     *,
     epsilon: float | Tensor,
-    norm: Literal["linf", "l1"] = "linf",
+    norm: Norm = "linf",
     bounds: Bounds = (0, 1),
     goal: Goal = "verdict",
     tolerance: float = 1e-5,
@@ -78,17 +79,19 @@ def verify_relu(
     """Decide for each sample whether any input of a ball changes the class, exactly; or find its worst-case margin.
 
     Three steps, each for what the one before leaves open. A descent on each margin looks for an input that is
-    misclassified. Linear relaxation (`certify_crown`) looks for a proof that there is none. What is left is a program
-    with one binary variable for each rectifier that may be on or off: one program for each other class, the most
-    vulnerable first.
+    misclassified. Proofs by cases take a rectifier that may be on or off to be on, then off, and bound each case by
+    linear functions (as `certify_crown` does, with slopes and multipliers that are optimised), thousands of cases at
+    once. What takes too many cases is left, in Linf and L1, to a program with one binary variable for each rectifier
+    that may be on or off: one program for each other class, the most vulnerable first.
 
     What "exact" means: an input that is broken is inside of the ball and was put through the model itself, in float64.
-    A proof by linear relaxation holds up to float64's rounding. A proof by a program holds up to the tolerances of its
-    solver, HiGHS: 1e-6 in the constraints and in the binaries. So `tolerance` is taken off every bound that a program
-    proves, and a sample whose worst margin lies between 0 and twice `tolerance` may be unknown.
+    A proof by cases holds up to the rounding of float64: a bound counts from 1e-9. A proof by a program holds up to
+    the tolerances of its solver, HiGHS: 1e-6 in the constraints and in the binaries. So `tolerance` is taken off every
+    bound that a program proves, and a sample whose worst margin lies between 0 and twice `tolerance` may be unknown.
+    In L2 the last step is missing, so that a sample may be unknown for the number of its cases.
 
-    The model is read, and a float64 copy of it is run; it is never touched itself. Its time grows exponentially with
-    the number of undecided rectifiers: about fifty are well possible.
+    The model is read, and a float64 copy of it is run; it is never touched itself. Time grows exponentially with the
+    number of rectifiers that may be on or off: about fifty are well possible.
 
     Args:
         model: A `torch.nn.Sequential` of Linear, Conv1d, Conv2d, BatchNorm1d, BatchNorm2d, AvgPool2d,
@@ -97,7 +100,7 @@ def verify_relu(
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,), integers.
         epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"`` or ``"l1"``: balls with flat sides.
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         goal: ``"verdict"`` stops at a sample once the sign of its worst margin is known; ``"margin"`` goes on until
             `lower` and `upper` are within about `tolerance`.
@@ -110,7 +113,9 @@ def verify_relu(
             or `time_limit` is not positive, or `x` lies outside of `bounds`.
 
     Source:
-        Tjeng, Xiao and Tedrake, "Evaluating robustness of neural networks with mixed integer programming", 2019.
+        Tjeng, Xiao and Tedrake, "Evaluating robustness of neural networks with mixed integer programming", 2019 (the
+        programs); Wang et al., "Beta-CROWN: efficient bound propagation with per-neuron split constraints for neural
+        network robustness verification", 2021 (the cases).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2, bias=False))
@@ -126,13 +131,15 @@ def verify_relu(
         if value is not None and not value > 0:
             raise ValueError(f"`{argument}` should be positive. Found {value}.")
     with no_graph():
-        ball = ball_and_box(x, epsilon, norm, bounds, torch.float64, ("linf", "l1"))
+        ball = ball_and_box(x, epsilon, norm, bounds, torch.float64, ("linf", "l2", "l1"))
         chain = affine_chain(model, x, torch.float64)
         check_labels(labels, x, len(chain[-1].bias))
         judge = copy.deepcopy(model).double().eval()
         search = _Search(chain, ball, labels, goal, tolerance, time_limit)
-        for row in search.undecided():
-            search.solve(row)
+        search.branch()
+        if norm != "l2":
+            for row in search.undecided():
+                search.solve(row)
         examples = search.examples.reshape(x.shape)
         logits = judge(examples) if len(x) else search.upper.new_empty(0, 2)
         margins = logits.gather(1, labels[:, None]) - logits
@@ -173,9 +180,15 @@ class _Search:
 
     def _is_open(self) -> Tensor:
         """Say which margins, (N, C), could still change the result."""
-        if self.goal == "verdict":
-            return (self.lower <= 0) & (self.upper > 0)[:, None]
-        return self.lower < self.upper[:, None] - self.tolerance
+        return (self.lower <= self._enough()[:, None]) & self._worthwhile()[:, None]
+
+    def _enough(self) -> Tensor:
+        """Return what a margin has to be proved to be above, (N,)."""
+        return torch.full_like(self.upper, _ROUNDING) if self.goal == "verdict" else self.upper - self.tolerance
+
+    def _worthwhile(self) -> Tensor:
+        """Say of which samples a proof would still be news, (N,)."""
+        return (self.upper > 0) | (self.goal == "margin")
 
     def _descend(self, points: Tensor) -> None:
         """Lower every margin that is open from where the relaxed one is least, by steps towards the best vertex.
@@ -199,10 +212,55 @@ class _Search:
             for layer, sign in zip(reversed(self.chain), reversed(signs), strict=True):
                 slope = (slope * sign) @ layer.weight
             vertex = ball.start + ball.farthest(-slope)
+            self._try(samples, vertex)
             point = point + (1 - step / _DESCENT) * (vertex - point)
             if self.goal == "verdict" and step % 4 == 3:
                 left = self.upper[samples] > 0
                 samples, point, weight, ball = samples[left], point[left], weight[left], ball.rows(left)
+
+    def branch(self) -> None:
+        """Prove margins by cases, all margins together; those that take too many are left to the programs."""
+        if not self.chain:
+            return
+        samples, classes = self._is_open().nonzero(as_tuple=True)
+        index = torch.arange(len(samples))
+        open_cases = Cases.begin(
+            index,
+            self.weight[samples, classes],
+            self.bias[samples, classes],
+            self.ball.rows(samples),
+            [Interval(lower[samples], upper[samples]) for lower, upper in self.hidden],
+        )
+        proved, given_up = torch.full_like(open_cases.constant, torch.inf), torch.zeros_like(index, dtype=torch.bool)
+        n_cases, steps = torch.zeros_like(index), _FIRST_STEPS
+        # The last digits of a margin are found sooner by a program.
+        limit = _CASES if self.goal == "verdict" else _CASES // 8
+
+        def close(cases: Cases) -> None:
+            # Not a case is lost: each ends here with its bound, or as two halves that have it until they have a better.
+            proved.scatter_reduce_(0, cases.margin, cases.bound, "amin")
+
+        while len(open_cases.margin):
+            now, later = open_cases.rows(slice(-_BATCH, None)), open_cases.rows(slice(None, -_BATCH))
+            now, points, gaps = optimise(now, self.chain, steps)
+            steps = _STEPS
+            self._try(samples[now.margin], points)
+            n_cases.scatter_add_(0, now.margin, torch.ones_like(now.margin))
+            done = now.bound > self._enough()[samples[now.margin]]
+            close(now.rows(done))
+            left, gaps = now.rows(~done), [gap[~done] for gap in gaps]
+            halves, splittable = split(left, gaps)
+            if not splittable.all():
+                last, points, _ = optimise(left.rows(~splittable), self.chain, _LAST_STEPS)
+                self._try(samples[last.margin], points)
+                close(last)
+                given_up[last.margin[last.bound <= self._enough()[samples[last.margin]]]] = True
+            open_cases = later.and_also(halves)
+            given_up |= (n_cases > limit) | ~self._worthwhile()[samples]
+            dropped = given_up[open_cases.margin]
+            close(open_cases.rows(dropped))
+            open_cases = open_cases.rows(~dropped)
+        self.lower[samples, classes] = torch.maximum(self.lower[samples, classes], proved)
 
     def _try(self, samples: Tensor, points: Tensor) -> None:
         """Keep those points that have a smaller margin than any before."""
@@ -320,4 +378,10 @@ class _Program:
 
 
 _DESCENT = 24
+# Steps on a margin's first bound, and on each case after it, which begins where the one before ended.
+# Where every rectifier is decided the multipliers are all that is left.
+_FIRST_STEPS, _STEPS, _LAST_STEPS = 16, 8, 200
+_BATCH, _CASES = 512, 4000
+# What a bound has to be above zero to be a proof in spite of rounding.
+_ROUNDING = 1e-9
 _INFEASIBLE = 2

@@ -1,0 +1,176 @@
+"""Proofs by cases: a rectifier that may be on or off is taken to be on, then off, until linear bounds prove each case.
+
+R cases, D inputs, M units of a layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.certificates._farthest import BallAndBox
+from toolkit.adversarial.certificates._layers import Affine
+from toolkit.adversarial.certificates._linear_relaxation import Interval, lines
+
+__all__ = ["Cases", "optimise", "split"]
+
+
+@dataclass(frozen=True)
+class Cases:
+    """Linear functions of the last rectifiers' outputs, each to be bounded below under assumptions of its own.
+
+    Attributes:
+        margin: Which margin each case belongs to, (R,).
+        objective: (R, M).
+        constant: (R,).
+        ball: Of the sample of each case.
+        hidden: Bounds before each rectifier, (R, M) each: without the assumptions in `signs`.
+        signs: For each layer 1 where a unit is assumed to be on, -1 off, 0 neither, (R, M).
+        slopes: For each layer the slope of the line below each rectifier, between 0 and 1, (R, M).
+        prices: For each layer the multiplier of each assumption, not negative, (R, M).
+        bound: The best proved so far, (R,).
+    """
+
+    margin: Tensor
+    objective: Tensor
+    constant: Tensor
+    ball: BallAndBox
+    hidden: list[Interval]
+    signs: list[Tensor]
+    slopes: list[Tensor]
+    prices: list[Tensor]
+    bound: Tensor
+
+    @classmethod
+    def begin(
+        cls, margin: Tensor, objective: Tensor, constant: Tensor, ball: BallAndBox, hidden: list[Interval]
+    ) -> Cases:
+        """Return cases without assumptions."""
+        none = [torch.zeros_like(lower) for lower, _ in hidden]
+        slopes = [lines(lower, upper)[0] for lower, upper in hidden]
+        bound = torch.full_like(constant, -torch.inf)
+        return cls(margin, objective, constant, ball, hidden, none, slopes, none, bound)
+
+    def rows(self, index: Tensor | slice) -> Cases:
+        """Return some of the cases."""
+        return Cases(
+            self.margin[index],
+            self.objective[index],
+            self.constant[index],
+            self.ball.rows(index),
+            [Interval(lower[index], upper[index]) for lower, upper in self.hidden],
+            [sign[index] for sign in self.signs],
+            [slope[index] for slope in self.slopes],
+            [price[index] for price in self.prices],
+            self.bound[index],
+        )
+
+    def and_also(self, other: Cases) -> Cases:
+        """Return these and the others."""
+        sides = zip(self.ball[1:], other.ball[1:], strict=True)
+        bounds = zip(self.hidden, other.hidden, strict=True)
+        return Cases(
+            torch.cat([self.margin, other.margin]),
+            torch.cat([self.objective, other.objective]),
+            torch.cat([self.constant, other.constant]),
+            BallAndBox(self.ball.norm, *(torch.cat(side) for side in sides)),
+            [Interval(torch.cat([a.lower, b.lower]), torch.cat([a.upper, b.upper])) for a, b in bounds],
+            _joined(self.signs, other.signs),
+            _joined(self.slopes, other.slopes),
+            _joined(self.prices, other.prices),
+            torch.cat([self.bound, other.bound]),
+        )
+
+    def relaxations(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return the lines around each rectifier; under an assumption both are the rectifier itself."""
+        found = []
+        for (lower, upper), sign in zip(self.hidden, self.signs, strict=True):
+            found.append(lines(torch.where(sign > 0, 0, lower), torch.where(sign < 0, 0, upper)))
+        return found
+
+
+def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
+    return [torch.cat(pair) for pair in zip(first, second, strict=True)]
+
+
+def optimise(cases: Cases, chain: list[Affine], steps: int) -> tuple[Cases, Tensor, list[Tensor]]:
+    """Raise the lower bounds by the slopes of the lower lines and by the multipliers of the assumptions.
+
+    For fixed slopes and multipliers the bound is ``min_x a . x + c`` as in `relaxed_lower_bound`, with the multipliers'
+    part ``- sign * price * z`` added: not positive where the assumption holds, so a bound for any price that is not
+    negative. Its derivative by a slope or a price comes from the value ``v`` that the lines give the unit at the
+    minimiser x: the coefficient times v, and ``- sign * v``. Steps follow the signs of the derivatives.
+
+    Returns:
+        The cases with the best bounds; the minimisers of the last step, (R, D); and for each layer how much the gap
+        between the lines of each unit takes off the bound, (R, M).
+
+    Source:
+        Xu et al., "Fast and complete: enabling complete neural network verification with rapid and massively parallel
+        incomplete verifiers", 2021 (slopes); Wang et al., "Beta-CROWN: efficient bound propagation with per-neuron
+        split constraints for neural network robustness verification", 2021 (multipliers).
+    """
+    relaxations = cases.relaxations()
+    crossing = [(offset > 0).to(offset.dtype) for _, _, offset in relaxations]
+    slopes = [
+        torch.where(cross > 0, slope, below)
+        for cross, slope, (below, _, _) in zip(crossing, cases.slopes, relaxations, strict=True)
+    ]
+    prices, bound = list(cases.prices), cases.bound
+    point = cases.ball.start
+    gaps: list[Tensor] = []
+    for step in range(steps):
+        objective, constant = cases.objective, cases.constant
+        objectives: list[Tensor] = []
+        gaps = []
+        for depth in reversed(range(len(chain))):
+            _, above, offset = relaxations[depth]
+            positive, negative = objective.clamp(min=0), objective.clamp(max=0)
+            loss = negative * offset
+            constant = constant + loss.sum(1)
+            gaps.insert(0, -loss)
+            objectives.insert(0, objective)
+            through = positive * slopes[depth] + negative * above - cases.signs[depth] * prices[depth]
+            constant = constant + through @ chain[depth].bias
+            objective = through @ chain[depth].weight
+        point = cases.ball.start + cases.ball.farthest(-objective)
+        bound = torch.maximum(bound, (objective * point).sum(1) + constant)
+        rate, value = 0.5 * _FINAL ** (step / steps), point
+        for depth, layer in enumerate(chain):
+            _, above, offset = relaxations[depth]
+            value = value @ layer.weight.T + layer.bias
+            coefficient, slope = objectives[depth], slopes[depth]
+            passed = torch.where(coefficient > 0, slope * value, above * value + offset)
+            moved = (slope + rate * (coefficient.clamp(min=0) * value).sign()).clamp(0, 1)
+            slopes[depth] = torch.where(crossing[depth] > 0, moved, slope)
+            scale = rate * coefficient.abs().amax(1, keepdim=True)
+            step_of_price = -cases.signs[depth] * value.sign() * scale
+            prices[depth] = (prices[depth] + step_of_price).clamp(min=0) * cases.signs[depth].abs()
+            value = passed
+    return replace(cases, slopes=slopes, prices=prices, bound=bound), point, gaps
+
+
+# The last step, as a share of the first.
+_FINAL = 0.05
+
+
+def split(cases: Cases, gaps: list[Tensor]) -> tuple[Cases, Tensor]:
+    """Return each case twice: with the unit that costs most assumed to be on, and off.
+
+    Returns:
+        The cases, those that are on before those that are off; and which of the given cases had a unit to split, (R,),
+        which are the only ones that are in the result.
+    """
+    crossing = [(offset > 0).to(gap.dtype) for gap, (_, _, offset) in zip(gaps, cases.relaxations(), strict=True)]
+    # Where no gap is left in the objective any unit that may be on or off will do.
+    scores = torch.cat([(gap + 1e-12) * cross for gap, cross in zip(gaps, crossing, strict=True)], 1)
+    best, unit = scores.max(1)
+    splittable = best > 0
+    chosen = torch.zeros_like(scores).scatter(1, unit[:, None], 1).split([gap.shape[1] for gap in gaps], 1)
+    halves = [
+        replace(cases, signs=[sign + way * one for sign, one in zip(cases.signs, chosen, strict=True)]).rows(splittable)
+        for way in (1, -1)
+    ]
+    return halves[0].and_also(halves[1]), splittable
