@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import unblock
 from toolkit.gradients.memory import measure_memory
@@ -499,6 +500,28 @@ def test_takes_an_eighth_of_the_memory_that_all_logits_take(shape):
     with unblock(SHIFT):
         opened = extra(lambda leaves: linear_cross_entropy(**leaves, labels=labels, chunk_size=500), leaves)
     assert opened >= logits  # what records every chunk keeps all logits
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func._schema.name in ("aten::mm", "aten::addmm", "aten::addmm_")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("shape", "needed", "products"),
+    [("logits wait", ("input", "weight"), 3), ("logits again", ("input", "weight"), 4), ("logits wait", ("input",), 3)],
+)
+def test_the_logits_are_computed_once_where_they_can_wait(shape, needed, products):
+    everything, labels = layer(*SHAPES[shape]), labels_for(SHAPES[shape][0], 11)
+    leaves = {name: leaf if name in needed else leaf.detach() for name, leaf in everything.items()}
+    with Products() as counted:
+        linear_cross_entropy(**leaves, labels=labels, chunk_size=11).backward()
+    assert counted.count == products
 
 
 def test_no_large_tensor_is_kept_for_the_backward_pass():
