@@ -1,20 +1,145 @@
-"""Adversarial training: attacks, the losses at the examples they find, and exact worst cases to hold them against."""
+"""Adversarial training: attacks, the losses at the examples they find, and exact worst cases to hold them against.
+
+- `attacks`: steps up the gradient (`fgsm`, `rs_fgsm`, `mi_fgsm`, `pgd`, `apgd`, `multi_target`, `linearised`), the
+  nearest example (`deepfool`, `fab`, `ddn`, `carlini_wagner`), without gradients (`square`), and all of them in turn
+  (`ensemble`, `robust_accuracy`, `evaluate_robustness`).
+- `training`: a surrogate for each method of training with the blocks it needs, and `train`, which runs any of them.
+- `certificates`: what no attack can do. Exact for linear models and small ReLU networks, bounds for larger ones, radii
+  that hold with a stated confidence for any model.
+- `balls`: threat models in Linf, L2 and L1 inside of a box. `networks`, `augmentation`: what is trained, on what.
+"""
 
 from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.attacks.apgd import apgd
+from toolkit.adversarial.attacks.carlini_wagner import carlini_wagner
+from toolkit.adversarial.attacks.ddn import ddn
+from toolkit.adversarial.attacks.deepfool import deepfool
+from toolkit.adversarial.attacks.ensemble import Evaluation, ensemble, evaluate_robustness, robust_accuracy
+from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.gradient import fgsm, mi_fgsm, pgd, rs_fgsm
-from toolkit.adversarial.attacks.losses import difference_loss, margin_loss
-from toolkit.adversarial.certificates.linear import certify_linear, robust_loss_linear
+from toolkit.adversarial.attacks.losses import difference_loss, dlr_loss, margin_loss
+from toolkit.adversarial.attacks.multi_target import linearised, multi_target
+from toolkit.adversarial.attacks.square import square
+from toolkit.adversarial.augmentation import random_crop_flip
+from toolkit.adversarial.certificates.bounds import (
+    certify_crown,
+    certify_interval,
+    crown_bounds,
+    interval_bounds,
+    interval_loss,
+)
+from toolkit.adversarial.certificates.linear import certify_linear, distance_linear, robust_loss_linear
+from toolkit.adversarial.certificates.relu import Verification, verify_relu
+from toolkit.adversarial.certificates.smoothing import ABSTAIN, SmoothedCertificate, certify_smoothing
+from toolkit.adversarial.networks import Normalize, mlp, preactivation_resnet18, small_cnn
+from toolkit.adversarial.training.free import Replay, free_loss
 from toolkit.adversarial.training.losses import adversarial_loss
+from toolkit.adversarial.training.mart import mart_loss
+from toolkit.adversarial.training.methods import (
+    ALP,
+    AWP,
+    CURE,
+    FGSM,
+    LLR,
+    MART,
+    METHODS,
+    PGD,
+    RSFGSM,
+    TRADES,
+    VAT,
+    Free,
+    HeldTRADES,
+    Method,
+    Standard,
+)
+from toolkit.adversarial.training.pairing import alp_loss
+from toolkit.adversarial.training.smoothness import CURVATURE_DIRECTION, cure_loss, llr_loss
+from toolkit.adversarial.training.trades import CLEAN_DISTRIBUTION, held_trades_loss, trades_loss
+from toolkit.adversarial.training.trainer import CatastrophicOverfittingWarning, DivergenceError, History, train
+from toolkit.adversarial.training.vat import (
+    VIRTUAL_CLEAN,
+    VIRTUAL_DIRECTION,
+    power_direction,
+    vat_direction,
+    vat_loss,
+)
+from toolkit.adversarial.training.weights import WEIGHT_PERTURBATION, awp_loss, weight_perturbation
 
 __all__ = [
+    "ABSTAIN",
+    "ALP",
+    "AWP",
+    "CLEAN_DISTRIBUTION",
+    "CURE",
+    "CURVATURE_DIRECTION",
     "EXAMPLE",
+    "FGSM",
+    "LLR",
+    "MART",
+    "METHODS",
+    "PGD",
+    "RSFGSM",
+    "TRADES",
+    "VAT",
+    "VIRTUAL_CLEAN",
+    "VIRTUAL_DIRECTION",
+    "WEIGHT_PERTURBATION",
+    "CatastrophicOverfittingWarning",
+    "DivergenceError",
+    "Evaluation",
+    "Free",
+    "HeldTRADES",
+    "History",
+    "Method",
+    "Normalize",
+    "Replay",
+    "SmoothedCertificate",
+    "Standard",
+    "Verification",
     "adversarial_loss",
+    "alp_loss",
+    "apgd",
+    "awp_loss",
+    "carlini_wagner",
+    "certify_crown",
+    "certify_interval",
     "certify_linear",
+    "certify_smoothing",
+    "crown_bounds",
+    "cure_loss",
+    "ddn",
+    "deepfool",
     "difference_loss",
+    "distance_linear",
+    "dlr_loss",
+    "ensemble",
+    "evaluate_robustness",
+    "fab",
     "fgsm",
+    "free_loss",
+    "held_trades_loss",
+    "interval_bounds",
+    "interval_loss",
+    "linearised",
+    "llr_loss",
     "margin_loss",
+    "mart_loss",
     "mi_fgsm",
+    "mlp",
+    "multi_target",
     "pgd",
+    "power_direction",
+    "preactivation_resnet18",
+    "random_crop_flip",
+    "robust_accuracy",
     "robust_loss_linear",
     "rs_fgsm",
+    "small_cnn",
+    "square",
+    "trades_loss",
+    "train",
+    "vat_direction",
+    "vat_loss",
+    "verify_relu",
+    "weight_perturbation",
 ]

@@ -195,7 +195,7 @@ def _moved_bump(
     bump = bumps[turned[:, None, None], places[0], places[1]]
     signs = drawn[:, 5:].sub(0.5).sign().to(dtype)[:, :, None, None]
     powers = offset.abs() ** order
-    radius = part.ball.radius.to(dtype)  # type: ignore[attr-defined]
+    radius = part.ball.radius.to(dtype).view(-1, 1, 1, 1)  # type: ignore[attr-defined]
     left = (radius**order - powers.sum((1, 2, 3), keepdim=True)).clamp(min=0) / shape[0]
     budget = (left + (powers * (inside | emptied)).sum((2, 3), keepdim=True)) ** (1 / order)
     old = offset * inside

@@ -1,0 +1,211 @@
+"""The ensemble of attacks: as strong as exact verification where that can be had, and honest about what it counts."""
+
+from functools import cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from relu_networks import NETWORKS, relu_network, split_digits
+from torch import Tensor, nn
+
+from toolkit.adversarial import (
+    certify_linear,
+    ensemble,
+    evaluate_robustness,
+    fgsm,
+    multi_target,
+    pgd,
+    robust_accuracy,
+    square,
+    verify_relu,
+)
+
+
+@cache
+def linear_classifier() -> tuple[nn.Linear, Tensor, Tensor]:
+    """Return softmax regression on digits, and 540 digits that it has not seen."""
+    x, labels, held_out, held_out_labels = split_digits()
+    model = nn.Linear(64, 10).double()
+    with torch.no_grad():
+        model.weight.zero_(), model.bias.zero_()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=60, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), labels) + 1e-3 * model.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model.requires_grad_(False), held_out, held_out_labels
+
+
+@pytest.mark.parametrize(
+    ("norm", "epsilon"),
+    [("linf", 0.05), ("linf", 0.1), ("linf", 0.2), ("l2", 0.25), ("l2", 0.5), ("l2", 1.0), ("l1", 1.0), ("l1", 2.0)],
+)
+def test_equals_the_closed_form_on_a_linear_classifier(norm: str, epsilon: float) -> None:
+    """Peers' projected gradients miss it by .4 to 61 points: they stop short of the corner of ball and box."""
+    model, x, labels = linear_classifier()
+    margin = certify_linear(model.weight, model.bias, x, labels, epsilon=epsilon, norm=norm)
+    found = evaluate_robustness(model, x, labels, epsilon=epsilon, norm=norm)
+    assert torch.equal(found.robust, margin > 0)
+    assert 0.01 < found.robust_accuracy < found.clean_accuracy
+    assert found.clean_accuracy > 0.94
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_equals_exact_verification_of_small_networks(name: str) -> None:
+    model, x, labels, epsilon = relu_network(name)
+    verdict = verify_relu(model, x, labels, epsilon=epsilon)
+    found = evaluate_robustness(model, x, labels, epsilon=epsilon)
+    assert torch.equal(found.robust, verdict.robust)
+    assert 0.1 < found.robust_accuracy < found.clean_accuracy
+
+
+@pytest.mark.parametrize("scale", [10.0, 100.0, 1000.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_confidence_hides_nothing(scale: float, dtype: torch.dtype) -> None:
+    """The same network with larger logits errs at the same inputs. Cross entropy in float32 calls it .97 robust."""
+    model, x, labels, epsilon = relu_network("64-32-10 standard")
+    x, model = x.to(dtype), model.to(dtype)
+    try:
+        plain = evaluate_robustness(model, x, labels, epsilon=epsilon)
+        loud = evaluate_robustness(lambda x: scale * model(x), x, labels, epsilon=epsilon)
+    finally:
+        model.double()
+    assert torch.equal(plain.robust, loud.robust)
+    assert 0.3 < plain.robust_accuracy < 0.95
+
+
+def test_rows_are_counted_once() -> None:
+    model, x, labels, epsilon = relu_network("64-32-10 at .2")
+    found = evaluate_robustness(model, x, labels, epsilon=epsilon)
+    assert sum(found.broken.values()) == (found.correct & ~found.robust).sum()
+    assert list(found.broken) == list(found.seconds)
+    with torch.no_grad():
+        assert torch.equal(model(found.examples).argmax(1) == labels, found.robust)
+        assert torch.equal(model(x).argmax(1) == labels, found.correct)
+    assert torch.equal(found.examples[~found.correct], x[~found.correct])
+    text = str(found)
+    assert f"{found.clean_accuracy:.4f}" in text.splitlines()[0]
+    assert f"{found.robust_accuracy:.4f}" in text.splitlines()[-1]
+
+
+def test_is_an_attack_like_the_others() -> None:
+    model, x, labels, epsilon = relu_network("64-32-10 at .1")
+    found = evaluate_robustness(model, x, labels, epsilon=epsilon)
+    assert torch.equal(ensemble(model, x, labels, epsilon=epsilon), found.examples)
+    assert robust_accuracy(model, x, labels, epsilon=epsilon) == found.robust_accuracy
+
+
+def test_rows_that_hold_get_the_strongest_example_that_was_tried() -> None:
+    model, x, labels, epsilon = relu_network("64-32-10 at .1")
+    found = evaluate_robustness(model, x, labels, epsilon=epsilon)
+    weak = pgd(model, x, labels, epsilon=epsilon, steps=3)
+
+    def margin(example: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = model(example)
+        return logits.scatter(1, labels[:, None], -torch.inf).amax(1) - logits.gather(1, labels[:, None])[:, 0]
+
+    assert (margin(found.examples)[found.robust] >= margin(weak)[found.robust] - 1e-12).all()
+
+
+def test_attacks_of_ones_own_see_only_what_still_stands() -> None:
+    model, x, labels, epsilon = relu_network("64-32-10 at .2")
+    seen: list[int] = []
+
+    def counted(model: nn.Module, x: Tensor, labels: Tensor, *, epsilon: Tensor, **others: object) -> Tensor:
+        assert epsilon.shape == (len(x),)
+        seen.append(len(x))
+        return fgsm(model, x, labels, epsilon=epsilon)
+
+    found = evaluate_robustness(model, x, labels, epsilon=epsilon, attacks={"one": counted, "two": counted})
+    assert seen == [int(found.correct.sum()), int(found.robust.sum())]
+    assert found.broken["two"] == 0
+
+
+def test_attack_that_cheats_breaks_nothing() -> None:
+    """An example out of the ball is brought back before it is judged."""
+    model, x, labels, _ = relu_network("64-32-10 at .1")
+    flipped = lambda model, x, labels, **others: 1 - x  # noqa: E731
+    found = evaluate_robustness(model, x, labels, epsilon=1e-6, attacks={"cheat": flipped})
+    assert found.broken == {"cheat": 0}
+    assert ((found.examples - x).abs() <= 1e-6).all()
+
+
+def test_model_without_gradients_is_broken_by_queries() -> None:
+    """A staircase has derivative 0 almost everywhere: attacks by gradients stand still, and call it robust."""
+    model, x, labels, _ = relu_network("64-32-10 standard")
+    staircase = lambda x: model((20 * x).floor() / 20 + 0 * x)  # noqa: E731
+    gradients = evaluate_robustness(staircase, x, labels, epsilon=0.1, attacks={"pgd": from_the_input})
+    whole = evaluate_robustness(staircase, x, labels, epsilon=0.1)
+    assert gradients.robust_accuracy == gradients.clean_accuracy
+    assert whole.broken["Square"] > 0.1 * len(x)
+
+
+def from_the_input(model: nn.Module, x: Tensor, labels: Tensor, *, generator: object, **others: object) -> Tensor:
+    return pgd(model, x, labels, **others, steps=20)
+
+
+def test_what_is_no_number_breaks_a_row() -> None:
+    model, x, labels, _ = relu_network("64-32-10 at .1")
+    breaks = lambda x: model(x) + torch.where((x[:, :1] > 0.05) & (x[:, :1] < 0.1), torch.nan, 0.0)  # noqa: E731
+    found = evaluate_robustness(
+        breaks, x, labels, epsilon=0.07, attacks={"shift": lambda model, x, labels, **others: x + 0.06}
+    )
+    assert (~found.robust).all()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_batches_do_not_matter_to_what_draws_nothing(norm: str) -> None:
+    model, x, labels, _ = relu_network("64-24-24-10 at .1")
+    radius = {"linf": 0.1, "l2": 0.7, "l1": 2.0}[norm]
+    attacks = {"multi-target": multi_target}
+    one, many = (
+        evaluate_robustness(model, x[:30], labels[:30], epsilon=radius, norm=norm, attacks=attacks, batch_size=size)
+        for size in (30, 7)
+    )
+    assert torch.equal(one.robust, many.robust)
+    torch.testing.assert_close(one.examples, many.examples, rtol=0, atol=1e-9)
+
+
+def test_sizes_bounds_and_masks_follow_their_rows() -> None:
+    model, x, labels, _ = relu_network("64-32-10 at .2")
+    epsilon = torch.linspace(0.0, 0.3, len(x), dtype=torch.float64)
+    mask = torch.zeros(len(x), 64, dtype=torch.bool)
+    mask[::2] = True
+    bounds = (torch.zeros(64, dtype=torch.float64), x.clamp(min=0.9))
+    found = evaluate_robustness(model, x, labels, epsilon=epsilon, mask=mask, bounds=bounds, batch_size=33)
+    assert ((found.examples - x).abs().amax(1) <= epsilon).all()
+    assert torch.equal(found.examples[1::2], x[1::2])
+    assert (found.examples <= bounds[1]).all()
+    assert found.robust[1::2].equal(found.correct[1::2])
+    assert not found.robust.equal(found.correct)
+
+
+def test_same_call_gives_the_same_figures_and_leaves_the_global_generator_alone() -> None:
+    model, x, labels, epsilon = relu_network("64-64-10 at .1")
+    state = torch.get_rng_state()
+    one, other = (evaluate_robustness(model, x[:40], labels[:40], epsilon=epsilon) for _ in range(2))
+    assert torch.equal(one.examples, other.examples)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_two_classes_and_no_rows() -> None:
+    weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+    found = evaluate_robustness(lambda x: x @ weight.T, torch.rand(0, 2), torch.arange(0), epsilon=0.1)
+    assert found.examples.shape == (0, 2)
+    x = torch.tensor([[0.9, 0.1], [0.6, 0.5]])
+    assert robust_accuracy(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2) == 0.5
+
+
+def test_square_alone_needs_no_gradient() -> None:
+    model, x, labels, _ = relu_network("64-32-10 standard")
+
+    def opaque(x: Tensor) -> Tensor:
+        return torch.as_tensor(model(torch.as_tensor(x.detach().numpy())).detach().numpy())
+
+    found = evaluate_robustness(opaque, x, labels, epsilon=0.1, attacks={"Square": square})
+    assert found.broken["Square"] > 0.1 * len(x)

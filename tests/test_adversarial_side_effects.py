@@ -1,0 +1,322 @@
+"""What attacks of other libraries do to a model, an input or a seed, and no attack here does.
+
+Each test is named after a defect that was measured in a published library (torchattacks 3.5.1, foolbox 3.3.4,
+Adversarial Robustness Toolbox 1.20.1, cleverhans, advertorch, adv-lib, robustness, and the code of papers), and is
+asked of every attack.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from toolkit import unblock
+from toolkit.adversarial import (
+    EXAMPLE,
+    apgd,
+    carlini_wagner,
+    ddn,
+    deepfool,
+    ensemble,
+    fab,
+    fgsm,
+    linearised,
+    mi_fgsm,
+    multi_target,
+    pgd,
+    rs_fgsm,
+    square,
+)
+
+Attack = Callable[..., Tensor]
+
+# Name -> attack, its own arguments, the norms it knows, and whether it needs a generator.
+ATTACKS: dict[str, tuple[Attack, tuple[str, ...], bool]] = {
+    "fgsm": (fgsm, ("linf", "l2", "l1"), False),
+    "rs_fgsm": (rs_fgsm, ("linf", "l2", "l1"), True),
+    "pgd": (partial(pgd, steps=3), ("linf", "l2", "l1"), False),
+    "pgd in bfloat16": (partial(pgd, steps=3, gradient_dtype=torch.bfloat16), ("linf", "l2", "l1"), False),
+    "pgd restarted": (partial(pgd, steps=2, restarts=2), ("linf", "l2", "l1"), True),
+    "mi_fgsm": (partial(mi_fgsm, steps=3), ("linf", "l2", "l1"), False),
+    "apgd": (partial(apgd, steps=6), ("linf", "l2", "l1"), False),
+    "linearised": (linearised, ("linf", "l2", "l1"), False),
+    "multi_target": (partial(multi_target, steps=4), ("linf", "l2", "l1"), False),
+    "deepfool": (partial(deepfool, steps=5), ("linf", "l2", "l1"), False),
+    "carlini_wagner": (partial(carlini_wagner, steps=5), ("l2",), False),
+    "ddn": (partial(ddn, steps=5), ("l2",), False),
+    "fab": (partial(fab, steps=5), ("linf", "l2", "l1"), False),
+    "square": (partial(square, queries=10), ("linf", "l2", "l1"), True),
+    "ensemble": (ensemble, ("linf", "l2", "l1"), False),
+}
+CASES = [pytest.param(name, norm, id=f"{name}-{norm}") for name, (_, norms, _) in ATTACKS.items() for norm in norms]
+RADIUS = {"linf": 0.1, "l2": 0.5, "l1": 1.0}
+every_attack = pytest.mark.parametrize(("name", "norm"), CASES)
+
+
+class Drawing(nn.Module):
+    """A layer that draws from the global generator in every mode, and counts its calls in a buffer."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.breaks_at: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.breaks_at is not None and self.calls >= self.breaks_at:
+            raise RuntimeError("broken on purpose")
+        return x + 0.0 * torch.rand(())
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    """A network in training mode with dropout, and a normalisation that the user froze."""
+    generator = torch.Generator().manual_seed(0)
+    network = nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3, stride=2, padding=1),
+        nn.BatchNorm2d(4),
+        Drawing(),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Flatten(),
+        nn.Linear(16, 3),
+    )
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(0.6 * torch.randn(parameter.shape, generator=generator))
+            parameter.grad = torch.full_like(parameter, 7.0)
+    network[1].eval()
+    network[0].weight.requires_grad_(False)
+    return network
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.rand(5, 1, 4, 4, generator=generator), torch.tensor([0, 1, 2, 1, 0])
+
+
+def run(name: str, norm: str, model: nn.Module, x: Tensor, labels: Tensor, **changes: object) -> Tensor:
+    attack, _, draws = ATTACKS[name]
+    if draws:
+        changes.setdefault("generator", torch.Generator().manual_seed(3))
+    return attack(model, x, labels, **({"epsilon": RADIUS[norm], "norm": norm} | changes))
+
+
+def traces(model: nn.Module, *tensors: Tensor) -> list[object]:
+    """Everything that an attack could leave behind, by value."""
+    values: list[object] = [torch.get_rng_state(), *[tensor.clone() for tensor in tensors]]
+    for parameter in model.parameters():
+        values += [parameter.detach().clone(), parameter.requires_grad]
+        values.append(None if parameter.grad is None else parameter.grad.clone())
+    values += [buffer.clone() for buffer in model.buffers()]
+    return [*values, *[module.training for module in model.modules()], torch.is_grad_enabled()]
+
+
+def same(one: list[object], other: list[object]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@every_attack
+@pytest.mark.parametrize("mode", ["ordinary", "no_grad", "inference"])
+def test_gradients_modes_statistics_and_seeds_stay(
+    name: str, norm: str, mode: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """foolbox, cleverhans, advertorch and ART change ``.grad``; torchattacks, ART, TRADES and robustness change modes;
+    foolbox, cleverhans, adv-lib and fast_adversarial move the statistics of batch normalisation.
+    """
+    before = traces(model, *batch)
+    with {"ordinary": torch.enable_grad, "no_grad": torch.no_grad, "inference": torch.inference_mode}[mode]():
+        example = run(name, norm, model, *batch)
+    assert same(traces(model, *batch), before)
+    assert example.dtype == batch[0].dtype
+    assert not example.requires_grad
+
+
+@every_attack
+def test_nothing_stays_when_the_model_raises(
+    name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """torchattacks leaves the model in evaluation mode."""
+    model[5].breaks_at = 1 if name in ("fgsm", "rs_fgsm", "linearised") else 2
+    before = traces(model, *batch)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(name, norm, model, *batch)
+    assert same(traces(model, *batch), before)
+
+
+@every_attack
+def test_result_is_a_constant_of_its_own(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """cleverhans returns what requires a gradient, and with epsilon 0 the input itself; so was FGSM in advertorch."""
+    x, labels = batch
+    x.requires_grad_()
+    for epsilon in (RADIUS[norm], 0.0):
+        example = run(name, norm, model, x, labels, epsilon=epsilon)
+        assert example.grad_fn is None
+        assert example.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+@every_attack
+def test_epsilon_zero_is_the_input(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """torchattacks' PGDL2 returns NaN there."""
+    assert torch.equal(run(name, norm, model, *batch, epsilon=0.0), batch[0])
+
+
+@every_attack
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_ball_and_box_hold_in_exact_arithmetic(
+    name: str, norm: str, dtype: torch.dtype, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """All exceed epsilon by a rounding; naive L2 scaling does in half of the rows. cleverhans casts to float32."""
+    model.to(dtype)
+    x, labels = batch[0].to(dtype), batch[1]
+    example = run(name, norm, model, x, labels)
+    assert example.dtype == dtype
+    assert ((example >= 0) & (example <= 1)).all()
+    offset = (example.double() - x.double()).flatten(1)
+    size = torch.linalg.vector_norm(offset, {"linf": torch.inf, "l2": 2, "l1": 1}[norm], 1)
+    assert (size <= RADIUS[norm]).all()
+
+
+@every_attack
+def test_input_below_the_box_by_a_rounding_is_accepted(
+    name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """torchattacks raises for a least value of -2.98e-8."""
+    x, labels = batch
+    x[0, 0, 0, 0] = -2.98e-8
+    run(name, norm, model, x, labels)
+
+
+@every_attack
+def test_values_outside_of_the_box_are_refused(
+    name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """A normalised image is silently clipped elsewhere."""
+    with pytest.raises(ValueError, match="`x` should lie within `bounds`"):
+        run(name, norm, model, batch[0] * 3 - 1, batch[1])
+
+
+@every_attack
+def test_rows_do_not_depend_on_each_other(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """Only advertorch tests it. The loss of a batch must not be a mean, nor a step scaled by the batch's norm."""
+    if ATTACKS[name][2] or name == "ensemble":
+        pytest.skip("its draws for a row depend on how many rows there are")
+    model.double()
+    x, labels = batch[0].double(), batch[1]
+    together = run(name, norm, model, x, labels)
+    for row in range(len(x)):
+        alone = run(name, norm, model, x[row : row + 1], labels[row : row + 1])
+        torch.testing.assert_close(together[row : row + 1], alone, rtol=0, atol=1e-9)
+
+
+@every_attack
+def test_epsilon_may_differ_between_rows(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """ART and advertorch alone can."""
+    epsilon = RADIUS[norm] * torch.tensor([0.0, 0.25, 0.5, 1.0, 2.0], dtype=torch.float64)
+    example = run(name, norm, model, *batch, epsilon=epsilon)
+    offset = (example.double() - batch[0].double()).flatten(1)
+    size = torch.linalg.vector_norm(offset, {"linf": torch.inf, "l2": 2, "l1": 1}[norm], 1)
+    assert (size <= epsilon).all()
+    assert torch.equal(example[0], batch[0][0])
+
+
+@every_attack
+def test_masked_pixels_stay(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """ART alone has a mask."""
+    mask = torch.zeros(4, 4, dtype=torch.bool)
+    mask[1:3, :2] = True
+    example = run(name, norm, model, *batch, mask=mask)
+    assert torch.equal(example[:, :, ~mask], batch[0][:, :, ~mask])
+
+
+@every_attack
+def test_layout_stays(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    x = torch.rand(5, 3, 4, 4, generator=torch.Generator().manual_seed(2)).to(memory_format=torch.channels_last)
+    network = nn.Sequential(nn.Conv2d(3, 1, 1), model)
+    example = run(name, norm, network, x, batch[1])
+    assert example.stride() == x.stride()
+
+
+@every_attack
+def test_a_frozen_model_can_be_attacked(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    model.requires_grad_(False)
+    assert torch.equal(run(name, norm, model, *batch), run(name, norm, model, *batch))
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_no_extra_passes(norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """ART runs the model twice more a batch, TRADES once more a step, for numbers that are known."""
+    calls = itertools.count()
+    model.register_forward_pre_hook(lambda *_: next(calls) and None)
+    pgd(model, *batch, epsilon=RADIUS[norm], norm=norm, steps=4)
+    assert next(calls) == 4
+
+
+def test_restarts_keep_the_best_of_every_row(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """robustness (attacker.py) keeps the last restart of all rows: its `~` is that of bytes."""
+    from toolkit.adversarial import margin_loss
+
+    model.eval()
+    generator = torch.Generator().manual_seed(5)
+    single = partial(pgd, model, *batch, epsilon=0.3, steps=1, step_size=0.05, generator=generator)
+
+    def losses(example: Tensor) -> Tensor:
+        with torch.no_grad():
+            return margin_loss(model(example), batch[1])
+
+    each = torch.stack([losses(single()) for _ in range(6)])
+    generator.manual_seed(5)
+    together = losses(single(restarts=6))
+    torch.testing.assert_close(together, each.amax(0))
+    assert len(set(each.argmax(0).tolist())) > 1
+
+
+def test_strongest_point_is_returned_where_none_is_adversarial(model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    """adv-lib returns the clean input there, on which nothing can be trained."""
+    from toolkit.adversarial import margin_loss
+
+    model.eval()
+    x = batch[0]
+    with torch.no_grad():
+        labels = model(x).argmax(1)
+        clean = margin_loss(model(x), labels)
+        for attack in (partial(pgd, steps=5), partial(apgd, steps=5), multi_target):
+            example = attack(model, x, labels, epsilon=1e-3)
+            assert (model(example).argmax(1) == labels).all()
+            assert (margin_loss(model(example), labels) > clean).all()
+
+
+@every_attack
+def test_open_block_gives_the_same_examples(
+    name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    """Whether the attack is differentiated changes no value."""
+    model.double()
+    x, labels = batch[0].double(), batch[1]
+    blocked = run(name, norm, model, x, labels)
+    try:
+        with unblock(EXAMPLE):
+            opened = run(name, norm, model, x, labels)
+    except RuntimeError as error:  # an attack that asks for no gradient at all
+        assert "opening changed nothing" in str(error)
+        return
+    torch.testing.assert_close(opened.detach(), blocked, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(autouse=True)
+def _float32() -> Iterator[None]:
+    assert torch.get_default_dtype() == torch.float32
+    yield
+    assert torch.get_default_dtype() == torch.float32

@@ -1,0 +1,342 @@
+"""An ensemble of attacks, each on what the ones before it left standing: how robustness is measured.
+
+The attacks differ in what can deceive them. A gradient can be wrong over the length of a step (`linearised` and
+`multi_target` stand against each other), the steps can get stuck (`apgd` chooses their length, with two losses), the
+shortest way can be longer than the steepest (`fab`), and the gradient can be masked altogether (`square` never asks for
+it). What all leave standing is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` give exact values.
+
+N samples, each of shape (...), C classes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit.adversarial.attacks.apgd import apgd
+from toolkit.adversarial.attacks.fab import fab
+from toolkit.adversarial.attacks.losses import difference_loss, dlr_loss
+from toolkit.adversarial.attacks.multi_target import linearised, multi_target
+from toolkit.adversarial.attacks.square import square
+from toolkit.adversarial.balls import Bounds, Norm
+
+__all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy"]
+
+# Called as attack(model, x, labels, epsilon=, norm=, bounds=, mask=, generator=).
+Attack = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an ensemble found out about a model.
+
+    Attributes:
+        correct: (N,) Boolean; whether the clean input gets its label.
+        robust: (N,) Boolean; whether it does, and no attack changed that.
+        examples: (N, ...); where a row was broken, the example that did it; else the strongest that was tried.
+        broken: Name of each attack, in order, to the number of rows that it broke first.
+        seconds: Name of each attack to its processor time.
+    """
+
+    correct: Tensor
+    robust: Tensor
+    examples: Tensor
+    broken: Mapping[str, int]
+    seconds: Mapping[str, float]
+
+    @property
+    def clean_accuracy(self) -> float:
+        """The share of rows that are right where nothing is changed; NaN if there are none."""
+        return self.correct.double().mean().item()
+
+    @property
+    def robust_accuracy(self) -> float:
+        """The share of rows that no attack broke; NaN if there are none."""
+        return self.robust.double().mean().item()
+
+    def __str__(self) -> str:
+        standing = int(self.correct.sum())
+        rows = [f"{'clean':<28} {self.clean_accuracy:8.4f}"]
+        for name, count in self.broken.items():
+            standing -= count
+            rows.append(
+                f"{'after ' + name:<28} {standing / max(1, len(self.correct)):8.4f} {self.seconds[name]:8.2f} s"
+            )
+        return "\n".join(rows)
+
+
+def standard_attacks(n_classes: int) -> dict[str, Attack]:
+    """Return the attacks of an ensemble by name, the cheap ones first.
+
+    The last two, which alone would need a hundred steps and thousands of queries, are kept short: what they are for is
+    to show that gradients deceive, and then they break many rows soon. If `Square` breaks any, give it more queries.
+
+    Args:
+        n_classes: C. The difference of logits ratio is defined for three classes and more.
+    """
+    attacks: dict[str, Attack] = {
+        "linearised": _from_the_linearisation,
+        "multi-target": partial(multi_target, restarts=3),
+        "APGD": apgd,
+        "APGD, DLR": partial(apgd, loss=dlr_loss),
+        "FAB": partial(fab, steps=10),
+        "Square": partial(square, queries=500),
+    }
+    if n_classes < 3:
+        del attacks["APGD, DLR"]
+    return attacks
+
+
+def evaluate_robustness(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    attacks: Mapping[str, Attack] | None = None,
+    batch_size: int = 1000,
+    generator: torch.Generator | None = None,
+) -> Evaluation:
+    """Run attacks one after the other, each on the rows that are still classified correctly.
+
+    What an attack returns is brought into the ball and the box, rounded inwards, and judged there by the model in
+    evaluation mode: a row counts as broken only for an example that keeps every promise. A logit that is not a number
+    breaks a row too.
+
+    Args:
+        model: Inputs (N, ...) to logits (N, C). A `torch.nn.Module` is run in evaluation mode, module by module.
+        x: Clean inputs, (N, ...), inside of `bounds`.
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        attacks: Name to attack, in order; each is called as ``attack(model, x, labels, epsilon=, norm=, bounds=,
+            mask=, generator=)`` with the rows that are left. None: `standard_attacks`.
+        batch_size: Rows at once.
+        generator: Of all that is drawn. None: a new one with seed 0, so that the same call gives the same figures.
+
+    Returns:
+        Which rows are robust, the examples, and what each attack did.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `batch_size` is not positive.
+
+    Source:
+        Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks", 2020.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+        >>> x = torch.tensor([[0.9, 0.1], [0.6, 0.5]])
+        >>> print(evaluate_robustness(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2).broken)
+        {'linearised': 1, 'multi-target': 0, 'APGD': 0, 'FAB': 0, 'Square': 0}
+    """
+    check_count("batch_size", batch_size)
+    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=None, bounds=bounds, mask=mask) as whole:
+        arguments = _Arguments(whole.x, epsilon, bounds, mask)
+        parts = [
+            _Standing(whole.rows(rows), arguments.of(rows), norm, generator)
+            for rows in torch.arange(len(whole.x), device=whole.x.device).split(batch_size)
+        ]
+        broken: dict[str, int] = {}
+        seconds: dict[str, float] = {}
+        for part in parts:
+            for name, attack in (standard_attacks(part.n_classes) if attacks is None else attacks).items():
+                start = time.process_time()
+                broken[name] = broken.get(name, 0) + part.attack(attack)
+                seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
+        return Evaluation(
+            correct=torch.cat([part.correct for part in parts]),
+            robust=torch.cat([part.robust for part in parts]),
+            examples=torch.cat([part.examples for part in parts]),
+            broken=broken,
+            seconds=seconds,
+        )
+
+
+def robust_accuracy(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    attacks: Mapping[str, Attack] | None = None,
+    batch_size: int = 1000,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
+
+    An upper bound of the true robust accuracy, and equal to it for linear models.
+
+    Args:
+        model: As in `evaluate_robustness`, which tells more, and so are the other arguments.
+        x: Clean inputs, (N, ...).
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        bounds: Of the box; None for no box.
+        mask: Where an input may change.
+        attacks: Name to attack.
+        batch_size: Rows at once.
+        generator: Of all that is drawn; None draws the same every time.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `batch_size` is not positive.
+
+    Source:
+        Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks", 2020.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+        >>> x = torch.tensor([[0.9, 0.1], [0.6, 0.5]])
+        >>> robust_accuracy(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2)
+        0.5
+    """
+    return evaluate_robustness(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        bounds=bounds,
+        mask=mask,
+        attacks=attacks,
+        batch_size=batch_size,
+        generator=generator,
+    ).robust_accuracy
+
+
+def ensemble(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    norm: Norm = "linf",
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
+    attacks: Mapping[str, Attack] | None = None,
+    batch_size: int = 1000,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Return the adversarial examples of an ensemble of attacks: `evaluate_robustness` as an attack like the others.
+
+    Args:
+        model: As in `evaluate_robustness`, and so are the other arguments.
+        x: Clean inputs, (N, ...).
+        labels: (N,).
+        epsilon: Radius of the ball; one for all, or (N,).
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        bounds: Of the box; None for no box.
+        mask: Where an input may change.
+        attacks: Name to attack.
+        batch_size: Rows at once.
+        generator: Of all that is drawn; None draws the same every time.
+
+    Returns:
+        Examples with the shape, dtype and device of `x`: where a row was broken, the one that did it; else the
+        strongest that was tried. A constant while the block `EXAMPLE` is in place.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `pgd`, or if `batch_size` is not positive.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+        >>> x = torch.tensor([[0.6, 0.5]])
+        >>> ensemble(lambda x: x @ weight.T, x, torch.tensor([0]), epsilon=0.25)
+        tensor([[0.3500, 0.7500]])
+    """
+    return evaluate_robustness(
+        model,
+        x,
+        labels,
+        epsilon=epsilon,
+        norm=norm,
+        bounds=bounds,
+        mask=mask,
+        attacks=attacks,
+        batch_size=batch_size,
+        generator=generator,
+    ).examples
+
+
+class _Arguments:
+    """The arguments that may differ between rows, with one entry for each row."""
+
+    def __init__(self, x: Tensor, epsilon: float | Tensor, bounds: Bounds, mask: Tensor | None) -> None:
+        self.epsilon = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).expand(len(x))
+        self.bounds = bounds and tuple(
+            side.to(x.device).expand(x.shape) if isinstance(side, Tensor) and side.dim() else side for side in bounds
+        )
+        self.mask = None if mask is None else mask.to(x.device).expand(x.shape)
+
+    def of(self, index: Tensor) -> dict[str, Any]:
+        """Return those of some rows, by name."""
+        return {"epsilon": self.epsilon[index], "bounds": _rows(self.bounds, index), "mask": _rows(self.mask, index)}
+
+
+def _rows(value: Any, index: Tensor) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_rows(side, index) for side in value)
+    return value[index] if isinstance(value, Tensor) and value.dim() else value
+
+
+class _Standing:
+    """A batch under one attack after the other, and which of its rows still stand."""
+
+    def __init__(self, batch: Setting, arguments: dict[str, Any], norm: Norm, generator: torch.Generator) -> None:
+        self._batch, self._arguments, self._norm, self._generator = batch, arguments, norm, generator
+        logits = batch.logits(batch.x)
+        self.n_classes = logits.shape[1]
+        self.correct = ~_errs(logits, batch.labels)
+        self.robust = self.correct.clone()
+        self.examples = batch.x.clone()
+        self._strength = difference_loss(logits, batch.labels)
+
+    def attack(self, attack: Attack) -> int:
+        """Attack the rows that stand; return how many of them fall."""
+        rows = self.robust.nonzero()[:, 0]
+        if not len(rows):
+            return 0
+        left = self._batch.rows(rows)
+        own = {name: _rows(value, rows) for name, value in self._arguments.items()}
+        found = attack(left.model, left.x, left.labels, norm=self._norm, **own, generator=self._generator)
+        found = left.ball.settle(left.ball.project(found))
+        logits = left.logits(found)
+        fallen = _errs(logits, left.labels)
+        strength = difference_loss(logits, left.labels)
+        better = rows[fallen | (strength > self._strength[rows])]
+        self.examples = self.examples.index_copy(0, better, found[torch.isin(rows, better)])
+        self._strength[rows] = strength.maximum(self._strength[rows])
+        self.robust[rows[fallen]] = False
+        return int(fallen.sum())
+
+
+def _from_the_linearisation(
+    model: Callable[[Tensor], Tensor], x: Tensor, labels: Tensor, *, generator: torch.Generator, **options: Any
+) -> Tensor:
+    """Return `linearised`, which draws nothing."""
+    return linearised(model, x, labels, **options)
+
+
+def _errs(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.argmax(1) != labels) | logits.isnan().any(1)
