@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -272,6 +273,10 @@ def test_slopes_and_prices_raise_the_bound() -> None:
     free, priced = (optimise(halves, chain[:-1], steps)[0].bound.chunk(2) for steps in (1, 16))
     assert (torch.minimum(*priced) > often.bound + 1e-3).sum() > 60
     assert (torch.minimum(*priced) > torch.minimum(*free) + 1e-3).sum() > 5
+    ended = replace(optimise(halves, chain[:-1], 16)[0], bound=torch.full_like(halves.bound, -math.inf))
+    unpriced = replace(ended, prices=[torch.zeros_like(price) for price in ended.prices])
+    with_prices, without = (optimise(cases, chain[:-1], 1)[0].bound for cases in (ended, unpriced))
+    assert (with_prices > without + 1e-3).sum() > 10
 
 
 CASES = [
