@@ -81,7 +81,7 @@ def reach_together(rate: Tensor, room: Tensor, need: Tensor, price: Tensor | Non
         missing = need - sum_of(torch.where(held, used, 0))
         speed = sum_of(torch.where(held, 0, paid))
         still = speed == 0
-        t = torch.where(still, torch.inf, missing / torch.where(still, 1, speed))
+        t = torch.where(still, 0, missing / torch.where(still, 1, speed))
         with no_graph():
             leaving = held | (t * rate > room)
         if torch.equal(leaving, held):

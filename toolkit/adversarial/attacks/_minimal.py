@@ -218,6 +218,8 @@ class Search:
     def finish(self, nearest: Nearest) -> Tensor:
         """Return the examples, projected into the ball where they are out of it."""
         example = nearest.example
+        if self.radius.isinf().all():
+            return example
         projected = self.ball.settle(self.ball.project(example))
         with no_graph():
             size = self.length(example.double() - self.ball.x.double())

@@ -90,9 +90,8 @@ def carlini_wagner(
     ) as search:
         nearest, logits = search.start()
         classes = rivals(search.attack, logits, n_classes)
-        with no_graph():
-            weight = _first_weight(search)
-            least, most = torch.zeros_like(weight), torch.full_like(weight, torch.inf)
+        weight = _first_weight(search)
+        least, most = torch.zeros_like(weight), torch.full_like(weight, torch.inf)
         pending = nearest.distance.isinf() | (nearest.distance > 0)
         index = pending.nonzero()[:, 0]
         for _ in range(searches if len(index) else 0):
@@ -100,11 +99,11 @@ def carlini_wagner(
                 search.rows(index), nearest.rows(index), weight[index], steps=steps, learning_rate=learning_rate
             )
             nearest = nearest.put(index, some)
-            with no_graph():
-                success = torch.zeros_like(pending).index_copy(0, index, found)
-                least, most = torch.where(success, least, weight), torch.where(success, weight, most)
-                middle = torch.where(least > 0, (least * most).sqrt(), most / 2)
-                weight = torch.where(most.isinf(), 10 * weight, middle)
+            success = torch.zeros_like(pending).index_copy(0, index, found)
+            least, most = torch.where(success, least, weight), torch.where(success, weight, most)
+            between = (least > 0) & most.isfinite()
+            middle = torch.where(between, least * most, 1).sqrt()
+            weight = torch.where(between, middle, torch.where(most.isinf(), 10 * weight, most / 2))
         return search.finish(search.bring_closer(nearest, classes))
 
 

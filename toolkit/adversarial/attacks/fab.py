@@ -48,8 +48,8 @@ def fab(
     clean input. The projections are exact, not bisected.
 
     Each rival class is walked to by itself, as in the targeted version that the authors recommend, at one backward pass
-    per class and step. In the end the nearest examples are brought onto the boundary as in `deepfool`; for a linear
-    model they are then the nearest adversarial examples, to rounding.
+    per class and step. After each restart the nearest examples are brought onto the boundary as in `deepfool`; for a
+    linear model they are then the nearest adversarial examples, to rounding.
 
     With one restart it is deterministic and rows do not depend on each other. While the block `EXAMPLE` is open, steps
     are differentiated; which candidate, and which coordinates on the box, are chosen is constant.
@@ -63,7 +63,7 @@ def fab(
         steps: Number of steps per class and restart.
         n_classes: How many classes to consider, those with the largest logits at `x`, the label included.
         restarts: Number of walks to each class. The first starts at `x`, the others at random in a ball of half the
-            distance found so far, so more than one needs a `generator`.
+            distance found so far, so more than one needs a `generator`. More are never worse.
         pull: Largest alpha, from 0 to 1.
         extrapolation: Eta, at least 1.
         retreat: The part of an adversarial displacement that the walk goes on from, from 0 to 1.
@@ -110,7 +110,9 @@ def fab(
                     example = _start(search, nearest, bounds, mask, generator)
                 for _ in range(steps):
                     nearest, example = _step(search, nearest, example, loss, pull, extrapolation, retreat)
-        return search.finish(search.bring_closer(nearest, classes))
+            # After every restart, so that more of them are never worse.
+            nearest = search.bring_closer(nearest, classes)
+        return search.finish(nearest)
 
 
 def _beats(rival: Tensor) -> Loss:
@@ -145,8 +147,7 @@ def _step(
     start, clean = point.to(slope.dtype), x.to(slope.dtype)
     here = search.to_plane(point, slope, -value)
     there = search.to_plane(x, slope, search.margin(logits, slope, point) - value - inner(slope, clean - start))
-    with no_graph():
-        lengths = search.length(here), search.length(there)
+    lengths = search.length(here), search.length(there)
     share = lengths[0] / (lengths[0] + lengths[1]).clamp(min=torch.finfo(torch.float64).tiny)
     share = share.clamp(max=pull).to(start.dtype).view(column)
     target = (1 - share) * (start + extrapolation * here) + share * (clean + extrapolation * there)

@@ -133,8 +133,8 @@ def _window(proportion: float, query: int, queries: int, shape: tuple[int, int, 
     """Return rows and columns of the windows at a query."""
     _, height, width = shape
     share = proportion / 2 ** sum(10_000 * query > at * queries for at in _HALVED_AT)
-    # A bump has a centre, so it is of odd size and has at least three pixels.
-    least = 1 if norm == "linf" else 3
+    # Bumps have centres, so they are odd. In L1, where few large changes are best, one may be a single pixel.
+    least = 3 if norm == "l2" else 1
     area = share * height * width
     side = max(least, round(area if height == 1 else math.sqrt(area)))
     if norm != "linf":
