@@ -33,22 +33,22 @@ from toolkit.softmax._kernels import (
 
 def softmax_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the probabilities, in float32 at least."""
-    return _applied(Softmax, SoftmaxInGraph, x, dim)
+    return _applied(_Softmax, _SoftmaxInGraph, x, dim)
 
 
 def log_softmax_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the log-probabilities, in float32 at least."""
-    return _applied(LogSoftmax, LogSoftmaxInGraph, x, dim)
+    return _applied(_LogSoftmax, _LogSoftmaxInGraph, x, dim)
 
 
 def log_sum_exp_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the log-sum-exp (*, 1), in float32 at least."""
-    return _applied(LogSumExp, LogSumExpInGraph, x, dim)
+    return _applied(_LogSumExp, _LogSumExpInGraph, x, dim)
 
 
 def cross_entropy_of_rows(x: Tensor, labels: Tensor, dim: int) -> Tensor:
     """Return the losses (*, 1) of labels (*, 1), in float32 at least."""
-    return _applied(CrossEntropy, CrossEntropyInGraph, x, labels, dim)
+    return _applied(_CrossEntropy, _CrossEntropyInGraph, x, labels, dim)
 
 
 def _applied(function: type[Function], in_graph: type[Function], *arguments: Any) -> Tensor:
@@ -65,7 +65,7 @@ def _is_differentiated_again() -> bool:
     return torch.is_grad_enabled() and not is_compiling()
 
 
-class SoftmaxInGraph(Function):
+class _SoftmaxInGraph(Function):
     """Softmax; of half precision the input is kept, else the result: the derivative needs all digits."""
 
     @staticmethod
@@ -84,11 +84,11 @@ class SoftmaxInGraph(Function):
         y = kept
         if kept.dtype in HALF:
             y = softmax_of_rows(wide(kept), ctx.dim) if again else probabilities(wide(kept), ctx.dim)
-        product = CentredProduct.apply if again else centred_product
+        product = _CentredProduct.apply if again else centred_product
         return product(y, cotangent, ctx.dim).to(kept.dtype), None
 
 
-class Softmax(SoftmaxInGraph):
+class _Softmax(_SoftmaxInGraph):
     """Softmax in eager mode: also in forward mode and `torch.func`."""
 
     generate_vmap_rule = True
@@ -97,10 +97,10 @@ class Softmax(SoftmaxInGraph):
     def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
         (kept,) = ctx.saved_tensors
         y = softmax_of_rows(wide(kept), ctx.dim) if kept.dtype in HALF else kept
-        return CentredProduct.apply(y, wide(tangent), ctx.dim)  # type: ignore[no-any-return, no-untyped-call]
+        return _CentredProduct.apply(y, wide(tangent), ctx.dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class CentredProduct(Function):
+class _CentredProduct(Function):
     r"""The product :math:`p_i = y_i (g_i - \sum_j y_j g_j)`, of probabilities y: a symmetric Jacobian times g.
 
     With a cotangent v of p, that of g is the same product with v; that of y is
@@ -126,7 +126,7 @@ class CentredProduct(Function):
             deviations = (centred_in_plain_operations(y, vector, ctx.dim) for vector in (cotangent, g))
             of_y = next(deviations) * next(deviations)
         if ctx.needs_input_grad[1]:
-            of_g = CentredProduct.apply(y, cotangent, ctx.dim)  # type: ignore[no-untyped-call]
+            of_g = _CentredProduct.apply(y, cotangent, ctx.dim)  # type: ignore[no-untyped-call]
         return of_y, of_g, None
 
     @staticmethod
@@ -134,14 +134,14 @@ class CentredProduct(Function):
         y, g = ctx.saved_tensors
         result: Any = 0
         if tangent is not None:
-            result = CentredProduct.apply(y, tangent, ctx.dim)  # type: ignore[no-untyped-call]
+            result = _CentredProduct.apply(y, tangent, ctx.dim)  # type: ignore[no-untyped-call]
         if tangent_of_y is not None:
             change = tangent_of_y * centred_in_plain_operations(y, g, ctx.dim)
             result = result + (change - y * change.sum(ctx.dim, keepdim=True))
         return result  # type: ignore[no-any-return]
 
 
-class LogSoftmaxInGraph(Function):
+class _LogSoftmaxInGraph(Function):
     """Logarithm of softmax; of half precision the input is kept, else the result."""
 
     @staticmethod
@@ -164,7 +164,7 @@ class LogSoftmaxInGraph(Function):
         return product(log_y, cotangent, ctx.dim).to(kept.dtype), None
 
 
-class LogSoftmax(LogSoftmaxInGraph):
+class _LogSoftmax(_LogSoftmaxInGraph):
     """Logarithm of softmax in eager mode: also in forward mode and `torch.func`."""
 
     generate_vmap_rule = True
@@ -176,7 +176,7 @@ class LogSoftmax(LogSoftmaxInGraph):
         return centred_in_plain_operations(log_y.exp(), wide(tangent), ctx.dim)
 
 
-class LogSumExpInGraph(Function):
+class _LogSumExpInGraph(Function):
     """Log-sum-exp; the input is kept."""
 
     @staticmethod
@@ -197,7 +197,7 @@ class LogSumExpInGraph(Function):
         return scaled_probabilities(wide(x), cotangent, ctx.dim).to(x.dtype), None
 
 
-class LogSumExp(LogSumExpInGraph):
+class _LogSumExp(_LogSumExpInGraph):
     """Log-sum-exp in eager mode: also in forward mode and `torch.func`."""
 
     generate_vmap_rule = True
@@ -208,7 +208,7 @@ class LogSumExp(LogSumExpInGraph):
         return (softmax_of_rows(x, ctx.dim) * wide(tangent)).sum(ctx.dim, keepdim=True)
 
 
-class CrossEntropyInGraph(Function):
+class _CrossEntropyInGraph(Function):
     r"""Cross entropy; the input is kept, and the losses.
 
     The label's component :math:`y_{label} - 1` is :math:`e^{-loss} - 1`, so it is as exact as the loss.
@@ -235,7 +235,7 @@ class CrossEntropyInGraph(Function):
         return gradient.to(x.dtype), None, None
 
 
-class CrossEntropy(CrossEntropyInGraph):
+class _CrossEntropy(_CrossEntropyInGraph):
     """Cross entropy in eager mode: also in forward mode and `torch.func`."""
 
     generate_vmap_rule = True
