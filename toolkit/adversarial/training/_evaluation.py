@@ -66,7 +66,8 @@ class HeldOut:
         for number, start in list(enumerate(starts))[rank_of(self.group) :: world_of(self.group)]:
             x = as_input(self.inputs[start : start + _ROWS], model)
             labels = self.labels[start : start + _ROWS].to(x.device).long()
-            for place, attack in enumerate([lambda model, x, labels: x, partial(fgsm, **self.ball), self._pgd(number)]):
+            attacks: list[Attack] = [lambda model, x, labels: x, partial(fgsm, **self.ball), self._pgd(number)]
+            for place, attack in enumerate(attacks):
                 with untouched(model), no_graph():
                     stands = model(attack(model, x, labels)).argmax(1) == labels
                 counts[place] += int(stands.sum())

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_reduce
 
 from toolkit._checkpoint import fingerprint, read_checkpoint, write_checkpoint
-from toolkit._data import integer, not_negative
 from toolkit._distributed import (
     exchange,
     from_first_rank,
@@ -34,9 +32,19 @@ from toolkit._distributed import (
 )
 from toolkit._divergence import DivergenceError, not_finite
 from toolkit.adversarial.balls import Bounds, Norm
-from toolkit.adversarial.training import _evaluation, schedules
-from toolkit.adversarial.training._batches import Batches, Part, batches_of, pair_of, seed_of
-from toolkit.adversarial.training._evaluation import CatastrophicOverfittingWarning, Collapse, HeldOut
+from toolkit.adversarial.training import _evaluation
+from toolkit.adversarial.training._arguments import (
+    check_arguments,
+    check_files,
+    factor_at,
+    method_of,
+    name_of,
+    name_of_score,
+    schedule_of,
+    score_of,
+)
+from toolkit.adversarial.training._batches import Batches, Part, batches_of, seed_of
+from toolkit.adversarial.training._evaluation import CatastrophicOverfittingWarning, Collapse
 from toolkit.adversarial.training._optimizers import (
     MakeOptimizer,
     load_state,
@@ -46,18 +54,11 @@ from toolkit.adversarial.training._optimizers import (
     state_of,
 )
 from toolkit.adversarial.training._rows import RowsOfBatch
-from toolkit.adversarial.training.methods import METHODS, BallArguments, Method
+from toolkit.adversarial.training.methods import BallArguments, Method
 from toolkit.adversarial.training.schedules import Schedule
 from toolkit.blocks import no_graph, ordinary_tensors
 
 __all__ = ["CatastrophicOverfittingWarning", "DivergenceError", "History", "train"]
-
-_SCHEDULES: dict[str, Callable[[], Schedule]] = {
-    "constant": schedules.constant,
-    "cosine": schedules.cosine,
-    "one_cycle": schedules.one_cycle,
-    "piecewise": schedules.piecewise,
-}
 
 _SAME = "`checkpoint` should be of the same model, method, settings and data, or a new file."
 
@@ -196,10 +197,10 @@ def train(
     """
     error = None
     try:
-        chosen = _method(method)
-        _check(epsilon, epochs, batch_size, epsilon_warmup, average, evaluate_every, keep, patience, evaluate)
-        _check_rest(model, generator, learning_rate, checkpoint, checkpoint_every, augment, callback)
-        factor, factor_name = _schedule(schedule)
+        chosen = method_of(method)
+        check_arguments(epsilon, epochs, batch_size, epsilon_warmup, average, evaluate_every, keep, patience, evaluate)
+        check_files(model, generator, learning_rate, checkpoint, checkpoint_every, augment, callback)
+        factor, factor_name = schedule_of(schedule)
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("`model` should have parameters that require gradients. Found none.")
@@ -216,7 +217,7 @@ def train(
             group=group,
             hashed=checkpoint is not None or group is not None,
         )
-        score = _score(evaluate, ball, group)
+        score = score_of(evaluate, ball, group)
     except (TypeError, ValueError) as found:
         error = found
     raise_together(error, group)
@@ -232,8 +233,8 @@ def train(
         "schedule": factor_name,
         "epsilon_warmup": float(epsilon_warmup),
         "average": None if average is None else float(average),
-        "augment": None if augment is None else _name_of(augment),
-        "evaluate": None if score is None else _fingerprint_of(score),
+        "augment": None if augment is None else name_of(augment),
+        "evaluate": None if score is None else name_of_score(score),
         "evaluate_every": int(evaluate_every),
         "keep": keep,
         "patience": patience,
@@ -354,7 +355,7 @@ class _Run:
     def _step(self, part: Part, seed: int) -> None:
         """Train on one batch. Whatever is drawn follows from the seed."""
         done = self.update / self.total
-        set_rates(self.optimizer, self.rates, _factor(self.schedule, done))
+        set_rates(self.optimizer, self.rates, factor_at(self.schedule, done))
         warmup = self.settings["epsilon_warmup"]
         share = min(1.0, (self.update + 1) / (self.total * warmup)) if warmup else 1.0
         ball: BallArguments = {**self.ball, "epsilon": self.settings["epsilon"] * share}
@@ -724,119 +725,6 @@ def _warn_of_local_statistics(model: nn.Module, group: ProcessGroup | None) -> N
             "would. On GPUs `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` makes it see all rows.",
             stacklevel=3,
         )
-
-
-# --- arguments -------------------------------------------------------------------------------------------------------
-
-
-def _method(method: str | Method) -> Method:
-    if isinstance(method, Method):
-        return method
-    if not isinstance(method, str):
-        raise TypeError(f"`method` should be a Method, or the name of one. Found {type(method).__name__}.")
-    if method not in METHODS:
-        raise ValueError(f"`method` should be one of {', '.join(map(repr, METHODS))}. Found {method!r}.")
-    return METHODS[method]()
-
-
-def _schedule(schedule: str | Schedule) -> tuple[Schedule, str]:
-    if isinstance(schedule, str):
-        if schedule not in _SCHEDULES:
-            names = ", ".join(map(repr, _SCHEDULES))
-            raise ValueError(f"`schedule` should be one of {names}, or a function. Found {schedule!r}.")
-        return _SCHEDULES[schedule](), schedule
-    if not callable(schedule):
-        raise TypeError(f"`schedule` should be a name or a function. Found {type(schedule).__name__}.")
-    # By its values a function is known better than by its name, which many may share.
-    values = [_factor(schedule, part / 64) for part in range(64)]
-    return schedule, f"{_name_of(schedule)} {fingerprint(torch.tensor(values, dtype=torch.float64))}"
-
-
-def _factor(schedule: Schedule, part: float) -> float:
-    factor = schedule(part)
-    if not (isinstance(factor, int | float) and 0 <= factor < math.inf):
-        raise ValueError(f"`schedule` should return finite numbers, not negative. Found {factor!r} at {part:.4g}.")
-    return factor
-
-
-def _score(
-    evaluate: object, ball: BallArguments, group: ProcessGroup | None
-) -> Callable[[nn.Module], Mapping[str, float]] | None:
-    if evaluate is None:
-        return None
-    pair = pair_of(evaluate, None)
-    if pair is not None:
-        return HeldOut(*pair, ball, group)
-    if not callable(evaluate):
-        raise TypeError(
-            "`evaluate` should be held-out inputs and labels, or a function of the model. "
-            f"Found {type(evaluate).__name__}."
-        )
-    return evaluate
-
-
-def _fingerprint_of(score: Callable[..., Any]) -> str:
-    if isinstance(score, HeldOut):
-        return f"{fingerprint(score.inputs)} {fingerprint(score.labels)}"
-    return _name_of(score)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    """Return by what a function is known in a checkpoint: its name, and of a `partial` its arguments, too."""
-    if isinstance(function, partial):
-        return f"{_name_of(function.func)} with {function.args} {function.keywords}"
-    module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
-    return f"{module}.{name}"
-
-
-def _check(
-    epsilon: float,
-    epochs: int,
-    batch_size: int,
-    epsilon_warmup: float,
-    average: float | None,
-    evaluate_every: int,
-    keep: str,
-    patience: int | None,
-    evaluate: object,
-) -> None:
-    counts = {"epochs": epochs, "batch_size": batch_size, "evaluate_every": evaluate_every}
-    for name, value in (counts if patience is None else counts | {"patience": patience}).items():
-        integer(name, value, 1)
-    not_negative("epsilon", epsilon)
-    if not 0 <= not_negative("epsilon_warmup", epsilon_warmup) <= 1:
-        raise ValueError(f"`epsilon_warmup` should be from 0 to 1. Found {epsilon_warmup!r}.")
-    if average is not None and not 0 <= not_negative("average", average) < 1:
-        raise ValueError(f"`average` should be None, or at least 0 and less than 1. Found {average!r}.")
-    if keep not in ("last", "best"):
-        raise ValueError(f"`keep` should be 'last' or 'best'. Found {keep!r}.")
-    if evaluate is None and (keep == "best" or patience is not None):
-        raise ValueError("`evaluate` should be given to find the best epoch. Found None.")
-
-
-def _check_rest(
-    model: nn.Module,
-    generator: torch.Generator,
-    learning_rate: float | None,
-    checkpoint: str | os.PathLike[str] | None,
-    checkpoint_every: int,
-    augment: Callable[..., Tensor] | None,
-    callback: Callable[[int, int], None] | None,
-) -> None:
-    for name, value, kind in (("model", model, nn.Module), ("generator", generator, torch.Generator)):
-        if not isinstance(value, kind):
-            raise TypeError(f"`{name}` should be a torch.{kind.__name__}. Found {type(value).__name__}.")
-    for name, function in (("augment", augment), ("callback", callback)):
-        if function is not None and not callable(function):
-            raise TypeError(f"`{name}` should be a function, or None. Found {type(function).__name__}.")
-    integer("checkpoint_every", checkpoint_every, 1)
-    if learning_rate is not None and not not_negative("learning_rate", learning_rate):
-        raise ValueError(f"`learning_rate` should be positive. Found {learning_rate!r}.")
-    if checkpoint is not None:
-        if not isinstance(checkpoint, str | os.PathLike):
-            raise TypeError(f"`checkpoint` should be a path, or None. Found {checkpoint!r}.")
-        if Path(checkpoint).is_dir() or not Path(checkpoint).absolute().parent.is_dir():
-            raise ValueError(f"`checkpoint` should be a file in a folder that exists. Found {str(checkpoint)!r}.")
 
 
 # --- small things ----------------------------------------------------------------------------------------------------
