@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
 import torchattacks
+from torch import nn
 
 from benchmarks._measure import Row
 from toolkit.adversarial import evaluate_robustness, verify_relu
@@ -22,13 +25,15 @@ def rows() -> Iterator[Row]:
     for name in NETWORKS:
         model, x, labels, epsilon = relu_network(name)
         exact = verify_relu(model, x, labels, epsilon=epsilon).robust
-        seconds, found = _timed(lambda: evaluate_robustness(model, x, labels, epsilon=epsilon).robust)  # noqa: B023
-        model.float()
-        theirs = torchattacks.AutoAttack(model, norm="Linf", eps=epsilon, n_classes=10, verbose=False)
-        spent, examples = _timed(lambda: theirs(x.float(), labels))  # noqa: B023
+        network = nn.Sequential(nn.Flatten(), copy.deepcopy(model)).float()
+        images = x.float().view(-1, 1, 8, 8)
+        ours = partial(evaluate_robustness, network, images, labels, epsilon=epsilon)
+        theirs = torchattacks.AutoAttack(network, norm="Linf", eps=epsilon, n_classes=10, verbose=False)
+        seconds, evaluation = _timed(ours)
+        spent, examples = _timed(partial(theirs, images, labels))
+        found = evaluation.robust
         with torch.no_grad():
-            standing = model(examples).argmax(1) == labels
-        model.double()
+            standing = network(examples).argmax(1) == labels
         note = (
             f"{seconds:.2f} s against {spent:.2f} s; rows that stand: ours {int(found.sum())}, exactly "
             f"{int(exact.sum())}, AutoAttack {int(standing.sum())}; rows that differ from exact: "

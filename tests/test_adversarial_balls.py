@@ -257,3 +257,14 @@ def test_start_is_uniform_in_the_ball_of_sums() -> None:
     assert (radius**3 - share).abs().max() < 1.6 / len(radius) ** 0.5  # Kolmogorov-Smirnov, one in a hundred
     orthants = torch.bincount(((drawn > 0) * torch.tensor([1, 2, 4])).sum(1))
     assert (orthants / len(x) - 1 / 8).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_settling_twice_changes_nothing(norm: str, dtype: torch.dtype) -> None:
+    """Else an example that just succeeds could be lost by being checked."""
+    x, outside = (tensor.to(dtype) for tensor in points(8))
+    ball = make_ball(norm, x, 0.7, (0, 1))
+    for example in (ball.project(outside), ball.farthest(outside - x), x + 0.1 * (ball.project(outside) - x)):
+        settled = ball.settle(example)
+        assert torch.equal(ball.settle(settled), settled)

@@ -3,7 +3,7 @@
 The attacks differ in what can deceive them. A gradient can be wrong over the length of a step (`linearised` and
 `multi_target` stand against each other), the steps can get stuck (`apgd` chooses their length, with two losses), the
 shortest way can be longer than the steepest (`fab`), and the gradient can be masked altogether (`square` never asks for
-it). What all leave standing is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` give exact values.
+it). What all leave standing is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` are exact.
 
 N samples, each of shape (...), C classes.
 """
@@ -22,15 +22,18 @@ from torch import Tensor
 from toolkit.adversarial.attacks._setting import Setting, check_count, setting
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.fab import fab
-from toolkit.adversarial.attacks.losses import difference_loss, dlr_loss
+from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
 from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls._rounding import laid_out_as
 
 __all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy"]
 
 # Called as attack(model, x, labels, epsilon=, norm=, bounds=, mask=, generator=).
 Attack = Callable[..., Tensor]
+# Forms of one attack, each of which is run if the one before it broke a row.
+Stages = tuple[Attack, ...]
 
 
 @dataclass(frozen=True)
@@ -72,22 +75,25 @@ class Evaluation:
         return "\n".join(rows)
 
 
-def standard_attacks(n_classes: int) -> dict[str, Attack]:
+def standard_attacks(n_classes: int) -> dict[str, Stages]:
     """Return the attacks of an ensemble by name, the cheap ones first.
 
-    The last two, which alone would need a hundred steps and thousands of queries, are kept short: what they are for is
-    to show that gradients deceive, and then they break many rows soon. If `Square` breaks any, give it more queries.
+    Most of them come with a longer form. It is run only where the short one has broken a row that all before it had
+    left standing: that is the sign that there is more to be found in this way. A model whose gradients are honest never
+    pays for thousands of queries; one whose gradients are masked does.
 
     Args:
         n_classes: C. The difference of logits ratio is defined for three classes and more.
     """
-    attacks: dict[str, Attack] = {
-        "linearised": _from_the_linearisation,
-        "multi-target": partial(multi_target, restarts=3),
-        "APGD": apgd,
-        "APGD, DLR": partial(apgd, loss=dlr_loss),
-        "FAB": partial(fab, steps=10),
-        "Square": partial(square, queries=500),
+    random = partial(multi_target, steps=20, n_targets=3)
+    attacks: dict[str, Stages] = {
+        "linearised": (_from_the_linearisation,),
+        "multi-target": (multi_target,),
+        "multi-target, random starts": (partial(random, restarts=4), partial(random, restarts=20)),
+        "APGD": (partial(apgd, steps=30), apgd),
+        "APGD, DLR": (partial(apgd, steps=50, loss="dlr"), partial(apgd, loss="dlr", restarts=5)),
+        "FAB": (partial(fab, steps=3), partial(fab, restarts=5)),
+        "Square": (partial(square, queries=100), square),
     }
     if n_classes < 3:
         del attacks["APGD, DLR"]
@@ -103,7 +109,7 @@ def evaluate_robustness(
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
-    attacks: Mapping[str, Attack] | None = None,
+    attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | None = None,
 ) -> Evaluation:
@@ -122,7 +128,8 @@ def evaluate_robustness(
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: True where an input may change, broadcast to `x`; None: everywhere.
         attacks: Name to attack, in order; each is called as ``attack(model, x, labels, epsilon=, norm=, bounds=,
-            mask=, generator=)`` with the rows that are left. None: `standard_attacks`.
+            mask=, generator=)`` with the rows that are left. A tuple of attacks goes on as long as each of them breaks
+            a row. None: `standard_attacks`.
         batch_size: Rows at once.
         generator: Of all that is drawn. None: a new one with seed 0, so that the same call gives the same figures.
 
@@ -141,7 +148,7 @@ def evaluate_robustness(
         >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
         >>> x = torch.tensor([[0.9, 0.1], [0.6, 0.5]])
         >>> print(evaluate_robustness(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2).broken)
-        {'linearised': 1, 'multi-target': 0, 'APGD': 0, 'FAB': 0, 'Square': 0}
+        {'linearised': 1, 'multi-target': 0, 'multi-target, random starts': 0, 'APGD': 0, 'FAB': 0, 'Square': 0}
     """
     check_count("batch_size", batch_size)
     generator = torch.Generator().manual_seed(0) if generator is None else generator
@@ -156,12 +163,13 @@ def evaluate_robustness(
         for part in parts:
             for name, attack in (standard_attacks(part.n_classes) if attacks is None else attacks).items():
                 start = time.process_time()
-                broken[name] = broken.get(name, 0) + part.attack(attack)
+                stages = attack if isinstance(attack, tuple) else (attack,)
+                broken[name] = broken.get(name, 0) + part.attack_in(stages)
                 seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
         return Evaluation(
             correct=torch.cat([part.correct for part in parts]),
             robust=torch.cat([part.robust for part in parts]),
-            examples=torch.cat([part.examples for part in parts]),
+            examples=laid_out_as(whole.x, torch.cat([part.examples for part in parts])),
             broken=broken,
             seconds=seconds,
         )
@@ -176,7 +184,7 @@ def robust_accuracy(
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
-    attacks: Mapping[str, Attack] | None = None,
+    attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | None = None,
 ) -> float:
@@ -233,7 +241,7 @@ def ensemble(
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
-    attacks: Mapping[str, Attack] | None = None,
+    attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -312,6 +320,16 @@ class _Standing:
         self.examples = batch.x.clone()
         self._strength = difference_loss(logits, batch.labels)
 
+    def attack_in(self, stages: Stages) -> int:
+        """Attack the rows that stand, in further stages as long as some fall; return how many do."""
+        total = 0
+        for stage in stages:
+            fallen = self.attack(stage)
+            total += fallen
+            if not fallen:
+                break
+        return total
+
     def attack(self, attack: Attack) -> int:
         """Attack the rows that stand; return how many of them fall."""
         rows = self.robust.nonzero()[:, 0]
@@ -320,7 +338,8 @@ class _Standing:
         left = self._batch.rows(rows)
         own = {name: _rows(value, rows) for name, value in self._arguments.items()}
         found = attack(left.model, left.x, left.labels, norm=self._norm, **own, generator=self._generator)
-        found = left.ball.settle(left.ball.project(found))
+        found = torch.where(found.isnan(), left.x, found).clamp(left.ball.lower, left.ball.upper)
+        found = left.ball.settle(found)
         logits = left.logits(found)
         fallen = _errs(logits, left.labels)
         strength = difference_loss(logits, left.labels)

@@ -16,6 +16,7 @@ from toolkit.adversarial.attacks._hyperplane import ORDER, reach_together
 from toolkit.adversarial.attacks._minimal import check_fraction, strength
 from toolkit.adversarial.attacks._setting import Setting, check_count, setting
 from toolkit.adversarial.balls import Bounds, L1Ball, L2Ball, Norm
+from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import norm_of, wide
 
 __all__ = ["square"]
@@ -115,7 +116,7 @@ def square(
             example = example.index_copy(0, alive, torch.where(_column(better, here), tried, here))
             best = best.index_copy(0, alive, torch.where(better, value, best[alive]))
             done = done.index_copy(0, alive, success)
-        return example
+        return laid_out_as(attack.x, example)
 
 
 def _image_shape(x: Tensor) -> tuple[int, int, int]:

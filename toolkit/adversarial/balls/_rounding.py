@@ -7,7 +7,7 @@ from torch import Tensor
 
 from toolkit.blocks import carries_gradient, no_graph
 
-__all__ = ["add_inward", "follow", "is_positive", "round_inward", "shrink", "to_dtype_inward"]
+__all__ = ["add_inward", "follow", "is_positive", "laid_out_as", "round_inward", "shrink", "to_dtype_inward"]
 
 
 def add_inward(x: Tensor, displacement: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ def round_inward(value: float | Tensor, x: Tensor, inwards: float) -> Tensor:
 def shrink(example: Tensor, x: Tensor, radius: Tensor, order: int) -> Tensor:
     """Return `example`, moved towards `x` by the roundings that took it out of the ball.
 
-    It is shrunk in float64, then rounded towards the clean input.
+    It is shrunk in float64, then rounded towards the clean input. What is inside stays as it is, to the bit.
 
     Args:
         example: Within the ball up to rounding, (N, ...).
@@ -63,15 +63,23 @@ def shrink(example: Tensor, x: Tensor, radius: Tensor, order: int) -> Tensor:
         offset = example.double() - x.double()
         slack = (x[:1].numel() + 8) * torch.finfo(torch.float64).eps  # rounding of the norm itself
         size = torch.linalg.vector_norm(offset, order, tuple(range(1, x.dim())), keepdim=True)
-        limit = radius * (1 - slack)
-        offset = torch.where(size > limit, offset * (limit / size), offset)
+        # What is shrunk is shrunk a little further than it has to be, so that it would not be shrunk again.
+        offset = offset * (radius * (1 - 2 * slack) / size.masked_fill(size == 0, 1))
         inside = add_inward(x, to_dtype_inward(offset, x.dtype))
-    return follow(inside, example)
+        inside = torch.where(size > radius * (1 - slack), inside, example)
+    return laid_out_as(x, follow(inside, example))
 
 
 def _step_towards(target: Tensor, value: Tensor, *, too_far: Tensor) -> Tensor:
     """Return the next number towards `target` where `too_far` is 1, and `value` where it is 0."""
     return torch.nextafter(value, torch.lerp(value, target, too_far))
+
+
+def laid_out_as(x: Tensor, example: Tensor) -> Tensor:
+    """Return `example` with the strides that a copy of `x` would have."""
+    with no_graph():
+        like = torch.empty_like(x)
+    return example if example.stride() == like.stride() else like.copy_(example)
 
 
 def is_positive(input: Tensor) -> Tensor:

@@ -70,8 +70,9 @@ def free(x: Tensor, mask: Tensor | None) -> Tensor | None:
     try:
         return mask.to(x.device).expand(x.shape).to(x.dtype)
     except RuntimeError:
-        expected, found = tuple(x.shape), tuple(mask.shape)
-        raise ValueError(f"`mask` should broadcast to the shape of `x`, {expected}. Found {found}.") from None
+        raise ValueError(
+            f"`mask` should broadcast to the shape of `x`, {tuple(x.shape)}. Found {tuple(mask.shape)}."
+        ) from None
 
 
 def draw(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Generator) -> Tensor:

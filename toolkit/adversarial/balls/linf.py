@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.balls._rounding import add_inward, follow, to_dtype_inward
+from toolkit.adversarial.balls._rounding import add_inward, follow, laid_out_as, to_dtype_inward
 from toolkit.adversarial.balls.box import draw
 from toolkit.blocks import no_graph
 
@@ -63,8 +63,8 @@ class LinfBall:
         return self.project((self.lower + position * (self.upper - self.lower)).to(self.lower.dtype))
 
     def settle(self, example: Tensor) -> Tensor:
-        """Return `example`: the bounds are rounded inwards already."""
-        return example
+        """Return `example`, laid out as the clean inputs: the bounds are rounded inwards already."""
+        return laid_out_as(self.x, example)
 
     def rows(self, index: Tensor) -> LinfBall:
         """Return the ball of some samples."""
