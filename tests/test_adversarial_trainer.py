@@ -980,7 +980,7 @@ def as_rank(rank: int, world: int, folder: Path) -> None:
     model = Stateful()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run(model, group=group)
+        run(model, group=group, batch_size=12)
     found["statistics"] = dict(model.state_dict()), [str(warning.message) for warning in caught]
     model = perceptron()
     settings = {"group": group, "model": model, "checkpoint": folder / "c", "checkpoint_every": 4}
