@@ -137,7 +137,12 @@ def danskin(parameters: Mapping[str, Tensor], *, epsilon: float, norm: str) -> d
     for row, label in zip(x, labels.tolist(), strict=True):
         other = 1 - label
         u = weight[other] - weight[label]
-        size, slope = (u.abs().sum(), u.sign()) if norm == "linf" else (u.norm(), u / u.norm())
+        at_largest = u.sign() * (u.abs() == u.abs().max())
+        size, slope = {
+            "linf": (u.abs().sum(), u.sign()),
+            "l2": (u.norm(), u / u.norm()),
+            "l1": (u.abs().max(), at_largest),
+        }[norm]
         loss_slope = torch.sigmoid(epsilon * size + u @ row + bias[other] - bias[label]) / len(x)
         for index, sign in ((other, 1.0), (label, -1.0)):
             at_weight[index] += sign * loss_slope * (row + epsilon * slope)
