@@ -89,11 +89,11 @@ def standard_attacks(n_classes: int) -> dict[str, Stages]:
     attacks: dict[str, Stages] = {
         "linearised": (_from_the_linearisation,),
         "multi-target": (multi_target,),
-        "multi-target, random starts": (partial(random, restarts=4), partial(random, restarts=20)),
+        "multi-target, random starts": (partial(random, restarts=4), partial(random, restarts=10)),
         "APGD": (partial(apgd, steps=30), apgd),
-        "APGD, DLR": (partial(apgd, steps=50, loss="dlr"), partial(apgd, loss="dlr", restarts=5)),
-        "FAB": (partial(fab, steps=3), partial(fab, restarts=5)),
-        "Square": (partial(square, queries=100), square),
+        "APGD, DLR": (partial(apgd, steps=30, loss="dlr"), partial(apgd, loss="dlr", restarts=5)),
+        "FAB": (partial(fab, steps=3, n_classes=4), partial(fab, restarts=5)),
+        "Square": (partial(square, queries=60), square),
     }
     if n_classes < 3:
         del attacks["APGD, DLR"]
