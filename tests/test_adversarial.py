@@ -610,6 +610,27 @@ def test_blocked_memory_is_flat_in_the_number_of_steps_and_open_memory_is_not() 
         assert peak(40) > 8 * peak(1)
 
 
+def test_open_attack_is_differentiated_by_the_statistics_that_it_ran_with() -> None:
+    """The training pass moves the statistics of batch normalisation in place, unseen by autograd."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), model[1].running_mean):
+            tensor.copy_(0.5 * torch.randn(tensor.shape, generator=generator))
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    x, labels = torch.rand(6, 4, generator=generator, dtype=torch.float64), torch.arange(6) % 3
+    parameters = {"weight": model[3].weight}
+
+    def loss(_: Mapping[str, Tensor]) -> Tensor:
+        model.load_state_dict(buffers, strict=False)
+        return adversarial_loss(model, x, labels, attack=partial(pgd, epsilon=0.5, norm="l2", steps=3))
+
+    with unblock(EXAMPLE):
+        (found,) = torch.autograd.grad(loss(parameters), parameters["weight"])
+    numerical = finite_differences(loss, parameters, step=1e-4)
+    assert relative_error({"weight": found}, numerical) < 1e-6
+
+
 # --- what is refused ---------------------------------------------------------------------------------------------
 
 REFUSED = {

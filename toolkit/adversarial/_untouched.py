@@ -12,45 +12,51 @@ from toolkit.blocks import no_graph
 
 __all__ = ["untouched"]
 
+_Buffers = dict[str, Tensor | None]
+
 
 @contextmanager
 def untouched(model: object) -> Iterator[None]:
     """Run every module of `model` in evaluation mode, and leave no trace in it, also after an error.
 
-    Given back are the mode of each module, the values of its buffers (a model may count its calls), and the state of
-    torch's global generators, from which a model may draw even in evaluation mode. Modes are set one by one rather
-    than by ``model.eval()`` and ``model.train()``: a model may be partly in evaluation mode (frozen batch
-    normalisation), and its ``train`` may do more than set flags.
+    Given back are the mode of each module, its buffers (a model may count its calls), and the state of torch's global
+    generators, from which a model may draw even in evaluation mode. Modes are set one by one rather than by
+    ``model.eval()`` and ``model.train()``: a model may be partly in evaluation mode (frozen batch normalisation), and
+    its ``train`` may do more than set flags.
+
+    Meanwhile the model works on copies of its buffers. What is recorded here may be differentiated after a training
+    pass, and that moves the statistics of batch normalisation in place, unseen by autograd.
 
     Args:
         model: What is not a `torch.nn.Module` has no modes and no buffers.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     training = [module for module in modules if module.training]
-    with no_graph():
-        buffers = [(buffer, buffer.clone(), buffer._version) for buffer in _buffers(modules)]
+    kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     devices = sorted({tensor.device.index for tensor in _tensors(modules) if tensor.is_cuda})
     try:
         with torch.random.fork_rng(devices):
+            for buffers, name, copy in _copies(kept):
+                buffers[name] = copy
             for module in training:
                 module.training = False
             yield
     finally:
         for module in training:
             module.training = True
-        with no_graph():
-            for buffer, value, version in buffers:
-                if buffer._version != version:
-                    buffer.copy_(value)
+        for buffers, name, buffer in kept:
+            buffers[name] = buffer
 
 
-def _buffers(modules: list[nn.Module]) -> Iterator[Tensor]:
-    seen: set[int] = set()
-    for module in modules:
-        for buffer in module._buffers.values():
-            if buffer is not None and not buffer.is_inference() and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield buffer
+def _copies(kept: list[tuple[_Buffers, str, Tensor | None]]) -> Iterator[tuple[_Buffers, str, Tensor]]:
+    """Return a copy of every buffer; one that several modules share stays shared."""
+    copies: dict[int, Tensor] = {}
+    with no_graph():
+        for buffers, name, buffer in kept:
+            if buffer is not None:
+                if id(buffer) not in copies:
+                    copies[id(buffer)] = buffer.clone()
+                yield buffers, name, copies[id(buffer)]
 
 
 def _tensors(modules: list[nn.Module]) -> Iterator[Tensor]:
