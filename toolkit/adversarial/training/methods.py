@@ -475,6 +475,7 @@ def times(factor: float, epsilon: float | Tensor) -> Tensor:
 
 def step_length(step_size: float | None, steps: int, ball: BallArguments) -> Tensor:
     """Return the length of a step of which `steps` are taken, float64; one for all, or (N,)."""
+    check_count("steps", steps)
     return times(2.5 / steps if step_size is None else step_size, ball["epsilon"])
 
 

@@ -33,8 +33,9 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
 
     Args:
         model: Any module. Its parameters are read, and never written.
-        loss: A model to a scalar. It is called with `model` and with a module that has the perturbed weights, and
-            should be the same function of both: examples are made once, outside of it.
+        loss: A model to a scalar. It is called with two modules that compute what `model` does, one with its weights
+            and one with the perturbed ones, and should be the same function of both: examples are made once, outside of
+            it.
         gamma: Largest length of the perturbation of a weight, relative to that of the weight.
 
     Returns:
@@ -53,7 +54,15 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
         >>> awp_loss(model, lambda model: model(torch.tensor([[1.0, 0.0]])).sum(), gamma=0.1)
         tensor(3.5000, grad_fn=<SumBackward0>)
     """
-    return loss(reweighted(model, weight_perturbation(model, loss, gamma=gamma)))
+    weights = _weights(model, gamma)
+
+    def at_the_weights() -> tuple[dict[str, Tensor], Tensor]:
+        # The slope is by the weights that the loss is taken at, and not by those that made an example that is not held:
+        # else the perturbation, and so the value of the loss, would depend on whether the block of the example is open.
+        places = {name: weight.view_as(weight) for name, weight in weights.items()}
+        return places, loss(_Reweighted(model, places))
+
+    return loss(reweighted(model, _ascended(model, weights, at_the_weights, gamma)))
 
 
 def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: float) -> dict[str, Tensor]:
@@ -82,20 +91,8 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
     Source:
         Wu, Xia and Wang, "Adversarial weight perturbation helps robust generalization", 2020, section 4.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"`model` should be a torch.nn.Module. Found {type(model).__name__}.")
-    check_weight("gamma", gamma)
-    weights = {name: value for name, value in model.named_parameters() if value.dim() > 1 and value.requires_grad}
-    devices = sorted({value.device.index for value in model.parameters() if value.is_cuda})
-    with stop_recording(WEIGHT_PERTURBATION):
-        recorded = torch.is_grad_enabled()
-        with torch.enable_grad(), torch.random.fork_rng(devices):
-            value = loss(model)
-        slopes = torch.autograd.grad(
-            value, list(weights.values()), create_graph=recorded, allow_unused=True, materialize_grads=True
-        )
-        steps = [_step(weight, slope, gamma) for weight, slope in zip(weights.values(), slopes, strict=True)]
-    return {name: weight + step for (name, weight), step in zip(weights.items(), steps, strict=True)}
+    weights = _weights(model, gamma)
+    return _ascended(model, weights, lambda: (weights, loss(model)), gamma)
 
 
 def reweighted(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -107,21 +104,50 @@ def reweighted(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
         model: Any module.
         weights: Name -> value of those parameters that are replaced.
     """
-    return _Reweighted(model, weights)
+    with no_graph():
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    return _Reweighted(model, {**buffers, **weights})
 
 
 class _Reweighted(nn.Module):
-    def __init__(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """A module that computes what `model` does with other tensors in the place of some of its own."""
+
+    def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.model = model
         self.training = model.training
-        with no_graph():
-            self._values = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        self._values |= weights
+        self._values = dict(values)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         result: Tensor = torch.func.functional_call(self.model, self._values, args, kwargs)
         return result
+
+
+def _weights(model: nn.Module, gamma: float) -> dict[str, Tensor]:
+    """Return those parameters that are perturbed."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Module. Found {type(model).__name__}.")
+    check_weight("gamma", gamma)
+    return {name: value for name, value in model.named_parameters() if value.dim() > 1 and value.requires_grad}
+
+
+def _ascended(
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    evaluate: Callable[[], tuple[Mapping[str, Tensor], Tensor]],
+    gamma: float,
+) -> dict[str, Tensor]:
+    """Return weights after a step of ascent; `evaluate` returns what to differentiate by, and the loss."""
+    devices = sorted({value.device.index for value in model.parameters() if value.is_cuda})
+    with stop_recording(WEIGHT_PERTURBATION):
+        recorded = torch.is_grad_enabled()
+        with torch.enable_grad(), torch.random.fork_rng(devices):
+            places, value = evaluate()
+        slopes = torch.autograd.grad(
+            value, list(places.values()), create_graph=recorded, allow_unused=True, materialize_grads=True
+        )
+        steps = [_step(weight, slope, gamma) for weight, slope in zip(weights.values(), slopes, strict=True)]
+    return {name: weight + step for (name, weight), step in zip(weights.items(), steps, strict=True)}
 
 
 def _step(weight: Tensor, slope: Tensor, gamma: float) -> Tensor:

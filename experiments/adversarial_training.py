@@ -1,0 +1,400 @@
+"""The methods of adversarial training side by side, and what the blocks of one of them do.
+
+One method is trained update by update, with its blocks in place and with some of them open. Others are trained on the
+same data from the same start by `toolkit.adversarial.train`, for as many epochs. All are judged on held-out images: how
+many are recognised as they are, after one step of an attack (FGSM), after many (PGD), after attacks towards every other
+class, which is the objective, and at the end after an ensemble of attacks. Each counts what those before it have left.
+A model that stands one step and falls to many has learned the attack rather than the task: catastrophic overfitting.
+
+- ``digits``: scikit-learn's handwritten digits, 8 x 8, 30 % of them held out.
+- ``mnist``: files in the form of MNIST. ``cifar10``: CIFAR-10 in its binary form. Both are the user's own, by path.
+
+References:
+    Wong, Rice & Kolter, "Fast is better than free: revisiting adversarial training", 2020, on catastrophic overfitting.
+
+N images, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Annotated, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from torch import Tensor, nn
+
+from experiments._adversarial_training_targets import TARGETS
+from experiments._config import ExperimentConfig
+from experiments._training import Methods, Objective, Run, Sweep
+from toolkit.adversarial import (
+    evaluate_robustness,
+    fgsm,
+    mlp,
+    multi_target,
+    pgd,
+    preactivation_resnet18,
+    random_crop_flip,
+    robust_accuracy,
+    small_cnn,
+)
+from toolkit.adversarial import train as train_method
+from toolkit.adversarial.balls import Norm
+from toolkit.adversarial.training.methods import AWP, METHODS, BallArguments, Free, Method
+from toolkit.adversarial.training.schedules import one_cycle
+from toolkit.datasets import Dataset, cifar10, digits, mnist
+
+__all__ = ["Choice", "Config", "run"]
+
+_ENSEMBLE = "accuracy under the ensemble"
+_ONCE, _OFTEN = "accuracy after one step (FGSM)", "after many, too (PGD)"
+
+_TARGETED_STEPS = 10  # in digits it leaves at most a point above the ensemble, and costs as much as PGD
+
+_BALLS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
+
+_READERS: dict[str, Callable[..., Dataset]] = {"mnist": mnist, "cifar10": cifar10}
+
+# Pixels that are attacked at once when models are judged: it bounds the memory of large networks.
+_PIXELS_AT_ONCE = 2**19
+
+Name = Literal[
+    "standard", "fgsm", "rs_fgsm", "pgd", "trades", "held_trades", "mart", "vat", "alp", "cure", "llr", "free", "awp"
+]
+
+
+class Choice(BaseModel):
+    """One method of training, and its settings.
+
+    Attributes:
+        name: What the report calls it.
+        method: Which one, as `toolkit.adversarial.train` names them.
+        settings: Arguments of the method that are not at their defaults.
+        around: awp: the method whose loss is taken at the perturbed weights.
+        average: If given, what is judged is a running mean of the parameters with this decay.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: Annotated[str, Field(min_length=1)]
+    method: Name
+    settings: dict[str, int | float | bool] = Field(default_factory=dict)
+    around: Name = "pgd"
+    average: Annotated[float, Field(gt=0, lt=1)] | None = None
+
+    @model_validator(mode="after")
+    def _takes_a_step(self) -> Self:
+        x, labels, generator = torch.zeros(1, 2), torch.zeros(1, dtype=torch.int64), torch.Generator()
+        ball: BallArguments = {"epsilon": 0.1, "norm": "linf", "bounds": (0.0, 1.0)}
+        model = mlp(2, 2, widths=[], generator=generator)
+        try:
+            self.make().step(model, x, labels, ball=ball, generator=generator, update=Tensor.backward, state={})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{self.method}: {error}") from None
+        return self
+
+    def make(self) -> Method:
+        """Return the method.
+
+        Raises:
+            TypeError: If it has no such setting.
+        """
+        made: Method = (
+            AWP(METHODS[self.around](), **self.settings)
+            if self.method == "awp"
+            else METHODS[self.method](**self.settings)
+        )
+        return made
+
+
+class Config(ExperimentConfig):
+    """Values of an experiment on the methods of adversarial training.
+
+    Attributes:
+        data: ``"digits"``, ``"mnist"`` or ``"cifar10"``; see the module.
+        path: mnist, cifar10: where the files are, as `toolkit.datasets.mnist` and `toolkit.datasets.cifar10` take it.
+        held_out: The most images that the models are judged on.
+        network: ``"mlp"`` (fully connected), ``"cnn"`` (two 3 x 3 convolutions) or ``"resnet18"`` (pre-activation).
+        widths: Units or channels of the hidden layers; of ``"resnet18"`` one number, its channels before they double.
+        norm: Norm of the ball.
+        epsilon: Radius of the ball. Pixels lie in [0, 1].
+        trained: The method whose blocks are opened.
+        batch_size: Images of an update.
+        augment: Whether images are moved by up to an eighth of their side, and in CIFAR-10 mirrored.
+        evaluation_steps: Steps of PGD when the models are judged.
+        ensemble: Radii of the balls in which the ensemble of attacks judges what was trained at its end. The other
+            methods are judged so in the ball of radius `epsilon`, unless there are no radii.
+        methods: The other methods. They are trained for as many whole epochs as `steps` updates come nearest to, one at
+            least, and judged as often as `evaluate_every` comes nearest to.
+    """
+
+    data: Literal["digits", "mnist", "cifar10"]
+    path: str | None = None
+    held_out: Annotated[int, Field(ge=1)] = 1000
+    network: Literal["mlp", "cnn", "resnet18"]
+    widths: list[Annotated[int, Field(ge=1)]]
+    norm: Literal["linf", "l2", "l1"] = "linf"
+    epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    trained: Choice
+    batch_size: Annotated[int, Field(ge=1)] = 128
+    augment: bool = False
+    evaluation_steps: Annotated[int, Field(ge=1)] = 20
+    ensemble: list[Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(default_factory=list)
+    methods: list[Choice] = Field(default_factory=list)
+
+    @field_validator("path")
+    @classmethod
+    def _is_there(cls, path: str | None, info: ValidationInfo) -> str | None:
+        if path is not None and info.data.get("data") in _READERS:
+            try:
+                for train in (True, False):
+                    _images(info.data["data"], path, train)
+            except (OSError, ValueError) as error:
+                raise ValueError(str(error).rstrip(".")) from None
+        return path
+
+    @field_validator("trained")
+    @classmethod
+    def _has_a_loss(cls, trained: Choice) -> Choice:
+        if trained.method == "free":
+            raise ValueError("'free' has no loss of its own, and goes among the other methods")
+        if trained.average is not None:
+            raise ValueError("parameters are averaged in the other methods alone")
+        return trained
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        sizes = {"resnet18": 1, "cnn": 2}.get(self.network, len(self.widths))
+        if len(self.widths) != sizes:
+            raise ValueError(f"widths of {self.network!r} should be {sizes}; they are {len(self.widths)}")
+        names = [method.name for method in self.methods]
+        if len(set(names)) < len(names):
+            raise ValueError("methods should have different names")
+        if (self.data == "digits") != (self.path is None):
+            raise ValueError("path should be given for data of your own, and for no other")
+        return self
+
+
+def run(config: Config, seed: int) -> Run:
+    """Return one seeded run: a method of training, and the others beside it."""
+    data, test = _data(config)
+    ball: BallArguments = {"epsilon": config.epsilon, "norm": config.norm, "bounds": (0.0, 1.0)}
+    model = _network(config, data, seed)
+    method = config.trained.make()
+    batches = _Batches(data, config, seed)
+    rate = one_cycle()
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate * rate(0.0), foreach=False)
+
+    def draws() -> torch.Generator:
+        """A loss can be repeated: what it draws depends on the seed and the step alone."""
+        return torch.Generator().manual_seed(1_000_003 * seed + batches.step)
+
+    def loss() -> Tensor:
+        model.train()
+        return method.loss(model, batches.inputs, batches.labels, ball=ball, generator=draws())
+
+    def after_step(step: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = config.learning_rate * rate(step / config.steps)
+        batches.advance(step)
+
+    def target() -> Mapping[str, Tensor]:
+        model.train()
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        x, labels = batches.inputs, batches.labels
+        with torch.no_grad():
+            example = method.example(model, x, labels, ball=ball, generator=draws())
+        stated = TARGETS[type(method)](method, model, x, labels, example, ball)
+        parameters = dict(model.named_parameters())
+        gradients = torch.autograd.grad(stated, list(parameters.values()))
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(buffers[name])
+        return dict(zip(parameters, gradients, strict=True))
+
+    def by_radius() -> Mapping[str, Sequence[float]]:
+        return {_ENSEMBLE: [_under_the_ensemble(model, test, radius, config.norm) for radius in config.ensemble]}
+
+    sweep = Sweep(label="radius of the ball", values=tuple(config.ensemble), evaluate=by_radius)
+    scores = partial(_scores, test=test, ball=ball, steps=config.evaluation_steps)
+    where = f"{_BALLS[config.norm]} {config.epsilon:.3g}"
+    return Run(
+        parameters=dict(model.named_parameters()),
+        loss=loss,
+        objective=Objective(label=f"robust accuracy on held-out images, {where}", higher_is_better=True),
+        evaluate=partial(scores, model),
+        optimizer=optimizer,
+        target=target,
+        after_step=after_step,
+        sweep=sweep if config.ensemble else None,
+        methods=_methods(config, seed, data, test, scores) if config.methods else None,
+    )
+
+
+def _methods(
+    config: Config,
+    seed: int,
+    data: Dataset,
+    test: Dataset,
+    scores: Callable[[nn.Module], dict[str, float]],
+) -> Methods:
+    """Return the other methods of a config, ready to be trained."""
+    updates = -(-len(data.inputs) // config.batch_size)
+    epochs, every = (max(1, round(number / updates)) for number in (config.steps, config.evaluate_every))
+
+    def trained(choice: Choice) -> dict[str, Sequence[float]]:
+        model, method = _network(config, data, seed), choice.make()
+        found = [scores(model)]
+
+        def judge(model: nn.Module) -> dict[str, float]:
+            found.append(scores(model))
+            return {}
+
+        # A replay is an update of its own: the method gets as many updates as the others, and is judged at its end.
+        replays = method.replays if isinstance(method, Free) else 1
+        train_method(
+            model,
+            data.inputs,
+            data.labels,
+            method=method,
+            epsilon=config.epsilon,
+            norm=config.norm,
+            epochs=max(1, round(epochs / replays)),
+            batch_size=config.batch_size,
+            learning_rate=config.learning_rate,
+            average=choice.average,
+            augment=_augmentation(config),
+            generator=torch.Generator().manual_seed(seed),
+            evaluate=judge,
+            evaluate_every=every if replays == 1 else epochs,
+        )
+        kept = found if replays == 1 else found[-1:]
+        values: dict[str, Sequence[float]] = {name: [each[name] for each in kept] for name in kept[0]}
+        if config.ensemble:
+            values[_ENSEMBLE] = [_under_the_ensemble(model, test, config.epsilon, config.norm)]
+        return values
+
+    points = tuple(dict.fromkeys([*range(0, epochs, every), epochs]))
+    return Methods(
+        label="epoch", steps=points, train={choice.name: partial(trained, choice) for choice in config.methods}
+    )
+
+
+def _scores(model: nn.Module, *, test: Dataset, ball: BallArguments, steps: int) -> dict[str, float]:
+    """Return what share of the held-out images a model recognises, clean and after more and more attacks."""
+    attacks = {
+        _ONCE: _drawing_nothing(fgsm),
+        _OFTEN: _drawing_nothing(pgd, steps=steps),
+        "objective": _drawing_nothing(multi_target, steps=_TARGETED_STEPS),
+    }
+    found = evaluate_robustness(
+        model, test.inputs, test.labels, **ball, attacks=attacks, batch_size=_images_at_once(test)
+    )
+    standing = int(found.correct.sum())
+    counts = {"clean accuracy": standing}
+    for name in attacks:
+        standing -= found.broken[name]
+        counts[name] = standing
+    return {name: count / len(test.inputs) for name, count in reversed(counts.items())}
+
+
+def _drawing_nothing(attack: Callable[..., Tensor], **settings: int) -> Callable[..., Tensor]:
+    def attacked(*arguments: object, generator: torch.Generator, **options: object) -> Tensor:
+        return attack(*arguments, **options, **settings)
+
+    return attacked
+
+
+def _under_the_ensemble(model: nn.Module, test: Dataset, epsilon: float, norm: Norm) -> float:
+    size = _images_at_once(test)
+    return robust_accuracy(model, test.inputs, test.labels, epsilon=epsilon, norm=norm, batch_size=size)
+
+
+def _images_at_once(data: Dataset) -> int:
+    return max(1, _PIXELS_AT_ONCE // data.inputs[0].numel())
+
+
+class _Batches:
+    """The batch of the current step, a new permutation every epoch."""
+
+    def __init__(self, data: Dataset, config: Config, seed: int) -> None:
+        self._data, self._augment, self._dtype = data, _augmentation(config), getattr(torch, config.dtype)
+        self._generator = torch.Generator().manual_seed(seed)
+        self._indices = _shuffled(len(data.inputs), config.batch_size, self._generator)
+        self.advance(0)
+
+    def advance(self, step: int) -> None:
+        """Go on to the next batch after `step` updates."""
+        rows = next(self._indices).to(self._data.labels.device)
+        self.step, self.labels = step, self._data.labels[rows]
+        self.inputs = _as_pixels(self._data.inputs[rows], self._dtype)
+        if self._augment is not None:
+            self.inputs = self._augment(self.inputs, generator=self._generator)
+
+
+def _shuffled(n_images: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    size = min(size, n_images)
+    while True:
+        yield from torch.randperm(n_images, generator=generator)[: n_images - n_images % size].split(size)
+
+
+def _augmentation(config: Config) -> Callable[..., Tensor] | None:
+    if not config.augment:
+        return None
+    padding = {"digits": 1, "mnist": 2, "cifar10": 4}[config.data]
+    return partial(random_crop_flip, padding=padding, flip=config.data == "cifar10")
+
+
+def _data(config: Config) -> tuple[Dataset, Dataset]:
+    """Return what is trained on, and what is held out as pixels in [0, 1]: (N, channels, side, side)."""
+    data, test = (_images(config.data, config.path, part) for part in (True, False))
+    dtype = getattr(torch, config.dtype)
+    inputs = data.inputs if data.inputs.dtype == torch.uint8 else data.inputs.to(dtype)
+    held_out = _as_pixels(test.inputs[: config.held_out], dtype)
+    return (
+        Dataset(inputs.to(config.device), data.labels.to(config.device), data.name),
+        Dataset(held_out.to(config.device), test.labels[: config.held_out].to(config.device), test.name),
+    )
+
+
+@lru_cache(maxsize=2)  # both parts; every variant makes its run anew
+def _images(name: str, path: str | None, train: bool) -> Dataset:
+    """Return one part of the data, (N, channels, side, side): bytes where files have bytes, else pixels in [0, 1].
+
+    Raises:
+        OSError: If a file is missing or cannot be read.
+        ValueError: If a file is not what it should be.
+    """
+    if path is None:
+        data = digits()
+        order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0))
+        cut = round(0.7 * len(order))
+        rows = order[:cut] if train else order[cut:]
+        return Dataset(data.inputs[rows].reshape(-1, 1, 8, 8), data.labels[rows], data.name)
+    data = _READERS[name](path, train=train)
+    if data.inputs.dtype != torch.uint8:
+        raise ValueError(f"images should have pixels of one byte; they have {data.inputs.dtype}")
+    channels = 3 if name == "cifar10" else 1
+    side = round((data.inputs.shape[1] / channels) ** 0.5)
+    if channels * side**2 != data.inputs.shape[1]:
+        raise ValueError(f"images should be square; they have {data.inputs.shape[1]} pixels")
+    return Dataset(data.inputs.reshape(-1, channels, side, side), data.labels, data.name)
+
+
+def _as_pixels(images: Tensor, dtype: torch.dtype) -> Tensor:
+    return images.to(dtype) / 255 if images.dtype == torch.uint8 else images.to(dtype)
+
+
+def _network(config: Config, data: Dataset, seed: int) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    classes, (channels, side) = int(data.labels.max()) + 1, data.inputs.shape[1:3]
+    model: nn.Module
+    if config.network == "mlp":
+        features = data.inputs[0].numel()
+        model = nn.Sequential(nn.Flatten(), *mlp(features, classes, widths=config.widths, generator=generator))
+    elif config.network == "cnn":
+        model = small_cnn(classes, channels, image_size=side, widths=config.widths, generator=generator)
+    else:
+        model = preactivation_resnet18(classes, channels, width=config.widths[0], generator=generator)
+    return model.to(config.device, getattr(torch, config.dtype))
