@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.func import jacfwd, jacrev, vmap
 from toolkit import unblock
 from toolkit.blocks import watched
 from toolkit.gradients.memory import measure_memory
-from toolkit.softmax import SHIFT, _kernels, cross_entropy, log_softmax, logsumexp, softmax
+from toolkit.softmax import SHIFT, _kernels, cross_entropy, log_softmax, logsumexp, naive_softmax, softmax
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
@@ -277,6 +278,12 @@ def test_a_sum_over_several_dimensions_is_that_of_torch(dims, keepdim):
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-15)
 
 
+def test_dimensions_may_be_integers_of_numpy():
+    for dim in (np.int64(0), (np.int64(0),), range(1)):
+        torch.testing.assert_close(logsumexp(batch(), dim), logsumexp(batch(), 0), rtol=4 * EPS, atol=0)
+    assert softmax(batch(), np.int64(0)).equal(softmax(batch(), 0))
+
+
 def test_a_sum_over_several_dimensions_of_nothing_and_of_one_number():
     assert logsumexp(torch.zeros(3, 0, 2), (0, 1)).tolist() == [-INF, -INF]
     assert logsumexp(torch.zeros(0, 3), (1,)).shape == (0,)
@@ -284,6 +291,18 @@ def test_a_sum_over_several_dimensions_of_nothing_and_of_one_number():
     assert logsumexp(torch.zeros(2, 3), (0, 1), where=torch.tensor([True, False, False])).item() == (
         pytest.approx(math.log(2), rel=1e-6)
     )
+
+
+def test_one_number_is_a_row_of_one_class():
+    x = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    for dim in (0, -1):
+        losses = cross_entropy(x, torch.tensor(0), dim), cross_entropy(x, torch.tensor(0), dim, reduction="none")
+        for loss in losses:
+            assert loss.shape == ()
+            assert loss == 0
+            assert torch.autograd.grad(loss, x) == (0,)
+    with pytest.raises(IndexError):
+        cross_entropy(x, torch.tensor(0), 1)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +321,13 @@ def test_a_sum_over_several_dimensions_of_nothing_and_of_one_number():
         (lambda: logsumexp(batch(), ()), ValueError, r"at least one dimension, and none of them twice. Found \(\)"),
         (lambda: logsumexp(batch(), (0, -2)), ValueError, r"none of them twice. Found \(0, -2\)"),
         (lambda: logsumexp(batch(), (0, 2)), IndexError, "from -2 to 1. Found 2, which is out of range"),
+        (lambda: softmax(batch(), 1.0), TypeError, "`dim` should be an integer. Found 1.0"),
+        (lambda: log_softmax(batch(), dim="a"), TypeError, "`dim` should be an integer. Found 'a'"),
+        (lambda: naive_softmax(batch(), None), TypeError, "`dim` should be an integer. Found None"),
+        (lambda: cross_entropy(batch(), LABELS, None), TypeError, "`dim` should be an integer. Found None"),
+        (lambda: logsumexp(batch(), dim=None), TypeError, "`dim` should be an integer or several. Found None"),
+        (lambda: logsumexp(batch(), "ab"), TypeError, "`dim` should be an integer or several. Found 'ab'"),
+        (lambda: logsumexp(batch(), (0, 1.0)), TypeError, "`dim` should be an integer or several. Found 1.0"),
     ],
     ids=lambda value: "" if not isinstance(value, str) else value[:40],
 )

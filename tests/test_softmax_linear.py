@@ -33,6 +33,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipi
 
 # N <= D: the logits wait in the gradient of the weight. N > D: they are computed again.
 SHAPES = {"logits wait": (3, 5, 11), "logits again": (7, 5, 11), "one feature": (2, 1, 3), "one class": (2, 3, 1)}
+OPERATOR_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 shapes = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 chunks = pytest.mark.parametrize("chunk_size", [1, 4, 11, 100, None])
 both_ways = pytest.mark.parametrize("opened", [(), (SHIFT,)], ids=["blocked", "open"])
@@ -192,6 +193,37 @@ def test_gradcheck_of_first_and_second_order_in_both_modes(shape):
 
     assert torch.autograd.gradcheck(losses, tuple(leaves.values()), check_forward_ad=True)
     assert torch.autograd.gradgradcheck(losses, tuple(leaves.values()))
+
+
+@both_ways
+@pytest.mark.parametrize("tie", ["rows of the weight", "function of its rows", "the weight itself", "bias as well"])
+@pytest.mark.parametrize("shape", [(3, 5, 11), (7, 3, 9)], ids=["logits wait", "logits again"])
+def test_a_graph_of_the_gradient_of_tied_embeddings_counts_each_path_once(opened, tie, shape):
+    n_samples, _, n_classes = shape
+    embedding, tokens = layer(*shape)["weight"], torch.arange(n_samples) * 5 % n_classes
+    labels = labels_for(n_classes if tie == "the weight itself" else n_samples, n_classes)
+
+    def tied(loss: Callable[..., Tensor]) -> Tensor:
+        if tie == "rows of the weight":
+            return loss(embedding[tokens], embedding, labels)
+        if tie == "function of its rows":
+            return loss(embedding[tokens].tanh(), embedding.sin(), labels)
+        if tie == "the weight itself":
+            return loss(embedding, embedding, labels)
+        return loss(embedding[tokens], embedding, labels, bias=embedding.square().sum(1))
+
+    def derivatives(loss: Callable[..., Tensor]) -> list[Tensor]:
+        value = tied(loss)
+        (first,) = torch.autograd.grad(value, embedding, create_graph=True)
+        (second,) = torch.autograd.grad(first.cos().sum(), embedding, create_graph=True)
+        return [first, second, *torch.autograd.grad(second.cos().sum(), embedding)]
+
+    with unblock(*opened):
+        found = derivatives(linear_cross_entropy)
+        (alone,) = torch.autograd.grad(tied(linear_cross_entropy), embedding)
+    expected = derivatives(naive)
+    for slope, truth in zip([alone, *found], [expected[0], *expected], strict=True):
+        torch.testing.assert_close(slope, truth, rtol=1e-11, atol=1e-13)
 
 
 @both_ways
@@ -458,11 +490,37 @@ def test_compiles_into_one_graph_and_follows_the_block(shape):
         compiled(leaves, labels + 11)
 
 
+@pytest.mark.parametrize("transposed", ["input", "weight"])
+def test_a_compiled_layer_takes_tensors_that_lie_in_memory_in_any_order(transposed):
+    leaves, labels = layer(7, 5, 11), labels_for(7, 11)
+    expected = gradients(naive(**leaves, labels=labels), leaves)
+    stored = leaves[transposed].detach().t().div(2).contiguous().requires_grad_()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(stored: Tensor, leaves: dict[str, Tensor]) -> Tensor:
+        return linear_cross_entropy(**{**leaves, transposed: (2 * stored).t()}, labels=labels, chunk_size=4)
+
+    others = {name: leaf for name, leaf in leaves.items() if name != transposed}
+    (found,) = torch.autograd.grad(compiled(stored, others), stored)
+    torch.testing.assert_close(found.t(), 2 * expected[transposed], rtol=1e-12, atol=8 * EPS)
+    # And the strides that the operator has promised are those of what it returns.
+    h, weight, bias = leaves.values()
+    moved = {transposed: leaves[transposed].detach().t().contiguous().t().requires_grad_()}
+    arguments = (*{"input": h, "weight": weight, **moved}.values(), bias, labels, None, 4)
+    operators = torch.ops.stopgrad
+    torch.library.opcheck(operators.linear_cross_entropy.default, arguments, test_utils=OPERATOR_TESTS)
+    kept = [tensor.detach() for tensor in operators.linear_cross_entropy(*arguments)[1:]]
+    plain = [tensor.detach() for tensor in arguments[:3]]
+    arguments = (*plain, labels, None, *kept, torch.ones(7).double(), 4, [True, True, True, True])
+    gradients_of = operators.linear_cross_entropy_backward.default
+    torch.library.opcheck(gradients_of, arguments, test_utils=("test_schema", "test_faketensor"))
+    assert all(tensor.is_contiguous() for tensor in gradients_of(*arguments))
+
+
 def test_the_operator_keeps_the_rules_of_operators():
     leaves, labels = layer(7, 5, 11), labels_for(7, 11)
     arguments = (*leaves.values(), labels, None, 4)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.stopgrad.linear_cross_entropy.default, arguments, test_utils=tests)
+    torch.library.opcheck(torch.ops.stopgrad.linear_cross_entropy.default, arguments, test_utils=OPERATOR_TESTS)
 
 
 def test_an_exported_program_has_no_operator_of_ours():
@@ -522,6 +580,45 @@ def test_the_logits_are_computed_once_where_they_can_wait(shape, needed, product
     with Products() as counted:
         linear_cross_entropy(**leaves, labels=labels, chunk_size=11).backward()
     assert counted.count == products
+
+
+def test_one_loss_of_a_weight_holds_memory_for_its_gradient_and_the_others_compute_their_logits_again():
+    leaves, labels = layer(*SHAPES["logits wait"]), labels_for(3, 11)
+    other = layer(2, 5, 11)["weight"]
+    del leaves["bias"]
+
+    def loss(weight: Tensor = leaves["weight"]) -> Tensor:
+        return linear_cross_entropy(leaves["input"], weight, labels, chunk_size=11)
+
+    for _ in range(2):  # the backward pass has given the place back
+        with Products() as counted:
+            sum((loss() for _ in range(3)), loss(other)).backward()
+        assert counted.count == 2 * 3 + 2 * 4
+    abandoned = loss()
+    abandoned = None  # noqa: F841
+    with Products() as counted:
+        loss().backward()
+    assert counted.count == 3
+    expected = gradients(naive(**leaves, labels=labels), leaves)
+    found = gradients(loss() + loss() / 2, leaves)
+    for name, slope in expected.items():
+        torch.testing.assert_close(found[name], 1.5 * slope, rtol=1e-12, atol=8 * EPS)
+
+
+def test_losses_that_wait_together_hold_one_weight():
+    leaves, labels = layer(32, 64, 5_000, dtype=torch.float32), labels_for(32, 5_000)
+    kept = measure_memory(lambda: sum(linear_cross_entropy(**leaves, labels=labels) for _ in range(4))).graph
+    assert kept <= 1.05 * leaves["weight"].nbytes
+
+
+def test_tensors_without_numbers_have_shapes():
+    leaves = {name: leaf.detach().to("meta").requires_grad_() for name, leaf in layer(3, 5, 11).items()}
+    loss = linear_cross_entropy(**leaves, labels=torch.zeros(3, dtype=torch.long, device="meta"), reduction="none")
+    slopes = gradients(loss.sum(), leaves, create_graph=True)
+    assert loss.shape == (3,)
+    slopes |= {name: (slope, leaves[name]) for name, slope in slopes.items()}
+    assert all(slope.shape == leaf.shape and slope.is_meta for slope, leaf in slopes.values())
+    assert [slope.shape for slope in gradients(loss.sum(), leaves).values()] == [(3, 5), (11, 5), (11,)]
 
 
 def test_no_large_tensor_is_kept_for_the_backward_pass():

@@ -18,7 +18,8 @@ Three ways to compute it:
   Forward mode, `torch.func`, ``torch.export`` and second derivatives go through it.
 - `_Losses` is for plain reverse mode. Its gradients need the logits a second time. If the weight has a gradient at
   least as large as the logits, they wait in the memory of that gradient, which has to exist anyhow, and each chunk of
-  it is written when its logits have been read; otherwise they are computed again. Where the block is open, or a
+  it is written when its logits have been read; otherwise they are computed again. One loss of a weight waits at a
+  time: of several before the first backward pass, the others compute theirs again. Where the block is open, or a
   comparison runs, the maximum is recorded beside it, and gets what `_Losses` has for it.
 - An operator of its own, for `torch.compile`, where nothing may wait in the memory of something else.
 
@@ -29,7 +30,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -61,7 +64,10 @@ def linear_cross_entropy(
     What ``cross_entropy(linear(input, weight, bias), labels)`` is, to rounding. Beyond inputs, gradients and a few
     numbers per row it needs N C numbers; half precision also a chunk of the weight in float32, in which it computes.
     Where ``N <= D`` and the weight has a gradient (of the logits' precision) the cost is that of the three products
-    that the gradients need anyhow; otherwise the logits are computed twice, a fourth product.
+    that the gradients need anyhow; otherwise the logits are computed twice, a fourth product. For that a loss holds
+    memory of the size of `weight` from the forward pass to the backward pass, which makes the gradient of it. Only one
+    loss of a weight does at a time: the others that wait beside it take the fourth product. A loss that is never
+    differentiated should be computed under `torch.no_grad`, which holds nothing.
 
     Autocast does not lower the precision: logits are made in float32 at least, from inputs of whatever type.
     Second derivatives and forward mode work, and record all logits.
@@ -109,7 +115,7 @@ def linear_cross_entropy(
         labels = labels.masked_fill(ignored, 0)
     if chunk_size is None:
         chunk_size = _default_chunk_size(rows, weight)
-    with torch.autocast(input.device.type, enabled=False):
+    with _without_autocast(input.device):
         losses = _losses(rows, weight, bias, labels, where, chunk_size)
         if ignored is not None:
             losses = losses.masked_fill(ignored, 0)
@@ -180,7 +186,12 @@ def _check_range(labels: Tensor, n_classes: int) -> None:
 
 
 def _autocasts(input: Tensor) -> bool:
-    return torch.is_autocast_enabled(input.device.type)
+    return not input.is_meta and torch.is_autocast_enabled(input.device.type)
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    # Autocast does not know tensors without numbers.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 # --- the ways to compute it ------------------------------------------------------------------------------------------
@@ -261,8 +272,9 @@ class _Losses(torch.autograd.Function):
         where: Tensor | None,
         chunk_size: int,
     ) -> Tensor:
-        ctx.waiting = _room_for_logits(input, weight, chunk_size) if ctx.needs_input_grad[1] else None
-        losses, *kept = _forward(input, weight, bias, labels, where, chunk_size, ctx.waiting)
+        ctx.room = _room_for_logits(input, weight, chunk_size) if ctx.needs_input_grad[1] else None
+        waiting = None if ctx.room is None else ctx.room.memory
+        losses, *kept = _forward(input, weight, bias, labels, where, chunk_size, waiting)
         ctx.save_for_backward(input, weight, bias, labels, where, *kept)
         ctx.chunk_size = chunk_size
         return losses
@@ -271,16 +283,20 @@ class _Losses(torch.autograd.Function):
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         input, weight, bias, labels, where, shift, total, margin = ctx.saved_tensors
         needs = ctx.needs_input_grad[:4]
-        arguments = (input, weight, bias, labels, where)
-        with torch.autocast(input.device.type, enabled=False):
+        # Once: the first backward pass overwrites the logits by the gradient, a second computes them again.
+        room, ctx.room = ctx.room, None
+        with _without_autocast(input.device):
             if torch.is_grad_enabled():
-                losses = _losses_in_plain_autograd(*arguments, ctx.chunk_size)
-                wanted = [tensor for tensor, need in zip(arguments[:3], needs[:3], strict=True) if need]
+                # At views, which have no history in common: the input may depend on the weight, or be it.
+                input, weight = input.view_as(input), weight.view_as(weight)
+                bias = None if bias is None else bias.view_as(bias)
+                losses = _losses_in_plain_autograd(input, weight, bias, labels, where, ctx.chunk_size)
+                wanted = [tensor for tensor, need in zip((input, weight, bias), needs, strict=False) if need]
                 found = iter(torch.autograd.grad(losses, wanted, cotangent, create_graph=True))
                 return *(next(found) if need else None for need in needs[:3]), None, None, None, None
-            # Once: the first backward pass overwrites the logits by the gradient, a second computes them again.
-            waiting, ctx.waiting = ctx.waiting, None
-            gradients = _backward(*arguments, shift, total, margin, cotangent, ctx.chunk_size, needs, waiting)
+            waiting = None if room is None else room.memory
+            of_forward = (input, weight, bias, labels, where, shift, total, margin)
+            gradients = _backward(*of_forward, cotangent, ctx.chunk_size, needs, waiting)
             return *gradients, None, None, None
 
 
@@ -351,7 +367,9 @@ def _backward(
     x = input.to(_precision(input, weight))
     slope = cotangent * margin.sigmoid()
     factor = torch.where(total > 0, slope / total, 0)[:, None]  # without other classes there is nothing to divide
-    by_input = torch.zeros_like(x) if needs[0] else None
+    by_input = (
+        x.new_zeros(x.shape) if needs[0] else None
+    )  # whatever the order of `x` in memory, as the compiler is told
     by_weight = waiting if waiting is not None else weight.new_empty(weight.shape) if needs[1] else None
     by_bias = torch.empty_like(bias) if bias is not None and needs[2] else None
     by_shift = torch.zeros_like(shift) if needs[3] else None
@@ -446,11 +464,25 @@ def _part(scratch: Tensor, n_rows: int, n_columns: int) -> Tensor:
     return scratch[: n_rows * n_columns].view(n_rows, n_columns)
 
 
-def _room_for_logits(input: Tensor, weight: Tensor, chunk_size: int) -> Tensor | None:
-    """Return memory for the weight's gradient if a chunk's logits fit into the chunk's rows of it."""
+class _Room:
+    """Memory (V, D) in which the logits wait and the weight's gradient is made: it is known while a loss holds it."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.memory = weight.new_empty(weight.shape)
+
+
+# By where the weight begins: a loss that holds a room keeps its weight too, so nothing else begins there.
+_rooms: WeakValueDictionary[tuple[torch.device, int], _Room] = WeakValueDictionary()
+
+
+def _room_for_logits(input: Tensor, weight: Tensor, chunk_size: int) -> _Room | None:
+    """Return a room if a chunk's logits fit into the chunk's rows of it, and no other loss of the weight has one."""
     size, row = _precision(input, weight).itemsize, weight.shape[1] * weight.dtype.itemsize
-    fits = 0 < len(input) * size <= row and chunk_size * row % size == 0
-    return weight.new_empty(weight.shape) if fits else None
+    place = (weight.device, weight.data_ptr())
+    if not 0 < len(input) * size <= row or chunk_size * row % size != 0 or place in _rooms:
+        return None
+    room = _rooms[place] = _Room(weight)
+    return room
 
 
 def _place(waiting: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
