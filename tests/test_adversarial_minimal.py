@@ -294,7 +294,7 @@ def distance_on_a_grid(model: nn.Module, x: Tensor, labels: Tensor, norm: str, n
 
 GRID_ATTACKS = {
     "deepfool": (deepfool, 0.7),
-    "fab": (fab, 0.9),
+    "fab": (partial(fab, steps=20), 0.9),
     "ddn": (ddn, 0.75),
     "carlini_wagner": (carlini_wagner, 0.8),
 }

@@ -19,6 +19,7 @@ from toolkit.adversarial import (
     ddn,
     deepfool,
     ensemble,
+    evaluate_robustness,
     fab,
     fgsm,
     linearised,
@@ -315,3 +316,151 @@ def _float32() -> Iterator[None]:
     assert torch.get_default_dtype() == torch.float32
     yield
     assert torch.get_default_dtype() == torch.float32
+
+
+# --- what a user gets wrong, and models that are odd -------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """A model that replaces a buffer, switches dropout on by itself, and begins in place."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.drop, self.layer = nn.Dropout(0.0), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        self.drop.train()
+        return self.drop(self.layer(x.flatten(1)))
+
+
+@every_attack
+def test_replaced_buffers_and_modes_that_the_model_sets_are_given_back(
+    name: str, norm: str, batch: tuple[Tensor, Tensor]
+) -> None:
+    odd = Odd().eval()
+    before = odd.count
+    run(name, norm, odd, *batch)
+    assert odd.count is before
+    assert before == 0
+    assert not odd.drop.training
+
+
+def test_model_that_begins_in_place_leaves_the_input_alone(batch: tuple[Tensor, Tensor]) -> None:
+    x, labels = batch
+    before = x.clone()
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 3, generator=generator)
+    example = square(lambda x: x.sub_(0.5).flatten(1) @ weight, x, labels, epsilon=0.1, queries=20, generator=generator)
+    assert torch.equal(x, before)
+    assert ((example - x).abs() <= 0.1).all()
+    assert ((example >= 0) & (example <= 1)).all()
+
+
+@every_attack
+def test_logits_may_have_another_dtype(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    wide = nn.Sequential(model, _Double())
+    example = run(name, norm, wide, *batch)
+    assert example.dtype == torch.float32
+
+
+class _Double(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.double()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_infinite_slope_makes_no_nan(norm: str) -> None:
+    """The root has an infinite derivative at a black pixel."""
+    x = torch.rand(6, 5, generator=torch.Generator().manual_seed(0))
+    x[:, 0] = 0
+    weight = torch.randn(5, 3, generator=torch.Generator().manual_seed(1)).abs()
+    for attack in (pgd, mi_fgsm, fgsm, multi_target, apgd):
+        example = attack(lambda x: x.sqrt() @ weight, x, torch.zeros(6, dtype=torch.long), epsilon=0.1, norm=norm)
+        assert example.isfinite().all()
+
+
+def test_model_without_a_gradient_is_left_to_queries(batch: tuple[Tensor, Tensor]) -> None:
+    x, labels = batch[0].flatten(1), batch[1]
+    weight = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
+    opaque = lambda x: x.detach() @ weight  # noqa: E731
+    labels = opaque(x).argmax(1)
+    found = evaluate_robustness(opaque, x, labels, epsilon=0.5)
+    assert set(found.skipped) == set(found.broken) - {"Square"}
+    assert found.broken["Square"] > 0
+    assert "no gradient" in str(found)
+    with pytest.raises(RuntimeError, match="should be differentiable by its input"):
+        pgd(opaque, x, labels, epsilon=0.1)
+
+
+def test_ball_as_wide_as_the_box_is_remarked_on(batch: tuple[Tensor, Tensor]) -> None:
+    with pytest.warns(UserWarning, match="less than the box is wide, 1. Found 8"):
+        evaluate_robustness(nn.Sequential(nn.Flatten(), nn.Linear(16, 3)), *batch, epsilon=8)
+
+
+WRONG = {
+    "labels as an array": (
+        {"labels": [0, 1, 2, 1, 0]},
+        TypeError,
+        "`labels` should be a tensor of integers. Found list",
+    ),
+    "input as an array": ({"x": [[0.5]]}, TypeError, "`x` should be a tensor. Found list"),
+    "target as a number": ({"targets": 1}, TypeError, "`targets` should be a tensor of integers. Found int"),
+    "label too large": (
+        {"labels": torch.tensor([0, 1, 3, 1, 0])},
+        ValueError,
+        "`labels` should be from 0 to 2. Found 0 to 3",
+    ),
+    "label too small": (
+        {"labels": torch.tensor([0, -1, 2, 1, 0])},
+        ValueError,
+        "`labels` should be from 0 to 2. Found -1 to 2",
+    ),
+    "epsilon as text": (
+        {"epsilon": "8/255"},
+        TypeError,
+        "`epsilon` should be a number, or a tensor with one per sample. Found '8/255'",
+    ),
+    "no epsilon": ({"epsilon": None, "step_size": None}, TypeError, "`epsilon` should be a number"),
+    "three bounds": (
+        {"bounds": (0, 1, 2)},
+        TypeError,
+        "the least and the greatest value of an input, or None. Found 3 of them",
+    ),
+    "one bound": ({"bounds": 1.0}, TypeError, "the least and the greatest value of an input, or None. Found float"),
+    "bounds in the wrong order": ({"bounds": (1, 0)}, ValueError, "the least value before the greatest. Found 1 and 0"),
+    "seed for a generator": ({"generator": 0}, TypeError, "`generator` should be a torch.Generator. Found int"),
+    "loss by name": ({"loss": "ce"}, TypeError, "`loss` should be a function of logits and labels. Found str"),
+    "dtype by name": (
+        {"gradient_dtype": "bfloat16"},
+        TypeError,
+        "`gradient_dtype` should be a floating-point torch.dtype",
+    ),
+    "dtype of integers": (
+        {"gradient_dtype": torch.int8},
+        TypeError,
+        "`gradient_dtype` should be a floating-point torch.dtype",
+    ),
+    "model that returns a dictionary": (
+        {"model": lambda x: {"logits": x}},
+        TypeError,
+        "`model` should return logits, a tensor .N, C.. Found dict",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistake_is_named(name: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    changes, error, message = WRONG[name]
+    arguments = {"model": model, "x": batch[0], "labels": batch[1], "epsilon": 0.1, "steps": 2}
+    with pytest.raises(error, match=message):
+        pgd(**(arguments | changes))
+
+
+@pytest.mark.parametrize("attacks", [["pgd"], {"pgd": "pgd"}, {}], ids=["list", "names", "none"])
+def test_attacks_that_are_none_are_refused(attacks: object, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(TypeError, match="`attacks` should be"):
+        evaluate_robustness(model, *batch, epsilon=0.1, attacks=attacks)

@@ -31,21 +31,25 @@ def untouched(model: object) -> Iterator[None]:
         model: What is not a `torch.nn.Module` has no modes and no buffers.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
-    training = [module for module in modules if module.training]
+    modes = [module.training for module in modules]
     kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     devices = sorted({tensor.device.index for tensor in _tensors(modules) if tensor.is_cuda})
     try:
         with torch.random.fork_rng(devices):
             for buffers, name, copy in _copies(kept):
                 buffers[name] = copy
-            for module in training:
-                module.training = False
+            _set_modes(modules, [False] * len(modules))
             yield
     finally:
-        for module in training:
-            module.training = True
+        _set_modes(modules, modes)
         for buffers, name, buffer in kept:
             buffers[name] = buffer
+
+
+def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
+    for module, mode in zip(modules, modes, strict=True):
+        if module.training != mode:
+            module.training = mode
 
 
 def _copies(kept: list[tuple[_Buffers, str, Tensor | None]]) -> Iterator[tuple[_Buffers, str, Tensor]]:

@@ -257,6 +257,10 @@ def _drawn(model: nn.Sequential, generator: torch.Generator) -> nn.Sequential:
                 nn.init.uniform_(parameter, -bound, bound, generator=generator)
         elif isinstance(module, nn.BatchNorm2d):
             module.reset_parameters()
+        elif callable(reset := getattr(module, "reset_parameters", None)):  # an activation that has some
+            with torch.random.fork_rng([]):
+                torch.manual_seed(int(torch.randint(2**31, (), generator=generator, device=generator.device)))
+                reset()
     return model
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.adversarial.attacks._hyperplane import ORDER, inner, shortest_move
-from toolkit.adversarial.attacks._setting import Setting, setting
+from toolkit.adversarial.attacks._setting import Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
 from toolkit.adversarial.balls.box import norm_of, wide
@@ -172,9 +172,7 @@ class Search:
         slopes = []
         for k, value in enumerate(values):
             cotangent, last = torch.ones_like(value), k + 1 == len(values)
-            (slope,) = torch.autograd.grad(
-                value, point, cotangent, retain_graph=recorded or not last, create_graph=recorded
-            )
+            slope = differentiate(value, point, cotangent, recorded=recorded, kept=not last)
             slopes.append(slope.to(wide(slope)))
         return Planes(point, logits, values, slopes)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +17,22 @@ from toolkit.adversarial.attacks.losses import Loss, margin_slope
 from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
 from toolkit.blocks import block, no_graph, ordinary_tensors, stop_recording, variable
 
-__all__ = ["EXAMPLE", "Setting", "check_count", "setting"]
+__all__ = ["EXAMPLE", "NoGradientError", "Setting", "check_count", "differentiate", "setting"]
 
 EXAMPLE = block(
     "adversarial.example",
     "The adversarial example is an input to train on: the loss moves the model, not the attack that made the input.",
 )
+
+
+class NoGradientError(RuntimeError):
+    """A model cannot be differentiated by its input."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "`model` should be differentiable by its input. Found logits that, for autograd, do not depend on it. "
+            "`square` needs no gradient."
+        )
 
 
 @dataclass(frozen=True)
@@ -36,6 +46,7 @@ class Setting:
         targets: (N,), the classes to move towards; None moves away from `labels`.
         ball: The set that examples have to lie in.
         slopes: The model as gradients are taken of it: `model`, or its copy in another dtype.
+        checked: Holds something once the model's logits have been looked at.
     """
 
     model: Callable[[Tensor], Tensor]
@@ -44,6 +55,7 @@ class Setting:
     targets: Tensor | None
     ball: Ball
     slopes: Callable[[Tensor], Tensor]
+    checked: set[str] = field(default_factory=set)
 
     @property
     def goal(self) -> Tensor:
@@ -58,7 +70,7 @@ class Setting:
     def logits(self, example: Tensor) -> Tensor:
         """Return the logits (N, C) at an example, as constants."""
         with no_graph():
-            return self.model(example)
+            return self._looked_at(self.model(example.clone()))  # it may begin with an in-place operation
 
     def gradient(self, example: Tensor, loss: Loss | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the point, the gradient there of the loss of every sample by its own input, and the logits.
@@ -71,12 +83,16 @@ class Setting:
             loss: Logits and `goal` to losses (N,). None: `margin_loss`, without a graph of it.
 
         Raises:
+            NoGradientError: If the logits cannot be differentiated by the input.
+            TypeError: If `loss` is not callable.
             ValueError: If `loss` does not return one value per sample.
         """
+        if not (loss is None or callable(loss)):
+            raise TypeError(f"`loss` should be a function of logits and labels. Found {type(loss).__name__}.")
         recorded = torch.is_grad_enabled()
         point = variable(example)
         with torch.enable_grad():
-            logits = self.slopes(point)
+            logits = self._looked_at(self.slopes(point))
             losses = None if loss is None else loss(logits, self.goal)
         if losses is None:
             outputs, slope = logits, margin_slope(logits, self.goal)
@@ -87,21 +103,31 @@ class Setting:
                 f"`loss` should return one value per sample, ({len(point)},) (torch's losses: reduction='none'). "
                 f"Found shape {tuple(losses.shape)}."
             )
-        (gradient,) = torch.autograd.grad(outputs, point, slope, create_graph=recorded)
-        return point, gradient, logits
+        return point, differentiate(outputs, point, slope, recorded=recorded), logits
+
+    def _looked_at(self, logits: Tensor) -> Tensor:
+        """Return the logits; raise, at the first look, if they or the classes are not what they should be."""
+        if "logits" not in self.checked:
+            if not isinstance(logits, Tensor):
+                raise TypeError(f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}.")
+            if logits.dim() == 2 and logits.shape[1] > 1:
+                for name, classes in (("labels", self.labels), ("targets", self.targets)):
+                    _check_range(name, classes, logits.shape[1])
+            self.checked.add("logits")
+        return logits
 
     def succeeds(self, logits: Tensor) -> Tensor:
         """Return where the attack has what it wants, (N,) Boolean: another class than the label, or the target."""
         predicted = logits.argmax(1)
         return predicted != self.labels if self.targets is None else predicted == self.targets
 
-    def stride(self, name: str, value: float | Tensor) -> Tensor:
-        """Return the length of a step, (N or 1, 1, ...), negative if the loss is to be lowered.
+    def stride(self, name: str, value: float | Tensor, factor: float = 1.0) -> Tensor:
+        """Return the length of a step, `factor` times a value, (N or 1, 1, ...), negative if the loss is to be lowered.
 
         Raises:
             ValueError: If it is negative, not finite or of another shape.
         """
-        return (self.sign * per_sample(name, value, self.x)).to(self.x.dtype)
+        return (self.sign * factor * per_sample(name, value, self.x)).to(self.x.dtype)
 
     def rows(self, index: Tensor) -> Setting:
         """Return the setting of some samples, by their indices or a Boolean tensor, (N,)."""
@@ -143,13 +169,30 @@ def setting(
         ValueError: As in `make_ball`, or if there is not one label, or target, per sample.
     """
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
-        x, labels = _ordinary(x), _ordinary(labels)
-        targets = None if targets is None else _ordinary(targets)
+        x, labels = _ordinary("x", x), _ordinary("labels", labels)
+        targets = None if targets is None else _ordinary("targets", targets)
         ball = make_ball(norm, x, epsilon, bounds, mask)
         for name, classes in (("labels", labels), ("targets", targets)):
             _check_classes(name, classes, x)
         slopes = model if gradient_dtype is None else _in_dtype(model, gradient_dtype)
         yield Setting(model, x, labels, targets, ball, slopes)
+
+
+def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bool, kept: bool = False) -> Tensor:
+    """Return ``slope . d outputs / d point``, in the shape of `point`; `kept` if more of the same graph is wanted.
+
+    Raises:
+        NoGradientError: If autograd sees no way from one to the other.
+    """
+    if not outputs.requires_grad:
+        raise NoGradientError
+    gradient: Tensor | None
+    (gradient,) = torch.autograd.grad(
+        outputs, point, slope, retain_graph=recorded or kept, create_graph=recorded, allow_unused=True
+    )
+    if gradient is None:
+        raise NoGradientError
+    return gradient
 
 
 def check_count(name: str, value: object, least: int = 1) -> None:
@@ -159,8 +202,18 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
 
 
-def _ordinary(tensor: Tensor) -> Tensor:
+def _ordinary(name: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        kind = "a tensor" if name == "x" else "a tensor of integers"
+        raise TypeError(f"`{name}` should be {kind}. Found {type(tensor).__name__}.")
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _check_range(name: str, classes: Tensor | None, n_classes: int) -> None:
+    if classes is not None and classes.numel():
+        least, most = int(classes.min()), int(classes.max())
+        if not 0 <= least <= most < n_classes:
+            raise ValueError(f"`{name}` should be from 0 to {n_classes - 1}. Found {least} to {most}.")
 
 
 def _check_classes(name: str, classes: Tensor | None, x: Tensor) -> None:
@@ -174,6 +227,8 @@ def _check_classes(name: str, classes: Tensor | None, x: Tensor) -> None:
 
 def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Return the model in another dtype, with images laid out as convolutions in half precision like them best."""
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"`gradient_dtype` should be a floating-point torch.dtype. Found {dtype!r}.")
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module to be run in {dtype}. Found {type(model).__name__}.")
 

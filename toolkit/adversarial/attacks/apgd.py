@@ -117,7 +117,7 @@ def apgd(
         mask=mask,
         gradient_dtype=gradient_dtype,
     ) as attack:
-        length = attack.stride("epsilon", 2 * torch.as_tensor(epsilon, dtype=torch.float64))
+        length = attack.stride("epsilon", epsilon, 2)
         length = length.expand(len(attack.x), *length.shape[1:])
         found = _Found.at(attack)
         for _ in range(restarts):
@@ -152,7 +152,7 @@ class _Found:
         better = (succeeded | (losses > self.losses[rows])).nonzero()[:, 0]
         index = rows[better]
         self.examples = self.examples.index_copy(0, index, examples[better])
-        self.losses = self.losses.index_copy(0, index, losses[better])
+        self.losses = self.losses.index_copy(0, index, losses[better].to(self.losses.dtype))
         self.succeeded = self.succeeded.index_copy(0, index, succeeded[better])
 
 

@@ -11,6 +11,7 @@ N samples, each of shape (...), C classes.
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit.adversarial.attacks._setting import NoGradientError, Setting, check_count, setting
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.losses import difference_loss
@@ -32,6 +33,9 @@ __all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy"]
 
 # Called as attack(model, x, labels, epsilon=, norm=, bounds=, mask=, generator=).
 Attack = Callable[..., Tensor]
+# The linearisation is tried towards so many classes at most: each takes a gradient.
+_MOST_TARGETS = 99
+
 # Forms of one attack, each of which is run if the one before it broke a row.
 Stages = tuple[Attack, ...]
 
@@ -46,6 +50,7 @@ class Evaluation:
         examples: (N, ...); where a row was broken, the example that did it; else the strongest that was tried.
         broken: Name of each attack, in order, to the number of rows that it broke first.
         seconds: Name of each attack to its processor time.
+        skipped: Names of the attacks that could not be run, because the model has no gradient by its input.
     """
 
     correct: Tensor
@@ -53,6 +58,7 @@ class Evaluation:
     examples: Tensor
     broken: Mapping[str, int]
     seconds: Mapping[str, float]
+    skipped: tuple[str, ...] = ()
 
     @property
     def clean_accuracy(self) -> float:
@@ -66,16 +72,20 @@ class Evaluation:
 
     def __str__(self) -> str:
         standing = int(self.correct.sum())
-        rows = [f"{'clean':<28} {self.clean_accuracy:8.4f}"]
+        rows = [f"{'clean':<36} {self.clean_accuracy:8.4f}"]
         for name, count in self.broken.items():
             standing -= count
+            share, seconds = standing / max(1, len(self.correct)), self.seconds[name]
+            is_skipped = name in self.skipped
             rows.append(
-                f"{'after ' + name:<28} {standing / max(1, len(self.correct)):8.4f} {self.seconds[name]:8.2f} s"
+                f"{'without ' + name:<36} {'no gradient':>8}"
+                if is_skipped
+                else f"{'after ' + name:<36} {share:8.4f} {seconds:8.2f} s"
             )
         return "\n".join(rows)
 
 
-def standard_attacks(n_classes: int) -> dict[str, Stages]:
+def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
     """Return the attacks of an ensemble by name, the cheap ones first.
 
     Most of them come with a longer form. It is run only where the short one has broken a row that all before it had
@@ -84,11 +94,13 @@ def standard_attacks(n_classes: int) -> dict[str, Stages]:
 
     Args:
         n_classes: C. The difference of logits ratio is defined for three classes and more.
+        at_once: The most pairs of a sample and a class that run as one batch.
     """
-    random = partial(multi_target, steps=20, n_targets=3)
+    every_class = partial(_from_the_linearisation, n_targets=min(n_classes - 1, _MOST_TARGETS), at_once=at_once)
+    random = partial(multi_target, steps=20, n_targets=3, at_once=at_once)
     attacks: dict[str, Stages] = {
-        "linearised": (_from_the_linearisation,),
-        "multi-target": (multi_target,),
+        "linearised": (every_class,),
+        "multi-target": (partial(multi_target, at_once=at_once),),
         "multi-target, random starts": (partial(random, restarts=4), partial(random, restarts=10)),
         "APGD": (partial(apgd, steps=30), apgd),
         "APGD, DLR": (partial(apgd, steps=30, loss="dlr"), partial(apgd, loss="dlr", restarts=5)),
@@ -117,7 +129,8 @@ def evaluate_robustness(
 
     What an attack returns is brought into the ball and the box, rounded inwards, and judged there by the model in
     evaluation mode: a row counts as broken only for an example that keeps every promise. A logit that is not a number
-    breaks a row too.
+    breaks a row too. Attacks by gradients are skipped where the model has none by its input, and `Evaluation.skipped`
+    says so; `square` is then run with all its queries.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). A `torch.nn.Module` is run in evaluation mode, module by module.
@@ -130,15 +143,18 @@ def evaluate_robustness(
         attacks: Name to attack, in order; each is called as ``attack(model, x, labels, epsilon=, norm=, bounds=,
             mask=, generator=)`` with the rows that are left. A tuple of attacks goes on as long as each of them breaks
             a row. None: `standard_attacks`.
-        batch_size: Rows at once.
+        batch_size: Rows, or pairs of a row and a class, at once.
         generator: Of all that is drawn. None: a new one with seed 0, so that the same call gives the same figures.
 
     Returns:
         Which rows are robust, the examples, and what each attack did.
 
     Raises:
-        TypeError: As in `pgd`.
+        TypeError: As in `pgd`, or if `attacks` is not a mapping of names to functions.
         ValueError: As in `pgd`, or if `batch_size` is not positive.
+
+    Warns:
+        UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1.
 
     Source:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
@@ -151,20 +167,37 @@ def evaluate_robustness(
         {'linearised': 1, 'multi-target': 0, 'multi-target, random starts': 0, 'APGD': 0, 'FAB': 0, 'Square': 0}
     """
     check_count("batch_size", batch_size)
+    if attacks is not None and not (isinstance(attacks, Mapping) and attacks):
+        found = "none" if isinstance(attacks, Mapping) else type(attacks).__name__
+        raise TypeError(f"`attacks` should be a mapping of names to attacks, at least one. Found {found}.")
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=None, bounds=bounds, mask=mask) as whole:
         arguments = _Arguments(whole.x, epsilon, bounds, mask)
+        if norm == "linf" and bounds is not None and len(whole.x):
+            width = float(torch.as_tensor(bounds[1]).double().max() - torch.as_tensor(bounds[0]).double().min())
+            if (arguments.epsilon >= width).all():
+                warnings.warn(
+                    f"`epsilon` should be less than the box is wide, {width:g}. Found {arguments.epsilon.min():g}, "
+                    "with which everything in the box is allowed. Are the pixels on another scale?",
+                    stacklevel=2,
+                )
         parts = [
             _Standing(whole.rows(rows), arguments.of(rows), norm, generator)
             for rows in torch.arange(len(whole.x), device=whole.x.device).split(batch_size)
         ]
         broken: dict[str, int] = {}
         seconds: dict[str, float] = {}
+        skipped: dict[str, None] = {}
         for part in parts:
-            for name, attack in (standard_attacks(part.n_classes) if attacks is None else attacks).items():
+            for name, attack in (standard_attacks(part.n_classes, batch_size) if attacks is None else attacks).items():
                 start = time.process_time()
-                stages = attack if isinstance(attack, tuple) else (attack,)
-                broken[name] = broken.get(name, 0) + part.attack_in(stages)
+                try:
+                    # Where others could not be run, what is left of them runs in full.
+                    count = part.attack_in(_stages(name, attack), until_in_vain=not skipped)
+                except NoGradientError:
+                    count = 0
+                    skipped.setdefault(name)
+                broken[name] = broken.get(name, 0) + count
                 seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
         return Evaluation(
             correct=torch.cat([part.correct for part in parts]),
@@ -172,6 +205,7 @@ def evaluate_robustness(
             examples=laid_out_as(whole.x, torch.cat([part.examples for part in parts])),
             broken=broken,
             seconds=seconds,
+            skipped=tuple(skipped),
         )
 
 
@@ -190,7 +224,7 @@ def robust_accuracy(
 ) -> float:
     """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
 
-    An upper bound of the true robust accuracy, and equal to it for linear models.
+    An upper bound of the true robust accuracy, and equal to it for linear models of up to 100 classes.
 
     Args:
         model: As in `evaluate_robustness`, which tells more, and so are the other arguments.
@@ -320,13 +354,13 @@ class _Standing:
         self.examples = batch.x.clone()
         self._strength = difference_loss(logits, batch.labels)
 
-    def attack_in(self, stages: Stages) -> int:
-        """Attack the rows that stand, in further stages as long as some fall; return how many do."""
+    def attack_in(self, stages: Stages, *, until_in_vain: bool) -> int:
+        """Attack the rows that stand; return how many fall. What was in vain is not gone on with, if so asked."""
         total = 0
         for stage in stages:
             fallen = self.attack(stage)
             total += fallen
-            if not fallen:
+            if until_in_vain and not fallen:
                 break
         return total
 
@@ -348,6 +382,14 @@ class _Standing:
         self._strength[rows] = strength.maximum(self._strength[rows])
         self.robust[rows[fallen]] = False
         return int(fallen.sum())
+
+
+def _stages(name: str, attack: Attack | Stages) -> Stages:
+    stages = attack if isinstance(attack, tuple) else (attack,)
+    for stage in stages:
+        if not callable(stage):
+            raise TypeError(f"`attacks` should be functions by their names. Found {stage!r} as {name!r}.")
+    return stages
 
 
 def _from_the_linearisation(

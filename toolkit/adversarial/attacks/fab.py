@@ -28,7 +28,7 @@ def fab(
     *,
     epsilon: float | Tensor | None = None,
     norm: Norm = "linf",
-    steps: int = 20,
+    steps: int = 10,
     n_classes: int = 10,
     restarts: int = 1,
     pull: float = 0.1,

@@ -127,22 +127,8 @@ def rs_fgsm(
         >>> bool(((example - x).abs() <= 0.25).all())
         True
     """
-    if step_size is None:
-        step_size = 1.25 * torch.as_tensor(epsilon, dtype=torch.float64)
-    return pgd(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        steps=1,
-        step_size=step_size,
-        targets=targets,
-        bounds=bounds,
-        mask=mask,
-        loss=loss,
-        generator=generator,
-    )
+    with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
+        return attack.ball.settle(_ascend(attack, loss, 1, _stride(attack, step_size, epsilon, 1.25), generator))
 
 
 def pgd(
@@ -152,7 +138,7 @@ def pgd(
     *,
     epsilon: float | Tensor,
     norm: Norm = "linf",
-    steps: int,
+    steps: int = 10,
     step_size: float | Tensor | None = None,
     targets: Tensor | None = None,
     bounds: Bounds = (0, 1),
@@ -186,7 +172,8 @@ def pgd(
             the boundary from anywhere in the ball (Madry et al. 2018, section 5).
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        mask: True where an input may change, broadcast to `x` as torch broadcasts: a mask of shape (N,) is not one for
+            each sample. None: everywhere.
         loss: Logits and labels to the losses (N,) to be raised, or lowered towards `targets`. None: `margin_loss`.
         restarts: Number of ascents, of which the one with the greatest last loss is kept for every sample. All start at
             points of their own, so more than one needs a `generator`.
@@ -232,8 +219,7 @@ def pgd(
         mask=mask,
         gradient_dtype=gradient_dtype,
     ) as attack:
-        size = 2.5 / steps * torch.as_tensor(epsilon, dtype=torch.float64) if step_size is None else step_size
-        stride = attack.stride("step_size", size)
+        stride = _stride(attack, step_size, epsilon, 2.5 / steps)
         best = _ascend(attack, loss, steps, stride, generator)
         for _ in range(restarts - 1):
             best = _stronger(attack, loss, best, _ascend(attack, loss, steps, stride, generator))
@@ -247,7 +233,7 @@ def mi_fgsm(
     *,
     epsilon: float | Tensor,
     norm: Norm = "linf",
-    steps: int,
+    steps: int = 10,
     step_size: float | Tensor | None = None,
     momentum: float = 1.0,
     targets: Tensor | None = None,
@@ -296,8 +282,7 @@ def mi_fgsm(
     if not 0 <= momentum < float("inf"):
         raise ValueError(f"`momentum` should be finite and not negative. Found {momentum!r}.")
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
-        size = 1 / steps * torch.as_tensor(epsilon, dtype=torch.float64) if step_size is None else step_size
-        stride = attack.stride("step_size", size)
+        stride = _stride(attack, step_size, epsilon, 1 / steps)
         example = _start(attack, generator)
         heading = torch.zeros_like(example)
         for _ in range(steps):
@@ -305,6 +290,11 @@ def mi_fgsm(
             heading = momentum * heading + _of_unit_sum(gradient)
             example = attack.ball.step(point, heading, stride)
         return attack.ball.settle(example)
+
+
+def _stride(attack: Setting, step_size: float | Tensor | None, epsilon: float | Tensor, factor: float) -> Tensor:
+    """Return the length of a step: `step_size`, or `factor` times epsilon."""
+    return attack.stride("epsilon", epsilon, factor) if step_size is None else attack.stride("step_size", step_size)
 
 
 def _start(attack: Setting, generator: torch.Generator | None) -> Tensor:

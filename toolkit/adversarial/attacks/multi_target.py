@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit.adversarial.attacks._setting import Setting, check_count, differentiate, setting
 from toolkit.adversarial.attacks.losses import class_index, difference_loss
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls._rounding import follow
@@ -209,7 +209,7 @@ def _search(
         mask=mask,
         gradient_dtype=gradient_dtype,
     ) as attack:
-        width = attack.stride("epsilon", _WIDTH * torch.as_tensor(epsilon, dtype=torch.float64))
+        width = attack.stride("epsilon", epsilon, _WIDTH)
         logits = attack.logits(attack.x)
         index = class_index(logits, attack.labels)
         tried = logits.scatter(1, index, -torch.inf).topk(min(n_targets, logits.shape[1] - 1)).indices
@@ -288,7 +288,7 @@ class _Pairs:
         point = variable(example)
         with torch.enable_grad():
             logits = self.attack.slopes(point)
-        (gradient,) = torch.autograd.grad(logits, point, self.slope, create_graph=recorded)
+        gradient = differentiate(logits, point, self.slope, recorded=recorded)
         return point, gradient, logits
 
     def farthest(self) -> Tensor:

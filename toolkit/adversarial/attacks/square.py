@@ -69,8 +69,8 @@ def square(
         generator: Draws windows and signs.
 
     Returns:
-        Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic; `x`
-        itself where the model errs already.
+        Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic;
+        the values of `x` where the model errs already.
 
     Raises:
         TypeError: As in `pgd`.
@@ -94,7 +94,7 @@ def square(
         raise ValueError("`proportion` should be above 0. Found 0.")
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
         shape = _image_shape(attack.x)
-        example, logits = attack.x, attack.logits(attack.x)
+        example, logits = attack.x.clone(), attack.logits(attack.x)
         best, done = strength(attack, logits), attack.succeeds(logits)
         for query in range(1, queries):
             if done.all():

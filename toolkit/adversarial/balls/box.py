@@ -19,14 +19,21 @@ __all__ = ["Bounds", "box", "draw", "features", "free", "norm_of", "per_sample",
 Bounds = tuple[float | Tensor, float | Tensor] | None
 
 
-def per_sample(argument: str, value: float | Tensor, x: Tensor) -> Tensor:
+def per_sample(argument: str, value: object, x: Tensor) -> Tensor:
     """Return a size as float64 of shape (N or 1, 1, ...), to be broadcast against `x`.
 
     Raises:
+        TypeError: If it is no number, nor a sequence or tensor of them.
         ValueError: If a value is negative or not finite, or there is neither one for all nor one per sample.
     """
     with no_graph():
-        sizes = torch.as_tensor(value, dtype=torch.float64, device=x.device)
+        try:
+            sizes = torch.as_tensor(value, dtype=torch.float64, device=x.device)
+        except (TypeError, ValueError, RuntimeError):
+            found = repr(value) if isinstance(value, str) else type(value).__name__
+            raise TypeError(
+                f"`{argument}` should be a number, or a tensor with one per sample. Found {found}."
+            ) from None
         if sizes.dim() > 1 or sizes.numel() not in {1, len(x)}:
             raise ValueError(
                 f"`{argument}` should be one number or one per sample, ({len(x)},). Found shape {tuple(sizes.shape)}."
@@ -37,17 +44,25 @@ def per_sample(argument: str, value: float | Tensor, x: Tensor) -> Tensor:
         return sizes.reshape(-1, *[1] * (x.dim() - 1))
 
 
-def box(x: Tensor, bounds: Bounds) -> tuple[Tensor, Tensor]:
+def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
     """Return the least and greatest value of every coordinate: the bounds, rounded inwards, but never beyond `x`.
 
     Raises:
-        ValueError: If `x` is out of the bounds by more than a rounding.
+        TypeError: If `bounds` is not a pair.
+        ValueError: If the bounds are in the wrong order, or `x` is out of them by more than a rounding.
     """
-    least, most = bounds or (-math.inf, math.inf)
+    if bounds is not None and not (isinstance(bounds, tuple | list) and len(bounds) == 2):
+        found = f"{len(bounds)} of them" if isinstance(bounds, tuple | list) else type(bounds).__name__
+        raise TypeError(f"`bounds` should be the least and the greatest value of an input, or None. Found {found}.")
+    least, most = (-math.inf, math.inf) if bounds is None else bounds
     lower, upper = round_inward(least, x, math.inf), round_inward(most, x, -math.inf)
+    if not (lower <= upper).all():
+        least_first = f"Found {_in_words(lower)} and {_in_words(upper)}."
+        raise ValueError(f"`bounds` should have the least value before the greatest. {least_first}")
     if x.numel():
-        rounding = 8 * torch.finfo(x.dtype).eps * max(1.0, x.abs().max().item())
-        if not max((lower - x).max().item(), (x - upper).max().item()) <= rounding:
+        sizes = [side.abs().masked_fill(side.isinf(), 0) for side in (lower, upper)]
+        rounding = 2 * torch.finfo(x.dtype).eps * torch.maximum(*sizes)
+        if not ((lower - x <= rounding) & (x - upper <= rounding)).all():
             raise ValueError(
                 f"`x` should lie within `bounds`, {_in_words(lower)} to {_in_words(upper)}. "
                 f"Found values from {x.min().item():.9g} to {x.max().item():.9g}."
@@ -76,7 +91,13 @@ def free(x: Tensor, mask: Tensor | None) -> Tensor | None:
 
 
 def draw(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw on the generator's device, so that a seed means the same on every device."""
+    """Draw on the generator's device, so that a seed means the same on every device.
+
+    Raises:
+        TypeError: If `generator` is not one.
+    """
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` should be a torch.Generator. Found {type(generator).__name__}.")
     drawn = distribution(like.shape, generator=generator, dtype=wide(like), device=generator.device)
     return drawn.to(like.device)
 

@@ -53,6 +53,12 @@ class L2Ball:
             gradient = gradient * self.free
         with no_graph():  # the direction does not depend on this factor, so neither does its derivative
             largest = gradient.abs().amax(features(gradient), keepdim=True)
+            infinite = not largest.isfinite().all()
+        if infinite:  # the steepest coordinates count, and those without a slope do not
+            gradient = gradient.nan_to_num(0.0)
+        with no_graph():
+            if infinite:
+                largest = gradient.abs().amax(features(gradient), keepdim=True)
             largest = largest.masked_fill(largest == 0, math.inf)
         scaled = gradient / largest
         unit: Tensor = scaled / norm_of(scaled).clamp(min=0.5)  # the norm is at least 1, or 0
