@@ -39,6 +39,8 @@ __all__ = [
 # Okabe and Ito's palette, told apart with every kind of colour vision. Blue is the blocked run in every picture.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
+_MARKERS = ("", "o", "s", "^")
+
 _STYLE: Any = {
     "font.family": "DejaVu Sans",
     "font.size": 9,
@@ -289,7 +291,10 @@ def _draw_curves(axes: Axes, bands: Sequence[Band]) -> None:
         steps, values = band.steps[kept], band.values[:, kept]
         # Later lines are dashed, so that one that lies exactly on another is still seen.
         dashes = (None, None) if index == 0 else (5, 2.5 + index)
-        axes.plot(steps, np.nanmean(values, axis=0), color=band.colour, label=band.label, dashes=dashes)
+        # And once the colours begin again, they come with a mark.
+        marker = _MARKERS[index // (len(COLOURS) - 1) % len(_MARKERS)]
+        style: dict[str, Any] = {"color": band.colour, "dashes": dashes, "marker": marker, "markersize": 3}
+        axes.plot(steps, np.nanmean(values, axis=0), label=band.label, **style)
         low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
         axes.fill_between(steps, low, high, color=band.colour, alpha=0.15, linewidth=0)
 
