@@ -1,5 +1,6 @@
 """Training methods at work: what a step touches and what not, what it is made of, and what it does to a model."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -9,6 +10,8 @@ import torch.nn.functional as F
 from test_adversarial import fragile, snapshot
 from torch import Tensor, nn
 
+from toolkit import Block, unblock
+from toolkit.adversarial.attacks._setting import EXAMPLE
 from toolkit.adversarial.attacks.gradient import fgsm, pgd, rs_fgsm
 from toolkit.adversarial.training import methods
 from toolkit.adversarial.training.free import free_loss
@@ -16,12 +19,26 @@ from toolkit.adversarial.training.losses import adversarial_loss
 from toolkit.adversarial.training.mart import mart_loss
 from toolkit.adversarial.training.methods import AWP, METHODS, PGD, VAT, Free, Method
 from toolkit.adversarial.training.pairing import alp_loss
-from toolkit.adversarial.training.smoothness import cure_loss, linearity_pgd, llr_loss
+from toolkit.adversarial.training.smoothness import CURVATURE_DIRECTION, cure_loss, linearity_pgd, llr_loss
 from toolkit.adversarial.training.trades import held_trades_loss, nearby_pgd, trades_loss
-from toolkit.adversarial.training.vat import power_direction, vat_loss
+from toolkit.adversarial.training.vat import VIRTUAL_CLEAN, VIRTUAL_DIRECTION, power_direction, vat_loss
 from toolkit.adversarial.training.weights import awp_loss, reweighted, weight_perturbation
 
 BALL = {"epsilon": 0.1, "norm": "linf", "bounds": (0, 1)}
+
+
+# The methods with an attack of several steps, and what weighs, or is a length, in each method.
+STEPPING = (methods.PGD, methods.TRADES, methods.HeldTRADES, methods.MART, methods.ALP, methods.LLR)
+WEIGHTS: dict[type[Method], tuple[str, ...]] = {
+    methods.TRADES: ("beta", "start"),
+    methods.HeldTRADES: ("beta",),
+    methods.MART: ("beta",),
+    methods.ALP: ("weight",),
+    methods.VAT: ("weight",),
+    methods.CURE: ("h", "weight"),
+    methods.LLR: ("weight", "slope_weight"),
+    methods.AWP: ("gamma",),
+}
 
 
 def seed(value: int = 0) -> torch.Generator:
@@ -41,6 +58,124 @@ def sound() -> tuple[nn.Module, Tensor, Tensor]:
 
 def batches_seen(model: nn.Module) -> list[int]:
     return [int(model.layers[i].num_batches_tracked) for i in (1, 5)]
+
+
+# --- settings that are refused ----------------------------------------------------------------------------------------
+
+NOT_NEGATIVE = "`{}` should be finite and not negative. Found {!r}."
+REFUSED: list[tuple[type[Method], str, object, str]] = [
+    *((kind, "steps", 0, "`steps` should be a positive integer. Found 0.") for kind in STEPPING),
+    *((kind, "steps", 2.5, "`steps` should be a positive integer. Found 2.5.") for kind in STEPPING),
+    *((kind, "step_size", -1, NOT_NEGATIVE.format("step_size", -1)) for kind in (methods.RSFGSM, *STEPPING)),
+    *(
+        (
+            kind,
+            "gradient_dtype",
+            dtype,
+            f"`gradient_dtype` should be a floating-point torch.dtype, or None. Found {dtype!r}.",
+        )
+        for kind in STEPPING
+        for dtype in (torch.int8, "bfloat16")
+    ),
+    *(
+        (kind, name, value, NOT_NEGATIVE.format(name, value))
+        for kind, names in WEIGHTS.items()
+        for name in names
+        for value in ("a", -0.5, float("inf"), float("nan"), None, True)
+    ),
+    (methods.VAT, "iterations", 0, "`iterations` should be a positive integer. Found 0."),
+    (methods.VAT, "xi", 0.0, "`xi` should be finite and positive. Found 0.0."),
+    (methods.VAT, "xi", "a", "`xi` should be finite and positive. Found 'a'."),
+    (methods.Free, "replays", 0, "`replays` should be a positive integer. Found 0."),
+    (
+        methods.AWP,
+        "method",
+        "pgd",
+        "`method` should be a Method with a loss of its own to perturb the weights of. Found str.",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "message"), REFUSED, ids=[f"{kind.__name__}-{name}-{v}" for kind, name, v, _ in REFUSED]
+)
+def test_settings_are_refused_where_they_are_made(kind: type[Method], name: str, value: object, message: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as error:
+        kind(**{name: value})
+    assert str(error.value) == message
+
+
+# --- batch normalisation in training mode -----------------------------------------------------------------------------
+
+
+def normalised(momentum: float = 0.1) -> tuple[nn.Module, Tensor, Tensor]:
+    """A smooth model with batch normalisation, whose running statistics are not those of the batch."""
+    generator = seed(3)
+    norm = nn.BatchNorm1d(5, momentum=momentum)
+    model = nn.Sequential(nn.Linear(4, 5), norm, nn.Tanh(), nn.Linear(5, 3)).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+        norm.running_mean.copy_(torch.randn(5, generator=generator, dtype=torch.float64))
+        norm.running_var.copy_(0.5 + torch.rand(5, generator=generator, dtype=torch.float64))
+    x = 0.3 + 0.4 * torch.rand(6, 4, generator=generator, dtype=torch.float64)
+    return model, x, torch.tensor([0, 1, 2, 0, 1, 1])
+
+
+NORMALISED: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], Tensor], tuple[Block, ...]]] = {
+    "cure": (
+        lambda model, x, labels: cure_loss(model, x, labels, h=0.2, weight=4.0, norm="l2"),
+        (CURVATURE_DIRECTION,),
+    ),
+    "llr": (
+        lambda model, x, labels: llr_loss(
+            model, x, labels, attack=partial(linearity_pgd, epsilon=0.2, norm="l2", steps=3)
+        ),
+        (EXAMPLE,),
+    ),
+    "vat": (lambda model, x, labels: vat_loss(model, x, epsilon=0.2), (VIRTUAL_CLEAN, VIRTUAL_DIRECTION)),
+}
+
+
+def opening(blocks: tuple[Block, ...], is_open: bool) -> contextlib.AbstractContextManager[object]:
+    return unblock(*blocks) if is_open else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("name", NORMALISED)
+@pytest.mark.parametrize("momentum", [0.0, 0.1])
+def test_open_gradients_through_batch_normalisation_are_finite_differences(name: str, momentum: float) -> None:
+    """Running statistics are constants: where they move, what comes before them moves the values by them, too."""
+    loss, blocks = NORMALISED[name]
+    model, x, labels = normalised(momentum)
+    parameters = dict(model.named_parameters() if not momentum else model[3].named_parameters())
+    with unblock(*blocks):
+        found = torch.autograd.grad(loss(model, x, labels), list(parameters.values()))
+    for (key, parameter), gradient in zip(parameters.items(), found, strict=True):
+        expected = torch.empty_like(gradient)
+        for place in range(parameter.numel()):
+            values = []
+            for step in (1e-5, -1e-5):
+                other, _, _ = normalised(momentum)
+                with torch.no_grad():
+                    dict((other if not momentum else other[3]).named_parameters())[key].view(-1)[place] += step
+                values.append(loss(other, x, labels).item())
+            expected.view(-1)[place] = (values[0] - values[1]) / 2e-5
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("is_open", [False, True], ids=["blocked", "open"])
+@pytest.mark.parametrize("name", NORMALISED)
+def test_losses_of_two_batches_are_differentiated_together_as_one_by_one(name: str, is_open: bool) -> None:
+    """A training pass moves the running statistics, which the losses before it were taken with."""
+    loss, blocks = NORMALISED[name]
+    (model, x, labels), (other, _, _) = normalised(), normalised()
+    with opening(blocks, is_open):
+        (loss(model, x, labels) + loss(model, x.square(), labels)).backward()
+        for inputs in (x, x.square()):
+            loss(other, inputs, labels).backward()
+    assert all(map(torch.equal, model.buffers(), other.buffers()))
+    for parameter, twin in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, twin.grad, rtol=1e-12, atol=1e-12)
 
 
 # --- nothing is touched but what the training forward pass touches ------------------------------------------------
@@ -191,7 +326,7 @@ def test_equal_settings_are_equal_methods() -> None:
 
 @pytest.mark.parametrize("method", [Free(), AWP()], ids=["free", "awp"])
 def test_weights_are_perturbed_around_a_loss(method: Method) -> None:
-    with pytest.raises(TypeError, match="`method` should be one with a loss of its own"):
+    with pytest.raises(TypeError, match="`method` should be a Method with a loss of its own"):
         AWP(method)
 
 
@@ -246,6 +381,20 @@ def test_perturbation_raises_the_loss_within_its_radius() -> None:
     assert F.cosine_similarity(step.flatten(), slope.flatten(), dim=0) > 1 - 1e-12
     assert loss(reweighted(model, found)) > loss(model)
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_model_without_weights_to_perturb_has_its_plain_loss() -> None:
+    x, labels = torch.randn(6, 3, generator=seed(), dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1, 1])
+    models = [nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(0.5)).double() for _ in range(2)]
+    losses = []
+    for model, method in zip(models, (AWP(PGD(), gamma=0.5), PGD()), strict=True):
+        torch.manual_seed(1)
+        losses.append(loss_of(method, model, x, labels, bounds=None))
+        losses[-1].backward()
+    assert losses[0] == losses[1]
+    assert all(map(torch.equal, models[0].buffers(), models[1].buffers()))
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(*(m.parameters() for m in models), strict=True))
+    assert weight_perturbation(models[0], lambda model: model(x).sum(), gamma=0.1) == {}
 
 
 def test_weights_that_the_loss_does_not_reach_stay() -> None:

@@ -34,7 +34,7 @@ from toolkit.adversarial.training import schedules
 from toolkit.adversarial.training._evaluation import CatastrophicOverfittingWarning, Collapse
 from toolkit.adversarial.training._rows import RowsOfBatch
 from toolkit.adversarial.training.losses import adversarial_loss
-from toolkit.adversarial.training.methods import METHODS, PGD, TRADES, Method
+from toolkit.adversarial.training.methods import AWP, METHODS, PGD, TRADES, VAT, Method
 from toolkit.adversarial.training.trainer import DivergenceError, History, train
 from toolkit.datasets import Dataset, digits
 
@@ -507,9 +507,125 @@ def test_training_stops_when_nothing_gets_better():
     assert equal(model, twin)
 
 
-def test_a_score_called_robust_is_needed_to_find_the_best():
+@pytest.mark.parametrize("options", [{"keep": "best"}, {"patience": 1}], ids=["keep", "patience"])
+def test_a_score_called_robust_is_needed_to_find_the_best(options):
     with pytest.raises(ValueError, match=r"`evaluate` should return a score called 'robust'. Found \['clean'\]"):
-        run(keep="best", evaluate=lambda model: {"clean": 1.0})
+        run(evaluate=lambda model: {"clean": 1.0}, **options)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [(3, "int"), ([1.0], "list"), ({"robust": "good"}, r"{'robust': 'good'}"), ({"robust": None}, r"{'robust': None}")],
+    ids=["number", "list", "text", "none"],
+)
+def test_what_is_returned_instead_of_scores_is_said(found, said):
+    with pytest.raises(TypeError, match=rf"`evaluate` should return scores, a number by name. Found {said}"):
+        run(evaluate=lambda model: found)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["training", "frozen normalisation"])
+@pytest.mark.parametrize("modes", ["eval", "train", "both"])
+def test_an_evaluation_changes_nothing(modes, frozen):
+    x, _ = samples()
+    found, seen = [], []
+
+    def evaluate(model: nn.Module) -> dict[str, float]:
+        found.append((model.training, torch.is_grad_enabled()))
+        for mode in ("eval", "train") if modes == "both" else (modes,):
+            getattr(model, mode)()
+        torch.rand(3)
+        return {"robust": model(x).mean()}  # a tensor is a number, too
+
+    model, twin = Stateful(), Stateful()
+    for one in (model, twin):
+        one.norm.training = not frozen
+    training = [module.training for module in model.modules()]
+
+    def callback(update: int, epoch: int) -> None:
+        seen.append([module.training for module in model.modules()])
+
+    run(model, evaluate=evaluate, callback=callback)
+    run(twin)
+    assert equal(model, twin)
+    assert found == [(False, False)] * 3
+    assert seen == [training] * 15
+
+
+# --- buffers of all kinds -------------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    """A buffer that is used, a mask, one that is expanded, and one that every training pass replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Stateful()
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf, 0.0], dtype=F64))
+        self.register_buffer("least", torch.tensor(torch.finfo(F64).min, dtype=F64))
+        self.register_buffer("scale", torch.tensor([0.1], dtype=F64).expand(C))
+        self.register_buffer("passes", torch.zeros((), dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.passes = self.passes + 1
+        weights = torch.softmax(self.mask + self.least.clamp(min=0), 0)  # (1/2, 0, 1/2)
+        return self.inner(x) * (0.9 + self.scale) + weights
+
+
+def assert_constants_stay(model: nn.Module) -> None:
+    assert model.mask.tolist() == [0, -math.inf, 0]
+    assert model.least == torch.finfo(F64).min
+    assert model.scale.tolist() == [0.1] * C
+    assert model.scale.stride() == (0,)
+
+
+@pytest.mark.parametrize("average", [None, 0.8])
+def test_masks_and_expanded_buffers_go_through_means_and_the_best_epoch(average):
+    model, twin = Buffered(), Buffered()
+    settings = {"average": average, "schedule": "constant"}
+    run(model, epochs=5, keep="best", evaluate=scored(0.1, 0.2, 0.5, 0.5, 0.3), **settings)
+    run(twin, epochs=3, **settings)
+    assert equal(model, twin)
+    passes = torch.arange(1.0, 16, dtype=F64)
+    weights = 0.8 ** (15 - passes)
+    expected = 15 if average is None else (weights / weights.sum() * passes).sum()
+    torch.testing.assert_close(model.passes, torch.as_tensor(expected, dtype=F64), rtol=1e-12, atol=0)
+    assert_constants_stay(model)
+
+
+def test_a_mask_goes_on_from_a_checkpoint(tmp_path):
+    settings = {"average": 0.8, "evaluate": samples(9, seed=3), "keep": "best"}
+    whole, _ = run(Buffered(), **settings)
+    model, path = Buffered(), {"checkpoint": tmp_path / "c", "checkpoint_every": 3}
+    with contextlib.suppress(Stop):
+        run(Buffered(), callback=stopping_at(8), **settings, **path)
+    run(model, **settings, **path)
+    assert equal(model, whole)
+    assert_constants_stay(model)
+
+
+def test_a_mask_comes_back_after_divergence():
+    model = Buffered()
+
+    def callback(update: int, epoch: int) -> None:
+        if update == 5:
+            model.mask.fill_(math.nan)
+
+    with pytest.raises(DivergenceError, match="`mask` is not finite"):
+        run(model, callback=callback)
+    assert_constants_stay(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mask", math.nan), ("inner.norm.running_mean", math.inf), ("inner.norm.running_var", math.inf)],
+    ids=["a mask of no numbers", "infinite mean", "infinite variance"],
+)
+def test_buffers_that_spoil_training_are_refused(name, value):
+    model = Buffered()
+    model.get_buffer(name).fill_(value)
+    with pytest.raises(ValueError, match=f"`model` should be finite. Found that `{name}` is not"):
+        run(model)
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -878,6 +994,26 @@ def test_training_works_where_nothing_is_recorded(context):
     assert equal(model, run(Stateful(), data, average=0.9)[0])
 
 
+@pytest.mark.parametrize("ends", ["with an error", "by divergence"])
+def test_gradients_are_cleared_however_training_ends(ends):
+    model = perceptron()
+    options = {"optimizer": "sgd", "learning_rate": 1e10} if ends == "by divergence" else {"callback": stopping_at(4)}
+    with pytest.raises((Stop, DivergenceError)):
+        run(model, **options)
+    assert [parameter.grad for parameter in model.parameters()] == [None] * 4
+
+
+@pytest.mark.parametrize("batched", [False, True], ids=["in memory", "batches"])
+@pytest.mark.parametrize("augment", [None, drifting], ids=["as they are", "augmented"])
+@pytest.mark.parametrize("method", ["standard", "pgd", "trades", "free"])
+def test_data_get_no_gradients(method, augment, batched):
+    x, labels = samples()
+    x.requires_grad_()
+    data = [(x, labels)] if batched else (x, labels)
+    run(data=data, method=method, augment=augment, evaluate=(x, labels))
+    assert x.grad is None
+
+
 def test_gradients_that_were_there_are_not_added():
     model = perceptron()
     for parameter in model.parameters():
@@ -958,6 +1094,20 @@ class Partly(nn.Module):
         return self.one(x) if x[0, 0] > 0.5 else self.other(x)
 
 
+class Uneven(nn.Module):
+    """A statistic that is, after every training pass, the number of the rank and a third."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.inner, self.rank = perceptron(), rank
+        self.register_buffer("statistic", torch.zeros((), dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.statistic.fill_(self.rank + 1 / 3)
+        return self.inner(x)
+
+
 def as_rank(rank: int, world: int, folder: Path) -> None:
     """Do what is asked of one of several ranks, and write down what came of it."""
     import torch.distributed as dist
@@ -982,6 +1132,15 @@ def as_rank(rank: int, world: int, folder: Path) -> None:
         warnings.simplefilter("always")
         run(model, group=group, batch_size=12)
     found["statistics"] = dict(model.state_dict()), [str(warning.message) for warning in caught]
+    model = Buffered()
+    model.scale[0], model.passes = rank + 0.3, torch.tensor(10.0 * rank, dtype=F64)  # the first one's count
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run(model, group=group, batch_size=12, epochs=1)
+    found["buffers"] = dict(model.state_dict())
+    model = Uneven(rank)
+    run(model, group=group, batch_size=12, epochs=1)
+    found["uneven"] = dict(model.state_dict())
     model = perceptron()
     settings = {"group": group, "model": model, "checkpoint": folder / "c", "checkpoint_every": 4}
     with contextlib.suppress(Stop):
@@ -1092,6 +1251,17 @@ def test_statistics_of_ranks_are_averaged_and_that_they_are_local_is_told(ranks)
         assert "convert_sync_batchnorm" in said[0]
 
 
+def test_constants_of_ranks_stay_to_the_bit_and_statistics_are_their_mean(ranks):
+    for rank in ranks:
+        state = rank["buffers"]
+        assert all(torch.equal(state[key], value) for key, value in ranks[0]["buffers"].items())
+        assert state["mask"].tolist() == [0, -math.inf, 0]
+        assert state["least"] == torch.finfo(F64).min
+        assert state["scale"].tolist() == [0.3] * C
+        assert state["passes"] == 2
+        assert rank["uneven"]["statistic"].item() == pytest.approx((len(ranks) - 1) / 2 + 1 / 3, rel=1e-15)
+
+
 def test_stopped_ranks_go_on_to_the_same_bits(ranks):
     for rank in ranks:
         assert all(torch.equal(rank["went on"][key], value) for key, value in rank["free"][0].items())
@@ -1162,6 +1332,7 @@ def test_rows_of_a_batch_get_what_they_would_get_on_one_rank(draw):
 # --- arguments ------------------------------------------------------------------------------------------------------
 
 X, LABELS = samples()
+BYTES = (255 * X).byte()
 WRONG: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "method": ({"method": "pdg"}, ValueError, r"`method` should be one of 'standard', 'fgsm', .* Found 'pdg'"),
     "no method": ({"method": pgd}, TypeError, "`method` should be a Method, or the name of one. Found function"),
@@ -1179,6 +1350,8 @@ WRONG: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "average": ({"average": 1.0}, ValueError, "`average` should be None, or at least 0 and less than 1. Found 1.0"),
     "augment": ({"augment": 3}, TypeError, "`augment` should be a function, or None. Found int"),
     "generator": ({"generator": 3}, TypeError, "`generator` should be a torch.Generator. Found int"),
+    "global generator": ({"generator": torch.default_generator}, ValueError, "`generator` should be one of your own"),
+    "group": ({"group": 3}, TypeError, "`group` should be a torch.distributed.ProcessGroup, or None. Found int"),
     "model": ({"model": lambda x: x}, TypeError, "`model` should be a torch.Module. Found function"),
     "frozen model": ({"model": nn.Flatten()}, ValueError, "`model` should have parameters that require gradients"),
     "evaluate": ({"evaluate": 3}, TypeError, "`evaluate` should be held-out inputs and labels, or a function"),
@@ -1193,6 +1366,44 @@ WRONG: dict[str, tuple[dict[str, object], type[Exception], str]] = {
     "callback": ({"callback": 3}, TypeError, "`callback` should be a function, or None. Found int"),
     "no labels": ({"data": X}, TypeError, "`labels` should be a tensor of integers. Found NoneType"),
     "real labels": ({"data": (X, LABELS.double())}, TypeError, "`labels` should be .* Found torch.float64"),
+    "no such class": (
+        {"data": (X, LABELS + 1)},
+        ValueError,
+        "`labels` should be from 0 to 2: the model has 3 classes. Found 3",
+    ),
+    "a negative label": ({"data": (X, LABELS - 1)}, ValueError, "`labels` should be from 0 to 2.* Found -1"),
+    "no such class, half precision": (
+        {"data": (X, LABELS + 1), "method": PGD(gradient_dtype=torch.bfloat16)},
+        ValueError,
+        "`labels` should be from 0 to 2",
+    ),
+    "no such class in a later batch": (
+        {"data": [(X, LABELS), (X, LABELS + 1)]},
+        ValueError,
+        "`labels` should be from 0 to 2.* Found 3",
+    ),
+    "labels of VAT": ({"data": (X, LABELS - 2), "method": "vat"}, ValueError, "`labels` should be from -1 to 2.* -2"),
+    "labels of VAT and AWP": (
+        {"data": (X, LABELS - 2), "method": AWP(VAT())},
+        ValueError,
+        "`labels` should be from -1 to 2.* Found -2",
+    ),
+    "bytes, radius": (
+        {"data": (BYTES, LABELS), "epsilon": 8.0},
+        ValueError,
+        "`epsilon` should be at most 1 where `data` is bytes.* as 8 / 255. Found 8.0",
+    ),
+    "bytes, bounds": (
+        {"data": (BYTES, LABELS), "norm": "l2", "epsilon": 8.0, "bounds": (0, 255)},
+        ValueError,
+        r"`bounds` should be \(0, 1\) where `data` is bytes.* Found \(0, 255\)",
+    ),
+    "batches of bytes": ({"data": [(BYTES, LABELS)], "epsilon": 8.0}, ValueError, "where `data` is bytes"),
+    "held-out bytes": (
+        {"data": (X, LABELS), "evaluate": (BYTES, LABELS), "bounds": (0, 255)},
+        ValueError,
+        r"`bounds` should be \(0, 1\) where `evaluate` is bytes",
+    ),
     "few labels": ({"data": (X, LABELS[:4])}, ValueError, r"`labels` should have shape \(23,\). Found \(4,\)"),
     "integers": ({"data": (X.long(), LABELS)}, TypeError, r"`data` should be floating point, or bytes .* torch.int64"),
     "no rows": ({"data": (X[:0], LABELS[:0])}, ValueError, r"at least one sample. Found \(0, 5\)"),
@@ -1212,6 +1423,42 @@ WRONG: dict[str, tuple[dict[str, object], type[Exception], str]] = {
 def test_what_is_wrong_with_an_argument_is_said(options, kind, message):
     with pytest.raises(kind, match=message):
         run(**options)
+
+
+def test_samples_without_a_label_and_labels_that_are_no_classes_are_trained_on():
+    for method in ("vat", AWP(VAT())):
+        run(data=(X, LABELS.masked_fill(LABELS == 2, -1)), method=method)
+
+    @dataclass(frozen=True)
+    class Regression(Method):
+        @property
+        def least_label(self) -> None:
+            return None
+
+        def loss_at(self, model, x, labels, example, *, ball) -> Tensor:
+            return (model(x).sum(1) - labels).square().mean()
+
+    run(data=(X, 10 * LABELS - 5), method=Regression())
+
+
+def test_labels_are_checked_without_a_call_of_the_model():
+    calls, model = [], perceptron()
+    model.register_forward_hook(lambda *_: calls.append(1))
+    run(model, method="standard", epochs=1)
+    assert len(calls) == 5
+    assert len(model._forward_hooks) == 1
+
+
+def test_bytes_may_be_brought_to_any_scale():
+    def to_255(x: Tensor, *, generator: torch.Generator) -> Tensor:
+        return 255 * x
+
+    model, twin = perceptron(), perceptron()
+    run(model, (BYTES, LABELS), augment=to_255, epsilon=8.0, bounds=(0, 255))
+    run(twin, (BYTES.double(), LABELS), epsilon=8.0, bounds=(0, 255))
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    run(data=(BYTES, LABELS), epsilon=1.0)
 
 
 def test_a_length_that_is_not_the_number_of_batches_is_said():

@@ -286,18 +286,31 @@ def _archive(path, files, mode="w:gz"):
     return path
 
 
-@pytest.fixture(params=["folder", "folder around it", "packed files", "tar.gz", "tgz", "tar", "backwards"])
+@pytest.fixture(
+    params=[
+        "folder",
+        "folder around it",
+        "packed files",
+        "all packed",
+        "TAR.GZ",
+        "tar.gz",
+        "tgz",
+        "TGZ",
+        "tar",
+        "backwards",
+    ]
+)
 def published(request, tmp_path):
     """Write the files of CIFAR-10 in one of the forms in which people have them, and return where."""
     files = _files()
     if request.param == "backwards":
         return _archive(tmp_path / "cifar.tar.xz", dict(reversed(files.items())), "w:xz")
-    if request.param in ("tar", "tar.gz", "tgz"):
+    if request.param.lower() in ("tar", "tar.gz", "tgz"):
         return _archive(tmp_path / f"cifar-10-binary.{request.param}", files, "w" if request.param == "tar" else "w:gz")
     folder = tmp_path / "cifar-10-batches-bin"
     folder.mkdir()
     for name, content in files.items():
-        packed = request.param == "packed files" and name.endswith(".bin")
+        packed = request.param == "all packed" or (request.param == "packed files" and name.endswith(".bin"))
         (folder / f"{name}.gz" if packed else folder / name).write_bytes(gzip.compress(content) if packed else content)
     return tmp_path if request.param == "folder around it" else folder
 
@@ -314,6 +327,50 @@ def test_cifar10_is_what_was_written(published) -> None:
         assert found.classes == tuple(NAMES.decode().split())
         assert found.name == "CIFAR-10"
     assert data.labels.tolist() == [1, 9, 2, 9, 0, 3, 4, 9, 5, 9, 0]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "expected"),
+    [
+        ((1, 2, 3, 4, 5), (1, 2, 3), 1),
+        ((1, 2, 3, 4, 5), (1, 2, 3, 4, 5), 1),
+        ((3,), (1, 2, 3, 4, 5), 2),
+        ((), (1, 2, 3, 4, 5), 2),
+    ],
+    ids=["a part inside", "both", "one file outside", "inside"],
+)
+def test_files_of_two_folders_are_not_mixed(tmp_path, outer, inner, expected) -> None:
+    folders = {1: tmp_path, 2: tmp_path / "cifar-10-batches-bin"}
+    folders[2].mkdir()
+    for label, numbers in ((1, outer), (2, inner)):
+        for number in numbers:
+            (folders[label] / f"data_batch_{number}.bin").write_bytes(_rows([label], seed=number))
+    (folders[3 - expected] / "batches.meta.txt").write_bytes(NAMES)
+    data = cifar10(tmp_path)
+    assert data.labels.tolist() == [expected] * 5
+    assert data.classes == ()  # they are those of the other folder
+
+
+def test_a_set_in_parts_of_two_folders_is_missing_files(tmp_path) -> None:
+    inner = tmp_path / "cifar-10-batches-bin"
+    inner.mkdir()
+    for number in range(1, 6):
+        (tmp_path if number < 3 else inner).joinpath(f"data_batch_{number}.bin").write_bytes(_rows([1]))
+    with pytest.raises(FileNotFoundError, match=r"Found no data_batch_3\.bin"):
+        cifar10(tmp_path)
+
+
+def test_what_lies_there_unpacked_is_not_unpacked_again(tmp_path) -> None:
+    (tmp_path / "test_batch.bin").write_bytes(_rows([3]))
+    (tmp_path / "test_batch.bin.gz").write_bytes(gzip.compress(_rows([4])))
+    assert cifar10(tmp_path, train=False).labels.tolist() == [3]
+
+
+def test_endings_may_be_in_capitals(tmp_path) -> None:
+    (tmp_path / "x.BIN.GZ").write_bytes(gzip.compress(_rows([4])))
+    assert cifar10(tmp_path / "x.BIN.GZ").labels.tolist() == [4]
+    (tmp_path / "X-IDX1.GZ").write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 2, 5, 6])))
+    assert idx(tmp_path / "X-IDX1.GZ").tolist() == [5, 6]
 
 
 def test_planes_of_an_image_are_red_green_and_blue(tmp_path) -> None:
@@ -452,6 +509,16 @@ def test_an_archive_cut_off_in_a_file(tmp_path) -> None:
     path.write_bytes(path.read_bytes()[: 3 * 512 + 100])
     with pytest.raises(ValueError, match=r"should be a whole tar archive\. Found otherwise: "):
         cifar10(path)
+
+
+@pytest.mark.parametrize("bits", [33, 50, 70])
+def test_an_archive_that_says_it_has_more_than_there_is(tmp_path, bits) -> None:
+    member = tarfile.TarInfo("test_batch.bin")
+    member.size = 2**bits
+    path = tmp_path / "cifar.tar"
+    path.write_bytes(member.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    with pytest.raises(ValueError, match=r"should be a whole tar archive\. Found otherwise: "):
+        cifar10(path, train=False)
 
 
 def test_names_of_classes_are_counted(tmp_path) -> None:

@@ -142,7 +142,7 @@ def idx(path: str | Path) -> Tensor:
         tensor([ 1, -1], dtype=torch.int16)
     """
     path = Path(path)
-    packed = path.suffix == ".gz"
+    packed = _is_packed(path)
     content: Any = _unpacked(path) if packed else _mapped(path)
     head = bytes(content[:4])
     if len(head) < 4 or head[:2] != b"\0\0" or head[2] not in _IDX_TYPES:
@@ -224,7 +224,7 @@ def cifar10(path: str | Path, *, train: bool = True) -> Dataset:
         path: The archive as it was published, ``cifar-10-binary.tar.gz``, which is read without being unpacked to the
             disk; or the folder with its files, ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``,
             or the folder around that; or a single file, which is then read whatever `train` says. Files may end in
-            ``.gz``.
+            ``.gz``. All are of one folder, of the outer one if they are in both.
         train: Whether to read the training set rather than the test set.
 
     Returns:
@@ -304,8 +304,8 @@ def _cifar(form: _Cifar, path: Path, names: list[str], label: int) -> Dataset:
             "Found nothing there."
         )
     if path.is_dir():
-        found = {name: (str(file), file) for name, file in _in_folder(path, form, [*names, classes_file])}
-    elif ".tar" in path.suffixes or path.suffix == ".tgz":
+        found = {name: (str(file), file) for name, file in _in_folder(path, form, names, classes_file).items()}
+    elif _is_archive(path):
         found = {name: (f"{path}: {name}", content) for name, content in _in_archive(path, [*names, classes_file])}
     else:
         names, found = [path.name], {path.name: (str(path), path)}
@@ -330,13 +330,17 @@ def _cifar(form: _Cifar, path: Path, names: list[str], label: int) -> Dataset:
     return Dataset(inputs, labels, form.name, classes)
 
 
-def _in_folder(path: Path, form: _Cifar, names: list[str]) -> Iterator[tuple[str, Path]]:
-    for name in names:
-        for folder in (path, path / form.folder):
-            for file in (folder / name, folder / f"{name}.gz"):
-                if file.is_file():
-                    yield name, file
-                    break
+def _in_folder(path: Path, form: _Cifar, names: list[str], classes_file: str) -> dict[str, Path]:
+    """Return the files of one folder, this one or the one in it: those of two may be of different data.
+
+    It is the first that has them all, or else the first that has any.
+    """
+    found = []
+    for folder in (path, path / form.folder):
+        files = [(name, folder / f"{name}{packed}") for name in (*names, classes_file) for packed in (".gz", "")]
+        found.append({name: file for name, file in files if file.is_file()})
+    # Of files that lie there both packed and not, the latter are mapped.
+    return max(found, key=lambda files: (files.keys() >= set(names), any(name in files for name in names)))
 
 
 def _in_archive(path: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
@@ -347,7 +351,7 @@ def _in_archive(path: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
                 name = PurePosixPath(member.name).name
                 if name in names and member.isfile() and (file := archive.extractfile(member)):
                     # Pages of its own go back to the system when the file has been copied; malloc would keep them.
-                    content = np.frombuffer(mmap.mmap(-1, max(member.size, 1)), np.uint8)[: member.size]
+                    content = np.frombuffer(_pages(max(member.size, 1)), np.uint8)[: member.size]
                     if file.readinto(content) != member.size:  # type: ignore[attr-defined]
                         raise EOFError(f"{name} is cut off")
                     yield name, content
@@ -358,10 +362,17 @@ def _in_archive(path: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"`{path}` should be a whole tar archive. Found otherwise: {error}") from error
 
 
+def _pages(size: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, size)
+    except (OSError, OverflowError) as error:  # the size is what a broken archive says
+        raise EOFError(f"a file of {size} bytes: {error}") from error
+
+
 def _cifar_rows(where: str, source: Any, form: _Cifar) -> Tensor:
     """Return the rows of one file, (N, labels + 3072)."""
     if isinstance(source, Path):
-        source = np.frombuffer(_unpacked(source), np.uint8) if source.suffix == ".gz" else _mapped(source)
+        source = np.frombuffer(_unpacked(source), np.uint8) if _is_packed(source) else _mapped(source)
     n_images, rest = divmod(len(source), form.row)
     if rest or not n_images:
         raise ValueError(
@@ -383,11 +394,23 @@ def _check_labels(where: str, rows: Tensor, form: _Cifar) -> None:
 
 
 def _class_names(where: str, source: Any, n_classes: int) -> tuple[str, ...]:
-    content = source.read_bytes() if isinstance(source, Path) else source.tobytes()
+    if isinstance(source, Path):
+        content = bytes(_unpacked(source)) if _is_packed(source) else source.read_bytes()
+    else:
+        content = source.tobytes()
     names = tuple(line for line in content.decode(errors="replace").split("\n") if line.strip())
     if len(names) != n_classes:
         raise ValueError(f"`{where}` should name {n_classes} classes, one a line. Found {len(names)}.")
     return tuple(name.strip() for name in names)
+
+
+def _is_packed(path: Path) -> bool:
+    return path.suffix.lower() == ".gz"
+
+
+def _is_archive(path: Path) -> bool:
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    return ".tar" in suffixes or ".tgz" in suffixes[-1:]
 
 
 def _listed(names: list[str]) -> str:

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 from toolkit._checkpoint import fingerprint
 from toolkit._data import integer, not_negative
 from toolkit.adversarial.training import schedules
-from toolkit.adversarial.training._batches import pair_of
+from toolkit.adversarial.training._batches import check_scale, pair_of
 from toolkit.adversarial.training._evaluation import HeldOut
 from toolkit.adversarial.training.methods import METHODS, BallArguments, Method
 from toolkit.adversarial.training.schedules import Schedule
@@ -24,6 +24,7 @@ from toolkit.adversarial.training.schedules import Schedule
 __all__ = [
     "check_arguments",
     "check_files",
+    "check_group",
     "factor_at",
     "method_of",
     "name_of",
@@ -81,6 +82,7 @@ def score_of(
         return None
     pair = pair_of(evaluate, None)
     if pair is not None:
+        check_scale("evaluate", pair[0], ball)
         return HeldOut(*pair, ball, group)
     if not callable(evaluate):
         raise TypeError(
@@ -131,6 +133,12 @@ def check_arguments(
         raise ValueError("`evaluate` should be given to find the best epoch. Found None.")
 
 
+def check_group(group: object) -> None:
+    """Raise a TypeError if what should be the ranks is no group of them."""
+    if group is not None and not isinstance(group, ProcessGroup):
+        raise TypeError(f"`group` should be a torch.distributed.ProcessGroup, or None. Found {type(group).__name__}.")
+
+
 def check_files(
     model: nn.Module,
     generator: torch.Generator,
@@ -144,6 +152,11 @@ def check_files(
     for name, value, kind in (("model", model, nn.Module), ("generator", generator, torch.Generator)):
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` should be a torch.{kind.__name__}. Found {type(value).__name__}.")
+    if any(generator is own for own in (torch.default_generator, *torch.cuda.default_generators)):
+        raise ValueError(
+            "`generator` should be one of your own, as `torch.Generator().manual_seed(0)` makes one: torch's global "
+            "ones are left as they were. Found a global one."
+        )
     for name, function in (("augment", augment), ("callback", callback)):
         if function is not None and not callable(function):
             raise TypeError(f"`{name}` should be a function, or None. Found {type(function).__name__}.")

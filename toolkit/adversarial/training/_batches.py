@@ -16,8 +16,10 @@ from torch.distributed import ProcessGroup
 
 from toolkit._checkpoint import fingerprint
 from toolkit._distributed import rank_of, world_of
+from toolkit.adversarial.training.methods import BallArguments
+from toolkit.blocks import constants
 
-__all__ = ["Batches", "Part", "as_input", "batches_of", "pair_of", "seed_of"]
+__all__ = ["Batches", "Part", "as_input", "batches_of", "check_scale", "pair_of", "seed_of"]
 
 # Told the first inputs and labels of an epoch, as they come.
 First = Callable[[Tensor, Tensor], None]
@@ -32,11 +34,13 @@ class Part:
         labels: (B,).
         total: How many rows the joined batch has, of which rank r has r, r + ranks, r + 2 ranks and so on. None: it is
             known to no one; each rank has its own batches.
+        ends: The least and the greatest label, of the batch or of all data; nothing where they were not looked at.
     """
 
     x: Tensor
     labels: Tensor
     total: int | None
+    ends: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,7 @@ def batches_of(
     *,
     batch_size: int,
     model: nn.Module,
+    ball: BallArguments,
     augment: Callable[..., Tensor] | None,
     group: ProcessGroup | None,
     hashed: bool,
@@ -74,16 +79,19 @@ def batches_of(
         labels: As of `train`.
         batch_size: The most rows of a batch, of all ranks together, of data in memory.
         model: Whose dtype and device inputs get.
+        ball: Within which they are attacked.
         augment: As of `train`.
         group: The ranks.
         hashed: Whether a hash of data in memory is needed.
 
     Raises:
         TypeError: If `data` is no data.
-        ValueError: If there is not one label per sample, there are no samples, or not one for each rank.
+        ValueError: If there is not one label per sample, there are no samples, or not one for each rank, or bytes come
+            with the ball of inputs to 255.
     """
     pair = pair_of(data, labels)
     if pair is not None:
+        check_scale("data", pair[0], ball, augment)
         known = f"{fingerprint(pair[0])} {fingerprint(pair[1])}" if hashed else None
         return _in_memory(*pair, batch_size=batch_size, model=model, augment=augment, group=group, known=known)
     if isinstance(data, str | bytes | dict) or not isinstance(data, Iterable):
@@ -102,7 +110,7 @@ def batches_of(
     if n_batches == 0:
         raise ValueError("`data` should have at least one batch. Found none.")
     return Batches(
-        read=lambda order, start, first: _from_iterable(data, order, start, first, model, augment, group),
+        read=lambda order, start, first: _from_iterable(data, order, start, first, model, ball, augment, group),
         n_batches=n_batches,
         streams=_generators_of(data),
         known=None,
@@ -134,13 +142,34 @@ def pair_of(data: object, labels: object) -> tuple[Tensor, Tensor] | None:
     return data, labels
 
 
+def check_scale(name: str, inputs: Tensor, ball: BallArguments, augment: Callable[..., Tensor] | None = None) -> None:
+    """Raise a ValueError if inputs are bytes, which are scaled to [0, 1], and the ball is one of inputs to 255.
+
+    What `augment` returns may have another scale.
+    """
+    if inputs.dtype != torch.uint8 or augment is not None:
+        return
+    if ball["norm"] == "linf" and torch.as_tensor(ball["epsilon"]).amax() > 1:
+        raise ValueError(
+            f"`epsilon` should be at most 1 where `{name}` is bytes, which are divided by 255: give the radius in "
+            f"these units, as 8 / 255. Found {ball['epsilon']!r}."
+        )
+    upper = ball["bounds"][1] if isinstance(ball["bounds"], tuple) and len(ball["bounds"]) == 2 else 1
+    if isinstance(upper, int | float | Tensor) and (torch.as_tensor(upper) == 255).any():
+        raise ValueError(
+            f"`bounds` should be (0, 1) where `{name}` is bytes, which are divided by 255, and `epsilon` in these "
+            f"units, as 8 / 255. Found {ball['bounds']!r}."
+        )
+
+
 def seed_of(generator: torch.Generator) -> int:
     """Draw a seed for another generator."""
     return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
 
 
 def as_input(raw: Tensor, model: nn.Module) -> Tensor:
-    """Return raw inputs as the model takes them: in its dtype and on its device, and bytes divided by 255."""
+    """Return raw inputs as the model takes them: constants in its dtype, on its device, and bytes divided by 255."""
+    raw = constants(raw)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     device = raw.device if parameter is None else parameter.device
     dtype = torch.get_default_dtype() if parameter is None else parameter.dtype
@@ -160,6 +189,7 @@ def _in_memory(
 ) -> Batches:
     rank, world = rank_of(group), world_of(group)
     n_batches = -(-len(inputs) // batch_size)
+    ends = int(labels.min()), int(labels.max())
     if len(inputs) // n_batches < world:
         raise ValueError(
             f"`batch_size` should leave a row of every batch to each of {world} ranks. "
@@ -180,11 +210,11 @@ def _in_memory(
             total, own = len(chosen), slice(rank, None, world)
             chosen = chosen.to(inputs.device)
             # What is drawn for a row must not depend on the rank that has it, so all rows are changed on each.
-            x = as_input(inputs[chosen if augment is not None else chosen[own]], model)
+            x = as_input(constants(inputs)[chosen if augment is not None else chosen[own]], model)
             if augment is not None:
                 x = augment(x, generator=torch.Generator(order.device).manual_seed(seed))[own]
             y = labels[chosen[own].to(labels.device)].to(x.device).long()
-            yield Part(x.contiguous(memory_format=layout) if layout is last else x, y, total)
+            yield Part(x.contiguous(memory_format=layout) if layout is last else x, y, total, ends)
 
     return Batches(read=read, n_batches=n_batches, streams=(), known=known)
 
@@ -195,6 +225,7 @@ def _from_iterable(
     start: int,
     first: First,
     model: nn.Module,
+    ball: BallArguments,
     augment: Callable[..., Tensor] | None,
     group: ProcessGroup | None,
 ) -> Iterator[Part]:
@@ -214,10 +245,13 @@ def _from_iterable(
             first(x, labels)
             if start:
                 continue
+        check_scale("data", x, ball, augment)
+        # To look at labels on a device is to wait for it: that is done once an epoch.
+        ends = (int(labels.min()), int(labels.max())) if labels.device.type == "cpu" or not number else ()
         x = as_input(x, model)
         if augment is not None:
             x = augment(x, generator=torch.Generator(order.device).manual_seed(seed + rank_of(group)))
-        yield Part(x, labels.to(x.device).long(), len(x) if group is None else None)
+        yield Part(x, labels.to(x.device).long(), len(x) if group is None else None, ends)
 
 
 def _pair_of_batch(batch: object) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit._data import not_negative
 from toolkit.adversarial.attacks._setting import EXAMPLE, Setting
 from toolkit.adversarial.attacks.losses import margin_loss
 from toolkit.adversarial.balls.box import draw
@@ -121,7 +122,6 @@ def start_near(attack: Setting, start: float | Tensor, generator: torch.Generato
     return attack.ball.project(attack.x + distance * noise)
 
 
-def check_weight(name: str, value: float) -> None:
-    """Raise a ValueError unless `value` is finite and not negative."""
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
+def check_weight(name: str, value: object) -> None:
+    """Raise a ValueError unless `value` is a number, finite and not negative."""
+    not_negative(name, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)

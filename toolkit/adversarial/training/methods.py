@@ -37,6 +37,7 @@ from toolkit.adversarial.training.smoothness import cure_loss, linearity_pgd, ll
 from toolkit.adversarial.training.trades import divergence_from_clean, held_trades_loss, nearby_pgd, trades_loss
 from toolkit.adversarial.training.vat import (
     Direction,
+    check_probe,
     power_direction,
     vat_direction,
     virtual_divergence,
@@ -83,6 +84,11 @@ Update = Callable[[Tensor], None]
 @dataclass(frozen=True)
 class Method(ABC):
     """What a trainer asks of a training method."""
+
+    @property
+    def least_label(self) -> int | None:
+        """The least label that a sample may have, where the greatest is C - 1; None if labels are no classes."""
+        return 0
 
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
@@ -189,6 +195,9 @@ class RSFGSM(_Attacked):
 
     step_size: float = 1.25
 
+    def __post_init__(self) -> None:
+        check_weight("step_size", self.step_size)
+
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
         """Return the attack that is trained against."""
         return partial(rs_fgsm, **ball, step_size=times(self.step_size, ball["epsilon"]), generator=generator)
@@ -211,6 +220,9 @@ class PGD(_Attacked):
     step_size: float | None = None
     random_start: bool = True
     gradient_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
 
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
         """Return the attack that is trained against."""
@@ -241,6 +253,11 @@ class TRADES(Method):
     step_size: float | None = None
     start: float = 1e-3
     gradient_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
+        check_weight("beta", self.beta)
+        check_weight("start", self.start)
 
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
@@ -281,6 +298,10 @@ class MART(PGD):
 
     beta: float = 5.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weight("beta", self.beta)
+
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `mart_loss` at given examples."""
         return mart_loss(model, x, labels, beta=self.beta, attack=given(example))
@@ -295,6 +316,10 @@ class ALP(PGD):
     """
 
     weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_weight("weight", self.weight)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `alp_loss` at given examples."""
@@ -317,6 +342,18 @@ class VAT(Method):
     iterations: int | None = None
     xi: float | None = None
 
+    def __post_init__(self) -> None:
+        check_weight("weight", self.weight)
+        if self.iterations is not None:
+            check_count("iterations", self.iterations)
+        if self.xi is not None:
+            check_probe(self.xi)
+
+    @property
+    def least_label(self) -> int:
+        """The label of a sample without one."""
+        return -1
+
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
     ) -> Tensor:
@@ -328,7 +365,6 @@ class VAT(Method):
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the cross entropy of the labelled samples, and the smoothness of all at given examples."""
-        check_weight("weight", self.weight)
         clean, moved = clean_and_moved(model, x, example)
         labelled = labels >= 0
         supervised = cross_entropy(clean[labelled], labels[labelled]).sum() / labelled.sum().clamp(min=1)
@@ -346,6 +382,10 @@ class CURE(Method):
 
     h: float = 1.0
     weight: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_weight("h", self.h)
+        check_weight("weight", self.weight)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `cure_loss`, which finds its direction itself: there is no example."""
@@ -369,6 +409,11 @@ class LLR(Method):
     steps: int = 10
     step_size: float | None = None
     gradient_dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        _check_steps(self)
+        check_weight("weight", self.weight)
+        check_weight("slope_weight", self.slope_weight)
 
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
@@ -402,6 +447,9 @@ class Free(Method):
 
     replays: int = 8
 
+    def __post_init__(self) -> None:
+        check_count("replays", self.replays)
+
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the mean cross entropy at given examples."""
         return cross_entropy(model(example), labels).mean()
@@ -421,7 +469,6 @@ class Free(Method):
 
         A smaller batch uses the first rows of it and leaves the others, a larger one adds rows of zeros.
         """
-        check_count("replays", self.replays)
         kept = state.get("perturbation", x[:0])
         missing = max(0, len(x) - len(kept))
         perturbation = torch.cat([kept.to(x), x.new_zeros(missing, *x.shape[1:])])
@@ -447,11 +494,17 @@ class AWP(Method):
     gamma: float = 5e-3
 
     def __post_init__(self) -> None:
-        if isinstance(self.method, AWP | Free):
+        if not isinstance(self.method, Method) or isinstance(self.method, AWP | Free):
             raise TypeError(
-                "`method` should be one with a loss of its own to perturb the weights of. "
+                "`method` should be a Method with a loss of its own to perturb the weights of. "
                 f"Found {type(self.method).__name__}."
             )
+        check_weight("gamma", self.gamma)
+
+    @property
+    def least_label(self) -> int | None:
+        """The method's."""
+        return self.method.least_label
 
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
@@ -468,6 +521,16 @@ class AWP(Method):
         )
 
 
+def _check_steps(method: PGD | TRADES | LLR) -> None:
+    """Raise if the steps of an attack are none, or a dtype of gradients is."""
+    check_count("steps", method.steps)
+    if method.step_size is not None:
+        check_weight("step_size", method.step_size)
+    dtype = method.gradient_dtype
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"`gradient_dtype` should be a floating-point torch.dtype, or None. Found {dtype!r}.")
+
+
 def times(factor: float, epsilon: float | Tensor) -> Tensor:
     """Return a length that is given in units of epsilon; one for all, or (N,)."""
     return factor * torch.as_tensor(epsilon, dtype=torch.float64)
@@ -475,7 +538,6 @@ def times(factor: float, epsilon: float | Tensor) -> Tensor:
 
 def step_length(step_size: float | None, steps: int, ball: BallArguments) -> Tensor:
     """Return the length of a step of which `steps` are taken, float64; one for all, or (N,)."""
-    check_count("steps", steps)
     return times(2.5 / steps if step_size is None else step_size, ball["epsilon"])
 
 

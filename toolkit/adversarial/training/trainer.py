@@ -30,12 +30,14 @@ from toolkit._distributed import (
     scatter,
     world_of,
 )
-from toolkit._divergence import DivergenceError, not_finite
+from toolkit._divergence import DivergenceError
+from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.training import _evaluation
 from toolkit.adversarial.training._arguments import (
     check_arguments,
     check_files,
+    check_group,
     factor_at,
     method_of,
     name_of,
@@ -45,6 +47,13 @@ from toolkit.adversarial.training._arguments import (
 )
 from toolkit.adversarial.training._batches import Batches, Part, batches_of, seed_of
 from toolkit.adversarial.training._evaluation import CatastrophicOverfittingWarning, Collapse
+from toolkit.adversarial.training._model import (
+    global_generator,
+    infinite_buffers,
+    named,
+    not_sound,
+    undisturbed,
+)
 from toolkit.adversarial.training._optimizers import (
     MakeOptimizer,
     load_state,
@@ -118,7 +127,7 @@ def train(
 
     In every epoch each sample is in one batch, in a new random order. Batches have nearly the same size, `batch_size`
     rows at most. All that is random, the model's own dropout too, is drawn from `generator`; torch's global generators
-    are as before afterwards, and so are the modes of the modules. Gradients are cleared.
+    are as before afterwards, and so are the modes of the modules. Gradients are cleared, also after an error.
 
     With a `checkpoint`, a call that finds the file goes on from it and ends with the same bits as one that was never
     interrupted; one that finds a finished run returns at once. All that decides the result has to be as it was and is
@@ -137,7 +146,8 @@ def train(
             Parameters that do not require gradients are left alone.
         data: Inputs (N, ...) with `labels`; a data set with the attributes `inputs` and `labels`; a pair of these; or
             an iterable with a length that gives batches (inputs, labels) anew for each epoch, a DataLoader say. They
-            are floating point, or bytes from 0 to 255, which stay bytes and are divided by 255 batch by batch.
+            are floating point, or bytes from 0 to 255, which stay bytes and are divided by 255 batch by batch: radius
+            and bounds are those of inputs from 0 to 1.
         labels: (N,), integers.
         method: What is minimised: a `Method`, or its name (``"standard"``, ``"fgsm"``, ``"rs_fgsm"``, ``"pgd"``,
             ``"trades"``, ...) for its default settings.
@@ -156,10 +166,12 @@ def train(
         average: If given, the model is evaluated with, and ends with, a running mean of its parameters (and
             statistics), in which those of k updates ago weigh ``average**k`` as much as the last ones, 0.995 say.
         augment: Called with inputs (N, ...), scaled, and ``generator=``; returns inputs. `random_crop_flip` is one.
-        generator: Chooses the order of samples and seeds all else, on any device.
+        generator: Chooses the order of samples and seeds all else, on any device. Not torch's global one.
         evaluate: Held-out data, as `data` in memory; or a function of the model that returns scores by name, of which
-            the one called ``"robust"`` decides which epoch is best. On ranks it is called on each; those of the
-            first count.
+            the one called ``"robust"`` decides which epoch is best. It is called with the model in evaluation mode and
+            with nothing recorded, and leaves no trace in its modes, its buffers and the global generators. What takes
+            gradients itself does so in ``torch.enable_grad()``. On ranks it is called on each; those of the first
+            count.
         evaluate_every: Epochs from one evaluation to the next; there is one at the end, too.
         keep: Which parameters the model ends with: those of the last epoch, or of the one with the best robust score.
             Robust accuracy of held-out data often falls late in training (Rice et al. 2020).
@@ -174,9 +186,11 @@ def train(
 
     Raises:
         DivergenceError: If a parameter or a statistic is not finite, or the loss is not, or above 1e8. The model has
-            its last good ones again, and the last checkpoint stays.
-        TypeError: If an argument is of another type than it should be.
-        ValueError: If an argument is out of its range, or the checkpoint is of something else.
+            its last good ones again, and the last checkpoint stays. A buffer that has infinities from the start, such
+            as a mask, may keep them.
+        TypeError: If an argument is of another type than it should be, or `evaluate` returns no scores.
+        ValueError: If an argument is out of its range, a label is none of the classes, bytes come with the radius or
+            the bounds of inputs to 255, or the checkpoint is of something else.
         RuntimeError: If another rank has raised.
 
     Warns:
@@ -195,6 +209,7 @@ def train(
         >>> history.scores["robust"][-1]
         1.0
     """
+    check_group(group)
     error = None
     try:
         chosen = method_of(method)
@@ -204,8 +219,9 @@ def train(
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if not parameters:
             raise ValueError("`model` should have parameters that require gradients. Found none.")
-        if not_finite(_named(model)) is not None:
-            raise ValueError(f"`model` should be finite. Found that `{not_finite(_named(model))}` is not.")
+        name = not_sound(dict(named(model)), infinite_buffers(model))
+        if name is not None:
+            raise ValueError(f"`model` should be finite. Found that `{name}` is not.")
         made, rates = make_optimizer(optimizer, parameters, learning_rate)
         ball: BallArguments = {"epsilon": float(epsilon), "norm": norm, "bounds": bounds}
         batches = batches_of(
@@ -213,6 +229,7 @@ def train(
             labels,
             batch_size=batch_size,
             model=model,
+            ball=ball,
             augment=augment,
             group=group,
             hashed=checkpoint is not None or group is not None,
@@ -243,8 +260,8 @@ def train(
     }
     same_on_all(settings | {"checkpoint": checkpoint is not None, "checkpoint_every": checkpoint_every}, group)
     _warn_of_local_statistics(model, group)
-    with ordinary_tensors(), _undisturbed(model):
-        from_first_rank((tensor for _, tensor in _named(model)), group)
+    with ordinary_tensors(), undisturbed(model), _without_gradients(parameters):
+        from_first_rank((tensor for _, tensor in named(model)), group)
         run = _Run(
             model=model,
             method=chosen,
@@ -294,7 +311,7 @@ class _Run:
         self.settings, self.path, self.save_every, self.group = settings, path, save_every, group
         self.callback, self.collapse, self.history = callback, Collapse(), History()
         self.epochs, self.total = settings["epochs"], settings["epochs"] * batches.n_batches
-        self.tensors = dict(_named(model))
+        self.infinite = infinite_buffers(model)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.device = self.parameters[0].device
         # Where training is: epochs that are over, updates of the one that is not, updates in all.
@@ -309,12 +326,18 @@ class _Run:
         self.state: Mapping[str, Tensor] = {}
         self.first: str | None = None
         self.rows = 0
+        self.n_classes: int | None = None
         with no_graph():
             self.good = {name: tensor.clone() for name, tensor in self.tensors.items()}
             self.loss = torch.zeros((), dtype=torch.float64, device=self.device)
             self.mean: dict[str, Tensor] = {}
             self.best: dict[str, Tensor] = {}
         self.last_good, self.n_averaged, self.best_score, self.waited, self.spent = 0, 0, -math.inf, 0, 0.0
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers, asked for anew: a model may put a new tensor in a buffer's place."""
+        return dict(named(self.model))
 
     # --- the steps ---------------------------------------------------------------------------------------------------
 
@@ -360,9 +383,10 @@ class _Run:
         share = min(1.0, (self.update + 1) / (self.total * warmup)) if warmup else 1.0
         ball: BallArguments = {**self.ball, "epsilon": self.settings["epsilon"] * share}
         rank = rank_of(self.group)
-        _global_generator(self.device).manual_seed((seed + rank) % 2**63)
+        global_generator(self.device).manual_seed((seed + rank) % 2**63)
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
+            stack.enter_context(self._labels_checked(part))
             if part.total is None:
                 self.draws.manual_seed((seed + rank) % 2**63)
             else:
@@ -391,6 +415,36 @@ class _Run:
             _add_up(self.parameters, rows, self.group)
         self.optimizer.step()
 
+    @contextmanager
+    def _labels_checked(self, part: Part) -> Iterator[None]:
+        """Raise a ValueError if a label is none of the classes that the model has, which its first answer shows.
+
+        On a GPU torch would end the process.
+        """
+        least = self.method.least_label
+
+        def check(*_: Any) -> None:
+            wrong = [label for label in part.ends if least is not None and not least <= label < (self.n_classes or 0)]
+            if wrong and self.n_classes:
+                raise ValueError(
+                    f"`labels` should be from {least} to {self.n_classes - 1}: the model has {self.n_classes} classes. "
+                    f"Found {wrong[0]}."
+                )
+
+        def look(module: nn.Module, inputs: Any, logits: Any) -> None:
+            self.n_classes = logits.shape[1] if isinstance(logits, Tensor) and logits.dim() == 2 else 0
+            check()
+
+        if self.n_classes is not None:
+            check()
+            yield
+            return
+        hook = self.model.register_forward_hook(look)
+        try:
+            yield
+        finally:
+            hook.remove()
+
     def _average(self) -> None:
         """Take the model into its running mean, whose weights add up to 1 from the first update on."""
         decay = self.settings["average"]
@@ -402,7 +456,7 @@ class _Run:
             if not self.mean:
                 self.mean = {name: _wide(tensor) for name, tensor in self.tensors.items()}
             for name, tensor in self.tensors.items():
-                if tensor.is_floating_point():
+                if tensor.is_floating_point() and name not in self.infinite:
                     self.mean[name].lerp_(tensor.to(self.mean[name].dtype), weight)
                 else:
                     self.mean[name].copy_(tensor)
@@ -412,11 +466,18 @@ class _Run:
         if self.group is None:
             return
         with no_graph():
-            for buffer in self.model.buffers():
-                if buffer.is_floating_point():
-                    all_reduce(buffer, group=self.group)
-                    buffer.div_(world_of(self.group))
-            from_first_rank((b for b in self.model.buffers() if not b.is_floating_point()), self.group)
+            parameters = dict(self.model.named_parameters())
+            for name, buffer in self.tensors.items():
+                if name in parameters:
+                    continue
+                first = buffer.clone()
+                from_first_rank([first], self.group)
+                if buffer.is_floating_point() and name not in self.infinite:
+                    # The mean of what they differ by: a constant stays as it is to the bit, also the least of numbers.
+                    change = buffer - first
+                    all_reduce(change, group=self.group)
+                    first += change / world_of(self.group)
+                buffer.copy_(first)
 
     # --- the ends of epochs ------------------------------------------------------------------------------------------
 
@@ -434,8 +495,9 @@ class _Run:
 
     def _evaluate(self, score: Callable[[nn.Module], Mapping[str, float]]) -> None:
         with self._averaged():
-            found = dict(score(self.model))
-            scores = _of_first_rank({name: float(value) for name, value in found.items()}, self.group)
+            with untouched(self.model), no_graph():
+                found = score(self.model)
+            scores = _of_first_rank(_as_scores(found, self.group), self.group)
             self.history.evaluated.append(self.epoch)
             for name, value in scores.items():
                 self.history.scores.setdefault(name, []).append(value)
@@ -447,12 +509,12 @@ class _Run:
                         self.best = {name: tensor.clone() for name, tensor in self.tensors.items()}
             else:
                 self.waited += 1
-        if self.settings["keep"] == "best" and "robust" not in scores:
+        patience = self.settings["patience"]
+        if (self.settings["keep"] == "best" or patience is not None) and "robust" not in scores:
             raise ValueError(f"`evaluate` should return a score called 'robust'. Found {sorted(scores)}.")
         before = self.collapse.best.get("robust", 0.0)
         if self.collapse.look(scores):
             _evaluation.warn(self.epoch, scores, before)
-        patience = self.settings["patience"]
         self.stopped = patience is not None and self.waited >= patience
 
     @contextmanager
@@ -479,7 +541,6 @@ class _Run:
             self._set(self.best)
         elif self.mean:
             self._set(self.mean)
-        self.optimizer.zero_grad(set_to_none=True)
 
     def _set(self, values: Mapping[str, Tensor]) -> None:
         with no_graph():
@@ -490,7 +551,7 @@ class _Run:
         """Keep the model if all is finite; otherwise bring the last one back that was, and raise."""
         if self.last_good == self.update:
             return
-        name = not_finite(self.tensors.items()) or ("the loss" if self._loss_is_bad() else None)
+        name = not_sound(self.tensors, self.infinite) or ("the loss" if self._loss_is_bad() else None)
         if any(bad for (bad,) in exchange((name is not None,), self.group, self.device)):
             self._set(self.good)
             name = name or "a part of another rank's state"
@@ -685,34 +746,30 @@ def _of_first_rank(value: Any, group: ProcessGroup | None) -> Any:
     return scatter(None if found is None else [found[0]] * len(found), group)
 
 
+def _as_scores(found: object, group: ProcessGroup | None) -> dict[str, float]:
+    """Return scores by name; raise a TypeError, on all ranks, if they are none."""
+    scores: dict[str, float] = {}
+    error = None
+    try:
+        scores = {name: float(value) for name, value in found.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError):
+        kind = repr(found) if isinstance(found, Mapping) else type(found).__name__
+        error = TypeError(f"`evaluate` should return scores, a number by name. Found {kind}.")
+    raise_together(error, group)
+    return scores
+
+
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Train a model, and give back the modes of its modules and the states of torch's global generators."""
-    modes = [(module, module.training) for module in model.modules()]
-    devices = sorted({tensor.device.index for _, tensor in _named(model) if tensor.is_cuda})
+def _without_gradients(parameters: list[nn.Parameter]) -> Iterator[None]:
+    """Leave no gradient behind, however training ends."""
     try:
-        with torch.random.fork_rng(devices):
-            if not model.training:
-                for module, _ in modes:
-                    module.training = True
-            yield
+        yield
     finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the buffers of a model, each once."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _global_generator(device: torch.device) -> torch.Generator:
-    """Return torch's own generator of a device, from which modules such as dropout draw."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        for parameter in parameters:
+            parameter.grad = None
 
 
 def _warn_of_local_statistics(model: nn.Module, group: ProcessGroup | None) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "VIRTUAL_CLEAN",
     "VIRTUAL_DIRECTION",
     "Direction",
+    "check_probe",
     "power_direction",
     "vat_direction",
     "vat_loss",
@@ -133,8 +134,7 @@ def power_direction(
     """
     check_count("iterations", iterations)
     xi = torch.finfo(x.dtype).eps ** (1 / 3) if xi is None else xi
-    if not 0 < xi < float("inf"):
-        raise ValueError(f"`xi` should be finite and positive. Found {xi!r}.")
+    check_probe(xi)
     with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):
         recorded = torch.is_grad_enabled()
         x = _batch(x)
@@ -244,6 +244,12 @@ def virtual_divergence(clean: Tensor, moved: Tensor) -> Tensor:
         moved: Logits at x + r, (N, C).
     """
     return divergence(stop_gradient(clean, VIRTUAL_CLEAN), moved)
+
+
+def check_probe(xi: object) -> None:
+    """Raise a ValueError unless the length of the probe of power iteration is finite and positive."""
+    if isinstance(xi, bool) or not isinstance(xi, int | float) or not 0 < xi < float("inf"):
+        raise ValueError(f"`xi` should be finite and positive. Found {xi!r}.")
 
 
 def _batch(x: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
         gamma: Largest length of the perturbation of a weight, relative to that of the weight.
 
     Returns:
-        A scalar.
+        A scalar; the loss itself of a model none of whose weights is perturbed.
 
     Raises:
         TypeError: If `model` is not a `torch.nn.Module`.
@@ -55,6 +55,8 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
         tensor(3.5000, grad_fn=<SumBackward0>)
     """
     weights = _weights(model, gamma)
+    if not weights:
+        return loss(model)
 
     def at_the_weights() -> tuple[dict[str, Tensor], Tensor]:
         # The slope is by the weights that the loss is taken at, and not by those that made an example that is not held:
@@ -143,6 +145,8 @@ def _ascended(
         recorded = torch.is_grad_enabled()
         with torch.enable_grad(), torch.random.fork_rng(devices):
             places, value = evaluate()
+        if not weights:  # of which torch takes no gradient
+            return {}
         slopes = torch.autograd.grad(
             value, list(places.values()), create_graph=recorded, allow_unused=True, materialize_grads=True
         )
