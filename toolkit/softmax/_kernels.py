@@ -191,11 +191,11 @@ def centred_product_in_plain_operations(y: Tensor, cotangent: Tensor, dim: int) 
 
 def centred_in_plain_operations(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
     r"""Return :math:`g_i - \sum_j y_j g_j`."""
-    top = y > 0.5
-    at_top = torch.where(top, cotangent, 0.0).sum(dim, keepdim=True)
-    # Counted, because a compiled `any` is slower than all the rest.
-    is_sure = torch.where(top, 1.0, 0.0).sum(dim, keepdim=True) > 0
-    pivot = torch.where(is_sure, at_top, (y * cotangent).sum(dim, keepdim=True))
+    if y.numel() == 0:
+        return cotangent
+    # One maximum says whether there is such an entry and what stands there; a compiled `any` beside it costs more.
+    at_top = torch.where(y > 0.5, cotangent, -math.inf).amax(dim, keepdim=True)
+    pivot = torch.where(at_top > -math.inf, at_top, (y * cotangent).sum(dim, keepdim=True))
     centred = cotangent - pivot
     return centred - (y * centred).sum(dim, keepdim=True)
 
