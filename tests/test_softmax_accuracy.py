@@ -11,6 +11,7 @@ from torch import Tensor
 
 from toolkit import unblock
 from toolkit.softmax import SHIFT, cross_entropy, log_softmax, logsumexp, softmax
+from toolkit.softmax._kernels import centred_product, centred_product_in_plain_operations
 
 Row = list[float]
 
@@ -85,6 +86,20 @@ def test_every_component_is_exact(name, dtype, roundoffs):
         assert worst_error(name, x, g, label % len(row)) <= roundoffs
 
     check()
+
+
+@pytest.mark.parametrize("product", [centred_product, centred_product_in_plain_operations], ids=["fast", "plain"])
+@pytest.mark.parametrize(
+    ("x", "g"),
+    [([0.0, -34.0, -79.0], [1.1, 1.1, 5.0]), ([-79.0, 0.0, -30.0], [7.0, -1000.1, -1000.1])],
+    ids=["first", "second"],
+)
+def test_the_pivot_is_the_cotangent_of_the_maximum_and_not_a_rounded_mean(product, x, g):
+    found = product(softmax(torch.tensor(x, dtype=torch.float64)), torch.tensor(g, dtype=torch.float64), -1)
+    with mpmath.workdps(50):
+        exactly, conditions = truth("softmax", x, g, 0)
+        for value, expected, condition in zip(found.tolist(), exactly, conditions, strict=True):
+            assert abs(value - expected) <= 100 * 2.0**-53 * condition
 
 
 @names
