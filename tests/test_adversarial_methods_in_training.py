@@ -91,7 +91,7 @@ REFUSED: list[tuple[type[Method], str, object, str]] = [
         methods.AWP,
         "method",
         "pgd",
-        "`method` should be a Method with a loss of its own to perturb the weights of. Found str.",
+        "`method` should be one with a loss of its own to perturb the weights of. Found str.",
     ),
 ]
 
@@ -326,7 +326,7 @@ def test_equal_settings_are_equal_methods() -> None:
 
 @pytest.mark.parametrize("method", [Free(), AWP()], ids=["free", "awp"])
 def test_weights_are_perturbed_around_a_loss(method: Method) -> None:
-    with pytest.raises(TypeError, match="`method` should be a Method with a loss of its own"):
+    with pytest.raises(TypeError, match="`method` should be one with a loss of its own"):
         AWP(method)
 
 

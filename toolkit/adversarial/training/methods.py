@@ -496,7 +496,7 @@ class AWP(Method):
     def __post_init__(self) -> None:
         if not isinstance(self.method, Method) or isinstance(self.method, AWP | Free):
             raise TypeError(
-                "`method` should be a Method with a loss of its own to perturb the weights of. "
+                "`method` should be one with a loss of its own to perturb the weights of. "
                 f"Found {type(self.method).__name__}."
             )
         check_weight("gamma", self.gamma)
