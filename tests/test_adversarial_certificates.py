@@ -3,7 +3,9 @@
 import copy
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -28,6 +30,7 @@ from toolkit.adversarial.certificates._branching import Cases, optimise, split
 from toolkit.adversarial.certificates._farthest import ball_and_box
 from toolkit.adversarial.certificates._layers import affine_chain
 from toolkit.adversarial.certificates._linear_relaxation import relaxed_bounds
+from toolkit.adversarial.networks import Normalize, mlp, small_cnn
 
 REACHED = {"linf": 0.2, "l1": 0.7}
 INSIDE = verify_relu.__globals__
@@ -229,7 +232,7 @@ def test_bound_of_every_case_holds_where_its_assumptions_do(
 ) -> None:
     model = network(*widths, 2, seed=seed)
     x, _ = batch(1, widths[0], 2, seed)
-    ball = ball_and_box(x, epsilon, norm, (0, 1), torch.float64, (norm,))
+    ball = ball_and_box(x, epsilon, norm, (0, 1), None, torch.float64, (norm,))
     with torch.no_grad():
         chain = affine_chain(model, x, torch.float64)
         hidden = relaxed_bounds(chain[:-1], ball)
@@ -257,7 +260,7 @@ def test_bound_of_every_case_holds_where_its_assumptions_do(
 def test_slopes_and_prices_raise_the_bound() -> None:
     """What is optimised is better than the lines alone, and assumptions with a price better than without."""
     model, x, labels, epsilon = relu_network("64-24-24-10 at .1")
-    ball = ball_and_box(x, epsilon, "linf", (0, 1), torch.float64, ("linf",))
+    ball = ball_and_box(x, epsilon, "linf", (0, 1), None, torch.float64, ("linf",))
     chain = affine_chain(model, x, torch.float64)
     hidden = relaxed_bounds(chain[:-1], ball)
     other = (labels + 1) % 10
@@ -434,6 +437,99 @@ def test_modes_do_not_matter_and_nothing_is_touched() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def normalised() -> dict[str, tuple[nn.Sequential, nn.Sequential]]:
+    """Networks with constants, and the same with a batch normalisation that has them for statistics."""
+    generator = torch.Generator().manual_seed(0)
+    mean, std = [0.4, -0.2, 0.7], [0.5, 1.5, 0.2]
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers = [nn.Conv2d(1, 3, 2), nn.ReLU()], [nn.Flatten(), nn.Linear(27, 3)]
+    image = small_cnn(3, 3, image_size=4, widths=[2, 3], generator=generator)
+    flat = mlp(3, 2, widths=[5], generator=generator)
+    after = [nn.Flatten(), nn.Unflatten(1, (3, 16)), nn.Flatten()]
+    widened = nn.Linear(48, 3)
+    found = {}
+    for name, make_model in {
+        "in front": lambda norm: nn.Sequential(norm(mean, std, 2), image),
+        "inside": lambda norm: nn.Sequential(nn.Sequential(*layers[0], norm(mean, std, 2)), nn.Sequential(*layers[1])),
+        "of features": lambda norm: nn.Sequential(nn.Sequential(nn.Identity(), norm(mean, std, 1)), flat),
+        "of one channel": lambda norm: nn.Sequential(nn.Flatten(2), norm(mean, std, 1), *after, widened),
+    }.items():
+        found[name] = make_model(_constants).double(), make_model(_statistics).double().eval()
+    one = nn.Sequential(Normalize(0.3, 0.5), nn.Flatten(), mlp(12, 3, widths=[4], generator=generator)).double()
+    found["one for all"] = one, nn.Sequential(_statistics([0.3] * 3, [0.5] * 3, 2), *one[1:]).double().eval()
+    return found
+
+
+def _constants(mean: list[float], std: list[float], dimensions: int) -> nn.Module:
+    del dimensions
+    return Normalize(mean, std)
+
+
+def _statistics(mean: list[float], std: list[float], dimensions: int) -> nn.Module:
+    norm = (nn.BatchNorm2d if dimensions == 2 else nn.BatchNorm1d)(len(mean), eps=0, affine=False)
+    norm.running_mean.copy_(torch.tensor(mean))
+    norm.running_var.copy_(torch.tensor(std).double().square())
+    return norm
+
+
+SHAPES = {"in front": (3, 4, 4), "inside": (1, 4, 4), "of features": (3,), "of one channel": (3, 4, 4)}
+
+
+@pytest.mark.parametrize("name", [*SHAPES, "one for all"])
+def test_constants_of_a_normalisation_are_its_statistics(name: str) -> None:
+    model, other = (copy.deepcopy(model).requires_grad_(False) for model in normalised()[name])
+    x = torch.rand(4, *SHAPES.get(name, (3, 2, 2)), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    labels, near = own_labels(model, x), {"rtol": 0, "atol": 1e-6}  # the squares of the deviations are rounded
+    torch.testing.assert_close(model(x), other(x), **near)
+    for bounds in (interval_bounds, crown_bounds):
+        for found in bounds(model, x, x):
+            torch.testing.assert_close(found, model(x), rtol=0, atol=1e-13)
+        torch.testing.assert_close(bounds(model, x - 0.1, x + 0.2), bounds(other, x - 0.1, x + 0.2), **near)
+    for certify in (certify_crown, certify_interval, interval_loss):
+        found = certify(model, x, labels, epsilon=0.05)
+        torch.testing.assert_close(found, certify(other, x, labels, epsilon=0.05), **near)
+    found = verify_relu(model, x, labels, epsilon=0.05, goal="margin")
+    torch.testing.assert_close(found.upper, worst_margins(model, found.examples, labels), rtol=0, atol=0)
+    assert (found.upper - found.lower).abs().max() < 2e-5
+    for points in draws(x, 0.05, "linf", 50):
+        assert (worst_margins(model, points, labels) >= found.lower - 1e-6).all()
+
+
+@pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
+def test_what_a_mask_holds_is_part_of_the_biases(norm: str) -> None:
+    """A network of the free inputs alone, whose first biases have what the others contribute, is another witness."""
+    model = network(6, 6, 3)
+    x, _ = batch(4, 6, 3)
+    labels = own_labels(model, x)
+    mask = torch.tensor([True, False, True, True, True, False])
+    arguments = {"epsilon": {"linf": 0.15, "l2": 0.3, "l1": 0.5}[norm], "norm": norm}
+    masked = verify_relu(model, x, labels, mask=mask, goal="margin", **arguments)
+    assert torch.equal(masked.examples[:, ~mask], x[:, ~mask])
+    assert (size(masked.examples - x, norm) <= arguments["epsilon"] * (1 + 1e-9)).all()
+    crown = certify_crown(model, x, labels, mask=mask, **arguments)
+    interval = certify_interval(model, x, labels, mask=mask, epsilon=0.15)
+    losses = []
+    for row in range(len(x)):
+        first = nn.Linear(4, 6, dtype=torch.float64)
+        with torch.no_grad():
+            first.weight.copy_(model[0].weight[:, mask])
+            first.bias.copy_(model[0].bias + model[0].weight[:, ~mask] @ x[row, ~mask])
+        reduced, one = nn.Sequential(first, *model[1:]), (x[row : row + 1, mask], labels[row : row + 1])
+        alone = verify_relu(reduced, *one, goal="margin", **arguments)
+        for found, expected in ((masked.lower, alone.lower), (masked.upper, alone.upper)):
+            torch.testing.assert_close(found[row : row + 1], expected, rtol=0, atol=2e-5 if norm != "l2" else 2e-2)
+        torch.testing.assert_close(crown[row : row + 1], certify_crown(reduced, *one, **arguments), rtol=0, atol=1e-9)
+        torch.testing.assert_close(interval[row : row + 1], certify_interval(reduced, *one, epsilon=0.15))
+        losses.append(interval_loss(reduced, *one, epsilon=0.15))
+    torch.testing.assert_close(interval_loss(model, x, labels, mask=mask, epsilon=0.15), torch.stack(losses).mean())
+    everywhere = verify_relu(model, x, labels, goal="margin", **arguments)
+    assert (everywhere.upper < masked.lower - 0.01).sum() >= 2
+    held = verify_relu(model, x, labels, mask=torch.zeros(4, 1, dtype=torch.bool), **arguments)
+    assert torch.equal(held.examples, x)
+    torch.testing.assert_close(held.upper, worst_margins(model, x, labels).detach(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("order", ["first", "last", "twice"])
 def test_rectifiers_may_stand_anywhere(order: str) -> None:
     layers = list(network(3, 4, 3))
@@ -607,18 +703,31 @@ REFUSED = {
     "layer": (nn.Sequential(nn.Linear(3, 2), nn.GELU()), {}, TypeError, "Sequential. Found GELU."),
     "own forward": (Residual(nn.Linear(3, 3)), {}, TypeError, "Sequential. Found Residual."),
     "hook": (hooked(), {}, TypeError, "`model` should have no forward hooks. Found one on Linear."),
-    "activation": (nn.Sequential(nn.Linear(3, 2), nn.Tanh()), {}, TypeError, "than ReLU. Found Tanh."),
+    "activation": (nn.Sequential(nn.Linear(3, 2), nn.Tanh()), {}, TypeError, "ReLU and Sequential. Found Tanh."),
     "statistics": (
         nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False)),
         {},
         ValueError,
         "`model` should normalise by running statistics.",
     ),
-    "falling": (
-        nn.Sequential(nn.Linear(3, 2), nn.LeakyReLU(-0.1)),
+    "channels": (
+        nn.Sequential(nn.Unflatten(1, (1, 3)), Normalize([0.1, 0.2], [1, 2]), nn.Flatten()),
         {},
         ValueError,
-        "that do not fall. Found LeakyReLU",
+        "should have 2 channels. Found 1.",
+    ),
+    "no logits": (
+        nn.Sequential(nn.Unflatten(1, (3, 1)), nn.Linear(1, 2)),
+        {},
+        ValueError,
+        "`model` should return logits of shape (N, C). Found (N, 3, 2).",
+    ),
+    "mask": (network(3, 2), {"mask": torch.ones(3)}, TypeError, "`mask` should be a Boolean tensor,"),
+    "shape of the mask": (
+        network(3, 2),
+        {"mask": torch.ones(2, dtype=torch.bool)},
+        ValueError,
+        "`mask` should broadcast to the shape of `x`, (2, 3). Found (2,).",
     ),
     "batch": (nn.Sequential(nn.Flatten(0), nn.Linear(3, 2)), {}, TypeError, "the samples of a batch apart."),
     "one logit": (network(3, 1), {}, ValueError, "`model` should return at least two logits. Found 1."),
@@ -646,6 +755,116 @@ def test_refused(name: str) -> None:
     with pytest.raises(error) as raised:
         verify_relu(model, **arguments)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("certify", [certify_crown, certify_interval, interval_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", ["layer", "no logits", "one logit", "labels", "range", "box", "mask"])
+def test_refused_by_bounds(certify: Callable[..., Tensor], name: str) -> None:
+    model, changed, error, message = REFUSED[name]
+    x, labels = batch(2, 3, 2)
+    with pytest.raises(error) as raised:
+        certify(model, **({"x": x, "labels": labels, "epsilon": 0.1} | changed))
+    assert message in str(raised.value)
+
+
+def test_activations_that_fall_are_refused() -> None:
+    x, _ = batch(2, 3, 2)
+    with pytest.raises(ValueError, match=r"that do not fall\. Found LeakyReLU"):
+        interval_bounds(nn.Sequential(nn.Linear(3, 2), nn.LeakyReLU(-0.1)), x, x)
+
+
+@pytest.mark.parametrize("of", ["relu", "crown", "interval"])
+def test_a_refusal_names_the_layers_that_are_taken_and_no_others(of: str) -> None:
+    def ask(model: nn.Module) -> None:
+        x = torch.full((1, 1, 2, 2), 0.5, dtype=torch.float64)
+        if of == "relu":
+            verify_relu(model.double(), x, torch.tensor([0]), epsilon=0.1)
+        else:
+            (crown_bounds if of == "crown" else interval_bounds)(model.double(), x, x)
+
+    with pytest.raises(TypeError) as raised:
+        ask(nn.Sequential(nn.GELU()))
+    named = str(raised.value).removeprefix("`model` should be a torch.nn.Sequential of ").split(". Found")[0]
+    flat, row, image = (nn.Flatten(),), (nn.Flatten(), nn.Unflatten(1, (1, 4))), ()
+    layers: dict[str, tuple[tuple[nn.Module, ...], nn.Module]] = {
+        "Linear": (flat, nn.Linear(4, 2)),
+        "Conv1d": (row, nn.Conv1d(1, 2, 3)),
+        "Conv2d": (image, nn.Conv2d(1, 2, 2)),
+        "BatchNorm1d": (row, nn.BatchNorm1d(1)),
+        "BatchNorm2d": (image, nn.BatchNorm2d(1)),
+        "AvgPool2d": (image, nn.AvgPool2d((1, 2))),
+        "AdaptiveAvgPool2d": (image, nn.AdaptiveAvgPool2d((1, 2))),
+        "Normalize": (image, Normalize(0.5, 0.25)),
+        "Flatten": (image, nn.Flatten()),
+        "Unflatten": (flat, nn.Unflatten(1, (2, 2))),
+        "Dropout1d": (row, nn.Dropout1d()),
+        "MaxPool1d": (row, nn.MaxPool1d(2)),
+        "MaxPool2d": (image, nn.MaxPool2d((1, 2))),
+        "Sequential": (image, nn.Sequential()),
+    }
+    names = named.replace(" and ", ", ").split(", ")
+    assert {"Linear", "Normalize", "ReLU"} <= set(names)
+    assert ("LeakyReLU" in names) == (of == "interval")
+    for name in names:
+        before, layer = layers[name] if name in layers else (image, getattr(nn, name)())
+        ask(nn.Sequential(*before, layer, nn.Flatten()))
+
+
+LABELS = {
+    "float": (torch.tensor([0.0, 1.0]), "`labels` should be integers. Found torch.float32."),
+    "boolean": (torch.tensor([False, True]), "`labels` should be integers. Found torch.bool."),
+    "complex": (torch.tensor([0j, 1j]), "`labels` should be integers. Found torch.complex64."),
+    "list": ([0, 1], "`labels` should be a tensor of integers. Found list."),
+    "array": (np.array([0, 1]), "`labels` should be a tensor of integers. Found ndarray."),
+    "none": (None, "`labels` should be a tensor of integers. Found NoneType."),
+}
+INPUTS = {
+    "one dimension": (torch.zeros(2), ValueError, "`x` should have shape (N, ...). Found (2,)."),
+    "no dimension": (torch.tensor(0.0), ValueError, "`x` should have shape (N, ...). Found ()."),
+    "integers": (torch.zeros(2, 3, dtype=torch.long), TypeError, "`x` should be floating point. Found torch.int64."),
+    "array": (np.zeros((2, 3)), TypeError, "`x` should be a tensor. Found ndarray."),
+}
+CERTIFICATES = {
+    "relu": lambda model, x, labels: verify_relu(model, x, labels, epsilon=0.1, goal="margin").upper,
+    "crown": partial(certify_crown, epsilon=0.1),
+    "interval": partial(certify_interval, epsilon=0.1),
+    "interval loss": partial(interval_loss, epsilon=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16], ids=str)
+@pytest.mark.parametrize("certificate", CERTIFICATES)
+def test_labels_may_have_any_width(certificate: str, dtype: torch.dtype) -> None:
+    model = network(3, 4, 2)
+    x, labels = batch(5, 3, 2)
+    certify = CERTIFICATES[certificate]
+    assert torch.equal(certify(model, x, labels.to(dtype)), certify(model, x, labels))
+
+
+@pytest.mark.parametrize("name", LABELS)
+@pytest.mark.parametrize("certificate", CERTIFICATES)
+def test_labels_that_are_no_integers_are_refused(certificate: str, name: str) -> None:
+    labels, message = LABELS[name]
+    with pytest.raises(TypeError) as raised:
+        CERTIFICATES[certificate](network(3, 4, 2), batch(2, 3, 2)[0], labels)
+    assert message == str(raised.value)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("certificate", CERTIFICATES)
+def test_inputs_that_are_no_batch_of_numbers_are_refused(certificate: str, name: str) -> None:
+    x, error, message = INPUTS[name]
+    with pytest.raises(error) as raised:
+        CERTIFICATES[certificate](network(3, 4, 2), x, torch.tensor([0, 1]))
+    assert message == str(raised.value)
+
+
+@pytest.mark.parametrize("bounds", [interval_bounds, crown_bounds], ids=lambda f: f.__name__)
+def test_ends_that_are_no_batch_of_numbers_are_refused(bounds: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    for x, error, message in INPUTS.values():
+        with pytest.raises(error) as raised:
+            bounds(network(3, 2), x, x)
+        assert message.replace("`x`", "`lower`") == str(raised.value)
 
 
 def test_bounds_that_cross_are_refused() -> None:

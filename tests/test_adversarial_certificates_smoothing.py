@@ -152,6 +152,7 @@ def test_the_seed_decides() -> None:
 
 REFUSED = {
     "integers": ({"x": X.long()}, TypeError, "`x` should be floating point. Found torch.int64."),
+    "array": ({"x": X.numpy()}, TypeError, "`x` should be a tensor. Found ndarray."),
     "one sample": ({"x": X[0]}, ValueError, "`x` should have shape (N, ...). Found (3,)."),
     "sigma": ({"sigma": 0.0}, ValueError, "`sigma` should be positive and finite. Found 0.0."),
     "no sigma": ({"sigma": math.nan}, ValueError, "`sigma` should be positive and finite. Found nan."),

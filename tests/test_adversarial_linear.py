@@ -297,6 +297,74 @@ REFUSED = {
 }
 
 
+LINEAR = {
+    "margin": partial(certify_linear, epsilon=0.1),
+    "distance": distance_linear,
+    "loss": partial(robust_loss_linear, epsilon=0.1),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16], ids=str)
+@pytest.mark.parametrize("function", LINEAR)
+def test_labels_may_have_any_width(function: str, dtype: torch.dtype) -> None:
+    weight, bias, x, labels = classifier(2)
+    found = LINEAR[function](weight, bias, x, labels.to(dtype))
+    assert torch.equal(found, LINEAR[function](weight, bias, x, labels))
+
+
+@pytest.mark.parametrize("function", LINEAR)
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "message"),
+    [
+        ("labels", torch.ones(N), TypeError, "`labels` should be integers. Found torch.float32."),
+        ("labels", torch.ones(N, dtype=torch.bool), TypeError, "`labels` should be integers. Found torch.bool."),
+        ("labels", [0] * N, TypeError, "`labels` should be a tensor of integers. Found list."),
+        ("labels", np.zeros(N, int), TypeError, "`labels` should be a tensor of integers. Found ndarray."),
+        ("labels", torch.arange(N) - 1, ValueError, "`labels` should be from 0 to 1. Found -1 to 5."),
+        ("x", torch.zeros(N), ValueError, "`x` should have shape (N, ...). Found (7,)."),
+        ("x", np.zeros((N, D)), TypeError, "`x` should be a tensor. Found ndarray."),
+        ("x", torch.zeros(N, D).byte(), TypeError, "`x` should be floating point. Found torch.uint8."),
+        ("mask", torch.ones(D), TypeError, "`mask` should be a Boolean tensor, True where an input may change. "),
+    ],
+    ids=["float", "bool", "list", "array", "class", "one dimension", "array of inputs", "bytes", "mask"],
+)
+def test_wrong_kinds_are_refused(
+    function: str, argument: str, value: object, error: type[Exception], message: str
+) -> None:
+    weight, bias, x, labels = classifier(2)
+    with pytest.raises(error) as raised:
+        LINEAR[function](weight, bias, **({"x": x, "labels": labels} | {argument: value}))
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_what_a_mask_holds_is_a_part_of_the_bias(norm: str) -> None:
+    weight, bias, x, labels = classifier(2)
+    mask = torch.rand(N, D, generator=torch.Generator().manual_seed(3)) < 0.6
+    margin = certify_linear(weight, bias, x, labels, epsilon=0.3, norm=norm, mask=mask)
+    distance = distance_linear(weight, bias, x, labels, norm=norm, mask=mask)
+    for row, free in enumerate(mask):
+        constant = bias + weight[:, ~free] @ x[row, ~free]
+        reduced = (weight[:, free], constant, x[row : row + 1, free], labels[row : row + 1])
+        expected = certify_linear(*reduced, epsilon=0.3, norm=norm)
+        torch.testing.assert_close(margin[row : row + 1], expected, rtol=0, atol=1e-12)
+        expected = distance_linear(*reduced, norm=norm)
+        torch.testing.assert_close(distance[row : row + 1], expected, rtol=0, atol=1e-12)
+    loss = robust_loss_linear(weight, bias, x, labels, epsilon=0.3, norm=norm, mask=mask)
+    torch.testing.assert_close(loss, F.softplus(-margin).mean(), rtol=0, atol=1e-14)
+    assert (margin > certify_linear(weight, bias, x, labels, epsilon=0.3, norm=norm) + 0.01).sum() >= 2
+
+
+def test_inputs_of_single_precision_may_lie_on_bounds_that_it_does_not_have() -> None:
+    """The nearest number to 0.1 in float32 is above 0.1: inside for an attack, so also here; it can only go down."""
+    x, labels = torch.tensor([[0.1, 0.05]]), torch.tensor([0])
+    found = certify_linear(torch.eye(2), None, x, labels, epsilon=0.2, bounds=(0, 0.1))
+    clean = x.double()[0]
+    torch.testing.assert_close(found, (0 - clean.new_tensor([0.1])), rtol=0, atol=1e-15)
+    fixed = certify_linear(torch.eye(2), None, x, labels, epsilon=0.0, bounds=(0, 0.1))
+    torch.testing.assert_close(fixed, (clean[0] - clean[1])[None], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str) -> None:
     changed, message = REFUSED[name]

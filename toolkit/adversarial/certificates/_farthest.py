@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from toolkit.adversarial.balls import Bounds, box, per_sample
+from toolkit.adversarial.balls._rounding import add_inward, shrink
+from toolkit.adversarial.balls.box import free
+from toolkit.adversarial.certificates._arguments import check_inputs
 from toolkit.blocks import no_graph
 
 __all__ = ["FARTHEST", "BallAndBox", "ball_and_box", "least_rate"]
@@ -57,6 +60,12 @@ class BallAndBox(NamedTuple):
         size: Tensor = torch.linalg.vector_norm(clipped, int(self.norm[1]), dim=1, keepdim=True)
         return clipped * (self.radius / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
 
+    def inward(self, point: Tensor) -> Tensor:
+        """Return inputs, (N, D), moved towards the clean ones by the roundings that took them out of ball or box."""
+        lower, upper = (add_inward(self.start, side) for side in self.enclosing())
+        inside = torch.clamp(point, lower, upper)
+        return inside if self.norm == "linf" else shrink(inside, self.start, self.radius, int(self.norm[1]))
+
     def rows(self, index: Tensor | slice) -> BallAndBox:
         """Return the same for some of the samples."""
         radius = self.radius.expand(len(self.start), 1)
@@ -64,18 +73,32 @@ class BallAndBox(NamedTuple):
 
 
 def ball_and_box(
-    x: Tensor, epsilon: float | Tensor, norm: str, bounds: Bounds, dtype: torch.dtype, norms: tuple[str, ...]
+    x: Tensor,
+    epsilon: float | Tensor,
+    norm: str,
+    bounds: Bounds,
+    mask: Tensor | None,
+    dtype: torch.dtype,
+    norms: tuple[str, ...],
 ) -> BallAndBox:
-    """Return the displacements within `epsilon` of `x` that stay inside of `bounds`.
+    """Return the displacements within `epsilon` of `x` that stay inside of `bounds`, 0 where `mask` is False.
 
     Raises:
-        ValueError: If `norm` is none of `norms`, `epsilon` is negative or not finite, or `x` is outside of `bounds`.
+        TypeError: If `x` is not floating point, or `mask` not Boolean.
+        ValueError: If `x` is not a batch, `norm` is none of `norms`, `epsilon` is negative or not finite, `x` is
+            outside of `bounds`, or `mask` does not broadcast to it.
     """
+    check_inputs("x", x)
     if norm not in norms:
         raise ValueError(f"`norm` should be one of {', '.join(map(repr, norms))}. Found {norm!r}.")
     with no_graph():
         start = x.to(dtype)
-        lower, upper = (bound.expand_as(start) for bound in box(start, bounds))
+        box(x, bounds)  # refuses in the dtype of x: there 0.1 may be a little more than 0.1, and is inside all the same
+        ends = (torch.as_tensor(end, dtype=dtype, device=x.device) for end in bounds or (-math.inf, math.inf))
+        lower, upper = (take(end.expand_as(start), start) for take, end in zip(_OUTWARD, ends, strict=True))
+        change = free(start, mask)
+        if change is not None:
+            lower, upper = torch.where(change > 0, lower, start), torch.where(change > 0, upper, start)
         radius = per_sample("epsilon", epsilon, x).reshape(-1, 1).to(dtype)
         flat = start.flatten(1)
         return BallAndBox(norm, flat, radius, lower.flatten(1) - flat, upper.flatten(1) - flat)
@@ -146,5 +169,7 @@ FARTHEST: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "l2": _farthest_l2,
     "l1": _farthest_l1,
 }
+# A clean value that is out of the box by a rounding stays allowed.
+_OUTWARD = (torch.minimum, torch.maximum)
 # log(high / low) is below 2^11 in float64, and is to be known to 2^-53.
 _HALVINGS = 64

@@ -5,16 +5,36 @@ N samples, D inputs, M units of a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["Affine", "affine_chain", "is_affine", "is_monotone", "is_reshaping", "plain_layers", "run_affine"]
+from toolkit.adversarial.networks import Normalize
 
-_AFFINE = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+__all__ = [
+    "Affine",
+    "affine_chain",
+    "check_logits",
+    "is_affine",
+    "is_monotone",
+    "is_reshaping",
+    "plain_layers",
+    "run_affine",
+]
+
+_AFFINE = (
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.AvgPool2d,
+    nn.AdaptiveAvgPool2d,
+    Normalize,
+)
 _RESHAPING = (nn.Flatten, nn.Unflatten)
 _NOTHING = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.AlphaDropout)  # in evaluation mode
 _MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn.MaxPool1d, nn.MaxPool2d)
@@ -32,8 +52,12 @@ class Affine(NamedTuple):
     bias: Tensor
 
 
-def plain_layers(model: nn.Module) -> list[nn.Module]:
+def plain_layers(model: nn.Module, activations: tuple[type[nn.Module], ...] = _MONOTONE) -> list[nn.Module]:
     """Return the layers of a model that is a chain, without those that do nothing in evaluation mode.
+
+    Args:
+        model: A `torch.nn.Sequential`.
+        activations: The nonlinear layers that it may have.
 
     Raises:
         TypeError: If `model` is not a `torch.nn.Sequential` of layers that are known here, or has hooks.
@@ -41,13 +65,11 @@ def plain_layers(model: nn.Module) -> list[nn.Module]:
     """
     layers = list(_flat(model))
     for layer in layers:
-        if type(layer) not in _AFFINE + _RESHAPING + _MONOTONE:
-            known = ", ".join(kind.__name__ for kind in _AFFINE + _RESHAPING + _NOTHING + _MONOTONE)
+        if type(layer) not in _AFFINE + _RESHAPING + activations:
+            known = ", ".join(kind.__name__ for kind in _AFFINE + _RESHAPING + _NOTHING + activations)
             raise TypeError(
                 f"`model` should be a torch.nn.Sequential of {known} and Sequential. Found {type(layer).__name__}."
             )
-        if layer._forward_hooks or layer._forward_pre_hooks:
-            raise TypeError(f"`model` should have no forward hooks. Found one on {type(layer).__name__}.")
         if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) and layer.running_var is None:
             raise ValueError(
                 "`model` should normalise by running statistics. Found a batch normalisation that has none."
@@ -62,9 +84,12 @@ def _falls(layer: nn.LeakyReLU | nn.ELU) -> bool:
 
 
 def _flat(model: nn.Module) -> Iterator[nn.Module]:
+    # Before any is left out: with a hook, or a forward of its own, even an identity may do anything.
+    if model._forward_hooks or model._forward_pre_hooks:
+        raise TypeError(f"`model` should have no forward hooks. Found one on {type(model).__name__}.")
+    if "forward" in vars(model):
+        raise TypeError(f"`model` should have the forward of its layers. Found another on {type(model).__name__}.")
     if isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward:
-        if model._forward_hooks or model._forward_pre_hooks:
-            raise TypeError("`model` should have no forward hooks. Found one on Sequential.")
         for child in model:
             yield from _flat(child)
     elif type(model) not in _NOTHING:
@@ -104,15 +129,8 @@ def run_affine(
     if isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):  # W is not negative, and b is zero
         pooled: Tensor = layer.forward(input)
         return pooled
-    if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
-        assert layer.running_mean is not None
-        assert layer.running_var is not None
-        scale = (layer.running_var.to(input) + layer.eps).rsqrt()
-        if layer.weight is not None:
-            scale = scale * layer.weight.to(input)
-        bias = -layer.running_mean.to(input) * scale
-        if layer.bias is not None:
-            bias = bias + layer.bias.to(input)
+    if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | Normalize):
+        scale, bias = _scale_and_bias(layer, input)
         shape = (1, -1, *[1] * (input.dim() - 2))
         return input * weight(scale).reshape(shape) + (bias if shift is None else shift).reshape(shape)
     assert isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
@@ -121,6 +139,25 @@ def run_affine(
         return F.linear(input, weight(layer.weight.to(input)), own)
     convolved: Tensor = layer._conv_forward(input, weight(layer.weight.to(input)), own)
     return convolved
+
+
+def _scale_and_bias(layer: nn.BatchNorm1d | nn.BatchNorm2d | Normalize, input: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a layer multiplies each channel by and what it then adds, (C,), or (1,) where it is one for all."""
+    if isinstance(layer, Normalize):
+        mean, scale = layer.mean.to(input), 1 / layer.std.to(input)
+    else:
+        assert layer.running_mean is not None
+        assert layer.running_var is not None
+        mean, scale = layer.running_mean.to(input), (layer.running_var.to(input) + layer.eps).rsqrt()
+        if layer.weight is not None:
+            scale = scale * layer.weight.to(input)
+    # Without this a channel of the input would be repeated for each of the layer's.
+    if len(scale) != input.shape[1] and not (isinstance(layer, Normalize) and len(scale) == 1):
+        raise ValueError(f"The input of {layer} should have {len(scale)} channels. Found {input.shape[1]}.")
+    bias = -mean * scale
+    if not isinstance(layer, Normalize) and layer.bias is not None:
+        bias = bias + layer.bias.to(input)
+    return scale, bias
 
 
 def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine]:
@@ -136,11 +173,12 @@ def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine
 
     Raises:
         TypeError: If the model is not a chain, or has other nonlinear layers than `torch.nn.ReLU`.
+        ValueError: If it does not return a vector for each sample.
     """
     chain: list[Affine] = []
     current = _Map.identity(x.shape[1:], dtype, x.device)
     changed = True
-    for layer in plain_layers(model):
+    for layer in plain_layers(model, (nn.ReLU,)):
         if isinstance(layer, nn.ReLU):
             if changed:  # the rectifier of a rectifier is the same
                 chain.append(current.dense())
@@ -150,14 +188,19 @@ def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine
         if is_affine(layer):
             zero = torch.zeros(1, dtype=dtype, device=x.device)
             current = _Map(run_affine(layer, current.columns, shift=zero), run_affine(layer, current.offset))
-        elif is_reshaping(layer):
-            current = _Map(layer.forward(current.columns), layer.forward(current.offset))
         else:
-            raise TypeError(f"`model` should have no other activation than ReLU. Found {type(layer).__name__}.")
+            current = _Map(layer.forward(current.columns), layer.forward(current.offset))
         if len(current.offset) != 1:
             raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
         changed = True
+    check_logits(current.offset.shape)
     return [*chain, current.dense()]
+
+
+def check_logits(shape: Sequence[int]) -> None:
+    """Raise a ValueError unless the shape of the logits is (N, C)."""
+    if len(shape) != 2:
+        raise ValueError(f"`model` should return logits of shape (N, C). Found (N, {', '.join(map(str, shape[1:]))}).")
 
 
 class _Map(NamedTuple):

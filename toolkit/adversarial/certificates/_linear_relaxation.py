@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit.adversarial.certificates._farthest import BallAndBox
 from toolkit.adversarial.certificates._layers import Affine
 
-__all__ = ["Interval", "interval_of_affine", "lines", "relaxed_bounds", "relaxed_lower_bound"]
+__all__ = ["Interval", "interval_of_affine", "lines", "pieces", "relaxed_bounds", "relaxed_lower_bound", "width_of"]
 
 
 class Interval(NamedTuple):
@@ -21,6 +21,10 @@ class Interval(NamedTuple):
 
     lower: Tensor
     upper: Tensor
+
+    def rows(self, index: slice) -> Interval:
+        """Return the same for some of the samples."""
+        return Interval(self.lower[index], self.upper[index])
 
 
 def interval_of_affine(layer: Affine, input: Interval) -> Interval:
@@ -33,6 +37,9 @@ def interval_of_affine(layer: Affine, input: Interval) -> Interval:
 def relaxed_bounds(chain: list[Affine], ball: BallAndBox) -> list[Interval]:
     """Return the bounds before each rectifier, and of the last layer: the tighter of the relaxed and the interval's.
 
+    A linear function of a layer for every unit of a later one and every sample would be too much at once: they are
+    taken in pieces, so that memory does not grow with the number of samples.
+
     Args:
         chain: Layers between rectifiers.
         ball: The inputs.
@@ -42,9 +49,24 @@ def relaxed_bounds(chain: list[Affine], ball: BallAndBox) -> list[Interval]:
     found: list[Interval] = []
     for depth, layer in enumerate(chain):
         plain = interval_of_affine(layer, input)
-        objective = torch.cat([layer.weight, -layer.weight]).expand(len(ball.start), -1, -1)
-        constant = torch.cat([layer.bias, -layer.bias]).expand(len(ball.start), -1)
-        lower, negated = relaxed_lower_bound(objective, constant, chain[:depth], found, ball)[0].chunk(2, 1)
+        objective, constant = torch.cat([layer.weight, -layer.weight]), torch.cat([layer.bias, -layer.bias])
+        width = width_of(chain[:depth], ball)
+        both = []
+        for rows in pieces(len(ball.start), len(objective) * width):
+            part, before = ball.rows(rows), [interval.rows(rows) for interval in found]
+            n_rows = len(part.start)
+            sides = [
+                relaxed_lower_bound(
+                    objective[units].expand(n_rows, -1, -1),
+                    constant[units].expand(n_rows, -1),
+                    chain[:depth],
+                    before,
+                    part,
+                )[0]
+                for units in pieces(len(objective), n_rows * width)
+            ]
+            both.append(torch.cat(sides, 1))
+        lower, negated = torch.cat(both).chunk(2, 1)
         bounds = Interval(torch.maximum(lower, plain.lower), torch.minimum(-negated, plain.upper))
         found.append(bounds)
         input = Interval(bounds.lower.clamp(min=0), bounds.upper.clamp(min=0))
@@ -79,6 +101,21 @@ def relaxed_lower_bound(
         objective = through @ layer.weight
     point = ball.start[:, None] + ball.farthest(-objective)
     return (objective * point).sum(-1) + constant, point
+
+
+def width_of(chain: list[Affine], ball: BallAndBox) -> int:
+    """Return the most inputs or units that a linear function is followed through."""
+    return max(ball.start.shape[1], *(len(layer.bias) for layer in chain), 1)
+
+
+def pieces(count: int, numbers: int) -> list[slice]:
+    """Return slices of `count` things, each of which takes so many numbers; one, perhaps empty, if there are none."""
+    at_once = max(1, _NUMBERS // max(1, numbers))
+    return [slice(begin, begin + at_once) for begin in range(0, max(1, count), at_once)]
+
+
+# Of a tensor of a piece: in float64 8 MiB, and up to about twenty live at once (in L1, which sorts).
+_NUMBERS = 2**20
 
 
 def lines(lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """Bounds of the logits over all inputs of a ball: by intervals, to train with, and by linear relaxations, to certify.
 
-Every bound holds for the model in evaluation mode, up to the rounding of the inputs' dtype: certify in float64.
+Every bound holds for the model in evaluation mode. Certificates are computed in float64, whatever the dtype of the
+inputs and the model, and hold up to its rounding; the other bounds, and the loss, are in the dtype of the inputs.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -12,9 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.certificates._arguments import check_inputs, class_labels
 from toolkit.adversarial.certificates._farthest import FARTHEST, BallAndBox, ball_and_box
-from toolkit.adversarial.certificates._layers import affine_chain, is_affine, is_reshaping, plain_layers, run_affine
-from toolkit.adversarial.certificates._linear_relaxation import Interval, relaxed_bounds, relaxed_lower_bound
+from toolkit.adversarial.certificates._layers import (
+    affine_chain,
+    check_logits,
+    is_affine,
+    is_reshaping,
+    plain_layers,
+    run_affine,
+)
+from toolkit.adversarial.certificates._linear_relaxation import (
+    Interval,
+    pieces,
+    relaxed_bounds,
+    relaxed_lower_bound,
+    width_of,
+)
 from toolkit.blocks import no_graph
 
 __all__ = ["certify_crown", "certify_interval", "crown_bounds", "interval_bounds", "interval_loss"]
@@ -28,9 +43,9 @@ def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Ten
 
     Args:
         model: A `torch.nn.Sequential` of affine layers (Linear, Conv1d, Conv2d, BatchNorm1d and 2d, AvgPool2d,
-            AdaptiveAvgPool2d), activations that do not fall (ReLU, LeakyReLU, ELU, Softplus, Sigmoid, Tanh, MaxPool1d
-            and 2d), Flatten, Unflatten, Identity, dropout and Sequential. Batch normalisation uses its running
-            statistics and dropout does nothing, whatever mode they are in.
+            AdaptiveAvgPool2d, `Normalize`), activations that do not fall (ReLU, LeakyReLU, ELU, Softplus, Sigmoid,
+            Tanh, MaxPool1d and 2d), Flatten, Unflatten, Identity, dropout and Sequential. Batch normalisation uses its
+            running statistics and dropout does nothing, whatever mode they are in.
         lower: Least inputs, (N, ...), floating point.
         upper: Greatest inputs, (N, ...).
 
@@ -38,7 +53,7 @@ def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Ten
         The least and the greatest logits, each (N, C).
 
     Raises:
-        TypeError: If the model has other layers, or hooks.
+        TypeError: If the model has other layers, or hooks, or the bounds are not floating point.
         ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
 
     Source:
@@ -56,7 +71,13 @@ def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Ten
 
 
 def interval_loss(
-    model: nn.Module, x: Tensor, labels: Tensor, *, epsilon: float | Tensor, bounds: Bounds = (0, 1)
+    model: nn.Module,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return an upper bound of the mean worst-case cross entropy in a Linf ball: the loss of certified training.
 
@@ -69,16 +90,19 @@ def interval_loss(
     Args:
         model: As in `interval_bounds`, from inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,), integers.
+        labels: (N,), integers of any width.
         epsilon: Radius of the ball; one for all, or (N,).
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
 
     Returns:
         A scalar, in nats per sample.
 
     Raises:
-        TypeError: If the model has other layers, or hooks.
-        ValueError: If shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside of `bounds`.
+        TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
+            `mask` is not Boolean.
+        ValueError: If shapes do not fit, a label is not a class, `epsilon` is negative or not finite, or `x` lies
+            outside of `bounds`.
 
     Source:
         Gowal et al., "On the effectiveness of interval bound propagation for training verifiably robust models", 2018.
@@ -90,34 +114,44 @@ def interval_loss(
         >>> f"{interval_loss(model, x, torch.tensor([0]), epsilon=0.5).item():.4f}"
         '0.6931'
     """
-    margins = _interval_margins(model, x, labels, epsilon, bounds)
-    return F.cross_entropy(-margins, labels)  # the margin of the label itself is 0
+    check_inputs("x", x)
+    margins, index = _interval_margins(model, x, labels, epsilon, bounds, mask, x.dtype)
+    return F.cross_entropy(-margins, index)  # the margin of the label itself is 0
 
 
 def certify_interval(
-    model: nn.Module, x: Tensor, labels: Tensor, *, epsilon: float | Tensor, bounds: Bounds = (0, 1)
+    model: nn.Module,
+    x: Tensor,
+    labels: Tensor,
+    *,
+    epsilon: float | Tensor,
+    bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return a lower bound of the worst-case margin in a Linf ball, by intervals.
 
-    A sample with a positive result is certified; the others are undecided. The arguments are those of
-    `interval_loss`.
+    A sample with a positive result is certified; the others are undecided. Computed in float64. The arguments are
+    those of `interval_loss`.
 
     Returns:
-        (N,), in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``.
+        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``, up to
+        the rounding of float64.
 
     Raises:
-        TypeError: If the model has other layers, or hooks.
-        ValueError: If shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside of `bounds`.
+        TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
+            `mask` is not Boolean.
+        ValueError: If shapes do not fit, a label is not a class, `epsilon` is negative or not finite, or `x` lies
+            outside of `bounds`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         >>> _ = model[0].load_state_dict({"weight": torch.tensor([[3.0, 4.0], [0.0, 0.0]]), "bias": torch.zeros(2)})
         >>> certify_interval(model, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5)
-        tensor([3.5000])
+        tensor([3.5000], dtype=torch.float64)
     """
     with no_graph():
-        margins = _interval_margins(model, x, labels, epsilon, bounds)
-        return margins.scatter(1, labels[:, None], torch.inf).amin(1)
+        margins, index = _interval_margins(model, x, labels, epsilon, bounds, mask, torch.float64)
+        return margins.scatter(1, index[:, None], torch.inf).amin(1)
 
 
 def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,7 +170,7 @@ def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor
         The least and the greatest logits, each (N, C).
 
     Raises:
-        TypeError: If the model has other layers, or hooks.
+        TypeError: If the model has other layers, or hooks, or the bounds are not floating point.
         ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
 
     Source:
@@ -166,6 +200,7 @@ def certify_crown(
     epsilon: float | Tensor,
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return a lower bound of the worst-case margin, by linear relaxation (CROWN).
 
@@ -175,19 +210,21 @@ def certify_crown(
     Args:
         model: As in `crown_bounds`, from inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,), integers.
+        labels: (N,), integers of any width.
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
 
     Returns:
-        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``, and of
-        a model without activations equal to it.
+        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``, up to
+        the rounding of float64, and of a model without activations equal to it.
 
     Raises:
-        TypeError: If the model has other layers, or hooks.
-        ValueError: If `norm` is unknown, shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside
-            of `bounds`.
+        TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
+            `mask` is not Boolean.
+        ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, `epsilon` is negative or not
+            finite, or `x` lies outside of `bounds`.
 
     Source:
         Zhang, Weng, Chen, Hsieh and Daniel, "Efficient neural network robustness certification with general activation
@@ -200,13 +237,19 @@ def certify_crown(
         tensor([4.5000], dtype=torch.float64)
     """
     with no_graph():
-        ball = ball_and_box(x, epsilon, norm, bounds, torch.float64, tuple(FARTHEST))
+        ball = ball_and_box(x, epsilon, norm, bounds, mask, torch.float64, tuple(FARTHEST))
         chain = affine_chain(model, x, torch.float64)
-        check_labels(labels, x, len(chain[-1].bias))
-        hidden = relaxed_bounds(chain[:-1], ball)
-        weight, bias = margin_layer(chain[-1].weight, chain[-1].bias, labels)
-        margins, _ = relaxed_lower_bound(weight, bias, chain[:-1], hidden, ball)
-        return margins.scatter(1, labels[:, None], torch.inf).amin(1)
+        *rectified, last = chain
+        index = model_labels(labels, x, len(last.bias))
+        hidden = relaxed_bounds(rectified, ball)
+        found = []
+        for rows in pieces(len(x), len(last.bias) * width_of(rectified, ball)):
+            weight, bias = margin_layer(last.weight, last.bias, index[rows])
+            margins, _ = relaxed_lower_bound(
+                weight, bias, rectified, [interval.rows(rows) for interval in hidden], ball.rows(rows)
+            )
+            found.append(margins.scatter(1, index[rows, None], torch.inf).amin(1))
+        return torch.cat(found)
 
 
 def margin_layer(weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,18 +257,17 @@ def margin_layer(weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, 
     return weight[labels][:, None] - weight, bias[labels][:, None] - bias
 
 
-def check_labels(labels: Tensor, x: Tensor, n_classes: int) -> None:
-    """Raise a ValueError where `labels` are not the classes of the samples of `x`."""
-    if labels.shape != x.shape[:1]:
-        raise ValueError(f"`labels` should have shape ({len(x)},). Found {tuple(labels.shape)}.")
+def model_labels(labels: Tensor, x: Tensor, n_classes: int) -> Tensor:
+    """Return the labels as an index; raise if they, or the number of logits of the model, do not fit."""
     if n_classes < 2:
         raise ValueError(f"`model` should return at least two logits. Found {n_classes}.")
-    if len(labels) and not (labels.min() >= 0 and labels.max() < n_classes):
-        raise ValueError(f"`labels` should be from 0 to {n_classes - 1}. Found {labels.min()} to {labels.max()}.")
+    return class_labels(labels, x, n_classes)
 
 
 def _check_interval(lower: Tensor, upper: Tensor) -> None:
-    if lower.shape != upper.shape or lower.dim() < 2:
+    check_inputs("lower", lower)
+    check_inputs("upper", upper)
+    if lower.shape != upper.shape:
         raise ValueError(
             f"`lower` and `upper` should have one shape (N, ...). Found {tuple(lower.shape)} and {tuple(upper.shape)}."
         )
@@ -243,28 +285,40 @@ def _through(layers: list[nn.Module], interval: Interval) -> Interval:
             half = run_affine(layer, (upper - lower) / 2, shift=zero, weight=torch.abs)
             lower, upper = middle - half, middle + half
         else:
-            lower, upper = layer.forward(lower), layer.forward(upper)
+            # A copy for layers that write into their input: it may be the caller's, and both sides may be one tensor.
+            copied = getattr(layer, "inplace", False)
+            lower, upper = (layer.forward(side.clone() if copied else side) for side in (lower, upper))
         if is_reshaping(layer) and len(lower) != len(interval.lower):
             raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
     return Interval(lower, upper)
 
 
-def _interval_margins(model: nn.Module, x: Tensor, labels: Tensor, epsilon: float | Tensor, bounds: Bounds) -> Tensor:
-    """Return lower bounds of ``z_y - z_j``, (N, C), in the dtype of `x`."""
-    ball = ball_and_box(x, epsilon, "linf", bounds, x.dtype, ("linf",))
+def _interval_margins(
+    model: nn.Module,
+    x: Tensor,
+    labels: Tensor,
+    epsilon: float | Tensor,
+    bounds: Bounds,
+    mask: Tensor | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Return lower bounds of ``z_y - z_j``, (N, C), in a dtype, and the labels as an index."""
+    ball = ball_and_box(x, epsilon, "linf", bounds, mask, dtype, ("linf",))
     below, above = ball.enclosing()
     input = Interval((ball.start + below).reshape(x.shape), (ball.start + above).reshape(x.shape))
     layers = plain_layers(model)
-    if layers and isinstance(layers[-1], nn.Linear) and x.dim() >= 2:
+    if layers and isinstance(layers[-1], nn.Linear):
         last = layers[-1]
         lower, upper = _through(layers[:-1], input)
-        weight = last.weight.to(x)
-        bias = weight.new_zeros(len(weight)) if last.bias is None else last.bias.to(x)
-        check_labels(labels, x, len(weight))
-        difference, constant = margin_layer(weight, bias, labels)
+        weight = last.weight.to(lower)
+        check_logits((*lower.shape[:-1], len(weight)))
+        bias = weight.new_zeros(len(weight)) if last.bias is None else last.bias.to(lower)
+        index = model_labels(labels, x, len(weight))
+        difference, constant = margin_layer(weight, bias, index)
         middle, half = (lower + upper) / 2, (upper - lower) / 2
-        return (difference @ middle[:, :, None] - difference.abs() @ half[:, :, None])[..., 0] + constant
+        return (difference @ middle[:, :, None] - difference.abs() @ half[:, :, None])[..., 0] + constant, index
     lower, upper = _through(layers, input)
-    check_labels(labels, x, lower.shape[1])
-    margins = lower.gather(1, labels[:, None]) - upper
-    return margins.scatter(1, labels[:, None], 0)
+    check_logits(lower.shape)
+    index = model_labels(labels, x, lower.shape[1])
+    margins = lower.gather(1, index[:, None]) - upper
+    return margins.scatter(1, index[:, None], 0), index

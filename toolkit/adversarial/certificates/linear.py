@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.certificates._arguments import check_inputs, class_labels
 from toolkit.adversarial.certificates._farthest import FARTHEST, ball_and_box, least_rate
 from toolkit.blocks import no_graph
 
@@ -30,6 +31,7 @@ def certify_linear(
     epsilon: float | Tensor,
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return the smallest margin that any perturbation can reach, exactly.
 
@@ -43,17 +45,19 @@ def certify_linear(
         weight: (C, D).
         bias: (C,) or None.
         x: Clean inputs, (N, D), inside of `bounds`.
-        labels: (N,), integers.
+        labels: (N,), integers of any width.
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
 
     Returns:
         (N,), float64, in the units of the logits.
 
     Raises:
-        ValueError: If `norm` is unknown, shapes do not fit, `epsilon` is negative or not finite, or `x` lies outside
-            of `bounds`.
+        TypeError: If `x` is not floating point, `labels` are not integers, or `mask` is not Boolean.
+        ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, `epsilon` is negative or not
+            finite, or `x` lies outside of `bounds`.
 
     Source:
         Linf without a box: Goodfellow, Shlens and Szegedy, "Explaining and harnessing adversarial examples", 2015,
@@ -65,8 +69,8 @@ def certify_linear(
         >>> certify_linear(weight, None, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2")
         tensor([4.5000], dtype=torch.float64)
     """
-    weight, bias = _check_classifier(weight, bias, x, labels)
-    ball = ball_and_box(x, epsilon, norm, bounds, torch.float64, tuple(FARTHEST))
+    weight, bias, labels = _check_classifier(weight, bias, x, labels)
+    ball = ball_and_box(x, epsilon, norm, bounds, mask, torch.float64, tuple(FARTHEST))
     margins = []
     for other in range(len(weight)):
         towards = weight[other] - weight[labels]
@@ -85,6 +89,7 @@ def robust_loss_linear(
     epsilon: float | Tensor,
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return the mean worst-case cross entropy of a linear classifier of two classes, exactly.
 
@@ -96,15 +101,17 @@ def robust_loss_linear(
         weight: (2, D).
         bias: (2,) or None.
         x: Clean inputs, (N, D), inside of `bounds`.
-        labels: (N,), 0 or 1.
+        labels: (N,), 0 or 1, integers of any width.
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
 
     Returns:
         A scalar, float64, in nats per sample.
 
     Raises:
+        TypeError: As in `certify_linear`.
         ValueError: If there are not two classes, or as in `certify_linear`.
 
     Source:
@@ -120,7 +127,7 @@ def robust_loss_linear(
         raise ValueError(
             f"`weight` should have shape (2, D): the worst case is exact for two classes. Found {tuple(weight.shape)}."
         )
-    margin = certify_linear(weight, bias, x, labels, epsilon=epsilon, norm=norm, bounds=bounds)
+    margin = certify_linear(weight, bias, x, labels, epsilon=epsilon, norm=norm, bounds=bounds, mask=mask)
     return F.softplus(-margin).mean()
 
 
@@ -132,6 +139,7 @@ def distance_linear(
     *,
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
 ) -> Tensor:
     """Return how far the nearest input is on which the classifier errs, exactly: what minimal-norm attacks look for.
 
@@ -145,16 +153,18 @@ def distance_linear(
         weight: (C, D).
         bias: (C,) or None.
         x: Clean inputs, (N, D), inside of `bounds`.
-        labels: (N,), integers.
+        labels: (N,), integers of any width.
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
 
     Returns:
         (N,), float64. Zero where the classifier errs at `x` or is undecided; infinite where it is right on the whole
         box.
 
     Raises:
-        ValueError: If `norm` is unknown, shapes do not fit, or `x` lies outside of `bounds`.
+        TypeError: If `x` is not floating point, `labels` are not integers, or `mask` is not Boolean.
+        ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, or `x` lies outside of `bounds`.
 
     Source:
         Without a box: Moosavi-Dezfooli, Fawzi and Frossard, "DeepFool: a simple and accurate method to fool deep
@@ -165,8 +175,8 @@ def distance_linear(
         >>> distance_linear(weight, None, torch.ones(1, 2), torch.tensor([0]), norm="l2", bounds=None)
         tensor([1.4000], dtype=torch.float64)
     """
-    weight, bias = _check_classifier(weight, bias, x, labels)
-    ball = ball_and_box(x, 0.0, norm, bounds, torch.float64, tuple(FARTHEST))
+    weight, bias, labels = _check_classifier(weight, bias, x, labels)
+    ball = ball_and_box(x, 0.0, norm, bounds, mask, torch.float64, tuple(FARTHEST))
     with no_graph():
         logits = ball.start @ weight.T + bias
         distances = []
@@ -205,16 +215,16 @@ def _product(slope: Tensor, room: Tensor) -> Tensor:
     return torch.where(slope > 0, slope * room, 0)
 
 
-def _check_classifier(weight: Tensor, bias: Tensor | None, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return weight and bias in float64, or say which shape does not fit."""
+def _check_classifier(weight: Tensor, bias: Tensor | None, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return weight and bias in float64 and the labels as an index, or say what does not fit."""
     if weight.dim() != 2 or len(weight) < 2:
         raise ValueError(f"`weight` should have shape (C, D), at least two classes. Found {tuple(weight.shape)}.")
+    check_inputs("x", x)
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"`x` should have shape (N, {weight.shape[1]}). Found {tuple(x.shape)}.")
-    if labels.shape != x.shape[:1]:
-        raise ValueError(f"`labels` should have shape ({len(x)},). Found {tuple(labels.shape)}.")
+    index = class_labels(labels, x, len(weight))
     weight = weight.double()
-    return weight, weight.new_zeros(len(weight)) if bias is None else bias.double()
+    return weight, weight.new_zeros(len(weight)) if bias is None else bias.double(), index
 
 
 _DISTANCE = {"linf": _distance_linf, "l2": _distance_l2, "l1": _distance_l1}

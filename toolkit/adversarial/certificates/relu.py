@@ -22,7 +22,7 @@ from toolkit.adversarial.certificates._branching import Cases, optimise, split
 from toolkit.adversarial.certificates._farthest import BallAndBox, ball_and_box
 from toolkit.adversarial.certificates._layers import Affine, affine_chain
 from toolkit.adversarial.certificates._linear_relaxation import Interval, relaxed_bounds, relaxed_lower_bound
-from toolkit.adversarial.certificates.bounds import check_labels, margin_layer
+from toolkit.adversarial.certificates.bounds import margin_layer, model_labels
 from toolkit.blocks import no_graph
 
 __all__ = ["Verification", "verify_relu"]
@@ -72,6 +72,7 @@ def verify_relu(
     epsilon: float | Tensor,
     norm: Norm = "linf",
     bounds: Bounds = (0, 1),
+    mask: Tensor | None = None,
     goal: Goal = "verdict",
     tolerance: float = 1e-5,
     time_limit: float | None = None,
@@ -95,22 +96,24 @@ def verify_relu(
 
     Args:
         model: A `torch.nn.Sequential` of Linear, Conv1d, Conv2d, BatchNorm1d, BatchNorm2d, AvgPool2d,
-            AdaptiveAvgPool2d, ReLU, Flatten, Unflatten, Identity, dropout and Sequential, from inputs (N, ...) to
-            logits (N, C); in evaluation mode, whatever mode it is in. Its layers become dense matrices.
+            AdaptiveAvgPool2d, `Normalize`, ReLU, Flatten, Unflatten, Identity, dropout and Sequential, from inputs (N,
+            ...) to logits (N, C); in evaluation mode, whatever mode it is in. Its layers become dense matrices.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,), integers.
+        labels: (N,), integers of any width.
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
+        mask: True where an input may change, broadcast to `x`; None: everywhere.
         goal: ``"verdict"`` stops at a sample once the sign of its worst margin is known; ``"margin"`` goes on until
             `lower` and `upper` are within about `tolerance`.
         tolerance: See above; in the units of the logits.
         time_limit: Seconds for one program; a sample for which it is not enough is unknown. None for no limit.
 
     Raises:
-        TypeError: If the model has other layers, or hooks.
-        ValueError: If `norm` or `goal` is unknown, shapes do not fit, `epsilon` is negative or not finite, `tolerance`
-            or `time_limit` is not positive, or `x` lies outside of `bounds`.
+        TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
+            `mask` is not Boolean.
+        ValueError: If `norm` or `goal` is unknown, shapes do not fit, a label is not a class, `epsilon` is negative or
+            not finite, `tolerance` or `time_limit` is not positive, or `x` lies outside of `bounds`.
 
     Source:
         Tjeng, Xiao and Tedrake, "Evaluating robustness of neural networks with mixed integer programming", 2019 (the
@@ -131,17 +134,18 @@ def verify_relu(
         if value is not None and not value > 0:
             raise ValueError(f"`{argument}` should be positive. Found {value}.")
     with no_graph():
-        ball = ball_and_box(x, epsilon, norm, bounds, torch.float64, ("linf", "l2", "l1"))
+        ball = ball_and_box(x, epsilon, norm, bounds, mask, torch.float64, ("linf", "l2", "l1"))
         chain = affine_chain(model, x, torch.float64)
-        check_labels(labels, x, len(chain[-1].bias))
+        labels = model_labels(labels, x, len(chain[-1].bias))
         judge = copy.deepcopy(model).double().eval()
         search = _Search(chain, ball, labels, goal, tolerance, time_limit)
         search.branch()
         if norm != "l2":
             for row in search.undecided():
                 search.solve(row)
-        examples = search.examples.reshape(x.shape)
-        logits = judge(examples) if len(x) else search.upper.new_empty(0, 2)
+        examples = ball.inward(search.examples).reshape(x.shape)
+        # The judge gets a copy: its first layer may write into its input.
+        logits = judge(examples.clone()) if len(x) else search.upper.new_empty(0, 2)
         margins = logits.gather(1, labels[:, None]) - logits
         upper = margins.scatter(1, labels[:, None], torch.inf).amin(1)
         return Verification(torch.minimum(search.lower.amin(1), upper), upper, examples)

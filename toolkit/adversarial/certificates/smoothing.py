@@ -14,6 +14,7 @@ from scipy.stats import beta, norm
 from torch import Tensor
 
 from toolkit.adversarial._untouched import untouched
+from toolkit.adversarial.certificates._arguments import check_inputs
 from toolkit.blocks import no_graph
 
 __all__ = ["ABSTAIN", "SmoothedCertificate", "certify_smoothing"]
@@ -73,7 +74,7 @@ def certify_smoothing(
         batch_size: Noisy inputs that are put through the model at once.
 
     Raises:
-        TypeError: If `x` is not floating point.
+        TypeError: If `x` is not a floating-point tensor.
         ValueError: If `sigma`, `samples`, `samples_selection` or `batch_size` is not positive, `confidence` is not
             between 0 and 1, `x` is not a batch of samples, or the model does not return logits (B, C), or returns any
             that is not a number.
@@ -142,10 +143,7 @@ def _batches(samples: int, batch_size: int) -> Iterator[int]:
 
 
 def _check(x: Tensor, sigma: float, samples: int, samples_selection: int, confidence: float, batch_size: int) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"`x` should be floating point. Found {x.dtype}.")
-    if x.dim() < 2:
-        raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
+    check_inputs("x", x)
     if not 0 < sigma < float("inf"):
         raise ValueError(f"`sigma` should be positive and finite. Found {sigma}.")
     if not 0 < confidence < 1:

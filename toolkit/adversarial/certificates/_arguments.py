@@ -1,0 +1,50 @@
+"""What every certificate asks of inputs and labels: a wrong kind is refused, and never read as something else.
+
+N samples, C classes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["check_inputs", "class_labels"]
+
+
+def check_inputs(name: str, x: object) -> None:
+    """Raise unless `x` is a batch of floating-point samples.
+
+    Raises:
+        TypeError: If it is not a tensor, or not floating point.
+        ValueError: If it does not have shape (N, ...).
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`{name}` should be a tensor. Found {type(x).__name__}.")
+    if not x.is_floating_point():
+        raise TypeError(f"`{name}` should be floating point. Found {x.dtype}.")
+    if x.dim() < 2:
+        raise ValueError(f"`{name}` should have shape (N, ...). Found {tuple(x.shape)}.")
+
+
+def class_labels(labels: object, x: Tensor, n_classes: int) -> Tensor:
+    """Return the labels as an index, int64: torch reads bytes as a mask, and refuses most other widths.
+
+    Args:
+        labels: (N,), integers of any width.
+        x: (N, ...).
+        n_classes: C.
+
+    Raises:
+        TypeError: If they are not a tensor of integers.
+        ValueError: If there is not one for each sample, or one is not a class.
+    """
+    if not isinstance(labels, Tensor):
+        raise TypeError(f"`labels` should be a tensor of integers. Found {type(labels).__name__}.")
+    if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+        raise TypeError(f"`labels` should be integers. Found {labels.dtype}.")
+    if labels.shape != x.shape[:1]:
+        raise ValueError(f"`labels` should have shape ({len(x)},). Found {tuple(labels.shape)}.")
+    index = labels.long()
+    if len(index) and not (index.min() >= 0 and index.max() < n_classes):
+        raise ValueError(f"`labels` should be from 0 to {n_classes - 1}. Found {index.min()} to {index.max()}.")
+    return index
