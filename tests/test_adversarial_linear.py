@@ -357,12 +357,13 @@ def test_what_a_mask_holds_is_a_part_of_the_bias(norm: str) -> None:
 
 def test_inputs_of_single_precision_may_lie_on_bounds_that_it_does_not_have() -> None:
     """The nearest number to 0.1 in float32 is above 0.1: inside for an attack, so also here; it can only go down."""
-    x, labels = torch.tensor([[0.1, 0.05]]), torch.tensor([0])
+    x, labels = torch.tensor([[0.1, 0.05]]).repeat(2, 1), torch.tensor([0, 1])
     found = certify_linear(torch.eye(2), None, x, labels, epsilon=0.2, bounds=(0, 0.1))
-    clean = x.double()[0]
-    torch.testing.assert_close(found, (0 - clean.new_tensor([0.1])), rtol=0, atol=1e-15)
+    most = x[0, 0].double()
+    torch.testing.assert_close(found, torch.stack([0 - most.new_tensor(0.1), 0 - most]), rtol=0, atol=1e-15)
     fixed = certify_linear(torch.eye(2), None, x, labels, epsilon=0.0, bounds=(0, 0.1))
-    torch.testing.assert_close(fixed, (clean[0] - clean[1])[None], rtol=0, atol=0)
+    margin = most - x[0, 1].double()
+    torch.testing.assert_close(fixed, torch.stack([margin, -margin]), rtol=0, atol=1e-17)
 
 
 @pytest.mark.parametrize("name", REFUSED)
