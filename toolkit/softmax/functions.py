@@ -214,7 +214,7 @@ def cross_entropy(
     where: Tensor | None = None,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    r"""Return the cross entropy :math:`-\log \operatorname{softmax}(x)_{label}` in nats, by default the mean of the samples.
+    r"""Return the cross entropy :math:`-\log \operatorname{softmax}(x)_{label}` in nats, by default its mean.
 
     Both terms are taken after the shift: ``[1e8, 1e8]`` gives log 2. The loss of a class whose logit is ``-inf``, or
     that is left out, is infinite.
