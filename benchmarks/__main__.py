@@ -12,6 +12,7 @@ import sys
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ["OMP_NUM_THREADS"] = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv[:-1] else "1"
 
+import ctypes
 import difflib
 import importlib
 import pkgutil
@@ -25,12 +26,16 @@ from rich.table import Table
 
 import benchmarks
 
+# Options of glibc's `mallopt`, and the largest value of both.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _MOST = -1, -3, 2**30
+
 _VERSIONS = ("stopgrad", "torch", "numpy", "scipy", "scikit-learn")
 
 
 def main(chosen: list[str]) -> int:
     """Run the chosen modules, or all of them, and return the exit code."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    _keep_memory()
     if "--threads" in chosen:
         place = chosen.index("--threads")
         chosen = chosen[:place] + chosen[place + 2 :]
@@ -63,6 +68,18 @@ def main(chosen: list[str]) -> int:
     for line in skipped:
         console.print(line, highlight=False)
     return 0
+
+
+def _keep_memory() -> None:
+    """Let the allocator keep what is freed.
+
+    Else large tensors come from new pages or from old ones by luck, and new ones take several times as long as what is
+    computed: neither side of a ratio is then measured.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(_TRIM_THRESHOLD, _MOST)
+        mallopt(_MMAP_THRESHOLD, _MOST)
 
 
 def _machine() -> str:

@@ -165,9 +165,8 @@ def centred_product(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
         centred = cotangent - _pivot(y, cotangent, dim)
         return torch._softmax_backward_data(centred, y, dim, y.dtype)
     result = torch.empty_like(y)
-    room = _room(y)
     for out, part, g in _pieces(dim, result, y, cotangent):
-        centred = torch.sub(g, _pivot(part, g, -1, out), out=room[: len(part)])
+        centred = torch.sub(g, _pivot(part, g, -1, out), out=out)
         torch._softmax_backward_data(centred, part, -1, y.dtype, grad_input=out)
     return result
 
