@@ -167,7 +167,7 @@ class Config(ExperimentConfig):
     def _fits_together(self) -> Self:
         sizes = {"resnet18": 1, "cnn": 2}.get(self.network, len(self.widths))
         if len(self.widths) != sizes:
-            raise ValueError(f"widths of {self.network!r} should be {sizes}; they are {len(self.widths)}")
+            raise ValueError(f"widths of {self.network!r} should be a list of {sizes}, found {len(self.widths)}")
         names = [method.name for method in self.methods]
         if len(set(names)) < len(names):
             raise ValueError("methods should have different names")

@@ -12,7 +12,7 @@ import torch
 from contract import BlockCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, library
 from torch.func import grad, hessian, jacfwd, jacrev, vmap
 from torch.nn.functional import cross_entropy as torch_cross_entropy
 from torch.nn.functional import linear
@@ -508,19 +508,19 @@ def test_a_compiled_layer_takes_tensors_that_lie_in_memory_in_any_order(transpos
     moved = {transposed: leaves[transposed].detach().t().contiguous().t().requires_grad_()}
     arguments = (*{"input": h, "weight": weight, **moved}.values(), bias, labels, None, 4)
     operators = torch.ops.stopgrad
-    torch.library.opcheck(operators.linear_cross_entropy.default, arguments, test_utils=OPERATOR_TESTS)
+    library.opcheck(operators.linear_cross_entropy.default, arguments, test_utils=OPERATOR_TESTS)
     kept = [tensor.detach() for tensor in operators.linear_cross_entropy(*arguments)[1:]]
     plain = [tensor.detach() for tensor in arguments[:3]]
     arguments = (*plain, labels, None, *kept, torch.ones(7).double(), 4, [True, True, True, True])
     gradients_of = operators.linear_cross_entropy_backward.default
-    torch.library.opcheck(gradients_of, arguments, test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(gradients_of, arguments, test_utils=("test_schema", "test_faketensor"))
     assert all(tensor.is_contiguous() for tensor in gradients_of(*arguments))
 
 
 def test_the_operator_keeps_the_rules_of_operators():
     leaves, labels = layer(7, 5, 11), labels_for(7, 11)
     arguments = (*leaves.values(), labels, None, 4)
-    torch.library.opcheck(torch.ops.stopgrad.linear_cross_entropy.default, arguments, test_utils=OPERATOR_TESTS)
+    library.opcheck(torch.ops.stopgrad.linear_cross_entropy.default, arguments, test_utils=OPERATOR_TESTS)
 
 
 def test_an_exported_program_has_no_operator_of_ours():

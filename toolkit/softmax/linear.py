@@ -36,7 +36,7 @@ from weakref import WeakValueDictionary
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, library
 from torch.compiler import is_compiling, is_exporting
 
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
@@ -494,7 +494,7 @@ def _place(waiting: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
 # --- the operator that a compiler sees -------------------------------------------------------------------------------
 
 
-@torch.library.custom_op("stopgrad::linear_cross_entropy", mutates_args=())
+@library.custom_op("stopgrad::linear_cross_entropy", mutates_args=())
 def _operator(
     input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, where: Tensor | None, chunk_size: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -509,7 +509,7 @@ def _(
     return tuple(input.new_empty(len(input), dtype=_precision(input, weight)) for _ in range(4))
 
 
-@torch.library.custom_op("stopgrad::linear_cross_entropy_backward", mutates_args=())
+@library.custom_op("stopgrad::linear_cross_entropy_backward", mutates_args=())
 def _backward_operator(
     input: Tensor,
     weight: Tensor,

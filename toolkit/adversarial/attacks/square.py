@@ -196,7 +196,8 @@ def _moved_bump(
     bump = bumps[turned[:, None, None], places[0], places[1]]
     signs = drawn[:, 5:].sub(0.5).sign().to(dtype)[:, :, None, None]
     powers = offset.abs() ** order
-    radius = part.ball.radius.to(dtype).view(-1, 1, 1, 1)  # type: ignore[attr-defined]
+    assert isinstance(part.ball, L2Ball | L1Ball)
+    radius = part.ball.radius.to(dtype).view(-1, 1, 1, 1)
     left = (radius**order - powers.sum((1, 2, 3), keepdim=True)).clamp(min=0) / shape[0]
     budget = (left + (powers * (inside | emptied)).sum((2, 3), keepdim=True)) ** (1 / order)
     old = offset * inside
