@@ -1,6 +1,11 @@
-"""Runs the examples: in docstrings (by pytest itself), and in README.md and docs/ (by sybil)."""
+"""Settings that every test and example shares; runs the examples, in docstrings (pytest) and documents (sybil)."""
 
+import os
+from collections.abc import Iterator
 from typing import Any
+
+# Small models on two OpenMP threads that spin-wait run up to ten times slower than on one.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 from sybil import Sybil
@@ -10,6 +15,33 @@ from sybil.parsers.myst import PythonCodeBlockParser
 collect_ignore_glob = ["docs/conf.py", "docs/_build/*"]
 
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"]).pytest()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run round otherwise: `make test-portable` does."""
+    group = parser.getgroup("rounding")
+    group.addoption("--torch-threads", type=int, default=1, metavar="N", help="threads of each operation (default: 1)")
+    group.addoption("--reversed-sums", action="store_true", help="add the terms of every sum in reverse")
+
+
+@pytest.fixture(autouse=True)
+def _threads_and_a_seed(request: pytest.FixtureRequest) -> None:
+    import torch
+
+    torch.set_num_threads(request.config.getoption("--torch-threads"))
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _sums(request: pytest.FixtureRequest) -> Iterator[None]:
+    left = request.node.get_closest_marker("keeps_its_sums")
+    if left or not request.config.getoption("--reversed-sums"):
+        yield
+        return
+    from reversed_sums import reversed_sums
+
+    with reversed_sums():
+        yield
 
 
 @pytest.fixture(autouse=True)
