@@ -69,6 +69,13 @@ def mixture(kind: str, d: int = 3, k: int = 3, seed: int = 1) -> GaussianParamet
     return from_unconstrained(draws, kind)
 
 
+def settled(parameters: GaussianParameters, x: Tensor, steps: int = 200) -> GaussianParameters:
+    """Return the fixed point near a maximum: the likelihood, which ends a climb, sees only half of its digits."""
+    for _ in range(steps):
+        parameters, _ = em_step(parameters, x)
+    return parameters
+
+
 def unconstrained(kind: str) -> dict[str, Tensor]:
     return {name: value.detach().clone().requires_grad_() for name, value in to_unconstrained(mixture(kind)).items()}
 
@@ -182,9 +189,10 @@ def test_open_surrogate_is_likelihood_minus_entropy(kind):
     assert relative_error(found, log_likelihood_gradient(kind, x)(leaves)) > 0.01
 
 
+@pytest.mark.portable
 def test_maximum_of_the_likelihood_is_no_fixed_point_without_the_block():
     x = datasets.iris().inputs
-    maximum = to_unconstrained(fit(x, 3, tol=0, reg_covar=0, generator=generator()).parameters)
+    maximum = to_unconstrained(settled(fit(x, 3, reg_covar=0, generator=generator()).parameters, x))
 
     def size() -> float:
         slopes = gradient_of(lambda values: surrogate(from_unconstrained(values, "full"), x), maximum)
@@ -223,8 +231,8 @@ def test_hessian_of_blocked_surrogate_is_short_of_louis_term(kind):
 
 def test_jacobian_of_the_open_em_map_is_the_rate_of_convergence():
     x = samples(200, 1, 2, seed=3)
-    found = fit(x, 2, covariance_type="tied", tol=0, max_iter=3000, reg_covar=0, generator=generator())
-    leaves = to_unconstrained(found.parameters)
+    found = fit(x, 2, covariance_type="tied", reg_covar=0, generator=generator())
+    leaves = to_unconstrained(settled(found.parameters, x))
     sizes = [leaf.numel() for leaf in leaves.values()]
 
     def em_map(flat: Tensor) -> Tensor:
@@ -557,6 +565,7 @@ def test_a_step_that_lowers_the_likelihood_is_not_taken():
     assert found.log_likelihood == pytest.approx(maximum.log_likelihood, abs=1e-12)
 
 
+@pytest.mark.portable
 def test_restarts_keep_the_best():
     x = principal_components(datasets.digits().inputs, 4)[:300]
     g, options = (
@@ -686,22 +695,27 @@ def test_experiment_has_an_independent_target(kind):
 
 
 def test_overlapping_component_dies_without_the_block():
-    def smallest_weight(*opened: str) -> tuple[float, float]:
-        experiment = run(config(data="two_gaussians", em_is_best=True), seed=1)
+    """In 13 of 20 samples; where both survive, at seeds 9 to 14 and 16, they lose more. The least loss is 0.0068."""
+
+    def smallest_weight(seed: int, *opened: str) -> tuple[float, float]:
+        experiment = run(config(data="two_gaussians", em_is_best=True), seed=seed)
         with unblock(*opened):
-            for _ in range(400):
+            for _ in range(250):
                 experiment.optimizer.zero_grad()
                 experiment.loss().backward()
                 experiment.optimizer.step()
         metrics = experiment.evaluate()
         return metrics["smallest weight"], metrics["objective"] - experiment.objective.best
 
-    weight, gap = smallest_weight()
-    assert weight > 0.1
-    assert abs(gap) < 1e-4
-    weight, gap = smallest_weight("em.responsibilities")
-    assert weight < 0.01
-    assert gap < -5e-3
+    deaths = 0
+    for seed in range(3):
+        weight, gap = smallest_weight(seed)
+        assert weight > 0.1
+        assert abs(gap) < 1e-4
+        weight, gap = smallest_weight(seed, "em.responsibilities")
+        assert gap < -5e-3
+        deaths += weight < 0.01
+    assert deaths >= 2
 
 
 @pytest.mark.parametrize("data", ["iris", "wine", "digits", "two_gaussians"])

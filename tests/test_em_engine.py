@@ -29,11 +29,13 @@ from toolkit.em import (
     m_step,
     start,
 )
+from toolkit.em.families._common import nearest
 from toolkit.em.gaussian import _fused as fused
 from toolkit.em.gaussian import _samples
-from toolkit.em.gaussian._fit import climb_prepared
+from toolkit.em.gaussian._fit import _nearest, climb_prepared
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
 from toolkit.em.gaussian._samples import check_rows, prepare
+from toolkit.em.gaussian.missing import _nearest_in_seen
 
 F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
@@ -384,10 +386,11 @@ def test_memory_stays_bounded(tmp_path):
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 RANK = """
-import sys, torch, torch.distributed as dist
+import contextlib, sys, torch, torch.distributed as dist
 from toolkit.em import fit, start
 from toolkit.em.gaussian import _samples
 sys.path.insert(0, sys.argv[1])
+from reversed_sums import ReversedSums
 from test_em import generator, samples
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
@@ -408,8 +411,18 @@ for kind in ("full", "tied", "diag", "spherical"):
 found["own start"] = fit(x[mine], 3, n_init=2, generator=generator(rank), group=dist.group.WORLD)
 found["chunks"] = fit(list(x[mine].split(50)) or [x[:0]], 3, init=first, covariance_type="spherical", max_iter=8,
                       tol=0, accelerate="none", group=dist.group.WORLD)
+# Other ranks round otherwise, as other processors do: only the first decides when an accelerated climb ends.
+with ReversedSums() if rank else contextlib.nullcontext():
+    for n_init in (1, 5):
+        found[f"other processors, {n_init}"] = fit(
+            x[mine], 3, n_init=n_init, tol=0, max_iter=3000, generator=generator(), group=dist.group.WORLD
+        )
 errors = []
 bad = x.clone()
+twice = x[:4].repeat(9, 1)
+def leave(n_iter, value):
+    if n_iter == 3:
+        raise RuntimeError("enough")
 bad[5] = float("nan")
 for call in (
     lambda: fit(bad if rank == 0 else x, 2, group=dist.group.WORLD),
@@ -418,12 +431,14 @@ for call in (
     lambda: fit(x[:1], 50, init="random_from_data", group=dist.group.WORLD),
     lambda: fit(x[:0] if rank else x, 2, sample_weight=weight[: 0 if rank else 601], max_iter=1,
                 group=dist.group.WORLD),
+    lambda: fit(twice, 4, reg_covar=0, group=dist.group.WORLD, generator=generator()),
+    lambda: fit(x, 2, callback=leave, group=dist.group.WORLD),
 ):
     try:
         call()
         errors.append("")
-    except ValueError as error:
-        errors.append(str(error))
+    except (ValueError, RuntimeError) as error:
+        errors.append(f"{type(error).__name__}: {error}")
 found["errors"] = errors
 torch.save(found, f"{sys.argv[2]}/{rank}.pt")
 dist.destroy_process_group()
@@ -455,17 +470,22 @@ def test_ranks_fit_what_one_process_fits(tmp_path, world):
             # Two to know the data's moments, then one for each E-step, of the size of the sufficient statistics.
             assert len(reductions) == 2 + 1 + 8
             assert set(reductions[2:]) == {3 * (sum_width(kind) + 1) + 1}
-    for rank in ranks:
-        nan, different, types, few, empty = rank["errors"]
-        assert re.match(r"Rank 0: `x` should be finite. Found \[nan, .* in row 5.", nan)
+    for number, rank in enumerate(ranks):
+        nan, different, types, few, empty, singular, left = rank["errors"]
+        assert re.match(r"ValueError: Rank 0: `x` should be finite. Found \[nan, .* in row 5.", nan)
         assert "All ranks should have the same `n_components`" in different
         assert "torch.float32" in types
         assert "torch.float64" in types
         assert f"at most {world}, the number of samples" in few
         assert empty == ""
-    for name in ("own start", "chunks"):
+        assert re.match(r"ValueError: .*positive definite", singular)
+        assert left == (
+            "RuntimeError: The first rank stopped: RuntimeError: enough" if number else "RuntimeError: enough"
+        )
+    for name in ("own start", "chunks", "other processors, 1", "other processors, 5"):
         first = ranks[0][name]
         assert all(difference(rank[name].parameters, first.parameters) == 0 for rank in ranks)
+        assert all(dataclasses.replace(rank[name], parameters=first.parameters) == first for rank in ranks)
     one = fit(x, 3, covariance_type="spherical", init=first_of(x), max_iter=8, tol=0, accelerate="none")
     assert abs(ranks[0]["chunks"].log_likelihood - one.log_likelihood) < 1e-12
     assert abs(ranks[0]["own start"].log_likelihood - fit(x, 3, n_init=4, generator=generator()).log_likelihood) < 1e-3
@@ -625,6 +645,25 @@ def test_a_large_sample_is_seeded_by_a_part_of_it(monkeypatch):
     assert fit(x, 3, generator=generator()).log_likelihood == pytest.approx(
         fit(x, 3, n_init=3, generator=generator(1)).log_likelihood, abs=0.02
     )
+
+
+@pytest.mark.portable
+def test_which_mean_is_nearest_does_not_hang_on_rounding():
+    """Iris lies on a grid: a sample is as far from one mean as from another, or not, by the order of the features."""
+    x = datasets.iris().inputs
+    points = x - x.mean(0)
+    ties = 0
+    for seed in range(60):
+        means = points[torch.randperm(150, generator=generator(seed))[:3]]
+        other = points.flip(1), means.flip(1)
+        ties += not torch.equal(torch.cdist(points, means).argmin(1), torch.cdist(*other).argmin(1))
+        together = _nearest(points, means[None])[0]
+        assert torch.equal(together, _nearest(other[0], other[1][None])[0])
+        assert torch.equal(together, nearest(points, means))
+        assert torch.equal(together, nearest(*other))
+        seen = torch.ones_like(points)
+        assert torch.equal(together, _nearest_in_seen(points, seen, means))
+    assert ties > 0
 
 
 # --- beside scikit-learn --------------------------------------------------------------------------------------------

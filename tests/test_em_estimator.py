@@ -215,6 +215,7 @@ def test_weight_is_how_often_a_sample_counts(kind, start):
         assert math.isclose(of_weighed, getattr(repeated, criterion)(np.repeat(x, weights, axis=0)), rel_tol=1e-7)
 
 
+@pytest.mark.portable
 @every_type
 def test_scale_of_the_weights_and_samples_without_any_do_not_matter(kind):
     x = clusters(80)
@@ -224,8 +225,15 @@ def test_scale_of_the_weights_and_samples_without_any_do_not_matter(kind):
     one = GaussianMixture(2, **options).fit(x, sample_weight=weights)
     thousand = GaussianMixture(2, **options).fit(x, sample_weight=1000 * weights)
     without = GaussianMixture(2, **options).fit(x[weights > 0], sample_weight=weights[weights > 0])
-    assert np.allclose(one.means_, thousand.means_, rtol=1e-9)
-    assert np.array_equal(one.means_, without.means_)
+    assert np.array_equal(one.means_, without.means_)  # they are left out before anything is added up
+    assert abs(one.lower_bound_ - thousand.lower_bound_) < one.tol
+    # Jumps multiply rounding errors, which may end the fit a step sooner. Of so many plain steps, 20 scales of the
+    # weights changed the means by 8e-14.
+    steps = {**options, "accelerate": "none", "tol": 0, "max_iter": 20}
+    with pytest.warns(ConvergenceWarning):
+        few, many = (GaussianMixture(2, **steps).fit(x, sample_weight=scale * weights) for scale in (1, 1000))
+    assert np.allclose(few.means_, many.means_, rtol=1e-11)
+    assert few.n_iter_ == many.n_iter_ == 20
     assert not np.allclose(one.means_, GaussianMixture(2, **options).fit(x).means_, rtol=1e-3)
 
 

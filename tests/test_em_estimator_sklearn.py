@@ -151,6 +151,7 @@ def problems():
 PROBLEMS = {name: (x, k) for name, x, k in problems()}
 
 
+@pytest.mark.portable
 @every_type
 @pytest.mark.parametrize("name", PROBLEMS)
 @pytest.mark.parametrize("reg_covar", [0.0, 1e-6])
@@ -159,7 +160,7 @@ def test_same_steps_as_scikit_learn(name, kind, reg_covar):
     options = {"covariance_type": kind, "reg_covar": reg_covar, "max_iter": 12, "tol": 0, **start_of(x, kind, k)}
     ours = quiet(GaussianMixture(k, accelerate="none", **options), x)
     theirs = quiet(Theirs(k, **options), x)
-    # Where nothing is left to gain ours has stopped.
+    # At a maximum ours may stop: `reg_covar` lowers the likelihood there, and so may rounding, of narrow components.
     n_iter = len(ours.history_) - 1
     assert n_iter == 12 or ours.converged_
     assert abs(ours.score(x) - theirs.score(x)) < 1e-10
@@ -208,6 +209,7 @@ def test_start_by_kmeans_is_scikit_learns(kind):
         assert np.allclose(ours.covariances_[mine], theirs.covariances_[yours], rtol=1e-9)
 
 
+@pytest.mark.portable
 @every_type
 @pytest.mark.parametrize("name", ["iris", "overlapping"])
 @pytest.mark.parametrize("accelerate", ["anderson", "squarem"])
@@ -217,7 +219,8 @@ def test_acceleration_gets_further_than_many_plain_steps(name, kind, accelerate)
     ours = GaussianMixture(k, tol=1e-9, accelerate=accelerate, **options).fit(x)
     theirs = quiet(Theirs(k, tol=1e-9, max_iter=3000, **options), x)
     assert ours.score(x) > theirs.score(x) - 1e-7
-    assert ours.n_iter_ <= theirs.n_iter_ + 5
+    # Ours ends after eight evaluations that gain nothing, theirs after one.
+    assert ours.n_iter_ <= theirs.n_iter_ + 8
 
 
 # --- what scikit-learn's mixture is tested for, asked of ours ---------------------------------------------------

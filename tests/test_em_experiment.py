@@ -43,14 +43,16 @@ def test_blocked_training_ends_where_em_ends_and_open_training_below(path):
     values = load_config(path).config
     blocked, opened = finals(values), finals(values, BLOCK)
     assert abs(blocked[LOST]) < 3e-5
-    assert opened["objective"] <= blocked["objective"]
     if values.surrogate == "expected_log_joint":
+        assert opened["objective"] < blocked["objective"]
         assert opened[LOST] > 1e-3
         assert (
             opened["entropy of the responsibilities (nats per sample)"]
             < 0.9 * blocked["entropy of the responsibilities (nats per sample)"]
         )
     else:
+        # The same gradient in exact arithmetic: two sums that are rounded otherwise, in each of the steps.
+        assert opened["objective"] == pytest.approx(blocked["objective"], abs=1e-12)
         assert opened[LOST] == pytest.approx(blocked[LOST], abs=1e-12)
 
 

@@ -553,7 +553,7 @@ def test_fit_family_finds_at_least_what_the_first_start_gives(name):
     k, kind = problem.mixture.n_components, type(problem.mixture)
     one = fit_family(kind, problem.x, k, max_iter=30, generator=generator(), **problem.options)
     three = fit_family(kind, problem.x, k, max_iter=30, n_init=3, generator=generator(), **problem.options)
-    assert three.log_likelihood >= one.log_likelihood
+    assert three.log_likelihood >= one.log_likelihood - 1e-9  # of equal ones the first is kept
     assert math.isclose(one.log_likelihood, float(log_likelihood(one.parameters, problem.x)), rel_tol=1e-9)
     again = fit_family(kind, problem.x, k, max_iter=30, generator=generator(), **problem.options)
     assert again.history == one.history

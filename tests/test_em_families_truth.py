@@ -107,6 +107,7 @@ def test_what_was_not_observed_is_summed_over():
 # --- counts ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.portable
 def test_hasselblads_death_notices():
     # Deaths of women over 80 by day, in The Times of 1910 to 1912: 162 days without one, 267 with one, ...
     x = torch.arange(10, dtype=F64)[:, None]
@@ -118,7 +119,7 @@ def test_hasselblads_death_notices():
     assert torch.allclose(rates, torch.tensor([2.6634043566619, 1.2560951012662], dtype=F64), rtol=0, atol=1e-9)
     assert abs(shares[0] - 0.6401146029910) < 1e-9
     assert abs(found.log_likelihood * days.sum() + 1989.945859883) < 1e-8
-    assert found.n_iter <= 60
+    assert found.n_iter <= 60  # 28 to 31, by how the start is rounded; plain EM has 1.5e-7 left after 1000
     plain = fit_family(PoissonMixture, x, 2, sample_weight=days, tol=0, accelerate="none", generator=generator())
     assert plain.log_likelihood <= found.log_likelihood
 

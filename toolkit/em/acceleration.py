@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._rounding import ROUNDING
 from toolkit.em.mixture import Family, e_step
 
 __all__ = ["Accelerate", "Climb", "climb", "maximise_likelihood"]
@@ -29,9 +30,6 @@ Accelerate = Literal["none", "squarem", "anderson"]
 
 P = TypeVar("P")
 F = TypeVar("F", bound=Family)
-
-# Relative difference of two log-likelihoods in float64 below which rounding decides which is higher.
-_ROUNDING = 1e-14
 
 # Points that Anderson's method remembers, and evaluations over which an accelerated climb must gain no more than `tol`.
 _MEMORY = 8
@@ -69,7 +67,8 @@ def climb(
     accelerate: Accelerate = "anderson",
     tol: float = 1e-6,
     max_iter: int = 1000,
-    rounding: float = _ROUNDING,
+    rounding: float = ROUNDING[torch.float64],
+    error: Callable[[P], float] | None = None,
     callback: Callable[[int, float], None] | None = None,
 ) -> Climb[P]:
     r"""Maximise a likelihood by its EM map.
@@ -78,10 +77,14 @@ def climb(
     one. ``"anderson"`` falls back on SQUAREM for a while whenever its jump would not go uphill.
 
     **When it ends.** Without acceleration, when a step gains no more than `tol`; still to gain is then
-    ``tol * rate / (1 - rate)``, often a thousand times `tol`. With acceleration, when the last eight evaluations
-    together gained no more than `tol`; a jump aims at the maximum, so that what it gains was nearly all there was, and
-    what is left is at most about `tol`, unless the climb has to cross a plateau, near a saddle. In all cases, when
-    rounding decides what is higher.
+    ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration,
+    when the last eight evaluations together gained no more than `tol`, or nothing but rounding; a jump aims at the
+    maximum, so that its gain was nearly all there was, and the rest is at most about `tol`, unless the climb has to
+    cross a plateau, near a saddle. In all cases, when a step lowers the log-likelihood by more than rounding.
+
+    **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
+    another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
+    errors: accelerated climbs end at the same maximum, to `tol`, not always after as many evaluations.
 
     Args:
         em: Takes parameters to those after one EM step, and the log-likelihood *before* it, nats per sample.
@@ -89,10 +92,12 @@ def climb(
         pack: Takes parameters to a flat float64 vector (P,) of coordinates in which every real value is valid.
         unpack: The inverse of `pack`. Redundant coordinates are allowed.
         accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``.
-        tol: See above, nats per sample. 0: as high as rounding lets it see.
+        tol: See above, nats per sample. 0: `max_iter` plain steps, or, accelerated, as high as rounding lets it see.
         max_iter: The most evaluations of `em` after the one at the start. 0 returns the start.
-        rounding: Relative difference of two log-likelihoods below which rounding decides which is higher: more than
-            its default if the log-likelihood is computed in float32.
+        rounding: Difference of two log-likelihoods, in units of 1 nat and their size, below which they count as equal:
+            more than its default if the log-likelihood is computed in float32.
+        error: How far rounding may move the log-likelihood at a point, nats per sample, where it may be more than that.
+            No smaller fall ends a climb.
         callback: Called after each evaluation with the number of evaluations after the start, and the log-likelihood,
             which is lower than before for a jump that is not taken.
 
@@ -127,11 +132,10 @@ def climb(
     _check_finite(here.value)
     method = _METHODS[accelerate]()
     history, gained = [here.value], [here.value]  # at each point moved to; after each evaluation
-    window = 1 if accelerate == "none" else _MEMORY
     stuck = 0  # how often neither the likelihood nor the residual moved
     converged = stepped = False
     while not converged and n_iter < max_iter:
-        there = None
+        there, noise = None, rounding * (1 + abs(here.value))
         target = method.jump(here, stepped)
         if target is not None:
             n_iter += 1
@@ -139,7 +143,7 @@ def climb(
                 there = evaluate(unpack(target), target)
             if there is not None:
                 tell(there)
-                there = there if _is_taken(there, here, rounding * abs(here.value)) else None
+                there = there if _is_taken(there, here, noise) else None
             method.judge(there is not None)
             if there is None:
                 gained.append(history[-1])
@@ -151,14 +155,18 @@ def climb(
             there = evaluate(here.image, here.image_position)
             tell(there)
             _check_finite(there.value)
-            if there.value < here.value - (accelerate != "none") * rounding * abs(here.value):
+            fall = history[-1] - there.value
+            if fall > noise and (error is None or fall > error(there.parameters)):
                 n_iter -= accelerate == "none"
                 converged = True
                 break
         history.append(max(there.value, history[-1]))  # equal to rounding counts as not lower
         gained.append(history[-1])
-        converged = len(gained) > window and gained[-1] - gained[-1 - window] <= tol
-        if target is not None and there.value - here.value <= rounding * abs(here.value):
+        if accelerate == "none":
+            converged = tol > 0 and gained[-1] - gained[-2] <= tol
+        else:
+            converged = len(gained) > _MEMORY and gained[-1] - gained[-1 - _MEMORY] <= max(tol, noise)
+        if target is not None and there.value - here.value <= noise:
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
         here = there
@@ -231,7 +239,6 @@ def maximise_likelihood(
         parts = zip(leaves.items(), position.split(sizes), strict=True)
         return start.with_unconstrained({name: part.view(leaf.shape).to(leaf) for (name, leaf), part in parts})
 
-    single = isinstance(x, Tensor) and x.dtype == torch.float32
     return climb(
         em,
         start,
@@ -240,7 +247,7 @@ def maximise_likelihood(
         accelerate=accelerate,
         tol=tol,
         max_iter=max_iter,
-        rounding=1e-7 if single else _ROUNDING,
+        rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]),
         callback=callback,
     )
 

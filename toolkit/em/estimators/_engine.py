@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._data import Rows
+from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.gaussian._fit import FINALISTS, HEAT_STEPS, HEATS, climb_prepared
@@ -88,11 +89,8 @@ class GaussianEngine:
             # Together they are expanded, which very narrow components do not bear; alone they are not.
             return [(start, 0) for start in starts], 0
         reached = [(i, mixtures.one(i, self.prepared)) for i in values.isfinite().nonzero().ravel().tolist()]
-        ranks = [
-            (bool(collapsed_components(parameters, self.reg_covar)), -float(values[i])) for i, parameters in reached
-        ]
-        order = sorted(range(len(reached)), key=ranks.__getitem__)
-        best = [reached[place] for place in order[: 1 if plain else FINALISTS]]
+        merits = [(not collapsed_components(parameters, self.reg_covar), float(values[i])) for i, parameters in reached]
+        best = [reached[place] for place in leaders(merits, self.prepared.dtype, 1 if plain else FINALISTS)]
         points = [(starts[i], 0) if plain else (parameters, int(steps[i])) for i, parameters in best]
         return points, len(starts) - len(reached)
 

@@ -21,6 +21,7 @@ from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, in
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
+from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian.parameters import CovarianceType, check_covariance_type
@@ -128,7 +129,8 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
                 )
                 fits.append(found)
                 progress.end("converged" if found.converged else "not converged", found.log_likelihood)
-        self._set(max(fits, key=lambda found: found.log_likelihood), form)
+        best = leaders([(True, found.log_likelihood) for found in fits], x.dtype)[0]
+        self._set(fits[best], form)
         return self
 
     def _start(self, x: Tensor, generator: torch.Generator) -> hmm.HMMParameters:

@@ -41,6 +41,7 @@ from toolkit._data import (
 )
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
+from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._engine import (
@@ -487,7 +488,7 @@ class GaussianMixture(BaseMixture):
             starts, n_failures = self._starts(data, generator)
         with Progress(verbose=int(self.verbose), interval=self.verbose_interval, callback=self.callback) as progress:
             fits, n_singular = self._climb(engine, starts, progress)
-        self._set(max(fits, key=self._merit), data.form)
+        self._set(self._best(fits, data.sampled.dtype), data.form)
         self._n_fitted = data.n_samples
         if hasattr(self, "_online"):
             del self._online
@@ -842,7 +843,7 @@ class GaussianMixture(BaseMixture):
             starts, _ = self._starts(data, generator_of(self.random_state))
             options = Options(accelerate="none", tol=0.0, max_iter=_FIRST_STEPS, callback=None)
             engine = self._engine(data)
-            first = max((engine.climb(start, options) for start in starts), key=self._merit).parameters
+            first = self._best([engine.climb(start, options) for start in starts], x.dtype).parameters
         prior = self.prior
         if prior == "default":
             prior = Prior.default(x, int(self.n_components), kind, sample_weight=weights)
@@ -870,9 +871,13 @@ class GaussianMixture(BaseMixture):
             )
         return as_type(last, start_type(self.covariance_type))
 
-    def _merit(self, found: Climb[Any]) -> tuple[bool, float]:
-        """Return what the fit from the best start has most of."""
-        return not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)), found.history[-1]
+    def _best(self, fits: list[Climb[Any]], dtype: torch.dtype) -> Climb[Any]:
+        """Return the highest fit that has no collapsed component, if there is one."""
+        merits = [
+            (not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)), found.history[-1])
+            for found in fits
+        ]
+        return fits[leaders(merits, dtype)[0]]
 
     def _set(self, found: Climb[Any], form: Form) -> None:
         """Set the attributes."""

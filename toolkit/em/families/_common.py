@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from toolkit.em._rounding import first_least
 from toolkit.em.gaussian.parameters import soft_counts
 
 __all__ = [
@@ -173,7 +174,7 @@ def seeds(points: Tensor, n: int, weights: Tensor | None, generator: torch.Gener
 def nearest(points: Tensor, means: Tensor) -> Tensor:
     """Return the index of the nearest mean of each point, (N,)."""
     half_squares = means.square().sum(1) / 2
-    return (half_squares - points @ means.mT).argmin(1)
+    return first_least(half_squares - points @ means.mT, half_squares.max())
 
 
 def partition(x: Tensor, n: int, weights: Tensor | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._rounding import ROUNDING, leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb, maximise_likelihood
 from toolkit.em.mixture import Family, e_step, log_likelihood
 
@@ -83,14 +84,12 @@ def fit_family(
         raise TypeError(f"`family` should be a family of mixtures, `PoissonMixture` say. Found {family!r}.")
     if not isinstance(n_init, int) or isinstance(n_init, bool) or n_init < 1:
         raise ValueError(f"`n_init` should be a positive integer. Found {n_init!r}.")
-    best: Climb[F] | None = None
+    fits: list[Climb[F]] = []
     for _ in range(n_init):
         first = family.start(x, n_components, sample_weight=sample_weight, generator=generator, **options)
         first.check(x)
-        found = _maximise(first, x, sample_weight, accelerate, tol, max_iter, callback)
-        if best is None or found.history[-1] > best.history[-1]:
-            best = found
-    assert best is not None
+        fits.append(_maximise(first, x, sample_weight, accelerate, tol, max_iter, callback))
+    best = fits[leaders([(True, found.history[-1]) for found in fits], x.dtype)[0]]
     if getattr(best.parameters, "log_prior", None) is not None:
         value = float(log_likelihood(best.parameters, x, sample_weight))
         best = dataclasses.replace(best, log_likelihood=value)
@@ -135,5 +134,13 @@ def _maximise(
         return first.with_unconstrained({name: part.view(leaf.shape).to(leaf.dtype) for (name, leaf), part in parts})
 
     return climb(
-        em, first, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback
+        em,
+        first,
+        pack=pack,
+        unpack=unpack,
+        accelerate=accelerate,
+        tol=tol,
+        max_iter=max_iter,
+        rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]),
+        callback=callback,
     )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, Protocol, TypeAlias, get_args
@@ -15,12 +14,14 @@ from typing import Any, Literal, Protocol, TypeAlias, get_args
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, all_gather_object, broadcast_object_list, get_rank, get_world_size
+from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 
 from toolkit._data import Rows, rows_of
 from toolkit.blocks import no_graph
+from toolkit.em._rounding import ROUNDING, leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
-from toolkit.em.gaussian._fused import MomentsPrior, accumulate, maximise
+from toolkit.em.gaussian._fused import MomentsPrior, maximise, rounding_error
+from toolkit.em.gaussian._ranks import led, pass_over_ranks
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
 from toolkit.em.gaussian._samples import (
     FLOATS,
@@ -71,10 +72,6 @@ _SEEDING = 2**16
 FINALISTS = 3
 HEATS = 1e-4
 HEAT_STEPS = 100
-
-
-# Relative, of a log-likelihood whose pass is in this type.
-_ROUNDING = {torch.float32: 1e-7, torch.float64: 1e-14}
 
 
 # The largest variance that `reg_covar` may add in the coordinates of the pass, where the data have one of 1.
@@ -134,8 +131,9 @@ def fit(
         cache: Whether the data are kept a second time, in the order in which a pass reads them. If not, each pass
             brings them into it again, chunk by chunk, and memory is bounded.
         group: Ranks of `torch.distributed`, each of which calls this function with its own part of the samples, which
-            may be none. All get the same result. Sufficient statistics are summed over them, once in each step.
-        callback: Called after each evaluation with the number of evaluations and the log-likelihood.
+            may be none. Sufficient statistics are summed over them, once in each step. The first rank alone decides,
+            so that all get the same result, bit for bit, whatever processors they run on.
+        callback: Called after each evaluation with the number of evaluations and the log-likelihood, on the first rank.
         generator: Randomness of the start. None is torch's global generator.
 
     Returns:
@@ -175,21 +173,9 @@ def fit(
         )
     if isinstance(init, GaussianParameters):
         _check_start(init, data, n_components, covariance_type)
-        starts = [init.to(data.centre.device)]
+        seeds, weights = None, None
     else:
         seeds, weights = _seeding_sample(x, sample_weight, rows, data, generator)
-        choose = functools.partial(
-            choose_starts,
-            seeds,
-            weights,
-            n_components,
-            n_init,
-            covariance_type=covariance_type,
-            init=init,
-            reg_covar=reg_covar,
-            generator=generator,
-        )
-        starts = _on_first_rank(choose, group, data.centre.device)
 
     def ascend(first: GaussianParameters) -> Fit:
         return climb_prepared(
@@ -203,13 +189,26 @@ def fit(
             callback=callback,
         )
 
-    if len(starts) == 1:
-        best = ascend(starts[0])
-    elif prior is not None:
-        best = _best_of_climbs(starts, data, ascend)  # starts climb together only to the likelihood
-    else:
+    def decide() -> Fit:
+        if isinstance(init, GaussianParameters):
+            return ascend(init.to(data.centre.device))
+        assert seeds is not None
+        starts = choose_starts(
+            seeds,
+            weights,
+            n_components,
+            n_init,
+            covariance_type=covariance_type,
+            init=init,
+            reg_covar=reg_covar,
+            generator=generator,
+        )
+        if len(starts) == 1:
+            return ascend(starts[0])
+        if prior is not None:
+            return _best_of_climbs(starts, data, ascend)  # starts climb together only to the likelihood
         plain = accelerate == "none"
-        best = _best_of(
+        return _best_of(
             starts,
             data,
             ascend,
@@ -218,6 +217,8 @@ def fit(
             max_iter=max_iter if plain else min(max_iter, HEAT_STEPS),
             reg_covar=reg_covar,
         )
+
+    best = led(decide, data.as_samples(), _to_device)
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
 
 
@@ -247,7 +248,7 @@ def climb_prepared(
     sizes = [leaf.numel() for leaf in leaves.values()]
 
     def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
-        moments = accumulate(parameters, pass_data)
+        moments = pass_over_ranks(parameters, pass_data)
         value = float(moments.log_likelihood) - log_volume
         if prior is None and not swallowed:
             return maximise(moments, pass_data, kind, ridge), value
@@ -275,7 +276,8 @@ def climb_prepared(
         accelerate=accelerate,
         tol=tol,
         max_iter=max_iter,
-        rounding=_ROUNDING[data.dtype],
+        rounding=ROUNDING[data.dtype],
+        error=lambda there: rounding_error(there, pass_data),
         callback=callback,
     )
     parameters = first.to(torch.float64) if found.parameters is framed else _unframed(found.parameters, data)
@@ -329,16 +331,16 @@ def _best_of(
     if not len(alive):
         # Together they are expanded, which very narrow components do not bear; alone they are not.
         return _best_of_climbs(starts, data, ascend)
-    spiked = mixtures[alive].narrowest() < NARROWEST
-    ranked = sorted(zip(spiked.tolist(), (-values[alive]).tolist(), alive.tolist(), strict=True))
+    sound = mixtures[alive].narrowest() >= NARROWEST
+    merits = list(zip(sound.tolist(), values[alive].tolist(), strict=True))
     climbs = []
-    for _, _, index in ranked[: FINALISTS if goes_on else 1]:
-        value = float(values[index])
+    for place in leaders(merits, data.dtype, FINALISTS if goes_on else 1):
+        index, value = int(alive[place]), merits[place][1]
         climb = Climb(mixtures.one(index, data), value, bool(converged[index]), int(steps[index]), (value,))
         if goes_on:
             climb = dataclasses.replace(final := ascend(climb.parameters), n_iter=climb.n_iter + final.n_iter)
         climbs.append(climb)
-    return max(climbs, key=functools.partial(_merit, data))
+    return _best(climbs, data)
 
 
 def _best_of_climbs(
@@ -354,12 +356,14 @@ def _best_of_climbs(
             f"`covariances` should be positive definite. Found a singular one after each of {len(starts)} starts. More "
             "regularisation (`reg_covar`), fewer components or a more restricted `covariance_type` help."
         )
-    return max(climbs, key=functools.partial(_merit, data))
+    return _best(climbs, data)
 
 
-def _merit(data: Prepared, found: Fit) -> tuple[bool, float]:
-    sound = Mixtures.of([found.parameters], data).narrowest() >= NARROWEST
-    return bool(sound), found.log_likelihood
+def _best(climbs: list[Fit], data: Prepared) -> Fit:
+    """Return the highest climb that does not end in a spike, if there is one."""
+    sound = Mixtures.of([found.parameters for found in climbs], data).narrowest() >= NARROWEST
+    merits = zip(sound.tolist(), (found.log_likelihood for found in climbs), strict=True)
+    return climbs[leaders(list(merits), data.dtype)[0]]
 
 
 @no_graph()
@@ -525,6 +529,7 @@ def _lloyd(points: Tensor, weights: Tensor, means: Tensor, n_steps: int) -> tupl
 def _nearest(points: Tensor, means: Tensor) -> Tensor:
     """Return the index of the nearest mean of each point, (R, N)."""
     half_squares = means.square().sum(2)[..., None] / 2
+    rounding = 64 * torch.finfo(points.dtype).eps * half_squares.max()  # ties go to the first, as in `first_least`
     size = max(1, 2**20 // means[:, :, 0].numel())
     found = []
     for part in points.split(size):
@@ -533,8 +538,9 @@ def _nearest(points: Tensor, means: Tensor) -> Tensor:
         least = distances[:, 0].clone()
         nearest = torch.zeros_like(least, dtype=torch.int64)
         for k in range(1, means.shape[1]):
-            nearest.masked_fill_(distances[:, k] < least, k)
-            torch.minimum(least, distances[:, k], out=least)
+            nearer = distances[:, k] < least - rounding
+            nearest.masked_fill_(nearer, k)
+            least = torch.where(nearer, distances[:, k], least)
         found.append(nearest)
     return torch.cat(found, 1)
 
@@ -595,22 +601,8 @@ def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], size: int) -> tuple[Ten
     return keys[order], samples[order], weights[order]
 
 
-def _on_first_rank(
-    choose: Callable[[], list[GaussianParameters]], group: ProcessGroup | None, device: torch.device
-) -> list[GaussianParameters]:
-    """Return what the first rank chooses, to all ranks; what it raises, too."""
-    if group is None:
-        return choose()
-    chosen: list[Any] = [None]
-    if get_rank(group) == 0:
-        try:
-            chosen = [[start.to(torch.device("cpu")) for start in choose()]]
-        except ValueError as error:
-            chosen = [str(error)]
-    broadcast_object_list(chosen, group=group, group_src=0)
-    if isinstance(chosen[0], str):
-        raise ValueError(chosen[0])
-    return [start.to(device) for start in chosen[0]]
+def _to_device(found: Fit, device: torch.device) -> Fit:
+    return dataclasses.replace(found, parameters=found.parameters.to(device))
 
 
 def _agreed_rows(

@@ -57,15 +57,18 @@ __all__ = ["Expansion", "Moments", "MomentsPrior", "Prepared", "accumulate", "em
 # used. The log-likelihood loses about a twentieth of a machine epsilon times it: 3e-6 nats, and 1e-11.
 _EXPANDED = {torch.float32: 400.0, torch.float64: 1e6}
 
-# The largest for which differences from a component's mean are taken in float32: 1e-6 nats are lost.
+# The largest for which differences from a component's mean are taken in float32, and the nats that this may lose.
 _SINGLE = 1e6
+_LOST_ABOUT_MEANS = 1e-6
 
 # Below these a power of two is denormal.
 _SMALLEST_EXPONENT = {torch.float32: -126.0, torch.float64: -1022.0}
 _LOG2_E = math.log2(math.e)
 
-# Densities are taken relative to the largest possible one times e^-shift, and a sample may be e^-shift below that.
-_SHIFT = {torch.float32: 40.0, torch.float64: 300.0}
+# Densities are taken relative to the largest possible one times e^-shift, and a sample may be e^-depth below that.
+# Float32 needs the shift for its range; the digits that it costs every logarithm are why float64 has none.
+_SHIFT = {torch.float32: 40.0, torch.float64: 0.0}
+_DEPTH = {torch.float32: 40.0, torch.float64: 600.0}
 
 # The most features of features that are written at once.
 _GROUP = 320
@@ -140,10 +143,8 @@ def em_step(
 def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
     """Return what the M-step needs to know of the data, in one pass: the E-step of prepared data."""
     framed = _Framed.of(parameters.to(torch.float64), data)
-    n_components, n_features = framed.means.shape
     distance = framed.mean_squared_distance(data.scatter)
-    few = framed.kind == "full" and 4 * n_components <= n_features
-    if few or distance > _EXPANDED[torch.float64]:
+    if _is_about_means(framed, distance):
         on_cpu = framed.kind == "full" and data.centre.device.type == "cpu"
         dtype = data.dtype if distance <= _SINGLE else torch.float64
         moments = _moments_by_triangles(framed, data, dtype) if on_cpu else _moments_about_means(framed, data)
@@ -151,6 +152,34 @@ def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
         dtype = data.dtype if distance <= _EXPANDED[data.dtype] else torch.float64
         moments = _moments_by_expansion(framed, data, dtype)
     return dataclasses.replace(moments, log_likelihood=moments.log_likelihood / data.total_weight)
+
+
+@no_graph()
+def rounding_error(parameters: GaussianParameters, data: Prepared) -> float:
+    """Return how far rounding may move the log-likelihood that a pass gives, nats per sample."""
+    framed = _Framed.of(parameters.to(torch.float64), data)
+    distance = framed.mean_squared_distance(data.scatter)
+    if _is_about_means(framed, distance):
+        return _LOST_ABOUT_MEANS if data.dtype == torch.float32 and distance <= _SINGLE else 0.0
+    dtype = data.dtype if distance <= _EXPANDED[data.dtype] else torch.float64
+    return float(expansion_error(framed.factor, framed.kind, data.scatter, dtype))
+
+
+def expansion_error(factor: Tensor, kind: CovarianceType, scatter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return how far rounding may move the log-likelihoods of `expanded_sums`, nats per sample: (...,).
+
+    Log-joints are sums whose largest terms are the shift and half the squared distance from the origin. On 320 mixtures
+    of 1 to 16 features, with distances up to 1e6, steps at the maximum fell by at most two fifths of this.
+
+    Args:
+        factor: Of the precisions in the coordinates of the pass: (..., K, D, D), (..., D, D), (..., K, D) or (..., K).
+        kind: The type.
+        scatter: That of the data, in the coordinates of the pass.
+        dtype: In which the pass is computed.
+    """
+    distances = _squared_distances(factor, kind, scatter)
+    farthest = distances if kind == "tied" else distances.amax(-1)
+    return torch.finfo(dtype).eps * (_SHIFT[dtype] + 2 * farthest)
 
 
 @no_graph()
@@ -195,6 +224,24 @@ def maximise(
     )
 
 
+def _is_about_means(framed: _Framed, distance: float) -> bool:
+    """Say whether the pass takes differences from each component's mean, and expands nothing."""
+    n_components, n_features = framed.means.shape
+    few = framed.kind == "full" and 4 * n_components <= n_features
+    return few or distance > _EXPANDED[torch.float64]
+
+
+def _squared_distances(factor: Tensor, kind: CovarianceType, scatter: Tensor) -> Tensor:
+    """Return the mean squared distance of the data from the origin, in units of each covariance: (..., K), or (...)."""
+    match kind:
+        case "full" | "tied":
+            return ((scatter @ factor) * factor).sum((-1, -2))
+        case "diag":
+            return (factor.square() * scatter).sum(-1)
+        case "spherical":
+            return factor.square() * scatter.sum()
+
+
 @dataclass(frozen=True)
 class _Framed:
     """A mixture in the coordinates of the data: float64.
@@ -220,14 +267,7 @@ class _Framed:
 
     def mean_squared_distance(self, scatter: Tensor) -> float:
         """Return how far the data are from the origin in units of the narrowest component: tr(precision scatter)."""
-        match self.kind:
-            case "full" | "tied":
-                distances = ((scatter @ self.factor) * self.factor).sum((-1, -2))
-            case "diag":
-                distances = (self.factor.square() * scatter).sum(-1)
-            case "spherical":
-                distances = self.factor.square() * scatter.sum()
-        return float(distances.max())
+        return float(_squared_distances(self.factor, self.kind, scatter).max())
 
     def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-joint of each component as a function of products, features and 1: (K, .), (K, D), (K,)."""
@@ -418,7 +458,7 @@ def _exponentials(joint: Tensor) -> Tensor:
 
 def _is_near(densities: Tensor) -> bool:
     """Say whether no sample is so far from every component that its densities lose digits to the clamp."""
-    return float(densities.min()) > math.exp(-_SHIFT[densities.dtype])
+    return float(densities.min()) > math.exp(-_DEPTH[densities.dtype])
 
 
 def _dot(values: Tensor, weights: Tensor | None) -> Tensor:

@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian._fused import Expansion, expanded_sums, quadratic_form, symmetric_products
+from toolkit.em._rounding import ROUNDING
+from toolkit.em.gaussian._fused import Expansion, expansion_error, quadratic_form, symmetric_products
+from toolkit.em.gaussian._ranks import sums_over_ranks
 from toolkit.em.gaussian._samples import Prepared
 from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, soft_counts
 
@@ -114,24 +116,30 @@ def climb_together(
     found = mixtures.copy()
     ridge = data.ridge(reg_covar)
     expansion = _expansion_of_all(mixtures, data)
-    climbing, before, now, last = torch.arange(n_starts, device=steps.device), mixtures, mixtures, values
+    climbing, before, now, last = torch.arange(n_starts, device=steps.device), mixtures, mixtures, values.clone()
     for step in range(max_iter + 1):
         after, value = _step(now, data, ridge, expansion)
-        over = ~(value - last > tol) if step < max_iter else torch.ones_like(value, dtype=torch.bool)
+        stays = value >= last if step else value.isfinite()
+        if step and not bool(stays.all()):
+            # Falls within rounding are none, as in `climb`.
+            error = expansion_error(now.factor, now.kind, data.scatter, torch.float64)
+            stays = stays | (value >= last - error.maximum(ROUNDING[torch.float64] * (1 + last.abs())))
+        gains = value - last > tol if tol > 0 else stays
+        over = ~gains | ~stays if step < max_iter else torch.ones_like(value, dtype=torch.bool)
         if bool(over.any()):
             # Where the last step went down, the one before it is kept; where it went nowhere, nothing is.
-            higher = over & (value >= last)
+            higher = over & stays
             found.put(climbing[higher], now, higher)
-            lower = over & (value < last)
+            lower = over & (value < last) & ~stays
             found.put(climbing[lower], before, lower)
             values[climbing[over]] = torch.where(value.isfinite(), torch.maximum(value, last), -math.inf)[over]
-            steps[climbing[over]] = step - (value < last).long()[over]
-            converged[climbing[over]] = ((value - last <= tol) & value.isfinite())[over]
+            steps[climbing[over]] = step - lower.long()[over]
+            converged[climbing[over]] = ((~gains | ~stays) & value.isfinite())[over]
             if bool(over.all()):
                 break
             rest = ~over
-            climbing, now, after, value = climbing[rest], now[rest], after[rest], value[rest]
-        before, now, last = now, after, value
+            climbing, now, after, value, last = climbing[rest], now[rest], after[rest], value[rest], last[rest]
+        before, now, last = now, after, torch.maximum(value, last)
     return found, values, steps, converged
 
 
@@ -168,7 +176,7 @@ def _step(
         theta = torch.where(sound[:, None, None], theta, 0.0)
         constant = torch.where(sound[:, None], constant, 0.0)
     highest = constant.max() if kind != "tied" else None
-    sums, total = expanded_sums(kind, theta, highest, data, torch.float64, expansion)
+    sums, total = sums_over_ranks(kind, theta, highest, data, expansion)
     products, first, counts = sums.split([sums.shape[2] - n_features - 1, n_features, 1], 2)
     counts = soft_counts(counts[..., 0])
     moved = first / counts[..., None]

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph, stop_gradient
+from toolkit.em._rounding import first_least, leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian.parameters import (
@@ -285,7 +286,7 @@ def fit_missing(
         after, value = _em_step(parameters, data, reg_covar, prior)
         return after, float(value) + _log_prior(prior, parameters, data)
 
-    best: Climb[GaussianParameters] | None = None
+    fits: list[Climb[GaussianParameters]] = []
     for _ in range(n_init):
         first = init
         if not isinstance(first, GaussianParameters):
@@ -308,9 +309,8 @@ def fit_missing(
             max_iter=max_iter,
             callback=callback,
         )
-        if best is None or found.log_likelihood > best.log_likelihood:
-            best = found
-    assert best is not None
+        fits.append(found)
+    best = fits[leaders([(True, found.log_likelihood) for found in fits], torch.float64)[0]]
     log_likelihood = best.log_likelihood - _log_prior(prior, best.parameters, data)
     return dataclasses.replace(best, parameters=best.parameters.to(x.dtype), log_likelihood=log_likelihood)
 
@@ -745,7 +745,8 @@ def _lloyd(points: Tensor, seen: Tensor, means: Tensor, n_steps: int) -> tuple[T
 
 
 def _nearest_in_seen(points: Tensor, seen: Tensor, means: Tensor) -> Tensor:
-    return (0.5 * seen @ means.square().mT - points @ means.mT).argmin(1)
+    half_squares = 0.5 * seen @ means.square().mT
+    return first_least(half_squares - points @ means.mT, half_squares.max())
 
 
 def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian._fused import Moments, accumulate
+from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error
 from toolkit.em.gaussian._samples import Prepared, prepare
 from toolkit.em.gaussian._volume_shape_orientation import (
     COVARIANCE_MODELS,
@@ -372,7 +373,12 @@ class Climber:
             parts = zip(leaves.items(), position.split(sizes), strict=True)
             return first.with_unconstrained({name: part.view(leaf.shape) for (name, leaf), part in parts})
 
-        return climb(self.step, first, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter)
+        def error(parameters: ParsimoniousParameters) -> float:
+            return rounding_error(_viewed(parameters, _view(self.model)), self.prepared)
+
+        return climb(
+            self.step, first, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, error=error
+        )
 
     def search(
         self,
@@ -395,7 +401,7 @@ class Climber:
         found: list[Climb[ParsimoniousParameters]] = []
         refused: list[Climb[ParsimoniousParameters]] = []
         followed = math.inf
-        for short in sorted(shorts, key=_height, reverse=True):
+        for short in _by_height(shorts):
             if len(found) == _FOLLOWED:
                 break
             if followed - short.log_likelihood < _SAME:
@@ -410,15 +416,16 @@ class Climber:
             whole = dataclasses.replace(rest, n_iter=short.n_iter + rest.n_iter, history=history)
             (refused if refuse(whole.parameters) else found).append(whole)
         return Search(
-            best=max(found, key=_height, default=None),
-            refused=max(refused, key=_height, default=None),
+            best=next(iter(_by_height(found)), None),
+            refused=next(iter(_by_height(refused)), None),
             failures=tuple(failures),
             n_refused=len(refused) + len(failures),
         )
 
 
-def _height(climbed: Climb[ParsimoniousParameters]) -> float:
-    return climbed.log_likelihood
+def _by_height(climbs: list[Climb[ParsimoniousParameters]]) -> list[Climb[ParsimoniousParameters]]:
+    merits = [(True, climbed.log_likelihood) for climbed in climbs]
+    return [climbs[place] for place in leaders(merits, torch.float64, len(climbs))]
 
 
 def _raise_if_constant(data: Prepared) -> None:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph, stop_recording
+from toolkit.em._rounding import ROUNDING
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.hmm._emissions import (
     CategoricalEmissions,
@@ -479,7 +480,15 @@ def fit(
 
     pack, unpack = _coordinates(start)
     return climb(
-        em, start, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback
+        em,
+        start,
+        pack=pack,
+        unpack=unpack,
+        accelerate=accelerate,
+        tol=tol,
+        max_iter=max_iter,
+        rounding=ROUNDING[engine.dtype],
+        callback=callback,
     )
 
 

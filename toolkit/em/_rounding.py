@@ -1,0 +1,52 @@
+"""Which differences are rounding: they do not decide when a climb ends, which is the best, or which mean is nearest.
+
+Two numbers that are equal in exact arithmetic differ in their last bits, by the processor, the number of threads and
+the order of the samples. Here they count as equal, and the first comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["ROUNDING", "first_least", "leaders"]
+
+# Of a log-likelihood, in units of 1 nat and its size, by the type of the data.
+ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-7}
+
+# Nats per sample, by the type of the data: starts that end closer to each other than this found the same maximum.
+_TIE = {torch.float64: 1e-9, torch.float32: 1e-6}
+
+
+def leaders(merits: Sequence[tuple[bool, float]], dtype: torch.dtype, count: int = 1) -> list[int]:
+    """Return the places of the best climbs, best first: sound ones before others, then the higher log-likelihood.
+
+    Climbs to the same maximum end apart by rounding. They count as equal, and the first comes first: otherwise the last
+    bit would decide in which order the components come.
+
+    Args:
+        merits: Whether each climb is sound, and its log-likelihood, nats per sample.
+        dtype: Of the data.
+        count: The most places to return.
+    """
+    tie = _TIE.get(dtype, _TIE[torch.float64])
+    left = list(range(len(merits)))
+    found: list[int] = []
+    while left and len(found) < count:
+        sound, most = max(merits[i] for i in left)
+        found.append(next(i for i in left if merits[i][0] == sound and merits[i][1] >= most - tie))
+        left.remove(found[-1])
+    return found
+
+
+def first_least(values: Tensor, size: Tensor) -> Tensor:
+    """Return the first index of the least value in each row, to rounding: (..., K) to (...).
+
+    Args:
+        values: (..., K).
+        size: Scalar: of the terms whose sums the values are; 64 roundoffs of it are rounding.
+    """
+    least = values.amin(-1, keepdim=True) + 64 * torch.finfo(values.dtype).eps * size
+    return (values <= least).to(torch.uint8).argmax(-1)

@@ -1,0 +1,94 @@
+"""A fit over ranks: the first rank decides, and all ranks add up their part of the data whenever it asks them to.
+
+Ranks that decided by themselves would have to see the same bits, on whatever processors they run: one that stopped a
+step before the others would leave them waiting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup, broadcast_object_list, get_rank
+
+from toolkit.em.gaussian._fused import Expansion, Moments, accumulate, expanded_sums
+from toolkit.em.gaussian._samples import Prepared
+from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
+
+__all__ = ["led", "pass_over_ranks", "sums_over_ranks"]
+
+T = TypeVar("T")
+
+_CPU = torch.device("cpu")
+
+
+def led(decide: Callable[[], T], data: Prepared, to_device: Callable[[T, torch.device], T]) -> T:
+    """Return on all ranks what the first rank decides.
+
+    Args:
+        decide: What the first rank does. It looks at the data by `pass_over_ranks` and `sums_over_ranks` alone.
+        data: The data of this rank, in the coordinates of the pass.
+        to_device: Moves what was decided.
+
+    Raises:
+        Exception: Whatever `decide` raises, on the first rank. The others raise it too if it is a ValueError, and
+            otherwise a RuntimeError with its text.
+    """
+    if data.group is None:
+        return decide()
+    if get_rank(data.group) != 0:
+        return to_device(_serve(data, data.group), data.centre.device)
+    try:
+        found = decide()
+    except BaseException as error:
+        refused = str(error) if isinstance(error, ValueError) else None
+        _tell(data.group, _raise, refused, f"The first rank stopped: {type(error).__name__}: {error}")
+        raise
+    _tell(data.group, None, to_device(found, _CPU))
+    return found
+
+
+def pass_over_ranks(parameters: GaussianParameters, data: Prepared) -> Moments:
+    """Return the moments of the samples of all ranks: `accumulate`, asked for by the first rank."""
+    if data.group is not None:
+        _tell(data.group, _accumulate, parameters.to(_CPU))
+    return accumulate(parameters, data)
+
+
+def sums_over_ranks(
+    kind: CovarianceType, theta: Tensor, highest: Tensor | None, data: Prepared, expansion: Expansion | None
+) -> tuple[Tensor, Tensor]:
+    """Return the sums of many mixtures over all ranks: `expanded_sums` in float64, asked for by the first rank."""
+    if data.group is not None:
+        _tell(data.group, _sum, kind, theta.cpu(), None if highest is None else highest.cpu())
+    return expanded_sums(kind, theta, highest, data, torch.float64, expansion)
+
+
+def _tell(group: ProcessGroup, *message: object) -> None:
+    broadcast_object_list([message], group=group, group_src=0)
+
+
+def _serve(data: Prepared, group: ProcessGroup) -> Any:
+    """Do as the first rank says until it has decided."""
+    while True:
+        told: list[Any] = [None]
+        broadcast_object_list(told, group=group, group_src=0)
+        task, *arguments = told[0]
+        if task is None:
+            return arguments[0]
+        task(data, *arguments)
+
+
+def _accumulate(data: Prepared, parameters: GaussianParameters) -> None:
+    accumulate(parameters.to(data.centre.device), data)
+
+
+def _sum(data: Prepared, kind: CovarianceType, theta: Tensor, highest: Tensor | None) -> None:
+    device = data.centre.device
+    expanded_sums(kind, theta.to(device), None if highest is None else highest.to(device), data, torch.float64)
+
+
+def _raise(data: Prepared, refused: str | None, stopped: str) -> None:
+    raise RuntimeError(stopped) if refused is None else ValueError(refused)
