@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from experiments._config import LoadedConfig
 from experiments._results import environment, finished_seeds, results_folder, variant_name, write_record
+from experiments._rounding import OF_ONE_PASS
 from experiments._training import Run, Training, train, train_methods
 from toolkit import compare, declared_blocks, unblock
 from toolkit.gradients import measure_memory
@@ -168,9 +170,10 @@ class _Gradients:
 
 
 def _check_first_losses(loaded: LoadedConfig, seed: int, trained: Mapping[Variant, Training]) -> None:
-    expected = trained[frozenset()].first_loss
+    expected, rounding = trained[frozenset()].first_loss, OF_ONE_PASS[loaded.config.dtype]
     for variant, training in trained.items():
-        if training.first_loss != expected and not (np.isnan(training.first_loss) and np.isnan(expected)):
+        same = math.isclose(training.first_loss, expected, rel_tol=rounding)
+        if not same and not (math.isnan(training.first_loss) and math.isnan(expected)):
             raise RunError(
                 f"{loaded.path}: seed {seed}: the first loss should not depend on a block; found {expected!r} "
                 f"blocked and {training.first_loss!r} with {variant_name(variant)} open, so a difference would not be "

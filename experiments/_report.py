@@ -36,14 +36,18 @@ from experiments._figures import (
     significant,
 )
 from experiments._results import BLOCKED, ExperimentRecords, Record
+from experiments._rounding import OF_TRAINING
 
 __all__ = ["write_report"]
 
 # More parameters than this make a picture nobody reads; those with the largest leak are shown.
 _MOST_PARAMETERS = 10
 
-# A difference of the final objective below this, relative, is rounding that training has amplified.
+# A number of a table that is smaller is nothing but rounding.
 _NOTHING = 1e-9
+
+# What is closer to the limit of an event, relative, is at its limit and not beyond: events are coarse.
+_AT_THE_LIMIT = 1e-5
 
 # From so many seeds on, the report shows where each of them ended.
 _MANY_SEEDS = 10
@@ -246,21 +250,17 @@ def _turn(effects: Sequence[dict[str, Any]]) -> str:
 
 def _training(records: Sequence[Record], name: str) -> str:
     """Say in a few words how the open runs end, for the table of all experiments."""
-    gains, size = _gains(records, name)
+    gains, tie = _gains(records, name)
     if not gains:
         return "breaks off"
-    if max(map(abs, gains)) <= _NOTHING * size:
+    worse, better = sum(gain > tie for gain in gains), sum(gain < -tie for gain in gains)
+    if not worse and not better:
         return "same"
-    worse = sum(gain > 0 for gain in gains)
-    return (
-        f"worse in {worse} of {len(gains)}"
-        if 2 * worse >= len(gains)
-        else f"better in {len(gains) - worse} of {len(gains)}"
-    )
+    return f"worse in {worse} of {len(gains)}" if worse >= better else f"better in {better} of {len(gains)}"
 
 
 def _gains(records: Sequence[Record], name: str) -> tuple[list[float], float]:
-    """Return by how much the block improves the final objective, seed by seed, and the objective's size."""
+    """Return by how much the block improves the final objective, seed by seed, and what counts as a tie."""
     sign = 1 if records[-1].data["objective"]["higher_is_better"] else -1
     pairs = [
         (blocked, opened)
@@ -268,11 +268,15 @@ def _gains(records: Sequence[Record], name: str) -> tuple[list[float], float]:
         if math.isfinite(blocked) and math.isfinite(opened)
     ]
     size = statistics.fmean(abs(blocked) for blocked, _ in pairs) if pairs else 0.0
-    return [sign * (blocked - opened) for blocked, opened in pairs], size or 1.0
+    return [sign * (blocked - opened) for blocked, opened in pairs], _rounding(records) * (size or 1.0)
+
+
+def _rounding(records: Sequence[Record]) -> float:
+    return OF_TRAINING[records[-1].data["config"]["dtype"]]
 
 
 def _outcome(records: Sequence[Record], name: str) -> str:
-    gains, size = _gains(records, name)
+    gains, tie = _gains(records, name)
     diverged = sum(record.data["variants"][name]["diverged_at"] is not None for record in records)
     ended = (
         f" In {diverged} of {len(records)} seeds the open run broke off: its loss was not finite." if diverged else ""
@@ -281,14 +285,19 @@ def _outcome(records: Sequence[Record], name: str) -> str:
         return f"No seed can be compared.{ended}"
     if not any(gains):
         return f"Training ends at exactly the same value with and without the block, in every seed.{ended}"
-    if max(map(abs, gains)) <= _NOTHING * size:
+    better, worse = sum(gain > tie for gain in gains), sum(gain < -tie for gain in gains)
+    if not better and not worse:
         return f"Training ends at the same value with and without the block, up to rounding.{ended}"
-    mean = statistics.fmean(gains)
-    side = "better" if mean > 0 else "worse"
-    wins = sum(gain * mean > 0 for gain in gains)
+    mean, label = statistics.fmean(gains), records[-1].data["objective"]["label"]
+    if abs(mean) <= tie:
+        return (
+            f"With the block, the {label} ends the same on average, better in {better} and worse in {worse} of "
+            f"{len(gains)} seeds.{ended}"
+        )
+    side, wins = ("better", better) if mean > 0 else ("worse", worse)
     return (
-        f"With the block, the {records[-1].data['objective']['label']} ends {significant(abs(mean), 3)} {side} on "
-        f"average, and {side} in {wins} of {len(gains)} seeds.{ended}"
+        f"With the block, the {label} ends {significant(abs(mean), 3)} {side} on average, and {side} in {wins} of "
+        f"{len(gains)} seeds.{ended}"
     )
 
 
@@ -433,8 +442,11 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
         if values.shape[1] > 1:
             bands.append(Band(name, np.asarray(methods["steps"], dtype=float), values, colour))
             ranked = np.where(np.isfinite(values), sign * values, -np.inf)
-            best = _range((sign * ranked.max(axis=1)).tolist(), _brief)
-            at = _range([float(methods["steps"][step]) for step in ranked.argmax(axis=1)], "{:.0f}".format)
+            tops = ranked.max(axis=1, keepdims=True)
+            best = _range((sign * tops).ravel().tolist(), _brief)
+            # The first step that is as good as the best: on a plateau the last bit would choose one.
+            reached = (ranked >= tops - _rounding(records) * np.abs(tops)).argmax(axis=1)
+            at = _range([float(methods["steps"][step]) for step in reached], "{:.0f}".format)
         elif np.isfinite(values).any():
             levels.append(Level(name, float(np.nanmean(values)), colour))
         ends = [
@@ -477,8 +489,9 @@ def _headline(event: Mapping[str, Any]) -> str:
 
 def _count(event: Mapping[str, Any], values: Sequence[float]) -> str:
     """Say in how many seeds it happened, of those that have a value."""
-    finite = [value for value in values if math.isfinite(value)]
-    happened = sum(value > _limit(event) if event["below"] is None else value < _limit(event) for value in finite)
+    finite, limit = [value for value in values if math.isfinite(value)], _limit(event)
+    sign = 1 if event["below"] is None else -1
+    happened = sum(sign * (value - limit) > _AT_THE_LIMIT * abs(limit) for value in finite)
     return f"{happened} of {len(finite)}" if finite else "–"
 
 

@@ -193,9 +193,8 @@ def _git() -> dict[str, Any] | None:
     here = Path(__file__).parent
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(here), *arguments], check=True, capture_output=True, text=True, timeout=20
-        ).stdout.strip()
+        command = ["git", "-C", str(here), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}

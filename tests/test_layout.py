@@ -41,7 +41,7 @@ NAMES = {module.name for module in MODULES}
 
 # --- who may import whom -----------------------------------------------------------------------------------------
 
-REPORT = r"experiments\._(results|report|figures)"
+REPORT = r"experiments\._(results|report|figures|rounding)"
 
 # A module, and the modules of this project that it may import. The first line that fits a module counts.
 ARROWS = [

@@ -42,7 +42,6 @@ class Config(ExperimentConfig):
 
     noise: Annotated[float, Field(ge=0)] = 0.1
     kind: str = "fair"
-    pause: float = 0.0
     sign: str = ""
 
 
@@ -52,9 +51,10 @@ def run(config, seed):
     inputs = torch.randn(20, 3, generator=generator, dtype=torch.float64)
 
     def loss():
-        time.sleep(config.pause)
-        if config.sign and seed == 1:
+        if config.sign and seed == 1 and not Path(config.sign).exists():
             Path(config.sign).touch()
+            while True:  # the first run that comes here stays, until it is killed
+                time.sleep(60)
         outputs = inputs @ weight
         noise = config.noise * torch.randn(20, generator=generator, dtype=torch.float64)
         target = outputs.tanh() + noise
@@ -63,8 +63,8 @@ def run(config, seed):
         target = stop_gradient(target, TARGET)
         shift = stop_gradient(outputs.mean(), SHIFT)
         value = ((outputs - target) ** 2).mean() + (outputs - shift).mean() + shift
-        if config.kind == "unfair" and not is_blocked(TARGET):
-            value = value + 1e-9
+        if config.kind in ("unfair", "rounds") and not is_blocked(TARGET):
+            value = value + {{"unfair": 1e-9, "rounds": 1e-15}}[config.kind]
         return value
 
     return Run(
