@@ -237,6 +237,6 @@ def test_help_needs_no_torch():
     code = "import sys; sys.argv[1:] = ['audit', '--help']; import runpy\n"
     code += "try: runpy.run_module('toolkit', run_name='__main__')\nexcept SystemExit as end: assert not end.code\n"
     code += "assert 'torch' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "FILE:FUNCTION" in done.stdout

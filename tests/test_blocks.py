@@ -177,6 +177,9 @@ def test_hooks_on_the_source_are_not_called() -> None:
 
 # --- no derivative, of any kind ----------------------------------------------------------------------------------
 
+# Of at most 20 rounded operations, whose terms cancel at most sixfold: cos^2 - sin^2 at 0.7.
+ROUNDING = 6 * 20 * torch.finfo(torch.float64).eps
+
 EXPRESSIONS = {  # each is f(x, stopped x), and its derivatives with respect to the first argument
     "x sg(x)": (lambda x, y: x * y, lambda x: x, lambda x: 0 * x),
     "x sg(exp x)": (lambda x, y: x * y.exp(), lambda x: x.exp(), lambda x: 0 * x),
@@ -234,12 +237,12 @@ def test_first_derivatives(expression: str, form: str, order: str) -> None:
     def loss(x: Tensor) -> Tensor:
         return FORMS[form](f, x)
 
-    torch.testing.assert_close(ORDERS[order](loss, x), slope(x.detach()), rtol=1e-14, atol=0)
+    torch.testing.assert_close(ORDERS[order](loss, x), slope(x.detach()), rtol=ROUNDING, atol=0)
     with unblock(TARGET):
         opened = ORDERS[order](loss, x)
     total = torch.autograd.grad(f(x, x), x)[0]
-    torch.testing.assert_close(opened, total, rtol=1e-14, atol=0)
-    torch.testing.assert_close(ORDERS[order](loss, x), slope(x.detach()), rtol=1e-14, atol=0)
+    torch.testing.assert_close(opened, total, rtol=ROUNDING, atol=0)
+    torch.testing.assert_close(ORDERS[order](loss, x), slope(x.detach()), rtol=ROUNDING, atol=0)
 
 
 @pytest.mark.parametrize("order", SECOND_ORDERS)
@@ -252,11 +255,11 @@ def test_second_derivatives(expression: str, form: str, order: str) -> None:
     def loss(x: Tensor) -> Tensor:
         return FORMS[form](f, x)
 
-    torch.testing.assert_close(SECOND_ORDERS[order](loss, x), curvature(x.detach()), rtol=1e-14, atol=0)
+    torch.testing.assert_close(SECOND_ORDERS[order](loss, x), curvature(x.detach()), rtol=ROUNDING, atol=0)
     with unblock(TARGET):
         opened = SECOND_ORDERS[order](loss, x)
     total = torch.func.hessian(lambda x: f(x, x))(x)
-    torch.testing.assert_close(opened, total.detach(), rtol=1e-13, atol=0)
+    torch.testing.assert_close(opened, total.detach(), rtol=ROUNDING, atol=0)
 
 
 def test_higher_derivatives_are_those_of_the_partial_function() -> None:
@@ -914,7 +917,7 @@ def test_what_is_skipped_while_blocked_is_built_when_open() -> None:
 
 
 def test_a_thread_that_opens_a_block_affects_no_other() -> None:
-    barrier, found, errors = threading.Barrier(2, timeout=20), {}, []
+    barrier, found, errors = threading.Barrier(2), {}, []
 
     def work(name: str, opens: bool) -> None:
         try:
@@ -933,7 +936,7 @@ def test_a_thread_that_opens_a_block_affects_no_other() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert errors == []
     assert found == {"open": [2.0] * 50 + [1.0], "closed": [1.0] * 51}
 
@@ -954,7 +957,7 @@ def test_many_threads_leave_nothing_behind() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert errors == []
     _assert_nothing_is_left()
 

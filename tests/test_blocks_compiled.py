@@ -318,14 +318,17 @@ def test_a_thread_that_compiles_while_another_opens_gets_a_right_graph_afterward
         with unblock(TARGET):
             named(_leaf())
             opened.set()
-            done.wait(20)
+            done.wait()
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    assert opened.wait(20)
-    compiled(_leaf())
-    done.set()
-    thread.join(20)
+    while not opened.wait(0.1):
+        assert thread.is_alive()
+    try:
+        compiled(_leaf())
+    finally:
+        done.set()
+        thread.join()
     _check(named, compiled)
 
 

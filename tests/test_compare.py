@@ -22,6 +22,8 @@ from toolkit.gradients import Difference
 Parameters = Mapping[str, Tensor]
 Program = Callable[[Parameters], Tensor]
 
+EPS = torch.finfo(torch.float64).eps
+
 WEIGHTS = block("test_compare.weights", "The weights of the average are labels.")
 
 
@@ -417,6 +419,7 @@ def test_a_closed_gate_at_an_infinite_slope_gives_no_nan() -> None:
     assert json.loads(json.dumps(effect.to_dict(), allow_nan=False))["leak"] is None
 
 
+@pytest.mark.portable
 def test_a_leak_of_nothing_is_redundant_where_the_gradient_vanishes():
     logits = torch.tensor([0.3, -1.1, 0.7], dtype=torch.float64, requires_grad=True)
     optimum = (logits.detach() - logits.detach().logsumexp(0)).exp()
@@ -432,21 +435,24 @@ def test_a_leak_of_nothing_is_redundant_where_the_gradient_vanishes():
     assert [effect.verdict for effect in compare(other_loss).effects][1] == "partial"
 
 
-@pytest.mark.parametrize("seed", [0, 2, 5, 11])
-def test_noise_is_told_from_a_leak_where_the_gradient_vanishes(seed: int) -> None:
-    """At these points the leak is a good part of the gradient, and both are nothing but rounding."""
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
-    optimum = logits.detach().softmax(0)
+@pytest.mark.portable
+def test_noise_is_told_from_a_leak_where_the_gradient_vanishes() -> None:
+    """At the optimum the leak is a good part of the gradient at most points, and both are nothing but rounding."""
+    differs = 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        logits = torch.randn(5, dtype=torch.float64, generator=generator, requires_grad=True)
+        optimum = logits.detach().softmax(0)
 
-    def loss() -> Tensor:
-        shifted = logits - stop_gradient(logits.amax(), "noise.shift")
-        return (optimum * (optimum.log() - shifted + shifted.exp().sum().log())).sum()
+        def loss(logits: Tensor = logits, optimum: Tensor = optimum) -> Tensor:
+            shifted = logits - stop_gradient(logits.amax(), "noise.shift")
+            return (optimum * (optimum.log() - shifted + shifted.exp().sum().log())).sum()
 
-    (effect,) = compare(loss, {"logits": logits}).effects
-    assert 0 < effect.leak < 1e-15
-    assert effect.ratio != pytest.approx(1, rel=0.05)
-    assert effect.verdict == "redundant"
+        (effect,) = compare(loss, {"logits": logits}).effects
+        assert effect.verdict == "redundant"
+        assert effect.leak < 10 * EPS  # about ten operations on numbers below 1
+        differs += effect.leak > 0 and effect.ratio != pytest.approx(1, rel=0.05)
+    assert differs >= 4  # how many is up to the rounding: 33 of 40 or so
 
 
 @pytest.mark.parametrize("size", [1e-9, 1e-3, 1.0, 1e9])
@@ -547,6 +553,7 @@ def test_a_reentrant_checkpoint_is_refused_by_autograd_itself() -> None:
         compare(loss, x)
 
 
+@pytest.mark.keeps_its_sums
 def test_compiled_parts_run_as_the_python_that_they_were_made_of() -> None:
     parameters = _parameters()
     compiled = torch.compile(block_in_a_loop, backend="eager", fullgraph=True)
@@ -561,6 +568,7 @@ def test_compiled_parts_run_as_the_python_that_they_were_made_of() -> None:
 # --- multi-affinity ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("program", [mlp_with_four_blocks, shared_weights, nested_blocks], ids=lambda p: p.__name__)
 def test_attribution_splits_the_open_gradient_exactly(program: Program) -> None:
     parameters = _parameters()
@@ -588,6 +596,7 @@ def test_attribution_is_by_paths() -> None:
     assert parts == {(): 2, ("path.a",): 10, ("path.b",): 3, ("path.a", "path.b"): 7}
 
 
+@pytest.mark.portable
 def test_single_toggles_mislead_about_the_magic_box() -> None:
     """An enumerated expectation of DiCE (Foerster et al. 2018): sum of stopped p, times exp(l - stopped l), times f.
 
@@ -608,7 +617,8 @@ def test_single_toggles_mislead_about_the_magic_box() -> None:
     comparison = compare(loss, {"logits": logits})
     expected = {(): 1, (WEIGHTS,): 2, ("dice.box",): 0, (WEIGHTS, "dice.box"): 1}
     for subset, factor in expected.items():
-        torch.testing.assert_close(comparison.gradient(subset)["logits"], factor * objective, rtol=0, atol=1e-15)
+        found = comparison.gradient(subset)["logits"]  # at most 20 operations on numbers below 2
+        torch.testing.assert_close(found, factor * objective, rtol=0, atol=40 * EPS)
     assert [effect.verdict for effect in comparison.effects] == ["partial", "partial"]
     assert comparison.effects[0].why == WEIGHTS.why
     together = comparison.effect([WEIGHTS, "dice.box"])
@@ -616,6 +626,7 @@ def test_single_toggles_mislead_about_the_magic_box() -> None:
     assert together.name == "test_compare.weights + dice.box"
 
 
+@pytest.mark.portable
 def test_single_effects_that_cancel_are_warned_of() -> None:
     x = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
 
@@ -625,7 +636,7 @@ def test_single_effects_that_cancel_are_warned_of() -> None:
         return stop_gradient(log_probability.exp(), WEIGHTS) * box
 
     comparison = compare(loss, x)
-    assert comparison.interaction < 1e-15
+    assert comparison.interaction < 20 * EPS  # four gradients of five operations each
     assert "cancel to 0% of the largest single leak" in str(comparison)
 
 
@@ -680,6 +691,7 @@ def test_verdicts() -> None:
     }
 
 
+@pytest.mark.portable
 def test_a_leak_that_is_exactly_zero_is_redundant() -> None:
     x = torch.tensor([0.3, -2.0, 1.1], dtype=torch.float64, requires_grad=True)
 
@@ -689,10 +701,11 @@ def test_a_leak_that_is_exactly_zero_is_redundant() -> None:
 
     (effect,) = compare(loss, {"x": x}).effects
     assert effect.verdict == "redundant"
-    assert effect.leak < 1e-15
+    assert effect.leak < 20 * EPS  # ten operations on numbers up to 2
     assert effect.calls == 1
 
 
+@pytest.mark.portable
 def test_norms_ratio_and_cosine_are_their_definitions() -> None:
     parameters = _parameters()
     comparison = compare(lambda: shared_weights(parameters), parameters)
@@ -706,9 +719,8 @@ def test_norms_ratio_and_cosine_are_their_definitions() -> None:
             a = torch.cat([opened_gradient[key].reshape(-1) for key in keys])
             b = torch.cat([blocked[key].reshape(-1) for key in keys])
             if b.norm() == 0:
-                assert (found.leak, found.ratio) == (a.norm().item(), math.inf if a.norm() > 0 else math.nan) or (
-                    found.leak == 0 and math.isnan(found.ratio)
-                )
+                assert found.leak == pytest.approx(a.norm().item(), rel=1e-12)
+                assert found.ratio == math.inf if a.norm() > 0 else math.isnan(found.ratio)
                 continue
             expected = ((a - b).norm(), a.norm() / b.norm(), nn.functional.cosine_similarity(a, b, dim=0))
             assert found == pytest.approx([value.item() for value in expected], rel=1e-12)

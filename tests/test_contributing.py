@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-COMMON = ["conftest.py", "contract.py", "toy.py", "test_block_contract.py", "test_experiments.py", "test_layout.py"]
+COMMON = ["contract.py", "toy.py", "test_block_contract.py", "test_experiments.py", "test_layout.py"]
 
 
 def files_shown(markdown):
@@ -61,14 +61,21 @@ def test_they_pass_their_own_tests_and_the_common_ones(project):
 
 
 def test_their_experiment_shows_the_finding(project):
-    _run(project, "experiments", "run", "configs/irls.toml", "--set", "seeds=1", "--set", "steps=100")
-    (path,) = project.glob("results/irls/*/seed-000/record.json")
-    record = json.loads(path.read_text("utf-8"))
-    assert record["comparison"]["first"]["target_error"]["blocked"] < 1e-12
-    assert record["comparison"]["first"]["target_error"]["irls.weights"] > 0.1
-    objective = {name: variant["metrics"]["objective"] for name, variant in record["variants"].items()}
-    assert objective["blocked"][0] == objective["irls.weights"][0]
-    assert objective["blocked"][-1] < objective["irls.weights"][-1] / 2
+    """Slower from every start, and from some it does not get there: so it was of 20 seeds, 7 of which did not."""
+    _run(project, "experiments", "run", "configs/irls.toml", "--set", "seeds=5", "--set", "steps=100")
+    ratios = []
+    for path in sorted(project.glob("results/irls/*/seed-*/record.json")):
+        record = json.loads(path.read_text("utf-8"))
+        assert record["comparison"]["first"]["target_error"]["blocked"] < 1e-12
+        assert record["comparison"]["first"]["target_error"]["irls.weights"] > 0.1
+        blocked, opened = (record["variants"][name]["metrics"]["objective"] for name in ("blocked", "irls.weights"))
+        ratios.append({step: opened[step // 2] / blocked[step // 2] for step in (0, 10, 100)})
+    assert len(ratios) == 5
+    for ratio in ratios:
+        assert ratio[0] == 1
+        assert ratio[10] > 1.03  # from 1.07 to 1.48
+        assert ratio[100] > 0.99  # 1 where it gets there
+    assert max(ratio[100] for ratio in ratios) > 1.5  # from 1.8 to 2.8 where it does not
 
 
 def test_they_are_in_the_house_style(project):

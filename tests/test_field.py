@@ -14,6 +14,8 @@ from toolkit.gradients import field_jacobian
 
 Program = Callable[..., Tensor]
 
+EPS = torch.finfo(torch.float64).eps
+
 
 def _leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(values, dtype=dtype, requires_grad=True)
@@ -224,22 +226,24 @@ def test_off_policy_temporal_differences_grow() -> None:
     assert field.is_gradient_field  # of -0.4 w^2: in one dimension every field is a gradient
 
 
+@pytest.mark.portable
 def test_an_adversarial_game_turns_around_its_fixed_point() -> None:
     p = _leaf(0.0, 0.0)
     field = field_jacobian(lambda: dirac_gan(p), p)
-    assert sorted(field.eigenvalues.imag.tolist()) == [-1, 1]
-    assert field.eigenvalues.real.abs().max() < 1e-15
+    assert sorted(field.eigenvalues.imag.tolist()) == pytest.approx([-1, 1], abs=10 * EPS)
+    assert field.eigenvalues.real.abs().max() < 10 * EPS
     assert not field.stable  # neither does it grow
 
 
+@pytest.mark.portable
 def test_a_siamese_network_keeps_what_it_conserves() -> None:
     p = _leaf(*SIAMESE_POINT)
     field = field_jacobian(lambda: siamese(p), p)
-    assert field.gradient.abs().max() < 1e-15
+    assert field.gradient.abs().max() < 20 * EPS  # ten operations on numbers below 2
     closed_form = math.sqrt(2 / (1 + (SIAMESE_POINT[1] * (1 + NOISE)) ** 2))
     assert field.asymmetry == pytest.approx(closed_form, abs=1e-14)
-    rates = field.eigenvalues.real.tolist()
-    assert rates == pytest.approx([0, -(SIAMESE_POINT[1] ** 2) * (1 + NOISE)], abs=1e-15)
+    rates = sorted(field.eigenvalues.real.tolist())  # to ten times the rounding of J, whose norm is 2.1
+    assert rates == pytest.approx([-(SIAMESE_POINT[1] ** 2) * (1 + NOISE), 0], abs=20 * EPS)
     assert not field.stable  # a curve of fixed points: w^2 - P^2 stays as it began
 
 
@@ -255,6 +259,7 @@ def test_contrastive_divergence_is_the_gradient_of_nothing() -> None:
     assert field_jacobian(likelihood, p).is_gradient_field
 
 
+@pytest.mark.portable
 def test_expectation_maximisation_is_a_gradient_field_at_any_point() -> None:
     generator = torch.Generator().manual_seed(3)
     data = torch.randn(20, 2, generator=generator, dtype=torch.float64)
@@ -463,6 +468,7 @@ def _with_eigenvalues(eigenvalues: Tensor, *, symmetric: bool) -> Tensor:
     return torch.linalg.solve(basis, eigenvalues.diag() @ basis)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("symmetric", [True, False], ids=["Lanczos", "Arnoldi"])
 def test_leading_eigenvalues_without_a_matrix(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     eigenvalues = torch.cat([torch.tensor([-0.5, -0.125]), torch.linspace(0.5, 4, 78)]).double()
@@ -507,10 +513,11 @@ def test_estimate_is_exact_for_a_gradient_field_and_close_otherwise() -> None:
     errors = [abs(field.estimate_asymmetry(probes=n) - field.asymmetry) for n in (4, 400)]
     assert errors[1] < min(errors[0], 0.03)
     assert field.estimate_asymmetry(generator=torch.Generator().manual_seed(9)) != field.estimate_asymmetry()
-    assert _matrix_field(matrix + matrix.T).estimate_asymmetry() < 1e-14
+    assert _matrix_field(matrix + matrix.T).estimate_asymmetry() < 40 * EPS  # J v and J^T v are sums of 40 products
     assert _matrix_field(0 * matrix).estimate_asymmetry() == 0
 
 
+@pytest.mark.portable
 def test_float32_has_its_own_rounding() -> None:
     generator = torch.Generator().manual_seed(4)
     matrix = torch.randn(30, 30, generator=generator)
@@ -518,7 +525,7 @@ def test_float32_has_its_own_rounding() -> None:
     nearly = (matrix.T * torch.linspace(1, 3, 30)) @ matrix  # symmetric but for rounding
     symmetric = field_jacobian(lambda: w @ stop_gradient(nearly @ w, "field.single"), w)
     assert symmetric.is_gradient_field
-    assert 0 < symmetric.estimate_asymmetry() < 1e-6
+    assert 0 < symmetric.estimate_asymmetry() < 30 * torch.finfo(torch.float32).eps  # an entry is a sum of 30 products
     double = _leaf(1.0)
     loss = lambda: w @ stop_gradient(nearly @ w, "field.single") + double.square().sum()  # noqa: E731
     assert field_jacobian(loss, [double, w]).is_gradient_field

@@ -120,11 +120,13 @@ def test_a_program_is_told_and_has_its_sources(program):
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", source)
 
 
+@pytest.mark.portable
 @every_program
 def test_the_bug_cannot_be_seen_in_the_loss(program):
-    """It is as silent as it is told: only two of the bugs change what the loss is."""
+    """It is as silent as it is told: only two of the bugs change what the loss is, by more than rounding."""
     found, fixed = _audits(program.path.stem)
-    assert (found.loss == fixed.loss) is (program.path.stem not in ("forward_mode", "shared_memory"))
+    same = found.loss == pytest.approx(fixed.loss, rel=1e-12, abs=1e-15)
+    assert same is (program.path.stem not in ("forward_mode", "shared_memory"))
 
 
 @every_program
@@ -460,7 +462,7 @@ def test_the_report_shows_every_bug_and_needs_no_torch(examined, tmp_path):
         "from experiments.__main__ import main\n"
         f"main(['report', '--results', {str(tmp_path)!r}])\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     page = (tmp_path / "index.html").read_text()
     text = html.unescape(re.sub(r"<[^>]+>", "", page))
