@@ -351,7 +351,7 @@ class GaussianMixture(BaseMixture):
             as ``"VEV"``: whether components differ in volume, shape and orientation (E: equal, V: varying, I: aligned
             with the axes), for samples in memory. Covariances of a model are matrices (K, D, D).
         tol: The fit has converged when what is left to gain is about this, in nats per sample. With
-            ``accelerate="none"``: when a step gains no more.
+            ``accelerate="none"``: when a step gains no more; 0 takes all `max_iter` steps.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
         n_init: Fits from this many starts, of which the best is kept. Without a prior or missing values the four types

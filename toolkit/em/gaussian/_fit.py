@@ -106,8 +106,8 @@ def fit(
 ) -> Fit:
     """Maximise the log-likelihood of a Gaussian mixture by EM.
 
-    Each step is `em_step`, or is extrapolated from several (see `climb`). A step that lowers the log-likelihood, by
-    rounding or because `reg_covar` pulls away from maximum likelihood, is not taken, and ends the fit.
+    Each step is `em_step`, or is extrapolated from several (see `climb`). A step that lowers the log-likelihood by more
+    than rounding, because `reg_covar` pulls away from maximum likelihood, is not taken, and ends the fit.
 
     Args:
         x: (N, D), float32 or float64, finite. Or chunks of it (B, D), arrays or tensors, alone or in pairs with their
@@ -117,7 +117,7 @@ def fit(
         n_components: K, at most N.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         sample_weight: (N,), not negative: how often each sample counts. None: once.
-        tol: When the fit has converged, in nats per sample: see `climb`.
+        tol: When the fit has converged, in nats per sample: see `climb`. 0 takes all `max_iter` plain steps.
         max_iter: The most EM steps. 0 returns the start.
         n_init: Climbs from this many starts, and returns the highest point at which no component is a spike, one
             that is less than 3 % as wide in some direction as the components are on average. Starts climb together,
