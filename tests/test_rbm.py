@@ -355,6 +355,7 @@ def test_enumeration_has_a_limit_with_a_clear_message():
             attempt()
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("x", [-800.0, -40.0, -1e-3, 0.0, 9.9, 10.0, 10.1, 19.9, 20.1, 39.9, 40.1, 800.0])
 def test_free_energy_is_exact_where_others_switch_formula(x):
     rbm = RBM(1, 1, dtype=torch.float64)
@@ -362,9 +363,10 @@ def test_free_energy_is_exact_where_others_switch_formula(x):
         rbm.weights.fill_(x)
     expected = -max(x, 0.0) - math.log1p(math.exp(-abs(x)))
     free_energy = rbm.free_energy(torch.ones(1, 1, dtype=torch.float64))
-    assert free_energy.item() == pytest.approx(expected, rel=2e-16, abs=0)
+    rounding = 8 * torch.finfo(torch.float64).eps  # exp, log1p and a sum, each to two units in the last place
+    assert free_energy.item() == pytest.approx(expected, rel=rounding, abs=0)
     free_energy.backward()
-    assert rbm.weights.grad.item() == pytest.approx(-expit(x), rel=1e-15, abs=0)
+    assert rbm.weights.grad.item() == pytest.approx(-expit(x), rel=rounding, abs=0)
 
 
 def test_likelihood_is_a_sum_over_units_without_weights():

@@ -461,10 +461,12 @@ def test_the_update_is_the_gradient_of_nothing(point, steps, expected):
     assert not field.is_gradient_field
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("point", POINTS)
 def test_the_likelihood_has_no_curl(point):
     rbm, _ = _point(point)
-    assert _turning(field_jacobian(lambda: -rbm.log_likelihood(IMAGES).mean(), rbm).jacobian) < 1e-14
+    # Rounding of sums over 512 states turns it by some 4e-16, the least curl of an update by 5e-5.
+    assert _turning(field_jacobian(lambda: -rbm.log_likelihood(IMAGES).mean(), rbm).jacobian) < 1e-13
 
 
 @pytest.mark.parametrize("divergence", ["free_energy", "kullback_leibler"])
@@ -526,11 +528,12 @@ def test_a_clear_error(attempt, message):
     assert message in str(raised.value)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda start: 7 * start, "`start` should be probabilities that add up to 1. Found a sum of 7.0"),
-        (lambda start: 1.001 * start, "`start` should be probabilities that add up to 1. Found a sum of 1.001"),
+        (lambda start: 7 * start, "`start` should be probabilities that add up to 1. Found a sum of 7."),
+        (lambda start: 1.001 * start, "`start` should be probabilities that add up to 1. Found a sum of 1.001."),
         (
             lambda start: torch.cat([start[:-2], start[-2:] * 0 + 1]).sub(1 / 3),
             "`start` should be probabilities. Found -0.",

@@ -374,6 +374,7 @@ def test_blocked_gradient_is_the_closed_form(pair, surrogate, coordinates, energ
     assert relative_error(closed, _tensors(expected)) < 1e-12
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("pair", PAIRS)
@@ -387,7 +388,8 @@ def test_closed_form_holds_on_devices_and_in_types(pair, dtype, device):
         negative = rbm.sample_visible(rbm.sample_hidden(data, generator=generator), generator=generator)
     expected = centered_gradient(cd_gradient(rbm, data, negative), centering_offsets(rbm, data))
     assert all(value.dtype == dtype and value.device.type == device for value in expected.values())
-    assert relative_error(found, expected) < (1e-12 if dtype == torch.float64 else 1e-5)
+    # Two means, up to three times as large as their difference, of sums of some ten terms: up to 13 eps were found.
+    assert relative_error(found, expected) < 500 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("surrogate", ["cd", "pcd", "fast"])

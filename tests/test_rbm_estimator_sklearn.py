@@ -267,6 +267,7 @@ def test_type_of_floating_point_numbers_is_kept(machine, given, expected, digits
         assert value.dtype == expected
 
 
+@pytest.mark.portable
 def test_float32_learns_what_float64_does(digits):
     x = (digits >= 0.5).astype(np.float64)
     found = [
@@ -274,4 +275,6 @@ def test_float32_learns_what_float64_does(digits):
         for kind in (np.float32, np.float64)
     ]
     means = [exact_mean(machine, x) for machine in found]
-    assert abs(means[0] - means[1]) < 0.15
+    # Their draws part at the first one that rounding decides. Of 10 seeds the difference has a standard deviation of
+    # 0.13; the machine before training is some seven nats lower.
+    assert abs(means[0] - means[1]) < 0.6

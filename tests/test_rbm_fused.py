@@ -145,6 +145,7 @@ def _pair(units: str, method: str, steps: int, **options) -> tuple[FusedTrainer,
     return trainer, Twin(twin, steps, _generator(), **options)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("centred", [{}, {"offset_rate": 0.3, "weight_decay": 0.1}], ids=["plain", "centred-decay"])
 @pytest.mark.parametrize("steps", [1, 2])
 @pytest.mark.parametrize("method", METHODS)

@@ -211,6 +211,7 @@ def test_moves_of_the_free_energy_go_down_its_gradient():
     torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("hidden", ["drawn", "summed_out"])
 def test_probability_of_a_move_is_that_of_the_energies(hidden):
     """The rule from densities: exp(-U(v') + U(v)) q(v | v') / q(v' | v), where the code has less to compute."""
@@ -255,7 +256,7 @@ def test_probability_of_a_move_is_that_of_the_energies(hidden):
             adjusted=True,
             generator=_generator(6),
         )
-    np.testing.assert_allclose(end.numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(end.numpy(), expected, rtol=1e-12, atol=1e-14)  # sums of terms of order 1
     assert accepted.item() == pytest.approx(probability.mean(), rel=1e-12)
     assert 0.1 < probability.mean() < 0.95
 

@@ -401,6 +401,7 @@ def _state(visible: Tensor, n_hidden: int = 3) -> TemperedState:
     return TemperedState(visible, hidden, torch.arange(len(visible))[:, None] + empty, empty.bool(), empty[0], 0)
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("n_temperatures", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("n_chains", [1, 7])
 def test_every_draw_is_where_the_specification_says(n_temperatures, n_chains):

@@ -674,6 +674,7 @@ SIZES = [
 ]
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("pair", SIZES)
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0, 30.0])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)

@@ -210,7 +210,7 @@ def ais(
     Example:
         >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
         >>> found = ais(rbm, chains=100, inverse_temperatures=10, generator=torch.Generator().manual_seed(1))
-        >>> abs(found.estimate - rbm.log_partition().item()) < 1e-3
+        >>> abs(found.estimate - rbm.log_partition().item()) < 1e-2
         True
     """
     if not isinstance(chains, int) or chains < 2:

@@ -315,7 +315,7 @@ def _check_distribution(start: Tensor, joint: Joint) -> None:
         raise ValueError(f"`start` should be probabilities. Found {float(start[~(start >= 0)][0])}.")
     total = start.sum(dtype=torch.float64).item()
     if not abs(total - 1) <= max(1e-4, 4 * torch.finfo(start.dtype).eps):
-        raise ValueError(f"`start` should be probabilities that add up to 1. Found a sum of {total}.")
+        raise ValueError(f"`start` should be probabilities that add up to 1. Found a sum of {total:.6g}.")
 
 
 def _states(layer: Layer) -> Tensor:

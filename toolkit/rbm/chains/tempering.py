@@ -464,8 +464,8 @@ def adapt_temperatures(
         >>> state = tempered_start(rbm, n_temperatures=4, n_chains=20, generator=generator)
         >>> betas, state = adapt_temperatures(
         ...     rbm, state, inverse_temperatures=[0, 0.1, 0.2, 1], rounds=3, steps=50, generator=generator)
-        >>> [round(beta, 1) for beta in betas.tolist()]
-        [0.0, 0.3, 0.7, 1.0]
+        >>> bool((betas - torch.linspace(0, 1, 4)).abs().max() < 0.1)  # hardly any weights: evenly spaced
+        True
     """
     if not isinstance(rounds, int) or rounds < 1:
         raise ValueError(f"`rounds` should be a positive integer. Found {rounds!r}.")
