@@ -108,6 +108,7 @@ def network_case(norm: str, epsilon: float) -> BlockCase:
 BLOCK_CASES = [network_case("linf", 0.4), network_case("l2", 0.9)]
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize(("norm", "epsilon"), [("linf", 0.1), ("linf", 0.4), ("l2", 0.3), ("l2", 0.9), ("l2", 1.5)])
 def test_example_is_that_of_the_paper(norm: str, epsilon: float) -> None:
     parameters = network_parameters()

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import scipy.optimize
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -257,8 +259,12 @@ def test_bound_of_every_case_holds_where_its_assumptions_do(
                 break
 
 
+@pytest.mark.portable
 def test_slopes_and_prices_raise_the_bound() -> None:
-    """What is optimised is better than the lines alone, and assumptions with a price better than without."""
+    """What is optimised is better than the lines alone, and assumptions with a price better than without.
+
+    Of 100 bounds, in networks of six seeds: 7 to 34, 94 to 100, 5 to 31, and 70 to 85; none where nothing moves.
+    """
     model, x, labels, epsilon = relu_network("64-24-24-10 at .1")
     ball = ball_and_box(x, epsilon, "linf", (0, 1), None, torch.float64, ("linf",))
     chain = affine_chain(model, x, torch.float64)
@@ -270,16 +276,16 @@ def test_slopes_and_prices_raise_the_bound() -> None:
     once, _, _ = optimise(root, chain[:-1], 1)
     often, _, gaps = optimise(root, chain[:-1], 16)
     assert (often.bound >= once.bound).all()
-    assert (often.bound > once.bound + 0.01).sum() > 20
+    assert (often.bound > once.bound + 0.01).sum() > 3
     halves, splittable = split(often, gaps)
     assert splittable.all()
     free, priced = (optimise(halves, chain[:-1], steps)[0].bound.chunk(2) for steps in (1, 16))
     assert (torch.minimum(*priced) > often.bound + 1e-3).sum() > 60
-    assert (torch.minimum(*priced) > torch.minimum(*free) + 1e-3).sum() > 5
+    assert (torch.minimum(*priced) > torch.minimum(*free) + 1e-3).sum() > 2
     ended = replace(optimise(halves, chain[:-1], 16)[0], bound=torch.full_like(halves.bound, -math.inf))
     unpriced = replace(ended, prices=[torch.zeros_like(price) for price in ended.prices])
     with_prices, without = (optimise(cases, chain[:-1], 1)[0].bound for cases in (ended, unpriced))
-    assert (with_prices > without + 1e-3).sum() > 10
+    assert (with_prices > without + 1e-3).sum() > 30
 
 
 CASES = [
@@ -348,12 +354,24 @@ def test_a_margin_within_the_tolerance_is_unknown(
     assert getattr(found, verdict).item()
 
 
-def test_a_sample_beyond_the_time_limit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("solver", ["that is through first", "that gives up"])
+def test_a_sample_beyond_the_time_limit_is_unknown(solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """HiGHS looks at the clock now and then, and may be through before: that is its own affair."""
     monkeypatch.setitem(INSIDE, "_CASES", 0)
-    model, x, labels, epsilon = relu_network("64-32-10 at .2")
-    full = verify_relu(model, x[:30], labels[:30], epsilon=epsilon)
-    found = verify_relu(model, x[:30], labels[:30], epsilon=epsilon, time_limit=1e-9)
-    assert found.unknown.any()
+    model, x, labels, epsilon = relu_network("64-24-24-10 at .1")
+    full = verify_relu(model, x[:40], labels[:40], epsilon=epsilon)
+    limits = []
+
+    def milp(*arguments: object, options: dict[str, float], **others: object) -> object:
+        limits.append(options["time_limit"])
+        if solver == "that gives up":
+            return SimpleNamespace(status=1, x=None, mip_dual_bound=None)
+        return scipy.optimize.milp(*arguments, options=options, **others)
+
+    monkeypatch.setitem(INSIDE, "milp", milp)
+    found = verify_relu(model, x[:40], labels[:40], epsilon=epsilon, time_limit=1e-9)
+    assert set(limits) == {1e-9}
+    assert found.unknown.any() or solver == "that is through first"
     assert not (found.robust & ~full.robust).any()
     assert not (found.broken & ~full.broken).any()
 
@@ -411,6 +429,7 @@ def test_convolutions_and_normalisations_are_their_matrices() -> None:
         assert (worst_margins(model, points, labels) >= found.lower - 1e-6).all()
 
 
+@pytest.mark.keeps_its_sums
 def test_modes_do_not_matter_and_nothing_is_touched() -> None:
     model = convolutional().train().requires_grad_(True)
     model[0][1].eval()
@@ -670,12 +689,12 @@ def test_training_on_intervals_certifies_what_ordinary_training_does_not() -> No
     for epoch in range(n_epochs):
         share = min(1.0, epoch / (0.6 * n_epochs))
         for rows in torch.randperm(len(x), generator=generator).split(128):
-            inputs, targets = x[rows].float(), labels[rows]
+            inputs, targets = x[rows], labels[rows]
             optimizer.zero_grad()
             loss = (1 - share / 2) * F.cross_entropy(model(inputs), targets)
             (loss + share / 2 * interval_loss(model, inputs, targets, epsilon=0.1 * share)).backward()
             optimizer.step()
-    model.double().requires_grad_(False)
+    model.requires_grad_(False)
     certified = [
         (certify_interval(network, held_out, held_out_labels, epsilon=0.1) > 0).double().mean()
         for network in (ordinary, model)

@@ -141,7 +141,7 @@ def test_examples_are_in_the_ball_and_the_box_exactly(norm: str) -> None:
 @names("certify", [certify_interval, certify_crown])
 @names("kind", [(32,), "convolution"], ids=str)
 def test_no_certificate_is_above_the_margin_by_a_rounding_of_single_precision(certify: Callable, kind: object) -> None:
-    model, x = make(kind, seed=2), rows(300, 64, dtype=torch.float32)
+    model, x = make(kind, seed=2, dtype=torch.float32), rows(300, 64, dtype=torch.float32)
     with torch.no_grad():
         labels = model(x).argmax(1)
     truth = margins_at(model, x, labels)
@@ -164,7 +164,7 @@ def test_clean_inputs_on_the_box_stay_inside_in_single_precision(certify: Callab
 
 
 def test_loss_stays_in_the_dtype_of_the_inputs() -> None:
-    model, x = make((32,)), rows(5, 64, dtype=torch.float32)
+    model, x = make((32,), dtype=torch.float32), rows(5, 64, dtype=torch.float32)
     assert interval_loss(model, x, torch.arange(5), epsilon=0.01).dtype == torch.float32
     exact = interval_loss(copy.deepcopy(model).double(), x.double(), torch.arange(5), epsilon=0.01)
     assert exact.dtype == torch.float64
@@ -191,7 +191,7 @@ class Largest(TorchDispatchMode):
 @names("limit", [1, 500, 20_000, 100_000])
 def test_pieces_are_what_is_found_at_once(norm: str, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Down to one objective of one row at a time."""
-    model, x = make((12, 9)).double(), rows(7, 64)
+    model, x = make((12, 9)), rows(7, 64)
     labels = torch.arange(7)
     whole = certify_crown(model, x, labels, epsilon=0.05, norm=norm)
     bounds = crown_bounds(model, x - 0.05, x + 0.05)
@@ -205,7 +205,7 @@ def test_pieces_are_what_is_found_at_once(norm: str, limit: int, monkeypatch: py
 def test_bounds_in_pieces_are_differentiable(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     if limit is not None:
         monkeypatch.setattr(relaxation, "_NUMBERS", limit)
-    model, x = make((6, 5)).double(), rows(4, 64)
+    model, x = make((6, 5), seed=1), rows(4, 64)
     parameters = list(model.parameters())
 
     def spread() -> Tensor:
@@ -234,7 +234,7 @@ def test_memory_does_not_grow_with_the_samples(
 ) -> None:
     """At most a row's bounds of the second layer, or, where one row's bounds are too many, the weights of the first."""
     monkeypatch.setattr(relaxation, "_NUMBERS", limit)
-    model, x = make(widths).double(), rows(40, 64)
+    model, x = make(widths), rows(40, 64)
     with Largest() as largest:
         certify_crown(model, x, torch.arange(40) % 10, epsilon=0.05, norm=norm)
     assert largest.numbers <= allowed

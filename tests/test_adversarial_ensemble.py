@@ -78,6 +78,7 @@ def test_confidence_hides_nothing(scale: float, dtype: torch.dtype) -> None:
     assert 0.3 < plain.robust_accuracy < 0.95
 
 
+@pytest.mark.portable
 def test_rows_are_counted_once() -> None:
     model, x, labels, epsilon = relu_network("64-32-10 at .2")
     found = evaluate_robustness(model, x, labels, epsilon=epsilon)

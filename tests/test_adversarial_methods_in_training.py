@@ -24,6 +24,7 @@ from toolkit.adversarial.training.trades import held_trades_loss, nearby_pgd, tr
 from toolkit.adversarial.training.vat import VIRTUAL_CLEAN, VIRTUAL_DIRECTION, power_direction, vat_loss
 from toolkit.adversarial.training.weights import awp_loss, reweighted, weight_perturbation
 
+F64 = torch.float64
 BALL = {"epsilon": 0.1, "norm": "linf", "bounds": (0, 1)}
 
 
@@ -502,18 +503,19 @@ def test_larger_batches_add_rows_to_the_perturbation() -> None:
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """In float64, in which a seed trains the same model on every machine."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
     order = torch.randperm(len(bunch.data), generator=seed())
-    x, labels = torch.from_numpy(bunch.data)[order].float() / 16, torch.from_numpy(bunch.target)[order]
+    x, labels = torch.from_numpy(bunch.data)[order] / 16, torch.from_numpy(bunch.target)[order]
     return x[:1200], labels[:1200], x[1200:], labels[1200:]
 
 
 def trained(method: Method, *, epochs: int, n_labelled: int = 1200, **ball: object) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        model = nn.Sequential(nn.Linear(64, 64, dtype=F64), nn.ReLU(), nn.Linear(64, 10, dtype=F64))
     x, labels, _, _ = digits()
     labels = torch.where(torch.arange(1200) < n_labelled, labels, -1)
     optimizer, state, generator = torch.optim.Adam(model.parameters(), 5e-3), {}, seed(2)
@@ -536,7 +538,7 @@ def trained(method: Method, *, epochs: int, n_labelled: int = 1200, **ball: obje
 def accuracies(model: nn.Module) -> tuple[float, float]:
     _, _, x, labels = digits()
     example = pgd(model, x, labels, epsilon=0.1, steps=20)
-    return tuple((model(each).argmax(1) == labels).float().mean().item() for each in (x, example))
+    return tuple((model(each).argmax(1) == labels).double().mean().item() for each in (x, example))
 
 
 SHORT = {"free": lambda: Free(replays=3), "awp": lambda: AWP(PGD(steps=4))}
@@ -561,7 +563,7 @@ def test_smoothness_learns_from_samples_without_a_label() -> None:
     accuracy = {}
     for weight in (0.0, 1.0):
         model = trained(VAT(weight=weight), epochs=30, n_labelled=40, norm="l2", epsilon=0.5)
-        accuracy[weight] = (model(x).argmax(1) == labels).float().mean().item()
+        accuracy[weight] = (model(x).argmax(1) == labels).double().mean().item()
     assert accuracy[1.0] > accuracy[0.0] + 0.03
 
 

@@ -217,16 +217,20 @@ def test_example_lies_in_ball_box_and_mask_in_exact_arithmetic(norm: str, dtype:
         assert size <= Fraction(epsilon) ** (2 if norm == "l2" else 1)
 
 
+@pytest.mark.portable
 def test_restarts_depend_on_the_generator_alone() -> None:
-    model, x, labels, epsilon = relu_network("64-32-10 at .1")
+    """On a model of many hills that never errs; on a plain one the first ascent is mostly the best."""
+    weight, bias, x, _ = linear()
+    model = lambda x: torch.sin(8 * F.linear(x, weight, bias)) + torch.tensor([10.0, 0, 0, 0, 0])  # noqa: E731
+    labels = torch.zeros(len(x), dtype=torch.long)
 
     def attack(seed: int) -> Tensor:
         torch.rand(3)
         generator = torch.Generator().manual_seed(seed)
-        return multi_target(model, x, labels, epsilon=epsilon, steps=5, restarts=3, generator=generator)
+        return multi_target(model, x, labels, epsilon=0.3, steps=5, restarts=3, generator=generator)
 
     assert torch.equal(attack(1), attack(1))
-    assert not torch.equal(attack(1), attack(2))
+    assert (attack(1) != attack(2)).any(1).sum() > 5
 
 
 def test_gradients_in_half_precision_find_the_same_errors() -> None:

@@ -160,6 +160,7 @@ def test_parameters_depend_on_the_generator_alone(make, shape) -> None:
     assert all(value.isfinite().all() and value.device.type == "cpu" for value in first.values())
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("name", ["mlp", "small_cnn"])
 def test_uniform_draws_are_those_of_torchs_layers(name: str) -> None:
     """The same numbers as torch's own layers draw from the global generator in the same state."""
@@ -174,6 +175,19 @@ def test_uniform_draws_are_those_of_torchs_layers(name: str) -> None:
     expected = [parameter for layer in layers for parameter in layer.parameters()]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.portable
+@pytest.mark.parametrize("name", ["mlp", "small_cnn"])
+def test_uniform_draws_have_the_same_bits_on_every_processor(name: str) -> None:
+    """Integers over 2^24 are drawn, then scaled and shifted, each with one rounding."""
+    make, _ = NETWORKS[name]
+    draws = seeded(11)
+    for layer in make(generator=seeded(11)):
+        bound = 1 / math.sqrt(layer.weight[0].numel()) if hasattr(layer, "weight") else 0.0
+        for parameter in layer.parameters():
+            scaled = torch.rand(parameter.shape, generator=draws) * (2 * bound)
+            assert torch.equal(parameter, scaled - bound)
 
 
 def test_convolutions_of_the_residual_network_keep_the_variance_of_gradients() -> None:
@@ -250,6 +264,7 @@ def test_half_precision_is_near(make, shape, dtype) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch's own compiler
 @pytest.mark.parametrize(
     ("network", "backend"),

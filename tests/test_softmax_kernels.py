@@ -53,6 +53,7 @@ def row_of_its_own(x: Tensor, dim: int) -> Tensor:
     return torch.randn(x.sum(dim, keepdim=True).shape, dtype=x.dtype, generator=generator(2))
 
 
+@pytest.mark.portable
 @pytest.mark.parametrize("spread", SPREADS.values(), ids=SPREADS)
 @pytest.mark.parametrize(("shape", "dim"), SHAPES.values(), ids=SHAPES)
 def test_fast_ways_have_the_numbers_of_their_plain_twins(shape, dim, spread):
@@ -78,10 +79,19 @@ def test_fast_ways_have_the_numbers_of_their_plain_twins(shape, dim, spread):
             _kernels.log_softmax_product_in_plain_operations(log_y, at_top, dim),
         ),
     }
+    # What a component of a product is the difference of: at least half of y_i sum_j y_j |g_j - mean|, and
+    # (1 - y_i) |g_i| + y_i sum_{j != i} |g_j|. To 100 roundoffs of that it may cancel.
+    spread = (y * (g - (y * g).sum(dim, keepdim=True)).abs()).sum(dim, keepdim=True)
+    conditions = {
+        "product": y * spread / 2,
+        "log product": -log_y.expm1() * g.abs() + y * (g.abs().sum(dim, keepdim=True) - g.abs()),
+    }
     for name, (fast, plain) in pairs.items():
-        torch.testing.assert_close(fast, plain, rtol=1e-9, atol=1e-280, msg=lambda text, name=name: f"{name}: {text}")
+        bound = 1e-12 * plain.abs() + 1e-280 + 50 * EPS * conditions.get(name, torch.zeros(()))
+        assert ((fast - plain).abs() <= bound).all(), name
 
 
+@pytest.mark.keeps_its_sums
 def test_the_pieces_are_really_taken(monkeypatch):
     taken = []
     pieces = _kernels._pieces
@@ -243,6 +253,7 @@ def test_masks_go_with_every_mode(name, dim):
     assert rows.equal(softmax(x, where=mask))
 
 
+@pytest.mark.keeps_its_sums
 def test_the_mask_of_a_compiled_function():
     torch.compiler.reset()
     compiled = torch.compile(lambda x, mask: softmax(x, where=mask), fullgraph=True, backend="aot_eager")
@@ -252,7 +263,7 @@ def test_the_mask_of_a_compiled_function():
             found = compiled(x, MASK)
             (gradient,) = torch.autograd.grad(found.square().sum(), x)
         expected = softmax(x, where=MASK)
-        torch.testing.assert_close(found, expected, rtol=4 * EPS, atol=0)
+        torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)  # other kernels
         (truth,) = torch.autograd.grad(expected.square().sum(), x)
         torch.testing.assert_close(gradient, truth, rtol=1e-13, atol=4 * EPS)
 
@@ -280,7 +291,7 @@ def test_a_sum_over_several_dimensions_is_that_of_torch(dims, keepdim):
 
 def test_dimensions_may_be_integers_of_numpy():
     for dim in (np.int64(0), (np.int64(0),), range(1)):
-        torch.testing.assert_close(logsumexp(batch(), dim), logsumexp(batch(), 0), rtol=4 * EPS, atol=0)
+        torch.testing.assert_close(logsumexp(batch(), dim), logsumexp(batch(), 0), rtol=1e-14, atol=0)
     assert softmax(batch(), np.int64(0)).equal(softmax(batch(), 0))
 
 

@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from toolkit.blocks import no_graph
+
 __all__ = ["Normalize", "mlp", "preactivation_resnet18", "small_cnn"]
 
 Activation = Callable[[], nn.Module]
@@ -254,7 +256,8 @@ def _drawn(model: nn.Sequential, generator: torch.Generator) -> nn.Sequential:
         if isinstance(module, nn.Linear | nn.Conv2d):
             bound = 1 / math.sqrt(module.weight[0].numel())
             for parameter in module.parameters():
-                nn.init.uniform_(parameter, -bound, bound, generator=generator)
+                with no_graph():  # `uniform_(-bound, bound)` fuses the last two on some processors: other last bits
+                    parameter.uniform_(generator=generator).mul_(2 * bound).sub_(bound)
         elif isinstance(module, nn.BatchNorm2d):
             module.reset_parameters()
         elif callable(reset := getattr(module, "reset_parameters", None)):  # an activation that has some
