@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import threading
 import types
 from collections.abc import Callable, Mapping
 
@@ -17,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit import block, compare, is_blocked, scope, stop_gradient, stop_recording, unblock
 from toolkit.blocks import opened
-from toolkit.gradients import Difference
+from toolkit.gradients import Comparison, Difference
 
 Parameters = Mapping[str, Tensor]
 Program = Callable[[Parameters], Tensor]
@@ -937,6 +938,24 @@ def test_buffers_that_are_shared_stay_shared_while_the_program_runs() -> None:
     assert comparison.loss == 3.0
     assert first.count is second.count is count
     assert count == 0
+
+
+def test_a_region_may_end_where_the_numbers_of_autograd_begin() -> None:
+    """In a new thread the first node has number 0: a region of a frozen network before it holds no node at all."""
+    online, target, x = nn.Linear(3, 2), nn.Linear(3, 2).requires_grad_(False), torch.randn(5, 3)
+
+    def loss() -> torch.Tensor:
+        with stop_recording("target"):
+            goal = target(x)
+        return (online(x) - goal).square().mean()
+
+    found: list[Comparison] = []
+    thread = threading.Thread(target=lambda: found.append(compare(loss, online)))
+    thread.start()
+    thread.join()
+    expected = torch.autograd.grad(loss(), list(online.parameters()))
+    for gradient, truth in zip(found[0].blocked.values(), expected, strict=True):
+        assert torch.equal(gradient, truth)
 
 
 def test_an_average_that_is_updated_in_a_region_stays_a_leaf() -> None:

@@ -16,7 +16,6 @@ from experiments._results import BLOCKED, read_all
 from experiments._rounding import OF_ONE_PASS
 from toolkit import compare, unblock
 
-
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
 
 

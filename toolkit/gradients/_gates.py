@@ -8,7 +8,6 @@ numbers its nodes, so a node belongs to the regions that were entered when its n
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -159,7 +158,7 @@ class GateBoard:
 
     def _regions_of(self, node: Any) -> frozenset[str]:
         number = node._sequence_nr()
-        return frozenset(region.name for region in self._regions if region.start <= number < (region.end or math.inf))
+        return frozenset(region.name for region in self._regions if region.holds(number))
 
     def _cross(self, names: frozenset[str], results: tuple[Tensor | None, ...], _: Any) -> tuple[None, ...] | None:
         """Drop what a node of these regions found, unless they pass or the derivative is taken inside of them."""
@@ -175,6 +174,10 @@ class _Region:
     name: str
     start: int
     end: int | None = None
+
+    def holds(self, number: int) -> bool:
+        """Say whether a node of this number was made inside; autograd counts from 0 in each thread."""
+        return self.start <= number and (self.end is None or number < self.end)
 
 
 def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
