@@ -95,6 +95,7 @@ def marked() -> list[str]:
 
 
 def _run(name: str, arguments: list[str]) -> tuple[str, int, float, str]:
+    print(f"{name}: started", flush=True)
     started = time.perf_counter()
     process = MACHINES[name].pytest(*(arguments or numerical()))
     output, _ = process.communicate()

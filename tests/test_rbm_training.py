@@ -5,6 +5,8 @@ at which learning rate, and whether the parameters at the end are, to the bit, t
 """
 
 import contextlib
+import itertools
+import json
 import math
 import os
 import re
@@ -24,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 from toolkit import _checkpoint as checkpoint_module
+from toolkit._checkpoint import alike, fingerprint
 from toolkit.rbm import (
     RBM,
     DivergenceError,
@@ -278,12 +281,14 @@ def test_a_mean_is_of_about_a_thousand_evenly_spaced_parameters():
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-13)
 
 
+@pytest.mark.portable
 def test_the_mean_of_a_machine_in_half_precision_is_kept_in_single():
     rbm = RBM(8, 4, generator=generator(0), dtype=torch.bfloat16)
     trainer = Recorder(rbm, batch_size=5, steps=1, generator=generator(2))
     train(trainer, numbered(20), epochs=4, learning_rate=0.2, generator=generator(), average_from=0)
-    expected = torch.stack([iterate["weights"].float() for iterate in trainer.iterates]).mean(0)
-    assert torch.equal(rbm.weights.float(), expected.to(torch.bfloat16).float())
+    expected = torch.stack([iterate["weights"].double() for iterate in trainer.iterates]).mean(0)
+    # Rounded once: half a step of bfloat16, and a little for means in the middle between two of its numbers.
+    assert ((rbm.weights - expected).abs() <= (1 + 1e-4) * torch.finfo(torch.bfloat16).eps / 2 * expected.abs()).all()
 
 
 # --- checkpoints ----------------------------------------------------------------------------------------------------
@@ -432,9 +437,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
         )
         assert process.stdout is not None
         process.stdout.readline()
-        for _ in range(6000):
-            if path.exists() and path.stat().st_mtime_ns != before:
-                break
+        while not path.exists() or path.stat().st_mtime_ns == before:  # however busy the machine is
             assert process.poll() is None
             signal.sigtimedwait([], 0.01)
         signal.sigtimedwait([], wait)
@@ -552,6 +555,151 @@ def test_what_differs_from_the_checkpoint_is_named(name, case, stop, tmp_path):
     with pytest.raises(ValueError, match=r"`checkpoint` should be of the same machine, trainer and data.*" + message):
         run(**options | others)
     assert path.read_bytes() == before
+
+
+def moved(x: Tensor, seed: int = 0) -> Tensor:
+    """Return x with every entry moved by an ulp, up or down."""
+    up = torch.rand(x.shape, generator=generator(seed)) < 0.5
+    return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x))
+
+
+LARGE = torch.Size([3001, 101])  # more than are looked at together
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("shape", [torch.Size([1, 1]), torch.Size([N, V]), LARGE], ids=str)
+def test_data_that_differ_by_rounding_are_alike(shape, dtype):
+    for seed in range(20 if shape != LARGE else 2):
+        x = torch.randn(shape, generator=generator(seed), dtype=dtype) + 3 * (seed % 2)
+        known = fingerprint(x)
+        ulp = torch.finfo(dtype).eps
+        noise = [moved(x, seed), torch.nextafter(x, x + 1), torch.nextafter(x, 0 * x), x * (1 + ulp), x * (1 - 4 * ulp)]
+        for other in noise:
+            assert not torch.equal(other, x)
+            assert alike(json.loads(json.dumps(known)), fingerprint(other))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_data_that_were_whitened_in_another_order_are_alike(dtype):
+    """Single precision, where the sums of a product have their terms in reverse, rounded to the type."""
+    x, mixing = torch.randn(500, 40, generator=generator(0)), torch.randn(40, 40, generator=generator(1))
+    found = []
+    for order in (range(40), reversed(range(40))):
+        total = torch.zeros(500, 40)
+        for k in order:
+            total = total + x[:, k, None] * mixing[k]
+        found.append(total.to(dtype))
+    assert not torch.equal(*found)
+    assert alike(*map(fingerprint, found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_other_data_are_not_alike(dtype):
+    """An entry that is another by a thousandth of it, wherever it is, if it is not small among the others."""
+    x = 1 + torch.rand(N, V, generator=generator(0), dtype=dtype)
+    known = fingerprint(x)
+    for entry in range(x.numel()):
+        other = x.clone()
+        other.view(-1)[entry] *= 1.001
+        assert not alike(known, fingerprint(other)), entry
+    for a, b in itertools.combinations(range(N), 2):
+        order = torch.arange(N)
+        order[a], order[b] = b, a
+        assert not alike(known, fingerprint(x[order])), (a, b)
+    others = [
+        x[:-1],
+        x.T.contiguous(),
+        x.flip(0),
+        x.flip(1),
+        -x,
+        x.to(F64 if dtype == torch.float32 else torch.float32),
+    ]
+    others += [torch.cat([x[:-1], x[:1]]), x.roll(1, 0), 1 + torch.rand(N, V, generator=generator(1), dtype=dtype)]
+    assert not any(alike(known, fingerprint(other)) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_many_is_not_alike(dtype):
+    x = torch.randn(LARGE, generator=generator(0)).to(dtype)
+    half = len(x) // 2  # of another piece
+    for a, b in ((0, 1), (0, half), (half, 2 * half)):
+        order = torch.arange(len(x))
+        order[a], order[b] = b, a
+        assert not alike(fingerprint(x), fingerprint(x[order]))
+
+
+def test_numbers_that_are_not_finite_are_compared_exactly():
+    x = torch.randn(LARGE, generator=generator(0), dtype=F64)
+
+    def with_(*values: float, rows: tuple[int, ...] = (3, 2000)) -> dict[str, object]:
+        other = moved(x)
+        for row, value in zip(rows, values, strict=True):
+            other[row, 4] = value
+        return fingerprint(other)
+
+    known = with_(math.nan, math.inf)
+    assert alike(known, with_(math.nan, math.inf))
+    assert alike(known, with_(-torch.tensor(math.nan).item(), math.inf))
+    others = [with_(math.inf, math.nan), with_(math.nan, -math.inf), with_(math.nan, 0.0), with_(2.0, math.inf)]
+    others += [with_(math.nan, math.inf, rows=rows) for rows in ((3, 2001), (2000, 3))]
+    assert not any(alike(known, other) for other in [*others, fingerprint(x)])
+    a, b = 3, 3 + 2**20 // x[0].nbytes  # the same place of two pieces
+    assert not alike(with_(math.nan, 0.0, rows=(a, b)), with_(math.nan, 0.0, rows=(b, a)))
+
+
+def test_integers_are_compared_exactly():
+    x = torch.randint(2**62, (N, V), generator=generator(0))
+    assert alike(fingerprint(x), fingerprint(x.clone()))
+    other = x.clone()
+    other[4, 2] ^= 1
+    assert not alike(fingerprint(x), fingerprint(other))
+
+
+def test_settings_are_alike_to_their_last_digits():
+    known = {"rate": 0.1, "steps": 2, "names": ["a", 0.3], "none": None}
+    assert alike(known, known | {"rate": math.nextafter(0.1, 1), "names": ["a", 0.1 + 0.2]})
+    for other in ({"rate": 0.1 + 1e-9}, {"steps": 3}, {"names": ["b", 0.3]}, {"names": ["a"]}, {"none": 0.0}):
+        assert not alike(known, known | other)
+
+
+@pytest.mark.parametrize("stop", [7, None], ids=["stopped", "finished"])
+@pytest.mark.parametrize("name", SOURCES)
+def test_data_that_another_processor_has_rounded_are_gone_on_with(name, stop, tmp_path):
+    """Data, the temperatures and the biases that are theirs; a thousandth more in one entry is refused."""
+    data = torch.randn(N, V, generator=generator(8), dtype=F64)
+    betas, reference = torch.tensor([0.0, 1 / 3, 1.0]), data.mean(0)
+
+    def run(data: Tensor, betas: Tensor, reference: Tensor, callback=None) -> tuple[RBM, list[int]]:
+        torch.manual_seed(0)
+        rbm, told = machine(visible="gaussian"), []
+        options = {"chains": torch.zeros(6, H), "inverse_temperatures": betas, "reference": reference}
+        trainer = FusedTrainer(rbm, batch_size=4, steps=1, generator=generator(2), **options)
+        settings = {"epochs": 2, "learning_rate": 0.01, "n_rows": N, "generator": generator(5), "checkpoint_every": 3}
+        told_and = lambda update, epoch: (told.append(update), callback and callback(update, epoch))  # noqa: E731
+        source = SOURCES[name](data, tmp_path)
+        train(trainer, source, checkpoint=path, callback=told_and, **settings)
+        return rbm, told
+
+    path = tmp_path / "never stopped"
+    expected, all_told = run(data, betas, reference)
+    path = tmp_path / "c"
+    with contextlib.suppress(Stop):
+        run(data, betas, reference, callback=None if stop is None else stopping_at(stop))
+    more = data.clone()
+    more[:, 2] *= 1.001
+    with pytest.raises(ValueError, match=r"other data in .* than there are now"):
+        run(more, betas, reference)
+    for others, what in (
+        ((betas**1.001, reference), "inverse_temperatures"),
+        ((betas, reference * 1.001), "reference"),
+    ):
+        with pytest.raises(ValueError, match=rf"`{what}` \[.*\] in .*, where it is \[.*\] now"):
+            run(data, *others)
+    betas[1] = moved(betas[1])
+    found, told = run(moved(data), betas, moved(reference))
+    assert told == (all_told[6:] if stop else [])
+    for a, b in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # the temperatures are in single precision
 
 
 def test_fewer_epochs_than_are_done_are_refused(tmp_path):
@@ -1031,7 +1179,7 @@ def ranks(request, tmp_path_factory) -> tuple[list[dict], Path]:
         )
         for rank in range(request.param)
     ]
-    said = [process.communicate(timeout=120)[1] for process in processes]
+    said = [process.communicate()[1] for process in processes]  # pytest limits its time
     assert all(process.returncode == 0 for process in processes), "".join(said)[-3000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)], folder
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,15 +22,21 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 
-__all__ = ["fingerprint", "read_checkpoint", "write_checkpoint"]
+__all__ = ["alike", "fingerprint", "read_checkpoint", "write_checkpoint"]
 
-_FORMAT = 2
+_FORMAT = 3
 
-_PIECE_BYTES = 2**20  # of rows that are hashed at a time
+_PIECE_BYTES = 2**20  # of rows that are looked at together
+_SEED = 2718281828  # of weights; from a seed such as 0 data are drawn, too, and the signs have to know nothing of them
 
 
-def fingerprint(rows: Tensor, *, most: int = 2**28) -> str:
-    """Return a hash of the type, the shape, and all bytes of rows, or of rows from all over if there are too many.
+def fingerprint(rows: Tensor, *, most: int = 2**28) -> dict[str, Any]:
+    r"""Return by what `alike` knows rows again, as JSON: all of them, or some from all over if there are too many.
+
+    Of floating-point rows these are their type, their shape, where they are not finite, and two sums
+    :math:`\sum_i w_i x_i` over all entries. The weights, :math:`1/2 \le |w_i| \le 1` of either sign, are drawn from a
+    fixed seed: a changed entry moves both sums by half of its change or more, and rows that change places move them,
+    too. Rows of another type are hashed.
 
     Args:
         rows: (N, *), on any device.
@@ -37,11 +44,60 @@ def fingerprint(rows: Tensor, *, most: int = 2**28) -> str:
     """
     length = max(1, rows[:1].numel() * rows.element_size())
     chosen = rows[:: max(1, -(-len(rows) * length // most))]
-    found = hashlib.blake2b(f"{rows.dtype} {tuple(rows.shape)}".encode(), digest_size=16)
+    exact = hashlib.blake2b(f"{rows.dtype} {tuple(rows.shape)}".encode(), digest_size=16)
+    generator = torch.Generator().manual_seed(_SEED)
+    sums, norm = torch.zeros(2, dtype=torch.float64, device="cpu"), 0.0
     with no_graph():
-        for piece in chosen.split(max(1, _PIECE_BYTES // length)):
-            found.update(piece.cpu().contiguous().view(torch.uint8).numpy())
-    return found.hexdigest()
+        for number, piece in enumerate(chosen.split(max(1, _PIECE_BYTES // length))):
+            own = piece.cpu().contiguous()
+            if not rows.is_floating_point():
+                exact.update(own.view(torch.uint8).numpy())
+                continue
+            x = own.to(torch.float64).flatten()
+            if not x.isfinite().all():  # which NaN it is depends on the processor
+                kinds = x.masked_fill(x.isfinite(), 0).nan_to_num(2, 1, -1).to(torch.int8)
+                exact.update(b"%d " % number + kinds.numpy().tobytes())
+                x = x.nan_to_num(0, 0, 0)
+            weights = torch.rand(2, len(x), generator=generator, dtype=torch.float64, device="cpu")
+            weights.add_(weights.round()).sub_(1)
+            sums += weights.mul_(x).sum(1)
+            norm = math.hypot(norm, torch.linalg.vector_norm(x).item())
+    if not rows.is_floating_point():
+        return {"exact": exact.hexdigest(), "sums": [], "within": 0.0}
+    return {"exact": exact.hexdigest(), "sums": sums.tolist(), "within": _rounding(rows.dtype) * norm}
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Say whether two values as JSON are the same but for rounding: fingerprints, numbers, and what is made of them.
+
+    All else, integers too, has to be the same.
+    """
+    if isinstance(a, float) and isinstance(b, float):
+        return a == b or math.isclose(a, b, rel_tol=_rounding(torch.float64))
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, dict) and isinstance(b, dict) and a.keys() == b.keys():
+        if "within" not in a:
+            return all(alike(a[name], b[name]) for name in a)
+        within = max(a["within"], b["within"])
+        return a["exact"] == b["exact"] and all(
+            x == y or abs(x - y) <= within < math.inf for x, y in zip(a["sums"], b["sums"], strict=True)
+        )
+    return bool(a == b)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    r"""Return by how much, in units of the norm of the data, rounding may move a sum of a fingerprint.
+
+    Changes of up to 16 ulps in every entry, one of the last operation and some of matrix products before it, have at
+    most :math:`16 \epsilon` times the norm of the data. With weights of random sign, none above 1, a sum moves by more
+    than 8 times the norm of the changes with a probability below :math:`2 e^{-8^2/2} < 10^{-13}` (Hoeffding). How its
+    own terms are added, in double precision, moves it by less. Numbers in half precision are results in single
+    precision, rounded: an ulp of these takes a share of :math:`\epsilon_{32} / \epsilon` of all entries to a neighbour,
+    by :math:`\epsilon`, which makes a norm of :math:`\sqrt{\epsilon_{32} \epsilon}`.
+    """
+    eps = torch.finfo(dtype).eps
+    return 8 * 16 * math.sqrt(eps * min(eps, torch.finfo(torch.float32).eps))
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, room: str) -> None:

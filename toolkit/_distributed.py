@@ -23,6 +23,7 @@ from torch.distributed import (
     scatter_object_list,
 )
 
+from toolkit._checkpoint import alike
 from toolkit.blocks import no_graph
 
 __all__ = [
@@ -114,13 +115,13 @@ def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
 
 
 def same_on_all(values: dict[str, Any], group: ProcessGroup | None) -> None:
-    """Raise a ValueError unless all ranks have the same values of these arguments."""
+    """Raise a ValueError unless all ranks have the same values, as JSON, of these arguments."""
     if group is None:
         return
     found: list[Any] = [None] * get_world_size(group)
     all_gather_object(found, values, group=group)
     for name in values:
-        if len({repr(other[name]) for other in found}) > 1:
+        if not all(alike(found[0][name], other[name]) for other in found):
             raise ValueError(
                 f"`{name}` should be the same on all ranks. Found {', '.join(str(other[name]) for other in found)}."
             )

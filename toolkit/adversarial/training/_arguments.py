@@ -52,7 +52,7 @@ def method_of(method: str | Method) -> Method:
     return METHODS[method]()
 
 
-def schedule_of(schedule: str | Schedule) -> tuple[Schedule, str]:
+def schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
     """Return a schedule, or the one of this name, and by what it is known in a checkpoint; raise if it is neither."""
     if isinstance(schedule, str):
         if schedule not in _SCHEDULES:
@@ -63,7 +63,7 @@ def schedule_of(schedule: str | Schedule) -> tuple[Schedule, str]:
         raise TypeError(f"`schedule` should be a name or a function. Found {type(schedule).__name__}.")
     # By its values a function is known better than by its name, which many may share.
     values = [factor_at(schedule, part / 64) for part in range(64)]
-    return schedule, f"{name_of(schedule)} {fingerprint(torch.tensor(values, dtype=torch.float64))}"
+    return schedule, [name_of(schedule), fingerprint(torch.tensor(values, dtype=torch.float64))]
 
 
 def factor_at(schedule: Schedule, part: float) -> float:
@@ -92,10 +92,10 @@ def score_of(
     return evaluate
 
 
-def name_of_score(score: Callable[..., Any]) -> str:
+def name_of_score(score: Callable[..., Any]) -> Any:
     """Return by what an evaluation is known in a checkpoint: the held-out data, or a name."""
     if isinstance(score, HeldOut):
-        return f"{fingerprint(score.inputs)} {fingerprint(score.labels)}"
+        return [fingerprint(score.inputs), fingerprint(score.labels)]
     return name_of(score)
 
 

@@ -52,13 +52,13 @@ class Batches:
             first batch is told, also if it is left out.
         n_batches: How many an epoch has.
         streams: Generators, beside that one, that the source draws from.
-        known: A hash of the data. None: they are not in memory.
+        known: By what the data are known again. None: they are not in memory.
     """
 
     read: Callable[[torch.Generator, int, First], Iterator[Part]]
     n_batches: int
     streams: tuple[torch.Generator, ...]
-    known: str | None
+    known: list[dict[str, Any]] | None
 
 
 def batches_of(
@@ -70,7 +70,7 @@ def batches_of(
     ball: BallArguments,
     augment: Callable[..., Tensor] | None,
     group: ProcessGroup | None,
-    hashed: bool,
+    noted: bool,
 ) -> Batches:
     """Return the batches of what `train` takes for data.
 
@@ -82,7 +82,7 @@ def batches_of(
         ball: Within which they are attacked.
         augment: As of `train`.
         group: The ranks.
-        hashed: Whether a hash of data in memory is needed.
+        noted: Whether data in memory have to be known again.
 
     Raises:
         TypeError: If `data` is no data.
@@ -92,7 +92,7 @@ def batches_of(
     pair = pair_of(data, labels)
     if pair is not None:
         check_scale("data", pair[0], ball, augment)
-        known = f"{fingerprint(pair[0])} {fingerprint(pair[1])}" if hashed else None
+        known = [fingerprint(part) for part in pair] if noted else None
         return _in_memory(*pair, batch_size=batch_size, model=model, augment=augment, group=group, known=known)
     if isinstance(data, str | bytes | dict) or not isinstance(data, Iterable):
         raise TypeError(
@@ -185,7 +185,7 @@ def _in_memory(
     model: nn.Module,
     augment: Callable[..., Tensor] | None,
     group: ProcessGroup | None,
-    known: str | None,
+    known: list[dict[str, Any]] | None,
 ) -> Batches:
     rank, world = rank_of(group), world_of(group)
     n_batches = -(-len(inputs) // batch_size)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, all_reduce
 
-from toolkit._checkpoint import fingerprint, read_checkpoint, write_checkpoint
+from toolkit._checkpoint import alike, fingerprint, read_checkpoint, write_checkpoint
 from toolkit._distributed import (
     exchange,
     from_first_rank,
@@ -131,8 +131,9 @@ def train(
 
     With a `checkpoint`, a call that finds the file goes on from it and ends with the same bits as one that was never
     interrupted; one that finds a finished run returns at once. All that decides the result has to be as it was and is
-    compared, functions by their names: the data (all bytes up to 256 MiB, of larger ones and of batches that are given
-    some of them), the seed, the settings, and the shapes of the model.
+    compared, functions by their names: the data (all of them up to 256 MiB, of larger ones and of batches that are
+    given some), the seed, the settings, and the shapes of the model. The last digits of floating-point numbers may be
+    others, as another processor computes them.
 
     On several ranks each calls this function with the same arguments and its `group`. Data in memory are the same on
     all of them, and every rank takes its part of each batch, with the random numbers that its rows would have had on
@@ -232,7 +233,7 @@ def train(
             ball=ball,
             augment=augment,
             group=group,
-            hashed=checkpoint is not None or group is not None,
+            noted=checkpoint is not None or group is not None,
         )
         score = score_of(evaluate, ball, group)
     except (TypeError, ValueError) as found:
@@ -324,7 +325,7 @@ class _Run:
         self.generator, self.streams = generator, list(streams.values())
         self.at_start: list[Tensor] = []
         self.state: Mapping[str, Tensor] = {}
-        self.first: str | None = None
+        self.first: list[dict[str, Any]] | None = None
         self.rows = 0
         self.n_classes: int | None = None
         with no_graph():
@@ -603,7 +604,7 @@ class _Run:
         if facts["ranks"] != world_of(self.group):
             raise ValueError(self._mismatch("number of ranks", facts["ranks"], world_of(self.group)))
         for name, value in self.settings.items():
-            if facts["settings"].get(name) != value:
+            if not alike(facts["settings"].get(name), value):
                 raise ValueError(self._mismatch(name, facts["settings"].get(name), value))
         shared = {name: tensor for name, tensor in tensors.items() if not name.startswith("rank")}
         own = [_with_prefix(tensors, f"rank{rank}.") for rank in range(facts["ranks"])]
@@ -626,7 +627,7 @@ class _Run:
             finally:
                 for stream, state in zip(self.streams, now, strict=True):
                     stream.set_state(state)
-            if self.first != facts["first"]:
+            if not alike(self.first, facts["first"]):
                 raise ValueError(f"{_SAME} Found other data in {self.path} than there are now.")
 
     def _go_on_from(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -657,7 +658,7 @@ class _Run:
     def _note_first(self, x: Tensor, labels: Tensor) -> None:
         """Note by what the batches of an epoch are known again, which are not in memory."""
         if self.path is not None:
-            self.first = f"{fingerprint(x)} {fingerprint(labels)}"
+            self.first = [fingerprint(x), fingerprint(labels)]
 
     def _save(self) -> None:
         """Write the checkpoint, of all ranks, if what it would hold is finite."""

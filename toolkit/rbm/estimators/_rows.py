@@ -57,8 +57,8 @@ class Rows(Protocol):
         """Generators that a source draws from."""
 
     @property
-    def fingerprint(self) -> Callable[[], str] | None:
-        """What gives a hash of all rows; None if they are not in memory."""
+    def fingerprint(self) -> Callable[[], Any] | None:
+        """What gives by what all rows are known again; None if they are not in memory."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class _Dense:
         return ()
 
     @property
-    def fingerprint(self) -> Callable[[], str]:
+    def fingerprint(self) -> Callable[[], Any]:
         return lambda: fingerprint(self.x)
 
     def blocks(self) -> Iterator[Tensor]:
@@ -98,9 +98,9 @@ class _Sparse:
         return ()
 
     @property
-    def fingerprint(self) -> Callable[[], str]:
+    def fingerprint(self) -> Callable[[], Any]:
         parts = attrgetter("data", "indices", "indptr")(self.x)
-        return lambda: " ".join(fingerprint(from_numpy(part)) for part in parts)
+        return lambda: [fingerprint(from_numpy(part)) for part in parts]
 
     def blocks(self) -> Iterator[Tensor]:
         length = _block_length(self.x.shape[1], 1)
@@ -182,8 +182,8 @@ class Epoch:
         return self.rows.streams
 
     @property
-    def fingerprint(self) -> Callable[[], str] | None:
-        """What gives a hash of all rows; None if they are not in memory."""
+    def fingerprint(self) -> Callable[[], Any] | None:
+        """What gives by what all rows are known again; None if they are not in memory."""
         return self.rows.fingerprint
 
     def __iter__(self) -> Iterator[Tensor]:

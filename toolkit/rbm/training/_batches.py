@@ -32,7 +32,7 @@ _CHUNK_BYTES = 2**21  # of a file at a time,
 _BLOCK_BYTES = 2**16  # in pieces from all over it: neighbours in a file are often alike
 _GATHERED = 2**17  # numbers of batches that are gathered together
 _CHECKED_AT_ONCE = 2**18  # numbers: their copies in the machine's type stay small
-_HASHED_AT, _HASHED_ROWS = 64, 16  # places all over a file, and rows of it that are hashed at each
+_PLACES, _ROWS_AT_EACH = 64, 16  # all over a file, by which it is known again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,13 +44,14 @@ class Chunks:
             argument says whether to look at the values.
         n_rows: N; None if it is not known.
         streams: Generators, beside that one, that the source draws from.
-        fingerprint: Gives a hash of the data; None if that would take a pass over what is not in memory.
+        fingerprint: Gives by what the data are known again, as JSON; None if that would take a pass over what is not
+            in memory.
     """
 
     read: Callable[[torch.Generator, bool], Iterator[Tensor]]
     n_rows: int | None
     streams: tuple[torch.Generator, ...] = ()
-    fingerprint: Callable[[], str] | None = None
+    fingerprint: Callable[[], Any] | None = None
 
 
 def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = False) -> Chunks:
@@ -287,12 +288,12 @@ def _chunks_of_file(array: np.memmap[Any, Any], rbm: RBM) -> Chunks:
         blocks = torch.randperm(n_blocks, generator=order).tolist()
         return (chunk(blocks[first : first + together], check) for first in range(0, n_blocks, together))
 
-    def hashed() -> str:
+    def known() -> list[Any]:
         rows = []
-        for place in range(_HASHED_AT):
-            first = max(0, n_rows - _HASHED_ROWS) * place // (_HASHED_AT - 1)
-            rows.append(np.array(array[first : first + _HASHED_ROWS]))
+        for place in range(_PLACES):
+            first = max(0, n_rows - _ROWS_AT_EACH) * place // (_PLACES - 1)
+            rows.append(np.array(array[first : first + _ROWS_AT_EACH]))
             give_back_pages(array)
-        return f"{n_rows} {fingerprint(from_numpy(np.concatenate(rows)))}"
+        return [n_rows, fingerprint(from_numpy(np.concatenate(rows)))]
 
-    return Chunks(read=read, n_rows=n_rows, fingerprint=hashed)
+    return Chunks(read=read, n_rows=n_rows, fingerprint=known)
