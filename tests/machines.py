@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -42,16 +43,16 @@ class Machine:
         needed = {"AVX2": torch.cpu._is_avx2_supported, "AVX512": torch.cpu._is_avx512_supported}
         return torch.backends.mkl.is_available() and needed.get(self.capability, lambda: True)()
 
-    def pytest(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start the tests on it."""
-        return subprocess.Popen(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", *self.options, *arguments],
-            cwd=ROOT,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **self.environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def pytest(self, log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start the tests on it, which write to a file."""
+        with log.open("wb") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *self.options, *arguments],
+                cwd=ROOT,
+                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **self.environment},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
 
 
 def _processor(aten: str, mkl: str, onednn: str, openblas: str, **more: str) -> dict[str, str]:
@@ -94,12 +95,11 @@ def marked() -> list[str]:
     return [str(path.relative_to(ROOT)) for path in files]
 
 
-def _run(name: str, arguments: list[str]) -> tuple[str, int, float, str]:
-    print(f"{name}: started", flush=True)
+def _run(name: str, log: Path, arguments: list[str]) -> tuple[str, int, float, Path]:
+    print(f"{name}: started, and writes to {log}", flush=True)
     started = time.perf_counter()
-    process = MACHINES[name].pytest(*(arguments or numerical()))
-    output, _ = process.communicate()
-    return name, process.returncode, time.perf_counter() - started, output
+    code = MACHINES[name].pytest(log, *(arguments or numerical())).wait()
+    return name, code, time.perf_counter() - started, log
 
 
 def main(arguments: list[str]) -> int:
@@ -113,13 +113,13 @@ def main(arguments: list[str]) -> int:
     for name in [name for name in names if not MACHINES[name].exists]:
         print(f"{name}: left out, this processor cannot imitate it", flush=True)
         names.remove(name)
+    logs = Path(tempfile.mkdtemp(prefix="machines-"))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, code, seconds, output in pool.map(lambda name: _run(name, rest), names):
+        for name, code, seconds, log in pool.map(lambda name: _run(name, logs / f"{name}.log", rest), names):
             failures += code != 0
-            lines = output.strip().splitlines()
-            print(f"{name}: {lines[-1] if lines else code} ({seconds / 60:.0f} min)", flush=True)
-            if code:
-                print(*(line for line in lines if line.startswith(("FAILED", "ERROR", "E  "))), sep="\n", flush=True)
+            lines = log.read_text(errors="replace").splitlines()
+            summary = [line for line in lines if line.startswith(("FAILED", "ERROR", "Fatal"))] if code else []
+            print(f"{name}: {lines[-1].strip('= ')} ({seconds / 60:.0f} min)", *summary, sep="\n", flush=True)
     return failures
 
 

@@ -72,7 +72,7 @@ class ReversedSums(TorchDispatchMode):
         elif func in _SOFTMAXES and _is_plain(args[0]) and args[0].ndim:
             dim = args[1]
             return func(args[0].flip(dim), *args[1:], **kwargs).flip(dim)
-        elif _is_composed(func):  # of operations above, which inference mode leaves whole
+        elif torch.is_inference_mode_enabled() and _is_composed(func):  # of operations above, and left whole
             with self:
                 return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)

@@ -175,6 +175,7 @@ def test_compiled_code_raises(backend: str) -> None:
             torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], 3 * x.detach() ** 2)
 
 
+@pytest.mark.keeps_its_sums
 def test_a_full_graph_refuses() -> None:
     torch._dynamo.reset()
     compiled, x = torch.compile(_guarded, backend="eager", fullgraph=True), _leaf()

@@ -949,12 +949,15 @@ def test_a_region_may_end_where_the_numbers_of_autograd_begin() -> None:
             goal = target(x)
         return (online(x) - goal).square().mean()
 
-    found: list[Comparison] = []
-    thread = threading.Thread(target=lambda: found.append(compare(loss, online)))
+    found: list[tuple[Comparison, tuple[Tensor, ...]]] = []
+    thread = threading.Thread(
+        target=lambda: found.append((compare(loss, online), torch.autograd.grad(loss(), list(online.parameters()))))
+    )
     thread.start()
     thread.join()
-    expected = torch.autograd.grad(loss(), list(online.parameters()))
-    for gradient, truth in zip(found[0].blocked.values(), expected, strict=True):
+    ((comparison, expected),) = found
+    assert all(float(gradient.norm()) > 0 for gradient in expected)
+    for gradient, truth in zip(comparison.blocked.values(), expected, strict=True):
         assert torch.equal(gradient, truth)
 
 

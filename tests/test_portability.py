@@ -12,13 +12,18 @@ from toolkit.em.gaussian import _samples
 
 
 @pytest.fixture(scope="module")
-def runs():
+def runs(tmp_path_factory):
     """Start both at once: there are two cores in most machines."""
-    started = {name: MACHINES[name].pytest("-m", "portable", *marked()) for name in RISKIEST if MACHINES[name].exists}
+    logs = tmp_path_factory.mktemp("machines")
+    started = {
+        name: (MACHINES[name].pytest(logs / name, "-m", "portable", *marked()), logs / name)
+        for name in RISKIEST
+        if MACHINES[name].exists
+    }
     yield started
-    for process in started.values():
+    for process, _ in started.values():
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 @pytest.mark.slow
@@ -26,8 +31,8 @@ def runs():
 def test_the_riskiest_tests_pass_on_another_machine(name, runs):
     if name not in runs:
         pytest.skip(f"this processor cannot imitate {name}")
-    output, _ = runs[name].communicate()
-    assert runs[name].returncode == 0, output[-5000:]
+    process, log = runs[name]
+    assert process.wait() == 0, log.read_text(errors="replace")[-5000:]
 
 
 @pytest.mark.parametrize("name", [name for name in MACHINES if MACHINES[name].capability])

@@ -78,9 +78,10 @@ def climb(
 
     **When it ends.** Without acceleration, when a step gains no more than `tol`; still to gain is then
     ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration,
-    when the last eight evaluations together gained no more than `tol`, or nothing but rounding; a jump aims at the
-    maximum, so that its gain was nearly all there was, and the rest is at most about `tol`, unless the climb has to
-    cross a plateau, near a saddle. In all cases, when a step lowers the log-likelihood by more than rounding.
+    when the last eight evaluations together gained no more than `tol`, or nothing but rounding; fewer, if `max_iter`
+    allows no more, must gain less in proportion. A jump aims at the maximum, so that its gain was nearly all there was,
+    and the rest is at most about `tol`, unless the climb has to cross a plateau, near a saddle. In all cases, when a
+    step lowers the log-likelihood by more than rounding.
 
     **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
     another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
@@ -170,6 +171,9 @@ def climb(
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
         here = there
+    if accelerate != "none" and 0 < n_iter < _MEMORY:  # as a fit that is continued step by step
+        share = max(tol * n_iter / _MEMORY, rounding * (1 + abs(here.value)))
+        converged = converged or history[-1] - history[0] <= share
     return Climb(here.parameters, history[-1], converged, n_iter, tuple(history))
 
 
