@@ -538,9 +538,8 @@ def _nearest(points: Tensor, means: Tensor) -> Tensor:
         least = distances[:, 0].clone()
         nearest = torch.zeros_like(least, dtype=torch.int64)
         for k in range(1, means.shape[1]):
-            nearer = distances[:, k] < least - rounding
-            nearest.masked_fill_(nearer, k)
-            least = torch.where(nearer, distances[:, k], least)
+            nearest.masked_fill_(distances[:, k] < least - rounding, k)
+            torch.minimum(least, distances[:, k], out=least)
         found.append(nearest)
     return torch.cat(found, 1)
 
