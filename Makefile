@@ -15,7 +15,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 help:
 	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
 	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
-	@echo 'make test-portable  the numerical tests as on other processors, with other threads, with sums in reverse'
+	@echo 'make test-portable  the numerical tests, as on other machines'
 	@echo 'make report      draw the report again, from the records in results/'
 	@echo 'make docs        build the documentation into docs/_build/'
 	@echo 'make bench       measure this project beside its peers'

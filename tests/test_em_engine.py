@@ -666,6 +666,16 @@ def test_which_mean_is_nearest_does_not_hang_on_rounding():
     assert ties > 0
 
 
+def test_a_far_sample_makes_no_ties_of_the_others():
+    points = torch.cat([samples(50, 2, 2), torch.full((1, 2), 1e9, dtype=F64)])
+    means = points[[50, 0, 1, 7]]
+    expected = (points[:, None] - means).square().sum(2).argmin(1)
+    assert len(set(expected.tolist())) == 4
+    assert torch.equal(_nearest(points, means[None])[0], expected)
+    assert torch.equal(nearest(points, means), expected)
+    assert torch.equal(_nearest_in_seen(points, torch.ones_like(points), means), expected)
+
+
 # --- beside scikit-learn --------------------------------------------------------------------------------------------
 
 

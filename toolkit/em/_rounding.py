@@ -41,12 +41,12 @@ def leaders(merits: Sequence[tuple[bool, float]], dtype: torch.dtype, count: int
     return found
 
 
-def first_least(values: Tensor, size: Tensor) -> Tensor:
+def first_least(values: Tensor, sizes: Tensor) -> Tensor:
     """Return the first index of the least value in each row, to rounding: (..., K) to (...).
 
     Args:
         values: (..., K).
-        size: Scalar: of the terms whose sums the values are; 64 roundoffs of it are rounding.
+        sizes: (..., K) or (K,): of the terms whose sums the values are; 64 roundoffs of them are rounding.
     """
-    least = values.amin(-1, keepdim=True) + 64 * torch.finfo(values.dtype).eps * size
-    return (values <= least).to(torch.uint8).argmax(-1)
+    error = 64 * torch.finfo(values.dtype).eps * sizes
+    return (values - error <= (values + error).amin(-1, keepdim=True)).to(torch.uint8).argmax(-1)

@@ -174,7 +174,7 @@ def seeds(points: Tensor, n: int, weights: Tensor | None, generator: torch.Gener
 def nearest(points: Tensor, means: Tensor) -> Tensor:
     """Return the index of the nearest mean of each point, (N,)."""
     half_squares = means.square().sum(1) / 2
-    return first_least(half_squares - points @ means.mT, half_squares.max())
+    return first_least(half_squares - points @ means.mT, half_squares)
 
 
 def partition(x: Tensor, n: int, weights: Tensor | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -529,17 +529,18 @@ def _lloyd(points: Tensor, weights: Tensor, means: Tensor, n_steps: int) -> tupl
 def _nearest(points: Tensor, means: Tensor) -> Tensor:
     """Return the index of the nearest mean of each point, (R, N)."""
     half_squares = means.square().sum(2)[..., None] / 2
-    rounding = 64 * torch.finfo(points.dtype).eps * half_squares.max()  # ties go to the first, as in `first_least`
+    error = 64 * torch.finfo(points.dtype).eps * half_squares  # ties go to the first, as in `first_least`
     size = max(1, 2**20 // means[:, :, 0].numel())
     found = []
     for part in points.split(size):
         distances = torch.baddbmm(half_squares, means, part.mT.expand(len(means), -1, -1), alpha=-1)
         # One by one: `argmin` over a dimension that is not the last takes thirty times as long.
-        least = distances[:, 0].clone()
+        least = distances[:, 0] - error[:, 0]
         nearest = torch.zeros_like(least, dtype=torch.int64)
         for k in range(1, means.shape[1]):
-            nearest.masked_fill_(distances[:, k] < least - rounding, k)
-            torch.minimum(least, distances[:, k], out=least)
+            nearer = distances[:, k] + error[:, k] < least
+            nearest.masked_fill_(nearer, k)
+            least = torch.where(nearer, distances[:, k] - error[:, k], least)
         found.append(nearest)
     return torch.cat(found, 1)
 

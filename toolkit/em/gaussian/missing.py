@@ -746,7 +746,7 @@ def _lloyd(points: Tensor, seen: Tensor, means: Tensor, n_steps: int) -> tuple[T
 
 def _nearest_in_seen(points: Tensor, seen: Tensor, means: Tensor) -> Tensor:
     half_squares = 0.5 * seen @ means.square().mT
-    return first_least(half_squares - points @ means.mT, half_squares.max())
+    return first_least(half_squares - points @ means.mT, half_squares)
 
 
 def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:

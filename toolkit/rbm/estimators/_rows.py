@@ -58,7 +58,7 @@ class Rows(Protocol):
 
     @property
     def fingerprint(self) -> Callable[[], Any] | None:
-        """What gives by what all rows are known again; None if they are not in memory."""
+        """A function that returns the fingerprint of all rows; None if they are not in memory."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class Epoch:
 
     @property
     def fingerprint(self) -> Callable[[], Any] | None:
-        """What gives by what all rows are known again; None if they are not in memory."""
+        """A function that returns the fingerprint of all rows; None if they are not in memory."""
         return self.rows.fingerprint
 
     def __iter__(self) -> Iterator[Tensor]:
