@@ -615,7 +615,6 @@ def _check_on_flow(on_flow: str) -> None:
         raise ValueError(f"`on_flow` should be 'stop' or 'error'. Found {on_flow!r}.")
 
 
-@torch.compiler.disable(reason="`on_flow` should be 'stop' inside of a full graph. Found 'error'.")  # type: ignore[untyped-decorator]
 def _stop_between_graphs(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
     """Put a block in place that no graph can hold: Dynamo ends one graph before it, and begins another after it."""
     return _stop_eagerly(input, name, on_flow)
@@ -633,7 +632,8 @@ def _stop_in_graph(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
     if key in _open_when_compiled:
         return map_tensors(alias, input)  # type: ignore[no-any-return]
     if on_flow == "error":
-        return _stop_between_graphs(input, name, on_flow)  # type: ignore[no-any-return]
+        _keep_out_of_graphs()
+        return _stop_between_graphs(input, name, on_flow)
     with fx_traceback.annotate({_ANNOTATION: key}):
         return map_tensors(_detach, input)  # type: ignore[no-any-return]
 
@@ -667,6 +667,15 @@ def _note_in_graph(name: str, is_open: bool) -> bool:
     if is_open:
         _compiled_open.add(name)
     return is_open
+
+
+@_at_trace_time
+def _keep_out_of_graphs() -> None:
+    """Run at trace time only: the wrapper that Dynamo respects imports Dynamo, which takes seconds."""
+    global _stop_between_graphs
+    if not hasattr(_stop_between_graphs, "_torchdynamo_disable"):
+        reason = "`on_flow` should be 'stop' inside of a full graph. Found 'error'."
+        _stop_between_graphs = compiler.disable(_stop_between_graphs, reason=reason)
 
 
 def _register(name: Block | str, prefix: str) -> str:
