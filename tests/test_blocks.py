@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from toolkit import (
     Block,
     block,
+    compare,
     declared_blocks,
     is_blocked,
     scope,
@@ -650,6 +651,75 @@ def test_blocks_without_a_name_are_known_by_line_and_column() -> None:
             assert torch.autograd.grad(product(), x) == (expected,)
     with pytest.raises(RuntimeError, match="opening changed nothing"), unblock(f"{sites[0]}0"):
         product()
+
+
+# Both stop a gradient at the same line and column, in files of the same name.
+SAME_PLACE = "from toolkit import stop_gradient\n\ndef square(x):\n    return x * stop_gradient(x)\n"
+
+
+def _place_of(file: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
+    """Write a program that stops a gradient into a file, and return its place's name, and the program."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(SAME_PLACE)
+    names: dict[str, Callable] = {}
+    exec(compile(SAME_PLACE, str(file), "exec"), names)
+    (effect,) = compare(lambda: names["square"](_leaf(3.0))).effects
+    return effect.name.removesuffix(":4:16"), names["square"]
+
+
+def test_places_outside_of_the_current_folder_are_known_by_where_they_are_imported_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work, site = tmp_path / "work", tmp_path / "site"
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.syspath_prepend(site / "vendored")
+    work.mkdir()
+    monkeypatch.chdir(work)
+    first, square = _place_of(site / "first" / "ops.py")
+    second, _ = _place_of(site / "second" / "ops.py")
+    assert (first, second) == ("first/ops.py", "second/ops.py")
+    x = _leaf(3.0)
+    with unblock("first/ops.py:4:16"):
+        assert torch.autograd.grad(square(x), x)[0] == 6
+    with pytest.raises(RuntimeError, match="opening changed nothing"), unblock("second/ops.py:4:16"):
+        square(x)
+    assert _place_of(site / "vendored" / "third" / "ops.py")[0] == "third/ops.py"  # the longest entry has it
+    assert _place_of(tmp_path / "elsewhere" / "ops.py")[0] == str(tmp_path / "elsewhere" / "ops.py")
+    assert _place_of(work / "lib" / "ops.py")[0] == "lib/ops.py"
+
+
+def test_a_place_keeps_its_name_when_the_import_path_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    file = tmp_path / "site" / "kept" / "ops.py"
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    assert _place_of(file)[0] == "kept/ops.py"
+    monkeypatch.syspath_prepend(tmp_path / "site" / "kept")
+    assert _place_of(file)[0] == "kept/ops.py"
+
+
+@pytest.mark.parametrize("other", ["here/ops.py", "site/ops.py"])
+def test_a_path_that_could_be_two_files_is_written_out(
+    other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for folder in ("site", "src"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    (tmp_path / "also src").symlink_to("src")  # no second file
+    monkeypatch.syspath_prepend(tmp_path / "also src")
+    assert _place_of(tmp_path / "src" / "alone.py")[0] == "alone.py"
+    assert _place_of(tmp_path / "also src" / "alone.py")[0] == "alone.py"
+    (tmp_path / "src" / "ops.py").touch()
+    assert _place_of(tmp_path / other)[0] == ("ops.py" if other == "here/ops.py" else str(tmp_path / other))
+    assert _place_of(tmp_path / "src" / "ops.py")[0] == str(tmp_path / "src" / "ops.py")
+
+
+def test_code_without_a_file_keeps_its_name() -> None:
+    names: dict[str, Callable] = {}
+    exec(compile(SAME_PLACE, "<made up>", "exec"), names)
+    (effect,) = compare(lambda: names["square"](_leaf(3.0))).effects
+    assert effect.name == "<made up>:4:16"
 
 
 # --- open and closed ---------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import os
 import sys
 import threading
@@ -189,7 +190,8 @@ def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow 
         input: A tensor of any kind, or a dict, list, tuple, namedtuple or dataclass of such trees, or None. Tensors
             that carry no gradient (integer, boolean) and None pass. A `torch.nn.Parameter` comes back as a `Tensor`.
         name: The block. A string names an ad-hoc block, prefixed by `scope`, or a declared one. Without a name the
-            block is known by its place in the source: ``file:line:column``.
+            block is known by its place in the source: ``file:line:column``, with the file as seen from the current
+            folder, or else from where Python imports it.
         on_flow: What a derivative meets that arrives here. ``"stop"``: it ends. ``"error"``: a `GradientFlowError` is
             raised, with the block and its place, for a path on which no derivative should ever come (TensorFlow's
             ``prevent_gradient``). It is raised in the backward pass, and in forward mode as soon as a tangent comes.
@@ -760,7 +762,19 @@ def _caller() -> Site:
 
 
 def _short_path(file: str) -> str:
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return Path(file).name
+    return _short_path_from(file, os.getcwd())  # noqa: PTH109 - a fifth of the time, for every place that is met
+
+
+@functools.cache  # besides the time it saves: a file keeps its name when `sys.path` changes later
+def _short_path_from(file: str, folder: str) -> str:
+    """Return a path as seen from a folder, or else from where Python imports, if no other file is found there by it."""
+    path = Path(folder, file)
+    if path.is_relative_to(folder):
+        return str(path.relative_to(folder))
+    roots = [Path(folder, entry) for entry in sys.path if isinstance(entry, str)]
+    above = [root for root in roots if path.is_relative_to(root)]
+    if not above:
+        return str(path)
+    short = path.relative_to(max(above, key=lambda root: len(root.parts)))
+    others = {os.path.realpath(root / short) for root in (Path(folder), *roots)} - {os.path.realpath(path)}
+    return str(path if any(map(os.path.exists, others)) else short)
