@@ -3,14 +3,16 @@
 import dataclasses
 import itertools
 import threading
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, deque, namedtuple
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.export
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._pytree import register_pytree_node
 
 from toolkit import block, declared_blocks, is_blocked, scope, stop_gradient, stop_recording, traced_blocks, unblock
 
@@ -99,7 +101,36 @@ def frozen_dataclass(x: Tensor) -> Tensor:
     return x * stopped.left * stopped.right
 
 
-PROGRAMS = [named, region, region_and_gate, asked, dict_of_lists, ordered_dict, named_tuple, frozen_dataclass]
+class Registered:
+    def __init__(self, left: object, right: object, note: str) -> None:
+        self.left, self.right, self.note = left, right, note
+
+
+register_pytree_node(
+    Registered, lambda tree: ([tree.left, tree.right], tree.note), lambda parts, note: Registered(*parts, note)
+)
+
+
+def registered_class(x: Tensor) -> Tensor:
+    stopped = stop_gradient(Registered(x.exp(), (3, x.sin()), "note"), TARGET)
+    return x * stopped.left * stopped.right[1]
+
+
+def bounded_deque(x: Tensor) -> Tensor:
+    stopped = stop_gradient(deque([x.exp(), 3, x.sin()], maxlen=2), TARGET)
+    return x * stopped[0] * stopped[1]
+
+
+def constants(x: Tensor) -> Tensor:
+    tree = [x.exp(), 2.0, 3, True, 1j, "text", b"bytes", np.ones(2), torch.float64, x.device, x.shape, x.shape[0]]
+    stopped = stop_gradient(tree, TARGET)
+    return x.to(stopped[8]) * stopped[0] * stopped[1] * torch.from_numpy(stopped[7]) ** stopped[11]
+
+
+PROGRAMS = [
+    named, region, region_and_gate, asked, dict_of_lists, ordered_dict, named_tuple, frozen_dataclass,
+    registered_class, bounded_deque, constants,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -125,6 +156,17 @@ def test_a_state_that_was_seen_is_not_compiled_again(program: Callable) -> None:
     for names in ((), (TARGET,), (), (TARGET,), (TARGET,), ()):
         _check(program, compiled, *names)
     assert counter.frame_count == 2
+
+
+def test_compiled_numpy_has_a_gradient_that_is_stopped() -> None:
+    """In a graph an array is a tensor."""
+
+    def program(x: np.ndarray) -> np.ndarray:
+        return x * stop_gradient({"a": np.exp(x)}, TARGET)["a"]
+
+    compiled = torch.compile(torch.compiler.wrap_numpy(program), backend="eager", fullgraph=True)
+    for names in ((), (TARGET,), ()):
+        _check(named, compiled, *names)
 
 
 def test_two_blocks_have_four_states() -> None:

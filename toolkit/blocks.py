@@ -30,6 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NoReturn, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.fx
@@ -37,7 +38,7 @@ from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import SUPPORTED_NODES, tree_map, tree_map_only
 
 __all__ = [
     "Block",
@@ -126,6 +127,11 @@ _NORMAL = _State()
 _STOP = "stop"
 _PLAIN: frozenset[type] = frozenset({Tensor, torch.nn.Parameter})
 
+# What has no derivative and passes. Sizes of programs with dynamic shapes are numbers, too.
+_CONSTANTS = (
+    int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool
+)  # fmt: skip
+
 _blocks: dict[str, Block] = {}
 _lock = threading.Lock()
 _state: ContextVar[_State] = ContextVar("toolkit.blocks", default=_NORMAL)
@@ -187,8 +193,10 @@ def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow 
     memory; no copy. Because the memory is shared, an in-place operation on the result changes `input` as well.
 
     Args:
-        input: A tensor of any kind, or a dict, list, tuple, namedtuple or dataclass of such trees, or None. Tensors
-            that carry no gradient (integer, boolean) and None pass. A `torch.nn.Parameter` comes back as a `Tensor`.
+        input: A tensor of any kind, or a tree of tensors: a dict, list, tuple, namedtuple, deque, dataclass, or a class
+            that is registered with `torch.utils._pytree`, of such trees. What has no derivative passes: tensors of
+            integers and booleans, numbers, NumPy arrays, strings, bytes, dtypes, devices, None. A
+            `torch.nn.Parameter` comes back as a `Tensor`.
         name: The block. A string names an ad-hoc block, prefixed by `scope`, or a declared one. Without a name the
             block is known by its place in the source: ``file:line:column``, with the file as seen from the current
             folder, or else from where Python imports it.
@@ -506,20 +514,30 @@ def map_tensors(function: Callable[[Any], Any], input: Any) -> Any:
     """Rebuild a tree with `function` applied to its tensors. See `stop_gradient` for what a tree is."""
     if isinstance(input, (Tensor, torch.fx.Proxy)):
         return function(input)
-    if input is None:
-        return None
+    kind = type(input)
+    if kind is dict:
+        return {key: map_tensors(function, value) for key, value in input.items()}
+    if kind is list or kind is tuple:
+        return kind([map_tensors(function, value) for value in input])
+    if input is None or isinstance(input, _CONSTANTS):
+        return input
+    if isinstance(input, np.ndarray):
+        if is_dynamo_compiling():  # there it is a tensor
+            return function(torch.from_numpy(input)).numpy()
+        if not input.dtype.hasobject:
+            return input
+    if kind in SUPPORTED_NODES:
+        return tree_map(lambda part: map_tensors(function, part), input, is_leaf=lambda part: part is not input)
     if isinstance(input, Mapping):
         mapped = {key: map_tensors(function, value) for key, value in input.items()}
-        if type(input) is dict:
-            return mapped
         if not isinstance(input, MutableMapping):
-            return type(input)(mapped)  # type: ignore[call-arg]
+            return kind(mapped)
         rebuilt: Any = copy.copy(input)
         rebuilt.update(mapped)
         return rebuilt
     if isinstance(input, (list, tuple)):
         values = [map_tensors(function, value) for value in input]
-        return type(input)(*values) if hasattr(input, "_fields") else type(input)(values)
+        return kind(*values) if hasattr(input, "_fields") else kind(values)
     if dataclasses.is_dataclass(input) and not isinstance(input, type):
         rebuilt = copy.copy(input)
         fields = {field.name: getattr(input, field.name) for field in dataclasses.fields(input)}
@@ -528,7 +546,8 @@ def map_tensors(function: Callable[[Any], Any], input: Any) -> Any:
             object.__setattr__(rebuilt, name, map_tensors(function, value))
         return rebuilt
     raise TypeError(
-        "`input` should be a tensor, None, or a dict, list, tuple, namedtuple or dataclass of these. "
+        "`input` should be a tensor, number, array of numbers, string, dtype, device or None, or a dict, list, tuple, "
+        "namedtuple, deque, dataclass or registered pytree of these. "
         f"Found {type(input).__module__}.{type(input).__qualname__}."
     )
 
