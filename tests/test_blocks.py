@@ -737,7 +737,8 @@ def _place_of(file: Path) -> tuple[str, Callable[[Tensor], Tensor]]:
     file.write_text(SAME_PLACE)
     names: dict[str, Callable] = {}
     exec(compile(SAME_PLACE, str(file), "exec"), names)
-    (effect,) = compare(lambda: names["square"](_leaf(3.0))).effects
+    x = _leaf(3.0)
+    (effect,) = compare(lambda: names["square"](x), {"x": x}).effects
     return effect.name.removesuffix(":4:16"), names["square"]
 
 
@@ -792,7 +793,8 @@ def test_a_path_that_could_be_two_files_is_written_out(
 def test_code_without_a_file_keeps_its_name() -> None:
     names: dict[str, Callable] = {}
     exec(compile(SAME_PLACE, "<made up>", "exec"), names)
-    (effect,) = compare(lambda: names["square"](_leaf(3.0))).effects
+    x = _leaf(3.0)
+    (effect,) = compare(lambda: names["square"](x), {"x": x}).effects
     assert effect.name == "<made up>:4:16"
 
 
