@@ -577,7 +577,7 @@ def test_comparison_sees_the_block_of_an_attack_on_its_own() -> None:
     for name in parameters:
         assert torch.equal(comparison.blocked[name], blocked[name])
         assert torch.equal(comparison.gradient([EXAMPLE])[name], opened[name])
-    assert comparison.effects[0].verdict == "partial"
+    assert comparison.effects[0].verdict.kind == "partial"
 
 
 def test_blocks_of_the_model_stay_in_place_in_the_attack() -> None:

@@ -1,5 +1,6 @@
 """Audits of code that was not written with blocks: found, named, opened one by one, and never a lie."""
 
+import itertools
 import json
 import sys
 import warnings
@@ -116,7 +117,7 @@ def test_every_kind_is_found_and_opened(pair, name):
     assert found.valid, found.reason
     (effect,) = found.effects
     assert found.kinds[effect.name] == kind
-    assert effect.verdict.startswith("cuts all paths to")
+    assert effect.verdict.kind == "cuts"
     assert {"pair.b.weight", "pair.b.bias"} <= set(found.blocked)
     opened = found.gradient([effect.name])
     for expected, gradient in zip(_plain(open_loss, parameters), opened.values(), strict=True):
@@ -188,7 +189,7 @@ def test_a_critic_with_three_detaches_gets_three_verdicts(pair):
 
     found = audit(loss, pair.a)
     assert found.valid
-    assert [effect.verdict for effect in found.effects] == ["partial", "redundant", "no-op"]
+    assert [effect.verdict.kind for effect in found.effects] == ["partial", "redundant", "no-op"]
 
 
 def test_a_detach_inside_of_torch_is_found():
@@ -235,53 +236,31 @@ def test_a_parameter_made_of_a_result_is_listed(pair):
 # --- it never lies -----------------------------------------------------------------------------------------------
 
 
-def test_a_place_that_the_program_looks_at_keeps_its_meaning(pair):
-    def loss():
+@pytest.mark.parametrize("stop", [torch.Tensor.detach, stop_gradient])
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_program_that_looks_at_what_it_stopped_is_opened_as_without_the_stop(pair, stop, what):
+    def loss(stop=stop):
         a = pair.a(pair.x)
-        held = a.exp().detach()
-        return (a * held * a.sin().detach()).sum() * (2 if held.requires_grad else 1)
+        held = stop(a.exp())
+        value = (a * held * a.sin().detach()).sum()
+        if held.requires_grad:
+            value = 2 * value if what == "loss" else value + (a - a.detach()).sum()
+        return value
 
     found = audit(loss, pair.a)
     assert found.valid, found.reason
-    assert [effect.verdict for effect in found.effects] == ["partial"]
-    (entry,) = found.unopened
-    assert "recorded, it changes the program: with everything closed the loss is" in entry.reason
+    removed = _plain(lambda: loss(lambda input: input), pair.a.parameters())
+    for gradient, expected in zip(found.gradient([found.effects[0].name]).values(), removed, strict=True):
+        torch.testing.assert_close(gradient, expected)
 
 
-def test_a_program_that_looks_at_its_own_blocks_makes_the_audit_invalid(pair):
-    def loss():
-        a = pair.a(pair.x)
-        held = stop_gradient(a.exp())
-        return (a * held * a.detach()).sum() * (2 if held.requires_grad else 1)
-
-    found = audit(loss, pair.a)
+def test_a_program_that_differs_from_itself_is_invalid(pair):
+    clock = itertools.count(1)
+    found = audit(lambda: (pair.a(pair.x) * pair.a(pair.x).detach()).sum() * next(clock), pair.a)
     assert not found.valid
-    assert "with everything closed the loss is" in found.reason
+    assert found.reason.startswith("each run takes what comes next from an iterator: `clock`; the loss is ")
     assert str(found).startswith("INVALID: ")
-    assert found.unopened == []
-
-
-def test_a_gradient_that_looks_at_its_own_blocks_makes_the_audit_invalid(pair):
-    def loss():
-        a = pair.a(pair.x)
-        held = stop_gradient(a.exp())
-        return (a * held).sum() + ((a - a.detach()).sum() if held.requires_grad else 0)
-
-    found = audit(loss, pair.a)
-    assert not found.valid
-    assert "with everything closed the gradient of weight differs" in found.reason
-
-
-def test_a_program_that_is_not_deterministic_is_told_from_a_wrong_audit(pair):
-    calls = []
-
-    def loss():
-        calls.append(1)
-        return (pair.a(pair.x) * pair.a(pair.x).detach()).sum() * len(calls)
-
-    found = audit(loss, pair.a)
-    assert not found.valid
-    assert found.reason == "the program is not deterministic: two plain runs differ"
+    assert found.effects == found.unopened == []
 
 
 def test_valid_audits_report_the_plain_run(pair):
@@ -309,7 +288,7 @@ def test_an_average_of_parameters_keeps_its_state(pair):
 
     found = audit(loss, [*pair.a.parameters(), *pair.b.parameters()])
     assert found.valid
-    assert [effect.verdict[:4] for effect in found.effects] == ["cuts", "no-o"]
+    assert [effect.verdict.kind for effect in found.effects] == ["cuts", "no-op"]
     assert "in-place changes inside of it" in found.unopened[0].reason
     for parameter, value in zip(pair.b.parameters(), before, strict=True):
         assert parameter.is_leaf
@@ -325,7 +304,7 @@ def test_a_change_in_place_of_a_stopped_value_is_opened(pair):
 
     found = audit(loss, pair.a)
     assert found.valid
-    assert [effect.verdict for effect in found.effects] == ["partial"]
+    assert [effect.verdict.kind for effect in found.effects] == ["partial"]
     direct = compare(lambda: (pair.a(pair.x) * (2 * pair.a(pair.x)).clamp(max=1.0)).sum(), pair.a).blocked
     opened = found.gradient([found.effects[0].name])
     torch.testing.assert_close(opened["weight"], direct["weight"], rtol=1e-12, atol=0)
@@ -372,7 +351,7 @@ def test_checkpoints_are_right_or_refused(pair, reentrant):
         return
     found = audit(loss, pair.a)
     assert found.valid
-    assert [effect.verdict for effect in found.effects] == ["partial"]
+    assert [effect.verdict.kind for effect in found.effects] == ["partial"]
     direct = audit(lambda: body(pair.x).sum(), pair.a)
     names = [found.effects[0].name]
     assert torch.equal(found.gradient(names)["weight"], direct.gradient(names)["weight"])
@@ -400,7 +379,7 @@ def test_a_compiled_model_runs_in_eager_mode(pair):
         loss()
         found = audit(loss, pair.a)
     assert found.valid
-    assert [effect.verdict for effect in found.effects] == ["partial"]
+    assert [effect.verdict.kind for effect in found.effects] == ["partial"]
 
 
 @pytest.mark.parametrize("transform", ["vmap", "grad", "functional_call"])
@@ -538,14 +517,6 @@ def test_an_error_of_the_program_is_its_own(pair):
 def test_wrong_losses_are_one_clear_error(pair, make, error, message):
     with pytest.raises(error, match=message):
         audit(lambda: make(pair), pair.a)
-
-
-def test_two_audits_at_once_are_refused(pair):
-    def inner():
-        return audit(lambda: pair.a(pair.x).sum(), pair.a).loss * pair.a(pair.x).sum()
-
-    with pytest.raises(RuntimeError, match="once at a time"):
-        audit(inner, pair.a)
 
 
 def test_text_page_and_json(pair):

@@ -7,6 +7,7 @@ taken out of its syntax tree. A place marked ``# listed: words`` is not opened, 
 import ast
 import math
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # which replaces `torch.manual_seed`, and comes with the first transform of `torch.func`
 from torch import nn
 
 from toolkit.gradients import audit
@@ -358,7 +360,7 @@ PROGRAMS = {
             def backward(ctx, g):
                 (a,) = ctx.saved_tensors
                 with torch.enable_grad():
-                    leaf = a.detach().requires_grad_()
+                    leaf = a.detach().requires_grad_()  # opened
                     out = leaf ** 2
                 return torch.autograd.grad(out, leaf, g)
         def loss():
@@ -606,7 +608,7 @@ PROGRAMS = {
     "asks-requires_grad": """
         def loss():
             a = A(x)
-            with torch.no_grad():  # listed: recorded, it changes the program
+            with torch.no_grad():  # opened
                 held = a.exp()
                 held = held if held.requires_grad else held.sin()
             return (a * held * a.exp().detach()).sum()  # opened
@@ -673,7 +675,9 @@ def test_opening_a_place_is_writing_the_program_without_it(name, tmp_path):
     assert {line: sum(at == line for at, _ in effects) for line in opened} == opened, found.notes()
     assert {line for line, _ in effects} <= opened.keys() | listed.keys()
 
-    if not any(words in text for words in ("fast path", "lerp_", "old.data")):  # other bits; changes its parameters
+    if not any(
+        words in text for words in ("fast path", "lerp_", "_foreach_", "old.data")
+    ):  # other bits; changes its parameters
         for expected, gradient in zip(program.gradients(), found.blocked.values(), strict=True):
             assert torch.equal(gradient.to_dense(), expected.to_dense())
     tolerance = {"rtol": 2e-2, "atol": 2e-2} if "bfloat16" in text else {"rtol": 1e-11, "atol": 1e-13}
@@ -697,14 +701,14 @@ def _is_in(effect):
 
 def test_another_thread_is_left_alone():
     net, x = nn.Linear(4, 3), torch.randn(6, 4)
-    seen = []
+    told = queue.SimpleQueue()  # which is not put back as it was
 
     def work():
         w = torch.ones(3, requires_grad=True)
         with torch.no_grad():
-            seen.extend([(2 * w).requires_grad, torch.is_grad_enabled()])
-        seen.extend([w.detach().requires_grad, w.data.requires_grad, torch.detach(w).requires_grad])
-        seen.append(type(w.detach().grad_fn))
+            told.put((2 * w).requires_grad or torch.is_grad_enabled())
+        told.put(w.detach().requires_grad or w.data.requires_grad or torch.detach(w).requires_grad)
+        told.put(w.detach().grad_fn is not None)
 
     def loss():
         thread = threading.Thread(target=work)
@@ -715,14 +719,14 @@ def test_another_thread_is_left_alone():
     found = audit(loss, net)
     assert found.valid
     assert len(found.effects) == 1
-    assert len(seen) % 6 == 0
-    assert set(seen) == {False, type(None)}
+    assert not any(told.get() for _ in range(told.qsize()))
+    assert any("in another thread, and not looked into: no_grad at tests/" in note for note in found.notes())
 
 
-def test_a_second_audit_at_the_same_time_is_refused():
+def test_an_audit_inside_of_an_audit_is_refused():
     net, x = nn.Linear(4, 3), torch.randn(6, 4)
-    with pytest.raises(RuntimeError, match="`audit` should run once at a time"):
-        audit(lambda: audit(lambda: net(x).sum(), net).blocked["weight"].sum() + net(x).sum(), net)
+    found = audit(lambda: audit(lambda: net(x).sum(), net).loss + net(x).sum() * net(x).sum().detach(), net)
+    assert found.reason.startswith("watched, the program fails: `audit` should run once at a time in a process")
 
 
 def _raise_in_a_region(a):
@@ -782,8 +786,9 @@ def test_left_over_generators_do_not_make_it_lie():
 
     found = audit(loss, net)
     torch.set_grad_enabled(True)
-    assert not found.valid
-    assert "differs from that of a plain run" in found.reason
+    assert found.valid
+    assert not any(gradient.any() for gradient in found.blocked.values())
+    assert [str(effect.verdict) for effect in found.effects] == ["cuts all paths to [bias, weight]"]
 
 
 def test_a_region_that_is_left_open_ends_as_it_would_have():
@@ -803,7 +808,7 @@ def test_a_region_that_is_left_open_ends_as_it_would_have():
     found = audit(loss, net)
     assert found.valid, found.reason
     assert torch.is_autocast_cache_enabled()
-    assert [effect.verdict for effect in found.effects] == ["partial"]
+    assert [effect.verdict.kind for effect in found.effects] == ["partial"]
     for generator in kept:
         generator.close()
         assert torch.is_grad_enabled()

@@ -146,7 +146,7 @@ def test_a_place_can_be_opened() -> None:
 def test_a_comparison_shows_what_arrives() -> None:
     x = _leaf()
     (effect,) = compare(lambda: _guarded(x), {"x": x}).effects
-    assert effect.verdict == "partial"
+    assert effect.verdict.kind == "partial"
     assert effect.leak == pytest.approx((2 * x.detach() ** 2).norm().item(), rel=1e-14)
 
 

@@ -443,7 +443,7 @@ def test_open_posteriors_point_elsewhere():
     )
     effect = {each.name: each for each in comparison.effects}[HIDDEN_POSTERIORS.name]
     assert effect.cosine < 0.985
-    assert effect.verdict == "partial"
+    assert effect.verdict.kind == "partial"
 
 
 # --- centring -----------------------------------------------------------------------------------------------------

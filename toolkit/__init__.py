@@ -16,7 +16,7 @@ if TYPE_CHECKING:
         traced_blocks,
         unblock,
     )
-    from toolkit.gradients import Audit, BlockEffect, Comparison, audit, compare
+    from toolkit.gradients import Audit, BlockEffect, Comparison, Verdict, audit, compare
 
 __all__ = [
     "Audit",
@@ -24,6 +24,7 @@ __all__ = [
     "BlockEffect",
     "Comparison",
     "GradientFlowError",
+    "Verdict",
     "audit",
     "block",
     "compare",

@@ -14,6 +14,7 @@ How the switch is made, and why it is not simpler:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -96,11 +97,14 @@ class Site:
 class Gates(Protocol):
     """What a comparison puts in the place of every block while it runs (see `gated`)."""
 
-    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
-        """Return `input` behind a gate that decides at backward time."""
+    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
+        """Return `input` behind a gate that decides at backward time; None: it is to be stopped as ever."""
 
-    def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None]:
-        """Return the context in which a body runs that is stopped in reverse mode, and perhaps in forward mode too."""
+    def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
+        """Return the context in which a body runs that is stopped later on; None: it is to be stopped as ever."""
+
+    def note_elsewhere(self, name: str) -> None:
+        """Be told of a block that another thread met."""
 
 
 # Told of each tensor that `stop_gradient` gives out as a constant: the block, and where it was put in place.
@@ -118,6 +122,7 @@ class _State:
     open: frozenset[str] = frozenset()
     reached: tuple[set[str], ...] = ()
     gates: Gates | None = None
+    compares: bool = False
     watches: tuple[Watch, ...] = ()
     prefix: str = ""
     changes: tuple[Callable[[_State], _State], ...] = ()
@@ -139,6 +144,9 @@ _state: ContextVar[_State] = ContextVar("toolkit.blocks", default=_NORMAL)
 # True while no thread has anything but `_NORMAL`: the whole cost of the switch in a program that does not use it.
 _quiet = True
 _active = 0
+
+# Of all threads, so that a block that is met in another one than its comparison does not go unnoticed.
+_gates: dict[object, Gates] = {}
 
 # What compiled code sees. Rebound, never mutated, so that Dynamo's guard notices.
 _open_when_compiled: frozenset[str] = frozenset()
@@ -261,15 +269,18 @@ def stop_recording(name: Block | str) -> Iterator[None]:
     state = _state.get()
     key = _register(name, state.prefix)
     if key in state.open:
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
-            _mark_reached(state, key)
+        with _open_region(state, key):
+            yield
+        return
+    region = None
+    if state.gates is not None:
+        region = state.gates.region(key, _caller(), both_modes=True)
+    elif not _quiet:
+        _note_elsewhere(key)
+    with contextlib.ExitStack() as stack:
+        for context in (torch.no_grad(), without_tangents()) if region is None else (region,):
+            stack.enter_context(context)
         yield
-    elif state.gates is not None:
-        with state.gates.region(key, _caller(), both_modes=True):
-            yield
-    else:
-        with torch.no_grad(), without_tangents():
-            yield
 
 
 @contextmanager
@@ -457,8 +468,14 @@ def opened(*names: Block | str) -> Iterator[set[str]]:
 @contextmanager
 def gated(gates: Gates | None) -> Iterator[None]:
     """Put `gates`, or nothing but the block, in the place of every block, open or not: the slot for a comparison."""
-    with _entered(lambda state: dataclasses.replace(state, gates=gates, open=frozenset())):
-        yield
+    with _entered(lambda state: dataclasses.replace(state, gates=gates, open=frozenset(), compares=True)):
+        token = object()
+        if gates is not None:
+            _gates[token] = gates
+        try:
+            yield
+        finally:
+            _gates.pop(token, None)
 
 
 @contextmanager
@@ -468,22 +485,19 @@ def watched(watch: Watch) -> Iterator[None]:
         yield
 
 
-def stop_at(input: Tensor, site: Site) -> Tensor:
-    """Stop the gradient at a place that does not call `stop_gradient`, known by that place."""
+def stop_at(input: Tensor, site: Site) -> Tensor | None:
+    """Return what a place that does not call `stop_gradient` makes of a tensor; None while it is plainly blocked."""
     state, key = _state.get(), str(site)
     if key in state.open:
-        if carries_gradient(input):
-            _mark_reached(state, key)
-        return alias(input)
-    return input.detach() if state.gates is None else state.gates.tensor(input, key, site)
+        return _let_pass(state, key, input)
+    return None if state.gates is None else state.gates.tensor(input, key, site)
 
 
 def region_at(site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
     """Return the context of a region that does not call `stop_recording`; None while it is plainly blocked."""
     state, key = _state.get(), str(site)
     if key in state.open:
-        _mark_reached(state, key)
-        return nullcontext()
+        return _open_region(state, key)
     return None if state.gates is None else state.gates.region(key, site, both_modes=both_modes)
 
 
@@ -579,13 +593,16 @@ def _stop_eagerly(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
             options = {"name": label} if on_flow == "stop" else {"name": label, "on_flow": on_flow}
             return tensor.tracer.create_proxy("call_function", stop_gradient, (tensor,), options, name=node)
         if key in state.open:
-            if carries_gradient(tensor):
-                _mark_reached(state, key)
-            return alias(tensor)
+            return _let_pass(state, key, tensor)
+        stopped = None
         if state.gates is not None:
             assert site is not None
             stopped = state.gates.tensor(tensor, key, site)
-        elif on_flow == "error" and carries_gradient(tensor):
+        elif not _quiet:
+            _note_elsewhere(key)
+        if stopped is not None:
+            pass
+        elif on_flow == "error" and carries_gradient(tensor) and not state.compares:
             stopped = _Refusal.apply(tensor, key, str(site))  # type: ignore[no-untyped-call]
         else:
             stopped = tensor.detach()
@@ -725,6 +742,31 @@ def _is_site(name: str) -> bool:
 def _mark_reached(state: _State, name: str) -> None:
     for reached in state.reached:
         reached.add(name)
+
+
+def _let_pass(state: _State, name: str, input: Tensor) -> Tensor:
+    """Return a tensor as its open block gives it out; where nothing is recorded that is the tensor itself."""
+    carries = carries_gradient(input)
+    if carries:
+        _mark_reached(state, name)
+    return input if carries and not torch.is_grad_enabled() and forward_ad._current_level < 0 else alias(input)
+
+
+@contextmanager
+def _open_region(state: _State, name: str) -> Iterator[None]:
+    """Run an open region, which counts as reached if something was recorded in it."""
+    start = torch._C._autograd._get_sequence_nr()
+    try:
+        yield
+    finally:
+        if forward_ad._current_level >= 0 or torch._C._autograd._get_sequence_nr() > start:
+            _mark_reached(state, name)
+
+
+def _note_elsewhere(name: str) -> None:
+    """Tell the gates of other threads of a block that they do not see."""
+    for gates in tuple(_gates.values()):
+        gates.note_elsewhere(name)
 
 
 @contextmanager

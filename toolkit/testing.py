@@ -13,9 +13,9 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from toolkit.blocks import Block
-from toolkit.gradients._snapshot import find_parts
+from toolkit.gradients._program import Answer, Program, named_parameters
 from toolkit.gradients.compare import Comparison, compare
-from toolkit.gradients.graph import graph
+from toolkit.gradients.graph import graph_of
 
 __all__ = ["assert_blocked", "assert_flows", "assert_load_bearing", "assert_redundant"]
 
@@ -48,13 +48,14 @@ def assert_blocked(loss: Callable[[], Tensor], param: Parameter) -> None:
         >>> assert_flows(loss, "online.weight")
     """
     __tracebackhide__ = True
-    params, reached = _paths(loss, param)
-    if reached:
-        comparison = compare(loss, params)
-        found = (
-            f"a path to {name!r}, gradient {comparison.blocked[name].norm():.3g}" for name in params if name in reached
-        )
-        _fail("`param` should be blocked: no gradient should reach it.", found, comparison)
+    answer = _answer(loss, param)
+    found = [
+        f"a path to {name!r}, gradient {gradient.norm():.3g}"
+        for name, gradient in answer.gradients.items()
+        if name in answer.reached
+    ]
+    if found:
+        _fail("`param` should be blocked: no gradient should reach it.", found, compare(loss, answer.params))
 
 
 def assert_flows(loss: Callable[[], Tensor], param: Parameter) -> None:
@@ -74,17 +75,16 @@ def assert_flows(loss: Callable[[], Tensor], param: Parameter) -> None:
         >>> assert_flows(lambda: w * stop_gradient(w, "doc.factor"), "w")
     """
     __tracebackhide__ = True
-    params, reached = _paths(loss, param)
-    comparison, found = compare(loss, params, blocks=[]), []
-    for name, gradient in comparison.blocked.items():
-        if name not in reached:
+    answer, found = _answer(loss, param), []
+    for name, gradient in answer.gradients.items():
+        if name not in answer.reached:
             found.append(f"no path to {name!r}")
         elif not gradient.isfinite().all():
             found.append(f"a gradient that is not finite at {name!r}")
         elif not gradient.count_nonzero():
             found.append(f"a path to {name!r} on which the gradient is zero")
     if found:
-        _fail("`param` should get a gradient.", found, compare(loss, params))
+        _fail("`param` should get a gradient.", found, compare(loss))
 
 
 def assert_redundant(loss: Callable[[], Tensor], block: Block | str) -> None:
@@ -130,7 +130,7 @@ def assert_load_bearing(loss: Callable[[], Tensor], block: Block | str) -> None:
     """
     __tracebackhide__ = True
     wish = "`block` should be load-bearing: with it open the gradient is another."
-    _assert_verdict(loss, block, {"partial", "cuts"}, wish)
+    _assert_verdict(loss, block, {"partial", "cuts", "makes"}, wish)
 
 
 def _assert_verdict(loss: Callable[[], Tensor], block: Block | str, verdicts: Collection[str], wish: str) -> None:
@@ -138,15 +138,18 @@ def _assert_verdict(loss: Callable[[], Tensor], block: Block | str, verdicts: Co
     if not isinstance(block, (Block, str)):
         raise TypeError(f"`block` should be a Block or its name. Found {type(block).__name__}.")
     comparison = compare(loss, blocks=[block])
+    if comparison.unopened:
+        _fail(wish, (f"{name!r} not opened: {reason}" for name, reason in comparison.unopened.items()), comparison)
     (effect,) = comparison.effects
-    if effect.verdict.split()[0] not in verdicts:
-        unmet = ", nothing that carries a gradient reaches it" if effect.verdict == "no-op" else ""
+    if effect.verdict.kind not in verdicts:
+        unmet = ", nothing that carries a gradient reaches it" if effect.verdict.kind == "no-op" else ""
         _fail(wish, [f"{effect.name!r}: {effect.verdict}{unmet}"], comparison)
 
 
-def _paths(loss: Callable[[], Tensor], param: Parameter) -> tuple[dict[str, Tensor], frozenset[str]]:
-    """Return name -> tensor for what `param` means, and the names to which the graph has a path."""
-    parts = find_parts(loss)
+def _answer(loss: Callable[[], Tensor], param: Parameter) -> Answer:
+    """Return the gradients of a plain run by what `param` means."""
+    program = Program(loss, None)
+    parts = program.parts
     named = {name: tensor for name, tensor in parts.tensors.items() if isinstance(tensor, Tensor)}
     for prefix, module in parts.modules.items():
         named |= dict(module.named_parameters(prefix))
@@ -163,12 +166,17 @@ def _paths(loss: Callable[[], Tensor], param: Parameter) -> tuple[dict[str, Tens
             raise ValueError(f"`param` should be the name of a parameter that `loss` uses. Found {param!r}.{hint}")
     else:
         raise TypeError(f"`param` should be a parameter, a module or a name. Found {type(param).__name__}.")
-    found = graph(loss, params)
-    used = {id(tensor) for tensor in named.values()} | {id(params[name]) for name in found.reachable("all")}
-    for name in found.parameters:
-        if id(params[name]) not in used:
+    params = named_parameters(params, parts)
+    used = {id(tensor) for tensor in named.values()}
+    if any(id(tensor) not in used for tensor in params.values()):
+        used |= {id(params[name]) for name in graph_of(program, params).reachable("all")}
+    for name, tensor in params.items():
+        if id(tensor) not in used:
             raise ValueError(f"`param` should be one that `loss` uses. Found {name!r}, which it does not reach.")
-    return params, found.reachable()
+    answer = program.answer(params, around=False)
+    if answer.constant:
+        graph_of(program, params)  # which raises if no block is the reason
+    return answer
 
 
 def _fail(wish: str, found: Iterable[str], comparison: Comparison) -> NoReturn:

@@ -2,12 +2,13 @@
 
 from toolkit.gradients.audit import Audit, audit
 from toolkit.gradients.check import gradcheck, gradgradcheck
-from toolkit.gradients.compare import BlockEffect, Comparison, Difference, compare
+from toolkit.gradients.compare import Comparison, compare
 from toolkit.gradients.field import Field, field_jacobian
 from toolkit.gradients.grad import grad
 from toolkit.gradients.graph import Graph, graph
 from toolkit.gradients.lint import AliasWarning, ModeFinding, ModeReport, alias_guard, mode_lint
 from toolkit.gradients.memory import Ledger, LedgerEntry, MemoryUse, measure_memory, memory_ledger
+from toolkit.gradients.verdict import BlockEffect, Difference, Verdict
 
 __all__ = [
     "AliasWarning",
@@ -22,6 +23,7 @@ __all__ = [
     "MemoryUse",
     "ModeFinding",
     "ModeReport",
+    "Verdict",
     "alias_guard",
     "audit",
     "compare",

@@ -15,7 +15,7 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -81,6 +81,7 @@ class BareBlocks:
         escapes: Places where a value leaves the graph.
         partly: Place of a region -> what in it stays as it is while it is open.
         one_mode: Places of regions through which a forward-mode derivative passes, whether they are open or not.
+        elsewhere: What other threads called meanwhile, which is not looked into.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -89,27 +90,11 @@ class BareBlocks:
     escapes: dict[Escape, None] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
     one_mode: dict[str, None] = field(default_factory=dict)
-    recent: list[str] = field(default_factory=list)
+    elsewhere: dict[str, None] = field(default_factory=dict)
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
-    _recording: int = 0
-    _remembers: bool = True
+    _here: FrameType | None = None
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
-
-    @staticmethod
-    @contextmanager
-    def changes_counted() -> Iterator[None]:
-        """Let autograd notice changes in place through ``.data`` for the length of a ``with``, as through `detach`."""
-
-        def counting(original: Any) -> Any:
-            def get(input: Tensor) -> Any:
-                real = _is_machinery(sys._getframe(1).f_code.co_filename)
-                return original.__get__(input) if real else torch._C.TensorBase.detach(input)
-
-            return property(get, original.__set__)
-
-        with _replaced(Tensor, "data", counting):
-            yield
 
     @contextmanager
     def replaced(self) -> Iterator[None]:
@@ -120,7 +105,7 @@ class BareBlocks:
         """
         if not _one_audit.acquire(blocking=False):
             raise RuntimeError("`audit` should run once at a time in a process. Found another one running.")
-        self._region, self._recording, self._remembers = None, 0, torch.is_autocast_cache_enabled()
+        self._region, self._here = None, None
         try:
             with ExitStack() as stack:
                 for owner, name, make in self._replacements():
@@ -129,7 +114,6 @@ class BareBlocks:
                 stack.enter_context(_Watch(self))
                 yield
         finally:
-            torch.set_autocast_cache_enabled(self._remembers)
             _one_audit.release()
 
     def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -166,34 +150,35 @@ class BareBlocks:
 
     def _detach(self, original: Any) -> Any:
         def detach(input: Tensor) -> Any:
-            site = self._site("detach()", _caller())
-            return original(input) if site is None else stop_at(input, site)
+            if _unwraps(input):
+                return self._unwrapped(detach, input)
+            return self._stopped("detach()", input, lambda: original(input))
 
         return detach
 
     def _detach_in_place(self, original: Any) -> Any:
         def detach_(input: Tensor) -> Any:
-            site = self._site("detach_()", _caller())
-            if site is None or not carries_gradient(input):
-                if site is not None:
-                    stop_at(input, site)
-                return original(input)
-            # The name goes on to mean a stopped tensor, but the object cannot get a gate: it keeps the real block.
-            self.real[str(site)] = "it stops the tensor object itself, which cannot be opened afterwards"
+            site = self._site("detach_()", self._caller())
+            if site is not None and carries_gradient(input):
+                # The name goes on to mean a stopped tensor, but the object cannot get a gate.
+                self.real[str(site)] = "it stops the tensor object itself, which cannot be opened afterwards"
+            elif site is not None:
+                stop_at(input, site)
             return original(input)
 
         return detach_
 
     def _data(self, original: Any) -> Any:
         def get(input: Tensor) -> Any:
+            if _unwraps(input):
+                return self._unwrapped(get, input)
             if not carries_gradient(input):
                 return original.__get__(input)
-            site = self._site(".data", _caller())
-            return original.__get__(input) if site is None else stop_at(input, site)
+            return self._stopped(".data", input, lambda: original.__get__(input))
 
         def set(input: Tensor, value: Tensor) -> None:
             if isinstance(value, Tensor) and carries_gradient(value):
-                self._note_escape(".data = ...", _caller())
+                self._note_escape(".data = ...", self._caller())
             original.__set__(input, value)
 
         return property(get, set)
@@ -203,33 +188,58 @@ class BareBlocks:
             source = args[position] if len(args) > position else kwargs.get("data")
             if not isinstance(source, Tensor) or kwargs.get("requires_grad"):
                 if any(isinstance(leaf, Tensor) and carries_gradient(leaf) for leaf in tree_leaves(source)):
-                    self._note_escape(kind, _caller())
+                    self._note_escape(kind, self._caller())
                 return original(*args, **kwargs)
-            site = self._site(kind, _caller())
-            if site is None:
-                return original(*args, **kwargs)
-            like = args[0] if position else source
-            where = {"dtype": kwargs.get("dtype"), "device": kwargs.get("device")}
-            copied = source.clone() if like is source else source.to(like.dtype, copy=True)
-            return stop_at(copied.to(**{key: value for key, value in where.items() if value is not None}), site)
+
+            def copied() -> Tensor:
+                like = args[0] if position else source
+                where = {key: kwargs[key] for key in ("dtype", "device") if kwargs.get(key) is not None}
+                made = source.clone() if like is source else source.to(like.dtype, copy=True)
+                return made.to(**where)
+
+            return self._stopped(kind, source, lambda: original(*args, **kwargs), copied)
 
         return copy
 
     def _asarray(self, original: Any) -> Any:
         def asarray(input: Any, **kwargs: Any) -> Any:
-            stops = kwargs.get("requires_grad") is False and isinstance(input, Tensor)
-            site = self._site("torch.asarray()", _caller()) if stops else None
-            if site is None:
+            if kwargs.get("requires_grad") is not False or not isinstance(input, Tensor):
                 return original(input, **kwargs)
-            return stop_at(original(input, **{**kwargs, "requires_grad": carries_gradient(input)}), site)
+            kept = {**kwargs, "requires_grad": carries_gradient(input)}
+            return self._stopped(
+                "torch.asarray()", input, lambda: original(input, **kwargs), lambda: original(input, **kept)
+            )
 
         return asarray
+
+    def _stopped(
+        self, kind: str, input: Tensor, plainly: Callable[[], Any], made: Callable[[], Tensor] | None = None
+    ) -> Any:
+        """Return what a place makes of a tensor, or of what is made of it: stopped as ever, or behind a gate."""
+        site = self._site(kind, self._caller())
+        if site is None or (made is not None and not carries_gradient(input)):
+            if site is not None:
+                stop_at(input, site)
+            return plainly()
+        stopped = stop_at(input if made is None else made(), site)
+        return plainly() if stopped is None else stopped
+
+    def _unwrapped(self, function: Callable[[Any], Any], input: Tensor) -> Any:
+        """Let a subclass of tensors take itself apart first, as torch does for its own functions."""
+        outer, self._here = self._here, self._here or self._caller()
+        try:
+            return type(input).__torch_function__(function, (type(input),), (input,), {})
+        finally:
+            self._here = outer
+
+    def _caller(self) -> FrameType:
+        return self._here or _caller()
 
     def _parameter(self, original: Any) -> Any:
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
             data = args[0] if args else kwargs.get("data")
             if isinstance(data, Tensor) and carries_gradient(data):
-                self._note_escape("nn.Parameter()", _caller())
+                self._note_escape("nn.Parameter()", self._caller())
             return original(cls, *args, **kwargs)
 
         return staticmethod(new)
@@ -240,7 +250,7 @@ class BareBlocks:
         def leave(input: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not carries_gradient(input):
                 return original(input, *args, **kwargs)
-            self._note_escape(kind, _caller())
+            self._note_escape(kind, self._caller())
             return original(torch._C.TensorBase.detach(input), *args, **kwargs)
 
         return leave
@@ -271,10 +281,9 @@ class BareBlocks:
         return leave
 
     def _begin(self, context: Any, site: Site | None, kind: str | None) -> bool:
-        """Record the region that `context` opens, if it is to become a block; its end finds what it has to end."""
+        """Open the region that `context` begins, if its block is open; its end finds what it has to end."""
         # `torch.no_grad` and `torch.set_grad_enabled` leave forward mode on.
-        region = None if site is None else region_at(site, both_modes=kind == "inference_mode")
-        inner = None if region is None else self._recorded(region)
+        inner = None if site is None else region_at(site, both_modes=kind == "inference_mode")
         context.__dict__.setdefault("_toolkit", []).append((inner, self._region))
         if inner is None:
             return False
@@ -282,18 +291,6 @@ class BareBlocks:
         self._region = _Entered(str(site), next_number())
         inner.__enter__()
         return True
-
-    @contextmanager
-    def _recorded(self, region: AbstractContextManager[None]) -> Iterator[None]:
-        """Record a region, and keep its casts from what autocast remembers for later code."""
-        self._recording += 1
-        with region:
-            torch.set_autocast_cache_enabled(False)
-            try:
-                yield
-            finally:
-                self._recording -= 1
-                torch.set_autocast_cache_enabled(self._remembers and not self._recording)
 
     def _set_grad_enabled(self, original: Any) -> Any:
         def init(context: Any, mode: bool) -> None:
@@ -343,9 +340,13 @@ class BareBlocks:
         """Return the place of a call that is to become a block, or None for one that keeps its meaning."""
         while frame is not None and frame.f_globals.get("__name__") == "contextlib":  # an `ExitStack`
             frame = frame.f_back
-        if frame is None or not self._mine():
+        if frame is None:
             return None
         file = frame.f_code.co_filename
+        if not self._mine():
+            if not _is_machinery(file):
+                self.elsewhere[f"{kind} at {site_of(frame)}"] = None
+            return None
         if file.endswith("_contextlib.py") and "func" in frame.f_locals:  # the decorator form: the function's place
             code = getattr(frame.f_locals["func"], "__code__", None)
             if code is None or _is_machinery(code.co_filename):
@@ -358,10 +359,7 @@ class BareBlocks:
         key = str(site)
         self.kinds.setdefault(key, kind)
         self.sites.setdefault(key, site)
-        if key in self.real:
-            return None
-        self.recent.append(key)
-        return site
+        return None if key in self.real else site
 
     def _note_escape(self, kind: str, frame: FrameType | None) -> None:
         while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or _passes_on(frame)):
@@ -484,10 +482,20 @@ def _is_machinery(file: str) -> bool:
     return file.startswith((_TOOLKIT, _TORCH)) and not file.startswith(_MODELS)
 
 
+def _unwraps(input: Any) -> bool:
+    """Say whether a subclass of tensors is to have its way with torch's functions."""
+    return (
+        type(input) not in (Tensor, nn.Parameter)
+        and isinstance(input, Tensor)
+        and type(input).__torch_function__ is not torch._C._disabled_torch_function_impl
+        and torch._C._is_torch_function_enabled()
+    )
+
+
 def _caller() -> FrameType:
     """Return the frame that called a replaced attribute, by its name or by one that was bound before."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _passes_on(frame):
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (frame.f_code.co_filename == __file__ or _passes_on(frame)):
         frame = frame.f_back
     assert frame is not None
     return frame

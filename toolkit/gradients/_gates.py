@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -45,36 +46,59 @@ class GateBoard:
     """The gates of one forward pass, and which of them pass.
 
     Attributes:
+        records: Whether regions are recorded, for a derivative of second order or a picture. Otherwise they are what
+            they are without a board: constants, and to open one is to run the program again.
+        puts_gates: Whether there are gates; otherwise tensors are stopped, and the board only notes what was met.
         meetings: Block -> how it was met, in the order of the program.
         arrivals: While it is a list, every gate that a backward pass reaches adds its block, the edge behind it, and
             the cotangent that arrived.
         linear: Whether nothing was seen in the forward pass that may act on cotangents other than linearly.
-        inner: Blocks that a derivative *inside* the forward pass met: their gates have decided already, and cannot be
-            opened after the fact.
-        pierced: Regions inside which the program switched the recording on again, so that some of their nodes are
-            recorded also while they are closed, and nobody can tell which.
+        inner: Blocks that no gate can answer for: a derivative *inside* the forward pass met them, or they stand where
+            nothing is recorded.
+        pierced: Recorded regions inside which the program switched the recording on again, so that some of their nodes
+            are recorded also while they are closed, and nobody can tell which.
+        regions: Blocks that are regions.
+        elsewhere: Blocks that other threads met meanwhile.
     """
 
+    records: bool = False
+    puts_gates: bool = True
     meetings: dict[str, Meeting] = field(default_factory=dict)
     arrivals: list[tuple[str, GradientEdge, Tensor]] | None = None
     linear: bool = True
     inner: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
+    regions: set[str] = field(default_factory=set)
+    elsewhere: set[str] = field(default_factory=set)
+    start: int = 0
     _open: Collection[str] = frozenset()
     _in_forward: bool = False
     _regions: list[_Region] = field(default_factory=list)
+    _aliases: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record a forward pass: every block it meets becomes a gate, closed for derivatives inside of the pass."""
-        self._in_forward = True
+        self._in_forward, self.start = True, next_number()
         try:
             with gated(self), _Watch(self):
                 yield
         finally:
             self._in_forward = False
+            # An open block is the tensor itself, so that a change in place changes both.
+            self.inner.update(name for name, alias, version in self._aliases if alias._version != version)
+            self._aliases.clear()
             for region in self._regions:  # a generator that is kept holds its region open for longer than the program
                 self._end(region)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what a forward pass meets, and change nothing."""
+        self._in_forward = True
+        try:
+            yield
+        finally:
+            self._in_forward = False
 
     @contextmanager
     def backward(self, open: Collection[str]) -> Iterator[None]:
@@ -88,7 +112,8 @@ class GateBoard:
 
     def needs_rerun(self, open: Collection[str]) -> bool:
         """Say whether only another forward pass can tell the gradient for these open blocks."""
-        return bool(self.pierced or self.inner & set(open))
+        alone = self.inner if self.records else self.inner | self.regions
+        return bool(self.pierced or alone & set(open))
 
     def passes(self, name: str) -> bool:
         """Say whether the gate passes now, and note a derivative that was taken inside of the forward pass."""
@@ -96,32 +121,41 @@ class GateBoard:
             self.inner.add(name)
         return name in self._open
 
-    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
-        """Put a gate behind `input`."""
+    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
+        """Put a gate behind `input`; None: it is to be stopped."""
         carries = carries_gradient(input)
-        if self._in_forward:
+        # Functions and hooks may meet blocks in the backward pass; only what carries a gradient there is a block of it.
+        if self._in_forward or (carries and not self.puts_gates):
             meeting = self.meetings.setdefault(name, Meeting(site))
             meeting.calls += 1
             meeting.carried += carries
-        if not carries:
-            return input.detach()
+        # Where nothing is recorded, an open block is the tensor itself.
+        if carries and not (torch.is_grad_enabled() and all(region.end is not None for region in self._regions)):
+            self.inner.add(name)
+        if not carries or not self.puts_gates or not torch.is_grad_enabled():
+            return None
         if torch._C._are_functorch_transforms_active():
             self.linear = False  # its nodes belong to graphs of their own
             return _Gate.apply(input, self, name)  # type: ignore[no-untyped-call, no-any-return]
+        if self._in_forward:
+            self._aliases.append((name, input.detach(), input._version))
         # What `Function.apply` ends in, without the ten times longer way there.
         return super(torch.autograd.Function, _Gate).apply(input, self, name)  # type: ignore[no-any-return, no-untyped-call]
 
-    @contextmanager
-    def region(self, name: str, site: Site, *, both_modes: bool) -> Iterator[None]:
-        """Record a region, and which numbers autograd gave to its nodes."""
-        if not self._in_forward:  # a checkpoint computes it again, for its values: the nodes are the first ones
-            yield
-            return
+    def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
+        """Record a region, and which numbers autograd gives to its nodes; None: nothing is to be recorded in it."""
+        if not self._in_forward:  # a checkpoint computes it again, for its values
+            return nullcontext() if self.records else None
         meeting = self.meetings.setdefault(name, Meeting(site))
         meeting.calls += 1
+        self.regions.add(name)
         if forward_ad._current_level >= 0:  # tangents have no nodes to be decided about later
             meeting.carried += 1
             self.inner.add(name)
+        return self._recorded(name, both_modes=both_modes) if self.records else None
+
+    @contextmanager
+    def _recorded(self, name: str, *, both_modes: bool) -> Iterator[None]:
         region = _Region(name, next_number())
         self._regions.append(region)
         try:
@@ -135,13 +169,29 @@ class GateBoard:
             region.end = next_number()
             self.meetings[region.name].carried += region.end - region.start
 
-    def are_regions(self, names: Collection[str]) -> bool:
-        """Say whether some of these blocks are regions, at which no cotangents are kept."""
-        return any(region.name in names for region in self._regions)
+    def is_linear(self, root: Any) -> bool:
+        """Say whether a backward pass from `root` is linear in the cotangent as far as anybody can see.
+
+        No hooks, no functions of the user's own, and nothing that was there before the forward pass.
+        """
+        return self.linear and all(map(self._is_plain, reachable_nodes(root, EVERY_BLOCK)))
+
+    def _is_plain(self, node: Any) -> bool:
+        if gate_of(node):
+            return True
+        if (leaf := getattr(node, "variable", None)) is not None:
+            return not leaf._backward_hooks
+        # What users write in C++ has no class of its own in Python.
+        foreign = isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
+        return not foreign and node._sequence_nr() >= self.start
 
     def pierce(self) -> None:
         """Note that the program switches the recording on, which regions that are entered would have switched off."""
         self.pierced.update(region.name for region in self._regions if region.end is None)
+
+    def note_elsewhere(self, name: str) -> None:
+        """Note a block that another thread met."""
+        self.elsewhere.add(name)
 
     def close_regions(self, *roots: Tensor) -> None:
         """Make gates of the nodes behind `roots` that were made in a region."""
@@ -254,9 +304,11 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every call of a forward pass: makes gates of regions before a derivative is taken, notes `enable_grad`."""
+    """Sees every call of a forward pass: derivatives before they are taken, `enable_grad`, and hooks."""
 
     _derivatives = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+    # A node that the program holds may get hooks that nobody sees.
+    _hooks = frozenset({Tensor.register_hook, torch._C.TensorBase.__dict__["grad_fn"].__get__})
 
     def __init__(self, board: GateBoard) -> None:
         super().__init__()
@@ -270,6 +322,6 @@ class _Watch(TorchFunctionMode):
             self._board.close_regions(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
         elif func is torch._C._set_grad_enabled and args == (True,):
             self._board.pierce()
-        elif func is Tensor.register_hook:
+        elif func in self._hooks:
             self._board.linear = False
         return func(*args, **kwargs)

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.blocks import Site
 from toolkit.gradients.audit import Audit
-from toolkit.gradients.compare import BlockEffect, Difference
+from toolkit.gradients.verdict import BlockEffect, Difference
 
 __all__ = ["page", "stop_span"]
 
@@ -110,23 +110,26 @@ def _norm(found: Audit) -> float:
 
 def _effect(found: Audit, effect: BlockEffect) -> str:
     site, kind = found.sites[effect.name], found.kinds[effect.name]
-    verdict = effect.verdict.partition(" [")[0]
-    cut = effect.verdict.partition(" [")[2].rstrip("]")
+    verdict = effect.verdict
     named = "" if effect.name == str(site) else f" <strong>{_text(effect.name)}</strong>"
     why = f"<p>{_text(effect.why)}</p>" if effect.why else ""
-    reached = f"<p>Only this keeps the gradient from <code>{_text(cut)}</code>.</p>" if cut else ""
+    parameters = f"<code>{_text(', '.join(verdict.parameters))}</code>"
+    says = {
+        "cuts": f"<p>Only this keeps the gradient from {parameters}.</p>",
+        "makes": f"<p>Without this the gradient of {parameters} is zero.</p>",
+    }.get(verdict.kind, "")
     calls = f", {effect.calls} times" if effect.calls > 1 else ""
     return f"""<section>
-<h3><span class="verdict {verdict.split()[0]}">{_text(verdict)}</span> <code>{_text(kind)}</code>{named}
+<h3><span class="verdict {verdict.kind}">{_text(verdict.label)}</span> <code>{_text(kind)}</code>{named}
 <span class="where">{_text(str(site))}, in {_text(site.function)}{calls}</span></h3>
-{why}{_excerpt(site, kind)}{reached}
+{why}{_excerpt(site, kind)}{says}
 {_numbers(effect)}
 </section>
 """
 
 
 def _numbers(effect: BlockEffect) -> str:
-    if effect.verdict == "no-op":
+    if effect.verdict.kind == "no-op":
         return "<p>Nothing that carries a gradient comes here.</p>"
     whole = Difference(effect.leak, effect.ratio, effect.cosine)
     rows = [
@@ -235,7 +238,7 @@ _STYLE = """
     margin: 1rem 0; }
   .where { color: var(--soft); font-weight: 400; font-size: .88rem; margin-left: auto; }
   .verdict { padding: .05rem .6rem; border-radius: 1rem; font-size: .82rem; color: #fff; background: #6b7280; }
-  .verdict.partial, .verdict.cuts { background: #b3470a; }
+  .verdict.partial, .verdict.cuts, .verdict.makes { background: #b3470a; }
   .verdict.redundant { background: #2f7d4f; }
   .invalid { border-left: 3px solid #b00020; padding-left: .9rem; }
   pre { margin: .4rem 0; background: var(--ground); border: 1px solid var(--line); border-radius: 6px;

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+import gc
 import itertools
+import operator
 import random
 import sys
+import sysconfig
 import types
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,24 +21,45 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from toolkit.blocks import no_graph
+
 __all__ = ["Parts", "Snapshot", "find_parts", "without_compiled_code"]
 
 # A loss function reaches few objects; the bound only keeps a pathological program from being searched for ever.
-_MOST_OBJECTS = 20_000
+_MOST_OBJECTS = 1_000_000
 
+# An array that is larger is taken for data, not for state.
+_LARGEST_ARRAY = 2**24
 
 # The state of these libraries is restored by name, not by a search through their insides.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _STATELESS = ("toolkit.blocks", "toolkit.gradients")
 
+# What packages of others keep in their globals is not searched: they name thousands of things.
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+_ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.ModuleType, types.CodeType)
+_EMPTY: tuple[Any, ...] = ([], (), "", b"", range(0))
+_ITERATORS = tuple(type(iter(sequence)) for sequence in _EMPTY)
+
 
 @dataclass
 class Parts:
-    """What a loss function reaches: name -> object, the name as the user's code has it."""
+    """What a loss function reaches: name -> object, the name as the user's code has it.
+
+    Attributes:
+        modules: Modules that no other one contains.
+        tensors: Tensors that are no parameters or buffers of those.
+        generators: Sources of random numbers.
+        moving: Iterators, which every run moves on for good.
+        state: What may hold other objects after a run than before it.
+    """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
     tensors: dict[str, Tensor] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
+    moving: dict[str, Any] = field(default_factory=dict)
+    state: list[Holder] = field(default_factory=list)
 
     def leaves(self) -> list[Tensor]:
         """Return every tensor and parameter that was found, buffers not included."""
@@ -52,64 +77,70 @@ class Parts:
 
 
 def find_parts(loss: Callable[..., Any], *more: Any) -> Parts:
-    """Return the modules, tensors and generators that `loss` reaches.
+    """Return the modules, tensors, generators and the state in Python that `loss` reaches.
 
-    Closures, defaults, bound objects, partial arguments, the globals that its code names, containers, and the
-    attributes and methods of objects are followed; imported modules as far as the code names what is in them.
+    Closures, defaults, bound objects, partial arguments, the globals that its code names, containers, caches, and the
+    attributes, classes and methods of objects are followed; of installed packages not the globals. Beyond a million
+    objects the search ends with a `UserWarning`.
     """
-    parts = Parts()
-    seen: set[int] = set()
-    queue: deque[tuple[str, Any]] = deque([("", loss), *(("", extra) for extra in more)])
-    while queue and len(seen) < _MOST_OBJECTS:
-        name, found = queue.popleft()
-        if id(found) in seen or isinstance(found, (str, bytes, int, float, complex, type(None))):
-            continue
-        seen.add(id(found))
-        if isinstance(found, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-            parts.generators.append(found)
-        elif isinstance(found, Tensor):
-            parts.tensors[_unique(name, parts.tensors)] = found
-        else:
-            if isinstance(found, nn.Module):
-                parts.modules[_unique(name, parts.modules)] = found
-            queue.extend(_children(name, found))
-    return parts
+    search = _Search()
+    for found in (loss, *more):
+        search.add("", found)
+    search.run()
+    return search.parts
 
 
 class Snapshot:
-    """The state of a program before its loss function ran: random numbers, modes, buffers, gradients."""
+    """The state of a program before its loss function ran.
+
+    Random numbers, modes, buffers, gradients, the values of tensors, and what containers and attributes held.
+    """
 
     def __init__(self, parts: Parts, parameters: Mapping[str, Tensor]) -> None:
-        """Take the random state now; the rest is set aside by `set_aside`."""
+        """Take the state now."""
         self._modules = list(dict.fromkeys(m for module in parts.modules.values() for m in module.modules()))
         leaves = [p for module in self._modules for p in module.parameters(recurse=False)]
-        self._leaves = list(
-            {id(leaf): leaf for leaf in [*leaves, *parts.tensors.values(), *parameters.values()]}.values()
-        )
-        self._generators = parts.generators
-        self._random = _RandomState(self._generators)
+        buffers = [b for module in self._modules for b in module.buffers(recurse=False)]
+        tensors = {id(t): t for t in [*leaves, *buffers, *parts.tensors.values(), *parameters.values()]}
+        self._tensors = [tensor for tensor in tensors.values() if not tensor.is_inference()]
+        self.leaves = [tensor for tensor in self._tensors if tensor.is_leaf]
+        self._parts = parts
+        self._random = _RandomState(parts.generators)
+        self._state = [holder.taken() for holder in parts.state]
+        self._values: list[_Kept] | None = [_Kept.now(tensor) for tensor in self._tensors]
 
     @contextmanager
-    def set_aside(self) -> Iterator[None]:
+    def set_aside(self, *, runs: bool = True) -> Iterator[_Moved]:
         """Run a body on the program as it was, and restore everything after it, also when it raises.
 
         Buffers are replaced by copies, not written back: writing to them would invalidate the graph that was made of
         them. Gradients are moved away likewise.
+
+        Args:
+            runs: Whether the program runs; else only a derivative of an earlier run is taken, which changes no values.
         """
-        now = _RandomState(self._generators)
-        self._random.restore()
-        leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self._leaves if leaf.is_leaf]
-        modes = [(module, module.training) for module in self._modules]
-        buffers = [(module, name, buffer) for module in self._modules for name, buffer in module._buffers.items()]
-        copies = {id(buffer): None if buffer is None else buffer.clone() for _, _, buffer in buffers}
+        now, moved = _RandomState(self._parts.generators), _Moved()
+        if self._values is None and runs:
+            self._values = [_Kept.now(tensor) for tensor in self._tensors]
+        initial = self._values if runs and self._values is not None else []
+        state = [(holder, holder.taken()) for holder in self._parts.state]
+        values = [_Kept.now(kept.leaf) for kept in initial if kept.is_touched()]
+        leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self.leaves if leaf.is_leaf]
         with ExitStack() as stack:
             stack.callback(now.restore)
+            for taken in self._state:
+                taken.put_back()
+            self._random.restore()
+            for kept in initial if values else ():
+                kept.put_back()
             for leaf, _, _ in leaves:
                 leaf.grad = None
+            buffers = [(module, name, b) for module in self._modules for name, b in module._buffers.items()]
+            copies = {id(buffer): None if buffer is None else buffer.clone() for _, _, buffer in buffers}
             for module, name, buffer in buffers:
                 module._buffers[name] = copies[id(buffer)]
             try:
-                yield
+                yield moved
             finally:
                 for leaf, gradient, required in leaves:
                     if not leaf.is_leaf:  # an average of parameters, say, that was updated inside of an open region
@@ -117,10 +148,67 @@ class Snapshot:
                     if leaf.requires_grad != required:
                         leaf.requires_grad_(required)
                     leaf.grad = gradient
-                for module, training in modes:
-                    module.training = training
                 for module, name, buffer in buffers:
                     module._buffers[name] = buffer
+                for kept in initial:
+                    if kept.is_changed():
+                        moved.values = True
+                        kept.put_back()
+                for kept in values:
+                    kept.put_back()
+                for _, taken in state:
+                    taken.put_back()
+
+    def forget_values(self) -> None:
+        """Free the copies of values; the next run takes them anew."""
+        self._values = None
+
+
+@dataclass
+class _Moved:
+    """What a run has changed: whether values of tensors that were there before."""
+
+    values: bool = False
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What a leaf was at one time: its memory, the values in it, and how often autograd saw them change."""
+
+    leaf: Tensor
+    memory: Tensor
+    values: Tensor
+    version: int
+
+    @classmethod
+    def now(cls, leaf: Tensor) -> _Kept:
+        memory = torch._C.TensorBase.detach(leaf)
+        return cls(leaf, memory, memory.clone(), leaf._version)
+
+    def is_touched(self) -> bool:
+        return self.leaf._version != self.version or _address(self.leaf) != _address(self.memory)
+
+    def is_changed(self) -> bool:
+        return self.is_touched() or not _same(torch._C.TensorBase.detach(self.leaf), self.values)
+
+    def put_back(self) -> None:
+        with no_graph():
+            if _address(self.leaf) != _address(self.memory) or self.leaf.shape != self.memory.shape:
+                self.leaf.data = self.memory
+            self.leaf.copy_(self.values)
+        torch._C._autograd._unsafe_set_version_counter((self.leaf,), (self.version,))
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if tensor.layout is not torch.strided else tensor.data_ptr()
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.layout is not torch.strided or a.shape != b.shape or a.dtype != b.dtype:
+        return a.layout is not torch.strided and a.layout is b.layout
+    return torch.equal(a, b) or bool(
+        a.is_floating_point() and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
+    )
 
 
 class _RandomState:
@@ -154,51 +242,325 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
 
 
-def _children(name: str, parent: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(parent, functools.partial):
-        yield name, parent.func
-        yield from _children(name, [*parent.args, *parent.keywords.values()])
-    elif isinstance(parent, types.MethodType):
-        yield name, parent.__self__
-        yield name, parent.__func__
-    elif isinstance(parent, types.FunctionType):
-        for variable, cell in zip(parent.__code__.co_freevars, parent.__closure__ or (), strict=True):
+# --- state in Python ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """What a holder held at one time."""
+
+    holder: Holder
+    held: Any
+
+    def put_back(self) -> None:
+        if not self.holder.holds(self.held):
+            self.holder.hold(self.held)
+
+
+@dataclass(frozen=True, eq=False)
+class Holder:
+    """A place in Python that holds objects: a container, the attributes of an object, a variable of a closure."""
+
+    owner: Any
+
+    def taken(self) -> _Taken:
+        """Return what it holds now."""
+        return _Taken(self, self.held())
+
+    def held(self) -> Any:
+        raise NotImplementedError
+
+    def holds(self, held: Any) -> bool:
+        """Say whether it holds these very objects."""
+        raise NotImplementedError
+
+    def hold(self, held: Any) -> None:
+        raise NotImplementedError
+
+
+class _Sequence(Holder):
+    """A list, a deque."""
+
+    def held(self) -> Any:
+        return list(self.owner)
+
+    def holds(self, held: Any) -> bool:
+        return len(held) == len(self.owner) and all(map(operator.is_, held, self.owner))
+
+    def hold(self, held: Any) -> None:
+        self.owner.clear()
+        self.owner.extend(held)
+
+
+class _Mapping(Holder):
+    """A dict, or the attributes of an object."""
+
+    def held(self) -> Any:
+        return dict(self.owner)
+
+    def holds(self, held: Any) -> bool:
+        owner = self.owner
+        return (
+            len(held) == len(owner)
+            and all(map(operator.is_, held, owner))
+            and all(map(operator.is_, held.values(), owner.values()))
+        )
+
+    def hold(self, held: Any) -> None:
+        self.owner.clear()
+        self.owner.update(held)
+
+
+class _Set(Holder):
+    def held(self) -> Any:
+        return set(self.owner)
+
+    def holds(self, held: Any) -> bool:
+        return bool(held == self.owner)
+
+    def hold(self, held: Any) -> None:
+        self.owner.clear()
+        self.owner.update(held)
+
+
+class _Array(Holder):
+    """The numbers of a NumPy array."""
+
+    def held(self) -> Any:
+        return self.owner.copy()
+
+    def holds(self, held: Any) -> bool:
+        return bool(held.tobytes() == self.owner.tobytes())
+
+    def hold(self, held: Any) -> None:
+        self.owner[...] = held
+
+
+class _Iterator(Holder):
+    """The position of an iterator over a sequence; one that has come to its end cannot go back."""
+
+    def held(self) -> Any:
+        return self.owner.__reduce__()[2:]
+
+    def holds(self, held: Any) -> bool:
+        return bool(self.owner.__reduce__()[2:] == held)
+
+    def hold(self, held: Any) -> None:
+        if held and self.owner.__reduce__()[2:]:
+            self.owner.__setstate__(*held)
+
+
+class _Cache(Holder):
+    """What `functools.cache` keeps: it is emptied if a run has added to it."""
+
+    def held(self) -> Any:
+        return self.owner.cache_info().currsize
+
+    def holds(self, held: Any) -> bool:
+        return bool(self.owner.cache_info().currsize == held)
+
+    def hold(self, held: Any) -> None:
+        self.owner.cache_clear()
+
+
+@dataclass(frozen=True, eq=False)
+class _Attribute(Holder):
+    """A slot of an object, an attribute of a class, the content of a closure's cell."""
+
+    name: str
+
+    def held(self) -> Any:
+        return getattr(self.owner, self.name, _Attribute)
+
+    def holds(self, held: Any) -> bool:
+        return self.held() is held
+
+    def hold(self, held: Any) -> None:
+        if held is _Attribute:
+            delattr(self.owner, self.name)
+        else:
+            setattr(self.owner, self.name, held)
+
+
+@dataclass(frozen=True, eq=False)
+class _Global(Holder):
+    """A variable of a module."""
+
+    name: str
+
+    def held(self) -> Any:
+        return self.owner.get(self.name, _Global)
+
+    def holds(self, held: Any) -> bool:
+        return self.held() is held
+
+    def hold(self, held: Any) -> None:
+        if held is _Global:
+            del self.owner[self.name]
+        else:
+            self.owner[self.name] = held
+
+
+class _Search:
+    """A walk, breadth first, through what a function reaches."""
+
+    def __init__(self) -> None:
+        self.parts = Parts()
+        self._seen: set[int] = set()
+        self._classes: set[type] = set()
+        self._queue: collections.deque[tuple[str, Any]] = collections.deque()
+
+    def add(self, name: str, found: Any) -> None:
+        if not isinstance(found, _ATOMS):
+            self._queue.append((name, found))
+
+    def run(self) -> None:
+        while self._queue:
+            name, found = self._queue.popleft()
+            if id(found) in self._seen:
+                continue
+            self._seen.add(id(found))
+            if len(self._seen) > _MOST_OBJECTS:
+                warnings.warn(
+                    f"`loss` reaches more than {_MOST_OBJECTS} objects in Python. What is beyond them is not restored.",
+                    stacklevel=2,
+                )
+                return
+            self._visit(name, found)
+
+    def _visit(self, name: str, found: Any) -> None:
+        parts, state = self.parts, self.parts.state
+        if isinstance(found, Tensor):
+            parts.tensors[_unique(name, parts.tensors)] = found
+        elif isinstance(found, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
+            parts.generators.append(found)
+        elif isinstance(found, nn.Module):
+            parts.modules[_unique(name, parts.modules)] = found
+            for prefix, module in found.named_modules(prefix=name):
+                self._seen.add(id(module))
+                self._add_module(prefix, module)
+        elif isinstance(found, types.FunctionType):
+            self._add_function(found)
+        elif isinstance(found, types.MethodType):
+            self.add(name, found.__self__)
+            self.add(name, found.__func__)
+        elif isinstance(found, functools.partial):
+            self.add(name, found.func)
+            for index, value in enumerate(found.args):
+                self.add(f"{name}[{index}]", value)
+            for key, value in found.keywords.items():
+                self.add(_join(name, key), value)
+        elif isinstance(found, Mapping):
+            self._add_items(name, found)
+        elif isinstance(found, (MutableSequence, tuple, set, frozenset)):
+            if isinstance(found, (MutableSequence, set)):
+                state.append(_Set(found) if isinstance(found, set) else _Sequence(found))
+            for index, value in enumerate(found):
+                self.add(f"{name}[{index}]", value)
+            self._add_object(name, found)
+        elif isinstance(found, np.ndarray):
+            if found.dtype != object and found.flags.writeable and found.nbytes <= _LARGEST_ARRAY:
+                state.append(_Array(found))
+        elif isinstance(found, (collections.abc.Iterator, types.GeneratorType)) and not _has_attributes(found):
+            if isinstance(found, _ITERATORS):
+                state.append(_Iterator(found))
+            parts.moving[_unique(name, parts.moving)] = found
+            frame = getattr(found, "gi_frame", None)
+            inside = {} if frame is None else frame.f_locals
+            for key, value in inside.items():
+                self.add(key, value)
+            for value in gc.get_referents(found) if not inside else ():
+                self.add(name, value)
+        elif isinstance(found, functools._lru_cache_wrapper):
+            state.append(_Cache(found))
+            for value in gc.get_referents(found):
+                self.add(name, value)
+        elif isinstance(found, type):
+            self._add_class(name, found)
+        elif isinstance(found, (collections.abc.ValuesView, collections.abc.KeysView, collections.abc.ItemsView)):
+            for value in gc.get_referents(found):
+                self.add(name, value)
+        else:
+            self._add_object(name, found)
+
+    def _add_items(self, name: str, found: Mapping[Any, Any]) -> None:
+        if isinstance(found, (dict, MutableMapping)) and hasattr(found, "clear"):
+            self.parts.state.append(_Mapping(found))
+        for key, value in found.items():
+            if not isinstance(value, _ATOMS):
+                self.add(_join(name, f"{key}"), value)
+
+    def _add_module(self, prefix: str, module: nn.Module) -> None:
+        own = vars(module)
+        self.parts.state.append(_Mapping(own))
+        for key, value in own.items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                self.parts.state.append(_Mapping(value))
+            elif not (isinstance(value, dict) and not value and key.startswith("_")):
+                self.add(_join(prefix, key), value)
+        self._add_class(prefix, type(module))
+
+    def _add_object(self, name: str, found: Any) -> None:
+        if not _has_attributes(found) or not _is_followed(found):
+            return
+        if (own := getattr(found, "__dict__", None)) is not None:
+            self.parts.state.append(_Mapping(own))
+            for key, value in own.items():
+                self.add(_join(name, key), value)
+        for slot in _slots(type(found)):
+            self.parts.state.append(_Attribute(found, slot))
+            self.add(_join(name, slot), getattr(found, slot, None))
+        self._add_class(name, type(found))
+
+    def _add_class(self, name: str, found: type) -> None:
+        for parent in found.__mro__:
+            if parent in self._classes or _is_library(parent.__module__):
+                continue
+            self._classes.add(parent)
+            for key, value in vars(parent).items():
+                value = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+                value = value.fget if isinstance(value, property) else value
+                if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper)):
+                    self.add("", value)
+                elif not key.startswith("__") and not _is_descriptor(value):
+                    self.parts.state.append(_Attribute(parent, key))
+                    self.add(_join(name, key), value)
+
+    def _add_function(self, found: types.FunctionType) -> None:
+        for variable, cell in zip(found.__code__.co_freevars, found.__closure__ or (), strict=True):
             try:
-                yield variable, cell.cell_contents
+                value = cell.cell_contents
             except ValueError:  # a cell that is not filled yet
                 continue
-        if not _is_library(parent.__module__):
-            yield from _named_globals(parent)
-        arguments = parent.__code__.co_varnames[: parent.__code__.co_argcount]
-        defaults = parent.__defaults__ or ()
-        yield from zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True)
-        yield from (parent.__kwdefaults__ or {}).items()
-    elif isinstance(parent, Mapping):
-        for key, value in parent.items():
-            yield _join(name, f"{key}"), value
-    elif isinstance(parent, (list, tuple, set, frozenset)):
-        for index, value in enumerate(parent):
-            yield f"{name}[{index}]", value
-    elif isinstance(parent, nn.Module):
-        for prefix, module in parent.named_modules(prefix=name):
-            for key, value in vars(module).items():
-                if key not in ("_parameters", "_buffers", "_modules"):
-                    yield _join(prefix, key), value
-            yield from _methods(module)
-    elif _is_plain_object(parent):
-        for key, value in vars(parent).items():
-            yield _join(name, key), value
-        yield from _methods(parent)
-
-
-def _named_globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    names = set(_names_in(function.__code__))
-    for name in sorted(names & function.__globals__.keys()):
-        value = function.__globals__[name]
-        if not isinstance(value, types.ModuleType):
-            yield name, value
-        elif not _is_library(value.__name__):
-            yield from ((f"{name}.{key}", vars(value)[key]) for key in sorted(names & vars(value).keys()))
+            if not isinstance(value, types.FunctionType):
+                self.parts.state.append(_Attribute(cell, "cell_contents"))
+            self.add(variable, value)
+        arguments = found.__code__.co_varnames[: found.__code__.co_argcount]
+        defaults = found.__defaults__ or ()
+        for name, value in zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True):
+            self.add(name, value)
+        for name, value in (found.__kwdefaults__ or {}).items():
+            self.add(name, value)
+        wrapped = getattr(found, "__wrapped__", None)
+        self.add("", wrapped)
+        if _is_library(found.__module__) or found.__code__.co_filename.startswith(_INSTALLED):
+            return
+        self.parts.state.append(_Mapping(vars(found)))
+        for name, value in vars(found).items():
+            self.add(name, value)
+        names, variables = set(_names_in(found.__code__)), found.__globals__
+        for name in sorted(names & variables.keys()):
+            value = variables[name]
+            if not isinstance(value, types.ModuleType):
+                if not isinstance(value, (types.FunctionType, type)):
+                    self.parts.state.append(_Global(variables, name))
+                self.add(name, value)
+            elif not _is_library(value.__name__) and not (getattr(value, "__file__", None) or "").startswith(
+                _INSTALLED
+            ):
+                for key in sorted(names & vars(value).keys()):
+                    self.parts.state.append(_Global(vars(value), key))
+                    self.add(f"{name}.{key}", vars(value)[key])
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -208,17 +570,27 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _methods(value: Any) -> Iterator[tuple[str, Any]]:
-    for parent in type(value).__mro__:
-        if not _is_library(parent.__module__):
-            yield from (("", method) for method in vars(parent).values() if isinstance(method, types.FunctionType))
+def _slots(found: type) -> Iterator[str]:
+    for parent in found.__mro__:
+        slots = vars(parent).get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            if slot not in ("__dict__", "__weakref__"):
+                yield slot
 
 
-def _is_plain_object(value: Any) -> bool:
-    if isinstance(value, (type, types.ModuleType)) or not hasattr(value, "__dict__"):
+def _has_attributes(found: Any) -> bool:
+    return hasattr(found, "__dict__") or any(_slots(type(found)))
+
+
+def _is_descriptor(value: Any) -> bool:
+    return hasattr(type(value), "__get__")
+
+
+def _is_followed(found: Any) -> bool:
+    if isinstance(found, (types.ModuleType, torch._C._FunctionBase)):
         return False
-    followed = isinstance(value, (torch.optim.Optimizer, types.SimpleNamespace))
-    return followed or not _is_library(type(value).__module__)
+    followed = isinstance(found, (torch.optim.Optimizer, types.SimpleNamespace))
+    return followed or not _is_library(type(found).__module__)
 
 
 def _is_library(module: str | None) -> bool:
@@ -226,8 +598,9 @@ def _is_library(module: str | None) -> bool:
 
 
 def _unique(name: str, taken: Mapping[str, Any]) -> str:
-    numbered = (f"{name}#{i}" for i in itertools.count(2))
-    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in taken)
+    if name not in taken:
+        return name
+    return next(numbered for i in itertools.count(2) if (numbered := f"{name}#{i}") not in taken)
 
 
 def _join(prefix: str, name: str) -> str:

@@ -153,6 +153,9 @@ class _Tape:
         """Return a context in which every result is a constant that has its value at the recorded point."""
         return self._region(name)
 
+    def note_elsewhere(self, name: str) -> None:
+        """Do without what other threads meet."""
+
     @contextmanager
     def _region(self, name: str) -> Iterator[None]:
         with torch.no_grad(), forward_ad._set_fwd_grad_enabled(False), _Region(self, name):

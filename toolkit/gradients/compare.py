@@ -1,4 +1,10 @@
-"""Compare the gradients of one program for different sets of open blocks, from one forward pass."""
+"""Compare the gradients of one program for different sets of open blocks.
+
+A plain run says what the gradient is. What a block adds to it when it is open is found in one of two ways. While the
+backward pass is linear as far as anybody can see, from one more forward pass, in which every block is a gate (see
+`_gates`), if that gives the loss and the gradient of the plain run bit for bit. Otherwise, and for regions, by running
+the program again with the block really removed, if it then has the same loss.
+"""
 
 from __future__ import annotations
 
@@ -6,107 +12,105 @@ import html
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
+from torch import Tensor
 
-from toolkit.blocks import Block, declared_blocks, gated, opened
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, gate_of, reachable_nodes
-from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
+from toolkit.blocks import Block, declared_blocks
+from toolkit.gradients._gates import GateBoard, Meeting, reachable_nodes
+from toolkit.gradients._program import (
+    CONSTANT,
+    Answer,
+    Parameters,
+    Program,
+    coarsest,
+    differentiated,
+    leaves_of,
+    reached,
+)
+from toolkit.gradients.verdict import (
+    BlockEffect,
+    Verdict,
+    are_close,
+    difference,
+    equal,
+    finite,
+    flat,
+    norm,
+    products,
+    rounding,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["BlockEffect", "Comparison", "Difference", "checked_loss", "compare", "named_parameters"]
-
-Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
+__all__ = ["Comparison", "compare"]
 
 # The sum over subsets doubles with every block.
 _MOST_BLOCKS_ATTRIBUTED = 12
 
-# A leak of up to so many times the noise of rounding counts as rounding.
-_MOST_NOISE = 100.0
-
-# Numbers that are widened to float64 at a time: a copy of a large gradient would cost more than its norm.
-_CHUNK = 2**16
-
 # In a table; `BlockEffect.verdict` names every parameter.
 _WIDEST_VERDICT = 40
 
+# A table of more blocks is sorted.
+_MOST_ROWS_UNSORTED = 20
 
-class Difference(NamedTuple):
-    """How the gradient with a block open differs from the gradient with every block in place.
+# How often the parameters are moved by a rounding to see how far that moves a leak.
+_NUDGES = 4
 
-    Attributes:
-        leak: ``|open - blocked|``, the Euclidean norm.
-        ratio: ``|open| / |blocked|``; infinite where only the blocked one is 0, NaN where both are.
-        cosine: Cosine of the angle between the two; NaN where one of them is 0.
-    """
-
-    leak: float
-    ratio: float
-    cosine: float
+# A leak that so moves by more than a third of itself says nothing.
+_MOST_NOISE = 3.0
 
 
 @dataclass(frozen=True)
-class BlockEffect:
-    """What opening one block, alone, does to the gradient.
+class _Leak:
+    """What opening blocks adds to the gradient.
 
     Attributes:
-        name: The block.
-        why: What it is held constant for.
-        site: Where it was met first: ``file:line:column``.
-        calls: How many tensors or regions it was applied to.
-        verdict: ``"no-op"``: nothing that carries a gradient reached it. ``"redundant"``: the leak is zero to
-            rounding. ``"partial"``: it changes the gradient. ``"cuts all paths to [...]"``: it is the only thing
-            between the loss and these parameters.
-        leak: Norm of the difference over all parameters.
-        ratio: Norm of the gradient with the block open over the norm with it in place.
-        cosine: Cosine of the angle between the two.
-        per_parameter: The same three for every parameter.
+        parts: Parameter -> what is added, as a vector; no entry where that is zero.
+        reached: Parameters to which there is a path then.
+        carried: Whether anything that carries a gradient reached the blocks.
     """
 
-    name: str
-    why: str
-    site: str
-    calls: int
-    verdict: str
-    leak: float
-    ratio: float
-    cosine: float
-    per_parameter: dict[str, Difference]
+    parts: dict[str, Tensor]
+    reached: frozenset[str]
+    carried: bool
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the effect as plain JSON; values that are not finite become None."""
-        return {
-            "name": self.name,
-            "why": self.why,
-            "site": self.site,
-            "calls": self.calls,
-            "verdict": self.verdict,
-            **_plain(Difference(self.leak, self.ratio, self.cosine)),
-            "per_parameter": {name: _plain(difference) for name, difference in self.per_parameter.items()},
-        }
+
+class _Unrepeatable(RuntimeError):
+    """A run of the program computed something else than the first one."""
 
 
 class Comparison:
     """Gradients of one program for any set of open blocks. Made by `compare`.
 
+    ``comparison["name"]`` is the effect of that block.
+
     Attributes:
-        loss: The loss. It is the same for every set of open blocks.
-        blocked: Parameter -> gradient with every block in place; zero where no path is left.
+        loss: The loss of a plain run.
+        blocked: Parameter -> gradient of a plain run, with every block in place; zero where no path is left.
         effects: What opening each block alone does, in the order of the program.
+        unopened: Block -> why it could not be opened.
+        interaction: How far the effects of single blocks mislead about all of them together: ``|g(all) - g(none) - sum
+            of the leaks of single blocks|``, relative to the largest of the gradients. Not 0 if a path crosses two
+            blocks or more: opened one by one, none of them shows it. NaN if they do not open together.
+        remarks: What else a reader should know.
+        reason: Why nothing can be said of this program; empty if something can.
+        program: The loss function and its state.
     """
 
     loss: float
     blocked: dict[str, Tensor]
     effects: list[BlockEffect]
+    unopened: dict[str, str]
+    interaction: float
+    remarks: list[str]
+    reason: str
 
     def __init__(
         self,
@@ -114,29 +118,32 @@ class Comparison:
         params: Parameters,
         blocks: Collection[Block | str] | None,
         *,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Run `loss` once; see `compare`. Whatever runs of the program later on runs inside of `around` as well."""
-        self._loss_function = loss
-        self._around = around
-        parts = find_parts(loss, params) if isinstance(params, nn.Module) else find_parts(loss)
-        given = None if params is None else named_parameters(params, parts)
-        self._snapshot = Snapshot(parts, given or {})
-        self._board = GateBoard()
-        with self._aside():
-            with self._board.forward():
-                self._value = checked_loss(loss())
-            _refuse_hidden_graphs(self._value)
-            self._board.close_regions(self._value)
-            self._params = given if given is not None else _leaves(self._value, parts)
-            self._versions = {name: parameter._version for name, parameter in self._params.items()}
-            self._names = _selected(blocks, self._board.meetings)
-            self._board.arrivals = []
-            with self._with_open(frozenset()) as self._value:
-                self.loss = self._value.item()
-                self.blocked = self._differentiated(self._value)
-            self._arrivals, self._board.arrivals = self._board.arrivals, None
-            self.effects = [self._effect([name]) for name in self._names]
+        """Run `loss`; see `compare`. Every run of it but the plain one is made inside of `around`."""
+        self.program = Program(loss, params, around)
+        self.effects, self.unopened, self.remarks, self.reason = [], {}, [], ""
+        self.interaction = 0.0
+        self._together: BlockEffect | None = None
+        self._board, value, moved = self._recorded()
+        self._params = self._all_leaves(value) if self.program.given is None else self.program.given
+        plain = self.program.answer(self._params, around=False)
+        self.loss = self._first_loss = plain.loss
+        self.blocked = plain.gradients
+        self._reached_when_blocked = plain.reached
+        self._versions = {name: parameter._version for name, parameter in self._params.items()}
+        # The loss with gates in its graph, while they answer.
+        self._value = None if moved or plain.moved or not self._gates_agree(value) else value
+        if self._value is None:
+            self._board = self._noted(plain)
+        del value
+        if not (plain.reached or self.reason):
+            self._refuse_strangers(plain)
+        self._names = [] if self.reason else _selected(blocks, self._board.meetings)
+        self._compute_effects()
+        self._note_elsewhere()
+        if self._value is not None and not self._board.needs_rerun(self._board.meetings):
+            self.program.snapshot.forget_values()
 
     @property
     def meetings(self) -> dict[str, Meeting]:
@@ -146,34 +153,48 @@ class Comparison:
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Name -> what is differentiated by."""
-        return self._params
+        return dict(self._params)
+
+    def __getitem__(self, block: Block | str) -> BlockEffect:
+        name = block.name if isinstance(block, Block) else block
+        for effect in self.effects:
+            if effect.name == name:
+                return effect
+        raise KeyError(f"`block` should be one of {[effect.name for effect in self.effects]}. Found {name!r}.")
 
     def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly the blocks in `open` are open.
 
-        A gate answers without another forward pass. A block that a derivative inside of the forward pass met (the
-        inner gradient of an attack, say) has changed values by then, so for it the program is run again.
+        Gates answer without another forward pass. Where they cannot, the program is run again on the same draws: for
+        regions, for blocks that a derivative inside of the forward pass met (the inner gradient of an attack, say), and
+        for programs with hooks or functions of their own.
 
         Raises:
             ValueError: If a block was not met by the program.
-            RuntimeError: If a parameter was modified since the comparison was made.
+            RuntimeError: If a parameter was modified since the comparison was made, or the program then computes
+                something else.
         """
         names = frozenset(_selected(open, self._board.meetings))
-        with self._aside(), self._with_open(names) as value:
-            return self._differentiated(value)
+        self._check_unmodified()
+        if not names:
+            return {name: gradient.clone() for name, gradient in self.blocked.items()}
+        if self._value is None or self._board.needs_rerun(names):
+            return self._run_again(names).gradients
+        with self._passing(names):
+            return differentiated(self._value, self._params)
 
     def effect(self, open: Collection[Block | str]) -> BlockEffect:
         """Return what opening these blocks *together* does to the gradient.
 
         Raises:
             ValueError: If a block was not met by the program, or none is given.
-            RuntimeError: If a parameter was modified since the comparison was made.
+            RuntimeError: As `gradient`.
         """
         names = _selected(open, self._board.meetings)
         if not names:
             raise ValueError("`open` should name at least one block. Found none.")
-        with self._aside():
-            return self._effect(names)
+        self._check_unmodified()
+        return self._effect(names, self._leak(names))
 
     def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
         """Split the gradient with all blocks open by the set of blocks that each path crosses.
@@ -185,47 +206,32 @@ class Comparison:
         With more than 12 blocks only sets of up to two are split off, with a `UserWarning` that says so: what crosses
         three blocks or more is then in none of the parts.
         """
-        largest = len(self._names)
+        opened = [name for name in self._names if name not in self.unopened]
+        largest = len(opened)
         if largest > _MOST_BLOCKS_ATTRIBUTED:
             largest = 2
             warnings.warn(
-                f"`attribution` is exact for at most {_MOST_BLOCKS_ATTRIBUTED} blocks. Found {len(self._names)}: only "
+                f"`attribution` is exact for at most {_MOST_BLOCKS_ATTRIBUTED} blocks. Found {len(opened)}: only "
                 "single blocks and pairs are split off.",
                 stacklevel=2,
             )
-        subsets = itertools.chain.from_iterable(
-            itertools.combinations(self._names, size) for size in range(largest + 1)
-        )
+        subsets = itertools.chain.from_iterable(itertools.combinations(opened, size) for size in range(largest + 1))
         parts = {frozenset(subset): self.gradient(subset) for subset in subsets}
-        for block in self._names:
+        for block in opened:
             for subset in parts:
                 if block in subset:
                     without = parts[subset - {block}]
-                    parts[subset] = {name: part - without[name] for name, part in parts[subset].items()}
+                    parts[subset] = {name: _minus(part, without[name]) for name, part in parts[subset].items()}
         return parts
-
-    @cached_property
-    def interaction(self) -> float:
-        """How far the effects of single blocks mislead about all of them together.
-
-        ``|g(all) - g(none) - sum of the leaks of single blocks|``, relative to the largest of the gradients. Not 0 if a
-        path crosses two blocks or more: opened one by one, none of them shows it.
-        """
-        everything = self.gradient(self._names)
-        singles = [self.gradient([name]) for name in self._names]
-        rests, sizes = [], [_norm(everything.values()), _norm(self.blocked.values())]
-        for name, blocked in self.blocked.items():
-            leaks = sum((_flat(single[name]).double() - _flat(blocked).double() for single in singles), 0.0)
-            rests.append(_flat(everything[name]).double() - _flat(blocked).double() - leaks)
-        sizes += [_norm(single.values()) for single in singles]
-        return _norm(rests) / size if (size := max(sizes)) else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Return loss, norm of the blocked gradient and effects as plain JSON."""
         return {
-            "loss": _finite(self.loss),
-            "blocked_norm": _finite(_norm(self.blocked.values())),
+            "loss": finite(self.loss),
+            "blocked_norm": finite(norm(self.blocked.values())),
             "effects": [effect.to_dict() for effect in self.effects],
+            "unopened": dict(self.unopened),
+            "interaction": finite(self.interaction),
         }
 
     def plot(self) -> Figure:
@@ -245,229 +251,375 @@ class Comparison:
         ratios.invert_yaxis()
         return figure
 
+    def __repr__(self) -> str:
+        shown = [f"{effect.name!r}: {effect.verdict.label}" for effect in self.effects[:3]]
+        more = [f"{len(self.effects) - 3} more"] if len(self.effects) > 3 else []
+        return f"Comparison(loss {self.loss:.6g}, {len(self._params)} parameters, {{{', '.join(shown + more)}}})"
+
     def __str__(self) -> str:
         table = text_table(self.rows()) if self.effects else "no blocks were met"
         return "\n".join([self.head(), table, *self.warnings()])
 
     def _repr_html_(self) -> str:
-        return html_table(self.rows())
+        return html_table(self.rows()) + "".join(f"<p>{html.escape(line)}</p>" for line in self.warnings())
 
     def head(self) -> str:
         """Return the line above the table: loss and size of the blocked gradient."""
-        return f"loss {self.loss:.6g}, blocked gradient {_norm(self.blocked.values()):.6g}"
+        return f"loss {self.loss:.6g}, blocked gradient {self._blocked_norm:.6g}"
 
     def warnings(self) -> list[str]:
-        """Return a line for each way in which the effects of single blocks mislead about all of them together."""
-        carried = [effect for effect in self.effects if effect.verdict != "no-op"]
-        unchanged = all(p._version == self._versions[name] for name, p in self._params.items())
-        if len(carried) < 2 or not unchanged:
-            return []
-        found = []
-        if self.interaction > self._precision**0.5:
+        """Return what a reader of the table should know: what did not open, and where single effects mislead."""
+        found = [*self.remarks, *(f"not opened: {name}: {reason}" for name, reason in self.unopened.items())]
+        if self._together is None:
+            return found
+        if not self.interaction <= self._precision**0.5:
             found.append(
                 "single effects mislead: all blocks together change the gradient by another "
                 f"{self.interaction:.0%} of its size, along paths that cross several of them (see attribution)"
             )
-        together, largest = self.effect(self._names).leak, max(effect.leak for effect in carried)
-        if together < 0.1 * largest and any(effect.verdict != "redundant" for effect in carried):
+        largest = max(effect.leak for effect in self.effects)
+        single = any(effect.verdict.kind not in ("no-op", "redundant") for effect in self.effects)
+        if self._together.leak < 0.1 * largest and single:
             found.append(
-                f"single effects mislead: opened together, the blocks cancel to {together / largest:.0%} of the "
-                "largest single leak"
+                f"single effects mislead: opened together, the blocks cancel to {self._together.leak / largest:.0%} of "
+                "the largest single leak"
             )
         return found
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the table of the effects as text, the names of its columns first."""
-        return [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, self.effects)]
+    def rows(self, order: str = "auto") -> list[tuple[str, ...]]:
+        """Return the table of the effects as text, the names of its columns first.
+
+        Args:
+            order: ``"program"``, ``"leak"`` for the largest first, or ``"auto"``: the largest first in a table of more
+                than 20 rows.
+
+        Raises:
+            ValueError: If `order` is none of these.
+        """
+        if order not in ("auto", "program", "leak"):
+            raise ValueError(f"`order` should be 'auto', 'program' or 'leak'. Found {order!r}.")
+        effects = self.effects
+        if order == "leak" or (order == "auto" and len(effects) > _MOST_ROWS_UNSORTED):
+            effects = sorted(effects, key=lambda effect: -effect.leak if effect.leak == effect.leak else -math.inf)
+        return [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, effects)]
+
+    # --- how the program is run --------------------------------------------------------------------------------------
+
+    def _recorded(self) -> tuple[GateBoard, Tensor | None, bool]:
+        """Run the program with a gate for each block; return no loss if it fails so."""
+        board = GateBoard()
+        try:
+            with self.program.aside() as moved, board.forward():
+                value = self.program.value()
+        except Exception:  # what the program raises of its own, a plain run raises again
+            return board, None, False
+        return board, value, moved.values
+
+    def _all_leaves(self, value: Tensor | None) -> Mapping[str, Tensor]:
+        """Return every leaf that the loss depends on, also behind blocks."""
+        leaves: Mapping[str, Tensor] = {} if value is None else leaves_of(value, self.program.parts)
+        if value is not None and not self._board.regions:
+            return leaves
+        board = self._board
+        if value is None:
+            board = GateBoard(puts_gates=False)
+            leaves = self.program.answer(None, gates=board).params
+        try:
+            behind = self.program.answer(None, board.meetings).params
+        except Exception:  # not every program runs without its blocks
+            return leaves
+        known = {id(leaf) for leaf in leaves.values()}
+        return {**leaves, **{name: leaf for name, leaf in behind.items() if id(leaf) not in known}}
+
+    def _gates_agree(self, value: Tensor | None) -> bool:
+        """Say whether gates can answer: whether they give loss and gradient of the plain run."""
+        if value is None or value.grad_fn is None or value.item() != self.loss:
+            return False
+        if not self._board.is_linear(value.grad_fn):
+            return False
+        self._board.arrivals = []
+        try:
+            with self._passing(()):
+                gradients = differentiated(value, self._params)
+        except RuntimeError:  # what the program changed in place behind autograd's back, autograd sees at a gate
+            return False
+        self._arrivals, self._board.arrivals = self._board.arrivals, None
+        return all(equal(gradients[name], self.blocked[name]) for name in gradients)
+
+    def _noted(self, plain: Answer) -> GateBoard:
+        """Run the program once more and note its blocks, or why nothing can be said about it."""
+        board = GateBoard(puts_gates=False)
+        try:
+            again = self.program.answer(self._params, gates=board)
+        except Exception as error:
+            self.reason = f"watched, the program fails: {sentence(error)}"
+            return board
+        self._first_loss = again.loss
+        if found := _mismatch(again, plain):
+            if _is_close(again, plain):
+                self.remarks.append(f"equal to a plain run to rounding, not to the bit: {found}")
+            else:
+                self.reason = self._explained(found, plain)
+        return board
+
+    def _explained(self, mismatch: str, plain: Answer) -> str:
+        """Say why two runs differ."""
+        if self.program.parts.moving:
+            names = ", ".join(f"`{name}`" if name else "one" for name in self.program.parts.moving)
+            return f"each run takes what comes next from an iterator: {names}; {mismatch}"
+        if _mismatch(self.plain_again(), plain):
+            return f"the program is not deterministic, two plain runs differ: {mismatch}"
+        return f"watched, the program computes something else: {mismatch}"
+
+    def _run_again(self, open: Collection[str]) -> Answer:
+        """Run the program with these blocks really removed; raise if it computes something else."""
+        answer = self.program.answer(self._params, open)
+        # A derivative inside of the program that meets one of the blocks changes values.
+        if math.isclose(answer.loss, self._first_loss, rel_tol=rounding(torch.float32)):
+            return answer
+        if (again := self.program.loss()) != self._first_loss:
+            why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}", answer)
+            raise _Unrepeatable(f"`loss` should do the same each time it runs. Found {why}")
+        return answer
+
+    def plain_again(self) -> Answer:
+        """Run the program as it is once more."""
+        return self.program.answer(self._params, around=False)
+
+    def _refuse_strangers(self, plain: Answer) -> None:
+        """Raise if no parameter has anything to do with the loss."""
+        paths = frozenset() if self._value is None else reached(self._value, self._params)
+        if not paths and self._board.meetings:
+            try:
+                paths = self.program.answer(self._params, self._board.meetings).reached
+            except Exception:
+                return
+        if not paths:
+            raise ValueError(
+                CONSTANT if plain.constant else "`params` should hold a tensor that `loss` depends on. Found none."
+            )
+
+    def _note_elsewhere(self) -> None:
+        if self._board.elsewhere:
+            names = ", ".join(map(repr, sorted(self._board.elsewhere)))
+            remark = f"met in another thread, and not compared: {names}"
+            self.remarks.append(remark)
+            warnings.warn(remark, stacklevel=4)
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Let the program run without leaving a trace, and in this thread alone: a checkpoint has to meet the gates."""
-        one_thread = torch.autograd.set_multithreading_enabled(False)
-        with self._snapshot.set_aside(), without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
-            with self._around():
-                yield
+    def _passing(self, open: Collection[str]) -> Iterator[None]:
+        """Let the gates of `open` pass in backward passes."""
+        with self.program.aside(runs=False), self._board.backward(open):
+            yield
 
-    @contextmanager
-    def _with_open(self, open: frozenset[str]) -> Iterator[Tensor]:
-        """Yield the loss in a context where its derivative passes exactly the blocks in `open`."""
+    def _check_unmodified(self) -> None:
         for name, parameter in self._params.items():
             if parameter._version != self._versions[name]:
                 raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
-        if self._board.needs_rerun(open):
-            # On the draws of the first run, with nothing open that another question has opened around this one, and
-            # recording, which a program may switch off and not on again.
-            with self._snapshot.set_aside(), gated(None), opened(*open), torch.enable_grad():
-                yield self._loss_function()
-        else:
-            with self._board.backward(open):
-                yield self._value
 
-    def _effect(self, names: list[str]) -> BlockEffect:
+    # --- what a block does -------------------------------------------------------------------------------------------
+
+    def _compute_effects(self) -> None:
+        total: dict[str, Tensor] = {}
+        sizes = [self._blocked_norm]
+        for name in self._names:
+            try:
+                leak = self._leak([name])
+                self.effects.append(self._effect([name], leak))
+            except _Unrepeatable as error:
+                self.effects, self.reason = [], str(error).partition(" Found ")[2]
+                return
+            except Exception as error:
+                self.unopened[name] = f"opened, the program fails: {sentence(error)}"
+                continue
+            sizes.append(self.effects[-1].ratio * self._blocked_norm)
+            for parameter, part in leak.parts.items():
+                if parameter in total:
+                    total[parameter] += part
+                else:
+                    total[parameter] = part.clone() if len(self._names) > 1 else part
+            del leak
+        together = [effect.name for effect in self.effects]
+        if len(together) < 2:
+            return
+        try:
+            leak = self._leak(together)
+        except Exception as error:
+            self.interaction = math.nan
+            self.remarks.append(f"opened together, the program fails: {sentence(error)}")
+            return
+        self._together = self._effect(together, leak)
+        sizes.append(self._together.ratio * self._blocked_norm)
+        for parameter, part in leak.parts.items():
+            total[parameter] = total[parameter].sub_(part) if parameter in total else part
+        largest = max(size for size in sizes if size == size)
+        self.interaction = norm(total.values()) / largest if largest else 0.0
+
+    def _leak(self, names: Sequence[str]) -> _Leak:
+        """Return what opening these blocks together adds to the gradient."""
+        carried = any(self._board.meetings[name].carried for name in names)
+        if self._value is not None and not self._board.needs_rerun(names):
+            return self._leak_of_gates(names) if carried else _Leak({}, frozenset(), carried=False)
+        answer = self._run_again(names)
+        parts = {
+            name: flat(gradient) - flat(self.blocked[name])
+            for name, gradient in answer.gradients.items()
+            if not equal(gradient, self.blocked[name])
+        }
+        return _Leak(parts, answer.reached, carried=bool(carried or answer.opened))
+
+    def _leak_of_gates(self, names: Sequence[str]) -> _Leak:
+        """Return what the cotangents that arrived at these gates in the blocked program become further up.
+
+        Only the graph above the gates is passed for that.
+        """
+        assert self._value is not None
+        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
+        wanted = {name: parameter for name, parameter in self._params.items() if parameter.requires_grad}
+        parts = {}
+        if arrived and wanted:
+            edges, cotangents = zip(*arrived, strict=True)
+            with self._passing(names):
+                leaks = torch.autograd.grad(
+                    edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True
+                )
+            parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=True) if leak is not None}
+        # What has a gradient with every block in place has a path to it; only the others need a search.
+        searched = len(self._reached_when_blocked) < len(self._params)
+        paths = reached(self._value, self._params, names) if searched else frozenset()
+        return _Leak(parts, paths, carried=True)
+
+    def _effect(self, names: Sequence[str], leak: _Leak) -> BlockEffect:
         meetings = [self._board.meetings[name] for name in names]
-        if not any(meeting.carried for meeting in meetings):
-            verdict, products = "no-op", _products(self._flat_blocked, self._flat_blocked)
-        else:
-            with self._with_open(frozenset(names)) as value:
-                products, gradients = self._products_when_open(value, names)
-                # What has a gradient with every block in place has a path to it; only the others need a search.
-                cut = [] if products[:, 3].all() else sorted(self._reached(value, names) - self._reached_when_blocked)
-                verdict = f"cuts all paths to [{', '.join(cut)}]" if cut else "partial"
-                if self._is_rounding(products.sum(0), value, gradients):
-                    verdict = "redundant"
-        total = _difference(products.sum(0).tolist())
+        rows = self._products(leak)
+        total = difference(rows.sum(0).tolist())
         return BlockEffect(
             name=" + ".join(names),
             why=" ".join(declared_blocks()[name].why if name in declared_blocks() else "" for name in names).strip(),
             site=", ".join(str(meeting.site) for meeting in meetings),
             calls=sum(meeting.calls for meeting in meetings),
-            verdict=verdict,
+            verdict=self._verdict(names, leak, rows),
             leak=total.leak,
             ratio=total.ratio,
             cosine=total.cosine,
-            per_parameter=dict(zip(self._params, map(_difference, products.tolist()), strict=True)),
+            per_parameter=dict(zip(self._params, map(difference, rows.tolist()), strict=True)),
         )
 
-    @cached_property
-    def _flat_blocked(self) -> list[Tensor]:
-        return [_flat(gradient) for gradient in self.blocked.values()]
+    def _products(self, leak: _Leak) -> Tensor:
+        """Return (P, 4), for every parameter the products that its `Difference` is made of."""
+        rows = [
+            products(leak.parts[name], flat(self.blocked[name])) if name in leak.parts else row
+            for name, row in self._products_when_blocked.items()
+        ]
+        return torch.stack(rows).cpu()
 
     @cached_property
-    def _reached_when_blocked(self) -> set[str]:
-        return self._reached(self._value, ())
+    def _products_when_blocked(self) -> dict[str, Tensor]:
+        return {name: products(None, flat(gradient)) for name, gradient in self.blocked.items()}
 
-    def _reached(self, value: Tensor, open: Collection[str]) -> set[str]:
-        """Return the parameters that a gradient of `value` can reach through the graph."""
-        nodes = [] if value.grad_fn is None else list(reachable_nodes(value.grad_fn, open))
-        reached = {id(getattr(node, "variable", node)) for node in nodes}
-        return {
-            name
-            for name, parameter in self._params.items()
-            if id(parameter if parameter.grad_fn is None else parameter.grad_fn) in reached
-        }
+    @cached_property
+    def _blocked_norm(self) -> float:
+        return norm(self.blocked.values())
 
-    def _is_rounding(self, products: Tensor, value: Tensor, gradients: Mapping[str, Tensor]) -> bool:
-        """Judge whether a leak is what rounding makes of zero.
+    # --- what is rounding --------------------------------------------------------------------------------------------
 
-        Against the size of the gradients, with room for the rounding of long sums: eps^(3/4) of the coarsest dtype.
-        Where the gradient itself vanishes, as after training, that says nothing; there against the noise of both.
-        """
-        leak, opened, blocked = (math.sqrt(products[i].item()) for i in (0, 2, 3))
-        if not math.isfinite(leak):
-            return False
-        if leak <= self._precision**0.75 * max(opened, blocked):
-            return True
-        if self._is_resolved:
-            return False
-        # One extra pass for all blocks, and one for a block whose leak is as small as that.
-        noise: float = self._blocked_noise
-        return leak <= _MOST_NOISE**2 * noise and leak <= _MOST_NOISE * max(noise, self._noise(value, gradients))
+    def _verdict(self, names: Sequence[str], leak: _Leak, rows: Tensor) -> Verdict:
+        leaks, _, opened, blocked = rows.sqrt().unbind(1)
+        if not (leak.carried or leaks.any()):
+            return Verdict("no-op")
+        if cut := leak.reached - self._reached_when_blocked:
+            return Verdict("cuts", tuple(sorted(cut)))
+        allowed = torch.tensor([rounding(gradient.dtype) for gradient in self.blocked.values()], dtype=leaks.dtype)
+        beyond = leaks > allowed * torch.maximum(opened, blocked)
+        if leaks.isfinite().all():
+            if not beyond.any():
+                return Verdict("redundant")
+            size = max(opened.norm().item(), blocked.norm().item())
+            if not (self._is_resolved and leaks.norm().item() > self._precision**0.5 * size):
+                noise = self._noise(names, leak)
+                beyond &= leaks > _MOST_NOISE * noise
+                if not beyond.any():
+                    low = self._precision > torch.finfo(torch.float32).eps
+                    return Verdict("noise", noise=noise.norm().item() / size) if low else Verdict("redundant")
+        made = beyond & (opened <= allowed * blocked)
+        if made.any():
+            return Verdict(
+                "makes", tuple(name for name, is_made in zip(self._params, made.tolist(), strict=True) if is_made)
+            )
+        return Verdict("partial")
 
     @cached_property
     def _precision(self) -> float:
-        return max(torch.finfo(gradient.dtype).eps for gradient in self.blocked.values())
+        """The coarsest rounding of the program, relative."""
+        if self._value is not None:
+            return coarsest(self._value, self._params)
+        with self.program.aside():
+            return coarsest(self.program.value(), self._params)
 
     @cached_property
     def _is_resolved(self) -> bool:
-        """Whether the blocked gradient is clearly more than noise, as far as a short backward pass can tell.
+        """Whether the blocked gradient is clearly more than rounding. Where it vanishes, as after training, it is not.
 
-        Of the parameters that have a good part of the gradient, the one that the program used last answers for all.
+        While gates answer, a short backward pass tells: of the parameters that have a good part of the gradient, the
+        one that the program used last answers for all.
         """
+        if self._value is None:
+            again = self.program.answer(self._params, nudge=(0, self._precision)).gradients
+            moved = norm([flat(again[name]).double() - flat(g).double() for name, g in self.blocked.items()])
+            return bool(moved <= self._precision**0.5 * self._blocked_norm)
         names = {id(parameter): name for name, parameter in self._params.items()}
-        norms = {name: _norm([gradient]) for name, gradient in self.blocked.items()}
-        large = {name for name, norm in norms.items() if norm > 0.1 * math.hypot(*norms.values())}
+        norms = {name: norm([gradient]) for name, gradient in self.blocked.items()}
         uses = [
             (node._sequence_nr(), name)
-            for node in ([] if self._value.grad_fn is None else reachable_nodes(self._value.grad_fn, ()))
+            for node in reachable_nodes(self._value.grad_fn, ())
             for successor, _ in node.next_functions
-            if (name := names.get(id(getattr(successor, "variable", None)))) in large
+            if (name := names.get(id(getattr(successor, "variable", None)))) and norms[name] > 0.1 * self._blocked_norm
         ]
         if not uses:
             return False
         _, last = max(uses)
-        with self._with_open(frozenset()) as value:
-            return self._noise(value, {last: self.blocked[last]}) <= math.sqrt(self._precision) * norms[last]
+        with self._passing(()):
+            return all(self._moves(last, divisor) <= self._precision**0.5 * norms[last] for divisor in (3, 7))
 
-    @cached_property
-    def _blocked_noise(self) -> float:
-        with self._with_open(frozenset()) as value:
-            return self._noise(value, self.blocked)
+    def _moves(self, name: str, divisor: int) -> float:
+        """Return how far rounding moves a gradient: the same one again, of a part of the loss."""
+        assert self._value is not None
+        share = torch.ones_like(self._value) / divisor
+        (part,) = torch.autograd.grad(self._value, [self._params[name]], share, retain_graph=True)
+        return norm([flat(part).double() / share.double().item() - flat(self.blocked[name]).double()])
 
-    def _noise(self, value: Tensor, gradients: Mapping[str, Tensor]) -> float:
-        """Return how far rounding moves a gradient: the same one again, of a third and a seventh of the loss."""
-        distances = []
-        for divisor in (3, 7):
-            share = torch.ones_like(value) / divisor
-            parts = self._differentiated(value, {name: self._params[name] for name in gradients}, share)
-            scale = share.double().item()
-            moved = zip(parts.values(), gradients.values(), strict=True)
-            distances.append(_norm(_flat(part).double() / scale - _flat(whole).double() for part, whole in moved))
-        return max(distances)
-
-    def _products_when_open(self, value: Tensor, names: Collection[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the products of `_products` with `names` open, and the gradient.
-
-        The gradient is the blocked one plus the leak: what the cotangents that arrived at the gates of the blocked
-        program become further up. So only the graph above the gates is passed again. It takes a backward pass that is
-        linear: where hooks or functions of the user's own may look at cotangents, the whole pass is made.
-        """
-        if not self._is_linear or self._board.are_regions(names):
-            gradients = self._differentiated(value)
-            return _products(map(_flat, gradients.values()), self._flat_blocked), gradients
-        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
-        wanted = {name: parameter for name, parameter in self._params.items() if parameter.requires_grad}
-        gradients, rows = dict(self.blocked), dict(self._products_when_blocked)
-        if arrived and wanted:
-            edges, cotangents = zip(*arrived, strict=True)
-            leaks = torch.autograd.grad(edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True)
-            for name, leak in zip(wanted, leaks, strict=True):
-                if leak is not None:
-                    gradients[name] = self.blocked[name] + leak.detach()
-                    rows[name] = _products_of_leak(_flat(leak), _flat(self.blocked[name]))
-        return torch.stack(list(rows.values())).cpu(), gradients
-
-    @cached_property
-    def _products_when_blocked(self) -> dict[str, Tensor]:
-        products = _products(self._flat_blocked, self._flat_blocked)
-        return dict(zip(self._params, products.to(self._value.device), strict=True))
-
-    @cached_property
-    def _is_linear(self) -> bool:
-        if not self._board.linear or self._board.inner or self._board.pierced or self._value.grad_fn is None:
-            return False
-        leaves_with_hooks = any(parameter._backward_hooks for parameter in self._params.values())
-        return not leaves_with_hooks and not any(
-            isinstance(node, BackwardCFunction) and not gate_of(node)
-            for node in reachable_nodes(self._value.grad_fn, EVERY_BLOCK)
-        )
-
-    def _differentiated(
-        self, value: Tensor, params: Mapping[str, Tensor] | None = None, weight: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        params = self._params if params is None else params
-        # The program may have frozen some of them on its way.
-        wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}
-        gradients: dict[str, Tensor | None] = {}
-        if value.requires_grad and wanted:
-            found = torch.autograd.grad(value, list(wanted.values()), weight, retain_graph=True, allow_unused=True)
-            gradients = dict(zip(wanted, found, strict=True))
-        return {
-            name: torch.zeros_like(parameter) if (gradient := gradients.get(name)) is None else gradient.detach()
-            for name, parameter in params.items()
-        }
+    def _noise(self, names: Sequence[str], leak: _Leak) -> Tensor:
+        """Return (P,): how far a leak moves while the parameters move by a rounding."""
+        noise = torch.zeros(len(self._params), dtype=torch.float64)
+        for nudge in range(_NUDGES):
+            open, blocked = (
+                self.program.answer(self._params, blocks, nudge=(nudge, _nudge(self._precision))).gradients
+                for blocks in (names, ())
+            )
+            for index, name in enumerate(self._params):
+                moved = flat(open[name]).double() - flat(blocked[name]).double()
+                moved = moved - leak.parts[name].double() if name in leak.parts else moved
+                noise[index] = max(noise[index].item(), moved.norm().item())
+        return noise
 
 
 def compare(
     loss: Callable[[], Tensor], params: Parameters = None, *, blocks: Collection[Block | str] | None = None
 ) -> Comparison:
-    """Compare the gradients of `loss` with every block in place and with each block open, from one forward pass.
+    """Compare the gradients of `loss` with every block in place and with each block open.
 
-    Every block that the program meets becomes an identity node that decides at backward time whether it passes the
-    gradient. The program is left as it was found: random state (also of the generators that `loss` uses), ``.grad``,
-    training modes and buffers are restored, also when `loss` raises. Compiled functions run in eager mode.
+    The gradient with every block in place is that of a plain run. Every block that the program meets then becomes an
+    identity node that decides at backward time whether it passes the gradient: one forward pass answers for any set of
+    them, if it gives the loss and the gradient of the plain run bit for bit. Where that is not enough the program is
+    run again with blocks really removed: for regions, and for programs with hooks, functions of their own, or
+    derivatives inside of the forward pass.
+
+    The program is left as it was found: random state (also of the generators that `loss` uses), ``.grad``, training
+    modes, buffers, values, and what the containers and attributes that it reaches held, also when `loss` raises.
+    Compiled functions run in eager mode. Comparisons of several threads wait for each other.
 
     Args:
-        loss: Runs the program and returns its loss, a real scalar.
+        loss: Runs the program and returns its loss, a real scalar. It should do the same each time it runs.
         params: What to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for every leaf
             that the loss depends on.
         blocks: The blocks whose effects are computed; None for all that are met.
@@ -475,77 +627,53 @@ def compare(
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds something else.
         ValueError: If the loss is not a real scalar, is not a number or has no gradient, if there is no parameter to
-            differentiate by, or if a block in `blocks` was not met.
+            differentiate by or the loss depends on none, if a block in `blocks` was not met, or for modules that are
+            not initialised yet or sharded by FSDP2.
+        RuntimeError: If two runs of the program differ, if it checkpoints with ``use_reentrant=True``, or if a backward
+            pass adds to ``.grad`` past the graph.
 
     Example:
         >>> w = torch.tensor(3.0, requires_grad=True)
         >>> comparison = compare(lambda: w * stop_gradient(w * w, "doc.scale"), {"w": w})
         >>> comparison.blocked["w"], comparison.gradient(["doc.scale"])["w"]
         (tensor(9.), tensor(27.))
-        >>> comparison.effects[0].verdict
-        'partial'
+        >>> print(comparison["doc.scale"].verdict)
+        partial
     """
-    return Comparison(loss, params, blocks)
+    comparison = Comparison(loss, params, blocks)
+    if comparison.reason:
+        raise RuntimeError(f"`loss` should do the same each time it runs. Found {comparison.reason}.")
+    return comparison
 
 
-def checked_loss(value: Any) -> Tensor:
-    """Return what a loss function returned, if a gradient can be asked of it."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"`loss` should return a tensor. Found {type(value).__name__}.")
-    if value.numel() != 1:
-        raise ValueError(f"`loss` should return a scalar. Found a tensor of shape {tuple(value.shape)}.")
-    if value.is_complex():
-        raise ValueError(f"`loss` should return a real number. Found {value.dtype}.")
-    if value.isnan():
-        raise ValueError("`loss` should return a number. Found nan.")
-    if not value.requires_grad:
-        raise ValueError("`loss` should depend on a tensor that requires a gradient. Found a constant.")
-    return value
+def sentence(error: Exception) -> str:
+    """Return what an error says, without the advice after it."""
+    return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].rstrip(".")
 
 
-def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:
-    """Return name -> tensor for what a caller gave to differentiate by; raise if it cannot be.
-
-    Raises:
-        TypeError: If `params` holds something else than tensors.
-        ValueError: If none of them requires a gradient.
-    """
-    if isinstance(params, nn.Module):
-        named: dict[str, Tensor] = dict(params.named_parameters())
-    elif isinstance(params, Mapping):
-        named = dict(params)
-    elif isinstance(params, Tensor):
-        named = {parts.names_of_leaves().get(id(params), "params"): params}
-    elif not isinstance(params, Iterable):
-        raise TypeError(
-            f"`params` should be a module, a dict, an iterable of tensors or a tensor. Found {type(params).__name__}."
-        )
-    else:
-        known = parts.names_of_leaves()
-        entries = list(params)
-        named = {known.get(id(entry), f"params[{index}]"): entry for index, entry in enumerate(entries)}
-    for name, parameter in named.items():
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"`params` should hold tensors. Found {type(parameter).__name__} at {name!r}.")
-    required = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if not required:
-        raise ValueError("`params` should hold at least one tensor that requires a gradient. Found none.")
-    return required
+def _mismatch(found: Answer, plain: Answer) -> str:
+    if found.loss != plain.loss:
+        return f"the loss is {found.loss!r}, in a plain run {plain.loss!r}"
+    for name, gradient in plain.gradients.items():
+        if not equal(found.gradients[name], gradient):
+            return f"the gradient of {name} differs from that of a plain run"
+    return ""
 
 
-def _refuse_hidden_graphs(loss: Tensor) -> None:
-    """Raise if parts of the graph are made anew in the backward pass, where no derivative by a parameter finds them."""
-    if any(type(node).__name__ == "CheckpointFunctionBackward" for node in reachable_nodes(loss.grad_fn, EVERY_BLOCK)):
-        raise RuntimeError(
-            "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides the graph of "
-            "what it runs."
-        )
+def _is_close(found: Answer, plain: Answer) -> bool:
+    """Say whether two answers are equal to rounding."""
+    same_loss = math.isclose(found.loss, plain.loss, rel_tol=rounding(torch.float32))
+    return same_loss and are_close(found.gradients, plain.gradients)
 
 
-def _leaves(loss: Tensor, parts: Parts) -> dict[str, Tensor]:
-    known = parts.names_of_leaves()
-    leaves = [node.variable for node in reachable_nodes(loss.grad_fn, EVERY_BLOCK) if hasattr(node, "variable")]
-    return {known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}"): leaf for index, leaf in enumerate(leaves)}
+def _nudge(precision: float) -> float:
+    """Return by which part of themselves parameters are moved: some roundings, where they are small enough."""
+    return max(precision, min(1024 * precision, 2**-10))
+
+
+def _minus(a: Tensor, b: Tensor) -> Tensor:
+    dense = a.layout is b.layout is torch.strided
+    return a - b if dense else a.to_dense() - b.to_dense()
 
 
 def _selected(blocks: Collection[Block | str] | None, met: Mapping[str, Meeting]) -> list[str]:
@@ -558,55 +686,6 @@ def _selected(blocks: Collection[Block | str] | None, met: Mapping[str, Meeting]
         if name not in met:
             raise ValueError(f"`blocks` should be among those that the program meets: {sorted(met)}. Found {name!r}.")
     return names
-
-
-def _products(open: Iterable[Tensor], blocked: Iterable[Tensor]) -> Tensor:
-    """Return (P, 4), for every parameter with its gradients a and b: ``|a - b|^2, a . b, |a|^2, |b|^2``."""
-    rows = []
-    for a, b in zip(open, blocked, strict=True):
-        parts = [(a, b)] if a.numel() <= _CHUNK else zip(a.split(_CHUNK), b.split(_CHUNK), strict=True)
-        products = [_four_products(a_part.double(), b_part.double()) for a_part, b_part in parts]
-        rows.append(
-            products[0] if len(products) == 1 else [torch.stack(column).sum() for column in zip(*products, strict=True)]
-        )
-    return torch.stack([product for row in rows for product in row]).view(-1, 4).cpu()
-
-
-def _products_of_leak(leak: Tensor, blocked: Tensor) -> Tensor:
-    """Return the row of `_products` for the gradient ``blocked + leak``, without rounding the leak into the sum."""
-    rows = []
-    for part, b in zip(leak.split(_CHUNK), blocked.split(_CHUNK), strict=True):
-        part, b = part.double(), b.double()
-        a = b + part
-        rows.append(torch.stack([part.dot(part), a.dot(b), a.dot(a), b.dot(b)]))
-    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
-
-
-def _four_products(a: Tensor, b: Tensor) -> list[Tensor]:
-    leak = a - b
-    return [leak.dot(leak), a.dot(b), a.dot(a), b.dot(b)]
-
-
-def _difference(products: Iterable[float]) -> Difference:
-    leak, dot, open, blocked = products
-    if blocked:
-        ratio = math.sqrt(open / blocked)
-    else:
-        ratio = math.inf if open else math.nan
-    lengths = math.sqrt(open) * math.sqrt(blocked)
-    cosine = dot / lengths if lengths else math.nan
-    return Difference(math.sqrt(leak), ratio, cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine)))
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    """Return all numbers of a tensor of any layout, real and imaginary parts apart, as one vector."""
-    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return tensor.reshape(-1)
-
-
-def _norm(tensors: Iterable[Tensor]) -> float:
-    return math.hypot(*(_flat(tensor).double().norm().item() for tensor in tensors))
 
 
 def text_table(rows: Sequence[tuple[str, ...]]) -> str:
@@ -628,13 +707,6 @@ def html_table(rows: Sequence[tuple[str, ...]]) -> str:
 
 def _row(effect: BlockEffect) -> tuple[str, ...]:
     numbers = (f"{value:.3g}" for value in (effect.leak, effect.ratio, effect.cosine))
-    verdict = effect.verdict if len(effect.verdict) <= _WIDEST_VERDICT else f"{effect.verdict[: _WIDEST_VERDICT - 2]}…]"
+    verdict = str(effect.verdict)
+    verdict = verdict if len(verdict) <= _WIDEST_VERDICT else f"{verdict[: _WIDEST_VERDICT - 2]}…]"
     return (effect.name, verdict, *numbers, effect.site)
-
-
-def _plain(difference: Difference) -> dict[str, float | None]:
-    return {key: _finite(value) for key, value in difference._asdict().items()}
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

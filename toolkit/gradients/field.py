@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
-from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
-from toolkit.gradients.compare import Parameters, checked_loss, named_parameters
+from toolkit.gradients._program import CONSTANT, Parameters, Program
+from toolkit.gradients.verdict import equal
 
 __all__ = ["Field", "field_jacobian"]
 
@@ -51,28 +51,41 @@ class Field:
 
     def __init__(self, loss: Callable[[], Tensor], params: Parameters) -> None:
         """Run `loss` once; see `field_jacobian`."""
-        parts = find_parts(loss, params)
-        named = named_parameters(params, parts)
+        self._program = program = Program(loss, params)
+        if program.given is None:
+            raise TypeError("`params` should be a module, a dict, an iterable of tensors or a tensor. Found None.")
+        named = program.given
         for name, parameter in named.items():
             if parameter.is_complex():
                 raise ValueError(f"`params` should be real. Found {parameter.dtype} at {name!r}.")
         self.names = list(named)
         self._params = list(named.values())
         self._versions = [parameter._version for parameter in self._params]
-        self._snapshot = Snapshot(parts, named)
-        self._board = GateBoard()
+        self._board = GateBoard(records=True)
+        plain = program.answer(named, around=False)
+        if plain.constant:
+            raise ValueError(CONSTANT)
+        with program.aside() as moved, self._board.forward():
+            value = program.value()
+        if self._board.pierced:
+            raise ValueError(
+                "`loss` should not switch the recording on inside of a region: which of its values move is not "
+                f"known then. Found it in {sorted(self._board.pierced)}."
+            )
         with self._passing(()):
-            with self._board.forward():
-                value = checked_loss(loss())
-            if self._board.pierced:
-                raise ValueError(
-                    "`loss` should not switch the recording on inside of a region: which of its values move is not "
-                    f"known then. Found it in {sorted(self._board.pierced)}."
-                )
             self._board.close_regions(value)
             found = torch.autograd.grad(value, self._params, create_graph=True, allow_unused=True)
             self._gradient = self._joined(found)
             self.gradient = self._gradient.detach()
+        if value.item() != plain.loss or not equal(self.gradient, self._joined(plain.gradients.values())):
+            raise ValueError(
+                "`loss` should have the same gradient when its blocks are recorded. Found another one than in a plain "
+                "run: it is random, changes what it shares with a region, or has hooks that act on what blocks stop."
+            )
+        if moved.values:
+            raise ValueError(
+                "`loss` should not change the values of tensors that were there before. Found that it does."
+            )
         self.size = len(self.gradient)
 
     def jvp(self, vector: Tensor) -> Tensor:
@@ -213,10 +226,8 @@ class Field:
     @contextmanager
     def _passing(self, open: Collection[str]) -> Iterator[None]:
         """Differentiate with `open` open: without a trace, and in this thread, where a checkpoint meets the gates."""
-        one_thread = torch.autograd.set_multithreading_enabled(False)
-        with self._snapshot.set_aside(), without_compiled_code(), torch.enable_grad(), one_thread:
-            with self._board.backward(open):
-                yield
+        with self._program.aside(runs=False), self._board.backward(open):
+            yield
 
     @cached_property
     def _pullback(self) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,6 @@ reaches with a block and without it can be read off, without a backward pass.
 from __future__ import annotations
 
 import bisect
-import itertools
 import re
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -16,20 +15,19 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from toolkit.blocks import Block, declared_blocks, gated, opened
+from toolkit.blocks import Block, declared_blocks, opened
 from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
 from toolkit.gradients._folding import Call, Node, folded, innermost_common
 from toolkit.gradients._gates import GateBoard, gate_of, next_number, regions_of
-from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
-from toolkit.gradients.compare import Parameters, named_parameters
+from toolkit.gradients._program import Parameters, Program, named_parameters, reached
+from toolkit.gradients._snapshot import Parts, find_parts
 
-__all__ = ["Graph", "graph"]
+__all__ = ["Graph", "graph", "graph_of"]
 
 Fold = int | None | Literal["auto"]
 
@@ -194,38 +192,43 @@ def graph(loss: Callable[[], Tensor] | Tensor, params: Parameters = None) -> Gra
     """
     if not isinstance(loss, Tensor) and not callable(loss):
         raise TypeError(f"`loss` should be a function or a tensor. Found {type(loss).__name__}.")
-    parts = Parts() if isinstance(loss, Tensor) else find_parts(loss)
-    if isinstance(params, nn.Module):
-        parts = find_parts((lambda: None) if isinstance(loss, Tensor) else loss, params)
+    if not isinstance(loss, Tensor):
+        return graph_of(Program(loss, params))
+    parts = find_parts(params) if isinstance(params, nn.Module) else Parts()
     given = None if params is None else named_parameters(params, parts)
-    if isinstance(loss, Tensor):
-        return _recorded(_checked(loss), given, parts, GateBoard(), _ModuleCalls(parts))[0]
-    snapshot, board, calls = Snapshot(parts, given or {}), GateBoard(), _ModuleCalls(parts)
-    with _aside(snapshot):
-        with board.forward(), calls.watched():
-            value = _checked(loss())
-        board.close_regions(value)
-        found, tensors = _recorded(value, given, parts, board, calls)
-    if not board.inner and not board.pierced:
+    return _recorded(_checked(loss), given, parts, GateBoard(), _ModuleCalls(parts))[0]
+
+
+def graph_of(program: Program, params: Mapping[str, Tensor] | None = None) -> Graph:
+    """Return the graph of a program; see `graph`."""
+    given = program.given if params is None else params
+    board = GateBoard(records=True)
+    try:
+        found, tensors = _run(program, given, board)
+    except Exception:  # not every program runs with gates; then nothing behind them is drawn
+        board = GateBoard(puts_gates=False)
+        found, tensors = _run(program, given, board)
+    with program.aside(around=False):
+        differs = reached(program.run(), tensors) != found.reachable()
+    if not (differs or board.inner or board.pierced):
         return found
 
     def run_again(open: frozenset[str]) -> frozenset[str] | None:
-        if not board.needs_rerun(open):
+        if not (differs or board.needs_rerun(open)):
             return None
-        with _aside(snapshot), opened(*open):
-            again = loss()
-            nodes = list(_nodes_behind(again)) if again.requires_grad else []
-            return frozenset(itertools.chain.from_iterable(_arrivals(nodes, tensors)))
+        with program.aside(), opened(*open):
+            return reached(program.run(), tensors)
 
     return replace(found, _run_again=run_again)
 
 
-@contextmanager
-def _aside(snapshot: Snapshot) -> Iterator[None]:
-    """Let the program run without leaving a trace, and its derivatives be taken in this thread alone."""
-    one_thread = torch.autograd.set_multithreading_enabled(False)
-    with snapshot.set_aside(), without_compiled_code(), torch.enable_grad(), one_thread, gated(None):
-        yield
+def _run(program: Program, given: Mapping[str, Tensor] | None, board: GateBoard) -> tuple[Graph, Mapping[str, Tensor]]:
+    calls = _ModuleCalls(program.parts)
+    with program.aside():
+        with board.forward(), calls.watched():
+            value = _checked(program.run())
+        board.close_regions(value)
+        return _recorded(value, given, program.parts, board, calls)
 
 
 class _ModuleCalls:

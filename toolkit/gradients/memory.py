@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -14,10 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, gated, opened, without_tangents
+from toolkit.blocks import Site, gated, opened
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
+from toolkit.gradients._program import checked_loss
 from toolkit.gradients._snapshot import Snapshot, find_parts
-from toolkit.gradients.compare import checked_loss, text_table
+from toolkit.gradients.compare import text_table
 
 __all__ = ["Ledger", "LedgerEntry", "MemoryUse", "measure_memory", "memory_ledger"]
 
@@ -171,21 +172,20 @@ class _Roll:
     start: int = 0
     end: int = 0
 
-    def tensor(self, input: Tensor, name: str, site: Site) -> Tensor:
-        """Stop a tensor, and keep the node that it comes from."""
+    def tensor(self, input: Tensor, name: str, site: Site) -> None:
+        """Keep the node that a tensor which is to be stopped comes from."""
         met = self._meet(name, "tensor", site)
         if torch._C._functorch.is_functorch_wrapped_tensor(input):
             met.is_plain = False
         elif input.grad_fn is not None:
             met.sources.append(input.grad_fn)
-        return input.detach()
 
-    @contextmanager
-    def region(self, name: str, site: Site, *, both_modes: bool) -> Iterator[None]:
-        """Compute a region as a constant."""
+    def region(self, name: str, site: Site, *, both_modes: bool) -> None:
+        """Note a region, which stays what it is."""
         self._meet(name, "region", site)
-        with torch.no_grad(), without_tangents():
-            yield
+
+    def note_elsewhere(self, name: str) -> None:
+        """Do without what other threads meet."""
 
     def _meet(self, name: str, form: Literal["tensor", "region"], site: Site) -> _Met:
         met = self.met.setdefault(name, _Met(form, site))

@@ -1,0 +1,281 @@
+"""A loss function as a program that can be run any number of times, each time from the same state."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.blocks import gated, no_graph, opened
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, reachable_nodes
+from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
+
+__all__ = [
+    "CONSTANT",
+    "Answer",
+    "Parameters",
+    "Program",
+    "checked_loss",
+    "coarsest",
+    "differentiated",
+    "leaves_of",
+    "named_parameters",
+    "reached",
+]
+
+Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
+
+CONSTANT = "`loss` should depend on a tensor that requires a gradient. Found a constant."
+"""What is said of a loss without a graph."""
+
+# Random numbers and modules belong to the whole process: while one thread runs a program, no other one does.
+_alone = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one run of a program gave.
+
+    Attributes:
+        loss: The loss.
+        params: What was differentiated by.
+        gradients: Parameter -> gradient; zero where there is no path.
+        reached: Parameters to which the graph has a path.
+        opened: Blocks that were open and that something with a gradient reached.
+        constant: Whether the loss has no graph.
+        moved: Whether the run changed values of tensors that were there before.
+    """
+
+    loss: float
+    params: Mapping[str, Tensor]
+    gradients: dict[str, Tensor]
+    reached: frozenset[str]
+    opened: frozenset[str]
+    constant: bool
+    moved: bool
+
+
+class Program:
+    """A loss function and its state.
+
+    Attributes:
+        parts: What it is made of.
+        snapshot: Its state when this was made.
+        given: Name -> tensor for what the caller wants to differentiate by; None for every leaf.
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[], Tensor],
+        params: Parameters,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        """Take the state of a program; every run of it but the plain one is made inside of `around`."""
+        if not callable(loss):
+            raise TypeError(f"`loss` should be a function that returns the loss. Found {type(loss).__name__}.")
+        self._loss, self._around = loss, around
+        self.parts = find_parts(loss, *([params] if isinstance(params, nn.Module) else ()))
+        self.given = None if params is None else named_parameters(params, self.parts)
+        _refuse_what_cannot_run_twice(self.parts)
+        self.snapshot = Snapshot(self.parts, self.given or {})
+
+    @contextmanager
+    def aside(self, *, around: bool = True, runs: bool = True) -> Iterator[Any]:
+        """Let the program, or a derivative of it, run alone in its process and without leaving a trace."""
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with _alone, self.snapshot.set_aside(runs=runs) as moved, without_compiled_code(), torch.enable_grad():
+            with one_thread, gated(None), self._around() if around else nullcontext():
+                torch.clear_autocast_cache()  # casts of an earlier run belong to its graph
+                try:
+                    yield moved
+                finally:
+                    torch.clear_autocast_cache()
+
+    def run(self) -> Any:
+        """Run the loss function, inside of `aside`."""
+        return self._loss()
+
+    def value(self) -> Tensor:
+        """Run the loss function, inside of `aside`; raise if what it returns is no real number."""
+        return checked_value(self.run())
+
+    def answer(
+        self,
+        params: Mapping[str, Tensor] | None,
+        open: Collection[str] = (),
+        *,
+        gates: GateBoard | None = None,
+        around: bool = True,
+        nudge: tuple[int, float] | None = None,
+    ) -> Answer:
+        """Run the program with these blocks really removed, and differentiate it.
+
+        Args:
+            params: What to differentiate by; None for every leaf of its graph.
+            open: The blocks.
+            gates: Notes which blocks are met.
+            around: Whether `around` is entered; False for a plain run.
+            nudge: A seed, and by which part of themselves the parameters are moved up or down before.
+
+        Raises:
+            RuntimeError: If gradients come to parameters past the graph.
+        """
+        with self.aside(around=around) as moved, gated(gates), opened(*open) as met, torch.enable_grad():
+            if nudge is not None and params is not None:
+                _nudge(params.values(), *nudge)
+            with nullcontext() if gates is None else gates.noting():
+                value = self.value()
+            params = leaves_of(value, self.parts) if params is None else params
+            with self._refusing_hidden_gradients(value):
+                gradients = differentiated(value, params)
+            loss, paths = value.item(), reached(value, params)
+        return Answer(loss, params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
+
+    def loss(self) -> float:
+        """Run the program with every block in place."""
+        with self.aside():
+            return self.value().item()
+
+    @contextmanager
+    def _refusing_hidden_gradients(self, value: Tensor) -> Iterator[None]:
+        """Raise if a derivative by a parameter does not find all of its gradient."""
+        if value.grad_fn is not None and any(
+            type(node).__name__ == "CheckpointFunctionBackward" for node in reachable_nodes(value.grad_fn, EVERY_BLOCK)
+        ):
+            raise RuntimeError(
+                "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides the "
+                "graph of what it runs."
+            )
+        before = [leaf.grad for leaf in self.snapshot.leaves]
+        yield
+        for leaf, gradient in zip(self.snapshot.leaves, before, strict=True):
+            if leaf.grad is not gradient:
+                name = self.parts.names_of_leaves().get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
+                raise RuntimeError(
+                    "`loss` should be differentiated through its graph alone. Found a function whose backward pass "
+                    f"adds to the `.grad` of {name}."
+                )
+
+
+def differentiated(value: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameter -> gradient, zero where there is no path; the graph stays."""
+    wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
+    found: dict[str, Tensor | None] = {}
+    if value.requires_grad and wanted:
+        gradients = torch.autograd.grad(value, list(wanted.values()), retain_graph=True, allow_unused=True)
+        found = dict(zip(wanted, gradients, strict=True))
+    return {
+        name: torch.zeros_like(parameter) if (gradient := found.get(name)) is None else gradient.detach()
+        for name, parameter in params.items()
+    }
+
+
+def reached(value: Tensor, params: Mapping[str, Tensor], open: Collection[str] = EVERY_BLOCK) -> frozenset[str]:
+    """Return the parameters that a gradient of `value` can reach through the graph while only `open` pass."""
+    nodes = [] if value.grad_fn is None else reachable_nodes(value.grad_fn, open)
+    found = {id(getattr(node, "variable", node)) for node in nodes}
+    return frozenset(
+        name
+        for name, parameter in params.items()
+        if id(parameter if parameter.grad_fn is None else parameter.grad_fn) in found
+    )
+
+
+def coarsest(value: Tensor, params: Mapping[str, Tensor]) -> float:
+    """Return the eps of the coarsest dtype in which the gradient of `value` is computed."""
+    found = {parameter.dtype for parameter in params.values()}
+    for node in () if value.grad_fn is None else reachable_nodes(value.grad_fn, EVERY_BLOCK):
+        if type(node).__name__ == "ToCopyBackward0":  # autocast, too, casts by it
+            found.add(node._input_metadata[0].dtype)
+        elif hasattr(node, "variable"):
+            found.add(node.variable.dtype)
+    return max(torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point or dtype.is_complex)
+
+
+def _nudge(params: Iterable[Tensor], seed: int, size: float) -> None:
+    """Move every number up or down by a part of itself."""
+    generator = torch.Generator().manual_seed(seed)
+    with no_graph():
+        for parameter in params:
+            signs = 2.0 * torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64) - 1
+            parameter.mul_((1 + size * signs).to(parameter))
+
+
+def leaves_of(value: Tensor, parts: Parts) -> dict[str, Tensor]:
+    """Return name -> leaf for every leaf of the graph of `value`."""
+    known = parts.names_of_leaves()
+    nodes = () if value.grad_fn is None else reachable_nodes(value.grad_fn, EVERY_BLOCK)
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    return {known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}"): leaf for index, leaf in enumerate(leaves)}
+
+
+def checked_loss(value: Any) -> Tensor:
+    """Return what a loss function returned, if a gradient can be asked of it."""
+    found = checked_value(value)
+    if not found.requires_grad:
+        raise ValueError(CONSTANT)
+    return found
+
+
+def checked_value(value: Any) -> Tensor:
+    """Return what a loss function returned, if it is a real number."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"`loss` should return a tensor. Found {type(value).__name__}.")
+    if value.numel() != 1:
+        raise ValueError(f"`loss` should return a scalar. Found a tensor of shape {tuple(value.shape)}.")
+    if value.is_complex():
+        raise ValueError(f"`loss` should return a real number. Found {value.dtype}.")
+    if value.isnan():
+        raise ValueError("`loss` should return a number. Found nan.")
+    return value
+
+
+def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:
+    """Return name -> tensor for what a caller gave to differentiate by; raise if it cannot be.
+
+    Raises:
+        TypeError: If `params` holds something else than tensors.
+        ValueError: If none of them requires a gradient.
+    """
+    if isinstance(params, nn.Module):
+        named: dict[str, Tensor] = dict(params.named_parameters())
+    elif isinstance(params, Mapping):
+        named = dict(params)
+    elif isinstance(params, Tensor):
+        named = {parts.names_of_leaves().get(id(params), "params"): params}
+    elif not isinstance(params, Iterable):
+        raise TypeError(
+            f"`params` should be a module, a dict, an iterable of tensors or a tensor. Found {type(params).__name__}."
+        )
+    else:
+        known = parts.names_of_leaves()
+        entries = list(params)
+        named = {known.get(id(entry), f"params[{index}]"): entry for index, entry in enumerate(entries)}
+    for name, parameter in named.items():
+        if not isinstance(parameter, Tensor):
+            raise TypeError(f"`params` should hold tensors. Found {type(parameter).__name__} at {name!r}.")
+    required = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if not required:
+        raise ValueError("`params` should hold at least one tensor that requires a gradient. Found none.")
+    return required
+
+
+def _refuse_what_cannot_run_twice(parts: Parts) -> None:
+    """Raise for modules whose state nobody can put back."""
+    fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    for name, root in parts.modules.items():
+        for module in root.modules():
+            if fsdp is not None and isinstance(module, fsdp):
+                raise ValueError(
+                    f"`loss` should run before `fully_shard`. Found {name or 'a module'} sharded by FSDP2."
+                )
+            if isinstance(module, nn.modules.lazy.LazyModuleMixin) and module.has_uninitialized_params():
+                raise ValueError(
+                    f"`loss` should have run once before it is asked about. Found {name or 'a module'} uninitialised."
+                )

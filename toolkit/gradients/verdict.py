@@ -1,0 +1,174 @@
+"""What opening a block does to the gradient: in numbers, and in a word."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["BlockEffect", "Difference", "Verdict"]
+
+Kind = Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"]
+
+# Numbers that are widened to float64 at a time: a copy of a large gradient would cost more than its norm.
+_CHUNK = 2**16
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a block does, in a word. Its text is made here and nowhere else.
+
+    Attributes:
+        kind: ``"no-op"``: nothing that carries a gradient reaches the block. ``"redundant"``: the leak is zero, to the
+            rounding of every parameter. ``"noise"``: it cannot be told from zero in the low precision of the program.
+            ``"partial"``: the block changes the gradient. ``"cuts"``: it is the only thing between the loss and some
+            parameters. ``"makes"``: it makes the gradient of some parameters, which is zero without it, as in a
+            straight-through estimator.
+        parameters: Which they are, for ``"cuts"`` and ``"makes"``.
+        noise: For ``"noise"``, how large a part of the gradient rounding may be.
+    """
+
+    kind: Kind
+    parameters: tuple[str, ...] = ()
+    noise: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """The verdict without the names of parameters."""
+        labels = {"cuts": "cuts all paths", "makes": "makes the gradient"}
+        labels["noise"] = f"below the noise of {100 * self.noise:.2g} %"
+        return labels.get(self.kind, self.kind)
+
+    def __str__(self) -> str:
+        names = ", ".join(self.parameters)
+        return self.label + {"cuts": f" to [{names}]", "makes": f" of [{names}]"}.get(self.kind, "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the verdict as plain JSON, with its text."""
+        return {"kind": self.kind, "parameters": list(self.parameters), "label": self.label, "text": str(self)}
+
+
+class Difference(NamedTuple):
+    """How the gradient with a block open differs from the gradient with every block in place.
+
+    Attributes:
+        leak: ``|open - blocked|``, the Euclidean norm.
+        ratio: ``|open| / |blocked|``; infinite where only the blocked one is 0, NaN where both are.
+        cosine: Cosine of the angle between the two; NaN where one of them is 0.
+    """
+
+    leak: float
+    ratio: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class BlockEffect:
+    """What opening one block, alone, does to the gradient.
+
+    Attributes:
+        name: The block.
+        why: What it is held constant for.
+        site: Where it was met first: ``file:line:column``.
+        calls: How many tensors or regions it was applied to.
+        verdict: What that comes to, in a word.
+        leak: Norm of the difference over all parameters.
+        ratio: Norm of the gradient with the block open over the norm with it in place.
+        cosine: Cosine of the angle between the two.
+        per_parameter: The same three for every parameter.
+    """
+
+    name: str
+    why: str
+    site: str
+    calls: int
+    verdict: Verdict
+    leak: float
+    ratio: float
+    cosine: float
+    per_parameter: dict[str, Difference]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the effect as plain JSON; values that are not finite become None."""
+        return {
+            "name": self.name,
+            "why": self.why,
+            "site": self.site,
+            "calls": self.calls,
+            "verdict": self.verdict.to_dict(),
+            **plain(Difference(self.leak, self.ratio, self.cosine)),
+            "per_parameter": {name: plain(difference) for name, difference in self.per_parameter.items()},
+        }
+
+
+def products(leak: Tensor | None, blocked: Tensor) -> Tensor:
+    """Return ``|leak|^2, a . b, |a|^2, |b|^2`` for the gradients b and a = b + leak, without rounding a."""
+    rows = []
+    leaks = itertools.repeat(None) if leak is None else leak.split(_CHUNK)
+    for part, b in zip(leaks, blocked.split(_CHUNK), strict=False):
+        b = b.double()
+        if part is None:
+            square = b.dot(b)
+            rows.append(torch.stack([torch.zeros_like(square), square, square, square]))
+        else:
+            part = part.double()
+            a = b + part
+            rows.append(torch.stack([part.dot(part), a.dot(b), a.dot(a), b.dot(b)]))
+    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
+
+
+def difference(products: Iterable[float]) -> Difference:
+    leak, dot, open, blocked = products
+    if blocked:
+        ratio = math.sqrt(open / blocked)
+    else:
+        ratio = math.inf if open else math.nan
+    lengths = math.sqrt(open) * math.sqrt(blocked)
+    cosine = dot / lengths if lengths else math.nan
+    return Difference(math.sqrt(leak), ratio, cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine)))
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return all numbers of a tensor of any layout, real and imaginary parts apart, as one vector."""
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.reshape(-1)
+
+
+def norm(tensors: Iterable[Tensor]) -> float:
+    return math.hypot(*(flat(tensor).double().norm().item() for tensor in tensors))
+
+
+def equal(a: Tensor, b: Tensor) -> bool:
+    """Say whether two gradients have the same numbers; two that are not a number are the same here."""
+    if a.layout is not b.layout or a.shape != b.shape:
+        return False
+    a, b = (tensor if tensor.layout is torch.strided else tensor.to_dense() for tensor in (a, b))
+    return torch.equal(a, b) or bool(torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def are_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
+    """Say whether the gradients by all parameters together are equal to the rounding of float32."""
+    distance = norm([flat(found[name]).double() - flat(gradient).double() for name, gradient in expected.items()])
+    return bool(distance <= rounding(torch.float32) * norm(expected.values()))
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return what counts as rounding in a gradient of this dtype, relative, with room for that of long sums.
+
+    Eps to the power of 3/4; a dtype coarser than float32 gets no more room than that, as its rounding could be a leak.
+    """
+    return float(min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.75)
+
+
+def plain(difference: Difference) -> dict[str, float | None]:
+    return {key: finite(value) for key, value in difference._asdict().items()}
+
+
+def finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
