@@ -69,6 +69,7 @@ class VariantView:
     colour: str
     blocks: list[tuple[str, str]]
     verdict: str
+    kind: str
     sentence: str
     outcome: str
     angle: str
@@ -199,13 +200,13 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
     newest = records[-1].data
     effects = [record.data["comparison"]["first"]["effects"][name] for record in records]
     last = [record.data["comparison"]["last"]["effects"][name] for record in records]
-    verdicts = Counter(effect["verdict"] for effect in effects)
-    verdict = verdicts.most_common(1)[0][0] if len(verdicts) == 1 else "differs between seeds"
+    verdict = _agreed([_verdict(effect) for effect in effects])
     return VariantView(
         name=name,
         colour=colour,
         blocks=[(block, newest["blocks"][block]) for block in newest["variants"][name]["open"]],
-        verdict=verdict,
+        verdict=verdict["label"],
+        kind=verdict["kind"],
         sentence=_sentence(verdict, effects, last),
         outcome=_outcome(records, name) + _happened(records, name),
         angle=_range([_degrees(effect["cosine"]) for effect in effects], lambda angle: f"{significant(angle, 3)}°"),
@@ -219,33 +220,76 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
     )
 
 
-def _sentence(verdict: str, first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) -> str:
+def _verdict(effect: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return kind, parameters, label and text of a verdict; older records have the text alone."""
+    verdict: Mapping[str, Any] | str = effect["verdict"]
+    if not isinstance(verdict, str):
+        return verdict
+    label, _, names = verdict.partition(" to [")
+    parameters = names.removesuffix("]").split(", ") if names else []
+    return {"kind": verdict.split()[0], "parameters": parameters, "label": label, "text": verdict}
+
+
+def _agreed(verdicts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the verdict of all seeds. Where they differ it has what they share, and its text tells how they differ."""
+    texts = Counter(verdict["text"] for verdict in verdicts)
+    if len(texts) == 1:
+        return verdicts[0]
+    text = ", ".join(f"{text} in {count}" for text, count in texts.most_common())
+    shared: dict[str, Any] = {"parameters": [], "text": f"{text} of {len(verdicts)} seeds"}
+    if len({verdict["kind"] for verdict in verdicts}) > 1:
+        return {**shared, "kind": "differs", "label": "differs between seeds"}
+    kind, label = verdicts[0]["kind"], verdicts[0]["label"]
+    return {**shared, "kind": kind, "label": "below the noise" if kind == "noise" else label}
+
+
+# What a block does that has nothing to stop.
+_NOTHING_LEAKS = {
+    "no-op": "Nothing that carries a gradient reaches this block: there is nothing for it to stop.",
+    "redundant": "Opening the block changes the gradient by no more than the rounding of floating-point numbers: what "
+    "would flow through it is zero.",
+    "noise": "Opening the block changes the gradient by no more than rounding may, in numbers of so low a precision: "
+    "whether anything flows through it cannot be told.",
+}
+
+
+def _sentence(verdict: Mapping[str, Any], first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) -> str:
     """Say what the verdict means to a reader who has never heard of stop-gradients."""
-    if verdict == "no-op":
-        return "Nothing that carries a gradient reaches this block: there is nothing for it to stop."
-    if verdict == "redundant":
-        exact = all(effect["leak"] == 0 for effect in [*first, *last])
-        size = "not by a single bit" if exact else "by no more than the rounding of floating-point numbers"
-        return f"Opening the block changes the gradient {size}: what would flow through it is zero."
-    start = _turn(first)
-    sentence = f"Opening the block {start} before the first step, and {_turn(last)} once the model is trained."
-    if verdict.startswith("cuts all paths"):
-        kept = verdict.removeprefix("cuts all paths to ").strip("[]")
-        sentence += f" While it is in place no gradient reaches {kept} at all."
+    kind, names = verdict["kind"], ", ".join(verdict["parameters"])
+    if kind in _NOTHING_LEAKS and all(_verdict(effect)["kind"] in _NOTHING_LEAKS for effect in last):
+        if kind == "redundant" and all(effect["leak"] == 0 for effect in [*first, *last]):
+            return "Opening the block changes the gradient not by a single bit: what would flow through it is zero."
+        return _NOTHING_LEAKS[kind]
+    start, end = _turn(first), _turn(last)
+    if start == end:
+        sentence = f"Opening the block {start}, before the first step and once the model is trained."
+    else:
+        sentence = f"Opening the block {start} before the first step, and {end} once the model is trained."
+    if kind == "cuts" and names:
+        sentence += f" While it is in place no gradient reaches {names} at all."
+    elif kind == "makes" and names:
+        sentence += f" It is the block that makes the gradient of {names}: without it that is zero."
+    elif kind in ("cuts", "makes", "differs"):
+        sentence += f" The verdict is: {verdict['text']}."
     return sentence
 
 
 def _turn(effects: Sequence[dict[str, Any]]) -> str:
-    angles = [_degrees(effect["cosine"]) for effect in effects]
-    ratios = [effect["ratio"] for effect in effects]
-    length = _median(ratios)
+    # A record has no infinity: a length without a value, of a leak that has one, is that of a gradient out of nothing.
+    ratios = [math.inf if effect["ratio"] is None and effect["leak"] else effect["ratio"] for effect in effects]
+    known = [ratio for ratio in ratios if ratio is not None]
+    if not known:
+        is_zero = all(effect["leak"] == 0 for effect in effects)
+        return "leaves a gradient that is zero as it is" if is_zero else "makes the gradient infinite, or no number"
+    length = statistics.median(known)
+    if math.isinf(length):
+        return "lets a gradient through where there is none with the block"
     if length > _VANISHED:
         return f"makes a gradient that has vanished {significant(length, 2)} times as long"
-    if not math.isfinite(length) or not math.isfinite(_median(angles)):
-        return "changes a gradient that is zero with the block"
-    return (
-        f"turns the gradient by {significant(_median(angles), 2)}° and makes it {significant(length, 2)} times as long"
-    )
+    if length < _NOTHING:
+        return "leaves nothing of the gradient"
+    angle = significant(_median(_degrees(effect["cosine"]) for effect in effects), 2)
+    return f"turns the gradient by {angle}° and makes it {significant(length, 2)} times as long"
 
 
 def _training(records: Sequence[Record], name: str) -> str:

@@ -19,6 +19,7 @@ from experiments._compare import run_config
 from experiments._config import load_config
 from experiments._figures import Arrow, draw_arrows
 from experiments._report import (
+    _agreed,
     _brief,
     _command,
     _count,
@@ -26,8 +27,11 @@ from experiments._report import (
     _outcome,
     _references,
     _seeds,
+    _sentence,
     _sweep,
     _training,
+    _turn,
+    _verdict,
     write_report,
 )
 from experiments._results import BLOCKED, Record, read_all
@@ -285,6 +289,160 @@ def test_a_seed_that_ends_the_same_to_rounding_is_a_tie(dtype, pairs, training, 
     records = _ended(dtype, pairs)
     assert _training(records, "open") == training
     assert outcome in _outcome(records, "open")
+
+
+VERDICTS = {
+    "no-op": ("no-op", []),
+    "redundant": ("redundant", []),
+    "noise": ("below the noise of 0.5 %", []),
+    "partial": ("partial", []),
+    "cuts": ("cuts all paths", ["ws[1]", "bias"]),
+    "makes": ("makes the gradient", ["ws[0]"]),
+}
+
+
+def _written(kind, parameters=None):
+    """Return a verdict as a record has it."""
+    label, known = VERDICTS[kind]
+    parameters = known if parameters is None else parameters
+    preposition = {"cuts": "to", "makes": "of"}.get(kind)
+    text = f"{label} {preposition} [{', '.join(parameters)}]" if preposition else label
+    return {"kind": kind, "parameters": parameters, "label": label, "text": text}
+
+
+def _effect(kind, *, ratio=1.0, cosine=1.0, leak=0.0):
+    return {"verdict": _written(kind), "ratio": ratio, "cosine": cosine, "leak": leak}
+
+
+TURNED = {"ratio": 2.0, "cosine": math.cos(math.radians(30)), "leak": 1.2}
+MADE = {"ratio": 0.0, "cosine": None, "leak": 9.66}  # of a straight-through estimator: opened, nothing is left
+
+
+@pytest.mark.parametrize(
+    ("kind", "numbers", "expected"),
+    [
+        ("no-op", {}, "Nothing that carries a gradient reaches this block: there is nothing for it to stop."),
+        ("redundant", {}, "Opening the block changes the gradient not by a single bit: what would flow through it is"),
+        ("redundant", {"leak": 1e-17}, "by no more than the rounding of floating-point numbers: what would flow"),
+        ("noise", {"leak": 1e-3}, "by no more than rounding may, in numbers of so low a precision: whether anything"),
+        (
+            "partial",
+            TURNED,
+            "Opening the block turns the gradient by 30° and makes it 2 times as long, before the first step and once "
+            "the model is trained.",
+        ),
+        ("cuts", TURNED, "is trained. While it is in place no gradient reaches ws[1], bias at all."),
+        (
+            "makes",
+            MADE,
+            "Opening the block leaves nothing of the gradient, before the first step and once the model is trained. It "
+            "is the block that makes the gradient of ws[0]: without it that is zero.",
+        ),
+    ],
+)
+def test_a_verdict_in_a_sentence(kind, numbers, expected):
+    effects = [_effect(kind, **numbers)] * 3
+    sentence = _sentence(_written(kind), effects, effects)
+    assert expected in sentence
+    assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize(
+    ("effects", "expected"),
+    [
+        ([TURNED], "turns the gradient by 30° and makes it 2 times as long"),
+        ([TURNED, TURNED, MADE], "turns the gradient by 30° and makes it 2 times as long"),
+        ([MADE], "leaves nothing of the gradient"),
+        ([{**MADE, "ratio": 1e-16, "cosine": 0.3}], "leaves nothing of the gradient"),
+        ([{"ratio": 3e7, "cosine": 0.5, "leak": 1.0}], "makes a gradient that has vanished 3e+07 times as long"),
+        ([{"ratio": None, "cosine": None, "leak": 2.0}], "lets a gradient through where there is none with the block"),
+        ([{"ratio": None, "cosine": None, "leak": 0.0}], "leaves a gradient that is zero as it is"),
+        ([{"ratio": None, "cosine": None, "leak": None}], "makes the gradient infinite, or no number"),
+    ],
+    ids=["turned", "turned in most seeds", "made", "made to rounding", "vanished", "out of nothing", "zero", "nan"],
+)
+def test_what_opening_does_to_the_gradient(effects, expected):
+    assert _turn(effects) == expected
+
+
+def test_what_is_nothing_at_first_may_be_something_later():
+    sentence = _sentence(_written("redundant"), [_effect("redundant")], [_effect("partial", **TURNED)])
+    assert sentence == (
+        "Opening the block turns the gradient by 0° and makes it 1 times as long before the first step, and turns the "
+        "gradient by 30° and makes it 2 times as long once the model is trained."
+    )
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "kind", "label", "text"),
+    [
+        (
+            [_written("cuts", ["a[0]"]), _written("cuts", ["a[0]"])],
+            "cuts",
+            "cuts all paths",
+            "cuts all paths to [a[0]]",
+        ),
+        (
+            [_written("makes", ["a"]), _written("makes", ["a", "b"]), _written("makes", ["a"])],
+            "makes",
+            "makes the gradient",
+            "makes the gradient of [a] in 2, makes the gradient of [a, b] in 1 of 3 seeds",
+        ),
+        (
+            [_written("partial"), _written("redundant"), _written("redundant")],
+            "differs",
+            "differs between seeds",
+            "redundant in 2, partial in 1 of 3 seeds",
+        ),
+        (
+            [_written("noise"), {**_written("noise"), "text": "below the noise of 2 %"}],
+            "noise",
+            "below the noise",
+            "below the noise of 0.5 % in 1, below the noise of 2 % in 1 of 2 seeds",
+        ),
+    ],
+    ids=["the same", "other parameters", "other kinds", "other numbers"],
+)
+def test_the_verdict_of_all_seeds(verdicts, kind, label, text):
+    found = _agreed(verdicts)
+    assert (found["kind"], found["label"], found["text"]) == (kind, label, text)
+    effects = [{**_effect("partial", **TURNED), "verdict": verdict} for verdict in verdicts]
+    assert ("of 3 seeds." in _sentence(found, effects, effects)) is (len(verdicts) == 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("no-op", _written("no-op")),
+        ("redundant", _written("redundant")),
+        ("cuts all paths to [ws[1], bias]", _written("cuts")),
+    ],
+)
+def test_a_verdict_of_an_older_record_is_read(text, expected):
+    assert _verdict({"verdict": text}) == expected
+
+
+def test_the_page_has_every_kind_of_verdict_and_explains_it(results, tmp_path):
+    found = [experiment for experiment in read_all(results) if experiment.name == "toy_report"]
+    legend = dict(re.findall(r'<li><span class="verdict ([\w-]+)">(.+?)</span>', _text_of(found, tmp_path)))
+    assert legend.keys() == VERDICTS.keys()
+    for kind, (label, _) in VERDICTS.items():
+        assert label.startswith(legend[kind])
+        for record in found[0].records:
+            for effect in record.data["comparison"]["first"]["effects"].values():
+                effect["verdict"] = _written(kind)
+        text = _text_of(found, tmp_path)
+        variants = len(found[0].records[0].data["variants"]) - 1
+        pills = re.findall(r'<(?:td|p)><span class="verdict ([\w-]+)">(.+?)</span>', text)
+        assert pills == [(kind, label)] * 2 * variants  # in the table of all, and beside the block
+        if kind in ("partial", "cuts", "makes"):
+            assert re.search(rf"\.verdict\.{kind}\b[^{{]*{{ background", text)
+        assert ("reaches ws[1], bias at all" in text) is (kind == "cuts")
+        assert ("makes the gradient of ws[0]:" in text) is (kind == "makes")
+
+
+def _text_of(found, folder):
+    return write_report(found, folder / "index.html").read_text()
 
 
 def test_references_are_lines_of_the_training_where_there_are_no_other_methods(results, tmp_path):
