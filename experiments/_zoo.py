@@ -127,7 +127,7 @@ def _complaints(found: Audit, moves: list[str], stays: list[str]) -> Iterator[st
         ]
         yield f"The loss does not move {', '.join(still)}{': cut by ' + ', '.join(cuts) if cuts else ''}."
     for effect in found.effects:
-        if effect.verdict == "no-op":
+        if effect.verdict.kind == "no-op":
             yield f"There is nothing to stop for {found.kinds[effect.name]} at {effect.site}."
     for escape in found.escapes:
         if escape.kind in DERIVATIVES:
@@ -149,7 +149,7 @@ def examine(program: Program) -> dict[str, Any]:
         variants[variant] = {
             "lines": [{"number": number, "text": text} for number, text in lines[variant]],
             "loss": found.loss,
-            "places": [(effect.name, found.kinds[effect.name], effect.verdict) for effect in found.effects],
+            "places": [(effect.name, found.kinds[effect.name], str(effect.verdict)) for effect in found.effects],
             "complaints": complaints(found, moves=program.module.MOVES, stays=program.module.STAYS),
         }
     return {
