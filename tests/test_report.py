@@ -296,7 +296,7 @@ VERDICTS = {
     "redundant": ("redundant", []),
     "noise": ("below the noise of 0.5 %", []),
     "partial": ("partial", []),
-    "cuts": ("cuts all paths", ["ws[1]", "bias"]),
+    "cuts": ("cuts all paths", ["bias", "ws[1]"]),
     "makes": ("makes the gradient", ["ws[0]"]),
 }
 
@@ -331,7 +331,7 @@ MADE = {"ratio": 0.0, "cosine": None, "leak": 9.66}  # of a straight-through est
             "Opening the block turns the gradient by 30° and makes it 2 times as long, before the first step and once "
             "the model is trained.",
         ),
-        ("cuts", TURNED, "is trained. While it is in place no gradient reaches ws[1], bias at all."),
+        ("cuts", TURNED, "is trained. While it is in place no gradient reaches bias, ws[1] at all."),
         (
             "makes",
             MADE,
@@ -415,7 +415,7 @@ def test_the_verdict_of_all_seeds(verdicts, kind, label, text):
     [
         ("no-op", _written("no-op")),
         ("redundant", _written("redundant")),
-        ("cuts all paths to [ws[1], bias]", _written("cuts")),
+        ("cuts all paths to [bias, ws[1]]", _written("cuts")),
     ],
 )
 def test_a_verdict_of_an_older_record_is_read(text, expected):
@@ -437,7 +437,7 @@ def test_the_page_has_every_kind_of_verdict_and_explains_it(results, tmp_path):
         assert pills == [(kind, label)] * 2 * variants  # in the table of all, and beside the block
         if kind in ("partial", "cuts", "makes"):
             assert re.search(rf"\.verdict\.{kind}\b[^{{]*{{ background", text)
-        assert ("reaches ws[1], bias at all" in text) is (kind == "cuts")
+        assert ("reaches bias, ws[1] at all" in text) is (kind == "cuts")
         assert ("makes the gradient of ws[0]:" in text) is (kind == "makes")
 
 
