@@ -255,7 +255,7 @@ def test_a_program_that_looks_at_what_it_stopped_is_opened_as_without_the_stop(p
 
 
 def test_a_program_that_differs_from_itself_is_invalid(pair):
-    clock = itertools.count(1)
+    clock = (number for number in itertools.count(1))
     found = audit(lambda: (pair.a(pair.x) * pair.a(pair.x).detach()).sum() * next(clock), pair.a)
     assert not found.valid
     assert found.reason.startswith("each run takes what comes next from an iterator: `clock`; the loss is ")

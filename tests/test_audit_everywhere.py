@@ -572,7 +572,7 @@ PROGRAMS = {
     "older-value-in-place": """
         def loss():
             a, b = A(x), A(x).exp() * 1
-            with torch.no_grad():  # listed: in-place changes
+            with torch.no_grad():  # opened
                 b.clamp_(max=1.0)
             return (a * b * a.sin().detach()).sum()  # opened
     """,

@@ -490,7 +490,7 @@ def test_other_blocks_at_a_perturbed_point_are_refused(program) -> None:
 
 
 def test_a_program_that_is_random_in_its_own_way_is_refused() -> None:
-    count = itertools.count()
+    count = (number for number in itertools.count())
     with pytest.raises(RuntimeError, match="`fn` should give the same values and derivatives"):
         gradcheck(lambda w: w * stop_gradient(w, "check.count") + next(count), _point())
 

@@ -264,7 +264,7 @@ def test_what_cannot_be_told_is_none() -> None:
             y = x.exp()
         return (x * y * stop_gradient(x.exp().exp(), "memory.both")).sum()
 
-    runs = itertools.count()
+    runs = (number for number in itertools.count())
 
     def differs() -> Tensor:
         scale = x
@@ -300,7 +300,7 @@ def test_second_derivatives_are_as_they_were() -> None:
 def test_one_run_is_in_memory_at_a_time() -> None:
     x = torch.linspace(0, 1, 10, dtype=torch.float64, requires_grad=True)
     saved = queue.SimpleQueue[weakref.ref[Tensor]]()
-    runs = itertools.count()
+    runs = (number for number in itertools.count())
 
     def loss() -> Tensor:
         assert saved.empty() or saved.get()() is None

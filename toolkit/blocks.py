@@ -746,10 +746,11 @@ def _mark_reached(state: _State, name: str) -> None:
 
 def _let_pass(state: _State, name: str, input: Tensor) -> Tensor:
     """Return a tensor as its open block gives it out; where nothing is recorded that is the tensor itself."""
-    carries = carries_gradient(input)
-    if carries:
+    if carries_gradient(input):
         _mark_reached(state, name)
-    return input if carries and not torch.is_grad_enabled() and forward_ad._current_level < 0 else alias(input)
+    # Within a comparison as if the call was not there; otherwise with the bits of an open gate.
+    itself = state.compares or not (torch.is_grad_enabled() or forward_ad._current_level >= 0)
+    return input if itself else alias(input)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.weak import WeakIdKeyDictionary
 
-from toolkit.blocks import Site, carries_gradient, region_at, site_of, stop_at
-from toolkit.gradients._gates import next_number
+from toolkit.blocks import Site, carries_gradient, no_graph, region_at, site_of, stop_at
+from toolkit.gradients._snapshot import Snapshot
 
 __all__ = ["BareBlocks", "Escape"]
 
@@ -94,18 +93,19 @@ class BareBlocks:
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
     _here: FrameType | None = None
+    _state: set[int] = field(default_factory=set)
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @contextmanager
-    def replaced(self) -> Iterator[None]:
-        """Replace torch's attributes for the length of a ``with``.
+    def replaced(self, program: Snapshot | None = None) -> Iterator[None]:
+        """Replace torch's attributes for the length of a ``with``, in which a program runs.
 
         Raises:
             RuntimeError: If another audit is running in this process.
         """
         if not _one_audit.acquire(blocking=False):
             raise RuntimeError("`audit` should run once at a time in a process. Found another one running.")
-        self._region, self._here = None, None
+        self._region, self._here, self._state = None, None, program.storages() if program else set()
         try:
             with ExitStack() as stack:
                 for owner, name, make in self._replacements():
@@ -288,7 +288,7 @@ class BareBlocks:
         if inner is None:
             return False
         context.prev = torch._C.is_grad_enabled()  # for an end that comes when nothing is replaced any more
-        self._region = _Entered(str(site), next_number())
+        self._region = _Entered(str(site))
         inner.__enter__()
         return True
 
@@ -332,6 +332,11 @@ class BareBlocks:
         return is_grad_enabled
 
     # --- where ---
+
+    def _is_state(self, tensor: Tensor) -> bool:
+        """Say whether a tensor was there before the program ran, by its memory."""
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return not wrapped and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._state
 
     def _mine(self) -> bool:
         return threading.get_ident() == self._thread
@@ -412,42 +417,18 @@ class _Watch(TorchFunctionMode):
         one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"
         if one_mode and any(map(_has_tangent, leaves)):
             bare.one_mode[region.site] = None
-        targets = _changed(func, args, kwargs)
-        if any(region.is_younger_than(target) for target in targets):
+        if any(map(bare._is_state, _changed(func, args, kwargs))):
             bare.partly[region.site] = "in-place changes inside of it to older tensors stay blocked"
-            grad_mode = torch._C.is_grad_enabled()
-            torch._C._set_grad_enabled(False)
-            try:
+            with no_graph():
                 return func(*args, **kwargs)
-            finally:
-                torch._C._set_grad_enabled(grad_mode)
-        result = func(*args, **kwargs)
-        if not targets:
-            given = set(map(id, leaves))
-            region.note_made(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and id(leaf) not in given)
-        return result
+        return func(*args, **kwargs)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Entered:
-    """A region that is being recorded: its place, the number that autograd gives to its first node, what it made."""
+    """An open region: its place."""
 
     site: str
-    start: int
-    made: WeakIdKeyDictionary = field(default_factory=WeakIdKeyDictionary)
-
-    def note_made(self, tensors: Iterable[Tensor]) -> None:
-        """Remember constants that were made in the region: they have no node that tells."""
-        for tensor in tensors:
-            if tensor.is_leaf and tensor._base is None:
-                self.made[tensor] = True
-
-    def is_younger_than(self, tensor: Tensor) -> bool:
-        """Say whether a tensor, or what it is a view of, is older than the region."""
-        base = tensor if tensor._base is None else tensor._base
-        if base.grad_fn is None:
-            return base not in self.made
-        return base.grad_fn._sequence_nr() < self.start
 
 
 def _changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -23,7 +23,16 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, alias, carries_gradient, gated, without_tangents
 
-__all__ = ["EVERY_BLOCK", "GateBoard", "Meeting", "gate_of", "next_number", "reachable_nodes", "regions_of"]
+__all__ = [
+    "EVERY_BLOCK",
+    "GateBoard",
+    "Meeting",
+    "gate_of",
+    "is_foreign",
+    "next_number",
+    "reachable_nodes",
+    "regions_of",
+]
 
 
 @dataclass
@@ -181,9 +190,7 @@ class GateBoard:
             return True
         if (leaf := getattr(node, "variable", None)) is not None:
             return not leaf._backward_hooks
-        # What users write in C++ has no class of its own in Python.
-        foreign = isinstance(node, BackwardCFunction) or type(node).__name__ == "CppFunction"
-        return not foreign and node._sequence_nr() >= self.start
+        return not is_foreign(node) and node._sequence_nr() >= self.start
 
     def pierce(self) -> None:
         """Note that the program switches the recording on, which regions that are entered would have switched off."""
@@ -247,6 +254,11 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
 def gate_of(node: Any) -> frozenset[str]:
     """Return the block that this node is the gate of; most are none's."""
     return frozenset({node.block_name}) if getattr(node, "_forward_cls", None) is _Gate else frozenset()
+
+
+def is_foreign(node: Any) -> bool:
+    """Say whether a node is of a function that a user wrote; what is written in C++ has no class in Python."""
+    return (isinstance(node, BackwardCFunction) and not gate_of(node)) or type(node).__name__ == "CppFunction"
 
 
 def regions_of(node: Any) -> frozenset[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.blocks import gated, no_graph, opened
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, reachable_nodes
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, is_foreign, reachable_nodes
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
 
 __all__ = [
@@ -74,7 +74,7 @@ class Program:
         self,
         loss: Callable[[], Tensor],
         params: Parameters,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Take the state of a program; every run of it but the plain one is made inside of `around`."""
         if not callable(loss):
@@ -90,7 +90,7 @@ class Program:
         """Let the program, or a derivative of it, run alone in its process and without leaving a trace."""
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with _alone, self.snapshot.set_aside(runs=runs) as moved, without_compiled_code(), torch.enable_grad():
-            with one_thread, gated(None), self._around() if around else nullcontext():
+            with one_thread, gated(None), self._around(self.snapshot) if around else nullcontext():
                 torch.clear_autocast_cache()  # casts of an earlier run belong to its graph
                 try:
                     yield moved
@@ -133,7 +133,7 @@ class Program:
                 value = self.value()
             params = leaves_of(value, self.parts) if params is None else params
             with self._refusing_hidden_gradients(value):
-                gradients = differentiated(value, params)
+                gradients = differentiated(value, params, whole=not around)
             loss, paths = value.item(), reached(value, params)
         return Answer(loss, params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
 
@@ -163,13 +163,20 @@ class Program:
                 )
 
 
-def differentiated(value: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameter -> gradient, zero where there is no path; the graph stays."""
+def differentiated(value: Tensor, params: Mapping[str, Tensor], *, whole: bool = False) -> dict[str, Tensor]:
+    """Return parameter -> gradient, zero where there is no path; the graph stays.
+
+    With `whole`, functions that users wrote run even where they lead to none of the parameters, as in a plain
+    ``backward()``.
+    """
     wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
     found: dict[str, Tensor | None] = {}
     if value.requires_grad and wanted:
-        gradients = torch.autograd.grad(value, list(wanted.values()), retain_graph=True, allow_unused=True)
-        found = dict(zip(wanted, gradients, strict=True))
+        others: list[Tensor] = []
+        if whole and any(map(is_foreign, reachable_nodes(value.grad_fn, EVERY_BLOCK))):
+            others = [leaf for leaf in leaves_of(value, Parts()).values() if leaf.requires_grad]
+        gradients = torch.autograd.grad(value, [*wanted.values(), *others], retain_graph=True, allow_unused=True)
+        found = dict(zip(wanted, gradients, strict=False))
     return {
         name: torch.zeros_like(parameter) if (gradient := found.get(name)) is None else gradient.detach()
         for name, parameter in params.items()
@@ -203,8 +210,8 @@ def _nudge(params: Iterable[Tensor], seed: int, size: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     with no_graph():
         for parameter in params:
-            signs = 2.0 * torch.randint(2, parameter.shape, generator=generator, dtype=torch.float64) - 1
-            parameter.mul_((1 + size * signs).to(parameter))
+            up = torch.empty(parameter.shape, dtype=torch.float64).bernoulli_(generator=generator)
+            parameter.mul_((1 - size + 2 * size * up).to(parameter))
 
 
 def leaves_of(value: Tensor, parts: Parts) -> dict[str, Tensor]:

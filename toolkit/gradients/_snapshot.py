@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import gc
 import itertools
@@ -129,7 +130,7 @@ class Snapshot:
         with ExitStack() as stack:
             stack.callback(now.restore)
             for taken in self._state:
-                taken.put_back()
+                taken.lend()
             self._random.restore()
             for kept in initial if values else ():
                 kept.put_back()
@@ -158,6 +159,12 @@ class Snapshot:
                     kept.put_back()
                 for _, taken in state:
                     taken.put_back()
+
+    def storages(self) -> set[int]:
+        """Return where the tensors of the program keep their numbers now, buffers included."""
+        buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
+        strided = (tensor for tensor in [*self._tensors, *buffers] if tensor.layout is torch.strided)
+        return {tensor.untyped_storage()._cdata for tensor in strided}
 
     def forget_values(self) -> None:
         """Free the copies of values; the next run takes them anew."""
@@ -255,6 +262,13 @@ class _Taken:
     def put_back(self) -> None:
         if not self.holder.holds(self.held):
             self.holder.hold(self.held)
+
+    def lend(self) -> None:
+        """Put it back for a run: of a counter, which nobody can set back, a copy."""
+        if isinstance(self.held, itertools.count):
+            self.holder.hold(copy.copy(self.held))
+        else:
+            self.put_back()
 
 
 @dataclass(frozen=True, eq=False)
@@ -464,7 +478,8 @@ class _Search:
         elif isinstance(found, (collections.abc.Iterator, types.GeneratorType)) and not _has_attributes(found):
             if isinstance(found, _ITERATORS):
                 state.append(_Iterator(found))
-            parts.moving[_unique(name, parts.moving)] = found
+            elif not isinstance(found, itertools.count):
+                parts.moving[_unique(name, parts.moving)] = found
             frame = getattr(found, "gi_frame", None)
             inside = {} if frame is None else frame.f_locals
             for key, value in inside.items():

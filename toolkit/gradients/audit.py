@@ -133,11 +133,12 @@ class Audit:
     def __str__(self) -> str:
         lines = [] if self.valid else [f"INVALID: {self.reason}"]
         table = text_table(self.rows()) if self.effects else "nothing stops a gradient"
-        return "\n".join([*lines, self._comparison.head(), table, *self._comparison.warnings(), *self.notes()])
+        return "\n".join([*lines, self._comparison.head(), table, *self._comparison.misleading(), *self.notes()])
 
     def _repr_html_(self) -> str:
         head = "" if self.valid else f"<p><strong>Invalid:</strong> {html.escape(self.reason)}</p>"
-        return head + html_table(self.rows()) + "".join(f"<p>{html.escape(note)}</p>" for note in self.notes())
+        notes = [*self._comparison.misleading(), *self.notes()]
+        return head + html_table(self.rows()) + "".join(f"<p>{html.escape(note)}</p>" for note in notes)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table of the effects as text, the names of its columns first."""

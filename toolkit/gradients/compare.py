@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from toolkit.blocks import Block, declared_blocks
-from toolkit.gradients._gates import GateBoard, Meeting, reachable_nodes
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, reachable_nodes
 from toolkit.gradients._program import (
     CONSTANT,
     Answer,
@@ -33,6 +34,7 @@ from toolkit.gradients._program import (
     leaves_of,
     reached,
 )
+from toolkit.gradients._snapshot import Snapshot
 from toolkit.gradients.verdict import (
     BlockEffect,
     Verdict,
@@ -62,6 +64,9 @@ _MOST_ROWS_UNSORTED = 20
 
 # How often the parameters are moved by a rounding to see how far that moves a leak.
 _NUDGES = 4
+
+# Of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
+_PART = 3.0
 
 # A leak that so moves by more than a third of itself says nothing.
 _MOST_NOISE = 3.0
@@ -118,12 +123,12 @@ class Comparison:
         params: Parameters,
         blocks: Collection[Block | str] | None,
         *,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         """Run `loss`; see `compare`. Every run of it but the plain one is made inside of `around`."""
         self.program = Program(loss, params, around)
         self.effects, self.unopened, self.remarks, self.reason = [], {}, [], ""
-        self.interaction = 0.0
+        self.interaction, self._is_quiet = 0.0, False
         self._together: BlockEffect | None = None
         self._board, value, moved = self._recorded()
         self._params = self._all_leaves(value) if self.program.given is None else self.program.given
@@ -132,15 +137,16 @@ class Comparison:
         self.blocked = plain.gradients
         self._reached_when_blocked = plain.reached
         self._versions = {name: parameter._version for name, parameter in self._params.items()}
-        # The loss with gates in its graph, while they answer.
-        self._value = None if moved or plain.moved or not self._gates_agree(value) else value
-        if self._value is None:
-            self._board = self._noted(plain)
-        del value
-        if not (plain.reached or self.reason):
-            self._refuse_strangers(plain)
-        self._names = [] if self.reason else _selected(blocks, self._board.meetings)
-        self._compute_effects()
+        with self._quietly() if value is not None else nullcontext():
+            # The loss with gates in its graph, while they answer.
+            self._value = None if moved or plain.moved or not self._gates_agree(value) else value
+            if self._value is None:
+                self._board = self._noted(plain)
+            del value
+            if not (plain.reached or self.reason):
+                self._refuse_strangers(plain)
+            self._names = [] if self.reason else _selected(blocks, self._board.meetings)
+            self._compute_effects()
         self._note_elsewhere()
         if self._value is not None and not self._board.needs_rerun(self._board.meetings):
             self.program.snapshot.forget_values()
@@ -269,7 +275,12 @@ class Comparison:
 
     def warnings(self) -> list[str]:
         """Return what a reader of the table should know: what did not open, and where single effects mislead."""
-        found = [*self.remarks, *(f"not opened: {name}: {reason}" for name, reason in self.unopened.items())]
+        unopened = (f"not opened: {name}: {reason}" for name, reason in self.unopened.items())
+        return [*self.misleading(), *self.remarks, *unopened]
+
+    def misleading(self) -> list[str]:
+        """Return a line for each way in which the effects of single blocks mislead about all of them together."""
+        found: list[str] = []
         if self._together is None:
             return found
         if not self.interaction <= self._precision**0.5:
@@ -409,8 +420,21 @@ class Comparison:
     @contextmanager
     def _passing(self, open: Collection[str]) -> Iterator[None]:
         """Let the gates of `open` pass in backward passes."""
-        with self.program.aside(runs=False), self._board.backward(open):
+        with self._quietly(), self._board.backward(open):
             yield
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        """Take derivatives without leaving a trace; entered once for many."""
+        if self._is_quiet:
+            yield
+            return
+        with self.program.aside(runs=False):
+            self._is_quiet = True
+            try:
+                yield
+            finally:
+                self._is_quiet = False
 
     def _check_unmodified(self) -> None:
         for name, parameter in self._params.items():
@@ -534,11 +558,11 @@ class Comparison:
         if leaks.isfinite().all():
             if not beyond.any():
                 return Verdict("redundant")
-            size = max(opened.norm().item(), blocked.norm().item())
-            if not (self._is_resolved and leaks.norm().item() > self._precision**0.5 * size):
+            if not self._is_clear(names, leak, rows):
                 noise = self._noise(names, leak)
                 beyond &= leaks > _MOST_NOISE * noise
                 if not beyond.any():
+                    size = max(opened.norm().item(), blocked.norm().item())
                     low = self._precision > torch.finfo(torch.float32).eps
                     return Verdict("noise", noise=noise.norm().item() / size) if low else Verdict("redundant")
         made = beyond & (opened <= allowed * blocked)
@@ -556,9 +580,32 @@ class Comparison:
         with self.program.aside():
             return coarsest(self.program.value(), self._params)
 
+    def _is_clear(self, names: Sequence[str], leak: _Leak, rows: Tensor) -> bool:
+        """Say whether a leak is more than rounding, as far as that can be told without another run.
+
+        Where the gradient vanishes, as after training, its size tells nothing. While gates answer, a backward pass of a
+        part of the loss tells: rounding comes out otherwise.
+        """
+        if not self._is_resolved:
+            return False
+        sizes = rows.sum(0).sqrt()
+        if sizes[0] > self._precision**0.6 * max(sizes[2].item(), sizes[3].item()):
+            return True
+        if self._value is None or self._board.needs_rerun(names):
+            return False
+        whole = sizes[0].item()
+        shares = {name: norm([part]) for name, part in leak.parts.items()}
+        last = max((self._last_uses.get(name, 0), name) for name, share in shares.items() if share > 0.1 * whole)[1]
+        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals_of_a_part if name in names]
+        edges, cotangents = zip(*arrived, strict=True)
+        with self._passing(names):
+            (part,) = torch.autograd.grad(edges, [self._params[last]], cotangents, retain_graph=True)
+        moved = flat(part).double() * _PART - leak.parts[last].double()
+        return bool(norm([moved]) <= self._precision**0.5 * shares[last])
+
     @cached_property
     def _is_resolved(self) -> bool:
-        """Whether the blocked gradient is clearly more than rounding. Where it vanishes, as after training, it is not.
+        """Whether the blocked gradient is clearly more than rounding.
 
         While gates answer, a short backward pass tells: of the parameters that have a good part of the gradient, the
         one that the program used last answers for all.
@@ -567,31 +614,48 @@ class Comparison:
             again = self.program.answer(self._params, nudge=(0, self._precision)).gradients
             moved = norm([flat(again[name]).double() - flat(g).double() for name, g in self.blocked.items()])
             return bool(moved <= self._precision**0.5 * self._blocked_norm)
-        names = {id(parameter): name for name, parameter in self._params.items()}
-        norms = {name: norm([gradient]) for name, gradient in self.blocked.items()}
-        uses = [
-            (node._sequence_nr(), name)
-            for node in reachable_nodes(self._value.grad_fn, ())
-            for successor, _ in node.next_functions
-            if (name := names.get(id(getattr(successor, "variable", None)))) and norms[name] > 0.1 * self._blocked_norm
-        ]
-        if not uses:
+        norms = {name: norm([self.blocked[name]]) for name in self._last_uses}
+        large = [(use, name) for name, use in self._last_uses.items() if norms[name] > 0.1 * self._blocked_norm]
+        if not large:
             return False
-        _, last = max(uses)
+        _, last = max(large)
         with self._passing(()):
-            return all(self._moves(last, divisor) <= self._precision**0.5 * norms[last] for divisor in (3, 7))
+            (part,) = torch.autograd.grad(self._value, [self._params[last]], self._part, retain_graph=True)
+        moved = norm([flat(part).double() * _PART - flat(self.blocked[last]).double()])
+        return bool(moved <= self._precision**0.5 * norms[last])
 
-    def _moves(self, name: str, divisor: int) -> float:
-        """Return how far rounding moves a gradient: the same one again, of a part of the loss."""
+    @property
+    def _part(self) -> Tensor:
+        """A part of the loss, for a backward pass in which rounding comes out otherwise."""
         assert self._value is not None
-        share = torch.ones_like(self._value) / divisor
-        (part,) = torch.autograd.grad(self._value, [self._params[name]], share, retain_graph=True)
-        return norm([flat(part).double() / share.double().item() - flat(self.blocked[name]).double()])
+        return torch.ones_like(self._value) / _PART
+
+    @cached_property
+    def _arrivals_of_a_part(self) -> list[tuple[str, GradientEdge, Tensor]]:
+        assert self._value is not None
+        wanted = [parameter for parameter in self._params.values() if parameter.requires_grad]
+        self._board.arrivals = []
+        with self._passing(()):
+            torch.autograd.grad(self._value, wanted, self._part, retain_graph=True, allow_unused=True)
+        found, self._board.arrivals = self._board.arrivals, None
+        return found
+
+    @cached_property
+    def _last_uses(self) -> dict[str, int]:
+        """Parameter -> the number of the last node that uses it, for those that the graph reaches."""
+        names = {id(parameter): name for name, parameter in self._params.items()}
+        uses: dict[str, int] = {}
+        for node in () if self._value is None else reachable_nodes(self._value.grad_fn, EVERY_BLOCK):
+            for successor, _ in node.next_functions:
+                if name := names.get(id(getattr(successor, "variable", None))):
+                    uses[name] = max(uses.get(name, 0), node._sequence_nr())
+        return uses
 
     def _noise(self, names: Sequence[str], leak: _Leak) -> Tensor:
         """Return (P,): how far a leak moves while the parameters move by a rounding."""
         noise = torch.zeros(len(self._params), dtype=torch.float64)
-        for nudge in range(_NUDGES):
+        # A few digits may come out the same by chance, a gradient's may not.
+        for nudge in range(1 if self._is_resolved else _NUDGES):
             open, blocked = (
                 self.program.answer(self._params, blocks, nudge=(nudge, _nudge(self._precision))).gradients
                 for blocks in (names, ())
