@@ -36,9 +36,8 @@ def main(chosen: list[str]) -> int:
     """Run the chosen modules, or all of them, and return the exit code."""
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     _keep_memory()
-    if "--threads" in chosen:
-        place = chosen.index("--threads")
-        chosen = chosen[:place] + chosen[place + 2 :]
+    options = {place for place, word in enumerate(chosen) if word.startswith("--")}
+    chosen = [word for place, word in enumerate(chosen) if not {place, place - 1} & options]
     names = [info.name for info in pkgutil.iter_modules(benchmarks.__path__) if not info.name.startswith("_")]
     for name in chosen:
         if name not in names:

@@ -20,6 +20,7 @@ DETACH = torch.Tensor.detach
 
 PROGRAM = '''\
 """A program with <b>stops</b> & a "quoted" name."""
+import random
 import torch
 from torch import nn
 from helper_of_program import scale
@@ -52,11 +53,10 @@ def with_parameters():
 
 
 def changing():
-    calls = []
+    clock = random.SystemRandom()
 
     def loss():
-        calls.append(1)
-        return (net(x) * net(x).detach()).sum() * len(calls)
+        return (net(x) * net(x).detach()).sum() * clock.random()
 
     return loss
 
@@ -125,7 +125,7 @@ def test_json_is_what_the_audit_says(program):
     found = audit(sys.modules["program_to_audit"].loss, {"<weight>": sys.modules["program_to_audit"].net.weight})
     assert told == json.loads(json.dumps(found.to_dict()))
     assert list(told["effects"][0]["per_parameter"]) == ["<weight>"]
-    assert [effect["verdict"] for effect in told["effects"]] == ["partial", "partial", "redundant"]
+    assert [effect["verdict"]["kind"] for effect in told["effects"]] == ["partial", "partial", "redundant"]
 
 
 def test_an_audit_that_is_not_valid_ends_with_1(program):

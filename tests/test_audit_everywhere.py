@@ -557,7 +557,7 @@ PROGRAMS = {
     "batch_norm-in-no_grad": """
         norm = nn.BatchNorm1d(3)
         def loss():
-            with torch.no_grad():  # listed: in-place changes
+            with torch.no_grad():  # opened
                 held = norm(A(y))
             return (norm(A(x)) * held).sum()
     """,

@@ -102,7 +102,7 @@ def test_a_memory_of_past_batches_makes_two_runs_differ_and_the_audit_says_so():
     remembering = losses.CrossBatchMemory(losses.NTXentLoss(), 6, memory_size=16)
     found = audit(lambda: remembering(net(x), labels), net)
     assert not found.valid
-    assert found.reason == "the program is not deterministic: two plain runs differ"
+    assert found.reason == "the program is not deterministic, two plain runs differ"
 
 
 # --- reinforcement learning --------------------------------------------------------------------------------------

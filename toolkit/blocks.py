@@ -756,11 +756,11 @@ def _let_pass(state: _State, name: str, input: Tensor) -> Tensor:
 @contextmanager
 def _open_region(state: _State, name: str) -> Iterator[None]:
     """Run an open region, which counts as reached if something was recorded in it."""
-    start = torch._C._autograd._get_sequence_nr()
+    records, start = torch.is_grad_enabled(), torch._C._autograd._get_sequence_nr()
     try:
         yield
     finally:
-        if forward_ad._current_level >= 0 or torch._C._autograd._get_sequence_nr() > start:
+        if forward_ad._current_level >= 0 or (records and torch._C._autograd._get_sequence_nr() > start):
             _mark_reached(state, name)
 
 

@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,6 +94,9 @@ class BareBlocks:
     _region: _Entered | None = None
     _here: FrameType | None = None
     _state: set[int] = field(default_factory=set)
+    _is_active: bool = False
+    _writes: set[str] = field(default_factory=set)
+    _spared: set[str] = field(default_factory=set)
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @contextmanager
@@ -103,9 +106,17 @@ class BareBlocks:
         Raises:
             RuntimeError: If another audit is running in this process.
         """
+        outer = self._region, self._here, self._state
+        self._region, self._here, self._state = None, None, program.storages() if program else set()
+        if self._is_active:  # a run of the program between derivatives of an earlier one
+            try:
+                yield
+            finally:
+                self._region, self._here, self._state = outer
+            return
         if not _one_audit.acquire(blocking=False):
             raise RuntimeError("`audit` should run once at a time in a process. Found another one running.")
-        self._region, self._here, self._state = None, None, program.storages() if program else set()
+        self._is_active = True
         try:
             with ExitStack() as stack:
                 for owner, name, make in self._replacements():
@@ -114,6 +125,7 @@ class BareBlocks:
                 stack.enter_context(_Watch(self))
                 yield
         finally:
+            self._is_active = False
             _one_audit.release()
 
     def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
@@ -145,6 +157,12 @@ class BareBlocks:
         for name in ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"):
             stops.append((Tensor, name, functools.partial(self._escape, name)))
         return stops
+
+    def spare(self, places: Iterable[str]) -> bool:
+        """Let what these regions write into older tensors stay blocked from now on; say whether that is new."""
+        spared = self._writes.intersection(places) - self._spared
+        self._spared |= spared
+        return bool(spared)
 
     # --- what stops a tensor ---
 
@@ -251,7 +269,9 @@ class BareBlocks:
             if not carries_gradient(input):
                 return original(input, *args, **kwargs)
             self._note_escape(kind, self._caller())
-            return original(torch._C.TensorBase.detach(input), *args, **kwargs)
+            with torch._C.DisableTorchFunction():  # nobody is to see this one
+                stopped = torch._C.TensorBase.detach(input)
+            return original(stopped, *args, **kwargs)
 
         return leave
 
@@ -417,7 +437,10 @@ class _Watch(TorchFunctionMode):
         one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"
         if one_mode and any(map(_has_tangent, leaves)):
             bare.one_mode[region.site] = None
-        if any(map(bare._is_state, _changed(func, args, kwargs))):
+        changed = [tensor for tensor in _changed(func, args, kwargs) if bare._is_state(tensor)]
+        bare._writes.update([region.site] if changed else [])
+        # A view cannot be made a constant again.
+        if changed and (region.site in bare._spared or any(tensor._base is not None for tensor in changed)):
             bare.partly[region.site] = "in-place changes inside of it to older tensors stay blocked"
             with no_graph():
                 return func(*args, **kwargs)

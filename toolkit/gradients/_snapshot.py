@@ -282,6 +282,7 @@ class Holder:
         return _Taken(self, self.held())
 
     def held(self) -> Any:
+        """Return what it holds, in a form that stays."""
         raise NotImplementedError
 
     def holds(self, held: Any) -> bool:
@@ -289,6 +290,7 @@ class Holder:
         raise NotImplementedError
 
     def hold(self, held: Any) -> None:
+        """Let it hold this."""
         raise NotImplementedError
 
 
@@ -447,7 +449,8 @@ class _Search:
         if isinstance(found, Tensor):
             parts.tensors[_unique(name, parts.tensors)] = found
         elif isinstance(found, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-            parts.generators.append(found)
+            if not isinstance(found, random.SystemRandom):  # which has no state
+                parts.generators.append(found)
         elif isinstance(found, nn.Module):
             parts.modules[_unique(name, parts.modules)] = found
             for prefix, module in found.named_modules(prefix=name):

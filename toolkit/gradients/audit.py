@@ -78,7 +78,7 @@ class Audit:
         bare = BareBlocks()
         with bare.replaced():  # raises inside of another audit
             pass
-        self._comparison = comparison = Comparison(loss, params, None, around=bare.replaced)
+        self._comparison = comparison = Comparison(loss, params, None, around=bare.replaced, spare=bare.spare)
         self.reason, self.valid = comparison.reason, not comparison.reason
         self.loss, self.blocked, self.effects = comparison.loss, comparison.blocked, comparison.effects
         self.kinds = {**dict.fromkeys(comparison.meetings, "stop_gradient"), **bare.kinds}
@@ -193,7 +193,7 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
     Example:
         >>> w = torch.tensor(3.0, requires_grad=True)
         >>> found = audit(lambda: w * (w * w).detach() + w.detach(), {"w": w})
-        >>> found.valid, [effect.verdict for effect in found.effects]
+        >>> found.valid, [str(effect.verdict) for effect in found.effects]
         (True, ['partial', 'partial'])
     """
     return Audit(loss, params)

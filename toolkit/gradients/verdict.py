@@ -123,6 +123,7 @@ def products(leak: Tensor | None, blocked: Tensor) -> Tensor:
 
 
 def difference(products: Iterable[float]) -> Difference:
+    """Return what the four products of two gradients say about them."""
     leak, dot, open, blocked = products
     if blocked:
         ratio = math.sqrt(open / blocked)
@@ -141,6 +142,7 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def norm(tensors: Iterable[Tensor]) -> float:
+    """Return the Euclidean norm of all numbers of some tensors together."""
     return math.hypot(*(flat(tensor).double().norm().item() for tensor in tensors))
 
 
@@ -167,8 +169,10 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def plain(difference: Difference) -> dict[str, float | None]:
+    """Return a difference as plain JSON."""
     return {key: finite(value) for key, value in difference._asdict().items()}
 
 
 def finite(value: float) -> float | None:
+    """Return a number that JSON can hold, or None."""
     return value if math.isfinite(value) else None
