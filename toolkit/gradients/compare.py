@@ -63,7 +63,7 @@ _WIDEST_VERDICT = 40
 _MOST_ROWS_UNSORTED = 20
 
 # How often the parameters are moved by a rounding to see how far that moves a leak.
-_NUDGES = 4
+_NUDGES = 6
 
 # Of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
 _PART = 3.0
@@ -570,7 +570,7 @@ class Comparison:
             if not beyond.any():
                 return Verdict("redundant")
             if not self._is_clear(names, leak, rows):
-                noise = self._noise(names, leak)
+                noise = self._noise(names, leak, leaks)
                 beyond &= leaks > _MOST_NOISE * noise
                 if not beyond.any():
                     size = max(opened.norm().item(), blocked.norm().item())
@@ -661,8 +661,8 @@ class Comparison:
                     uses[name] = max(uses.get(name, 0), node._sequence_nr())
         return uses
 
-    def _noise(self, names: Sequence[str], leak: _Leak) -> Tensor:
-        """Return (P,): how far a leak moves while the parameters move by a rounding."""
+    def _noise(self, names: Sequence[str], leak: _Leak, leaks: Tensor) -> Tensor:
+        """Return (P,): how far a leak of these sizes moves while the parameters move by a rounding."""
         noise = torch.zeros(len(self._params), dtype=torch.float64)
         # A few digits may come out the same by chance, a gradient's may not.
         for nudge in range(1 if self._is_resolved else _NUDGES):
@@ -674,6 +674,8 @@ class Comparison:
                 moved = flat(open[name]).double() - flat(blocked[name]).double()
                 moved = moved - leak.parts[name].double() if name in leak.parts else moved
                 noise[index] = max(noise[index].item(), moved.norm().item())
+            if not (leaks > _MOST_NOISE * noise).any():
+                break
         return noise
 
 
@@ -742,7 +744,7 @@ def _is_close(found: Answer, plain: Answer) -> bool:
 
 def _nudge(precision: float) -> float:
     """Return by which part of themselves parameters are moved: some roundings, where they are small enough."""
-    return max(precision, min(1024 * precision, 2**-10))
+    return max(precision, min(precision**0.5, 2**-10))
 
 
 def _minus(a: Tensor, b: Tensor) -> Tensor:
