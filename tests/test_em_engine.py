@@ -540,6 +540,32 @@ def test_a_start_that_becomes_singular_does_not_stop_the_others():
     assert math.isfinite(float(values[1]))
 
 
+@pytest.mark.portable
+@every_type
+@pytest.mark.parametrize("copies", [11, 500])
+def test_copies_of_one_sample_have_no_variance_but_rounding(copies, kind):
+    """What is left when the squared mean is subtracted may be positive; it says nothing about the data."""
+    for seed in range(20):
+        x = samples(80, 2, 2, seed)
+        x = torch.cat([x[:1].expand(copies, 2), x[5:6].expand(7, 2) if kind == "tied" else x[1:]])
+        variances = torch.tensor([1e-6, 1.0], dtype=F64)
+        covariances = {
+            "full": variances[:, None, None] * torch.eye(2, dtype=F64),
+            "tied": variances[0] * torch.eye(2, dtype=F64),
+            "diag": variances[:, None].expand(2, 2),
+            "spherical": variances,
+        }[kind]
+        first = GaussianParameters.from_covariances(
+            weights=torch.tensor([0.3, 0.7], dtype=F64),
+            means=x[[0, -1]],
+            covariances=covariances,
+            covariance_type=kind,
+        )
+        data = prepare(x, kind, 2)
+        _, values, _, _ = climb_together(Mixtures.of([first], data), data, tol=1e-6, max_iter=50, reg_covar=0)
+        assert float(values[0]) == -math.inf
+
+
 def test_a_spike_is_not_the_best_start():
     """Random starts on iris find one that is 0.5 nats higher than the maximum that is published."""
     x = datasets.iris().inputs

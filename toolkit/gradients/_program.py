@@ -132,9 +132,13 @@ class Program:
             with nullcontext() if gates is None else gates.noting():
                 value = self.value()
             params = leaves_of(value, self.parts) if params is None else params
-            with self._refusing_hidden_gradients(value):
-                gradients = differentiated(value, params, whole=not around)
-            loss, paths = value.item(), reached(value, params)
+            nodes = [] if value.grad_fn is None else list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
+            others: list[Tensor] = []
+            if not around and any(map(is_foreign, nodes)):  # which run in a plain ``backward()``, whatever they lead to
+                others = [node.variable for node in nodes if hasattr(node, "variable")]
+            with self._refusing_hidden_gradients(nodes):
+                gradients = differentiated(value, params, others)
+            loss, paths = value.item(), _among(nodes, params)
         return Answer(loss, params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
 
     def loss(self) -> float:
@@ -143,11 +147,9 @@ class Program:
             return self.value().item()
 
     @contextmanager
-    def _refusing_hidden_gradients(self, value: Tensor) -> Iterator[None]:
+    def _refusing_hidden_gradients(self, nodes: Iterable[Any]) -> Iterator[None]:
         """Raise if a derivative by a parameter does not find all of its gradient."""
-        if value.grad_fn is not None and any(
-            type(node).__name__ == "CheckpointFunctionBackward" for node in reachable_nodes(value.grad_fn, EVERY_BLOCK)
-        ):
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
             raise RuntimeError(
                 "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides the "
                 "graph of what it runs."
@@ -163,18 +165,11 @@ class Program:
                 )
 
 
-def differentiated(value: Tensor, params: Mapping[str, Tensor], *, whole: bool = False) -> dict[str, Tensor]:
-    """Return parameter -> gradient, zero where there is no path; the graph stays.
-
-    With `whole`, functions that users wrote run even where they lead to none of the parameters, as in a plain
-    ``backward()``.
-    """
+def differentiated(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor]:
+    """Return parameter -> gradient, zero where there is no path; `others` are differentiated by, too. The graph stays."""
     wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
     found: dict[str, Tensor | None] = {}
     if value.requires_grad and wanted:
-        others: list[Tensor] = []
-        if whole and any(map(is_foreign, reachable_nodes(value.grad_fn, EVERY_BLOCK))):
-            others = [leaf for leaf in leaves_of(value, Parts()).values() if leaf.requires_grad]
         gradients = torch.autograd.grad(value, [*wanted.values(), *others], retain_graph=True, allow_unused=True)
         found = dict(zip(wanted, gradients, strict=False))
     return {
@@ -185,7 +180,10 @@ def differentiated(value: Tensor, params: Mapping[str, Tensor], *, whole: bool =
 
 def reached(value: Tensor, params: Mapping[str, Tensor], open: Collection[str] = EVERY_BLOCK) -> frozenset[str]:
     """Return the parameters that a gradient of `value` can reach through the graph while only `open` pass."""
-    nodes = [] if value.grad_fn is None else reachable_nodes(value.grad_fn, open)
+    return _among(() if value.grad_fn is None else reachable_nodes(value.grad_fn, open), params)
+
+
+def _among(nodes: Iterable[Any], params: Mapping[str, Tensor]) -> frozenset[str]:
     found = {id(getattr(node, "variable", node)) for node in nodes}
     return frozenset(
         name

@@ -497,7 +497,7 @@ class Comparison:
             return self._leak_of_gates(names) if carried else _Leak({}, frozenset(), carried=False)
         answer = self._run_again(names)
         parts = {
-            name: flat(gradient) - flat(self.blocked[name])
+            name: flat(gradient) - self._flat_blocked[name]
             for name, gradient in answer.gradients.items()
             if not equal(gradient, self.blocked[name])
         }
@@ -525,12 +525,12 @@ class Comparison:
         return _Leak(parts, paths, carried=True)
 
     def _effect(self, names: Sequence[str], leak: _Leak) -> BlockEffect:
-        meetings = [self._board.meetings[name] for name in names]
+        meetings, known = [self._board.meetings[name] for name in names], declared_blocks()
         rows = self._products(leak)
         total = difference(rows.sum(0).tolist())
         return BlockEffect(
             name=" + ".join(names),
-            why=" ".join(declared_blocks()[name].why if name in declared_blocks() else "" for name in names).strip(),
+            why=" ".join(known[name].why for name in names if name in known).strip(),
             site=", ".join(str(meeting.site) for meeting in meetings),
             calls=sum(meeting.calls for meeting in meetings),
             verdict=self._verdict(names, leak, rows),
@@ -542,15 +542,25 @@ class Comparison:
 
     def _products(self, leak: _Leak) -> Tensor:
         """Return (P, 4), for every parameter the products that its `Difference` is made of."""
-        rows = [
-            products(leak.parts[name], flat(self.blocked[name])) if name in leak.parts else row
-            for name, row in self._products_when_blocked.items()
-        ]
-        return torch.stack(rows).cpu()
+        rows = self._products_when_blocked.clone()
+        if leak.parts:
+            index = [self._indices[name] for name in leak.parts]
+            blocked = [self._flat_blocked[name] for name in leak.parts]
+            rows[index] = products(list(leak.parts.values()), blocked, rows[index, 3])
+        return rows
 
     @cached_property
-    def _products_when_blocked(self) -> dict[str, Tensor]:
-        return {name: products(None, flat(gradient)) for name, gradient in self.blocked.items()}
+    def _indices(self) -> dict[str, int]:
+        return {name: index for index, name in enumerate(self._params)}
+
+    @cached_property
+    def _flat_blocked(self) -> dict[str, Tensor]:
+        return {name: flat(gradient) for name, gradient in self.blocked.items()}
+
+    @cached_property
+    def _products_when_blocked(self) -> Tensor:
+        squares = torch.tensor([norm([gradient]) ** 2 for gradient in self._flat_blocked.values()], dtype=torch.float64)
+        return torch.stack([torch.zeros_like(squares), squares, squares, squares], 1)
 
     @cached_property
     def _blocked_norm(self) -> float:
@@ -744,7 +754,7 @@ def _is_close(found: Answer, plain: Answer) -> bool:
 
 def _nudge(precision: float) -> float:
     """Return by which part of themselves parameters are moved: some roundings, where they are small enough."""
-    return max(precision, min(precision**0.5, 2**-10))
+    return max(precision, min(math.sqrt(precision), 2**-10))
 
 
 def _minus(a: Tensor, b: Tensor) -> Tensor:

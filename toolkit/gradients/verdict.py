@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -14,9 +13,6 @@ from torch import Tensor
 __all__ = ["BlockEffect", "Difference", "Verdict"]
 
 Kind = Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"]
-
-# Numbers that are widened to float64 at a time: a copy of a large gradient would cost more than its norm.
-_CHUNK = 2**16
 
 
 @dataclass(frozen=True)
@@ -106,20 +102,22 @@ class BlockEffect:
         }
 
 
-def products(leak: Tensor | None, blocked: Tensor) -> Tensor:
-    """Return ``|leak|^2, a . b, |a|^2, |b|^2`` for the gradients b and a = b + leak, without rounding a."""
-    rows = []
-    leaks = itertools.repeat(None) if leak is None else leak.split(_CHUNK)
-    for part, b in zip(leaks, blocked.split(_CHUNK), strict=False):
-        b = b.double()
-        if part is None:
-            square = b.dot(b)
-            rows.append(torch.stack([torch.zeros_like(square), square, square, square]))
-        else:
-            part = part.double()
-            a = b + part
-            rows.append(torch.stack([part.dot(part), a.dot(b), a.dot(a), b.dot(b)]))
-    return rows[0] if len(rows) == 1 else torch.stack(rows).sum(0)
+def products(leaks: Sequence[Tensor], blocked: Sequence[Tensor], squares: Tensor) -> Tensor:
+    """Return (P, 4): ``|leak|^2, a . b, |a|^2, |b|^2`` for the vectors b and a = b + leak of P parameters.
+
+    Args:
+        leaks: P vectors.
+        blocked: Those of b, of the same sizes.
+        squares: ``|b|^2``, (P,), float64.
+    """
+    added = _squares(leaks)
+    opened = _squares([b + leak for leak, b in zip(leaks, blocked, strict=True)])
+    return torch.stack([added, (opened + squares - added) / 2, opened, squares], 1)
+
+
+def _squares(vectors: Sequence[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(list(vectors), 2, torch.float64)
+    return torch.stack([norm.cpu() for norm in norms]).square()
 
 
 def difference(products: Iterable[float]) -> Difference:
