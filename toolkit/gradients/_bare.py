@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from toolkit.blocks import Site, carries_gradient, no_graph, region_at, site_of, stop_at
-from toolkit.gradients._snapshot import Snapshot
+from toolkit.gradients._snapshot import INSTALLED, Snapshot
 
 __all__ = ["BareBlocks", "Escape"]
 
@@ -80,6 +80,7 @@ class BareBlocks:
         escapes: Places where a value leaves the graph.
         partly: Place of a region -> what in it stays as it is while it is open.
         one_mode: Places of regions through which a forward-mode derivative passes, whether they are open or not.
+        nested: Place -> the regions around it, from the outside.
         elsewhere: What other threads called meanwhile, which is not looked into.
     """
 
@@ -90,11 +91,13 @@ class BareBlocks:
     partly: dict[str, str] = field(default_factory=dict)
     one_mode: dict[str, None] = field(default_factory=dict)
     elsewhere: dict[str, None] = field(default_factory=dict)
+    nested: dict[str, tuple[str, ...]] = field(default_factory=dict)
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
     _here: FrameType | None = None
     _state: set[int] = field(default_factory=set)
     _is_active: bool = False
+    _closed: tuple[str, ...] = ()
     _writes: set[str] = field(default_factory=set)
     _spared: set[str] = field(default_factory=set)
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
@@ -108,6 +111,7 @@ class BareBlocks:
         """
         outer = self._region, self._here, self._state
         self._region, self._here, self._state = None, None, program.storages() if program else set()
+        self._closed = ()
         if self._is_active:  # a run of the program between derivatives of an earlier one
             try:
                 yield
@@ -235,12 +239,19 @@ class BareBlocks:
     ) -> Any:
         """Return what a place makes of a tensor, or of what is made of it: stopped as ever, or behind a gate."""
         site = self._site(kind, self._caller())
-        if site is None or (made is not None and not carries_gradient(input)):
-            if site is not None:
-                stop_at(input, site)
+        stopped = None
+        if site is not None:
+            self._note_nested(site)
+            stopped = stop_at(input if made is None or not carries_gradient(input) else made(), site)
+        if stopped is not None:
+            return stopped
+        with torch._C.DisableTorchFunction():  # which would come here again
             return plainly()
-        stopped = stop_at(input if made is None else made(), site)
-        return plainly() if stopped is None else stopped
+
+    def _note_nested(self, site: Site) -> None:
+        """Note the regions in which a place stops something."""
+        if self._closed:
+            self.nested.setdefault(str(site), self._closed)
 
     def _unwrapped(self, function: Callable[[Any], Any], input: Tensor) -> Any:
         """Let a subclass of tensors take itself apart first, as torch does for its own functions."""
@@ -292,7 +303,7 @@ class BareBlocks:
     def _exit(self, original: Any) -> Any:
         def leave(context: Any, *error: Any) -> Any:
             entered = context.__dict__.get("_toolkit")
-            inner, self._region = entered.pop() if entered else (None, self._region)
+            inner, self._region, self._closed = entered.pop() if entered else (None, self._region, self._closed)
             if inner is None:
                 return original(context, *error)
             inner.__exit__(*error)
@@ -304,8 +315,11 @@ class BareBlocks:
         """Open the region that `context` begins, if its block is open; its end finds what it has to end."""
         # `torch.no_grad` and `torch.set_grad_enabled` leave forward mode on.
         inner = None if site is None else region_at(site, both_modes=kind == "inference_mode")
-        context.__dict__.setdefault("_toolkit", []).append((inner, self._region))
+        context.__dict__.setdefault("_toolkit", []).append((inner, self._region, self._closed))
+        if site is not None:
+            self._note_nested(site)
         if inner is None:
+            self._closed = self._closed if site is None else (*self._closed, str(site))
             return False
         context.prev = torch._C.is_grad_enabled()  # for an end that comes when nothing is replaced any more
         self._region = _Entered(str(site))
@@ -353,6 +367,13 @@ class BareBlocks:
 
     # --- where ---
 
+    def user_site(self) -> Site | None:
+        """Return the place in the user's code, or in that of a package, from which torch was called."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((_TOOLKIT, _TORCH)):
+            frame = frame.f_back
+        return None if frame is None else site_of(frame)
+
     def _is_state(self, tensor: Tensor) -> bool:
         """Say whether a tensor was there before the program ran, by its memory."""
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
@@ -380,7 +401,7 @@ class BareBlocks:
         elif _is_machinery(file):
             return None
         else:
-            site = site_of(frame)
+            site = site_of(_outside_of_wrapper(frame, kind))
         key = str(site)
         self.kinds.setdefault(key, kind)
         self.sites.setdefault(key, site)
@@ -503,6 +524,19 @@ def _caller() -> FrameType:
         frame = frame.f_back
     assert frame is not None
     return frame
+
+
+def _outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:
+    """Return the frame that called a package's function of the same name, a container's ``detach()`` say."""
+    name, package = frame.f_globals.get("__name__", ""), kind.strip(".()")
+    root = name.partition(".")[0]
+    inside: FrameType | None = frame
+    found = frame
+    while inside is not None and inside.f_globals.get("__name__", "").partition(".")[0] == root:
+        if inside.f_code.co_name == package and frame.f_code.co_filename.startswith(INSTALLED) and inside.f_back:
+            found = inside.f_back
+        inside = inside.f_back
+    return found
 
 
 def _passes_on(frame: FrameType) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from toolkit.blocks import Site
 from toolkit.gradients.audit import Audit
-from toolkit.gradients.verdict import BlockEffect, Difference
+from toolkit.gradients.verdict import BlockEffect, Difference, Verdict
 
 __all__ = ["page", "stop_span"]
 
@@ -32,6 +32,7 @@ def page(found: Audit, title: str, command: str) -> str:
         command: How to make the page again.
     """
     effects = "".join(_effect(found, effect) for effect in found.effects)
+    effects += "".join(_set(found, effect) for effect in found.sets)
     unopened = [(entry.kind, entry.site, entry.reason) for entry in found.unopened]
     escapes = [(entry.kind, entry.site, "the value leaves the graph") for entry in found.escapes]
     others = "".join(_other(found, *entry) for entry in [*unopened, *escapes])
@@ -113,19 +114,33 @@ def _effect(found: Audit, effect: BlockEffect) -> str:
     verdict = effect.verdict
     named = "" if effect.name == str(site) else f" <strong>{_text(effect.name)}</strong>"
     why = f"<p>{_text(effect.why)}</p>" if effect.why else ""
-    parameters = f"<code>{_text(', '.join(verdict.parameters))}</code>"
-    says = {
-        "cuts": f"<p>Only this keeps the gradient from {parameters}.</p>",
-        "makes": f"<p>Without this the gradient of {parameters} is zero.</p>",
-    }.get(verdict.kind, "")
     calls = f", {effect.calls} times" if effect.calls > 1 else ""
     return f"""<section>
 <h3><span class="verdict {verdict.kind}">{_text(verdict.label)}</span> <code>{_text(kind)}</code>{named}
 <span class="where">{_text(str(site))}, in {_text(site.function)}{calls}</span></h3>
-{why}{_excerpt(site, kind)}{says}
+{why}{_excerpt(site, kind)}{_says(verdict)}
 {_numbers(effect)}
 </section>
 """
+
+
+def _set(found: Audit, effect: BlockEffect) -> str:
+    places = effect.name.split(" + ")
+    listed = "".join(f"<li><code>{_text(found.kinds[place])}</code> {_text(place)}</li>" for place in places)
+    return f"""<section>
+<h3><span class="verdict {effect.verdict.kind}">{_text(effect.verdict.label)}</span> together</h3>
+<p>Opened one by one these do nothing; opened together they do.</p><ul>{listed}</ul>{_says(effect.verdict)}
+{_numbers(effect)}
+</section>
+"""
+
+
+def _says(verdict: Verdict) -> str:
+    parameters = f"<code>{_text(', '.join(verdict.parameters))}</code>"
+    return {
+        "cuts": f"<p>Only this keeps the gradient from {parameters}.</p>",
+        "makes": f"<p>Without this the gradient of {parameters} is zero.</p>",
+    }.get(verdict.kind, "")
 
 
 def _numbers(effect: BlockEffect) -> str:

@@ -166,7 +166,7 @@ class Program:
 
 
 def differentiated(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor]:
-    """Return parameter -> gradient, zero where there is no path; `others` are differentiated by, too. The graph stays."""
+    """Return parameter -> gradient, zero without a path. `others` are differentiated by, too; the graph stays."""
     wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
     found: dict[str, Tensor | None] = {}
     if value.requires_grad and wanted:

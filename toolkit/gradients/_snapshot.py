@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from toolkit.blocks import no_graph
 
-__all__ = ["Parts", "Snapshot", "find_parts", "without_compiled_code"]
+__all__ = ["INSTALLED", "Parts", "Snapshot", "find_parts", "without_compiled_code"]
 
 # A loss function reaches few objects; the bound only keeps a pathological program from being searched for ever.
 _MOST_OBJECTS = 1_000_000
@@ -37,7 +37,7 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _STATELESS = ("toolkit.blocks", "toolkit.gradients")
 
 # What packages of others keep in their globals is not searched: they name thousands of things.
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.ModuleType, types.CodeType)
 _EMPTY: tuple[Any, ...] = ([], (), "", b"", range(0))
@@ -561,7 +561,7 @@ class _Search:
             self.add(name, value)
         wrapped = getattr(found, "__wrapped__", None)
         self.add("", wrapped)
-        if _is_library(found.__module__) or found.__code__.co_filename.startswith(_INSTALLED):
+        if _is_library(found.__module__) or found.__code__.co_filename.startswith(INSTALLED):
             return
         self.parts.state.append(_Mapping(vars(found)))
         for name, value in vars(found).items():
@@ -573,9 +573,7 @@ class _Search:
                 if not isinstance(value, (types.FunctionType, type)):
                     self.parts.state.append(_Global(variables, name))
                 self.add(name, value)
-            elif not _is_library(value.__name__) and not (getattr(value, "__file__", None) or "").startswith(
-                _INSTALLED
-            ):
+            elif not _is_library(value.__name__) and not (getattr(value, "__file__", None) or "").startswith(INSTALLED):
                 for key in sorted(names & vars(value).keys()):
                     self.parts.state.append(_Global(vars(value), key))
                     self.add(f"{name}.{key}", vars(value)[key])

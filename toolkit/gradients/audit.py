@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from toolkit.blocks import Block, Site
 from toolkit.gradients._bare import BareBlocks, Escape
+from toolkit.gradients._endings import by_module
 from toolkit.gradients._program import Parameters
 from toolkit.gradients.compare import Comparison, html_table, text_table
 from toolkit.gradients.graph import Graph, graph_of
@@ -58,6 +59,9 @@ class Audit:
         escapes: Places where a value leaves the graph for good (``.item()``, ``.numpy()``): nothing can be opened.
         sites: Place -> its file, line, column and function; also of what could not be opened.
         remarks: What else a reader should know.
+        unreached: Parameter -> where its path ends, for those that have none to the loss even with every place open: in
+            ``argmax``, in ``requires_grad_(False)``; empty if that cannot be seen.
+        sets: What opening places together does that do nothing alone, as `Comparison.sets`.
         one_mode: Places that stop reverse mode alone, although a forward-mode derivative comes by: `torch.no_grad`.
     """
 
@@ -72,13 +76,17 @@ class Audit:
     sites: dict[str, Site]
     remarks: list[str]
     one_mode: list[str]
+    unreached: dict[str, str]
+    sets: list[BlockEffect]
 
     def __init__(self, loss: Callable[[], Tensor], params: Parameters) -> None:
         """Run `loss`; see `audit`."""
         bare = BareBlocks()
         with bare.replaced():  # raises inside of another audit
             pass
-        self._comparison = comparison = Comparison(loss, params, None, around=bare.replaced, spare=bare.spare)
+        self._comparison = comparison = Comparison(
+            loss, params, None, around=bare.replaced, spare=bare.spare, nested=bare.nested
+        )
         self.reason, self.valid = comparison.reason, not comparison.reason
         self.loss, self.blocked, self.effects = comparison.loss, comparison.blocked, comparison.effects
         self.kinds = {**dict.fromkeys(comparison.meetings, "stop_gradient"), **bare.kinds}
@@ -91,6 +99,8 @@ class Audit:
         self.unopened = [Unopened(self.kinds[place], place, reason) for place, reason in reasons.items()]
         self.escapes = list(bare.escapes)
         self.one_mode = list(bare.one_mode)
+        self.sets = comparison.sets
+        self.unreached = {} if self.reason else comparison.endings(bare.user_site)
         self.sites = {name: meeting.site for name, meeting in comparison.meetings.items()} | bare.sites
 
     def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
@@ -124,6 +134,7 @@ class Audit:
             "remarks": self.remarks,
             "escapes": [vars(entry) for entry in self.escapes],
             "one_mode": self.one_mode,
+            "unreached": self.unreached,
         }
 
     def plot(self) -> Figure:
@@ -132,7 +143,8 @@ class Audit:
 
     def __str__(self) -> str:
         lines = [] if self.valid else [f"INVALID: {self.reason}"]
-        table = text_table(self.rows()) if self.effects else "nothing stops a gradient"
+        nothing = "nothing that could be opened stops a gradient" if self.unreached else "nothing stops a gradient"
+        table = text_table(self.rows()) if self.effects else nothing
         return "\n".join([*lines, self._comparison.head(), table, *self._comparison.misleading(), *self.notes()])
 
     def _repr_html_(self) -> str:
@@ -140,18 +152,23 @@ class Audit:
         notes = [*self._comparison.misleading(), *self.notes()]
         return head + html_table(self.rows()) + "".join(f"<p>{html.escape(note)}</p>" for note in notes)
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the table of the effects as text, the names of its columns first."""
-        head, *rows = self._comparison.rows()
+    def __repr__(self) -> str:
+        state = "valid" if self.valid else f"INVALID: {self.reason}"
+        return f"Audit({state}, loss {self.loss:.6g}, {len(self.effects)} places, {len(self.unopened)} not opened)"
+
+    def rows(self, order: str = "auto") -> list[tuple[str, ...]]:
+        """Return the table of the effects as text, the names of its columns first; `order` as `Comparison.rows`."""
+        head, *rows = self._comparison.rows(order)
         partly = {entry.site for entry in self.unopened}
-        named = [(name, self.kinds[name] + ", in part" * (name in partly), *cells) for name, *cells in rows]
+        kinds = {**self.kinds, **dict.fromkeys((found.name for found in self.sets), "together")}
+        named = [(name, kinds[name] + ", in part" * (name in partly), *cells) for name, *cells in rows]
         return [tuple(row[:-1]) for row in [("where", "what", *head[1:]), *named]]
 
     def notes(self) -> list[str]:
-        """Return a line for everything that could not be opened."""
+        """Return a line for everything that could not be opened, or that no place explains."""
         notes = self.remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
         notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
-        return notes + [
+        return [*notes, *by_module(self.unreached)] + [
             f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"
             for site in self.one_mode
         ]

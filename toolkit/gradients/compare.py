@@ -16,13 +16,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from toolkit.blocks import Block, declared_blocks
+from toolkit.blocks import Block, Site, declared_blocks
+from toolkit.gradients._endings import Endings
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, reachable_nodes
 from toolkit.gradients._program import (
     CONSTANT,
@@ -100,6 +102,8 @@ class Comparison:
         loss: The loss of a plain run.
         blocked: Parameter -> gradient of a plain run, with every block in place; zero where no path is left.
         effects: What opening each block alone does, in the order of the program.
+        sets: What opening blocks together does that do nothing alone: the smallest sets, as far as so many runs as
+            there are blocks find them. A stop inside of another one is the commonest.
         unopened: Block -> why it could not be opened.
         interaction: How far the effects of single blocks mislead about all of them together: ``|g(all) - g(none) - sum
             of the leaks of single blocks|``, relative to the largest of the gradients. Not 0 if a path crosses two
@@ -112,6 +116,7 @@ class Comparison:
     loss: float
     blocked: dict[str, Tensor]
     effects: list[BlockEffect]
+    sets: list[BlockEffect]
     unopened: dict[str, str]
     interaction: float
     remarks: list[str]
@@ -125,15 +130,16 @@ class Comparison:
         *,
         around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
         spare: Callable[[Collection[str]], bool] = lambda _: False,
+        nested: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
         """Run `loss`; see `compare`.
 
         Every run of it but the plain one is made inside of `around`. When it fails with blocks open, `spare` may see to
-        it that it fails no more.
+        it that it fails no more. `nested` learns while the program runs which blocks are inside of which.
         """
-        self._spare = spare
+        self._spare, self._nested = spare, nested
         self.program = Program(loss, params, around)
-        self.effects, self.unopened, self.remarks, self.reason = [], {}, [], ""
+        self.effects, self.sets, self.unopened, self.remarks, self.reason = [], [], {}, [], ""
         self.interaction, self._is_quiet = 0.0, False
         self._together: BlockEffect | None = None
         self._board, value, moved = self._recorded()
@@ -153,6 +159,7 @@ class Comparison:
                 self._refuse_strangers(plain)
             self._names = [] if self.reason else _selected(blocks, self._board.meetings)
             self._compute_effects()
+            self._find_sets()
         self._note_elsewhere()
         if self._value is not None and not self._board.needs_rerun(self._board.meetings):
             self.program.snapshot.forget_values()
@@ -242,6 +249,7 @@ class Comparison:
             "loss": finite(self.loss),
             "blocked_norm": finite(norm(self.blocked.values())),
             "effects": [effect.to_dict() for effect in self.effects],
+            "sets": [effect.to_dict() for effect in self.sets],
             "unopened": dict(self.unopened),
             "interaction": finite(self.interaction),
         }
@@ -295,7 +303,7 @@ class Comparison:
                 f"{self.interaction:.0%} of its size, along paths that cross several of them (see attribution)"
             )
         largest = max(effect.leak for effect in self.effects)
-        single = any(effect.verdict.kind not in ("no-op", "redundant") for effect in self.effects)
+        single = any(not effect.verdict.is_silent for effect in self.effects)
         if self._together.leak < 0.1 * largest and single:
             found.append(
                 f"single effects mislead: opened together, the blocks cancel to {self._together.leak / largest:.0%} of "
@@ -318,7 +326,7 @@ class Comparison:
         effects = self.effects
         if order == "leak" or (order == "auto" and len(effects) > _MOST_ROWS_UNSORTED):
             effects = sorted(effects, key=lambda effect: -effect.leak if effect.leak == effect.leak else -math.inf)
-        return [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, effects)]
+        return [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, [*effects, *self.sets])]
 
     # --- how the program is run --------------------------------------------------------------------------------------
 
@@ -403,6 +411,23 @@ class Comparison:
             why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}", answer)
             raise _Unrepeatable(f"`loss` should do the same each time it runs. Found {why}")
         return answer
+
+    def endings(self, caller: Callable[[], Site | None]) -> dict[str, str]:
+        """Return parameter -> where its path ends, for those that have none to the loss with every block open."""
+        paths = self._reached_when_blocked
+        if len(paths) < len(self._params) and self._board.meetings:
+            opened = [effect.name for effect in self.effects]
+            try:
+                paths |= self.program.answer(self._params, opened).reached
+            except Exception:  # one by one, then
+                paths |= {name for effect in self.effects for name in effect.verdict.parameters}
+        missing = {name: parameter for name, parameter in self._params.items() if name not in paths}
+        if not missing:
+            return {}
+        watch = Endings(missing, caller)
+        with self.program.aside(around=False), watch:
+            self.program.run()
+        return {name: watch.found.get(name, "") for name in missing}
 
     def plain_again(self) -> Answer:
         """Run the program as it is once more."""
@@ -489,6 +514,35 @@ class Comparison:
             total[parameter] = total[parameter].sub_(part) if parameter in total else part
         largest = max(size for size in sizes if size == size)
         self.interaction = norm(total.values()) / largest if largest else 0.0
+
+    def _find_sets(self) -> None:
+        """Find the smallest sets of blocks that do nothing alone and something together."""
+        silent = [effect.name for effect in self.effects if effect.verdict.is_silent]
+        if len(silent) < 2:
+            return
+        whole = self._together if len(silent) == len(self.effects) else self._loud(silent)
+        if whole is None or whole.verdict.is_silent:
+            return
+        for name in silent:
+            around = [outer for outer in self._nested.get(name, ()) if outer in silent]
+            if around and (found := self._loud([*around, name])):
+                self.sets.append(found)
+        rest = [name for name in silent if not any(found.name.endswith(name) for found in self.sets)]
+        loudest = self._loud(rest) if self.sets else whole
+        for name in rest if loudest else ():
+            if len(rest) > 2 and (found := self._loud([other for other in rest if other != name])):
+                rest, loudest = [other for other in rest if other != name], found
+        self.sets += [loudest] if loudest else []
+
+    def _loud(self, names: Sequence[str]) -> BlockEffect | None:
+        """Return what opening these blocks together does, if that is something."""
+        if len(names) < 2:
+            return None
+        try:
+            found = self._effect(names, self._leak(names))
+        except Exception:  # not every set opens together
+            return None
+        return None if found.verdict.is_silent else found
 
     def _leak(self, names: Sequence[str]) -> _Leak:
         """Return what opening these blocks together adds to the gradient."""

@@ -40,6 +40,11 @@ class Verdict:
         labels["noise"] = f"below the noise of {100 * self.noise:.2g} %"
         return labels.get(self.kind, self.kind)
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether opening the block does nothing."""
+        return self.kind in ("no-op", "redundant")
+
     def __str__(self) -> str:
         names = ", ".join(self.parameters)
         return self.label + {"cuts": f" to [{names}]", "makes": f" of [{names}]"}.get(self.kind, "")
