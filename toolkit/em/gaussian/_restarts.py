@@ -29,8 +29,9 @@ __all__ = ["NARROWEST", "Mixtures", "climb_together"]
 # A component is a spike if in some direction its variance is less than this, in units of the average component's.
 NARROWEST = 1e-3
 
-# The most terms of a sum that round alike. Of 10 to 1e5 copies of one sample, of 1 to 16 features, second moments and
-# squared means differed by at most a tenth of their number in roundoffs, or by 4; beyond a chunk errors do not add up.
+# The most terms of a sum whose errors add up, about those of a chunk. On copies of one sample, among 10 to 1e6 samples
+# of 1 to 16 features, second moments and squared means were at most 4 roundoffs apart, or a sixth of the number of
+# samples, or a tenth of this.
 _TERMS = 2**16
 
 
@@ -221,8 +222,8 @@ def _log_determinants(factor: Tensor, kind: CovarianceType, n_features: int) -> 
 def _factor(covariances: Tensor, kind: CovarianceType, lost: Tensor) -> Tensor:
     """Return the upper triangular factors of the precisions; NaN where a covariance is singular.
 
-    What rounding decides is singular: of each variance so much was `lost` when the squared mean was subtracted, (..., D)
-    or (R, K).
+    What rounding decides is singular. `lost` is how much of each variance, (..., D) or (R, K), is rounding since the
+    squared mean was subtracted.
     """
     if kind in ("diag", "spherical"):
         return torch.where(covariances > lost, covariances, math.nan).rsqrt()
