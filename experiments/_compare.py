@@ -141,7 +141,7 @@ class _Gradients:
 
     def __init__(self, run: Run, variants: list[Variant], path: Path) -> None:
         comparison = compare(run.loss, run.parameters)
-        met = [effect.name for effect in comparison.effects]
+        met = list(comparison.meetings)
         unmet = sorted(frozenset().union(*variants).difference(met))
         if unmet:
             raise RunError(

@@ -46,7 +46,7 @@ class Answer:
         loss: The loss.
         params: What was differentiated by.
         gradients: Parameter -> gradient; zero where there is no path.
-        reached: Parameters to which the graph has a path.
+        reached: Parameters to which autograd finds a path.
         opened: Blocks that were open and that something with a gradient reached.
         constant: Whether the loss has no graph.
         moved: Whether the run changed values of tensors that were there before.
@@ -137,9 +137,10 @@ class Program:
             if not around and any(map(is_foreign, nodes)):  # which run in a plain ``backward()``, whatever they lead to
                 others = [node.variable for node in nodes if hasattr(node, "variable")]
             with self._refusing_hidden_gradients(nodes):
-                gradients = differentiated(value, params, others)
-            loss, paths = value.item(), _among(nodes, params)
-        return Answer(loss, params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
+                found = derivatives(value, params, others)
+            gradients = {name: torch.zeros_like(params[name]) if g is None else g for name, g in found.items()}
+            paths = frozenset(name for name, gradient in found.items() if gradient is not None)
+        return Answer(value.item(), params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
 
     def loss(self) -> float:
         """Run the program with every block in place."""
@@ -165,17 +166,21 @@ class Program:
                 )
 
 
-def differentiated(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor]:
-    """Return parameter -> gradient, zero without a path. `others` are differentiated by, too; the graph stays."""
+def derivatives(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor | None]:
+    """Return parameter -> gradient, None without a path. `others` are differentiated by, too; the graph stays."""
     wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
-    found: dict[str, Tensor | None] = {}
+    found: dict[str, Tensor | None] = dict.fromkeys(params)
     if value.requires_grad and wanted:
         gradients = torch.autograd.grad(value, [*wanted.values(), *others], retain_graph=True, allow_unused=True)
-        found = dict(zip(wanted, gradients, strict=False))
-    return {
-        name: torch.zeros_like(parameter) if (gradient := found.get(name)) is None else gradient.detach()
-        for name, parameter in params.items()
-    }
+        for name, gradient in zip(wanted, gradients, strict=False):
+            found[name] = None if gradient is None else gradient.detach()
+    return found
+
+
+def differentiated(value: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return parameter -> gradient, zero without a path; the graph stays."""
+    found = derivatives(value, params)
+    return {name: torch.zeros_like(params[name]) if g is None else g for name, g in found.items()}
 
 
 def reached(value: Tensor, params: Mapping[str, Tensor], open: Collection[str] = EVERY_BLOCK) -> frozenset[str]:

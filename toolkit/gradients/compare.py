@@ -573,10 +573,7 @@ class Comparison:
                     edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True
                 )
             parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=True) if leak is not None}
-        # What has a gradient with every block in place has a path to it; only the others need a search.
-        searched = len(self._reached_when_blocked) < len(self._params)
-        paths = reached(self._value, self._params, names) if searched else frozenset()
-        return _Leak(parts, paths, carried=True)
+        return _Leak(parts, frozenset(parts), carried=True)
 
     def _effect(self, names: Sequence[str], leak: _Leak) -> BlockEffect:
         meetings, known = [self._board.meetings[name] for name in names], declared_blocks()
@@ -635,11 +632,14 @@ class Comparison:
                 return Verdict("redundant")
             if not self._is_clear(names, leak, rows):
                 noise = self._noise(names, leak, leaks)
-                beyond &= leaks > _MOST_NOISE * noise
-                if not beyond.any():
-                    size = max(opened.norm().item(), blocked.norm().item())
-                    low = self._precision > torch.finfo(torch.float32).eps
-                    return Verdict("noise", noise=noise.norm().item() / size) if low else Verdict("redundant")
+                told = beyond & (leaks > _MOST_NOISE * noise)
+                if not told.any():
+                    if self._precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
+                        return Verdict("redundant")
+                    return Verdict(
+                        "noise", noise=noise.norm().item() / max(opened.norm().item(), blocked.norm().item())
+                    )
+                beyond = told
         made = beyond & (opened <= allowed * blocked)
         if made.any():
             return Verdict(
@@ -725,13 +725,24 @@ class Comparison:
                     uses[name] = max(uses.get(name, 0), node._sequence_nr())
         return uses
 
+    @cached_property
+    def _vanishes(self) -> Tensor:
+        """Say of each parameter, (P,), whether its blocked gradient is itself no more than rounding."""
+        again = self.program.answer(self._params, nudge=(0, self._precision)).gradients
+        return torch.tensor(
+            [
+                norm([flat(again[name]).double() - flat(gradient).double()]) >= 0.1 * norm([gradient])
+                for name, gradient in self.blocked.items()
+            ]
+        )
+
     def _noise(self, names: Sequence[str], leak: _Leak, leaks: Tensor) -> Tensor:
         """Return (P,): how far a leak of these sizes moves while the parameters move by a rounding."""
         noise = torch.zeros(len(self._params), dtype=torch.float64)
         # A few digits may come out the same by chance, a gradient's may not.
         for nudge in range(1 if self._is_resolved else _NUDGES):
             open, blocked = (
-                self.program.answer(self._params, blocks, nudge=(nudge, _nudge(self._precision))).gradients
+                self.program.answer(self._params, blocks, nudge=(nudge, _nudge(self._precision, nudge))).gradients
                 for blocks in (names, ())
             )
             for index, name in enumerate(self._params):
@@ -806,9 +817,12 @@ def _is_close(found: Answer, plain: Answer) -> bool:
     return same_loss and are_close(found.gradients, plain.gradients)
 
 
-def _nudge(precision: float) -> float:
-    """Return by which part of themselves parameters are moved: some roundings, where they are small enough."""
-    return max(precision, min(math.sqrt(precision), 2**-10))
+def _nudge(precision: float, index: int) -> float:
+    """Return by which part of themselves parameters are moved: a few roundings, and more each time if those are small.
+
+    A leak that is rounding then comes out otherwise; one that is not moves by as much, times a condition number.
+    """
+    return max(precision, min(precision * 2 ** (index + 1), 2**-10))
 
 
 def _minus(a: Tensor, b: Tensor) -> Tensor:
