@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -143,6 +143,7 @@ class BareBlocks:
             (Tensor, "new_tensor", functools.partial(self._copy, "new_tensor()", 1)),
             (nn.Parameter, "__new__", self._parameter),
             (torch, "is_grad_enabled", self._is_grad_enabled),
+            (torch.autograd, "_engine_run_backward", self._backward),
         ]
         for context, kind in (
             (torch.no_grad, "no_grad"),
@@ -364,6 +365,16 @@ class BareBlocks:
             return False
 
         return is_grad_enabled
+
+    def _backward(self, original: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            """Watch what functions and hooks call: torch leaves the mode while it asks it about a derivative."""
+            if not self._mine() or any(isinstance(mode, _Watch) for mode in _get_current_function_mode_stack()):
+                return original(*args, **kwargs)
+            with _Watch(self):
+                return original(*args, **kwargs)
+
+        return run
 
     # --- where ---
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import array
 import collections
-import copy
 import functools
 import gc
 import itertools
@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +40,15 @@ _STATELESS = ("toolkit.blocks", "toolkit.gradients")
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.ModuleType, types.CodeType)
-_EMPTY: tuple[Any, ...] = ([], (), "", b"", range(0))
-_ITERATORS = tuple(type(iter(sequence)) for sequence in _EMPTY)
+# Iterators that can be copied, with what they iterate over, so that a run moves the copy on.
+_EMPTY: tuple[Any, ...] = ([], (), "", b"", range(0), {}, {}.values(), {}.items(), set())
+_COPIED = frozenset(
+    [
+        *(type(iter(empty)) for empty in _EMPTY),
+        *(enumerate, filter, map, reversed, zip, type(reversed([]))),
+        *(itertools.accumulate, itertools.chain, itertools.count, itertools.cycle, itertools.islice, itertools.repeat),
+    ]
+)
 
 
 @dataclass
@@ -129,13 +136,14 @@ class Snapshot:
         leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self.leaves if leaf.is_leaf]
         with ExitStack() as stack:
             stack.callback(now.restore)
+            copies: dict[int, Any] = {}
             for taken in self._state:
-                taken.lend()
+                taken.lend(copies)
             self._random.restore()
             for kept in initial if values else ():
                 kept.put_back()
-            for leaf, _, _ in leaves:
-                leaf.grad = None
+            for leaf, gradient, _ in leaves if runs else ():
+                leaf.grad = None if gradient is None else gradient.clone()
             buffers = [(module, name, b) for module in self._modules for name, b in module._buffers.items()]
             copies = {id(buffer): None if buffer is None else buffer.clone() for _, _, buffer in buffers}
             for module, name, buffer in buffers:
@@ -263,12 +271,13 @@ class _Taken:
         if not self.holder.holds(self.held):
             self.holder.hold(self.held)
 
-    def lend(self) -> None:
-        """Put it back for a run: of a counter, which nobody can set back, a copy."""
-        if isinstance(self.held, itertools.count):
-            self.holder.hold(copy.copy(self.held))
-        else:
+    def lend(self, copies: dict[int, Any]) -> None:
+        """Put it back for a run: of iterators, which nobody can set back, their copies."""
+        lent = self.holder.lent(self.held, copies)
+        if lent is self.held:
             self.put_back()
+        else:
+            self.holder.hold(lent)
 
 
 @dataclass(frozen=True, eq=False)
@@ -293,9 +302,38 @@ class Holder:
         """Let it hold this."""
         raise NotImplementedError
 
+    def lent(self, held: Any, copies: dict[int, Any]) -> Any:
+        """Return what was held, with copies in the place of iterators."""
+        return _copied(held, copies)
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Return a copy of an iterator and of all that it takes from; anything else, or what has no copy, as it is."""
+    if type(value) not in _COPIED:
+        return value
+    if id(value) not in copies:
+        make, arguments, *state = value.__reduce__()
+        taken = [_copied(argument, copies) for argument in arguments]
+        whole = all(_can_be_copied(argument) for argument in arguments)
+        copies[id(value)] = fresh = make(*taken) if whole else value
+        if whole and state:
+            fresh.__setstate__(*state)
+    return copies[id(value)]
+
+
+def _can_be_copied(value: Any) -> bool:
+    """Say whether a value stays where it is when a copy of what takes from it moves on."""
+    if type(value) not in _COPIED:
+        return not isinstance(value, collections.abc.Iterator)
+    return all(map(_can_be_copied, value.__reduce__()[1]))
+
 
 class _Sequence(Holder):
     """A list, a deque."""
+
+    def lent(self, held: Any, copies: dict[int, Any]) -> Any:
+        moves = any(type(value) in _COPIED for value in held)
+        return [_copied(value, copies) for value in held] if moves else held
 
     def held(self) -> Any:
         return list(self.owner)
@@ -310,6 +348,10 @@ class _Sequence(Holder):
 
 class _Mapping(Holder):
     """A dict, or the attributes of an object."""
+
+    def lent(self, held: Any, copies: dict[int, Any]) -> Any:
+        moves = any(type(value) in _COPIED for value in held.values())
+        return {key: _copied(value, copies) for key, value in held.items()} if moves else held
 
     def held(self) -> Any:
         return dict(self.owner)
@@ -352,28 +394,27 @@ class _Array(Holder):
         self.owner[...] = held
 
 
-class _Iterator(Holder):
-    """The position of an iterator over a sequence; one that has come to its end cannot go back."""
+class _Numbers(Holder):
+    """The numbers of an `array.array`."""
 
     def held(self) -> Any:
-        return self.owner.__reduce__()[2:]
+        return self.owner[:]
 
     def holds(self, held: Any) -> bool:
-        return bool(self.owner.__reduce__()[2:] == held)
+        return bool(held == self.owner)
 
     def hold(self, held: Any) -> None:
-        if held and self.owner.__reduce__()[2:]:
-            self.owner.__setstate__(*held)
+        self.owner[:] = held
 
 
 class _Cache(Holder):
-    """What `functools.cache` keeps: it is emptied if a run has added to it."""
+    """What a `functools.lru_cache` of bounded size keeps: it is emptied if a run has added to it."""
 
     def held(self) -> Any:
-        return self.owner.cache_info().currsize
+        return self.owner.cache_info().misses
 
     def holds(self, held: Any) -> bool:
-        return bool(self.owner.cache_info().currsize == held)
+        return bool(self.owner.cache_info().misses == held)
 
     def hold(self, held: Any) -> None:
         self.owner.cache_clear()
@@ -469,19 +510,19 @@ class _Search:
                 self.add(_join(name, key), value)
         elif isinstance(found, Mapping):
             self._add_items(name, found)
-        elif isinstance(found, (MutableSequence, tuple, set, frozenset)):
-            if isinstance(found, (MutableSequence, set)):
+        elif isinstance(found, (list, collections.deque, tuple, set, frozenset)):
+            if not isinstance(found, (tuple, frozenset)):
                 state.append(_Set(found) if isinstance(found, set) else _Sequence(found))
             for index, value in enumerate(found):
                 self.add(f"{name}[{index}]", value)
             self._add_object(name, found)
+        elif isinstance(found, array.array):
+            state.append(_Numbers(found))
         elif isinstance(found, np.ndarray):
             if found.dtype != object and found.flags.writeable and found.nbytes <= _LARGEST_ARRAY:
                 state.append(_Array(found))
-        elif isinstance(found, (collections.abc.Iterator, types.GeneratorType)) and not _has_attributes(found):
-            if isinstance(found, _ITERATORS):
-                state.append(_Iterator(found))
-            elif not isinstance(found, itertools.count):
+        elif isinstance(found, collections.abc.Iterator) and not (_has_attributes(found) and _is_followed(found)):
+            if not _can_be_copied(found):
                 parts.moving[_unique(name, parts.moving)] = found
             frame = getattr(found, "gi_frame", None)
             inside = {} if frame is None else frame.f_locals
@@ -490,9 +531,12 @@ class _Search:
             for value in gc.get_referents(found) if not inside else ():
                 self.add(name, value)
         elif isinstance(found, functools._lru_cache_wrapper):
-            state.append(_Cache(found))
-            for value in gc.get_referents(found):
-                self.add(name, value)
+            self.add(name, found.__wrapped__)
+            if found.cache_parameters()["maxsize"] is None:
+                for value in gc.get_referents(found):
+                    self.add(name, value)
+            else:  # its entries are linked in ways that only it knows
+                state.append(_Cache(found))
         elif isinstance(found, type):
             self._add_class(name, found)
         elif isinstance(found, (collections.abc.ValuesView, collections.abc.KeysView, collections.abc.ItemsView)):

@@ -67,6 +67,9 @@ _MOST_ROWS_UNSORTED = 20
 # How often the parameters are moved by a rounding to see how far that moves a leak.
 _NUDGES = 6
 
+# One that is so many times as large as it moves is told from rounding.
+_CLEAR = 30.0
+
 # Of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
 _PART = 3.0
 
@@ -686,7 +689,7 @@ class Comparison:
         one that the program used last answers for all.
         """
         if self._value is None:
-            again = self.program.answer(self._params, nudge=(0, self._precision)).gradients
+            again = self._nudged(0, self._precision) or self.blocked
             moved = norm([flat(again[name]).double() - flat(g).double() for name, g in self.blocked.items()])
             return bool(moved <= self._precision**0.5 * self._blocked_norm)
         norms = {name: norm([self.blocked[name]]) for name in self._last_uses}
@@ -730,7 +733,7 @@ class Comparison:
         """Say of each parameter, (P,), whether its blocked gradient is itself no more than rounding."""
         moved = torch.zeros(len(self._params), dtype=torch.float64)
         for seed in range(3):  # a few digits may come out the same by chance
-            again = self.program.answer(self._params, nudge=(seed, self._precision)).gradients
+            again = self._nudged(seed, self._precision) or self.blocked
             distances = [norm([flat(again[name]).double() - flat(g).double()]) for name, g in self.blocked.items()]
             moved = torch.maximum(moved, torch.tensor(distances, dtype=torch.float64))
         return moved >= 0.1 * self._products_when_blocked[:, 3].sqrt()
@@ -739,18 +742,29 @@ class Comparison:
         """Return (P,): how far a leak of these sizes moves while the parameters move by a rounding."""
         noise = torch.zeros(len(self._params), dtype=torch.float64)
         # A few digits may come out the same by chance, a gradient's may not.
-        for nudge in range(1 if self._is_resolved else _NUDGES):
-            open, blocked = (
-                self.program.answer(self._params, blocks, nudge=(nudge, _nudge(self._precision, nudge))).gradients
-                for blocks in (names, ())
-            )
+        low = self._precision > torch.finfo(torch.float32).eps
+        for nudge in range(1 if self._is_resolved and not low else _NUDGES):
+            size = _nudge(self._precision, nudge)
+            open, blocked = self._nudged(nudge, size, names), self._nudged(nudge, size)
+            if open is None or blocked is None:
+                break
             for index, name in enumerate(self._params):
                 moved = flat(open[name]).double() - flat(blocked[name]).double()
                 moved = moved - leak.parts[name].double() if name in leak.parts else moved
                 noise[index] = max(noise[index].item(), moved.norm().item())
-            if not (leaks > _MOST_NOISE * noise).any():
+            if not (leaks > _MOST_NOISE * noise).any() or (nudge and (leaks > _CLEAR * noise).any()):
                 break
         return noise
+
+    def _nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """Return the gradient where the parameters are moved by a part of themselves; None if that cannot be told.
+
+        A graph that was there before does not follow.
+        """
+        try:
+            return self.program.answer(self._params, open, nudge=(seed, size)).gradients
+        except Exception:
+            return None
 
 
 def compare(
@@ -798,7 +812,7 @@ def compare(
 
 def sentence(error: Exception) -> str:
     """Return what an error says, without the advice after it."""
-    return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].rstrip(".")
+    return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].partition(". ")[0].rstrip(".")
 
 
 def _mismatch(found: Answer, plain: Answer) -> str:

@@ -212,6 +212,9 @@ class Field:
         rates = self.eigenvalues if self.size <= _MOST_NUMBERS_DENSE else self.leading_eigenvalues(1)
         return rates[0].real.item() < -self._precision * self._scale
 
+    def __repr__(self) -> str:
+        return f"Field({self.size} numbers in {len(self.names)} parameters, |g| = {self.gradient.norm().item():.3g})"
+
     def __str__(self) -> str:
         rates = self.eigenvalues if self.size <= _MOST_NUMBERS_DENSE else self.leading_eigenvalues(1)
         kind = "perhaps the gradient of a loss" if self.is_gradient_field else "the gradient of no loss"
@@ -247,7 +250,7 @@ class Field:
 
     def _joined(self, gradients: Any, inputs: list[Tensor] | None = None) -> Tensor:
         pairs = zip(gradients, self._params if inputs is None else inputs, strict=True)
-        return torch.cat([(torch.zeros_like(i) if g is None else g).reshape(-1) for g, i in pairs])
+        return torch.cat([(torch.zeros_like(i) if g is None else g).to_dense().reshape(-1) for g, i in pairs])
 
     def _check(self, vector: Tensor) -> None:
         if vector.shape != self.gradient.shape:

@@ -1,0 +1,1007 @@
+"""Random programs with stops in them, and the truth about every stop: the same text without it, run afresh.
+
+`generate` writes a program from a seed, as source text. `check` asks `compare` about a program with named blocks, or
+`audit` about one with a bare ``detach`` and ``no_grad``, and holds each answer against plain autograd on the text from
+which the stops were really removed. `shrink` drops what a failure does not need, `script` prints the rest as a program
+that runs alone. Every value in a program has 4 rows and 3 columns, so that any statement can follow any other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pprint
+import random
+import re
+import string
+import sys
+import textwrap
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import toolkit
+from toolkit import audit, compare
+
+# --- what programs are made of -----------------------------------------------------------------------------------
+#
+# A statement ends with the line of its new value, $o; lines that begin with | come before the loss function. $a and $b
+# are older values, $p is a parameter, $i a number of its own, $n a count, $h a hook; ``...`` are statements inside, $z
+# is the last value of those. ⟨x⟩ stops the gradient of x; ``with ⟦⟧:`` and ``@⟦⟧`` stop the recording of a region.
+# There is at most one stop in a line, so that its number tells which it is.
+
+PLAIN = """
+$o = $a + 0.5 * $b
+$o = ($a * $b).tanh()
+$o = $a.sin() - $b
+$o = (($a @ $b.mT) / 2).softmax(-1) @ $b
+$o = $a / (1 + $a.norm())
+$o = F.layer_norm($a, (3,)) * $b.sigmoid()
+$o = torch.where($a > $b, $a, 0.5 * $b)
+$o = $a.cumsum(0) / 4 + $b.amax(0, keepdim=True)
+$o = torch.cat([$b[2:], $a[:2]])
+p$i, q$i = $a.split([1, 2], 1)
+$o = torch.cat([q$i, p$i], 1) * $b
+"""
+
+STOPS = """
+$o = ⟨$a⟩
+$o = (⟨$a⟩ * $b).tanh()
+$o = $a * ⟨($a + $b).sigmoid()⟩
+$o = ($a - ⟨$b.tanh()⟩).square()
+$o = $b + $a + ⟨$a.round() - $a⟩
+$o = $a.tanh() + ⟨(2 * $b).sign() - $a.tanh()⟩
+$o = $b + ($a - ⟨$a⟩)
+$o = $b * ($a - ⟨$a⟩).cosh()
+$o = $a / ⟨1 + $a.norm()⟩
+$o = ⟨(($a @ $b.mT) / 2).softmax(-1)⟩ @ $b
+n$i = ⟨$a.sin()⟩ * $b
+$o = $a + ⟨n$i⟩
+$o = $a * ⟨torch.full((4, 3), 0.7)⟩
+m$i = ⟨$a.amax(-1, keepdim=True)⟩
+$o = $b * (m$i + ($a - m$i).exp().sum(-1, keepdim=True).log())
+e$i = ($a - ⟨$a.amax(-1, keepdim=True)⟩).exp()
+$o = e$i / e$i.sum(-1, keepdim=True)
+"""
+
+LAYERS = """
+| net$i = kept("net$i", nn.Linear(3, 3))
+$o = net$i($a).tanh()
+$o = shared($a).tanh()
+| tied$i = nn.Linear(3, 3)
+| tied$i.weight = shared.weight
+| kept("tied$i", tied$i)
+$o = tied$i($a) - shared($b)
+$o = shared($a) - ⟨shared($b)⟩
+with ⟦⟧:
+    t$i = shared($b).tanh()
+$o = (shared($a) - t$i) * $b
+| net$i = kept("net$i", nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.LayerNorm(5), nn.Linear(5, 3)))
+$o = $a + net$i($b)
+| norm$i = kept("norm$i", nn.BatchNorm1d(3))
+$o = norm$i($a).tanh()
+$o = F.dropout($a, 0.3)
+| net$i = kept("net$i", nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.2)))
+$o = net$i($a) * ⟨net$i($b)⟩
+| table$i = kept("table$i", nn.Embedding(5, 3))
+$o = ($a + table$i(rows)) @ ⟨table$i.weight[:3]⟩
+| table$i = kept("table$i", nn.Embedding(5, 3))
+$o = ($a @ table$i.weight.T).softmax(-1) @ table$i.weight
+| table$i = kept("table$i", nn.Embedding(5, 3, sparse=True))
+$o = $a + table$i(rows)
+| table$i = kept("table$i", nn.Embedding(5, 3, sparse=True))
+$o = table$i(rows) * $a + ⟨table$i.weight⟩[:4]
+$o = $a * $p
+"""
+
+BUFFERS = """
+b$i = torch.zeros(4, 3)
+b$i[0] = $a[0]
+b$i[1:] = $b[1:]
+$o = b$i * 1.0
+b$i = $a.clone()
+r$i = b$i[1:]
+b$i.mul_(0.5)
+r$i.add_($b[1:])
+$o = b$i.tanh()
+b$i = torch.zeros(4, 3)
+b$i[:2] = $a[:2]
+r$i = b$i[0]
+b$i[2:] = 2 * $b[2:]
+with ⟦⟧:
+    m$i = r$i.mean()
+$o = (b$i - m$i) * $a
+b$i = $a.clone()
+with ⟦⟧:
+    b$i[0] = 2 * $b[0]
+$o = b$i * $b
+b$i = torch.zeros(4, 3)
+with ⟦⟧:
+    b$i[0] = $a[0]
+    b$i[1:].add_($b[1:])
+$o = b$i * $b
+b$i = torch.zeros(4, 3)
+b$i[0] = $a[0]
+with ⟦⟧:
+    r$i = b$i[:2].sin()
+b$i[1:] = $b[1:]
+$o = b$i + r$i.sum(0)
+t$i = $a * 1.0
+s$i = ⟨t$i⟩
+s$i.mul_(2)
+$o = (t$i * s$i).tanh()
+s$i = ⟨$p⟩
+s$i[:1].mul_(1.0)
+$o = $a * s$i
+s$i = ⟨$a * $b⟩
+s$i.clamp_(min=0)
+$o = s$i + $b
+s$i = ⟨$a.sin()⟩
+s$i[0] = $b[0]
+$o = s$i * $a
+| mean$i = torch.zeros(4, 3)
+with ⟦⟧:
+    mean$i.mul_(0.9).add_($a, alpha=0.1)
+$o = $b - mean$i
+"""
+
+FUNCTIONS = """
+$o = Square.apply($a) - $b
+p$i, q$i = Pair.apply($a, $b)
+$o = p$i.tanh() + q$i
+p$i, q$i = Pair.apply($a, $b)
+$o = p$i.tanh() * ⟨q$i⟩
+$o = Auxiliary.apply($a, $b.square().mean())
+$o = $b * ⟨Auxiliary.apply($a, $b.square().mean())⟩
+$o = $b * ⟨Root.apply($a.relu())⟩
+$o = $b + ⟨Root.apply(($a - $a[:1]).square())⟩
+$o = $a + Root.apply($b.square() + 0.1)
+"""
+
+HOOKS = """
+t$i = $a * 1.0
+if t$i.requires_grad:
+    t$i.register_hook($h)
+$o = t$i
+t$i = $a + 0.5 * $b
+if t$i.requires_grad:
+    hook_once(t$i)
+$o = t$i
+| $p.register_hook($h)
+$o = $a + $p
+| net$i = kept("net$i", nn.Linear(3, 3))
+| net$i.weight.register_hook($h)
+$o = net$i($a) * $b
+| net$i = kept("net$i", nn.Linear(3, 3))
+| net$i.register_full_backward_hook(lambda module, inputs, outputs: halves(inputs))
+$o = net$i($a).tanh()
+| net$i = kept("net$i", nn.Linear(3, 3))
+| net$i.register_forward_hook(lambda module, inputs, output: output * ⟨output⟩)
+$o = net$i($a) + $b
+t$i = $a * $b
+if t$i.grad_fn is not None:
+    t$i.grad_fn.register_hook(lambda inputs, outputs: halves(inputs))
+$o = t$i
+t$i = $a.sigmoid()
+if t$i.grad_fn is not None:
+    t$i.grad_fn.register_prehook(halves)
+$o = t$i
+"""
+
+STATE = """
+| cache$i = {}
+if "value" not in cache$i:
+    cache$i["value"] = ⟨$a.tanh()⟩
+$o = cache$i["value"] * $b
+| kept$i = types.SimpleNamespace(value=None)
+if kept$i.value is None:
+    kept$i.value = $a.tanh()
+$o = kept$i.value * ⟨$b⟩
+| @functools.cache
+| def once$i():
+|     return ⟨$p.tanh()⟩ + 0.1 * $p
+$o = $a * once$i()
+| data$i = iter([torch.randn(4, 3) for _ in range(64)])
+$o = $a * next(data$i)
+| steps$i = itertools.count(1)
+$o = $a + $b / next(steps$i)
+| count$i = Count()
+$o = $a * (1 + 0.1 * count$i()) - ⟨$b⟩
+| calls$i = 0
+| def tick$i():
+|     global calls$i
+|     calls$i += 1
+|     return calls$i
+$o = $a.sin() / tick$i()
+| def ticking$i():
+|     calls = 0
+|     def tick():
+|         nonlocal calls
+|         calls += 1
+|         return calls
+|     return tick
+| tick$i = ticking$i()
+$o = ($b / tick$i()).tanh()
+| queue$i = collections.deque(maxlen=2)
+queue$i.append(⟨$a⟩)
+$o = $b + queue$i[0]
+| past$i = []
+past$i.append($a)
+$o = $b * past$i[len(past$i) // 2]
+$o = $a * torch.rand(4, 3)
+$o = $a + 0.1 * float(np.random.rand())
+$o = $a * random.random()
+| generator$i = torch.Generator().manual_seed($n)
+$o = $a + 0.1 * torch.randn(4, 3, generator=generator$i) * ⟨$b⟩
+"""
+
+BLOCKS = """
+with ⟦⟧:
+    ...
+$o = $z * 1.0
+with ⟦⟧:
+    ...
+$o = $z + $a
+x$i = y$i = $a
+for _ in range($n):
+    ...
+    x$i, y$i = $z.tanh(), x$i
+$o = x$i
+with torch.autocast("cpu", torch.bfloat16):
+    ...
+$o = $z.float()
+"""
+
+# Of these and the next, the function f$i(x$i, y$i) holds the statements inside.
+CALLS = """
+$o = f$i($a, $b) * $b
+$o = checkpoint(f$i, $a, $b, use_reentrant=False)
+$o = Rematerialised.apply(f$i, $a, $b)
+with torch.enable_grad():
+    t$i = $a * 1.0
+    if not t$i.requires_grad:
+        t$i.requires_grad_()
+    (g$i,) = torch.autograd.grad((f$i(t$i, $b) + t$i).square().sum(), t$i, create_graph=True)
+$o = g$i
+with torch.enable_grad():
+    t$i = $a * 1.0
+    if not t$i.requires_grad:
+        t$i.requires_grad_()
+    (g$i,) = torch.autograd.grad((f$i(t$i, $b) + t$i).square().sum(), t$i)
+$o = $a + 0.1 * g$i
+"""
+
+TRANSFORMS = """
+$o = torch.func.grad(lambda x, y: (f$i(x, y) + x).square().sum())($a, $b)
+$o = torch.func.vmap(f$i)(torch.stack([$a, $b]), torch.stack([$b, $a]))[0]
+$o = torch.func.jvp(f$i, ($a, $b), ($b, $a))[1]
+"""
+
+HOOK = ["lambda g: 0.5 * g", "lambda g: g.clamp(-0.1, 0.1)", "lambda g: g / (1 + g.norm())", "note", "lambda g: -g"]
+
+HEAD = """\
+import collections
+import functools
+import itertools
+import random
+import types
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from toolkit import stop_gradient, stop_recording
+
+torch.set_default_dtype(torch.$dtype)
+random.seed($seed), np.random.seed($seed), torch.manual_seed($seed)
+rows = torch.tensor([0, 2, 2, 4])
+u, v, w, unused = (torch.randn(4, 3).requires_grad_() for _ in range(4))
+params = {"u": u, "v": v, "w": w, "unused": unused}
+
+
+def kept(name, module):
+    params.update({f"{name}.{key}": parameter for key, parameter in module.named_parameters()})
+    return module
+
+
+shared = kept("shared", nn.Linear(3, 3))
+"""
+
+# Included only in programs that name them.
+HELPERS = {
+    "Square": """
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g * ctx.saved_tensors[0]
+""",
+    "Pair": """
+class Pair(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.save_for_backward(x, y)
+        return x * y, x + y
+
+    @staticmethod
+    def backward(ctx, g, h):
+        x, y = ctx.saved_tensors
+        return g * y + h, g * x + h
+""",
+    "Auxiliary": """
+class Auxiliary(torch.autograd.Function):  # as Megatron's MoEAuxLossAutoScaler
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(loss)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, torch.full_like(ctx.saved_tensors[0], 0.3)
+""",
+    "Root": """
+class Root(torch.autograd.Function):  # its derivative at 0 is not a number
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x.sqrt())
+        return x.sqrt()
+
+    @staticmethod
+    def backward(ctx, g):
+        return 0.5 * g / ctx.saved_tensors[0]
+""",
+    "Rematerialised": """
+class Rematerialised(torch.autograd.Function):  # keeps the inputs, and runs the function again in its backward pass
+    @staticmethod
+    def forward(ctx, function, x, y):
+        ctx.function = function
+        ctx.save_for_backward(x, y)
+        return function(x, y).clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        inputs = [saved.clone().requires_grad_() for saved in ctx.saved_tensors]
+        with torch.enable_grad():
+            output = ctx.function(*inputs)
+        if not output.requires_grad:
+            return None, *map(torch.zeros_like, inputs)
+        again = {"create_graph": g.requires_grad, "allow_unused": True, "materialize_grads": True}
+        return None, *torch.autograd.grad(output, inputs, g, **again)
+""",
+    "hook_once": """
+def hook_once(tensor):
+    def hook(g):
+        handle.remove()
+        return 3 * g
+
+    handle = tensor.register_hook(hook)
+""",
+    "Count": """
+class Count:
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self):
+        self.calls += 1
+        return self.calls
+""",
+    "halves": """
+def halves(gradients):
+    return tuple(None if g is None else 0.5 * g for g in gradients)
+""",
+    "note": """
+def note(g):
+    logged.append(g.norm().item())
+
+
+logged = []
+""",
+}
+
+
+# --- a program ---------------------------------------------------------------------------------------------------
+
+FILE = "program.py"
+_STOP = re.compile(r"⟨(\w+)\|([^⟨⟩]*)⟩")
+_REGION = re.compile(r"(with |@)⟦(\w+)⟧")
+
+
+@dataclass(frozen=True)
+class Statement:
+    """Some lines of a program that make one new value.
+
+    Attributes:
+        text: The lines, with marked stops; ``...`` stands for `inside`.
+        setup: Lines that come before the loss function.
+        output: The new value.
+        stands_for: Name -> what it is replaced by if the statement is left out.
+        inside: Statements of a block or of a function's body.
+    """
+
+    text: str
+    setup: str
+    output: str
+    stands_for: dict[str, str]
+    inside: tuple[Statement, ...] = ()
+
+    def walk(self) -> Iterator[Statement]:
+        """Yield this statement and all that are inside, those that are set up first coming first."""
+        for statement in self.inside:
+            yield from statement.walk()
+        yield self
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines, those of inner statements indented."""
+        for line in self.text.splitlines():
+            if line.strip() != "...":
+                yield line
+                continue
+            inner = [text for statement in self.inside for text in statement.lines()] or ["pass"]
+            yield from (line.replace("...", text) for text in inner)
+
+
+@dataclass(frozen=True)
+class Program:
+    """Source text with stops in it, each of which can be taken out.
+
+    Attributes:
+        seed: It was generated from.
+        dtype: Of its parameters.
+        named: Whether its stops are named blocks, for `compare`; else they are bare, for `audit`.
+        statements: Its lines.
+        results: The values that the loss is made of.
+        renamed: What stands for the values of statements that were dropped.
+        removed: Stops that were dropped.
+    """
+
+    seed: int
+    dtype: str
+    named: bool
+    statements: tuple[Statement, ...]
+    results: tuple[str, ...]
+    renamed: dict[str, str] = field(default_factory=dict)
+    removed: frozenset[str] = frozenset()
+
+    @cached_property
+    def marked(self) -> str:
+        """The text with its stops marked."""
+        every = [inner for statement in self.statements for inner in statement.walk()]
+        setup = "".join(f"{statement.setup}\n" for statement in every if statement.setup)
+        body = [line for statement in self.statements for line in statement.lines()]
+        cast = "" if self.dtype == "float64" else ".float()"
+        terms = " + ".join(f"(weights * {result}{cast}).sum()" for result in self.results)
+        body += ["weights = torch.linspace(-1.0, 2.0, 12).reshape(4, 3)", f"return {terms}"]
+        text = setup + "\n\ndef loss():\n" + textwrap.indent("\n".join(body), "    ") + "\n"
+        while (renamed := re.sub(r"\b[vxy]\d+\b", lambda m: self.renamed.get(m[0], m[0]), text)) != text:
+            text = renamed
+        helpers = [code for name, code in HELPERS.items() if re.search(rf"\b{name}\b", text)]
+        head = string.Template(HEAD).substitute(seed=self.seed, dtype=self.dtype)
+        return "\n".join([head, *helpers]) + "\n" + _without(text, self.removed)
+
+    @cached_property
+    def stops(self) -> tuple[str, ...]:
+        """Their names, in the order of the text."""
+        return tuple(dict.fromkeys(re.findall(r"(?<=[⟨⟦])\w+", self.marked)))
+
+    @cached_property
+    def places(self) -> dict[int, str]:
+        """Line -> the stop that is there, of a program with bare stops."""
+        lines = enumerate(self.marked.splitlines(), 1)
+        return {number: name for number, line in lines for name in re.findall(r"(?<=[⟨⟦])\w+", line)}
+
+    @property
+    def precision(self) -> float:
+        """The epsilon of the coarsest dtype that is computed with."""
+        coarsest = "bfloat16" if "autocast" in self.marked else self.dtype
+        return torch.finfo(getattr(torch, coarsest)).eps
+
+    def source(self, open: Iterable[str] = ()) -> str:
+        """Return the text from which the stops in `open` are removed, on the same lines."""
+        tensor, region = (
+            ('stop_gradient({1}, "{0}")', 'stop_recording("{0}")')
+            if self.named
+            else ("({1}).detach()", "torch.no_grad()")
+        )
+        text = _without(self.marked, open)
+        while _STOP.search(text):
+            text = _STOP.sub(lambda m: tensor.format(*m.groups()), text)
+        return _REGION.sub(lambda m: m[1] + region.format(m[2]), text)
+
+
+def _without(marked: str, open: Iterable[str]) -> str:
+    """Take some stops out of a marked text; from the inside out, so those that stay are set aside as ‹x›."""
+    open = frozenset(open)
+    while _STOP.search(marked):
+        marked = _STOP.sub(lambda m: f"({m[2]})" if m[1] in open else f"‹{m[1]}|{m[2]}›", marked)
+    regions = {"with ": "if True", "@": "# removed"}
+    marked = _REGION.sub(lambda m: regions[m[1]] if m[2] in open else m[0], marked)
+    return marked.replace("‹", "⟨").replace("›", "⟩")
+
+
+# --- written at random -------------------------------------------------------------------------------------------
+
+
+def _statements(text: str, before: str = "") -> list[str]:
+    return [before + match.strip("\n") for match in re.findall(r"(?:.*\n)*?\$o = .*\n", text.lstrip("\n"))]
+
+
+FLAT = {
+    name: _statements(text)
+    for name, text in zip(
+        ("plain", "stop", "layer", "buffer", "function", "hook", "state"),
+        (PLAIN, STOPS, LAYERS, BUFFERS, FUNCTIONS, HOOKS, STATE),
+        strict=True,
+    )
+}
+_ANY = list(FLAT)
+_PURE = ["plain", "stop"]
+_AGAIN = [*_PURE, "layer", "buffer", "function"]  # may run a second time
+_FUNCTION = "def f$i(x$i, y$i):\n    ...\n    return $z\n"
+_BLOCKS, _TRANSFORMS = _statements(BLOCKS), _statements(TRANSFORMS, _FUNCTION)
+_CALLS = [text for mark in ("", "@⟦⟧\n") for text in _statements(CALLS, mark + _FUNCTION)]
+INSIDE = dict.fromkeys(_CALLS, _AGAIN) | dict.fromkeys(_TRANSFORMS, _PURE) | dict.fromkeys(_BLOCKS, _ANY)
+_WEIGHTS = {"plain": 3, "stop": 4, "layer": 3, "buffer": 2, "function": 1.5, "hook": 1.5, "state": 2}
+
+
+def generate(seed: int) -> Program:
+    """Write the program of this seed; it has at least one stop."""
+    return _Writer(seed).program()
+
+
+class _Writer:
+    def __init__(self, seed: int) -> None:
+        self.seed, self.random = seed, random.Random(seed)
+        self.named = self.random.random() < 0.6
+        self.names = "abc"[: self.random.randint(1, 3)]
+        self.dtype = self.random.choices(["float64", "float32", "bfloat16"], [5, 3, 1])[0]
+        self.numbers, self.places = itertools.count(1), itertools.count(1)
+
+    def program(self) -> Program:
+        values, count = ["u", "v", "w"], self.random.randint(2, 8)
+        if self.dtype == "float32" and self.random.random() < 0.3:
+            statements = [self.statement(values, _ANY, 0, next(text for text in _BLOCKS if "autocast" in text))]
+        else:
+            statements = self.statements(values, _ANY, 0, count)
+        program = Program(self.seed, self.dtype, self.named, tuple(statements), ())
+        if not program.stops:
+            statements.append(self.statement(values, ["stop"], 2))
+        outputs = [statement.output for statement in statements]
+        results = {outputs[-1], *self.random.sample(outputs, min(3, len(outputs)))}
+        return replace(program, statements=tuple(statements), results=tuple(sorted(results)))
+
+    def statements(self, values: list[str], groups: list[str], depth: int, count: int) -> list[Statement]:
+        written = []
+        for _ in range(count):
+            written.append(self.statement(values, groups, depth))
+            values.append(written[-1].output)
+        return written
+
+    def statement(self, values: list[str], groups: list[str], depth: int, text: str = "") -> Statement:
+        number = next(self.numbers)
+        names = {"o": f"v{number}", "i": f"{number}", "a": self.value(values), "b": self.value(values)}
+        names |= {"p": self.random.choice("uvw"), "h": self.random.choice(HOOK), "n": f"{self.count()}"}
+        stands_for = {names["o"]: names["a"]}
+        text, inside = text or self.paragraph(groups, depth), []
+        if text in INSIDE:
+            arguments = [f"x{number}", f"y{number}"] if "x$i" in text else []
+            seen = [*([] if "def " in text else values), *arguments]
+            inside = self.statements(
+                seen, [group for group in groups if group in INSIDE[text]], depth + 1, self.random.randint(1, 4)
+            )
+            names["z"] = inside[-1].output
+            stands_for |= zip(arguments, [names["a"], names["b" if "def " in text else "a"]], strict=False)
+        lines = self.with_names(string.Template(text).substitute(names)).splitlines()
+        setup = [line[2:] for line in lines if line.startswith("| ")]
+        body = [line for line in lines if not line.startswith("| ")]
+        return Statement("\n".join(body), "\n".join(setup), names["o"], stands_for, tuple(inside))
+
+    def paragraph(self, groups: list[str], depth: int) -> str:
+        if depth < 2 and self.random.random() < 0.25:
+            choices = [*_BLOCKS, *_TRANSFORMS, *([] if groups == _PURE else _CALLS)]
+            return self.random.choice([text for text in choices if "autocast" not in text or self.dtype == "float32"])
+        (group,) = self.random.choices(groups, [_WEIGHTS[group] for group in groups])
+        return self.random.choice(FLAT[group])
+
+    def value(self, values: list[str]) -> str:
+        return self.random.choice(values[-3:] if self.random.random() < 0.6 else values)
+
+    def count(self) -> int:
+        return self.random.choice([1, 2, 3, 3, 5, 30])
+
+    def with_names(self, text: str) -> str:
+        """Give every stop its name: those of blocks may recur, a bare stop is known by its place alone."""
+
+        def named(match: re.Match[str]) -> str:
+            name = self.random.choice(self.names) if self.named else f"s{next(self.places)}"
+            return f"⟨{name}|" if match[0] == "⟨" else f"⟦{name}"
+
+        return re.sub("[⟨⟦]", named, text)
+
+
+# --- the truth ---------------------------------------------------------------------------------------------------
+
+
+class Truth(NamedTuple):
+    """What plain autograd says: the loss, the gradient by each parameter, and the parameters with a path to them."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    reached: frozenset[str]
+
+
+def execute(source: str) -> tuple[Callable[[], Tensor], dict[str, Tensor]]:
+    """Run a program's text; return its loss function and its parameters. The text seeds every generator itself."""
+    program: dict[str, Any] = {"__name__": "program"}
+    exec(compile(source, FILE, "exec"), program)
+    return program["loss"], program["params"]
+
+
+def differentiate(loss: Callable[[], Tensor], params: dict[str, Tensor]) -> Truth:
+    """Differentiate without the toolkit."""
+    value, found = loss(), [None] * len(params)
+    if value.requires_grad:
+        found = torch.autograd.grad(value, list(params.values()), allow_unused=True)
+    gradients = {name: gradient for name, gradient in zip(params, found, strict=True) if gradient is not None}
+    filled = {name: _dense(gradients.get(name, torch.zeros_like(parameter))) for name, parameter in params.items()}
+    return Truth(value.item(), filled, frozenset(gradients))
+
+
+def truth(program: Program, open: Iterable[str] = (), *, nudge: int = 0) -> Truth:
+    """Remove the stops in `open` from the text, run it afresh, and differentiate.
+
+    Args:
+        program: The text.
+        open: Names of stops.
+        nudge: If not 0, the seed of a random rounding error that is added to every parameter.
+    """
+    generator = torch.Generator().manual_seed(nudge)
+    with _undisturbed():
+        loss, params = execute(program.source(open))
+        with torch.no_grad():
+            for parameter in params.values() if nudge else ():
+                signs = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter.add_(parameter * signs, alpha=program.precision)
+        return differentiate(loss, params)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put back what a program's text sets for the whole process."""
+    default, states = torch.get_default_dtype(), (random.getstate(), np.random.get_state(), torch.get_rng_state())  # noqa: NPY002
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_default_dtype(default)
+        for restore, state in zip((random.setstate, np.random.set_state, torch.set_rng_state), states, strict=True):
+            restore(state)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return (tensor.to_dense() if tensor.layout is not torch.strided else tensor).detach()
+
+
+# --- the checker -------------------------------------------------------------------------------------------------
+
+# Epsilon -> how far a gradient may be off, relative to that of the same parameter; and how many times as far as a
+# rounding error in every parameter moves it.
+_ALLOWED = {
+    torch.finfo(torch.float64).eps: (1e-9, 100.0),
+    torch.finfo(torch.float32).eps: (1e-4, 30.0),
+    torch.finfo(torch.bfloat16).eps: (0.03, 6.0),
+}
+
+_TOOLKIT = Path(toolkit.__file__).parent
+
+# "noise" may be said of leaks up to this part of the gradient, and not in float64.
+_NOISE, _FINE = 0.05, 1e-10
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What `check` found.
+
+    Attributes:
+        answers: How many sets of open stops were answered, and held against the truth.
+        wrong: What is wrong, as (kind, sentence).
+        refused: Why an answer was refused that could be given.
+        skipped: Why the program has no truth; empty if it has one.
+    """
+
+    answers: int = 0
+    wrong: tuple[tuple[str, str], ...] = ()
+    refused: tuple[str, ...] = ()
+    skipped: str = ""
+
+
+def check(program: Program) -> Finding:
+    """Ask the toolkit about a program, and hold every answer against the text without the stops."""
+    with _undisturbed():
+        return _Checker(program).finding()
+
+
+class _Checker:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.answers = 0
+        self.wrong: list[tuple[str, str]] = []
+        self.refused: list[str] = []
+        self.truth = cache(lambda open, nudge=0: truth(program, open, nudge=nudge))
+
+    def finding(self) -> Finding:
+        try:
+            plain = self.truth(())
+        except Exception as error:
+            return Finding(skipped=_sentence(error))
+        if math.isnan(plain.loss) or not plain.reached:
+            return Finding(skipped="the loss is not a number, or a constant")
+        self.ask()
+        return Finding(self.answers, tuple(self.wrong), tuple(self.refused))
+
+    def ask(self) -> None:
+        stops, draws = self.program.stops, random.Random(self.program.seed)
+        subset = tuple(stop for stop in stops if draws.random() < 0.5)
+        sets = dict.fromkeys([*((stop,) for stop in stops), stops, subset])
+        sets.pop((), None)
+        answerable = [open for open in sets if self.is_answerable(open)]
+        loss, params = execute(self.program.source())
+        try:
+            asked = (compare if self.program.named else audit)(loss, params)
+        except Exception as error:
+            if len(answerable) == len(sets):
+                self.fail(error)
+            return
+        if not self.program.named and not asked.valid:
+            self.refused.append(f"invalid: {asked.reason}")
+            return
+        plain = self.truth(())
+        if asked.loss != plain.loss:
+            self.note("loss", f"{asked.loss!r} where the program has {plain.loss!r}")
+        for name, expected in plain.gradients.items():
+            if not _same(asked.blocked[name], expected):
+                self.note("blocked", f"{name} is off by {_distance(asked.blocked[name], expected):.3g}")
+        names = self.names_in(asked)
+        for open in answerable:
+            if not all(stop in names for stop in open):
+                continue
+            try:
+                gradient, effect = self.answer(asked, [names[stop] for stop in open])
+            except Exception as error:
+                self.fail(error)
+            else:
+                self.answers += 1
+                self.hold(open, gradient, effect)
+        try:
+            again = differentiate(loss, params)
+        except Exception as error:
+            self.note("left", f"the program does not run any more: {_sentence(error)}")
+            return
+        if again.loss != plain.loss or not all(_same(again.gradients[name], plain.gradients[name]) for name in params):
+            self.note("left", "the program's next loss or gradient is another one")
+
+    def answer(self, asked: Any, names: list[str]) -> tuple[dict[str, Tensor], Any]:
+        """Ask for the gradient with these stops open, and for what opening them does; None if that cannot be asked."""
+        if len(names) == 1:
+            return asked.gradient(names), next(effect for effect in asked.effects if effect.name == names[0])
+        return asked.gradient(names), asked.effect(names) if self.program.named else None
+
+    def is_answerable(self, open: tuple[str, ...]) -> bool:
+        """Say whether the text without these stops runs, to a number: what stands in its way may be the stop itself."""
+        try:
+            return not math.isnan(self.truth(open).loss)
+        except Exception:
+            return False
+
+    def names_in(self, asked: Any) -> dict[str, str]:
+        """Return the stops that were opened, each with the name that the answer has for it."""
+        if self.program.named:
+            names = {effect.name: effect.name for effect in asked.effects}
+            unopened = dict(asked.unopened)
+        else:
+            sites = {f"{FILE}:{line}:": stop for line, stop in self.program.places.items()}
+            names = {stop: e.name for e in asked.effects for site, stop in sites.items() if e.name.startswith(site)}
+            unopened = {sites.get(e.site[: e.site.rindex(":") + 1], ""): e.reason for e in asked.unopened}
+        for stop in self.program.stops:
+            if stop in unopened and self.is_answerable((stop,)):
+                self.refused.append(f"not opened: {unopened[stop]}")
+            elif stop not in {**names, **unopened}:
+                self.note("missed", f"{stop} is no part of the answer")
+        return {stop: name for stop, name in names.items() if stop not in unopened}
+
+    def hold(self, open: tuple[str, ...], found: dict[str, Tensor], effect: Any) -> None:
+        """Hold what is said about these stops, opened together, against the truth."""
+        plain, opened = self.truth(()).gradients, self.truth(open).gradients
+        for name, expected in opened.items():
+            off = _distance(found[name], expected)
+            if off > self.rounding(open, name, off):
+                self.note("gradient", f"open {open}: {name} is off by {off:.3g} of {_size([expected]):.3g}")
+        if effect is None or not all(gradient.isfinite().all() for gradient in plain.values()):
+            return  # what is no number stays none, whatever is added to it
+        leaks = {name: _distance(opened[name], plain[name]) for name in plain}
+        leak = math.hypot(*leaks.values())
+        off = abs(effect.leak - leak)
+        if math.isfinite(leak) != math.isfinite(effect.leak) or off > math.hypot(
+            *(self.rounding(open, name, off) for name in plain)
+        ):
+            self.note("leak", f"open {open}: {effect.leak:.6g} where it is {leak:.6g}")
+        if fault := self.fault(effect.verdict, open, leaks):
+            self.note("verdict", f"open {open}: {effect.verdict}, but {fault}")
+
+    def fault(self, verdict: Any, open: tuple[str, ...], leaks: dict[str, float]) -> str:
+        """Say what speaks against a verdict; nothing if it is right."""
+        (_, plain, before), (_, opened, after) = self.truth(()), self.truth(open)
+        named, cut = set(verdict.parameters), after - before
+        if verdict.kind == "cuts":
+            return f"it cuts {sorted(cut)}" if named != cut else ""
+        rounding = {name: self.rounding(open, name, leak) for name, leak in leaks.items()}
+        leaking = {name for name in leaks if leaks[name] > rounding[name]}
+        if verdict.kind == "makes":
+            others = {name for name in named if not plain[name].any() or _size([opened[name]]) > rounding[name]}
+            return f"it does not make that of {sorted(others)}" if others else ""
+        if verdict.kind == "partial":
+            return f"it cuts {sorted(cut)}" if cut & leaking else ""
+        if not leaking:
+            return ""
+        part = math.hypot(*leaks.values()) / max(_size(plain.values()), _size(opened.values()))
+        if verdict.kind == "noise" and part <= _NOISE and self.program.precision > _FINE:
+            return ""
+        return f"the leak is {part:.2g} of the gradient, in {sorted(leaking)}"
+
+    def rounding(self, open: tuple[str, ...], name: str, off: float) -> float:
+        """Return how far rounding may move the gradient of a parameter; measured only if `off` is more than usual."""
+        relative, times = _ALLOWED[self.program.precision]
+        plain, opened = self.truth(()).gradients, self.truth(open).gradients
+        usual = relative * max(_size([plain[name]]), _size([opened[name]])) + 1e-15 * _size(plain.values())
+        return usual if off <= usual else usual + times * (self.noise((), name) + self.noise(open, name))
+
+    def noise(self, open: tuple[str, ...], name: str) -> float:
+        """Return how far rounding errors in the parameters move the gradient of one of them."""
+        whole = self.truth(open).gradients[name]
+        return max(_distance(self.truth(open, nudge).gradients[name], whole) for nudge in (1, 2))
+
+    def fail(self, error: Exception) -> None:
+        """Count an error as a refusal if the toolkit raised it in one sentence, else as wrong."""
+        *_, raised = traceback.extract_tb(error.__traceback__)
+        ours = Path(raised.filename).is_relative_to(_TOOLKIT) and type(error) in (RuntimeError, ValueError)
+        if ours and "\n" not in str(error):
+            self.refused.append(str(error))
+        else:
+            self.note("crash", f"{type(error).__name__}: {_sentence(error)}")
+
+    def note(self, kind: str, sentence: str) -> None:
+        self.wrong.append((kind, sentence))
+
+
+def _sentence(error: Exception) -> str:
+    return (str(error) or repr(error)).splitlines()[0]
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(_dense(a), b, rtol=0, atol=0, equal_nan=True)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    """Return the norm of a difference; infinite if a number stands against what is none."""
+    a, b = _dense(a).double(), _dense(b).double()
+    return _size([a - b]) if torch.equal(a.isfinite(), b.isfinite()) else math.inf
+
+
+def _size(tensors: Iterable[Tensor]) -> float:
+    """Return the norm of all finite numbers."""
+    return math.hypot(*(torch.where(t.isfinite(), t, 0).double().norm().item() for t in tensors))
+
+
+# --- failures ----------------------------------------------------------------------------------------------------
+
+
+def shrink(program: Program, fails: Callable[[Program], bool]) -> Program:
+    """Drop what a failure does not need: statements, the blocks around others, stops."""
+    while True:
+        smaller = next(filter(fails, _smaller(program)), None)
+        if smaller is None:
+            return program
+        program = smaller
+
+
+def _smaller(program: Program) -> Iterator[Program]:
+    for result in program.results if len(program.results) > 1 else ():
+        yield replace(program, results=tuple(other for other in program.results if other != result))
+    for statement in [inner for outer in program.statements for inner in outer.walk()][::-1]:
+        dropped = {old: new for gone in statement.walk() for old, new in gone.stands_for.items()}
+        yield _replaced(program, statement, (), dropped)
+        if statement.inside:
+            last = {statement.output: statement.inside[-1].output}
+            yield _replaced(program, statement, statement.inside, statement.stands_for | last)
+    for stop in program.stops if len(program.stops) > 1 else ():
+        yield replace(program, removed=program.removed | {stop})
+
+
+def _replaced(program: Program, old: Statement, new: tuple[Statement, ...], renamed: dict[str, str]) -> Program:
+    def rebuilt(statements: tuple[Statement, ...]) -> Iterator[Statement]:
+        for statement in statements:
+            if statement is old:
+                yield from new
+            else:
+                yield replace(statement, inside=tuple(rebuilt(statement.inside)))
+
+    return replace(program, statements=tuple(rebuilt(program.statements)), renamed=program.renamed | renamed)
+
+
+_SCRIPT = """\
+{findings}
+import torch
+
+from toolkit import {function}
+
+TEXT = '''\\
+{source}'''
+
+# Stop -> the lines that are other ones without it.
+WITHOUT = {edits}
+
+
+def program(edits):
+    lines = [edits.get(number, line) for number, line in enumerate(TEXT.splitlines(), 1)]
+    names = {{"__name__": "program"}}
+    exec(compile("\\n".join(lines), "{file}", "exec"), names)
+    return names["loss"], names["params"]
+
+
+def gradients(edits):
+    loss, params = program(edits)
+    found = torch.autograd.grad(loss(), list(params.values()), allow_unused=True)
+    return {{name: gradient for name, gradient in zip(params, found) if gradient is not None}}
+
+
+plain = gradients({{}})
+print("truth: size of the gradient", {{name: gradient.norm().item() for name, gradient in plain.items()}})
+for stop, edits in WITHOUT.items():
+    opened = gradients(edits)
+    leaks = {{name: (opened[name] - plain.get(name, 0)).norm().item() for name in opened}}
+    print(f"truth: leak without {{stop}}", leaks)
+asked = {function}(*program({{}}))
+print(asked)
+for effect in asked.effects:
+    print("answer:", effect.name, {{name: part.leak for name, part in effect.per_parameter.items()}})
+"""
+
+
+def script(program: Program, finding: Finding) -> str:
+    """Return a program that runs alone, and prints the toolkit's answers beneath the truth."""
+    plain = program.source().splitlines()
+    edits: dict[str, dict[int, str]] = {}
+    for stop in program.stops:
+        lines = zip(plain, program.source([stop]).splitlines(), strict=True)
+        edits[stop] = {number: new for number, (old, new) in enumerate(lines, 1) if old != new}
+    found = [f"# seed {program.seed}", *(f"# {kind}: {sentence}" for kind, sentence in finding.wrong)]
+    found += [f"# refused: {reason}" for reason in finding.refused]
+    return _SCRIPT.format(
+        findings="\n".join(found),
+        function="compare" if program.named else "audit",
+        source=program.source(),
+        edits=pprint.pformat(edits, width=110),
+        file=FILE,
+    )
+
+
+if __name__ == "__main__":
+    failing = generate(int(sys.argv[1]))
+    kinds = {kind for kind, _ in check(failing).wrong}
+    small = shrink(failing, lambda program: bool(kinds & {kind for kind, _ in check(program).wrong}))
+    print(script(small, check(small)))
