@@ -639,9 +639,8 @@ class Comparison:
                 if not told.any():
                     if self._precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
                         return Verdict("redundant")
-                    return Verdict(
-                        "noise", noise=noise.norm().item() / max(opened.norm().item(), blocked.norm().item())
-                    )
+                    size = max(opened.norm().item(), blocked.norm().item())
+                    return Verdict("noise", noise=_MOST_NOISE * noise.norm().item() / size)
                 beyond = told
         made = beyond & (opened <= allowed * blocked)
         if made.any():
