@@ -1,5 +1,6 @@
 """Audits of code that was not written with blocks: found, named, opened one by one, and never a lie."""
 
+import contextlib
 import itertools
 import json
 import sys
@@ -529,3 +530,96 @@ def test_text_page_and_json(pair):
     assert "leaves the graph: item()" in str(found)
     assert "<table>" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["valid"] is True
+
+
+# --- stops that act together, and parameters without a path -------------------------------------------------------
+
+
+def test_a_stop_inside_of_another_one_gets_a_row_with_it(pair):
+    def loss(stop=torch.Tensor.detach, region=torch.no_grad):
+        with region():
+            first, second = stop(pair.b(pair.x)), stop(pair.a(pair.x))
+        return ((pair.a(pair.x) - first) ** 2).mean() + (pair.a(pair.x) * second).sum()
+
+    found = audit(loss, {"a": pair.a.weight, "b": pair.b.weight})
+    assert all(effect.verdict.is_silent for effect in found.effects)
+    assert [str(together.verdict) for together in found.sets] == ["cuts all paths to [b]", "partial"]
+    assert all(together.name.count(" + ") == 1 for together in found.sets)
+    assert sum("together" in row for row in found.rows()) == 2
+    assert sum("together" in line for line in str(found).splitlines()[2:8]) == 2
+    passed = lambda input: input  # noqa: E731
+    truth = _plain(lambda: loss(passed, contextlib.nullcontext), [pair.a.weight, pair.b.weight])
+    both = found.gradient([effect.name for effect in found.effects])
+    for gradient, expected in zip(both.values(), truth, strict=True):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_blocks_behind_each_other_that_act_together_are_a_set(pair):
+    def loss():
+        inner = stop_gradient(pair.b(pair.x), "set.inner")
+        return (pair.a(pair.x).detach() * stop_gradient(inner * 2, "set.outer")).sum() + pair.a(pair.x).sum()
+
+    comparison = compare(loss, {"b": pair.b.weight, "a": pair.a.weight})
+    assert all(effect.verdict.is_silent for effect in comparison.effects)
+    (together,) = comparison.sets
+    assert str(together.verdict) == "cuts all paths to [b]"
+    assert comparison.rows()[-1][0] == "set.inner + set.outer"
+
+
+def test_the_parts_of_places_add_up(pair):
+    found = audit(lambda: (pair.a(pair.x) * pair.a(pair.x).detach() * pair.b(pair.x).detach()).sum(), pair.a)
+    parts = found.attribution()
+    everything = found.gradient([effect.name for effect in found.effects])
+    for name, gradient in everything.items():
+        torch.testing.assert_close(sum(part[name] for part in parts.values()), gradient)
+
+
+def _frozen(pair):
+    pair.b.requires_grad_(False)
+    value = pair.b(pair.a(pair.x)[:, :1].expand(-1, pair.x.shape[1])).sum()
+    pair.b.requires_grad_(True)
+    return value
+
+
+def _looked_up(pair):
+    return (pair.a.weight[pair.b(pair.x).argmax()]).sum()
+
+
+def _never_used(pair):
+    return pair.a(pair.x).sum()
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [(_frozen, "requires_grad_() at "), (_looked_up, "argmax() at "), (_never_used, "")],
+)
+def test_parameters_without_a_path_are_listed_with_where_it_ends(pair, program, reason):
+    nets = nn.ModuleDict({"a": pair.a, "b": pair.b})
+    found = audit(lambda: program(pair), nets)
+    missing = {name for name in found.unreached if name.startswith("b.")}
+    assert missing == {"b.weight", "b.bias"}
+    assert all(found.unreached[name].startswith(reason) for name in missing)
+    assert all((found.unreached[name] == "") == (reason == "") for name in missing)
+    (note,) = [note for note in found.notes() if note.startswith("no path to the loss: b: ")]
+    assert "weight, bias" in note
+    assert pair.b.weight.requires_grad
+
+
+def test_a_parameter_that_only_a_stop_cuts_off_is_not_listed(pair):
+    found = audit(lambda: (pair.a(pair.x) * pair.b(pair.x).detach()).sum(), nn.ModuleDict({"a": pair.a, "b": pair.b}))
+    assert found.unreached == {}
+
+
+def test_a_container_of_a_package_is_named_by_its_caller(pair, tmp_path, monkeypatch):
+    (tmp_path / "container_of_tensors.py").write_text(
+        "class Box:\n    def __init__(self, t): self.t = t\n"
+        "    def detach(self): return self._each(lambda t: t.detach())\n"
+        "    def _each(self, f): return Box(f(self.t))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("toolkit.gradients._bare.INSTALLED", (str(tmp_path),))
+    import container_of_tensors as package
+
+    found = audit(lambda: (pair.a(pair.x) * package.Box(pair.a(pair.x)).detach().t).sum(), pair.a)
+    (effect,) = found.effects
+    assert effect.site.startswith("tests/test_audit.py:")
