@@ -546,7 +546,6 @@ def test_a_stop_inside_of_another_one_gets_a_row_with_it(pair):
     assert [str(together.verdict) for together in found.sets] == ["cuts all paths to [b]", "partial"]
     assert all(together.name.count(" + ") == 1 for together in found.sets)
     assert sum("together" in row for row in found.rows()) == 2
-    assert sum("together" in line for line in str(found).splitlines()[2:8]) == 2
     passed = lambda input: input  # noqa: E731
     truth = _plain(lambda: loss(passed, contextlib.nullcontext), [pair.a.weight, pair.b.weight])
     both = found.gradient([effect.name for effect in found.effects])
