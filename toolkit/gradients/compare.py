@@ -1,10 +1,4 @@
-"""Compare the gradients of one program for different sets of open blocks.
-
-A plain run says what the gradient is. What a block adds to it when it is open is found in one of two ways. While the
-backward pass is linear as far as anybody can see, from one more forward pass, in which every block is a gate (see
-`_gates`), if that gives the loss and the gradient of the plain run bit for bit. Otherwise, and for regions, by running
-the program again with the block really removed, if it then has the same loss.
-"""
+"""Compare the gradients of one program for different sets of open blocks."""
 
 from __future__ import annotations
 
@@ -12,42 +6,31 @@ import html
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from toolkit.blocks import Block, Site, declared_blocks
+from toolkit.gradients._answers import Answers, Leak, Unrepeatable, sentence
 from toolkit.gradients._endings import Endings
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, Meeting, reachable_nodes
+from toolkit.gradients._gates import Meeting
 from toolkit.gradients._program import (
-    CONSTANT,
-    Answer,
     Parameters,
     Program,
-    coarsest,
-    differentiated,
-    leaves_of,
-    reached,
 )
+from toolkit.gradients._rounding import Rounding
 from toolkit.gradients._snapshot import Snapshot
 from toolkit.gradients.verdict import (
     BlockEffect,
-    Verdict,
-    are_close,
     difference,
-    equal,
     finite,
-    flat,
     norm,
     products,
-    rounding,
 )
 
 if TYPE_CHECKING:
@@ -63,37 +46,6 @@ _WIDEST_VERDICT = 40
 
 # A table of more blocks is sorted.
 _MOST_ROWS_UNSORTED = 20
-
-# How often the parameters are moved by a rounding to see how far that moves a leak.
-_NUDGES = 6
-
-# One that is so many times as large as it moves is told from rounding.
-_CLEAR = 30.0
-
-# Of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
-_PART = 3.0
-
-# A leak that so moves by more than a third of itself says nothing.
-_MOST_NOISE = 3.0
-
-
-@dataclass(frozen=True)
-class _Leak:
-    """What opening blocks adds to the gradient.
-
-    Attributes:
-        parts: Parameter -> what is added, as a vector; no entry where that is zero.
-        reached: Parameters to which there is a path then.
-        carried: Whether anything that carries a gradient reached the blocks.
-    """
-
-    parts: dict[str, Tensor]
-    reached: frozenset[str]
-    carried: bool
-
-
-class _Unrepeatable(RuntimeError):
-    """A run of the program computed something else than the first one."""
 
 
 class Comparison:
@@ -140,42 +92,31 @@ class Comparison:
         Every run of it but the plain one is made inside of `around`. When it fails with blocks open, `spare` may see to
         it that it fails no more. `nested` learns while the program runs which blocks are inside of which.
         """
-        self._spare, self._nested = spare, nested
         self.program = Program(loss, params, around)
-        self.effects, self.sets, self.unopened, self.remarks, self.reason = [], [], {}, [], ""
-        self.interaction, self._is_quiet = 0.0, False
+        self._answers = answers = Answers(self.program, spare)
+        self._nested = nested
+        self.loss, self.blocked = answers.plain.loss, answers.plain.gradients
+        self.remarks, self.reason = answers.remarks, answers.reason
+        self.effects, self.sets, self.unopened = [], [], {}
+        self.interaction = 0.0
         self._together: BlockEffect | None = None
-        self._board, value, moved = self._recorded()
-        self._params = self._all_leaves(value) if self.program.given is None else self.program.given
-        plain = self.program.answer(self._params, around=False)
-        self.loss = self._first_loss = plain.loss
-        self.blocked = plain.gradients
-        self._reached_when_blocked = plain.reached
-        self._versions = {name: parameter._version for name, parameter in self._params.items()}
-        with self._quietly() if value is not None else nullcontext():
-            # The loss with gates in its graph, while they answer.
-            self._value = None if moved or plain.moved or not self._gates_agree(value) else value
-            if self._value is None:
-                self._board = self._noted(plain)
-            del value
-            if not (plain.reached or self.reason):
-                self._refuse_strangers(plain)
-            self._names = [] if self.reason else _selected(blocks, self._board.meetings)
+        self._rounding = Rounding(answers, self._products_when_blocked[:, 3])
+        self._names = [] if self.reason else _selected(blocks, self.meetings)
+        with answers.quietly() if answers.gated is not None else nullcontext():
             self._compute_effects()
             self._find_sets()
         self._note_elsewhere()
-        if self._value is not None and not self._board.needs_rerun(self._board.meetings):
-            self.program.snapshot.forget_values()
+        answers.done()
 
     @property
     def meetings(self) -> dict[str, Meeting]:
         """Block -> how the program met it, in its order."""
-        return self._board.meetings
+        return self._answers.board.meetings
 
     @property
     def parameters(self) -> dict[str, Tensor]:
         """Name -> what is differentiated by."""
-        return dict(self._params)
+        return dict(self._answers.params)
 
     def __getitem__(self, block: Block | str) -> BlockEffect:
         name = block.name if isinstance(block, Block) else block
@@ -196,14 +137,7 @@ class Comparison:
             RuntimeError: If a parameter was modified since the comparison was made, or the program then computes
                 something else.
         """
-        names = frozenset(_selected(open, self._board.meetings))
-        self._check_unmodified()
-        if not names:
-            return {name: gradient.clone() for name, gradient in self.blocked.items()}
-        if self._value is None or self._board.needs_rerun(names):
-            return self._run_again(names).gradients
-        with self._passing(names):
-            return differentiated(self._value, self._params)
+        return self._answers.gradient(frozenset(_selected(open, self.meetings)))
 
     def effect(self, open: Collection[Block | str]) -> BlockEffect:
         """Return what opening these blocks *together* does to the gradient.
@@ -212,11 +146,11 @@ class Comparison:
             ValueError: If a block was not met by the program, or none is given.
             RuntimeError: As `gradient`.
         """
-        names = _selected(open, self._board.meetings)
+        names = _selected(open, self.meetings)
         if not names:
             raise ValueError("`open` should name at least one block. Found none.")
-        self._check_unmodified()
-        return self._effect(names, self._leak(names))
+        self._answers.check_unmodified()
+        return self._effect(names, self._answers.leak(names))
 
     def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
         """Split the gradient with all blocks open by the set of blocks that each path crosses.
@@ -277,7 +211,7 @@ class Comparison:
     def __repr__(self) -> str:
         shown = [f"{effect.name!r}: {effect.verdict.label}" for effect in self.effects[:3]]
         more = [f"{len(self.effects) - 3} more"] if len(self.effects) > 3 else []
-        return f"Comparison(loss {self.loss:.6g}, {len(self._params)} parameters, {{{', '.join(shown + more)}}})"
+        return f"Comparison(loss {self.loss:.6g}, {len(self.blocked)} parameters, {{{', '.join(shown + more)}}})"
 
     def __str__(self) -> str:
         table = text_table(self.rows()) if self.effects else "no blocks were met"
@@ -300,7 +234,7 @@ class Comparison:
         found: list[str] = []
         if self._together is None:
             return found
-        if not self.interaction <= self._precision**0.5:
+        if not self.interaction <= self._rounding.precision**0.5:
             found.append(
                 "single effects mislead: all blocks together change the gradient by another "
                 f"{self.interaction:.0%} of its size, along paths that cross several of them (see attribution)"
@@ -333,98 +267,16 @@ class Comparison:
 
     # --- how the program is run --------------------------------------------------------------------------------------
 
-    def _recorded(self) -> tuple[GateBoard, Tensor | None, bool]:
-        """Run the program with a gate for each block; return no loss if it fails so."""
-        board = GateBoard()
-        try:
-            with self.program.aside() as moved, board.forward():
-                value = self.program.value()
-        except Exception:  # what the program raises of its own, a plain run raises again
-            return board, None, False
-        return board, value, moved.values
-
-    def _all_leaves(self, value: Tensor | None) -> Mapping[str, Tensor]:
-        """Return every leaf that the loss depends on, also behind blocks."""
-        leaves: Mapping[str, Tensor] = {} if value is None else leaves_of(value, self.program.parts)
-        if value is not None and not self._board.regions:
-            return leaves
-        board = self._board
-        if value is None:
-            board = GateBoard(puts_gates=False)
-            leaves = self.program.answer(None, gates=board).params
-        try:
-            behind = self.program.answer(None, board.meetings).params
-        except Exception:  # not every program runs without its blocks
-            return leaves
-        known = {id(leaf) for leaf in leaves.values()}
-        return {**leaves, **{name: leaf for name, leaf in behind.items() if id(leaf) not in known}}
-
-    def _gates_agree(self, value: Tensor | None) -> bool:
-        """Say whether gates can answer: whether they give loss and gradient of the plain run."""
-        if value is None or value.grad_fn is None or value.item() != self.loss:
-            return False
-        if not self._board.is_linear(value.grad_fn):
-            return False
-        self._board.arrivals = []
-        try:
-            with self._passing(()):
-                gradients = differentiated(value, self._params)
-        except RuntimeError:  # what the program changed in place behind autograd's back, autograd sees at a gate
-            return False
-        self._arrivals, self._board.arrivals = self._board.arrivals, None
-        return all(equal(gradients[name], self.blocked[name]) for name in gradients)
-
-    def _noted(self, plain: Answer) -> GateBoard:
-        """Run the program once more and note its blocks, or why nothing can be said about it."""
-        board = GateBoard(puts_gates=False)
-        try:
-            again = self.program.answer(self._params, gates=board)
-        except Exception as error:
-            self.reason = f"watched, the program fails: {sentence(error)}"
-            return board
-        self._first_loss = again.loss
-        if found := _mismatch(again, plain):
-            if _is_close(again, plain):
-                self.remarks.append(f"equal to a plain run to rounding, not to the bit: {found}")
-            else:
-                self.reason = self._explained(found, plain)
-        return board
-
-    def _explained(self, mismatch: str, plain: Answer) -> str:
-        """Say why two runs differ."""
-        if self.program.parts.moving:
-            names = ", ".join(f"`{name}`" if name else "one" for name in self.program.parts.moving)
-            return f"each run takes what comes next from an iterator: {names}; {mismatch}"
-        if _mismatch(self.plain_again(), plain):
-            return f"the program is not deterministic, two plain runs differ: {mismatch}"
-        return f"watched, the program computes something else: {mismatch}"
-
-    def _run_again(self, open: Collection[str]) -> Answer:
-        """Run the program with these blocks really removed; raise if it computes something else."""
-        try:
-            answer = self.program.answer(self._params, open)
-        except Exception:
-            if not self._spare(open):
-                raise
-            answer = self.program.answer(self._params, open)
-        # A derivative inside of the program that meets one of the blocks changes values.
-        if math.isclose(answer.loss, self._first_loss, rel_tol=rounding(torch.float32)):
-            return answer
-        if (again := self.program.loss()) != self._first_loss:
-            why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}", answer)
-            raise _Unrepeatable(f"`loss` should do the same each time it runs. Found {why}")
-        return answer
-
     def endings(self, caller: Callable[[], Site | None]) -> dict[str, str]:
         """Return parameter -> where its path ends, for those that have none to the loss with every block open."""
-        paths = self._reached_when_blocked
-        if len(paths) < len(self._params) and self._board.meetings:
+        paths = self._answers.plain.reached
+        if len(paths) < len(self._answers.params) and self.meetings:
             opened = [effect.name for effect in self.effects]
             try:
-                paths |= self.program.answer(self._params, opened).reached
+                paths |= self.program.answer(self._answers.params, opened).reached
             except Exception:  # one by one, then
                 paths |= {name for effect in self.effects for name in effect.verdict.parameters}
-        missing = {name: parameter for name, parameter in self._params.items() if name not in paths}
+        missing = {name: parameter for name, parameter in self._answers.params.items() if name not in paths}
         if not missing:
             return {}
         watch = Endings(missing, caller)
@@ -432,53 +284,12 @@ class Comparison:
             self.program.run()
         return {name: watch.found.get(name, "") for name in missing}
 
-    def plain_again(self) -> Answer:
-        """Run the program as it is once more."""
-        return self.program.answer(self._params, around=False)
-
-    def _refuse_strangers(self, plain: Answer) -> None:
-        """Raise if no parameter has anything to do with the loss."""
-        paths = frozenset() if self._value is None else reached(self._value, self._params)
-        if not paths and self._board.meetings:
-            try:
-                paths = self.program.answer(self._params, self._board.meetings).reached
-            except Exception:
-                return
-        if not paths:
-            raise ValueError(
-                CONSTANT if plain.constant else "`params` should hold a tensor that `loss` depends on. Found none."
-            )
-
     def _note_elsewhere(self) -> None:
-        if self._board.elsewhere:
-            names = ", ".join(map(repr, sorted(self._board.elsewhere)))
+        if self._answers.board.elsewhere:
+            names = ", ".join(map(repr, sorted(self._answers.board.elsewhere)))
             remark = f"met in another thread, and not compared: {names}"
             self.remarks.append(remark)
             warnings.warn(remark, stacklevel=4)
-
-    @contextmanager
-    def _passing(self, open: Collection[str]) -> Iterator[None]:
-        """Let the gates of `open` pass in backward passes."""
-        with self._quietly(), self._board.backward(open):
-            yield
-
-    @contextmanager
-    def _quietly(self) -> Iterator[None]:
-        """Take derivatives without leaving a trace; entered once for many."""
-        if self._is_quiet:
-            yield
-            return
-        with self.program.aside(runs=False):
-            self._is_quiet = True
-            try:
-                yield
-            finally:
-                self._is_quiet = False
-
-    def _check_unmodified(self) -> None:
-        for name, parameter in self._params.items():
-            if parameter._version != self._versions[name]:
-                raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
 
     # --- what a block does -------------------------------------------------------------------------------------------
 
@@ -487,9 +298,9 @@ class Comparison:
         sizes = [self._blocked_norm]
         for name in self._names:
             try:
-                leak = self._leak([name])
+                leak = self._answers.leak([name])
                 self.effects.append(self._effect([name], leak))
-            except _Unrepeatable as error:
+            except Unrepeatable as error:
                 self.effects, self.reason = [], str(error).partition(" Found ")[2]
                 return
             except Exception as error:
@@ -506,7 +317,7 @@ class Comparison:
         if len(together) < 2:
             return
         try:
-            leak = self._leak(together)
+            leak = self._answers.leak(together)
         except Exception as error:
             self.interaction = math.nan
             self.remarks.append(f"opened together, the program fails: {sentence(error)}")
@@ -542,44 +353,13 @@ class Comparison:
         if len(names) < 2:
             return None
         try:
-            found = self._effect(names, self._leak(names))
+            found = self._effect(names, self._answers.leak(names))
         except Exception:  # not every set opens together
             return None
         return None if found.verdict.is_silent else found
 
-    def _leak(self, names: Sequence[str]) -> _Leak:
-        """Return what opening these blocks together adds to the gradient."""
-        carried = any(self._board.meetings[name].carried for name in names)
-        if self._value is not None and not self._board.needs_rerun(names):
-            return self._leak_of_gates(names) if carried else _Leak({}, frozenset(), carried=False)
-        answer = self._run_again(names)
-        parts = {
-            name: flat(gradient) - self._flat_blocked[name]
-            for name, gradient in answer.gradients.items()
-            if not equal(gradient, self.blocked[name])
-        }
-        return _Leak(parts, answer.reached, carried=bool(carried or answer.opened))
-
-    def _leak_of_gates(self, names: Sequence[str]) -> _Leak:
-        """Return what the cotangents that arrived at these gates in the blocked program become further up.
-
-        Only the graph above the gates is passed for that.
-        """
-        assert self._value is not None
-        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
-        wanted = {name: parameter for name, parameter in self._params.items() if parameter.requires_grad}
-        parts = {}
-        if arrived and wanted:
-            edges, cotangents = zip(*arrived, strict=True)
-            with self._passing(names):
-                leaks = torch.autograd.grad(
-                    edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True
-                )
-            parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=True) if leak is not None}
-        return _Leak(parts, frozenset(parts), carried=True)
-
-    def _effect(self, names: Sequence[str], leak: _Leak) -> BlockEffect:
-        meetings, known = [self._board.meetings[name] for name in names], declared_blocks()
+    def _effect(self, names: Sequence[str], leak: Leak) -> BlockEffect:
+        meetings, known = [self.meetings[name] for name in names], declared_blocks()
         rows = self._products(leak)
         total = difference(rows.sum(0).tolist())
         return BlockEffect(
@@ -587,33 +367,31 @@ class Comparison:
             why=" ".join(known[name].why for name in names if name in known).strip(),
             site=", ".join(str(meeting.site) for meeting in meetings),
             calls=sum(meeting.calls for meeting in meetings),
-            verdict=self._verdict(names, leak, rows),
+            verdict=self._rounding.verdict(names, leak, rows),
             leak=total.leak,
             ratio=total.ratio,
             cosine=total.cosine,
-            per_parameter=dict(zip(self._params, map(difference, rows.tolist()), strict=True)),
+            per_parameter=dict(zip(self._answers.params, map(difference, rows.tolist()), strict=True)),
         )
 
-    def _products(self, leak: _Leak) -> Tensor:
+    def _products(self, leak: Leak) -> Tensor:
         """Return (P, 4), for every parameter the products that its `Difference` is made of."""
         rows = self._products_when_blocked.clone()
         if leak.parts:
             index = [self._indices[name] for name in leak.parts]
-            blocked = [self._flat_blocked[name] for name in leak.parts]
+            blocked = [self._answers.flat_blocked[name] for name in leak.parts]
             rows[index] = products(list(leak.parts.values()), blocked, rows[index, 3])
         return rows
 
     @cached_property
     def _indices(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self._params)}
-
-    @cached_property
-    def _flat_blocked(self) -> dict[str, Tensor]:
-        return {name: flat(gradient) for name, gradient in self.blocked.items()}
+        return {name: index for index, name in enumerate(self._answers.params)}
 
     @cached_property
     def _products_when_blocked(self) -> Tensor:
-        squares = torch.tensor([norm([gradient]) ** 2 for gradient in self._flat_blocked.values()], dtype=torch.float64)
+        squares = torch.tensor(
+            [norm([gradient]) ** 2 for gradient in self._answers.flat_blocked.values()], dtype=torch.float64
+        )
         return torch.stack([torch.zeros_like(squares), squares, squares, squares], 1)
 
     @cached_property
@@ -621,149 +399,6 @@ class Comparison:
         return norm(self.blocked.values())
 
     # --- what is rounding --------------------------------------------------------------------------------------------
-
-    def _verdict(self, names: Sequence[str], leak: _Leak, rows: Tensor) -> Verdict:
-        leaks, _, opened, blocked = rows.sqrt().unbind(1)
-        if not (leak.carried or leaks.any()):
-            return Verdict("no-op")
-        if cut := leak.reached - self._reached_when_blocked:
-            return Verdict("cuts", tuple(sorted(cut)))
-        allowed = torch.tensor([rounding(gradient.dtype) for gradient in self.blocked.values()], dtype=leaks.dtype)
-        beyond = leaks > allowed * torch.maximum(opened, blocked)
-        if leaks.isfinite().all():
-            if not beyond.any():
-                return Verdict("redundant")
-            if not self._is_clear(names, leak, rows):
-                noise = self._noise(names, leak, leaks)
-                told = beyond & (leaks > _MOST_NOISE * noise)
-                if not told.any():
-                    if self._precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
-                        return Verdict("redundant")
-                    size = max(opened.norm().item(), blocked.norm().item())
-                    return Verdict("noise", noise=_MOST_NOISE * noise.norm().item() / size)
-                beyond = told
-        made = beyond & (opened <= allowed * blocked)
-        if made.any():
-            return Verdict(
-                "makes", tuple(name for name, is_made in zip(self._params, made.tolist(), strict=True) if is_made)
-            )
-        return Verdict("partial")
-
-    @cached_property
-    def _precision(self) -> float:
-        """The coarsest rounding of the program, relative."""
-        if self._value is not None:
-            return coarsest(self._value, self._params)
-        with self.program.aside():
-            return coarsest(self.program.value(), self._params)
-
-    def _is_clear(self, names: Sequence[str], leak: _Leak, rows: Tensor) -> bool:
-        """Say whether a leak is more than rounding, as far as that can be told without another run.
-
-        Where the gradient vanishes, as after training, its size tells nothing. While gates answer, a backward pass of a
-        part of the loss tells: rounding comes out otherwise.
-        """
-        if not self._is_resolved:
-            return False
-        sizes = rows.sum(0).sqrt()
-        if sizes[0] > self._precision**0.6 * max(sizes[2].item(), sizes[3].item()):
-            return True
-        if self._value is None or self._board.needs_rerun(names):
-            return False
-        whole = sizes[0].item()
-        shares = {name: norm([part]) for name, part in leak.parts.items()}
-        last = max((self._last_uses.get(name, 0), name) for name, share in shares.items() if share > 0.1 * whole)[1]
-        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals_of_a_part if name in names]
-        edges, cotangents = zip(*arrived, strict=True)
-        with self._passing(names):
-            (part,) = torch.autograd.grad(edges, [self._params[last]], cotangents, retain_graph=True)
-        moved = flat(part).double() * _PART - leak.parts[last].double()
-        return bool(norm([moved]) <= self._precision**0.5 * shares[last])
-
-    @cached_property
-    def _is_resolved(self) -> bool:
-        """Whether the blocked gradient is clearly more than rounding.
-
-        While gates answer, a short backward pass tells: of the parameters that have a good part of the gradient, the
-        one that the program used last answers for all.
-        """
-        if self._value is None:
-            again = self._nudged(0, self._precision) or self.blocked
-            moved = norm([flat(again[name]).double() - flat(g).double() for name, g in self.blocked.items()])
-            return bool(moved <= self._precision**0.5 * self._blocked_norm)
-        norms = {name: norm([self.blocked[name]]) for name in self._last_uses}
-        large = [(use, name) for name, use in self._last_uses.items() if norms[name] > 0.1 * self._blocked_norm]
-        if not large:
-            return False
-        _, last = max(large)
-        for divisor in (_PART, 7.0):  # a few digits may come out the same by chance
-            share = torch.full_like(self._value, 1 / divisor)
-            with self._passing(()):
-                (part,) = torch.autograd.grad(self._value, [self._params[last]], share, retain_graph=True)
-            moved = norm([flat(part).double() / share.double().item() - flat(self.blocked[last]).double()])
-            if not moved <= self._precision**0.5 * norms[last]:
-                return False
-        return True
-
-    @cached_property
-    def _arrivals_of_a_part(self) -> list[tuple[str, GradientEdge, Tensor]]:
-        assert self._value is not None
-        wanted = [parameter for parameter in self._params.values() if parameter.requires_grad]
-        self._board.arrivals = []
-        with self._passing(()):
-            share = torch.full_like(self._value, 1 / _PART)
-            torch.autograd.grad(self._value, wanted, share, retain_graph=True, allow_unused=True)
-        found, self._board.arrivals = self._board.arrivals, None
-        return found
-
-    @cached_property
-    def _last_uses(self) -> dict[str, int]:
-        """Parameter -> the number of the last node that uses it, for those that the graph reaches."""
-        names = {id(parameter): name for name, parameter in self._params.items()}
-        uses: dict[str, int] = {}
-        for node in () if self._value is None else reachable_nodes(self._value.grad_fn, EVERY_BLOCK):
-            for successor, _ in node.next_functions:
-                if name := names.get(id(getattr(successor, "variable", None))):
-                    uses[name] = max(uses.get(name, 0), node._sequence_nr())
-        return uses
-
-    @cached_property
-    def _vanishes(self) -> Tensor:
-        """Say of each parameter, (P,), whether its blocked gradient is itself no more than rounding."""
-        moved = torch.zeros(len(self._params), dtype=torch.float64)
-        for seed in range(3):  # a few digits may come out the same by chance
-            again = self._nudged(seed, self._precision) or self.blocked
-            distances = [norm([flat(again[name]).double() - flat(g).double()]) for name, g in self.blocked.items()]
-            moved = torch.maximum(moved, torch.tensor(distances, dtype=torch.float64))
-        return moved >= 0.1 * self._products_when_blocked[:, 3].sqrt()
-
-    def _noise(self, names: Sequence[str], leak: _Leak, leaks: Tensor) -> Tensor:
-        """Return (P,): how far a leak of these sizes moves while the parameters move by a rounding."""
-        noise = torch.zeros(len(self._params), dtype=torch.float64)
-        # A few digits may come out the same by chance, a gradient's may not.
-        low = self._precision > torch.finfo(torch.float32).eps
-        for nudge in range(1 if self._is_resolved and not low else _NUDGES):
-            size = _nudge(self._precision, nudge)
-            open, blocked = self._nudged(nudge, size, names), self._nudged(nudge, size)
-            if open is None or blocked is None:
-                break
-            for index, name in enumerate(self._params):
-                moved = flat(open[name]).double() - flat(blocked[name]).double()
-                moved = moved - leak.parts[name].double() if name in leak.parts else moved
-                noise[index] = max(noise[index].item(), moved.norm().item())
-            if not (leaks > _MOST_NOISE * noise).any() or (nudge and (leaks > _CLEAR * noise).any()):
-                break
-        return noise
-
-    def _nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
-        """Return the gradient where the parameters are moved by a part of themselves; None if that cannot be told.
-
-        A graph that was there before does not follow.
-        """
-        try:
-            return self.program.answer(self._params, open, nudge=(seed, size)).gradients
-        except Exception:
-            return None
 
 
 def compare(
@@ -807,34 +442,6 @@ def compare(
     if comparison.reason:
         raise RuntimeError(f"`loss` should do the same each time it runs. Found {comparison.reason}.")
     return comparison
-
-
-def sentence(error: Exception) -> str:
-    """Return what an error says, without the advice after it."""
-    return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].partition(". ")[0].rstrip(".")
-
-
-def _mismatch(found: Answer, plain: Answer) -> str:
-    if found.loss != plain.loss:
-        return f"the loss is {found.loss!r}, in a plain run {plain.loss!r}"
-    for name, gradient in plain.gradients.items():
-        if not equal(found.gradients[name], gradient):
-            return f"the gradient of {name} differs from that of a plain run"
-    return ""
-
-
-def _is_close(found: Answer, plain: Answer) -> bool:
-    """Say whether two answers are equal to rounding."""
-    same_loss = math.isclose(found.loss, plain.loss, rel_tol=rounding(torch.float32))
-    return same_loss and are_close(found.gradients, plain.gradients)
-
-
-def _nudge(precision: float, index: int) -> float:
-    """Return by which part of themselves parameters are moved: a few roundings, and more each time if those are small.
-
-    A leak that is rounding then comes out otherwise; one that is not moves by as much, times a condition number.
-    """
-    return max(precision, min(precision * 2.0 ** (index + 1), 2**-10))
 
 
 def _minus(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,306 @@
+"""The gradient of one program for any set of open blocks, in the cheapest way that is right.
+
+A plain run says what the gradient is. What open blocks add to it is found in one of two ways. While the backward pass
+is linear as far as anybody can see, from one more forward pass in which every block is a gate (see `_gates`), if that
+gives the loss and the gradient of the plain run bit for bit. Otherwise, and for regions, by running the program again
+with the blocks really removed, if it then has the same loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from toolkit.gradients._gates import GateBoard
+from toolkit.gradients._program import CONSTANT, Answer, Program, differentiated, leaves_of, reached
+from toolkit.gradients.verdict import are_close, equal, flat, rounding
+
+__all__ = ["Answers", "Leak", "Unrepeatable", "sentence"]
+
+
+@dataclass(frozen=True)
+class Leak:
+    """What opening blocks adds to the gradient.
+
+    Attributes:
+        parts: Parameter -> what is added, as a vector; no entry where that is zero.
+        reached: Parameters to which there is a path then.
+        carried: Whether anything that carries a gradient reached the blocks.
+    """
+
+    parts: dict[str, Tensor]
+    reached: frozenset[str]
+    carried: bool
+
+
+class Unrepeatable(RuntimeError):
+    """A run of the program computed something else than the first one."""
+
+
+class Answers:
+    """Answers what a program's gradient is while some of its blocks are open.
+
+    Attributes:
+        program: The loss function and its state.
+        params: Name -> what is differentiated by.
+        plain: What a plain run gave.
+        board: Which blocks the program meets.
+        remarks: What a reader should know.
+        reason: Why nothing can be said of this program; empty if something can.
+    """
+
+    def __init__(self, program: Program, spare: Callable[[Collection[str]], bool]) -> None:
+        """Run the program; when it fails with blocks open, `spare` may see to it that it fails no more."""
+        self.program, self._spare = program, spare
+        self.remarks: list[str] = []
+        self.reason, self._is_quiet = "", False
+        self.board, value, moved = self._recorded()
+        self.params = self._all_leaves(value) if program.given is None else program.given
+        self.plain = program.answer(self.params, around=False)
+        self._first_loss = self.plain.loss
+        self._versions = {name: parameter._version for name, parameter in self.params.items()}
+        # The loss with gates in its graph, while they answer.
+        self._gated = None if moved or self.plain.moved or not self._gates_agree(value) else value
+        if self._gated is None:
+            self.board = self._noted(self.plain)
+        if not (self.plain.reached or self.reason):
+            self._refuse_strangers(self.plain)
+
+    @property
+    def gated(self) -> Tensor | None:
+        """The loss with a gate for each block in its graph; None if gates cannot answer."""
+        return self._gated
+
+    @cached_property
+    def flat_blocked(self) -> dict[str, Tensor]:
+        """Parameter -> gradient with every block in place, as a vector."""
+        return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
+
+    def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
+        """Return parameter -> gradient while exactly these blocks are open."""
+        self.check_unmodified()
+        if not open:
+            return {name: gradient.clone() for name, gradient in self.plain.gradients.items()}
+        if self.answers_at_once(open):
+            assert self._gated is not None
+            with self.passing(open):
+                return differentiated(self._gated, self.params)
+        return self._run_again(open).gradients
+
+    def answers_at_once(self, open: Collection[str]) -> bool:
+        """Say whether gates can answer for these blocks."""
+        return self._gated is not None and not self.board.needs_rerun(open)
+
+    def done(self) -> None:
+        """Free what only another run would need, if there will be none."""
+        if self.answers_at_once(self.board.meetings):
+            self.program.snapshot.forget_values()
+
+    def arrivals(self, share: float) -> list[tuple[str, GradientEdge, Tensor]]:
+        """Return what arrives at the gates of the blocked program, of a part of the loss."""
+        assert self._gated is not None
+        wanted = [parameter for parameter in self.params.values() if parameter.requires_grad]
+        self.board.arrivals = []
+        with self.passing(()):
+            weight = torch.full_like(self._gated, share)
+            torch.autograd.grad(self._gated, wanted, weight, retain_graph=True, allow_unused=True)
+        found, self.board.arrivals = self.board.arrivals, None
+        return found
+
+    # --- how it is done ----------------------------------------------------------------------------------------------
+
+    def _recorded(self) -> tuple[GateBoard, Tensor | None, bool]:
+        """Run the program with a gate for each block; return no loss if it fails so."""
+        board = GateBoard()
+        try:
+            with self.program.aside() as moved, board.forward():
+                value = self.program.value()
+        except Exception:  # what the program raises of its own, a plain run raises again
+            return board, None, False
+        return board, value, moved.values
+
+    def _all_leaves(self, value: Tensor | None) -> Mapping[str, Tensor]:
+        """Return every leaf that the loss depends on, also behind blocks."""
+        leaves: Mapping[str, Tensor] = {} if value is None else leaves_of(value, self.program.parts)
+        if value is not None and not self.board.regions:
+            return leaves
+        board = self.board
+        if value is None:
+            board = GateBoard(puts_gates=False)
+            leaves = self.program.answer(None, gates=board).params
+        try:
+            behind = self.program.answer(None, board.meetings).params
+        except Exception:  # not every program runs without its blocks
+            return leaves
+        known = {id(leaf) for leaf in leaves.values()}
+        return {**leaves, **{name: leaf for name, leaf in behind.items() if id(leaf) not in known}}
+
+    def _gates_agree(self, value: Tensor | None) -> bool:
+        """Say whether gates can answer: whether they give loss and gradient of the plain run."""
+        if value is None or value.grad_fn is None or value.item() != self.plain.loss:
+            return False
+        if not self.board.is_linear(value.grad_fn):
+            return False
+        self.board.arrivals = []
+        try:
+            with self.passing(()):
+                gradients = differentiated(value, self.params)
+        except RuntimeError:  # what the program changed in place behind autograd's back, autograd sees at a gate
+            return False
+        self._arrivals, self.board.arrivals = self.board.arrivals, None
+        return all(equal(gradients[name], self.plain.gradients[name]) for name in gradients)
+
+    def _noted(self, plain: Answer) -> GateBoard:
+        """Run the program once more and note its blocks, or why nothing can be said about it."""
+        board = GateBoard(puts_gates=False)
+        try:
+            again = self.program.answer(self.params, gates=board)
+        except Exception as error:
+            self.reason = f"watched, the program fails: {sentence(error)}"
+            return board
+        self._first_loss = again.loss
+        if found := _mismatch(again, plain):
+            if _is_close(again, plain):
+                self.remarks.append(f"equal to a plain run to rounding, not to the bit: {found}")
+            else:
+                self.reason = self._explained(found, plain)
+        return board
+
+    def _explained(self, mismatch: str, plain: Answer) -> str:
+        """Say why two runs differ."""
+        if self.program.parts.moving:
+            names = ", ".join(f"`{name}`" if name else "one" for name in self.program.parts.moving)
+            return f"each run takes what comes next from an iterator: {names}; {mismatch}"
+        if _mismatch(self.plain_again(), plain):
+            return f"the program is not deterministic, two plain runs differ: {mismatch}"
+        return f"watched, the program computes something else: {mismatch}"
+
+    def _run_again(self, open: Collection[str]) -> Answer:
+        """Run the program with these blocks really removed; raise if it computes something else."""
+        try:
+            answer = self.program.answer(self.params, open)
+        except Exception:
+            if not self._spare(open):
+                raise
+            answer = self.program.answer(self.params, open)
+        # A derivative inside of the program that meets one of the blocks changes values.
+        if math.isclose(answer.loss, self._first_loss, rel_tol=self._loss_rounding):
+            return answer
+        if (again := self.program.loss()) != self._first_loss:
+            why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}", answer)
+            raise Unrepeatable(f"`loss` should do the same each time it runs. Found {why}")
+        return answer
+
+    def plain_again(self) -> Answer:
+        """Run the program as it is once more."""
+        return self.program.answer(self.params, around=False)
+
+    def _refuse_strangers(self, plain: Answer) -> None:
+        """Raise if no parameter has anything to do with the loss."""
+        paths = frozenset() if self._gated is None else reached(self._gated, self.params)
+        if not paths and self.board.meetings:
+            try:
+                paths = self.program.answer(self.params, self.board.meetings).reached
+            except Exception:
+                return
+        if not paths:
+            raise ValueError(
+                CONSTANT if plain.constant else "`params` should hold a tensor that `loss` depends on. Found none."
+            )
+
+    @contextmanager
+    def passing(self, open: Collection[str]) -> Iterator[None]:
+        """Let the gates of `open` pass in backward passes."""
+        with self.quietly(), self.board.backward(open):
+            yield
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Take derivatives without leaving a trace; entered once for many."""
+        if self._is_quiet:
+            yield
+            return
+        with self.program.aside(runs=False):
+            self._is_quiet = True
+            try:
+                yield
+            finally:
+                self._is_quiet = False
+
+    def check_unmodified(self) -> None:
+        """Raise if a parameter was modified since the plain run."""
+        for name, parameter in self.params.items():
+            if parameter._version != self._versions[name]:
+                raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
+
+    def leak(self, names: Sequence[str]) -> Leak:
+        """Return what opening these blocks together adds to the gradient."""
+        carried = any(self.board.meetings[name].carried for name in names)
+        if self.answers_at_once(names):
+            return self._leak_of_gates(names) if carried else Leak({}, frozenset(), carried=False)
+        answer = self._run_again(names)
+        parts = {
+            name: flat(gradient) - self.flat_blocked[name]
+            for name, gradient in answer.gradients.items()
+            if not equal(gradient, self.plain.gradients[name])
+        }
+        return Leak(parts, answer.reached, carried=bool(carried or answer.opened))
+
+    def _leak_of_gates(self, names: Sequence[str]) -> Leak:
+        """Return what the cotangents that arrived at these gates in the blocked program become further up.
+
+        Only the graph above the gates is passed for that.
+        """
+        assert self._gated is not None
+        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
+        wanted = {name: parameter for name, parameter in self.params.items() if parameter.requires_grad}
+        parts = {}
+        if arrived and wanted:
+            edges, cotangents = zip(*arrived, strict=True)
+            with self.passing(names):
+                leaks = torch.autograd.grad(
+                    edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True
+                )
+            parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=True) if leak is not None}
+        return Leak(parts, frozenset(parts), carried=True)
+
+    def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """Return the gradient where the parameters are moved by a part of themselves; None if that cannot be told.
+
+        A graph that was there before does not follow.
+        """
+        try:
+            return self.program.answer(self.params, open, nudge=(seed, size)).gradients
+        except Exception:
+            return None
+
+    @cached_property
+    def _loss_rounding(self) -> float:
+        return min(rounding(parameter.dtype) for parameter in self.params.values())
+
+
+def sentence(error: Exception) -> str:
+    """Return what an error says, without the advice after it."""
+    return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].partition(". ")[0].rstrip(".")
+
+
+def _mismatch(found: Answer, plain: Answer) -> str:
+    if found.loss != plain.loss:
+        return f"the loss is {found.loss!r}, in a plain run {plain.loss!r}"
+    for name, gradient in plain.gradients.items():
+        if not equal(found.gradients[name], gradient):
+            return f"the gradient of {name} differs from that of a plain run"
+    return ""
+
+
+def _is_close(found: Answer, plain: Answer) -> bool:
+    """Say whether two answers are equal to rounding."""
+    same_loss = math.isclose(found.loss, plain.loss, rel_tol=rounding(torch.float32))
+    return same_loss and are_close(found.gradients, plain.gradients)

@@ -1,0 +1,181 @@
+"""Whether a leak is more than rounding.
+
+Each parameter is judged by its own gradient: a leak below eps to the power of 3/4 of that is rounding. Where that
+decides nothing, because the gradient vanishes or the program computes in low precision, the parameters are moved by a
+few units in the last place: what is rounding then comes out otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from toolkit.gradients._answers import Answers, Leak
+from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
+from toolkit.gradients._program import coarsest
+from toolkit.gradients.verdict import Verdict, flat, norm, rounding
+
+__all__ = ["Rounding"]
+
+# How often the parameters are moved by a rounding to see how far that moves a leak.
+_NUDGES = 6
+
+# Of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
+_PART = 3.0
+
+# A leak that so moves by more than a third of itself says nothing, and one that moves by a thirtieth is told.
+_MOST_NOISE, _CLEAR = 3.0, 30.0
+
+
+class Rounding:
+    """Tells leaks of one program from rounding."""
+
+    def __init__(self, answers: Answers, squares: Tensor) -> None:
+        """Judge by these answers; `squares`: the squared norm of each parameter's blocked gradient, (P,)."""
+        self._answers, self._squares = answers, squares
+        self._params, self._blocked = answers.params, answers.plain.gradients
+
+    def verdict(self, names: Sequence[str], leak: Leak, rows: Tensor) -> Verdict:
+        """Return the verdict of these blocks from what opening them adds, and from the products of each parameter."""
+        leaks, _, opened, blocked = rows.sqrt().unbind(1)
+        if not (leak.carried or leaks.any()):
+            return Verdict("no-op")
+        if cut := leak.reached - self._answers.plain.reached:
+            return Verdict("cuts", tuple(sorted(cut)))
+        allowed = torch.tensor([rounding(gradient.dtype) for gradient in self._blocked.values()], dtype=leaks.dtype)
+        beyond = leaks > allowed * torch.maximum(opened, blocked)
+        if leaks.isfinite().all():
+            if not beyond.any():
+                return Verdict("redundant")
+            if not self._is_clear(names, leak, rows):
+                noise = self._noise(names, leak, leaks)
+                told = beyond & (leaks > _MOST_NOISE * noise)
+                if not told.any():
+                    if self.precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
+                        return Verdict("redundant")
+                    size = max(opened.norm().item(), blocked.norm().item())
+                    return Verdict("noise", noise=_MOST_NOISE * noise.norm().item() / size)
+                beyond = told
+        made = beyond & (opened <= allowed * blocked)
+        if made.any():
+            return Verdict(
+                "makes",
+                tuple(name for name, is_made in zip(self._params, made.tolist(), strict=True) if is_made),
+            )
+        return Verdict("partial")
+
+    @cached_property
+    def precision(self) -> float:
+        """The coarsest rounding of the program, relative."""
+        if self._answers.gated is not None:
+            return coarsest(self._answers.gated, self._params)
+        with self._answers.program.aside():
+            return coarsest(self._answers.program.value(), self._params)
+
+    def _is_clear(self, names: Sequence[str], leak: Leak, rows: Tensor) -> bool:
+        """Say whether a leak is more than rounding, as far as that can be told without another run.
+
+        Where the gradient vanishes, as after training, its size tells nothing. While gates answer, a backward pass of a
+        part of the loss tells: rounding comes out otherwise.
+        """
+        if not self._is_resolved:
+            return False
+        sizes = rows.sum(0).sqrt()
+        if sizes[0] > self.precision**0.6 * max(sizes[2].item(), sizes[3].item()):
+            return True
+        if not self._answers.answers_at_once(names):
+            return False
+        whole = sizes[0].item()
+        shares = {name: norm([part]) for name, part in leak.parts.items()}
+        last = max((self._last_uses.get(name, 0), name) for name, share in shares.items() if share > 0.1 * whole)[1]
+        arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals_of_a_part if name in names]
+        edges, cotangents = zip(*arrived, strict=True)
+        with self._answers.passing(names):
+            (part,) = torch.autograd.grad(edges, [self._params[last]], cotangents, retain_graph=True)
+        moved = flat(part).double() * _PART - leak.parts[last].double()
+        return bool(norm([moved]) <= self.precision**0.5 * shares[last])
+
+    @cached_property
+    def _is_resolved(self) -> bool:
+        """Whether the blocked gradient is clearly more than rounding.
+
+        While gates answer, a short backward pass tells: of the parameters that have a good part of the gradient, the
+        one that the program used last answers for all.
+        """
+        if self._answers.gated is None:
+            again = self._answers.nudged(0, self.precision) or self._blocked
+            moved = norm([flat(again[name]).double() - flat(g).double() for name, g in self._blocked.items()])
+            return bool(moved <= self.precision**0.5 * self._blocked_norm)
+        norms = {name: norm([self._blocked[name]]) for name in self._last_uses}
+        large = [(use, name) for name, use in self._last_uses.items() if norms[name] > 0.1 * self._blocked_norm]
+        if not large:
+            return False
+        _, last = max(large)
+        for divisor in (_PART, 7.0):  # a few digits may come out the same by chance
+            share = torch.full_like(self._answers.gated, 1 / divisor)
+            with self._answers.passing(()):
+                (part,) = torch.autograd.grad(self._answers.gated, [self._params[last]], share, retain_graph=True)
+            moved = norm([flat(part).double() / share.double().item() - flat(self._blocked[last]).double()])
+            if not moved <= self.precision**0.5 * norms[last]:
+                return False
+        return True
+
+    @cached_property
+    def _last_uses(self) -> dict[str, int]:
+        """Parameter -> the number of the last node that uses it, for those that the graph reaches."""
+        names = {id(parameter): name for name, parameter in self._params.items()}
+        uses: dict[str, int] = {}
+        for node in () if self._answers.gated is None else reachable_nodes(self._answers.gated.grad_fn, EVERY_BLOCK):
+            for successor, _ in node.next_functions:
+                if name := names.get(id(getattr(successor, "variable", None))):
+                    uses[name] = max(uses.get(name, 0), node._sequence_nr())
+        return uses
+
+    @cached_property
+    def _vanishes(self) -> Tensor:
+        """Say of each parameter, (P,), whether its blocked gradient is itself no more than rounding."""
+        moved = torch.zeros(len(self._params), dtype=torch.float64)
+        for seed in range(3):  # a few digits may come out the same by chance
+            again = self._answers.nudged(seed, self.precision) or self._blocked
+            distances = [norm([flat(again[name]).double() - flat(g).double()]) for name, g in self._blocked.items()]
+            moved = torch.maximum(moved, torch.tensor(distances, dtype=torch.float64))
+        return moved >= 0.1 * self._squares.sqrt()
+
+    def _noise(self, names: Sequence[str], leak: Leak, leaks: Tensor) -> Tensor:
+        """Return (P,): how far a leak of these sizes moves while the parameters move by a rounding."""
+        noise = torch.zeros(len(self._params), dtype=torch.float64)
+        # A few digits may come out the same by chance, a gradient's may not.
+        low = self.precision > torch.finfo(torch.float32).eps
+        for nudge in range(1 if self._is_resolved and not low else _NUDGES):
+            size = _nudge(self.precision, nudge)
+            open, blocked = self._answers.nudged(nudge, size, names), self._answers.nudged(nudge, size)
+            if open is None or blocked is None:
+                break
+            for index, name in enumerate(self._params):
+                moved = flat(open[name]).double() - flat(blocked[name]).double()
+                moved = moved - leak.parts[name].double() if name in leak.parts else moved
+                noise[index] = max(noise[index].item(), moved.norm().item())
+            if not (leaks > _MOST_NOISE * noise).any() or (nudge and (leaks > _CLEAR * noise).any()):
+                break
+        return noise
+
+    @cached_property
+    def _arrivals_of_a_part(self) -> list[tuple[str, GradientEdge, Tensor]]:
+        return self._answers.arrivals(1 / _PART)
+
+    @cached_property
+    def _blocked_norm(self) -> float:
+        return math.sqrt(self._squares.sum().item())
+
+
+def _nudge(precision: float, index: int) -> float:
+    """Return by which part of themselves parameters are moved: a few roundings, and more each time if those are small.
+
+    A leak that is rounding then comes out otherwise; one that is not moves by as much, times a condition number.
+    """
+    return max(precision, min(precision * 2.0 ** (index + 1), 2**-10))
