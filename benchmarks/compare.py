@@ -1,66 +1,146 @@
-"""What a comparison of 8 blocks costs beside the 9 plain runs that it replaces."""
+"""What a comparison costs beside the plain runs that it replaces, in time and in memory, and what printing it costs."""
 
 from __future__ import annotations
 
-import itertools
+import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from benchmarks._measure import Row, timed_pair
-from toolkit import compare, stop_gradient
+from toolkit import compare, stop_gradient, stop_recording
 from toolkit.gradients import Comparison
-
-N_LAYERS = 8
 
 
 def rows() -> Iterator[Row]:
-    """Measure a tanh MLP of 8 layers with a block at each, for two sizes, in float32."""
-    for n_samples, width in ((64, 64), (128, 128), (256, 256)):
-        yield from _sizes(n_samples, width)
+    """Measure tanh MLPs with a block at each layer, in float32, and a loop through one block."""
+    for n_layers, n_samples, width, goal in ((8, 64, 64, 1.0), (8, 128, 128, 0.75), (8, 256, 256, 0.75)):
+        yield from _runs(n_layers, n_samples, width, goal)
+    yield from _steps(16, 128, 400)
+    yield from _loops(4000)
 
 
-def _sizes(n_samples: int, width: int) -> Iterator[Row]:
-    torch.manual_seed(0)
-    layers = nn.ModuleList(nn.Linear(width, width) for _ in range(N_LAYERS))
-    inputs = torch.randn(n_samples, width)
-    parameters = list(layers.parameters())
+class _Network:
+    """An MLP with a stop at each layer."""
 
-    def program(stops: list[Callable[[Tensor], Tensor]]) -> Tensor:
-        hidden = inputs
-        for layer, stop in zip(layers, stops, strict=True):
-            hidden = torch.tanh(layer(hidden)) + stop(hidden)
+    def __init__(self, n_layers: int, n_samples: int, width: int) -> None:
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(n_layers))
+        self.inputs = torch.randn(n_samples, width)
+        self.parameters = list(self.layers.parameters())
+        self.names = [f"benchmarks.layer{index}" for index in range(n_layers)]
+        self.text = f"{n_layers} x {width} MLP, {n_samples} samples"
+
+    def loss(self, stop: Callable[[Tensor, str], Tensor]) -> Tensor:
+        hidden = self.inputs
+        for layer, name in zip(self.layers, self.names, strict=True):
+            hidden = torch.tanh(layer(hidden)) + stop(hidden, name)
         return hidden.square().mean()
 
-    def passed(hidden: Tensor) -> Tensor:
-        return hidden
+    def without(self, opened: str | None) -> tuple[Tensor, ...]:
+        """Return the gradient of the program without any switch, and without one of its stops."""
+        value = self.loss(lambda hidden, name: hidden if name == opened else hidden.detach())
+        return torch.autograd.grad(value, self.parameters)
 
-    def plain_runs() -> list[tuple[Tensor, ...]]:
-        """Run the program without any switch: written with every block, and nine times less one."""
-        variants = [[Tensor.detach] * N_LAYERS]
-        variants += [[passed if i == opened else Tensor.detach for i in range(N_LAYERS)] for opened in range(N_LAYERS)]
-        return [torch.autograd.grad(program(stops), parameters) for stops in variants]
+    def compared(self, blocks: list[str] | None = None) -> Comparison:
+        return compare(lambda: self.loss(stop_gradient), self.layers, blocks=blocks)
 
-    def compared() -> Comparison:
-        return compare(lambda: program(stops), layers)
+
+def _runs(n_layers: int, n_samples: int, width: int, goal: float) -> Iterator[Row]:
+    network = _Network(n_layers, n_samples, width)
+    variants = [None, *network.names]
 
     def gradients() -> list[dict[str, Tensor]]:
-        comparison = compare(lambda: program(stops), layers, blocks=[])
-        return [comparison.gradient([name]) for name in names]
+        comparison = network.compared([])
+        return [comparison.gradient([name]) for name in network.names]
 
-    def stop_at(index: int) -> Callable[[Tensor], Tensor]:
-        return lambda hidden: stop_gradient(hidden, names[index])
-
-    names = [f"benchmarks.layer{index}" for index in range(N_LAYERS)]
-    stops = [stop_at(index) for index in range(N_LAYERS)]
-    comparison = compared()
-    for opened, expected in zip(itertools.chain([()], ([name] for name in names)), plain_runs(), strict=True):
-        found = comparison.gradient(opened).values()
+    comparison = network.compared()
+    for opened in variants:
+        found = comparison.gradient([opened] if opened else []).values()
+        expected = network.without(opened)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), "not the same computation"
-    size = f"{N_LAYERS} x {width} MLP, {n_samples} samples"
-    yield _row(f"compare, 8 blocks / 9 plain runs, {size}", compared, plain_runs, "at most 0.75")
-    yield _row(f"its gradients alone / 9 plain runs, {size}", gradients, plain_runs)
+
+    def plain_runs() -> list[tuple[Tensor, ...]]:
+        return [network.without(opened) for opened in variants]
+
+    what = f"{len(variants)} plain runs, {network.text}"
+    yield _row(f"compare, {n_layers} blocks / {what}", network.compared, plain_runs, f"at most {goal:g}")
+    yield _row(f"its gradients alone / {what}", gradients, plain_runs)
+
+
+def _steps(n_layers: int, n_samples: int, width: int) -> Iterator[Row]:
+    network = _Network(n_layers, n_samples, width)
+    comparison = network.compared()
+
+    def step() -> tuple[Tensor, ...]:
+        return network.without(None)
+
+    yield _row(f"compare, {n_layers} blocks / 1 plain run, {network.text}", network.compared, step, "at most 12")
+    yield _row("print it / 1 plain run", lambda: str(comparison), step, "at most 0.1")
+    size = sum(parameter.nbytes for parameter in network.parameters)
+    peaks = []
+    for run in (network.compared, step):
+        with _Peak() as peak:
+            run()
+        peaks.append(peak.bytes)
+    ratio = (peaks[0] - peaks[1]) / size
+    measured = f"{peaks[0] / 2**20:.3g} MiB against {peaks[1] / 2**20:.3g} MiB"
+    yield Row("peak memory beyond that of a plain run / 1 gradient", ratio, "at most 3", measured)
+
+
+class _Peak(TorchDispatchMode):
+    """Counts the bytes of all storages that are alive at once, of those made while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in given | self._known:
+                self._known.add(storage._cdata)
+                self._now += storage.nbytes()
+                self.bytes = max(self.bytes, self._now)
+                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+        return result
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size
+
+
+def _loops(n_steps: int) -> Iterator[Row]:
+    torch.manual_seed(0)
+    weight = (0.1 * torch.randn(8, 8)).requires_grad_()
+
+    def loss(target: Callable[[Tensor], Tensor]) -> Tensor:
+        hidden, total = torch.ones(8), torch.zeros(())
+        for _ in range(n_steps):
+            hidden = (weight @ hidden).tanh() + target(hidden)
+            total = total + hidden.sum()
+        return total
+
+    def recorded(hidden: Tensor) -> Tensor:
+        with stop_recording("benchmarks.region"):
+            return (weight @ hidden).tanh()
+
+    def without_graph(hidden: Tensor) -> Tensor:
+        with torch.no_grad():
+            return (weight @ hidden).tanh()
+
+    def plain() -> object:
+        return torch.autograd.grad(loss(without_graph), weight)
+
+    what = f"{n_steps} passages through one block / 1 plain run"
+    stops = [("stop_gradient", lambda hidden: stop_gradient((weight @ hidden).tanh(), "benchmarks.stop"))]
+    for name, target in [*stops, ("stop_recording", recorded)]:
+        yield _row(f"compare, {name}, {what}", lambda: compare(lambda: loss(target), weight), plain, "at most 9")  # noqa: B023
 
 
 def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object], goal: str = "") -> Row:

@@ -72,6 +72,8 @@ class Answers:
             self.board = self._noted(self.plain)
         if not (self.plain.reached or self.reason):
             self._refuse_strangers(self.plain)
+        if self.answers_at_once(self.board.meetings):  # perhaps it never runs again
+            program.snapshot.forget_values()
 
     @property
     def gated(self) -> Tensor | None:
@@ -97,11 +99,6 @@ class Answers:
     def answers_at_once(self, open: Collection[str]) -> bool:
         """Say whether gates can answer for these blocks."""
         return self._gated is not None and not self.board.needs_rerun(open)
-
-    def done(self) -> None:
-        """Free what only another run would need, if there will be none."""
-        if self.answers_at_once(self.board.meetings):
-            self.program.snapshot.forget_values()
 
     def arrivals(self, share: float) -> list[tuple[str, GradientEdge, Tensor]]:
         """Return what arrives at the gates of the blocked program, of a part of the loss."""

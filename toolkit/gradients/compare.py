@@ -106,7 +106,6 @@ class Comparison:
             self._compute_effects()
             self._find_sets()
         self._note_elsewhere()
-        answers.done()
 
     @property
     def meetings(self) -> dict[str, Meeting]:

@@ -12,6 +12,9 @@ from torch import Tensor
 
 __all__ = ["BlockEffect", "Difference", "Verdict"]
 
+# Vectors of up to so many numbers are added all at once.
+_SMALL = 2**14
+
 Kind = Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"]
 
 
@@ -116,13 +119,17 @@ def products(leaks: Sequence[Tensor], blocked: Sequence[Tensor], squares: Tensor
         squares: ``|b|^2``, (P,), float64.
     """
     added = _squares(leaks)
-    opened = _squares([b + leak for leak, b in zip(leaks, blocked, strict=True)])
+    small = [index for index, leak in enumerate(leaks) if leak.numel() <= _SMALL]
+    opened = torch.empty_like(added)
+    opened[small] = _squares([blocked[index] + leaks[index] for index in small])
+    for index in set(range(len(leaks))).difference(small):  # one at a time: together they are another gradient
+        opened[index] = _squares([blocked[index] + leaks[index]])[0]
     return torch.stack([added, (opened + squares - added) / 2, opened, squares], 1)
 
 
 def _squares(vectors: Sequence[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(list(vectors), 2, torch.float64)
-    return torch.stack([norm.cpu() for norm in norms]).square()
+    norms = torch._foreach_norm(list(vectors), 2, torch.float64) if vectors else []
+    return torch.tensor([norm.item() for norm in norms], dtype=torch.float64).square()
 
 
 def difference(products: Iterable[float]) -> Difference:
