@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from toolkit.gradients._gates import GateBoard
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, is_foreign, reachable_nodes
 from toolkit.gradients._program import CONSTANT, Answer, Program, differentiated, leaves_of, reached
 from toolkit.gradients.verdict import are_close, equal, flat, rounding
 
@@ -68,7 +68,7 @@ class Answers:
         self._versions = {name: parameter._version for name, parameter in self.params.items()}
         # The loss with gates in its graph, while they answer.
         self._gated = None if moved or self.plain.moved or not self._gates_agree(value) else value
-        if self._gated is None:
+        if self._gated is None and (moved or not self._meets_nothing(value)):
             self.board = self._noted(self.plain)
         if not (self.plain.reached or self.reason):
             self._refuse_strangers(self.plain)
@@ -153,6 +153,12 @@ class Answers:
             return False
         self._arrivals, self.board.arrivals = self.board.arrivals, None
         return all(equal(gradients[name], self.plain.gradients[name]) for name in gradients)
+
+    def _meets_nothing(self, value: Tensor | None) -> bool:
+        """Say whether there is no block in the program, nor in a function or hook that its backward pass may call."""
+        if value is None or value.grad_fn is None or value.item() != self.plain.loss or self.board.meetings:
+            return False
+        return self.board.linear and not any(map(is_foreign, reachable_nodes(value.grad_fn, EVERY_BLOCK)))
 
     def _noted(self, plain: Answer) -> GateBoard:
         """Run the program once more and note its blocks, or why nothing can be said about it."""
