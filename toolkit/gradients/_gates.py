@@ -1,8 +1,9 @@
 """Gates: identity nodes in the graph that decide at backward time whether a block passes the gradient.
 
 One forward pass with gates gives the gradient for any set of open blocks, on the same random draws. A tensor that is
-stopped gets a gate of its own. A region is recorded, and every node that was made in it becomes a gate: autograd
-numbers its nodes, so a node belongs to the regions that were entered when its number was given out, whatever made it.
+stopped gets a gate of its own. A region stays what it is, unless a derivative of second order or a picture needs what
+is behind it. Then it is recorded, and every node that was made in it becomes a gate: autograd numbers its nodes, so a
+node belongs to the regions that were entered when its number was given out, whatever made it.
 """
 
 from __future__ import annotations
