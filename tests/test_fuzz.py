@@ -12,6 +12,9 @@ from fuzzing import Program, Statement, check, generate, script, shrink, truth
 from toolkit.gradients import compare
 from toolkit.gradients.verdict import Verdict
 
+# Under a dispatch mode torch itself crashes on some of the programs.
+pytestmark = pytest.mark.keeps_its_sums
+
 CHUNKS, EACH = 10, 30
 
 
