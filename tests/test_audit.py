@@ -1,6 +1,7 @@
 """Audits of code that was not written with blocks: found, named, opened one by one, and never a lie."""
 
 import contextlib
+import functools
 import itertools
 import json
 import sys
@@ -622,3 +623,22 @@ def test_a_container_of_a_package_is_named_by_its_caller(pair, tmp_path, monkeyp
     found = audit(lambda: (pair.a(pair.x) * package.Box(pair.a(pair.x)).detach().t).sum(), pair.a)
     (effect,) = found.effects
     assert effect.site.startswith("tests/test_audit.py:")
+
+
+def test_what_a_cache_kept_of_an_earlier_call_is_told(pair):
+    @functools.cache
+    def held():
+        return [parameter.detach() for parameter in pair.b.parameters()]
+
+    def loss():
+        return (pair.b(pair.x) * held()[1]).sum()
+
+    cold = audit(loss, pair.b)
+    assert [effect.verdict.kind for effect in cold.effects] == ["partial"]
+    assert cold.remarks == []
+    loss()
+    warm = audit(loss, pair.b)
+    assert warm.effects == []
+    (remark,) = warm.remarks
+    assert remark.startswith("kept from an earlier call, and not looked into: what ")
+    assert "held returned" in remark

@@ -60,6 +60,7 @@ class Parts:
         tensors: Tensors that are no parameters or buffers of those.
         generators: Sources of random numbers.
         moving: Iterators, which every run moves on for good.
+        cached: Functions that `functools` keeps tensors of, of earlier calls.
         state: What may hold other objects after a run than before it.
     """
 
@@ -67,6 +68,7 @@ class Parts:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
     moving: dict[str, Any] = field(default_factory=dict)
+    cached: dict[str, None] = field(default_factory=dict)
     state: list[Holder] = field(default_factory=list)
 
     def leaves(self) -> list[Tensor]:
@@ -532,6 +534,8 @@ class _Search:
                 self.add(name, value)
         elif isinstance(found, functools._lru_cache_wrapper):
             self.add(name, found.__wrapped__)
+            if any(isinstance(value, Tensor) and not isinstance(value, nn.Parameter) for value in _cached(found)):
+                parts.cached[found.__qualname__] = None
             if found.cache_parameters()["maxsize"] is None:
                 for value in gc.get_referents(found):
                     self.add(name, value)
@@ -621,6 +625,13 @@ class _Search:
                 for key in sorted(names & vars(value).keys()):
                     self.parts.state.append(_Global(vars(value), key))
                     self.add(f"{name}.{key}", vars(value)[key])
+
+
+def _cached(function: Any) -> list[Any]:
+    """Return the values, and what lists and tuples of them hold, that a cache of `functools` keeps."""
+    (entries,) = [found for found in gc.get_referents(function) if type(found) is dict and found is not vars(function)]
+    links = [found for value in entries.values() for found in (value, *gc.get_referents(value))]
+    return [leaf for found in links for leaf in (found if isinstance(found, (list, tuple)) else (found,))]
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

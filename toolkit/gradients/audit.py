@@ -93,6 +93,8 @@ class Audit:
         self.remarks = list(comparison.remarks)
         if bare.elsewhere:
             self.remarks.append(f"in another thread, and not looked into: {', '.join(bare.elsewhere)}")
+        if cached := comparison.program.parts.cached:
+            self.remarks.append(f"kept from an earlier call, and not looked into: what {', '.join(cached)} returned")
         reasons = {**comparison.unopened, **bare.real}
         self._explain_hidden_changes(reasons)
         reasons |= {place: reason for place, reason in bare.partly.items() if place not in reasons}
