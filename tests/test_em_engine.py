@@ -621,6 +621,34 @@ def test_very_narrow_components_survive_several_starts(kind):
     assert three.log_likelihood == pytest.approx(one.log_likelihood, abs=1e-6)
 
 
+def far_and_narrow() -> tuple[Tensor, list[GaussianParameters]]:
+    """Return two clusters (300, 2), ten million times as far apart as they are wide, and two starts.
+
+    The components of the first are the same, and stay so. Those of the second find the clusters, whose variances are
+    lost to rounding when starts climb together.
+    """
+    places = 1e7 * torch.tensor([[2.0, 0.0], [-1.0, 0.0]], dtype=F64)
+    x = places.repeat_interleave(torch.tensor([100, 200]), 0) + torch.randn(300, 2, generator=generator(), dtype=F64)
+    same = GaussianParameters.from_covariances(
+        weights=torch.tensor([0.5, 0.5], dtype=F64),
+        means=x.mean(0).expand(2, 2),
+        covariances=x.T.cov().expand(2, 2, 2),
+        covariance_type="full",
+    )
+    return x, [same, start(x, 2, covariance_type="full", generator=generator())]
+
+
+@pytest.mark.parametrize("accelerate", ["none", "anderson"])
+def test_a_start_that_together_is_lost_to_rounding_goes_on_alone(accelerate, monkeypatch):
+    x, starts = far_and_narrow()
+    monkeypatch.setattr("toolkit.em.gaussian._fit.choose_starts", lambda *_, **__: starts)
+    found = fit(x, 2, n_init=2, accelerate=accelerate)
+    expected = fit(x, 2, init=starts[1], accelerate=accelerate)
+    assert found.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-6)
+    assert difference(found.parameters, expected.parameters) < 1e-6
+    assert log_likelihood(starts[0], x) < expected.log_likelihood - 10
+
+
 def test_a_weight_of_zero_is_a_start():
     x = samples(100, 2, 2)
     first = start(x, 2, covariance_type="diag", generator=generator())

@@ -11,11 +11,12 @@ import torch
 from scipy import sparse, stats
 from sklearn import datasets as bundled
 from sklearn.exceptions import ConvergenceWarning
+from test_em_engine import far_and_narrow
 from torch.utils.data import DataLoader, TensorDataset
 
 from toolkit._data import choose, generator_of
 from toolkit._progress import Progress
-from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step, log_likelihood
+from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step, fit, log_likelihood
 from toolkit.em.estimators import mixture as estimator
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture
@@ -742,6 +743,16 @@ def test_empty_component_has_collapsed():
         covariance_type="spherical",
     )
     assert collapsed_components(mixture, 0.0) == [1]
+
+
+@pytest.mark.parametrize("accelerate", ["none", "anderson"])
+def test_a_start_that_together_is_lost_to_rounding_goes_on_alone(accelerate, monkeypatch):
+    x, starts = far_and_narrow()
+    monkeypatch.setattr(estimator, "starts_by", lambda *_, **__: [lambda: starts[0], lambda: starts[1]])
+    found = GaussianMixture(2, n_init=2, accelerate=accelerate).fit(x.numpy())
+    expected = fit(x, 2, init=starts[1], accelerate=accelerate)
+    assert found.lower_bound_ == pytest.approx(expected.log_likelihood, abs=1e-6)
+    np.testing.assert_allclose(found.covariances_, expected.parameters.covariances, rtol=1e-6)
 
 
 def test_starts_that_become_singular_do_not_count():

@@ -66,16 +66,16 @@ class GaussianEngine:
         """Return the highest point found, float64."""
         return climb_prepared(start, data=self.prepared, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
 
-    def heats(
-        self, starts: list[GaussianParameters], options: Options
-    ) -> tuple[list[tuple[GaussianParameters, int]], int]:
+    def heats(self, starts: list[GaussianParameters], options: Options) -> list[tuple[GaussianParameters, int]]:
         """Climb from all starts together, plainly, and say from where to go on.
 
         Collapsed ones come last: the likelihood says nothing about them. With plain steps the best start is all there
-        is to say; otherwise the highest points are, after so many steps that they can be told from the others.
+        is to say; otherwise the highest points are, after so many steps that they can be told from the others. So are
+        starts that became singular: together they are expanded, which very narrow components do not bear; alone they
+        are not.
 
         Returns:
-            Points from which to go on and the steps taken to them, and how many starts became singular.
+            Points from which to go on and the steps taken to them.
         """
         plain = options.accelerate == "none"
         mixtures, values, steps, _ = climb_together(
@@ -86,13 +86,13 @@ class GaussianEngine:
             reg_covar=self.reg_covar,
         )
         if not bool(values.isfinite().any()):
-            # Together they are expanded, which very narrow components do not bear; alone they are not.
-            return [(start, 0) for start in starts], 0
-        reached = [(i, mixtures.one(i, self.prepared)) for i in values.isfinite().nonzero().ravel().tolist()]
-        merits = [(not collapsed_components(parameters, self.reg_covar), float(values[i])) for i, parameters in reached]
-        best = [reached[place] for place in leaders(merits, self.prepared.dtype, 1 if plain else FINALISTS)]
-        points = [(starts[i], 0) if plain else (parameters, int(steps[i])) for i, parameters in best]
-        return points, len(starts) - len(reached)
+            return [(start, 0) for start in starts]
+        reached = [(i, mixtures.one(i, self.prepared)) for i in range(len(starts))]
+        alive = [(i, parameters) for i, parameters in reached if values[i].isfinite()]
+        merits = [(not collapsed_components(parameters, self.reg_covar), float(values[i])) for i, parameters in alive]
+        best = [alive[place] for place in leaders(merits, self.prepared.dtype, 1 if plain else FINALISTS)]
+        best += [(i, parameters) for i, parameters in reached if not values[i].isfinite()]
+        return [(starts[i], 0) if plain else (parameters, int(steps[i])) for i, parameters in best]
 
 
 class ParsimoniousEngine:

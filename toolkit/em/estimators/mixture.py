@@ -790,7 +790,7 @@ class GaussianMixture(BaseMixture):
         points, n_singular, name = [(start, 0) for start in starts], 0, "Start"
         if isinstance(engine, GaussianEngine) and engine.prior is None and len(starts) > 1:
             progress.begin(f"{len(starts)} starts together")
-            points, n_singular = engine.heats(starts, options)
+            points = engine.heats(starts, options)
             name = "Finalist"
         fits: list[Climb[Any]] = []
         error: ValueError | None = None

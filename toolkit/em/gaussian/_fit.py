@@ -328,8 +328,8 @@ def _best_of(
         Mixtures.of(starts, data), data, tol=tol, max_iter=max_iter, reg_covar=reg_covar
     )
     alive = values.isfinite().nonzero()[:, 0]
+    # Together they are expanded, which very narrow components do not bear; alone they are not.
     if not len(alive):
-        # Together they are expanded, which very narrow components do not bear; alone they are not.
         return _best_of_climbs(starts, data, ascend)
     sound = mixtures[alive].narrowest() >= NARROWEST
     merits = list(zip(sound.tolist(), values[alive].tolist(), strict=True))
@@ -340,6 +340,10 @@ def _best_of(
         if goes_on:
             climb = dataclasses.replace(final := ascend(climb.parameters), n_iter=climb.n_iter + final.n_iter)
         climbs.append(climb)
+    for index in values.isneginf().nonzero()[:, 0].tolist():
+        with contextlib.suppress(ValueError):  # singular alone as well
+            final = ascend(mixtures.one(index, data))
+            climbs.append(dataclasses.replace(final, n_iter=int(steps[index]) + final.n_iter))
     return _best(climbs, data)
 
 
