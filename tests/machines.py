@@ -49,7 +49,13 @@ class Machine:
             return subprocess.Popen(
                 [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *self.options, *arguments],
                 cwd=ROOT,
-                env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **self.environment},
+                # Torch keeps compiled graphs by a key in which the processor that is imitated does not stand.
+                env={
+                    **os.environ,
+                    "OMP_WAIT_POLICY": "PASSIVE",
+                    "TORCHINDUCTOR_CACHE_DIR": str(log.with_suffix(".compiled")),
+                    **self.environment,
+                },
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
