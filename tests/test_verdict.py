@@ -198,3 +198,13 @@ def test_what_is_not_a_number_is_partial():
     assert effect.verdict.kind == "partial"
     with pytest.raises(AssertionError, match="partial"):
         assert_redundant(lambda: (w + stop_gradient(w.sqrt(), "test_verdict.infinite")).sum(), "test_verdict.infinite")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("size", [1e-30, 1e-17, 1.0, 1e17, 1e30])
+def test_no_leak_is_lost_because_its_square_is_too_small_or_too_large(dtype, size):
+    w = torch.full((3,), size, dtype=dtype, requires_grad=True)
+    held = torch.ones(3, dtype=dtype, requires_grad=True)
+    comparison = compare(lambda: (held * stop_gradient(w.detach() * held, "verdict.size")).sum(), {"held": held})
+    assert comparison["verdict.size"].leak == pytest.approx(size * 3**0.5, rel=1e-2)
+    assert comparison["verdict.size"].verdict.kind == "partial"

@@ -128,8 +128,15 @@ def products(leaks: Sequence[Tensor], blocked: Sequence[Tensor], squares: Tensor
 
 
 def _squares(vectors: Sequence[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(list(vectors), 2, torch.float64) if vectors else []
-    return torch.tensor([norm.item() for norm in norms], dtype=torch.float64).square()
+    if not vectors:
+        return torch.empty(0, dtype=torch.float64)
+    single = all(vector.dtype is torch.float32 for vector in vectors)
+    norms = [norm.item() for norm in torch._foreach_norm(list(vectors), 2, None if single else torch.float64)]
+    # Squares that leave the range of float32 are summed up in another one.
+    lost = [not (1e-15 < norm < 1e15) and bool(vector.any()) for norm, vector in zip(norms, vectors, strict=True)]
+    if single and any(lost):
+        return _squares([vector.double() for vector in vectors])
+    return torch.tensor(norms, dtype=torch.float64).square()
 
 
 def difference(products: Iterable[float]) -> Difference:
