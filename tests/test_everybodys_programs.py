@@ -1904,3 +1904,106 @@ def test_an_effect_is_found_by_name_and_everything_has_a_repr():
         assert repr(shown).startswith(type(shown).__name__)
         assert " object at 0x" not in repr(shown)
         assert len(repr(shown)) < 500
+
+
+# --- what is not state ---------------------------------------------------------------------------------------------
+
+
+class _File(collections.abc.MutableMapping):
+    """A mapping whose items are somewhere else: asking for them is slow, and clearing it deletes them."""
+
+    def __init__(self):
+        self.asked = queue.SimpleQueue()
+
+    def __getitem__(self, key):
+        self.asked.put(key)
+        return torch.ones(3)
+
+    def __setitem__(self, key, value):
+        self.asked.put(key)
+
+    def __delitem__(self, key):
+        self.asked.put(key)
+
+    def __iter__(self):
+        self.asked.put("all")
+        return iter(["rows"])
+
+    def __len__(self):
+        return 1
+
+
+def test_a_mapping_that_is_a_file_is_neither_read_nor_cleared():
+    w, file = _leaf(0, 3), _File()
+    runs = itertools.repeat(None)
+
+    def loss():
+        next(runs)
+        return (w * stop_gradient(w * file["rows"], "everybody.file")).sum()
+
+    compare(loss, {"w": w})
+    assert {file.asked.get() for _ in range(file.asked.qsize())} == {"rows"}
+
+
+class _Saved(dict):
+    """A dict that does more than one when it is cleared."""
+
+    def clear(self):
+        raise AssertionError("the disk would be cleared")
+
+    def update(self, *others):
+        raise AssertionError("the disk would be written to")
+
+
+def test_methods_of_a_subclass_are_not_called():
+    w, saved, log = _leaf(0, 3), _Saved(steps=0), collections.OrderedDict()
+
+    def loss():
+        saved["steps"] += 1
+        log[saved["steps"]] = None
+        return (w * stop_gradient(w, "everybody.saved")).sum() * saved["steps"]
+
+    assert compare(loss, {"w": w}).loss == loss().item()
+    assert (dict(saved), list(log)) == ({"steps": 1}, [1])
+
+
+def test_data_are_not_copied_and_may_not_be_written_to(monkeypatch):
+    monkeypatch.setattr("toolkit.gradients._snapshot._LARGEST_STATE", 1000)
+    w, small, large = _leaf(0, 3), torch.zeros(3, dtype=torch.float64), torch.ones(200, 3, dtype=torch.float64)
+    cloned = []
+    monkeypatch.setattr(torch.Tensor, "clone", lambda self: cloned.append(self.shape) or torch.clone(self))
+
+    def loss():
+        small.add_(1)
+        return ((large * w).sum(0) * stop_gradient(w, "everybody.data") * small).sum()
+
+    assert compare(loss, {"w": w})["everybody.data"].verdict.kind == "partial"
+    assert small.eq(0).all()
+    assert (200, 3) not in cloned
+    monkeypatch.undo()
+    monkeypatch.setattr("toolkit.gradients._snapshot._LARGEST_STATE", 1000)
+
+    def writing():
+        large.mul_(2)
+        return loss()
+
+    random_state, grad = torch.get_rng_state(), w.grad
+    with pytest.raises(RuntimeError, match=r"`loss` should not write into its data. Found `large` changed, too large"):
+        compare(writing, {"w": w})
+    assert small.eq(0).all()
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert w.grad is grad
+
+
+def test_a_loss_that_is_itself_state_is_told_as_it_was():
+    w, total = _leaf(0, 3), torch.zeros((), dtype=torch.float64)
+
+    def loss():
+        total.zero_()
+        total.add_((w * stop_gradient(w, "everybody.total")).sum())
+        return total
+
+    comparison = compare(loss, {"w": w})
+    assert comparison.loss == w.detach().square().sum().item()
+    assert comparison["everybody.total"].verdict.kind == "partial"
+    assert total == 0

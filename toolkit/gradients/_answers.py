@@ -67,11 +67,13 @@ class Answers:
         self._first_loss = self.plain.loss
         self._versions = {name: parameter._version for name, parameter in self.params.items()}
         # The loss with gates in its graph, while they answer.
-        self._gated = None if moved or self.plain.moved or not self._gates_agree(value) else value
-        if self._gated is None and (moved or not self._meets_nothing(value)):
-            self.board = self._noted(self.plain)
+        if moved or self.plain.moved:
+            value = None
+        self._gated = value if self._gates_agree(value) else None
+        if self._gated is None and not self._meets_nothing(value):
+            self.board = self._noted()
         if not (self.plain.reached or self.reason):
-            self._refuse_strangers(self.plain)
+            self._refuse_strangers()
         if self.answers_at_once(self.board.meetings):  # perhaps it never runs again
             program.snapshot.forget_values()
 
@@ -160,7 +162,7 @@ class Answers:
             return False
         return self.board.linear and not any(map(is_foreign, reachable_nodes(value.grad_fn, EVERY_BLOCK)))
 
-    def _noted(self, plain: Answer) -> GateBoard:
+    def _noted(self) -> GateBoard:
         """Run the program once more and note its blocks, or why nothing can be said about it."""
         board = GateBoard(puts_gates=False)
         try:
@@ -169,19 +171,19 @@ class Answers:
             self.reason = f"watched, the program fails: {sentence(error)}"
             return board
         self._first_loss = again.loss
-        if found := _mismatch(again, plain):
-            if _is_close(again, plain):
+        if found := _mismatch(again, self.plain):
+            if _is_close(again, self.plain):
                 self.remarks.append(f"equal to a plain run to rounding, not to the bit: {found}")
             else:
-                self.reason = self._explained(found, plain)
+                self.reason = self._explained(found)
         return board
 
-    def _explained(self, mismatch: str, plain: Answer) -> str:
+    def _explained(self, mismatch: str) -> str:
         """Say why two runs differ."""
         if self.program.parts.moving:
             names = ", ".join(f"`{name}`" if name else "one" for name in self.program.parts.moving)
             return f"each run takes what comes next from an iterator: {names}; {mismatch}"
-        if _mismatch(self.plain_again(), plain):
+        if _mismatch(self.program.answer(self.params, around=False), self.plain):
             return f"the program is not deterministic, two plain runs differ: {mismatch}"
         return f"watched, the program computes something else: {mismatch}"
 
@@ -197,15 +199,11 @@ class Answers:
         if math.isclose(answer.loss, self._first_loss, rel_tol=self._loss_rounding):
             return answer
         if (again := self.program.loss()) != self._first_loss:
-            why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}", answer)
+            why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}")
             raise Unrepeatable(f"`loss` should do the same each time it runs. Found {why}")
         return answer
 
-    def plain_again(self) -> Answer:
-        """Run the program as it is once more."""
-        return self.program.answer(self.params, around=False)
-
-    def _refuse_strangers(self, plain: Answer) -> None:
+    def _refuse_strangers(self) -> None:
         """Raise if no parameter has anything to do with the loss."""
         paths = frozenset() if self._gated is None else reached(self._gated, self.params)
         if not paths and self.board.meetings:
@@ -215,7 +213,7 @@ class Answers:
                 return
         if not paths:
             raise ValueError(
-                CONSTANT if plain.constant else "`params` should hold a tensor that `loss` depends on. Found none."
+                CONSTANT if self.plain.constant else "`params` should hold a tensor that `loss` depends on. Found none."
             )
 
     @contextmanager

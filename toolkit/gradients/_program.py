@@ -140,7 +140,8 @@ class Program:
                 found = derivatives(value, params, others)
             gradients = {name: torch.zeros_like(params[name]) if g is None else g for name, g in found.items()}
             paths = frozenset(name for name, gradient in found.items() if gradient is not None)
-        return Answer(value.item(), params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
+            loss = value.item()  # which may be state of the program, and is put back
+        return Answer(loss, params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
 
     def loss(self) -> float:
         """Run the program with every block in place."""
@@ -155,9 +156,9 @@ class Program:
                 "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides the "
                 "graph of what it runs."
             )
-        before = [leaf.grad for leaf in self.snapshot.leaves]
+        before = [(leaf, leaf.grad) for leaf in self.snapshot.leaves if leaf.is_leaf]
         yield
-        for leaf, gradient in zip(self.snapshot.leaves, before, strict=True):
+        for leaf, gradient in before:
             if leaf.grad is not gradient:
                 name = self.parts.names_of_leaves().get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
                 raise RuntimeError(

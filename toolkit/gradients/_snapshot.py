@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,8 +29,8 @@ __all__ = ["INSTALLED", "Parts", "Snapshot", "find_parts", "without_compiled_cod
 # A loss function reaches few objects; the bound only keeps a pathological program from being searched for ever.
 _MOST_OBJECTS = 1_000_000
 
-# An array that is larger is taken for data, not for state.
-_LARGEST_ARRAY = 2**24
+# An array, or a tensor that no module has, is data and not state if it is larger: a copy of it would cost too much.
+_LARGEST_STATE = 2**24
 
 # The state of these libraries is restored by name, not by a search through their insides.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
@@ -117,7 +117,10 @@ class Snapshot:
         self._parts = parts
         self._random = _RandomState(parts.generators)
         self._state = [holder.taken() for holder in parts.state]
-        self._values: list[_Kept] | None = [_Kept.now(tensor) for tensor in self._tensors]
+        small = {id(t) for t in [*leaves, *buffers, *parameters.values()]}
+        self._data = {id(t) for t in self._tensors if id(t) not in small and t.nbytes > _LARGEST_STATE}
+        self._names = {id(t): name for name, t in parts.tensors.items()}
+        self._values: list[_Kept] | None = self._kept_now()
 
     @contextmanager
     def set_aside(self, *, runs: bool = True) -> Iterator[_Moved]:
@@ -131,16 +134,18 @@ class Snapshot:
         """
         now, moved = _RandomState(self._parts.generators), _Moved()
         if self._values is None and runs:
-            self._values = [_Kept.now(tensor) for tensor in self._tensors]
+            self._values = self._kept_now()
         initial = self._values if runs and self._values is not None else []
         state = [(holder, holder.taken()) for holder in self._parts.state]
-        values = [_Kept.now(kept.leaf) for kept in initial if kept.is_touched()]
+        values = [kept.again() for kept in initial if kept.is_touched()]
         leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self.leaves if leaf.is_leaf]
         with ExitStack() as stack:
             stack.callback(now.restore)
-            copies: dict[int, Any] = {}
+            for _, taken in state:
+                stack.callback(taken.put_back)
+            iterators: dict[int, Any] = {}
             for taken in self._state:
-                taken.lend(copies)
+                taken.lend(iterators)
             self._random.restore()
             for kept in initial if values else ():
                 kept.put_back()
@@ -161,14 +166,16 @@ class Snapshot:
                     leaf.grad = gradient
                 for module, name, buffer in buffers:
                     module._buffers[name] = buffer
-                for kept in initial:
-                    if kept.is_changed():
-                        moved.values = True
-                        kept.put_back()
-                for kept in values:
+                changed = [kept for kept in initial if kept.is_changed()]
+                moved.values |= bool(changed)
+                # Data last, which cannot be put back: that is an error, and everything else is in its place by then.
+                for kept in sorted([*changed, *values], key=lambda kept: kept.values is None):
                     kept.put_back()
-                for _, taken in state:
-                    taken.put_back()
+
+    def _kept_now(self) -> list[_Kept]:
+        return [
+            _Kept.now(tensor, self._names.get(id(tensor), ""), id(tensor) in self._data) for tensor in self._tensors
+        ]
 
     def storages(self) -> set[int]:
         """Return where the tensors of the program keep their numbers now, buffers included."""
@@ -190,25 +197,39 @@ class _Moved:
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a leaf was at one time: its memory, the values in it, and how often autograd saw them change."""
+    """What a leaf was at one time: its memory, the values in it, and how often autograd saw them change.
+
+    Of data there is no copy of the values: a program that writes into them is refused.
+    """
 
     leaf: Tensor
+    name: str
     memory: Tensor
-    values: Tensor
+    values: Tensor | None
     version: int
 
     @classmethod
-    def now(cls, leaf: Tensor) -> _Kept:
+    def now(cls, leaf: Tensor, name: str, is_data: bool) -> _Kept:
         memory = torch._C.TensorBase.detach(leaf)
-        return cls(leaf, memory, memory.clone(), leaf._version)
+        return cls(leaf, name, memory, None if is_data else memory.clone(), leaf._version)
+
+    def again(self) -> _Kept:
+        """Return what it is now."""
+        return self.now(self.leaf, self.name, self.values is None)
 
     def is_touched(self) -> bool:
         return self.leaf._version != self.version or _address(self.leaf) != _address(self.memory)
 
     def is_changed(self) -> bool:
+        if self.values is None:
+            return self.is_touched()
         return self.is_touched() or not _same(torch._C.TensorBase.detach(self.leaf), self.values)
 
     def put_back(self) -> None:
+        if self.values is None:
+            raise RuntimeError(
+                f"`loss` should not write into its data. Found `{self.name}` changed, too large to be put back."
+            )
         with no_graph():
             if _address(self.leaf) != _address(self.memory) or self.leaf.shape != self.memory.shape:
                 self.leaf.data = self.memory
@@ -344,8 +365,9 @@ class _Sequence(Holder):
         return len(held) == len(self.owner) and all(map(operator.is_, held, self.owner))
 
     def hold(self, held: Any) -> None:
-        self.owner.clear()
-        self.owner.extend(held)
+        plain = list if isinstance(self.owner, list) else collections.deque
+        plain.clear(self.owner)
+        plain.extend(self.owner, held)
 
 
 class _Mapping(Holder):
@@ -356,7 +378,7 @@ class _Mapping(Holder):
         return {key: _copied(value, copies) for key, value in held.items()} if moves else held
 
     def held(self) -> Any:
-        return dict(self.owner)
+        return dict(self.owner.items())
 
     def holds(self, held: Any) -> bool:
         owner = self.owner
@@ -367,8 +389,9 @@ class _Mapping(Holder):
         )
 
     def hold(self, held: Any) -> None:
-        self.owner.clear()
-        self.owner.update(held)
+        plain: Any = collections.OrderedDict if isinstance(self.owner, collections.OrderedDict) else dict
+        plain.clear(self.owner)  # and not a method of a subclass, which may do more
+        plain.update(self.owner, held)
 
 
 class _Set(Holder):
@@ -510,8 +533,12 @@ class _Search:
                 self.add(f"{name}[{index}]", value)
             for key, value in found.keywords.items():
                 self.add(_join(name, key), value)
-        elif isinstance(found, Mapping):
+        elif isinstance(found, (dict, types.MappingProxyType)):
             self._add_items(name, found)
+            self._add_object(name, found)
+        elif isinstance(found, (collections.UserDict, collections.ChainMap)):
+            self.add(name, getattr(found, "data", None) or getattr(found, "maps", None))
+            self._add_object(name, found)
         elif isinstance(found, (list, collections.deque, tuple, set, frozenset)):
             if not isinstance(found, (tuple, frozenset)):
                 state.append(_Set(found) if isinstance(found, set) else _Sequence(found))
@@ -521,7 +548,7 @@ class _Search:
         elif isinstance(found, array.array):
             state.append(_Numbers(found))
         elif isinstance(found, np.ndarray):
-            if found.dtype != object and found.flags.writeable and found.nbytes <= _LARGEST_ARRAY:
+            if found.dtype != object and found.flags.writeable and found.nbytes <= _LARGEST_STATE:
                 state.append(_Array(found))
         elif isinstance(found, collections.abc.Iterator) and not (_has_attributes(found) and _is_followed(found)):
             if not _can_be_copied(found):
@@ -550,7 +577,8 @@ class _Search:
             self._add_object(name, found)
 
     def _add_items(self, name: str, found: Mapping[Any, Any]) -> None:
-        if isinstance(found, (dict, MutableMapping)) and hasattr(found, "clear"):
+        # Other mappings may be files: nobody is to read all of them, or to clear them.
+        if isinstance(found, dict):
             self.parts.state.append(_Mapping(found))
         for key, value in found.items():
             if not isinstance(value, _ATOMS):
