@@ -23,10 +23,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from toolkit import audit, compare, stop_gradient, stop_recording
+from toolkit import audit, block, compare, is_blocked, stop_gradient, stop_recording, unblock
 from toolkit.gradients import field_jacobian, grad, graph
 from toolkit.gradients.audit import HIDDEN_CHANGE
 from toolkit.testing import assert_blocked, assert_flows, assert_load_bearing, assert_redundant
+
+block("everybody.asked", "A block that its program asks about.")
+block("everybody.asked_alone", "A block that its program asks about, and never meets.")
 
 # What stands where a program stops a tensor, or a region: for `compare`, in truth, and removed.
 TENSOR = (stop_gradient, torch.detach, lambda input: input)
@@ -785,6 +788,35 @@ def test_a_blocked_value_that_is_changed_in_place():
     _ask(changed_in_place, TENSOR)
     found = compare(*changed_in_place(stop_gradient))
     assert found.gradient([found.effects[0].name])["w"].tolist() == [8.0, 16.0]
+
+
+# --- programs that ask -------------------------------------------------------------------------------------------
+
+
+def _asking_program():
+    """A loss that is another number while its block is open; another block is asked about alone."""
+    x = torch.linspace(-1, 2, 5)
+    w = torch.linspace(1, 3, 5).requires_grad_()
+
+    def loss():
+        hidden = x * w
+        hidden.register_hook(lambda gradient: gradient.clamp(-4, 4))
+        is_closed = is_blocked("everybody.asked")
+        with torch.no_grad() if is_closed else nullcontext():
+            target = hidden * (1 if is_blocked("everybody.asked_alone") else 2)
+        return (hidden * stop_gradient(target, "everybody.asked")).sum() + (0 if is_closed else 1e-3)
+
+    return loss, {"w": w}
+
+
+def test_a_program_that_asks_for_its_blocks_is_compared_with_its_plain_run():
+    found = compare(*_asking_program())
+    assert list(found.meetings) == ["everybody.asked"]
+    assert torch.equal(found.blocked["w"], _backward(_asking_program)["w"])
+    with unblock("everybody.asked"):
+        truth = _backward(_asking_program)["w"]
+    assert torch.equal(found.gradient(["everybody.asked"])["w"], truth)
+    assert found["everybody.asked"].leak > 0.1
 
 
 # --- reruns ------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import functools
 import os
 import sys
 import threading
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -29,7 +30,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal, NoReturn, Protocol, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import numpy as np
 import torch
@@ -94,16 +95,22 @@ class Site:
         return f"{_short_path(self.file)}:{self.line}:{self.column}"
 
 
-class Gates(Protocol):
+class Gates(ABC):
     """What a comparison puts in the place of every block while it runs (see `gated`)."""
 
+    @abstractmethod
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
         """Return `input` behind a gate that decides at backward time; None: it is to be stopped as ever."""
 
+    @abstractmethod
     def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
         """Return the context in which a body runs that is stopped later on; None: it is to be stopped as ever."""
 
-    def note_elsewhere(self, name: str) -> None:
+    def stops(self, name: str, site: Site) -> bool:
+        """Say whether the block itself is in place, and no gate, to code that asks."""
+        return False
+
+    def note_elsewhere(self, name: str) -> None:  # noqa: B027 - not every comparison wants to know
         """Be told of a block that another thread met."""
 
 
@@ -317,7 +324,7 @@ def unblock(*names: Block | str) -> Iterator[None]:
 def is_blocked(name: Block | str) -> bool:
     """Say whether a block is in place, for code that builds a graph only if the gradient may pass.
 
-    False while the block is open, and during a comparison: its gates need the graph.
+    False while the block is open, and while gates stand in the place of blocks, which need the graph (`compare`).
 
     Raises:
         ValueError: If the name is unknown.
@@ -325,7 +332,8 @@ def is_blocked(name: Block | str) -> bool:
     if is_dynamo_compiling():
         return _name_in_graph(name) not in _open_when_compiled
     state = _state.get()
-    return known_name(_full_name(name, state.prefix)) not in state.open and state.gates is None
+    key = known_name(_full_name(name, state.prefix))
+    return key not in state.open and (state.gates is None or state.gates.stops(key, _caller()))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, alias, carries_gradient, gated, without_tangents
+from toolkit.blocks import Gates, Site, alias, carries_gradient, gated, without_tangents
 
 __all__ = [
     "EVERY_BLOCK",
@@ -52,7 +52,7 @@ class Meeting:
 
 
 @dataclass
-class GateBoard:
+class GateBoard(Gates):
     """The gates of one forward pass, and which of them pass.
 
     Attributes:
@@ -163,6 +163,12 @@ class GateBoard:
             meeting.carried += 1
             self.inner.add(name)
         return self._recorded(name, both_modes=both_modes) if self.records else None
+
+    def stops(self, name: str, site: Site) -> bool:
+        """Say to code that asks whether the block itself is in place; a board that only notes has seen it then."""
+        if not self.puts_gates and self._in_forward:
+            self.meetings.setdefault(name, Meeting(site))
+        return not self.puts_gates
 
     @contextmanager
     def _recorded(self, name: str, *, both_modes: bool) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, peek
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from toolkit.blocks import Site, carries_gradient, gated
+from toolkit.blocks import Gates, Site, carries_gradient, gated
 from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 
 __all__ = ["gradcheck", "gradgradcheck"]
@@ -129,7 +129,7 @@ class _Held:
 
 
 @dataclass
-class _Tape:
+class _Tape(Gates):
     """The values of blocks in the order of the program: recorded by a first run, put in place by the others."""
 
     replays: bool = False
@@ -152,9 +152,6 @@ class _Tape:
     def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None]:
         """Return a context in which every result is a constant that has its value at the recorded point."""
         return self._region(name)
-
-    def note_elsewhere(self, name: str) -> None:
-        """Do without what other threads meet."""
 
     @contextmanager
     def _region(self, name: str) -> Iterator[None]:

@@ -397,8 +397,6 @@ class Comparison:
     def _blocked_norm(self) -> float:
         return norm(self.blocked.values())
 
-    # --- what is rounding --------------------------------------------------------------------------------------------
-
 
 def compare(
     loss: Callable[[], Tensor], params: Parameters = None, *, blocks: Collection[Block | str] | None = None

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, gated, opened
+from toolkit.blocks import Gates, Site, gated, opened
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
 from toolkit.gradients._program import checked_loss
 from toolkit.gradients._snapshot import Snapshot, find_parts
@@ -165,7 +165,7 @@ class _Met:
 
 
 @dataclass
-class _Roll:
+class _Roll(Gates):
     """Stands in the place of every block, blocks as it does, and notes which there are and what leads to them."""
 
     met: dict[str, _Met] = field(default_factory=dict)
@@ -183,9 +183,6 @@ class _Roll:
     def region(self, name: str, site: Site, *, both_modes: bool) -> None:
         """Note a region, which stays what it is."""
         self._meet(name, "region", site)
-
-    def note_elsewhere(self, name: str) -> None:
-        """Do without what other threads meet."""
 
     def _meet(self, name: str, form: Literal["tensor", "region"], site: Site) -> _Met:
         met = self.met.setdefault(name, _Met(form, site))
