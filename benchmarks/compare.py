@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from benchmarks._measure import Row, timed_pair
 from toolkit import compare, stop_gradient, stop_recording
 from toolkit.gradients import Comparison
+from toolkit.gradients.memory import LiveBytes
 
 
 def rows() -> Iterator[Row]:
@@ -83,36 +81,12 @@ def _steps(n_layers: int, n_samples: int, width: int) -> Iterator[Row]:
     size = sum(parameter.nbytes for parameter in network.parameters)
     peaks = []
     for run in (network.compared, step):
-        with _Peak() as peak:
+        with LiveBytes() as live:
             run()
-        peaks.append(peak.bytes)
+        peaks.append(live.peak)
     ratio = (peaks[0] - peaks[1]) / size
     measured = f"{peaks[0] / 2**20:.3g} MiB against {peaks[1] / 2**20:.3g} MiB"
     yield Row("peak memory beyond that of a plain run / 1 gradient", ratio, "at most 3", measured)
-
-
-class _Peak(TorchDispatchMode):
-    """Counts the bytes of all storages that are alive at once, of those made while it is active."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = self._now = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        result = func(*args, **(kwargs or {}))
-        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (storage := leaf.untyped_storage())._cdata not in given | self._known:
-                self._known.add(storage._cdata)
-                self._now += storage.nbytes()
-                self.bytes = max(self.bytes, self._now)
-                weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
-        return result
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self._now -= size
 
 
 def _loops(n_steps: int) -> Iterator[Row]:

@@ -5,7 +5,6 @@ import functools
 import itertools
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -17,7 +16,6 @@ from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from torch import Tensor
 from torch import distributions as dist
 from torch.func import grad
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import unblock
 from toolkit.em import COVARIANCE_TYPES, RESPONSIBILITIES, GaussianParameters, hmm
@@ -28,6 +26,7 @@ from toolkit.em.estimators.hmm import CategoricalHMM, GaussianHMM
 from toolkit.em.hmm import _recursions as recursions
 from toolkit.em.hmm import core
 from toolkit.em.hmm._viterbi import best_paths
+from toolkit.gradients.memory import LiveBytes
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
@@ -454,39 +453,11 @@ def test_data_that_no_path_explains():
         hmm.fit(parameters, x, [3, 2])
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that are alive, and the most there were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen: set[int] = set()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        for value in found if isinstance(found, tuple | list) else [found]:
-            if isinstance(value, Tensor):
-                self._count(value.untyped_storage())
-        return found
-
-    def _count(self, storage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key not in self.seen:
-            self.seen.add(key)
-            self.now += size
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self._drop, key, size)
-
-    def _drop(self, key: int, size: int) -> None:
-        self.seen.discard(key)
-        self.now -= size
-
-
 def test_a_million_steps_in_bounded_memory():
     k, n = 8, 10**6
     parameters = model("diag", k=k, d=1)
     x = torch.randn(n, 1, generator=generator(), dtype=F64)
-    live = _LiveBytes()
+    live = LiveBytes()
     with live:
         _, value = hmm.em_step(parameters, x)
     assert math.isfinite(value)

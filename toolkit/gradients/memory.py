@@ -141,7 +141,7 @@ def memory_ledger(loss: Callable[[], Tensor]) -> Ledger:
 
 def _measured(loss: Callable[[], Tensor], around: AbstractContextManager[Any] | None = None) -> MemoryUse:
     parts = find_parts(loss)
-    live = _LiveBytes()
+    live = LiveBytes()
     with Snapshot(parts, {}).set_aside(), torch.enable_grad(), live, around or nullcontext():
         value = checked_loss(loss())
         graph = live.now
@@ -246,7 +246,7 @@ def _readable(size: int) -> str:
 # --- counting ----------------------------------------------------------------------------------------------------
 
 
-class _LiveBytes(TorchDispatchMode):
+class LiveBytes(TorchDispatchMode):
     """Counts the bytes of storages made while it is active, until the last reference to each is gone."""
 
     def __init__(self) -> None:
