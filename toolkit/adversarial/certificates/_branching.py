@@ -95,13 +95,19 @@ def _joined(first: list[Tensor], second: list[Tensor]) -> list[Tensor]:
     return [torch.cat(pair) for pair in zip(first, second, strict=True)]
 
 
-def optimise(cases: Cases, chain: list[Affine], steps: int) -> tuple[Cases, Tensor, list[Tensor]]:
+def optimise(cases: Cases, chain: list[Affine], steps: int, errors: list[float]) -> tuple[Cases, Tensor, list[Tensor]]:
     """Raise the lower bounds by the slopes of the lower lines and by the multipliers of the assumptions.
 
     For fixed slopes and multipliers the bound is ``min_x a . x + c`` as in `relaxed_lower_bound`, with the multipliers'
     part ``- sign * price * z`` added: not positive where the assumption holds, so a bound for any price that is not
     negative. Its derivative by a slope or a price comes from the value ``v`` that the lines give the unit at the
     minimiser x: the coefficient times v, and ``- sign * v``. Steps follow the signs of the derivatives.
+
+    Args:
+        cases: The cases.
+        chain: The layers.
+        steps: How many.
+        errors: By how much any unit of each layer may be wrong for rounding; so much is taken off the bounds.
 
     Returns:
         The cases with the best bounds; the minimisers of the last step, (R, D); and for each layer how much the gap
@@ -133,6 +139,7 @@ def optimise(cases: Cases, chain: list[Affine], steps: int) -> tuple[Cases, Tens
             gaps.insert(0, -loss)
             objectives.insert(0, objective)
             through = positive * slopes[depth] + negative * above - cases.signs[depth] * prices[depth]
+            constant = constant - errors[depth] * (objective.abs() + prices[depth]).sum(1)
             constant = constant + through @ chain[depth].bias
             objective = through @ chain[depth].weight
         point = cases.ball.start + cases.ball.farthest(-objective)

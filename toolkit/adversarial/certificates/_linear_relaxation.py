@@ -13,7 +13,21 @@ from torch import Tensor
 from toolkit.adversarial.certificates._farthest import BallAndBox
 from toolkit.adversarial.certificates._layers import Affine
 
-__all__ = ["Interval", "interval_of_affine", "lines", "pieces", "relaxed_bounds", "relaxed_lower_bound", "width_of"]
+__all__ = [
+    "EPSILON",
+    "Interval",
+    "errors_of",
+    "interval_of_affine",
+    "lines",
+    "pieces",
+    "relaxed_bounds",
+    "relaxed_lower_bound",
+    "rounding_of",
+    "width_of",
+]
+
+# Of float64: the distance from 1 to the next number.
+EPSILON = 2.0**-52
 
 
 class Interval(NamedTuple):
@@ -34,7 +48,32 @@ def interval_of_affine(layer: Affine, input: Interval) -> Interval:
     return Interval(middle - half, middle + half)
 
 
-def relaxed_bounds(chain: list[Affine], ball: BallAndBox) -> list[Interval]:
+def rounding_of(chain: list[Affine], ball: BallAndBox) -> float:
+    """Return how far float64 rounds the sum of a unit, relative to the sum of the absolute values of its terms.
+
+    Source:
+        Higham, "Accuracy and stability of numerical algorithms", 2002, section 3.1: n terms, at most n roundings each.
+    """
+    return 2 * EPSILON * (width_of(chain, ball) + 2 * len(chain) + 16)
+
+
+def errors_of(chain: list[Affine], hidden: list[Interval], ball: BallAndBox) -> list[Tensor]:
+    """Return how far float64 may round every unit, computed from exact inputs of its layer: (N, M) for each layer.
+
+    Args:
+        chain: Layers between rectifiers.
+        hidden: Bounds before the rectifier of each layer of `chain` but, perhaps, the last.
+        ball: The inputs.
+    """
+    rounding, (below, above) = rounding_of(chain, ball), ball.enclosing()
+    inputs = [ball.start.abs() + torch.maximum(-below, above), *(upper.clamp(min=0) for _, upper in hidden)]
+    return [
+        rounding * (input @ layer.weight.abs().T + layer.bias.abs())
+        for input, layer in zip(inputs, chain, strict=False)
+    ]
+
+
+def relaxed_bounds(chain: list[Affine], ball: BallAndBox, *, outward: bool = False) -> list[Interval]:
     """Return the bounds before each rectifier, and of the last layer: the tighter of the relaxed and the interval's.
 
     A linear function of a layer for every unit of a later one and every sample would be too much at once: they are
@@ -43,12 +82,14 @@ def relaxed_bounds(chain: list[Affine], ball: BallAndBox) -> list[Interval]:
     Args:
         chain: Layers between rectifiers.
         ball: The inputs.
+        outward: Whether the bounds are to hold in spite of rounding.
     """
     below, above = ball.enclosing()
     input = Interval(ball.start + below, ball.start + above)
     found: list[Interval] = []
     for depth, layer in enumerate(chain):
         plain = interval_of_affine(layer, input)
+        errors = errors_of(chain[: depth + 1], found, ball) if outward else None
         objective, constant = torch.cat([layer.weight, -layer.weight]), torch.cat([layer.bias, -layer.bias])
         width = width_of(chain[:depth], ball)
         both = []
@@ -62,19 +103,27 @@ def relaxed_bounds(chain: list[Affine], ball: BallAndBox) -> list[Interval]:
                     chain[:depth],
                     before,
                     part,
+                    errors and [error[rows] for error in errors[:-1]],
                 )[0]
                 for units in pieces(len(objective), n_rows * width)
             ]
             both.append(torch.cat(sides, 1))
         lower, negated = torch.cat(both).chunk(2, 1)
         bounds = Interval(torch.maximum(lower, plain.lower), torch.minimum(-negated, plain.upper))
+        if errors is not None:
+            bounds = Interval(bounds.lower - errors[-1], bounds.upper + errors[-1])
         found.append(bounds)
         input = Interval(bounds.lower.clamp(min=0), bounds.upper.clamp(min=0))
     return found
 
 
 def relaxed_lower_bound(
-    objective: Tensor, constant: Tensor, chain: list[Affine], hidden: list[Interval], ball: BallAndBox
+    objective: Tensor,
+    constant: Tensor,
+    chain: list[Affine],
+    hidden: list[Interval],
+    ball: BallAndBox,
+    errors: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return a lower bound of ``objective . z + constant``, where z comes out of the last rectifier of `chain`.
 
@@ -88,16 +137,21 @@ def relaxed_lower_bound(
         chain: The layers before z; none: z is the input.
         hidden: Bounds before the rectifier of each layer of `chain`.
         ball: The inputs.
+        errors: By how much each unit of `chain` may be wrong for rounding, (N, M) each: then the bounds hold in spite
+            of it, but for the rounding of `objective` itself.
 
     Returns:
         The bounds, (N, K), and the inputs at which the linear functions reach them, (N, K, D).
     """
-    for layer, (lower, upper) in zip(reversed(chain), reversed(hidden[: len(chain)]), strict=True):
+    for depth in reversed(range(len(chain))):
+        layer, (lower, upper) = chain[depth], hidden[depth]
         slope_below, slope_above, offset = lines(lower, upper)
         positive, negative = objective.clamp(min=0), objective.clamp(max=0)
         constant = constant + (negative @ offset[:, :, None])[..., 0]
         through = positive * slope_below[:, None] + negative * slope_above[:, None]
         constant = constant + through @ layer.bias
+        if errors is not None:
+            constant = constant - (objective.abs() @ errors[depth][:, :, None])[..., 0]
         objective = through @ layer.weight
     point = ball.start[:, None] + ball.farthest(-objective)
     return (objective * point).sum(-1) + constant, point

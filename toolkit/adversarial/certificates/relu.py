@@ -1,4 +1,4 @@
-"""Exact verification of small ReLU networks: search, then proofs by cases, then mixed-integer programs for the rest.
+"""Exact verification of small ReLU networks: search, then proofs by cases, then linear programs for the rest.
 
 It shares no code with the attacks, so it can be their witness.
 
@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
-from scipy.optimize import Bounds as VariableBounds
-from scipy.optimize import LinearConstraint, milp
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.certificates._branching import Cases, optimise, split
 from toolkit.adversarial.certificates._farthest import BallAndBox, ball_and_box
 from toolkit.adversarial.certificates._layers import Affine, affine_chain
-from toolkit.adversarial.certificates._linear_relaxation import Interval, relaxed_bounds, relaxed_lower_bound
+from toolkit.adversarial.certificates._linear_relaxation import (
+    Interval,
+    errors_of,
+    relaxed_bounds,
+    relaxed_lower_bound,
+)
+from toolkit.adversarial.certificates._programs import Program
 from toolkit.adversarial.certificates.bounds import margin_layer, model_labels
 from toolkit.blocks import no_graph
 
@@ -35,7 +40,8 @@ class Verification:
     """What is known of the worst-case margin ``min_{x' in ball(x)} min_{j != y} z_y(x') - z_j(x')`` of each sample.
 
     Attributes:
-        lower: Proved: no input of the ball has a smaller margin, (N,), float64.
+        lower: Proved: no input of the ball has a smaller margin, (N,), float64. The rounding of the proof, and of a
+            model that is run in float64, is taken off.
         upper: Reached: the margin of the model, in float64, at `examples`, (N,), float64.
         examples: Inputs of the ball with the smallest margin found, (N, ...), float64.
     """
@@ -47,7 +53,7 @@ class Verification:
     @property
     def robust(self) -> Tensor:
         """Where it is proved that every input of the ball is classified as the label, (N,)."""
-        return self.lower > _ROUNDING
+        return self.lower > 0
 
     @property
     def broken(self) -> Tensor:
@@ -56,7 +62,7 @@ class Verification:
 
     @property
     def unknown(self) -> Tensor:
-        """Where neither is known: a limit was reached, or the margin is too near to zero, (N,)."""
+        """Where neither is known: a limit was reached, or the margin is within rounding of zero, (N,)."""
         return ~(self.robust | self.broken)
 
     def __str__(self) -> str:
@@ -82,14 +88,15 @@ def verify_relu(
     Three steps, each for what the one before leaves open. A descent on each margin looks for an input that is
     misclassified. Proofs by cases take a rectifier that may be on or off to be on, then off, and bound each case by
     linear functions (as `certify_crown` does, with slopes and multipliers that are optimised), thousands of cases at
-    once. What takes too many cases is left, in Linf and L1, to a program with one binary variable for each rectifier
-    that may be on or off: one program for each other class, the most vulnerable first.
+    once. What takes too many cases is left, in Linf and L1, to linear programs, one for each case: slower for a case,
+    and with a tighter bound.
 
     What "exact" means: an input that is broken is inside of the ball and was put through the model itself, in float64.
-    A proof by cases holds up to the rounding of float64: a bound counts from 1e-9. A proof by a program holds up to
-    the tolerances of its solver, HiGHS: 1e-6 in the constraints and in the binaries. So `tolerance` is taken off every
-    bound that a program proves, and a sample whose worst margin lies between 0 and twice `tolerance` may be unknown.
-    In L2 the last step is missing, so that a sample may be unknown for the number of its cases.
+    Every bound is that of a dual, which holds whatever slopes, multipliers and prices it is computed from: the solver
+    of the programs, HiGHS, is asked for good prices and is not trusted. How far float64 may have rounded a bound, or
+    the model, is bounded too and taken off (some 1e-13 of the logits for a small network). The units of the model do
+    not matter: those of the rectifiers are made to lie between -1 and 1 first. In L2 the last step is missing, so that
+    a sample may be unknown for the number of its cases.
 
     The model is read, and a float64 copy of it is run; it is never touched itself. Time grows exponentially with the
     number of rectifiers that may be on or off: about fifty are well possible.
@@ -106,8 +113,9 @@ def verify_relu(
         mask: True where an input may change, broadcast to `x`; None: everywhere.
         goal: ``"verdict"`` stops at a sample once the sign of its worst margin is known; ``"margin"`` goes on until
             `lower` and `upper` are within about `tolerance`.
-        tolerance: See above; in the units of the logits.
-        time_limit: Seconds for one program; a sample for which it is not enough is unknown. None for no limit.
+        tolerance: For ``goal="margin"``, in the units of the logits.
+        time_limit: Seconds for the programs of one margin; a sample for which it is not enough is unknown. None for no
+            limit.
 
     Raises:
         TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
@@ -116,9 +124,10 @@ def verify_relu(
             not finite, `tolerance` or `time_limit` is not positive, or `x` lies outside of `bounds`.
 
     Source:
-        Tjeng, Xiao and Tedrake, "Evaluating robustness of neural networks with mixed integer programming", 2019 (the
-        programs); Wang et al., "Beta-CROWN: efficient bound propagation with per-neuron split constraints for neural
-        network robustness verification", 2021 (the cases).
+        Wang et al., "Beta-CROWN: efficient bound propagation with per-neuron split constraints for neural network
+        robustness verification", 2021 (the cases); Ehlers, "Formal verification of piece-wise linear feed-forward
+        neural networks", 2017 (the programs); Neumaier and Shcherbina, "Safe bounds in linear and mixed-integer linear
+        programming", 2004.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 2), torch.nn.ReLU(), torch.nn.Linear(2, 2, bias=False))
@@ -169,11 +178,15 @@ class _Search:
         tolerance: float,
         time_limit: float | None,
     ) -> None:
-        self.chain, self.ball, self.labels = chain[:-1], ball, labels
-        self.weight, self.bias = margin_layer(chain[-1].weight, chain[-1].bias, labels)
+        self.ball, self.labels = ball, labels
         self.goal, self.tolerance, self.time_limit = goal, tolerance, time_limit
-        self.hidden = relaxed_bounds(self.chain, ball)
-        margins, points = relaxed_lower_bound(self.weight, self.bias, self.chain, self.hidden, ball)
+        chain, self.hidden = _of_order_one(chain, relaxed_bounds(chain[:-1], ball, outward=True))
+        self.chain, last = chain[:-1], chain[-1]
+        self.weight, self.bias = margin_layer(last.weight, last.bias, labels)
+        self.provable_bias = self.bias - 2 * _rounding_of_margins(chain, self.hidden, ball, labels)
+        errors = errors_of(self.chain, self.hidden, ball)
+        self.errors = [float(error.max()) if error.numel() else 0.0 for error in errors]
+        margins, points = relaxed_lower_bound(self.weight, self.provable_bias, self.chain, self.hidden, ball, errors)
         self.lower = margins.scatter(1, labels[:, None], torch.inf)
         self.upper, self.examples = torch.full_like(self.lower[:, 0], torch.inf), ball.start.clone()
         self._descend(points)
@@ -188,7 +201,7 @@ class _Search:
 
     def _enough(self) -> Tensor:
         """Return what a margin has to be proved to be above, (N,)."""
-        return torch.full_like(self.upper, _ROUNDING) if self.goal == "verdict" else self.upper - self.tolerance
+        return torch.zeros_like(self.upper) if self.goal == "verdict" else self.upper - self.tolerance
 
     def _worthwhile(self) -> Tensor:
         """Say of which samples a proof would still be news, (N,)."""
@@ -231,7 +244,7 @@ class _Search:
         open_cases = Cases.begin(
             index,
             self.weight[samples, classes],
-            self.bias[samples, classes],
+            self.provable_bias[samples, classes],
             self.ball.rows(samples),
             [Interval(lower[samples], upper[samples]) for lower, upper in self.hidden],
         )
@@ -246,7 +259,7 @@ class _Search:
 
         while len(open_cases.margin):
             now, later = open_cases.rows(slice(-_BATCH, None)), open_cases.rows(slice(None, -_BATCH))
-            now, points, gaps = optimise(now, self.chain, steps)
+            now, points, gaps = optimise(now, self.chain, steps, self.errors)
             steps = _STEPS
             self._try(samples[now.margin], points)
             n_cases.scatter_add_(0, now.margin, torch.ones_like(now.margin))
@@ -255,7 +268,7 @@ class _Search:
             left, gaps = now.rows(~done), [gap[~done] for gap in gaps]
             halves, splittable = split(left, gaps)
             if not splittable.all():
-                last, points, _ = optimise(left.rows(~splittable), self.chain, _LAST_STEPS)
+                last, points, _ = optimise(left.rows(~splittable), self.chain, _LAST_STEPS, self.errors)
                 self._try(samples[last.margin], points)
                 close(last)
                 given_up[last.margin[last.bound <= self._enough()[samples[last.margin]]]] = True
@@ -279,106 +292,50 @@ class _Search:
         self.examples[samples[better]] = points[better]
 
     def solve(self, row: int) -> None:
-        """Decide one sample by one program for each other class that is open, the most vulnerable first."""
+        """Decide one sample by linear programs for each other class that is open, the most vulnerable first."""
         ball = self.ball.rows(torch.tensor([row]))
-        program = _Program(self.chain, ball, [Interval(low[row], high[row]) for low, high in self.hidden])
+        program = Program(self.chain, ball, [Interval(low[row], high[row]) for low, high in self.hidden])
+
+        def enough() -> float:
+            return self._enough()[row].item() if self._worthwhile()[row] else -torch.inf
+
+        def visit(displacement: NDArray[np.float64]) -> None:
+            point = ball.start + ball.settle(torch.from_numpy(displacement)[None])
+            self._try(torch.tensor([row]), point)
+
         for other in self.lower[row].argsort().tolist():
-            if not self._is_open()[row, other]:
-                continue
-            ceiling = 2 * self.tolerance if self.goal == "verdict" else float(self.upper[row])
-            answer = program.minimise(
-                self.weight[row, other].numpy(), float(self.bias[row, other]), ceiling, self.goal, self.time_limit
-            )
-            self.lower[row, other] = max(self.lower[row, other].item(), answer.bound - self.tolerance)
-            if answer.displacement is not None:
-                self._try(torch.tensor([row]), ball.start + ball.settle(torch.from_numpy(answer.displacement)[None]))
+            if self._is_open()[row, other]:
+                weight, bias = self.weight[row, other].numpy(), self.provable_bias[row, other].item()
+                proved = program.bound(weight, bias, enough, visit, self.time_limit)
+                self.lower[row, other] = max(self.lower[row, other].item(), proved)
 
 
-class _Answer(NamedTuple):
-    """What a program found: a proved bound of the margin, and the displacement of its best solution, (D,), if any."""
+def _of_order_one(chain: list[Affine], hidden: list[Interval]) -> tuple[list[Affine], list[Interval]]:
+    """Return the same function, whose rectified units lie between -1 and 1: divided by powers of two, so exactly.
 
-    bound: float
-    displacement: np.ndarray | None
-
-
-class _Program:
-    """One sample's network as linear constraints: ``margin(x')`` for x' in the ball, with binaries for open rectifiers.
-
-    The variables are the displacement (in L1 its positive and its negative part), the outputs of the rectifiers that
-    may be on or off, and whether they are on. Everything else is an affine function of them and is put in.
+    What a solver, or a step of a fixed size, takes for little should not depend on the units of the model.
     """
+    if not len(hidden) or not len(hidden[0].lower):
+        return chain, hidden
+    scaled, bounds, before = [], [], None
+    for layer, (lower, upper) in zip(chain, [*hidden, (None, None)], strict=True):
+        weight = layer.weight if before is None else layer.weight * before
+        if lower is None or upper is None:
+            scaled.append(Affine(weight, layer.bias))
+            break
+        _, exponent = torch.maximum(-lower, upper).amax(0).frexp()
+        before = torch.ones_like(layer.bias).ldexp(exponent)
+        scaled.append(Affine(weight / before[:, None], layer.bias / before))
+        bounds.append(Interval(lower / before, upper / before))
+    return scaled, bounds
 
-    def __init__(self, chain: list[Affine], ball: BallAndBox, hidden: list[Interval]) -> None:
-        start, radius = ball.start[0].numpy(), float(ball.radius[0])
-        down, up = (side[0].numpy() for side in ball.enclosing())
-        features = len(start)
-        self.displacement = np.eye(features)
-        lower, upper = [down], [up]
-        if ball.norm == "l1":
-            self.displacement = np.hstack([np.eye(features), -np.eye(features)])
-            lower, upper = [np.zeros(2 * features)], [np.concatenate([up, -down])]
-        n_inputs = self.displacement.shape[1]
-        open_units = [((low < 0) & (high > 0)).numpy() for low, high in hidden]
-        n_open = int(sum(units.sum() for units in open_units))
-        n_variables = n_inputs + 2 * n_open
-        rows, limits = [], []
-        if ball.norm == "l1":
-            row = np.zeros((1, n_variables))
-            row[0, :n_inputs] = 1
-            rows.append(row)
-            limits.append(np.array([radius]))
-        state, constant = np.zeros((features, n_variables)), start
-        state[:, :n_inputs] = self.displacement
-        column = n_inputs
-        for layer, (low_tensor, high_tensor), units in zip(chain, hidden, open_units, strict=True):
-            weight, low, high = layer.weight.numpy(), low_tensor.numpy()[units], high_tensor.numpy()[units]
-            state, constant = weight @ state, weight @ constant + layer.bias.numpy()
-            off = (high_tensor <= 0).numpy()
-            state[off], constant[off] = 0, 0
-            before, shift = state[units], constant[units]
-            count = len(low)
-            output, switch = np.zeros_like(before), np.zeros_like(before)
-            output[np.arange(count), column + np.arange(count)] = 1
-            switch[np.arange(count), column + n_open + np.arange(count)] = 1
-            # output >= before; output <= before - low (1 - switch); output <= high switch
-            rows += [before - output, output - before - low[:, None] * switch, output - high[:, None] * switch]
-            limits += [-shift, shift - low, np.zeros(count)]
-            lower.append(np.zeros(count))
-            upper.append(high)
-            state[units], constant[units] = output, 0
-            column += count
-        self.state, self.constant = state, constant
-        self.rows = np.vstack(rows) if rows else np.zeros((0, n_variables))
-        self.limits = np.concatenate(limits) if limits else np.zeros(0)
-        self.bounds = VariableBounds(
-            np.concatenate([*lower, np.zeros(n_open)]), np.concatenate([*upper, np.ones(n_open)])
-        )
-        self.integrality = np.concatenate([np.zeros(n_variables - n_open), np.ones(n_open)])
 
-    def minimise(
-        self, weight: np.ndarray, bias: float, ceiling: float, goal: Goal, time_limit: float | None
-    ) -> _Answer:
-        """Minimise ``weight . hidden + bias`` below `ceiling`; for a verdict the first solution below it is enough."""
-        objective, shift = weight @ self.state, weight @ self.constant + bias
-        options = {"mip_rel_gap": 1e9 if goal == "verdict" else 0.0}
-        if time_limit is not None:
-            options["time_limit"] = time_limit
-        found = milp(
-            objective,
-            integrality=self.integrality,
-            bounds=self.bounds,
-            constraints=LinearConstraint(
-                np.vstack([self.rows, objective]), -np.inf, np.append(self.limits, ceiling - shift)
-            ),
-            options=options,
-        )
-        if found.status == _INFEASIBLE:
-            return _Answer(ceiling, None)
-        proved = found.mip_dual_bound
-        bound = -np.inf if proved is None or not np.isfinite(proved) else proved + shift
-        if found.x is None:
-            return _Answer(bound, None)
-        return _Answer(bound, self.displacement @ found.x[: self.displacement.shape[1]])
+def _rounding_of_margins(chain: list[Affine], hidden: list[Interval], ball: BallAndBox, labels: Tensor) -> Tensor:
+    """Return how far the margins, (N, C), of a model that is run in float64 may be from the exact ones."""
+    error = torch.zeros_like(ball.start)
+    for layer, own in zip(chain, errors_of(chain, hidden, ball), strict=True):
+        error = error @ layer.weight.abs().T + own
+    return error + error.gather(1, labels[:, None])
 
 
 _DESCENT = 24
@@ -386,6 +343,3 @@ _DESCENT = 24
 # Where every rectifier is decided the multipliers are all that is left.
 _FIRST_STEPS, _STEPS, _LAST_STEPS = 16, 8, 200
 _BATCH, _CASES = 512, 4000
-# What a bound has to be above zero to be a proof in spite of rounding.
-_ROUNDING = 1e-9
-_INFEASIBLE = 2
