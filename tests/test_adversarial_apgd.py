@@ -330,7 +330,7 @@ REFUSED = {
     "steps": ({"steps": 0}, "`steps` should be a positive integer. Found 0."),
     "restarts": ({"restarts": 2}, "`generator` should be given for several restarts"),
     "loss": ({"loss": "ce"}, "`loss` should be 'margin', 'dlr' or a function. Found 'ce'."),
-    "until": ({"until": "dawn"}, "`until` should be 'success' or 'end'. Found 'dawn'."),
+    "until": ({"until": "dawn"}, "`until` should be one of 'success', 'end'. Found 'dawn'."),
     "classes": (
         {"loss": "dlr", "model": nn.Linear(5, 2).double(), "labels": torch.tensor([0, 1, 0])},
         "`logits` should have at least 3 classes for this loss. Found 2.",

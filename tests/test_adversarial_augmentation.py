@@ -103,7 +103,7 @@ def test_constant_frame_is_zero() -> None:
     [
         ((5, 64), 1, "`x` should have shape (N, C, H, W). Found (5, 64)."),
         ((1, 8, 8), 1, "`x` should have shape (N, C, H, W). Found (1, 8, 8)."),
-        ((2, 1, 8, 8), -1, "`padding` should not be negative. Found -1."),
+        ((2, 1, 8, 8), -1, "`padding` should be an integer from 0. Found -1."),
     ],
 )
 def test_arguments_are_checked(shape, padding, message) -> None:

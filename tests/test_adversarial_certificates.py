@@ -830,9 +830,19 @@ REFUSED = {
     "batch": (nn.Sequential(nn.Flatten(0), nn.Linear(3, 2)), {}, TypeError, "the samples of a batch apart."),
     "one logit": (network(3, 1), {}, ValueError, "`model` should return at least two logits. Found 1."),
     "norm": (network(3, 2), {"norm": "l0"}, ValueError, "`norm` should be one of 'linf', 'l2', 'l1'. Found 'l0'."),
-    "goal": (network(3, 2), {"goal": "best"}, ValueError, "`goal` should be 'verdict' or 'margin'. Found 'best'."),
-    "tolerance": (network(3, 2), {"tolerance": 0.0}, ValueError, "`tolerance` should be positive. Found 0.0."),
-    "time": (network(3, 2), {"time_limit": -1.0}, ValueError, "`time_limit` should be positive. Found -1.0."),
+    "goal": (network(3, 2), {"goal": "best"}, ValueError, "`goal` should be one of 'verdict', 'margin'. Found 'best'."),
+    "tolerance": (
+        network(3, 2),
+        {"tolerance": 0.0},
+        ValueError,
+        "`tolerance` should be positive and finite. Found 0.0.",
+    ),
+    "time": (
+        network(3, 2),
+        {"time_limit": -1.0},
+        ValueError,
+        "`time_limit` should be positive and finite. Found -1.0.",
+    ),
     "epsilon": (network(3, 2), {"epsilon": -1.0}, ValueError, "`epsilon` should be finite and not negative."),
     "labels": (
         network(3, 2),

@@ -264,7 +264,7 @@ def test_attack_leaves_everything_as_it_was(norm: str, breaks: bool, mode: str) 
 
 
 REFUSED = {
-    "steps -1": ({"steps": -1}, "`steps` should be an integer of at least 0. Found -1."),
+    "steps -1": ({"steps": -1}, "`steps` should be an integer from 0. Found -1."),
     "n_targets": ({"n_targets": 0}, "`n_targets` should be a positive integer. Found 0."),
     "at_once": ({"at_once": 0}, "`at_once` should be a positive integer. Found 0."),
     "restarts": ({"restarts": 2}, "`generator` should be given for several restarts"),

@@ -307,7 +307,7 @@ def test_sizes_are_positive(argument: str) -> None:
     for make, sizes in makers.items():
         if argument in sizes:
             bad = [0] if argument in ("widths", "strides") else 0
-            with pytest.raises(ValueError, match=re.escape(f"`{argument}` should be positive. Found {bad}.")):
+            with pytest.raises(ValueError, match=re.escape(f"`{argument}` should be a positive integer. Found 0.")):
                 make(**{**sizes, argument: bad}, generator=seeded())
             tried += 1
     assert tried

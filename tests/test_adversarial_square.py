@@ -281,8 +281,8 @@ def test_empty_batch(norm: str, shape: tuple[int, ...]) -> None:
 
 REFUSED = {
     "queries": ({"queries": 0}, "`queries` should be a positive integer. Found 0"),
-    "no proportion": ({"proportion": 0}, "`proportion` should be above 0. Found 0"),
-    "proportion": ({"proportion": 1.5}, "`proportion` should lie between 0 and 1. Found 1.5"),
+    "no proportion": ({"proportion": 0}, "`proportion` should be above 0 and at most 1. Found 0"),
+    "proportion": ({"proportion": 1.5}, "`proportion` should be above 0 and at most 1. Found 1.5"),
     "norm": ({"norm": "l0"}, "`norm` should be one of .*'l1'. Found 'l0'"),
     "epsilon": ({"epsilon": -0.1}, "`epsilon` should be finite and not negative. Found -0.1"),
 }

@@ -529,7 +529,7 @@ BAD = {
     "method": (
         {"accelerate": "aitken"},
         ValueError,
-        "`accelerate` should be one of none, squarem, anderson. Found 'ai",
+        "`accelerate` should be one of 'none', 'squarem', 'anderson'. Found 'ai",
     ),
     "tol": ({"tol": -1.0}, ValueError, "`tol` should be finite and not negative. Found -1.0."),
     "tol nan": ({"tol": math.nan}, ValueError, "`tol` should be finite and not negative. Found nan."),

@@ -995,7 +995,7 @@ BAD_FITS = {
     "unset": (GaussianHMM(2, init_params="mc"), GAUSSIAN, None, ValueError, "`startprob_` should be set"),
     "nan": (GaussianHMM(2), np.full((5, 2), np.nan), None, ValueError, "NaN"),
     "lengths": (GaussianHMM(2), GAUSSIAN, [10, 10], ValueError, "`lengths` should be positive integers that sum to 30"),
-    "zero": (GaussianHMM(2), GAUSSIAN, [30, 0], ValueError, "`lengths` should be positive integers that sum to 30"),
+    "zero": (GaussianHMM(2), GAUSSIAN, [30, 0], ValueError, "`lengths` should be a positive integer. Found 0."),
     "many": (GaussianHMM(31), GAUSSIAN, None, ValueError, "`n_components` should be at most 30"),
     "tol": (GaussianHMM(2, tol=-1.0), GAUSSIAN, None, ValueError, "`tol` should be finite and not negative"),
     "reg": (GaussianHMM(2, reg_covar=-1.0), GAUSSIAN, None, ValueError, "`reg_covar` should be finite and not"),

@@ -398,7 +398,7 @@ DEAD = GaussianParameters(
     covariance_type="full",
 )
 BAD = {
-    "method": ({"method": "wald"}, ValueError, "`method` should be one of sem, louis, sandwich. Found 'wald'."),
+    "method": ({"method": "wald"}, ValueError, "`method` should be one of 'sem', 'louis', 'sandwich'. Found 'wald'."),
     "numpy": ({"x": X.numpy()}, TypeError, "`x` should be a tensor. Found ndarray."),
     "weight": ({"sample_weight": X[:5, 0]}, ValueError, r"`sample_weight` should have shape \(60,\). Found \(5,\)."),
     "edge": ({"mixture": DEAD}, ValueError, "`mixture` should have finite coordinates. Found infinite ones in log_w"),

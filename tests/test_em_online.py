@@ -477,8 +477,8 @@ def test_bad_batches(name):
         ({"offset": -1.0}, r"`offset` should be finite and not negative. Found -1.0."),
         ({"burn_in": math.inf}, r"`burn_in` should be finite and not negative. Found inf."),
         ({"reg_covar": -1.0}, r"`reg_covar` should be finite and not negative. Found -1.0."),
-        ({"average_from": -1}, r"`average_from` should be an integer from 0, or None. Found -1."),
-        ({"average_from": 1.5}, r"`average_from` should be an integer from 0, or None. Found 1.5."),
+        ({"average_from": -1}, r"`average_from` should be an integer from 0. Found -1."),
+        ({"average_from": 1.5}, r"`average_from` should be an integer from 0. Found 1.5."),
     ],
     ids=str,
 )

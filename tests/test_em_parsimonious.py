@@ -747,13 +747,13 @@ def test_a_start_that_collapses_is_an_error_that_says_so(model):
 
 
 BAD_ARGUMENTS = {
-    "model": ({"model": "VIV"}, ValueError, "`model` should be one of EII, VII"),
+    "model": ({"model": "VIV"}, ValueError, "`model` should be one of 'EII', 'VII'"),
     "n_components": ({"n_components": -3}, ValueError, r"`n_components` should be a positive integer\. Found -3\."),
     "too many": ({"n_components": 61}, ValueError, "`n_components` should be at most 60"),
     "n_init": ({"n_init": 0}, ValueError, r"`n_init` should be a positive integer\. Found 0\."),
     "tol": ({"tol": -1.0}, ValueError, "`tol` should be finite and not negative"),
     "max_iter": ({"max_iter": -1}, ValueError, "`max_iter` should be an integer from 0"),
-    "accelerate": ({"accelerate": "newton"}, ValueError, "`accelerate` should be one of none, squarem, anderson"),
+    "accelerate": ({"accelerate": "newton"}, ValueError, "`accelerate` should be one of 'none', 'squarem', 'anderson'"),
     "reg_covar": ({"reg_covar": -1.0}, ValueError, "`reg_covar` should be finite and not negative"),
     "init": ({"init": "best"}, ValueError, "`init` should be kmeans"),
     "start": ({"init": template("VVV")}, ValueError, "`init` should be of the model VEV, 3 components and 3 features"),

@@ -409,12 +409,12 @@ def test_mixture_of_the_best_can_be_used():
 
 
 BAD_ARGUMENTS = {
-    "no components": ({"n_components": []}, ValueError, r"`n_components` should be integers from 1 to 90"),
-    "zero": ({"n_components": [0, 1]}, ValueError, r"`n_components` should be integers from 1 to 90"),
-    "too many": ({"n_components": [91]}, ValueError, r"`n_components` should be integers from 1 to 90"),
-    "model": ({"models": ["VVV", "XYZ"]}, ValueError, r"`model` should be one of EII, .* Found 'XYZ'"),
+    "no components": ({"n_components": []}, ValueError, r"`n_components` should be at least one number. Found none"),
+    "zero": ({"n_components": [0, 1]}, ValueError, r"`n_components` should be an integer from 1 to 90"),
+    "too many": ({"n_components": [91]}, ValueError, r"`n_components` should be an integer from 1 to 90"),
+    "model": ({"models": ["VVV", "XYZ"]}, ValueError, r"`model` should be one of 'EII', .* Found 'XYZ'"),
     "no model": ({"models": []}, ValueError, r"`models` should name at least one model"),
-    "criterion": ({"criterion": "hqc"}, ValueError, r"`criterion` should be one of bic, aic, icl\. Found 'hqc'"),
+    "criterion": ({"criterion": "hqc"}, ValueError, r"`criterion` should be one of 'bic', 'aic', 'icl'\. Found 'hqc'"),
     "n_init": ({"n_init": -1}, ValueError, r"`n_init` should be an integer from 0\. Found -1"),
     "init": ({"init": ["best"]}, ValueError, r"`init` should be a sequence of kmeans"),
     "one init": ({"init": []}, ValueError, r"`init` should be a sequence of kmeans"),
@@ -422,7 +422,11 @@ BAD_ARGUMENTS = {
     "tol": ({"tol": math.nan}, ValueError, r"`tol` should be finite and not negative"),
     "reg_covar": ({"reg_covar": -1.0}, ValueError, r"`reg_covar` should be finite and not negative"),
     "max_iter": ({"max_iter": -1}, ValueError, r"`max_iter` should be an integer from 0"),
-    "accelerate": ({"accelerate": "newton"}, ValueError, r"`accelerate` should be one of none, squarem, anderson"),
+    "accelerate": (
+        {"accelerate": "newton"},
+        ValueError,
+        r"`accelerate` should be one of 'none', 'squarem', 'anderson'",
+    ),
     "weights": ({"sample_weight": torch.zeros(90)}, ValueError, r"`sample_weight` should be finite, not negative"),
     "integers": ({"x": torch.ones(4, 2, dtype=torch.long)}, TypeError, r"`x` should be a float32 or float64 tensor"),
     "missing": ({"x": torch.tensor([[1.0], [math.nan]])}, ValueError, r"`x` should be finite\. Found \[nan\] in row 1"),

@@ -587,9 +587,13 @@ WRONG = {
     "pierced": (ValueError, r"should not switch the recording on.*field\.pierced", lambda: field_jacobian(_pierced, W)),
     "a short vector": (ValueError, r"should have shape \(4,\)", lambda: SQUARE.vjp(torch.ones(3))),
     "a matrix": (ValueError, r"should have shape \(4,\)", lambda: SQUARE.jvp(torch.ones(4, 1))),
-    "no eigenvalue": (ValueError, "`k` should be between 1 and 4. Found 0", lambda: SQUARE.leading_eigenvalues(0)),
-    "too many": (ValueError, "`k` should be between 1 and 4. Found 5", lambda: SQUARE.leading_eigenvalues(5)),
-    "no probes": (ValueError, "`probes` should be positive", lambda: SQUARE.estimate_asymmetry(probes=0)),
+    "no eigenvalue": (
+        ValueError,
+        "`k` should be an integer from 1 to 4. Found 0",
+        lambda: SQUARE.leading_eigenvalues(0),
+    ),
+    "too many": (ValueError, "`k` should be an integer from 1 to 4. Found 5", lambda: SQUARE.leading_eigenvalues(5)),
+    "no probes": (ValueError, "`probes` should be a positive integer", lambda: SQUARE.estimate_asymmetry(probes=0)),
 }
 
 

@@ -46,7 +46,8 @@ REPORT = r"experiments\._(results|report|figures|rounding)"
 # A module, and the modules of this project that it may import. The first line that fits a module counts.
 ARROWS = [
     (r"toolkit", r"toolkit\.(blocks|gradients(\.\w+)*)"),
-    (r"toolkit\.(blocks|datasets)", r"(?!)"),
+    (r"toolkit\.blocks", r"(?!)"),
+    (r"toolkit\.datasets", r"toolkit\._checks"),
     (r"toolkit\.__main__", r"toolkit\.gradients(\.\w+)*"),
     (r"toolkit\._\w+", r"toolkit\.(blocks|_\w+)"),
     (r"toolkit\.testing", r"toolkit\.(blocks|_\w+|gradients(\.\w+)*)"),

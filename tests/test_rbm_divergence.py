@@ -658,7 +658,7 @@ def test_open_fast_weights_keep_the_graph_of_every_update():
         (
             lambda rbm, data: centering_offsets(rbm, data, rate=1.5),
             ValueError,
-            "`rate` should be between 0 and 1. Found 1.5.",
+            "`rate` should be from 0 to 1. Found 1.5.",
         ),
         (
             lambda rbm, data: centered(rbm, Offsets(torch.zeros(4), torch.zeros(4))),
@@ -680,7 +680,7 @@ def test_open_fast_weights_keep_the_graph_of_every_update():
         (
             lambda rbm, data: updated_fast_weights({}, {}, learning_rate=0.1, decay=-0.1),
             ValueError,
-            "`decay` should be between 0 and 1. Found -0.1.",
+            "`decay` should be from 0 to 1. Found -0.1.",
         ),
     ],
 )

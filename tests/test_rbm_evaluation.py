@@ -559,11 +559,11 @@ def test_log_z_of_digits_to_its_standard_error(digits_machine: tuple[RBM, Tensor
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"chains": 1}, "`chains` should be an integer from 2, so that they have a standard error. Found 1."),
-        ({"chains": 2.0}, "`chains` should be an integer from 2, so that they have a standard error. Found 2.0."),
+        ({"chains": 1}, "`chains` should be an integer from 2. Found 1."),
+        ({"chains": 2.0}, "`chains` should be an integer from 2. Found 2.0."),
         (
             {"inverse_temperatures": 1},
-            "`inverse_temperatures` should be at least 2, which are 0 and 1. Found 1.",
+            "`inverse_temperatures` should be an integer from 2. Found 1.",
         ),
         (
             {"inverse_temperatures": 0.5},

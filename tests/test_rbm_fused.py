@@ -281,8 +281,8 @@ CHAINS = torch.zeros(4, 3, dtype=torch.float64)
     ("options", "message"),
     [
         ({"fast_rate": 0.1}, r"`inverse_temperatures` and `fast_rate` should come with `chains`"),
-        ({"fast_rate": 0.0, "chains": CHAINS}, r"`fast_rate` should be above 0\. Found 0\.0"),
-        ({"fast_rate": math.inf, "chains": CHAINS}, r"`fast_rate` should be above 0\. Found inf"),
+        ({"fast_rate": 0.0, "chains": CHAINS}, r"`fast_rate` should be positive and finite\. Found 0\.0"),
+        ({"fast_rate": math.inf, "chains": CHAINS}, r"`fast_rate` should be positive and finite\. Found inf"),
         ({"chains": CHAINS + 7}, r"`chains` should be between 0 and 1\. Found 7\.0"),
         ({"chains": CHAINS + math.nan}, r"`chains` should be finite\. Found nan"),
         ({"chains": CHAINS, "reference": CHAINS[0]}, r"`reference` should come with `inverse_temperatures`"),

@@ -1302,12 +1302,12 @@ def test_noisy_rectified_units_have_the_mean_of_counts_only_where_that_is_large(
         (
             {"chain": "concrete"},
             {},
-            "`temperature` should be a positive number for concrete units. Found None.",
+            "`temperature` should be positive and finite. Found None.",
         ),
         (
             {"chain": "concrete", "temperature": 0.0},
             {},
-            "`temperature` should be a positive number for concrete units. Found 0.0.",
+            "`temperature` should be positive and finite. Found 0.0.",
         ),
         (
             {"chain": "sampled", "temperature": 0.5},

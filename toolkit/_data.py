@@ -18,6 +18,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from toolkit._checks import index
+
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator
 
@@ -346,35 +348,13 @@ def generator_of(random_state: RandomState, device: torch.device | None = None) 
     if isinstance(random_state, np.random.RandomState):
         seed: int | None = int(random_state.randint(2**31 - 1))
     else:
-        seed = _index(random_state)
+        seed = index(random_state)
     if seed is None or seed < 0:
         raise ValueError(
             "`random_state` should be an integer from 0, a numpy.random.RandomState, a torch.Generator or None. "
             f"Found {random_state!r}."
         )
     return torch.Generator().manual_seed(seed)
-
-
-def integer(name: str, value: object, least: int) -> int:
-    """Return an integer of any kind, NumPy's too, as Python's; raise a ValueError if it is none or too small."""
-    number = _index(value)
-    if number is None or number < least:
-        expected = "a positive integer" if least == 1 else f"an integer from {least}"
-        raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
-    return number
-
-
-def _index(value: object) -> int | None:
-    """Return Python's integer of an integer that is no truth value; None for anything else."""
-    return int(value) if isinstance(value, int | np.integer) and type(value) is not bool else None
-
-
-def not_negative(name: str, value: object) -> float:
-    """Return a finite number from 0; raise a ValueError for anything else."""
-    number = float(value) if isinstance(value, int | float | np.number) and type(value) is not bool else -1.0
-    if not 0 <= number < math.inf:
-        raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
-    return number
 
 
 def rows_of(x: Tensor, sample_weight: Tensor | None) -> Rows:

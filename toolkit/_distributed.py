@@ -24,6 +24,7 @@ from torch.distributed import (
 )
 
 from toolkit._checkpoint import alike
+from toolkit._checks import integer
 from toolkit.blocks import no_graph
 
 __all__ = [
@@ -85,7 +86,7 @@ def rank_generator(seed: int, group: ProcessGroup | None, *, device: torch.devic
         >>> rank_generator(3, None).initial_seed()
         3
     """
-    return torch.Generator(device).manual_seed(seed + rank_of(group))
+    return torch.Generator(device).manual_seed(integer("seed", seed, 0) + rank_of(group))
 
 
 def exchange(numbers: Sequence[int], group: ProcessGroup | None, device: torch.device) -> list[list[int]]:

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
+
 __all__ = [
     "Dataset",
     "bars_and_stripes",
@@ -83,8 +85,7 @@ def bars_and_stripes(side: int, *, dtype: torch.dtype = torch.float64) -> Datase
     Raises:
         ValueError: If `side` is not between 2 and 12.
     """
-    if not 2 <= side <= 12:
-        raise ValueError(f"`side` should be between 2 and 12. Found {side}.")
+    side = integer("side", side, 2, 12)
     codes = (torch.arange(2**side)[:, None] >> torch.arange(side)) & 1
     rows = codes[:, :, None].expand(-1, side, side).reshape(-1, side**2)
     columns = codes[1:-1, None, :].expand(-1, side, side).reshape(-1, side**2)
@@ -105,9 +106,8 @@ def two_gaussians(
     Raises:
         ValueError: If `n_samples` or `n_features` is not positive.
     """
-    for argument, value in (("n_samples", n_samples), ("n_features", n_features)):
-        if value < 1:
-            raise ValueError(f"`{argument}` should be a positive integer. Found {value}.")
+    n_samples, n_features = integer("n_samples", n_samples), integer("n_features", n_features)
+    separation = number("separation", separation)
     labels = torch.randint(2, (n_samples,), generator=generator)
     inputs = torch.randn(n_samples, n_features, generator=generator, dtype=dtype)
     inputs[:, 0] += separation * (labels.to(dtype) - 0.5)

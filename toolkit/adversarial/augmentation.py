@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit._checks import integer
+
 __all__ = ["random_crop_flip"]
 
 
@@ -41,8 +43,7 @@ def random_crop_flip(x: Tensor, *, padding: int = 4, flip: bool = True, generato
     """
     if x.dim() != 4:
         raise ValueError(f"`x` should have shape (N, C, H, W). Found {tuple(x.shape)}.")
-    if padding < 0:
-        raise ValueError(f"`padding` should not be negative. Found {padding}.")
+    padding = integer("padding", padding, 0)
     places = 2 * padding + 1
     chosen = torch.randint(places**2 * (2 if flip else 1), x.shape[:1], generator=generator, device=generator.device)
     chosen = chosen.to(x.device)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from toolkit._checks import integer
 from toolkit.blocks import no_graph
 
 __all__ = ["Normalize", "mlp", "preactivation_resnet18", "small_cnn"]
@@ -107,7 +108,8 @@ def mlp(
           (2): Linear(in_features=32, out_features=10, bias=True)
         )
     """
-    _check_sizes(n_features=n_features, n_classes=n_classes, widths=widths)
+    n_features, n_classes = integer("n_features", n_features), integer("n_classes", n_classes)
+    widths = [integer("widths", width) for width in widths]
     layers: list[nn.Module] = []
     with torch.device("meta"):
         for width in widths:
@@ -149,7 +151,10 @@ def small_cnn(
         >>> model(torch.zeros(5, 1, 8, 8)).shape, sum(parameter.numel() for parameter in model.parameters())
         (torch.Size([5, 10]), 29066)
     """
-    _check_sizes(n_classes=n_classes, in_channels=in_channels, image_size=image_size, widths=widths, strides=strides)
+    n_classes, in_channels = integer("n_classes", n_classes), integer("in_channels", in_channels)
+    image_size = integer("image_size", image_size)
+    widths = [integer("widths", width) for width in widths]
+    strides = [integer("strides", stride) for stride in strides]
     if len(widths) != len(strides):
         raise ValueError(f"`strides` should be {len(widths)}, one for each of `widths`. Found {len(strides)}.")
     layers: list[nn.Module] = []
@@ -200,7 +205,8 @@ def preactivation_resnet18(
         >>> model(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
     """
-    _check_sizes(n_classes=n_classes, in_channels=in_channels, width=width)
+    n_classes, in_channels = integer("n_classes", n_classes), integer("in_channels", in_channels)
+    width = integer("width", width)
     with torch.device("meta"):
         blocks: list[nn.Module] = []
         channels = width
@@ -265,10 +271,3 @@ def _drawn(model: nn.Sequential, generator: torch.Generator) -> nn.Sequential:
                 torch.manual_seed(int(torch.randint(2**31, (), generator=generator, device=generator.device)))
                 reset()
     return model
-
-
-def _check_sizes(**sizes: int | Sequence[int]) -> None:
-    for name, value in sizes.items():
-        for size in [value] if isinstance(value, int) else value:
-            if size < 1:
-                raise ValueError(f"`{name}` should be positive. Found {value}.")

@@ -20,6 +20,7 @@ from typing import Generic, Literal, Protocol, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING
 from toolkit.em.mixture import Family, e_step
@@ -118,7 +119,9 @@ def climb(
         >>> found.parameters, found.n_iter < 10
         (tensor(3.0000, dtype=torch.float64), True)
     """
-    _check_options(accelerate, tol, max_iter)
+    choice("accelerate", accelerate, get_args(Accelerate))
+    tol, max_iter = number("tol", tol, least=0), integer("max_iter", max_iter, 0)
+    rounding = number("rounding", rounding, least=0)
 
     def evaluate(parameters: P, position: Tensor) -> _Point[P]:
         image, value = em(parameters)
@@ -220,7 +223,7 @@ def maximise_likelihood(
     """
     check_samples(x, sample_weight)
     if batch_size is not None:
-        check_integer("batch_size", batch_size, 1)
+        batch_size = integer("batch_size", batch_size)
     leaves = start.unconstrained()
     sizes = [leaf.numel() for leaf in leaves.values()]
     # Weights in float64 make a float64 mean of float32 log-densities.
@@ -400,22 +403,6 @@ _METHODS: dict[str, Callable[[], _Method]] = {"none": _Plain, "squarem": _Square
 def _check_finite(value: float) -> None:
     if not math.isfinite(value):
         raise ValueError(f"The log-likelihood should be finite. Found {value}: the data are too large for their type.")
-
-
-def check_integer(name: str, value: int, least: int) -> None:
-    """Raise a ValueError unless `value` is an integer from `least`, which is 0 or 1."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"`{name}` should be {'a positive integer' if least else 'an integer from 0'}. Found {value!r}."
-        )
-
-
-def _check_options(accelerate: str, tol: float, max_iter: int) -> None:
-    if accelerate not in get_args(Accelerate):
-        raise ValueError(f"`accelerate` should be one of {', '.join(get_args(Accelerate))}. Found {accelerate!r}.")
-    if not 0 <= tol < math.inf:
-        raise ValueError(f"`tol` should be finite and not negative. Found {tol!r}.")
-    check_integer("max_iter", max_iter, 0)
 
 
 def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:

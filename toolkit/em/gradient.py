@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
+from toolkit._checks import integer
 from toolkit.blocks import is_blocked, no_graph, variable
-from toolkit.em.acceleration import Climb, check_integer, check_samples
+from toolkit.em.acceleration import Climb, check_samples
 from toolkit.em.mixture import RESPONSIBILITIES, Family, expectation, log_density, log_responsibilities
 
 __all__ = ["gradient_em"]
@@ -93,10 +94,8 @@ def gradient_em(
             "`optimizer` should be a function of the leaves, `lambda leaves: torch.optim.Adam(leaves)` say. "
             f"Found an object of type {type(optimizer).__name__}."
         )
-    for name, value, least in (("steps", steps, 0), ("inner_steps", inner_steps, 1)):
-        check_integer(name, value, least)
-    if batch_size is not None:
-        check_integer("batch_size", batch_size, 1)
+    steps, inner_steps = integer("steps", steps, 0), integer("inner_steps", inner_steps)
+    batch_size = None if batch_size is None else integer("batch_size", batch_size)
     training = _Training(start, x, _relative(x, sample_weight), batch_size, callback)
     owner = optimizer(list(training.leaves.values()))
     if isinstance(owner, LBFGS) and batch_size is not None:

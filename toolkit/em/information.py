@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch.func import hessian, jacfwd
 
+from toolkit._checks import choice
 from toolkit.blocks import no_graph, unblock
 from toolkit.em.acceleration import check_samples
 from toolkit.em.mixture import RESPONSIBILITIES, Family, e_step, log_density
@@ -290,8 +291,7 @@ def standard_errors(
         >>> standard_errors(one, x)["means"]  # sigma / sqrt(N)
         tensor([[0.5590]], dtype=torch.float64)
     """
-    if method not in get_args(ErrorMethod):
-        raise ValueError(f"`method` should be one of {', '.join(get_args(ErrorMethod))}. Found {method!r}.")
+    choice("method", method, get_args(ErrorMethod))
     at = _Coordinates(mixture, x, sample_weight)
     complete = complete_information(mixture, x, sample_weight)
     basis = _whitener(complete)

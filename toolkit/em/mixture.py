@@ -24,6 +24,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -176,6 +177,7 @@ def evidence_lower_bound(
         Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
         lemma 1. Ueda & Nakano, "Deterministic annealing EM algorithm", 1998, section 3.
     """
+    inverse_temperature = number("inverse_temperature", inverse_temperature, least=0)
     log_joint = mixture.log_joint(x)
     log_r = log_responsibilities(inverse_temperature * log_joint)
     return _mean(expectation(log_r.exp(), log_joint - log_r), sample_weight)

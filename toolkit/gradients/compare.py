@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice
 from toolkit.blocks import Block, Site, declared_blocks
 from toolkit.gradients._answers import Answers, Leak, Unrepeatable, sentence
 from toolkit.gradients._endings import Endings
@@ -257,8 +258,7 @@ class Comparison:
         Raises:
             ValueError: If `order` is none of these.
         """
-        if order not in ("auto", "program", "leak"):
-            raise ValueError(f"`order` should be 'auto', 'program' or 'leak'. Found {order!r}.")
+        choice("order", order, ("auto", "program", "leak"))
         effects = self.effects
         if order == "leak" or (order == "auto" and len(effects) > _MOST_ROWS_UNSORTED):
             effects = sorted(effects, key=lambda effect: -effect.leak if effect.leak == effect.leak else -math.inf)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
 from toolkit.gradients._program import CONSTANT, Parameters, Program, differentiated
 from toolkit.gradients.verdict import equal
@@ -149,8 +150,7 @@ class Field:
         References:
             Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1990.
         """
-        if probes < 1:
-            raise ValueError(f"`probes` should be positive. Found {probes}.")
+        probes = integer("probes", probes)
         generator = generator or torch.Generator().manual_seed(0)
         difference = norm = 0.0
         for _ in range(probes):
@@ -193,8 +193,7 @@ class Field:
         References:
             Lehoucq, Sorensen and Yang, "ARPACK users' guide", 1998, through `scipy.sparse.linalg`.
         """
-        if not 1 <= k <= self.size:
-            raise ValueError(f"`k` should be between 1 and {self.size}. Found {k}.")
+        k = integer("k", k, 1, self.size)
         if k >= self.size - 1:
             return self.eigenvalues[:k]
         import scipy.sparse.linalg  # a third of a second that only this takes

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from toolkit._checks import index
 from toolkit.blocks import Block, declared_blocks, opened
 from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
@@ -155,10 +156,11 @@ class Graph:
         return seen
 
     def _drawn(self, fold: Fold) -> tuple[list[Box], list[Arrow]]:
-        if fold != "auto" and fold is not None and (type(fold) is not int or fold < 1):
+        level = index(fold)
+        if fold != "auto" and fold is not None and (level is None or level < 1):
             raise ValueError(f"`fold` should be 'auto', None or a positive integer. Found {fold!r}.")
         deepest = max((call.level for call in self._calls), default=1)
-        levels = range(deepest, 0, -1) if fold == "auto" else [fold]
+        levels = range(deepest, 0, -1) if fold == "auto" else [level]
         reached, drawn = self._reached(()), (list[Box](), list[Arrow]())
         for level in levels:
             drawn = folded(self._nodes, self._edges, self._calls, reached, level)

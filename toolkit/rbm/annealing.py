@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from toolkit._checks import index, integer
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Bernoulli, Gaussian, log_one_plus_exp
@@ -213,8 +214,7 @@ def ais(
         >>> abs(found.estimate - rbm.log_partition().item()) < 1e-2
         True
     """
-    if not isinstance(chains, int) or chains < 2:
-        raise ValueError(f"`chains` should be an integer from 2, so that they have a standard error. Found {chains!r}.")
+    chains = integer("chains", chains, 2)  # so that they have a standard error
     betas, joint = _inverse_temperatures(inverse_temperatures), joint_in_full_precision(rbm)
     joint, reference, _ = _centred(joint, _reference(joint, reference))
     start, log_reference = _without_weights(joint, reference)
@@ -521,10 +521,9 @@ def _reference(joint: Joint, reference: Tensor | None) -> Tensor:
 
 def _inverse_temperatures(inverse_temperatures: int | Tensor) -> list[float]:
     name = "`inverse_temperatures`"
-    if isinstance(inverse_temperatures, int):
-        if inverse_temperatures < 2:
-            raise ValueError(f"{name} should be at least 2, which are 0 and 1. Found {inverse_temperatures!r}.")
-        return [k / (inverse_temperatures - 1) for k in range(inverse_temperatures)]
+    if index(inverse_temperatures) is not None:
+        count = integer("inverse_temperatures", inverse_temperatures, 2)  # 0 and 1
+        return [k / (count - 1) for k in range(count)]
     if not isinstance(inverse_temperatures, Tensor) or inverse_temperatures.ndim != 1:
         raise ValueError(f"{name} should be an integer or a tensor (K,). Found {inverse_temperatures!r}.")
     betas: list[float] = inverse_temperatures.tolist()

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from toolkit._checks import choice, integer
 from toolkit.blocks import block, no_graph, stop_gradient
-from toolkit.rbm.chains.gibbs import check_steps
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Categorical, Layer
 from toolkit.rbm.machine.model import RBM
@@ -140,7 +140,7 @@ def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor
         ValueError: If `steps` is not positive, `start` is no distribution over the states, or as `visible_states`.
         TypeError: If `start` does not have the type of the parameters.
     """
-    check_steps(steps)
+    steps = integer("steps", steps)
     joint = _enumerable(rbm)
     _check_distribution(start, joint)
     to_hidden, to_visible = _conditionals(joint)
@@ -190,9 +190,7 @@ def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence:
         >>> round(exact_divergence(rbm, start, steps=1, divergence="kullback_leibler").item(), 2)  # log 2
         0.69
     """
-    if divergence not in get_args(Divergence):
-        known = ", ".join(map(repr, get_args(Divergence)))
-        raise ValueError(f"`divergence` should be one of {known}. Found {divergence!r}.")
+    choice("divergence", divergence, get_args(Divergence))
     joint = _enumerable(rbm)
     with nullcontext() if divergence == "improved" else graph_if_open(CHAIN_DISTRIBUTION):
         end = chain_distribution(joint, start, steps=steps)

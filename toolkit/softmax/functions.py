@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -47,6 +46,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_exporting
 
 from toolkit import blocks
+from toolkit._checks import choice, index
 from toolkit.blocks import block, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
@@ -100,7 +100,7 @@ def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Ten
     """
     if where is not None:
         return softmax(_left_out(input, where, "input"), dim).masked_fill(~where, 0.0)
-    _check(input, "input", dim)
+    dim = _checked(input, "input", dim)
     x, _ = _shifted(input, dim)
     y = probabilities_in_plain_operations(x, dim) if _is_plain() else softmax_of_rows(x, dim)
     return y.to(input.dtype)
@@ -134,7 +134,7 @@ def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) ->
     """
     if where is not None:
         return log_softmax(_left_out(input, where, "input"), dim).masked_fill(~where, -math.inf)
-    _check(input, "input", dim)
+    dim = _checked(input, "input", dim)
     x, _ = _shifted(input, dim)
     if _is_plain():
         log_y = x - log_sum_in_plain_operations(x, dim).clamp(min=0)
@@ -175,8 +175,8 @@ def logsumexp(
     """
     if where is not None:
         return logsumexp(_left_out(input, where, "input"), dim, keepdim)
-    _check(input, "input")
-    if not isinstance(dim, int):
+    _checked(input, "input")
+    if type(dim) is not int:
         return _logsumexp_over_several(input, dim, keepdim)
     x, shift = _shifted(input, dim)
     total = log_sum_in_plain_operations(x, dim) if _is_plain() else log_sum_exp_of_rows(x, dim)
@@ -187,11 +187,10 @@ def logsumexp(
 def _logsumexp_over_several(input: Tensor, dims: Any, keepdim: bool) -> Tensor:
     """Sum over several dimensions, as one that is made of them at the end."""
     if not isinstance(dims, Sequence) or isinstance(dims, str):
-        _check(input, "input", dims, "an integer or several")
-        return logsumexp(input, int(dims), keepdim)  # of a kind that is not Python's
+        return logsumexp(input, _checked(input, "input", dims, "an integer or several"), keepdim)
     count = max(input.dim(), 1)
+    dims = [_checked(input, "input", dim, "an integer or several") for dim in dims]
     for dim in dims:
-        _check(input, "input", dim, "an integer or several")
         if not -count <= dim < count:
             raise IndexError(f"`dim` should be from {-count} to {count - 1}. Found {dim}, which is out of range.")
     places = sorted(dim % count for dim in dims)
@@ -243,12 +242,11 @@ def cross_entropy(
     """
     if where is not None:
         return cross_entropy(_left_out(logits, where, "logits"), labels, dim, reduction=reduction)
-    _check(logits, "logits", dim)
+    dim = _checked(logits, "logits", dim)
     if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
         found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"`labels` should be a tensor of integers. Found {found}.")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"`reduction` should be 'mean', 'sum' or 'none'. Found {reduction!r}.")
+    choice("reduction", reduction, ("mean", "sum", "none"))
     if logits.dim() == 0 and dim in (0, -1):
         logits = logits.unsqueeze(0)
     expected = logits.select(dim, 0).shape if logits.size(dim) else logits.sum(dim).shape
@@ -286,22 +284,25 @@ def naive_softmax(input: Tensor, dim: int = -1) -> Tensor:
         >>> naive_softmax(torch.tensor([1000.0, 0.0]))
         tensor([nan, 0.])
     """
-    _check(input, "input", dim)
+    dim = _checked(input, "input", dim)
     e = input.exp()
     return e / e.sum(dim, keepdim=True)
 
 
-def _check(input: Tensor, argument: str, dim: object = 0, dims: str = "an integer") -> None:
+def _checked(input: Tensor, argument: str, dim: object = 0, dims: str = "an integer") -> int:
+    """Return `dim` as Python's integer; raise a TypeError if it is none, or `input` is not floating point."""
     if not isinstance(input, Tensor) or not input.is_floating_point():
         found = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise TypeError(f"`{argument}` should be a floating-point tensor. Found {found}.")
-    if not isinstance(dim, int) and not isinstance(dim, Integral):
+    place = index(dim)
+    if place is None:
         raise TypeError(f"`dim` should be {dims}. Found {dim!r}.")
+    return place
 
 
 def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
     """Return `input` with ``-inf`` at the entries that are left out: no gradient passes there."""
-    _check(input, argument)
+    _checked(input, argument)
     if not isinstance(where, Tensor) or where.dtype != torch.bool:
         found = where.dtype if isinstance(where, Tensor) else type(where).__name__
         raise TypeError(f"`where` should be a boolean tensor. Found {found}.")

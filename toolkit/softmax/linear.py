@@ -39,6 +39,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, library
 from torch.compiler import is_compiling, is_exporting
 
+from toolkit._checks import choice, index, integer
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
 from toolkit.softmax.functions import SHIFT
 
@@ -103,14 +104,18 @@ def linear_cross_entropy(
         >>> loss
         tensor(0.0949, grad_fn=<MeanBackward0>)
     """
-    _check(input, weight, labels, bias, where, reduction, chunk_size)
+    chunk_size = None if chunk_size is None else integer("chunk_size", chunk_size)
+    ignored_label = index(ignore_index)
+    if ignore_index is not None and ignored_label is None:
+        raise ValueError(f"`ignore_index` should be an integer. Found {ignore_index!r}.")
+    _check(input, weight, labels, bias, where, reduction)
     leading, (n_classes, n_features) = labels.shape, weight.shape
     common = torch.promote_types(input.dtype, weight.dtype)
     result_type = torch.float32 if _autocasts(input) and common in _HALF else common
     rows, labels = input.reshape(labels.numel(), n_features), labels.reshape(-1).long()
     if where is not None:
         where = where.expand(*leading, n_classes).reshape(len(rows), n_classes)
-    ignored = None if ignore_index is None else labels == ignore_index
+    ignored = None if ignored_label is None else labels.eq(ignored_label)
     if ignored is not None:
         labels = labels.masked_fill(ignored, 0)
     if chunk_size is None:
@@ -138,7 +143,6 @@ def _check(
     bias: Tensor | None,
     where: Tensor | None,
     reduction: str,
-    chunk_size: int | None,
 ) -> None:
     floating = {"input": input, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, tensor in floating.items():
@@ -160,10 +164,7 @@ def _check(
     if where is not None and not _broadcasts(where.shape, (*labels.shape, n_classes)):
         expected = (*labels.shape, n_classes)
         raise ValueError(f"`where` should have a shape that broadcasts to {expected}. Found {tuple(where.shape)}.")
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"`reduction` should be 'mean', 'sum' or 'none'. Found {reduction!r}.")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
-        raise ValueError(f"`chunk_size` should be a positive integer. Found {chunk_size!r}.")
+    choice("reduction", reduction, ("mean", "sum", "none"))
 
 
 def _kind(found: object) -> str:

@@ -20,7 +20,7 @@ from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
 from toolkit.adversarial.balls.box import norm_of, wide
 from toolkit.blocks import no_graph, variable
 
-__all__ = ["Nearest", "Planes", "Search", "check_fraction", "check_only_l2", "minimal_search", "rivals", "strength"]
+__all__ = ["Nearest", "Planes", "Search", "check_only_l2", "minimal_search", "rivals", "strength"]
 
 
 @dataclass(frozen=True)
@@ -304,9 +304,3 @@ def check_only_l2(attack: str, norm: str) -> None:
         raise ValueError(
             f"`norm` should be 'l2' for `{attack}`, which minimises the Euclidean distance. Found {norm!r}."
         )
-
-
-def check_fraction(name: str, value: float, *, least: float = 0.0, most: float = 1.0) -> None:
-    """Raise a ValueError unless ``least <= value <= most``."""
-    if not least <= value <= most:
-        raise ValueError(f"`{name}` should lie between {least:g} and {most:g}. Found {value!r}.")

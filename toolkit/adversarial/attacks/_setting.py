@@ -17,7 +17,7 @@ from toolkit.adversarial.attacks.losses import Loss, margin_slope
 from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
 from toolkit.blocks import block, no_graph, ordinary_tensors, stop_recording, variable
 
-__all__ = ["EXAMPLE", "NoGradientError", "Setting", "check_count", "differentiate", "setting"]
+__all__ = ["EXAMPLE", "NoGradientError", "Setting", "differentiate", "setting"]
 
 EXAMPLE = block(
     "adversarial.example",
@@ -193,13 +193,6 @@ def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bo
     if gradient is None:
         raise NoGradientError
     return gradient
-
-
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raise a ValueError unless `value` is an integer of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        expected = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
 
 
 def _ordinary(name: str, tensor: object) -> Tensor:

@@ -13,7 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit._checks import choice, integer
+from toolkit.adversarial.attacks._setting import Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, dlr_loss, margin_loss, targeted_dlr_loss
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.blocks import no_graph
@@ -98,14 +99,13 @@ def apgd(
         >>> apgd(model, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2", steps=10)
         tensor([[0.7000, 0.6000]])
     """
-    check_count("steps", steps)
-    check_count("restarts", restarts)
+    steps = integer("steps", steps)
+    restarts = integer("restarts", restarts)
     if restarts > 1 and generator is None:
         raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
     if not callable(loss) and loss not in ("margin", "dlr"):
         raise ValueError(f"`loss` should be 'margin', 'dlr' or a function. Found {loss!r}.")
-    if until not in ("success", "end"):
-        raise ValueError(f"`until` should be 'success' or 'end'. Found {until!r}.")
+    choice("until", until, ("success", "end"))
     with setting(
         model,
         x,

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial.attacks._minimal import Nearest, Search, check_only_l2, minimal_search, rivals
-from toolkit.adversarial.attacks._setting import check_count
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import sum_of
 from toolkit.blocks import no_graph
@@ -79,12 +79,11 @@ def carlini_wagner(
         >>> carlini_wagner(lambda x: x @ weight.T - torch.tensor([2.0, 0.0]), torch.ones(1, 2), torch.tensor([0]))
         tensor([[0.4000, 0.2000]])
     """
-    check_count("steps", steps)
-    check_count("searches", searches)
-    check_count("n_classes", n_classes, 2)
+    steps = integer("steps", steps)
+    searches = integer("searches", searches)
+    n_classes = integer("n_classes", n_classes, 2)
     check_only_l2("carlini_wagner", norm)
-    if not 0 < learning_rate < float("inf"):
-        raise ValueError(f"`learning_rate` should be positive and finite. Found {learning_rate!r}.")
+    learning_rate = number("learning_rate", learning_rate, above=0)
     with minimal_search(
         model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
     ) as search:

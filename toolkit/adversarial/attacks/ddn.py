@@ -12,8 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.attacks._minimal import check_fraction, check_only_l2, minimal_search, rivals
-from toolkit.adversarial.attacks._setting import check_count
+from toolkit._checks import integer, number
+from toolkit.adversarial.attacks._minimal import check_only_l2, minimal_search, rivals
 from toolkit.adversarial.balls import Bounds, L2Ball, Norm
 from toolkit.adversarial.balls.box import norm_of
 from toolkit.blocks import no_graph
@@ -78,10 +78,10 @@ def ddn(
         >>> ddn(lambda x: x @ weight.T - torch.tensor([2.0, 0.0]), torch.ones(1, 2), torch.tensor([0]))
         tensor([[0.4000, 0.2000]])
     """
-    check_count("steps", steps)
-    check_count("n_classes", n_classes, 2)
+    steps = integer("steps", steps)
+    n_classes = integer("n_classes", n_classes, 2)
     check_only_l2("ddn", norm)
-    check_fraction("shrinkage", shrinkage)
+    shrinkage = number("shrinkage", shrinkage, least=0, most=1)
     with minimal_search(
         model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
     ) as search:

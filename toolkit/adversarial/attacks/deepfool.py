@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial.attacks._minimal import Nearest, Search, minimal_search, rivals
-from toolkit.adversarial.attacks._setting import check_count
 from toolkit.adversarial.balls import Bounds, Norm
 
 __all__ = ["deepfool"]
@@ -77,10 +77,9 @@ def deepfool(
         >>> deepfool(lambda x: x @ weight.T - torch.tensor([2.0, 0.0]), torch.ones(1, 2), torch.tensor([0]))
         tensor([[0.4000, 0.2000]])
     """
-    check_count("steps", steps)
-    check_count("n_classes", n_classes, 2)
-    if not 0 <= overshoot < float("inf"):
-        raise ValueError(f"`overshoot` should be finite and not negative. Found {overshoot!r}.")
+    steps = integer("steps", steps)
+    n_classes = integer("n_classes", n_classes, 2)
+    overshoot = number("overshoot", overshoot, least=0)
     with minimal_search(
         model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
     ) as search:

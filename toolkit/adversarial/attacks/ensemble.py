@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import NoGradientError, Setting, check_count, setting
+from toolkit._checks import integer
+from toolkit.adversarial.attacks._setting import NoGradientError, Setting, setting
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.losses import difference_loss
@@ -166,7 +167,7 @@ def evaluate_robustness(
         >>> print(evaluate_robustness(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2).broken)
         {'linearised': 1, 'multi-target': 0, 'multi-target, random starts': 0, 'APGD': 0, 'FAB': 0, 'Square': 0}
     """
-    check_count("batch_size", batch_size)
+    batch_size = integer("batch_size", batch_size)
     if attacks is not None and not (isinstance(attacks, Mapping) and attacks):
         found = "none" if isinstance(attacks, Mapping) else type(attacks).__name__
         raise TypeError(f"`attacks` should be a mapping of names to attacks, at least one. Found {found}.")

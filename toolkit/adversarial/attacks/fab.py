@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial.attacks._hyperplane import inner
-from toolkit.adversarial.attacks._minimal import Nearest, Search, check_fraction, minimal_search, rivals
-from toolkit.adversarial.attacks._setting import check_count
+from toolkit.adversarial.attacks._minimal import Nearest, Search, minimal_search, rivals
 from toolkit.adversarial.attacks.losses import Loss
 from toolkit.adversarial.balls import Bounds, Norm, make_ball
 from toolkit.adversarial.balls.box import wide
@@ -89,12 +89,12 @@ def fab(
         >>> fab(lambda x: x @ weight.T - torch.tensor([3.5, 0.0]), torch.ones(1, 2), torch.tensor([0]))
         tensor([[0.5000, 0.5000]])
     """
-    check_count("steps", steps)
-    check_count("restarts", restarts)
-    check_count("n_classes", n_classes, 2)
-    check_fraction("pull", pull)
-    check_fraction("retreat", retreat)
-    check_fraction("extrapolation", extrapolation, least=1, most=2)
+    steps = integer("steps", steps)
+    restarts = integer("restarts", restarts)
+    n_classes = integer("n_classes", n_classes, 2)
+    pull = number("pull", pull, least=0, most=1)
+    retreat = number("retreat", retreat, least=0, most=1)
+    extrapolation = number("extrapolation", extrapolation, least=1, most=2)
     if restarts > 1 and generator is None:
         raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
     with minimal_search(

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit._checks import integer, number
+from toolkit.adversarial.attacks._setting import Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, margin_loss
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import sum_of, wide
@@ -204,8 +205,8 @@ def pgd(
         >>> pgd(model, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2", steps=5)
         tensor([[0.7000, 0.6000]])
     """
-    check_count("steps", steps)
-    check_count("restarts", restarts)
+    steps = integer("steps", steps)
+    restarts = integer("restarts", restarts)
     if restarts > 1 and generator is None:
         raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
     with setting(
@@ -278,9 +279,8 @@ def mi_fgsm(
         >>> mi_fgsm(lambda x: x @ weight.T, x, torch.tensor([0]), epsilon=0.25, steps=5)
         tensor([[0.2500, 0.7500]])
     """
-    check_count("steps", steps)
-    if not 0 <= momentum < float("inf"):
-        raise ValueError(f"`momentum` should be finite and not negative. Found {momentum!r}.")
+    steps = integer("steps", steps)
+    momentum = number("momentum", momentum, least=0)
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
         stride = _stride(attack, step_size, epsilon, 1 / steps)
         example = _start(attack, generator)

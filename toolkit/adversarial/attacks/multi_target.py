@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import Setting, check_count, differentiate, setting
+from toolkit._checks import integer
+from toolkit.adversarial.attacks._setting import Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import class_index, difference_loss
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls._rounding import follow
@@ -93,8 +94,8 @@ def multi_target(
         >>> multi_target(lambda x: x @ weight.T, x, torch.tensor([0]), epsilon=0.25)
         tensor([[0.7500, 0.2500]])
     """
-    check_count("steps", steps, 0)
-    check_count("restarts", restarts)
+    steps = integer("steps", steps, 0)
+    restarts = integer("restarts", restarts)
     if restarts > 1 and generator is None:
         raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
     return _search(
@@ -195,9 +196,9 @@ def _search(
     gradient_dtype: torch.dtype | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    check_count("n_targets", n_targets)
+    n_targets = integer("n_targets", n_targets)
     if at_once is not None:
-        check_count("at_once", at_once)
+        at_once = integer("at_once", at_once)
     with setting(
         model,
         x,

@@ -12,9 +12,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial.attacks._hyperplane import ORDER, reach_together
-from toolkit.adversarial.attacks._minimal import check_fraction, strength
-from toolkit.adversarial.attacks._setting import Setting, check_count, setting
+from toolkit.adversarial.attacks._minimal import strength
+from toolkit.adversarial.attacks._setting import Setting, setting
 from toolkit.adversarial.balls import Bounds, L1Ball, L2Ball, Norm
 from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import norm_of, wide
@@ -88,10 +89,8 @@ def square(
         >>> decide(example).argmax(1)
         tensor([1])
     """
-    check_count("queries", queries)
-    check_fraction("proportion", proportion)
-    if proportion == 0:
-        raise ValueError("`proportion` should be above 0. Found 0.")
+    queries = integer("queries", queries)
+    proportion = number("proportion", proportion, above=0, most=1)
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
         shape = _image_shape(attack.x)
         example, logits = attack.x.clone(), attack.logits(attack.x)

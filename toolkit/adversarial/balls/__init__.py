@@ -12,6 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice
 from toolkit.adversarial.balls.box import Bounds, box, free, per_sample
 from toolkit.adversarial.balls.l1 import L1Ball
 from toolkit.adversarial.balls.l2 import L2Ball
@@ -82,8 +83,7 @@ def make_ball(
         raise TypeError(f"`x` should be floating point. Found {x.dtype}.")
     if x.dim() < 2:
         raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
-    if norm not in _BALLS:
-        raise ValueError(f"`norm` should be one of {', '.join(map(repr, _BALLS))}. Found {norm!r}.")
+    choice("norm", norm, _BALLS)
     # A radius that is finite, but beyond any difference of two inputs: infinity minus infinity is not a number.
     radius = per_sample("epsilon", torch.finfo(x.dtype).max / 4 if epsilon is None else epsilon, x)
     with no_graph():

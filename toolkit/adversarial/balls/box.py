@@ -28,6 +28,8 @@ def per_sample(argument: str, value: object, x: Tensor) -> Tensor:
     """
     with no_graph():
         try:
+            if torch.as_tensor(value).dtype == torch.bool:
+                raise TypeError
             sizes = torch.as_tensor(value, dtype=torch.float64, device=x.device)
         except (TypeError, ValueError, RuntimeError):
             found = repr(value) if isinstance(value, str) else type(value).__name__

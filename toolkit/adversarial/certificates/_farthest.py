@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice
 from toolkit.adversarial.balls import Bounds, box, per_sample
 from toolkit.adversarial.balls._rounding import add_inward, shrink
 from toolkit.adversarial.balls.box import free
@@ -89,8 +90,7 @@ def ball_and_box(
             outside of `bounds`, or `mask` does not broadcast to it.
     """
     check_inputs("x", x)
-    if norm not in norms:
-        raise ValueError(f"`norm` should be one of {', '.join(map(repr, norms))}. Found {norm!r}.")
+    choice("norm", norm, norms)
     with no_graph():
         start = x.to(dtype)
         box(x, bounds)  # refuses in the dtype of x: there 0.1 may be a little more than 0.1, and is inside all the same

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from toolkit._checks import choice, number
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.certificates._branching import Cases, optimise, split
 from toolkit.adversarial.certificates._farthest import BallAndBox, ball_and_box
@@ -137,11 +138,9 @@ def verify_relu(
         >>> print(verify_relu(model, x, labels, epsilon=torch.tensor([0.4, 0.5]), bounds=None))
         2 samples: 1 robust, 1 broken, 0 unknown
     """
-    if goal not in ("verdict", "margin"):
-        raise ValueError(f"`goal` should be 'verdict' or 'margin'. Found {goal!r}.")
-    for argument, value in (("tolerance", tolerance), ("time_limit", time_limit)):
-        if value is not None and not value > 0:
-            raise ValueError(f"`{argument}` should be positive. Found {value}.")
+    choice("goal", goal, ("verdict", "margin"))
+    tolerance = number("tolerance", tolerance, above=0)
+    time_limit = None if time_limit is None else number("time_limit", time_limit, above=0)
     with no_graph():
         ball = ball_and_box(x, epsilon, norm, bounds, mask, torch.float64, ("linf", "l2", "l1"))
         chain = affine_chain(model, x, torch.float64)

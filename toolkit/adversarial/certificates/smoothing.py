@@ -13,6 +13,7 @@ import torch
 from scipy.stats import beta, norm
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.certificates._arguments import check_inputs
 from toolkit.blocks import no_graph
@@ -93,7 +94,10 @@ def certify_smoothing(
         >>> found.predictions.item(), 1.3 < found.radius.item() < 1.4
         (0, True)
     """
-    _check(x, sigma, samples, samples_selection, confidence, batch_size)
+    check_inputs("x", x)
+    sigma, confidence = number("sigma", sigma, above=0), number("confidence", confidence, above=0, below=1)
+    samples, batch_size = integer("samples", samples), integer("batch_size", batch_size)
+    samples_selection = integer("samples_selection", samples_selection)
     predictions, agreeing = [], []
     with no_graph(), untouched(model):
         for row in x:
@@ -140,18 +144,3 @@ def _votes(
 def _batches(samples: int, batch_size: int) -> Iterator[int]:
     for begin in range(0, samples, batch_size):
         yield min(batch_size, samples - begin)
-
-
-def _check(x: Tensor, sigma: float, samples: int, samples_selection: int, confidence: float, batch_size: int) -> None:
-    check_inputs("x", x)
-    if not 0 < sigma < float("inf"):
-        raise ValueError(f"`sigma` should be positive and finite. Found {sigma}.")
-    if not 0 < confidence < 1:
-        raise ValueError(f"`confidence` should be between 0 and 1. Found {confidence}.")
-    for argument, value in (
-        ("samples", samples),
-        ("samples_selection", samples_selection),
-        ("batch_size", batch_size),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"`{argument}` should be a positive integer. Found {value!r}.")

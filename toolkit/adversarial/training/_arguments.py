@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from toolkit._checkpoint import fingerprint
-from toolkit._data import integer, not_negative
+from toolkit._checks import choice, integer, number, real
 from toolkit.adversarial.training import schedules
 from toolkit.adversarial.training._batches import check_scale, pair_of
 from toolkit.adversarial.training._evaluation import HeldOut
@@ -47,8 +47,7 @@ def method_of(method: str | Method) -> Method:
         return method
     if not isinstance(method, str):
         raise TypeError(f"`method` should be a Method, or the name of one. Found {type(method).__name__}.")
-    if method not in METHODS:
-        raise ValueError(f"`method` should be one of {', '.join(map(repr, METHODS))}. Found {method!r}.")
+    choice("method", method, METHODS)
     return METHODS[method]()
 
 
@@ -68,9 +67,10 @@ def schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
 
 def factor_at(schedule: Schedule, part: float) -> float:
     """Return the value of a schedule; raise if it is no rate."""
-    factor = schedule(part)
-    if not (isinstance(factor, int | float) and 0 <= factor < math.inf):
-        raise ValueError(f"`schedule` should return finite numbers, not negative. Found {factor!r} at {part:.4g}.")
+    found = schedule(part)
+    factor = real(found)
+    if factor is None or not 0 <= factor < math.inf:
+        raise ValueError(f"`schedule` should return finite numbers, not negative. Found {found!r} at {part:.4g}.")
     return factor
 
 
@@ -122,13 +122,11 @@ def check_arguments(
     counts = {"epochs": epochs, "batch_size": batch_size, "evaluate_every": evaluate_every}
     for name, value in (counts if patience is None else counts | {"patience": patience}).items():
         integer(name, value, 1)
-    not_negative("epsilon", epsilon)
-    if not 0 <= not_negative("epsilon_warmup", epsilon_warmup) <= 1:
-        raise ValueError(f"`epsilon_warmup` should be from 0 to 1. Found {epsilon_warmup!r}.")
-    if average is not None and not 0 <= not_negative("average", average) < 1:
-        raise ValueError(f"`average` should be None, or at least 0 and less than 1. Found {average!r}.")
-    if keep not in ("last", "best"):
-        raise ValueError(f"`keep` should be 'last' or 'best'. Found {keep!r}.")
+    number("epsilon", epsilon, least=0)
+    number("epsilon_warmup", epsilon_warmup, least=0, most=1)
+    if average is not None:
+        number("average", average, least=0, below=1)
+    choice("keep", keep, ("last", "best"))
     if evaluate is None and (keep == "best" or patience is not None):
         raise ValueError("`evaluate` should be given to find the best epoch. Found None.")
 
@@ -161,8 +159,8 @@ def check_files(
         if function is not None and not callable(function):
             raise TypeError(f"`{name}` should be a function, or None. Found {type(function).__name__}.")
     integer("checkpoint_every", checkpoint_every, 1)
-    if learning_rate is not None and not not_negative("learning_rate", learning_rate):
-        raise ValueError(f"`learning_rate` should be positive. Found {learning_rate!r}.")
+    if learning_rate is not None:
+        number("learning_rate", learning_rate, above=0)
     if checkpoint is not None:
         if not isinstance(checkpoint, str | os.PathLike):
             raise TypeError(f"`checkpoint` should be a path, or None. Found {checkpoint!r}.")

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit._data import not_negative
 from toolkit.adversarial.attacks._setting import EXAMPLE, Setting
 from toolkit.adversarial.attacks.losses import margin_loss
 from toolkit.adversarial.balls.box import draw
@@ -20,7 +19,6 @@ from toolkit.blocks import stop_gradient
 __all__ = [
     "Attack",
     "Model",
-    "check_weight",
     "clean_and_moved",
     "cross_entropy",
     "divergence",
@@ -120,8 +118,3 @@ def start_near(attack: Setting, start: float | Tensor, generator: torch.Generato
         return attack.ball.step(point, gradient, distance)
     noise = draw(torch.randn, attack.x, generator).to(attack.x.dtype)
     return attack.ball.project(attack.x + distance * noise)
-
-
-def check_weight(name: str, value: object) -> None:
-    """Raise a ValueError unless `value` is a number, finite and not negative."""
-    not_negative(name, value.item() if isinstance(value, Tensor) and value.numel() == 1 else value)

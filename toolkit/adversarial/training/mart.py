@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit.adversarial.attacks.losses import class_index, margin_loss
 from toolkit.adversarial.training._terms import (
     Attack,
     Model,
-    check_weight,
     clean_and_moved,
     cross_entropy,
     divergence,
@@ -59,7 +59,7 @@ def mart_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 5.0, att
         >>> mart_loss(lambda x: x @ weight.T, x, torch.tensor([0]), attack=lambda model, x, labels: x)
         tensor(0.6265)
     """
-    check_weight("beta", beta)
+    beta = number("beta", beta, least=0)
     clean, moved = clean_and_moved(model, x, found_by(attack, model, x, labels))
     weight = torch.sigmoid(margin_loss(clean, labels))
     return (boosted_cross_entropy(moved, labels) + beta * weight * divergence(clean, moved)).mean()

@@ -17,13 +17,12 @@ from typing import TypedDict
 import torch
 from torch import Tensor, nn
 
-from toolkit.adversarial.attacks._setting import check_count
+from toolkit._checks import integer, number
 from toolkit.adversarial.attacks.gradient import fgsm, pgd, rs_fgsm
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.training._terms import (
     Attack,
     Model,
-    check_weight,
     clean_and_moved,
     cross_entropy,
     found_by,
@@ -37,7 +36,6 @@ from toolkit.adversarial.training.smoothness import cure_loss, linearity_pgd, ll
 from toolkit.adversarial.training.trades import divergence_from_clean, held_trades_loss, nearby_pgd, trades_loss
 from toolkit.adversarial.training.vat import (
     Direction,
-    check_probe,
     power_direction,
     vat_direction,
     virtual_divergence,
@@ -196,7 +194,7 @@ class RSFGSM(_Attacked):
     step_size: float = 1.25
 
     def __post_init__(self) -> None:
-        check_weight("step_size", self.step_size)
+        number("step_size", self.step_size, least=0)
 
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
         """Return the attack that is trained against."""
@@ -256,8 +254,8 @@ class TRADES(Method):
 
     def __post_init__(self) -> None:
         _check_steps(self)
-        check_weight("beta", self.beta)
-        check_weight("start", self.start)
+        number("beta", self.beta, least=0)
+        number("start", self.start, least=0)
 
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
@@ -300,7 +298,7 @@ class MART(PGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_weight("beta", self.beta)
+        number("beta", self.beta, least=0)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `mart_loss` at given examples."""
@@ -319,7 +317,7 @@ class ALP(PGD):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_weight("weight", self.weight)
+        number("weight", self.weight, least=0)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `alp_loss` at given examples."""
@@ -343,11 +341,11 @@ class VAT(Method):
     xi: float | None = None
 
     def __post_init__(self) -> None:
-        check_weight("weight", self.weight)
+        number("weight", self.weight, least=0)
         if self.iterations is not None:
-            check_count("iterations", self.iterations)
+            integer("iterations", self.iterations)
         if self.xi is not None:
-            check_probe(self.xi)
+            number("xi", self.xi, above=0)
 
     @property
     def least_label(self) -> int:
@@ -384,8 +382,8 @@ class CURE(Method):
     weight: float = 4.0
 
     def __post_init__(self) -> None:
-        check_weight("h", self.h)
-        check_weight("weight", self.weight)
+        number("h", self.h, least=0)
+        number("weight", self.weight, least=0)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `cure_loss`, which finds its direction itself: there is no example."""
@@ -412,8 +410,8 @@ class LLR(Method):
 
     def __post_init__(self) -> None:
         _check_steps(self)
-        check_weight("weight", self.weight)
-        check_weight("slope_weight", self.slope_weight)
+        number("weight", self.weight, least=0)
+        number("slope_weight", self.slope_weight, least=0)
 
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
@@ -448,7 +446,7 @@ class Free(Method):
     replays: int = 8
 
     def __post_init__(self) -> None:
-        check_count("replays", self.replays)
+        integer("replays", self.replays)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the mean cross entropy at given examples."""
@@ -499,7 +497,7 @@ class AWP(Method):
                 "`method` should be one with a loss of its own to perturb the weights of. "
                 f"Found {type(self.method).__name__}."
             )
-        check_weight("gamma", self.gamma)
+        number("gamma", self.gamma, least=0)
 
     @property
     def least_label(self) -> int | None:
@@ -523,9 +521,9 @@ class AWP(Method):
 
 def _check_steps(method: PGD | TRADES | LLR) -> None:
     """Raise if the steps of an attack are none, or a dtype of gradients is."""
-    check_count("steps", method.steps)
+    integer("steps", method.steps)
     if method.step_size is not None:
-        check_weight("step_size", method.step_size)
+        number("step_size", method.step_size, least=0)
     dtype = method.gradient_dtype
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"`gradient_dtype` should be a floating-point torch.dtype, or None. Found {dtype!r}.")
@@ -538,7 +536,7 @@ def times(factor: float, epsilon: float | Tensor) -> Tensor:
 
 def step_length(step_size: float | None, steps: int, ball: BallArguments) -> Tensor:
     """Return the length of a step of which `steps` are taken, float64; one for all, or (N,)."""
-    return times(2.5 / steps if step_size is None else step_size, ball["epsilon"])
+    return times(2.5 / steps if step_size is None else float(step_size), ball["epsilon"])
 
 
 METHODS: dict[str, Callable[[], Method]] = {

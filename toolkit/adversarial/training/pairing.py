@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from toolkit.adversarial.training._terms import Attack, Model, check_weight, clean_and_moved, cross_entropy, found_by
+from toolkit._checks import number
+from toolkit.adversarial.training._terms import Attack, Model, clean_and_moved, cross_entropy, found_by
 
 __all__ = ["alp_loss"]
 
@@ -44,7 +45,7 @@ def alp_loss(model: Model, x: Tensor, labels: Tensor, *, weight: float, attack: 
         >>> alp_loss(lambda x: x @ weight.T, x, torch.tensor([0]), weight=1.0, attack=lambda model, x, labels: 0 * x)
         tensor(1.5032)
     """
-    check_weight("weight", weight)
+    weight = number("weight", weight, least=0)
     clean, moved = clean_and_moved(model, x, found_by(attack, model, x, labels))
     mixed = (cross_entropy(clean, labels) + cross_entropy(moved, labels)) / 2
     return (mixed + weight * (clean - moved).square().sum(1)).mean()

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from toolkit._checks import number
+
 __all__ = ["Schedule", "constant", "cosine", "one_cycle", "piecewise"]
 
 # The part of training that is done, from 0 to 1 -> what the learning rate is multiplied by.
@@ -44,10 +46,8 @@ def one_cycle(*, peak: float = 0.3, first: float = 1 / 25, last: float = 4e-6) -
         >>> [round(schedule(part), 2) for part in (0, 0.25, 0.5, 0.75, 1)]
         [0.2, 0.6, 1.0, 0.5, 0.0]
     """
-    if not 0 < peak < 1:
-        raise ValueError(f"`peak` should be between 0 and 1. Found {peak!r}.")
-    _check_share("first", first)
-    _check_share("last", last)
+    peak = number("peak", peak, above=0, below=1)
+    first, last = number("first", first, least=0, most=1), number("last", last, least=0, most=1)
 
     def schedule(part: float) -> float:
         if part <= peak:
@@ -73,7 +73,7 @@ def cosine(*, last: float = 0.0) -> Schedule:
         >>> [round(cosine()(part), 2) for part in (0, 0.25, 0.5, 1)]
         [1.0, 0.85, 0.5, 0.0]
     """
-    _check_share("last", last)
+    last = number("last", last, least=0, most=1)
     return lambda part: last + (1 - last) * _half_cosine(part)
 
 
@@ -98,15 +98,9 @@ def piecewise(milestones: Sequence[float] = (0.5, 0.75), *, factor: float = 0.1)
     places = tuple(milestones)
     if not all(a < b for a, b in zip((0, *places), (*places, 1), strict=True)):
         raise ValueError(f"`milestones` should rise, from above 0 to below 1. Found {list(places)}.")
-    if not 0 < factor < 1:
-        raise ValueError(f"`factor` should be between 0 and 1. Found {factor!r}.")
+    factor = number("factor", factor, above=0, below=1)
     return lambda part: float(factor ** sum(part >= place for place in places))
 
 
 def _half_cosine(part: float) -> float:
     return (1 + math.cos(math.pi * part)) / 2
-
-
-def _check_share(name: str, value: float) -> None:
-    if not 0 <= value <= 1:
-        raise ValueError(f"`{name}` should be from 0 to 1. Found {value!r}.")

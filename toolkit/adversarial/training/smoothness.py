@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks._setting import check_count, setting
+from toolkit.adversarial.attacks._setting import setting
 from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
 from toolkit.adversarial.balls.box import features
-from toolkit.adversarial.training._terms import Attack, Model, check_weight, cross_entropy, found_by, start_near
+from toolkit.adversarial.training._terms import Attack, Model, cross_entropy, found_by, start_near
 from toolkit.blocks import block, stop_gradient, variable
 
 __all__ = ["CURVATURE_DIRECTION", "cure_loss", "linearity_pgd", "llr_loss"]
@@ -61,7 +62,7 @@ def cure_loss(
         >>> cure_loss(lambda x: x @ weight.T, torch.full((1, 2), 0.5), torch.tensor([0]), h=0.5, weight=4.0)
         tensor(0.7404, grad_fn=<MeanBackward0>)
     """
-    check_weight("weight", weight)
+    weight = number("weight", weight, least=0)
     loss = cross_entropy(model(x), labels)
     ball = make_ball(norm, x, 0.0, None)
     length = per_sample("h", h, x).to(x.dtype)
@@ -110,8 +111,8 @@ def llr_loss(
         >>> llr_loss(lambda x: x @ weight.T, torch.full((1, 2), 0.5), torch.tensor([0]), attack=attack)
         tensor(0.8221, grad_fn=<MeanBackward0>)
     """
-    check_weight("weight", weight)
-    check_weight("slope_weight", slope_weight)
+    weight = number("weight", weight, least=0)
+    slope_weight = number("slope_weight", slope_weight, least=0)
     example = found_by(attack, model, x, labels)
     loss = cross_entropy(model(x), labels)
     with untouched(model):
@@ -163,7 +164,7 @@ def linearity_pgd(
     Source:
         Qin et al., "Adversarial robustness through local linearization", 2019, section 4.
     """
-    check_count("steps", steps)
+    steps = integer("steps", steps)
     with setting(
         model,
         x,

@@ -8,14 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks._setting import EXAMPLE, check_count, setting
+from toolkit.adversarial.attacks._setting import EXAMPLE, setting
 from toolkit.adversarial.attacks.losses import Loss
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.training._terms import (
     Attack,
     Model,
-    check_weight,
     clean_and_moved,
     cross_entropy,
     divergence,
@@ -71,7 +71,8 @@ def trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, a
         >>> trades_loss(lambda x: x @ weight.T, x, torch.tensor([0]), beta=6.0, attack=attack)
         tensor(0.4713)
     """
-    clean, moved = _logits(model, x, labels, beta, attack)
+    beta = number("beta", beta, least=0)
+    clean, moved = _logits(model, x, labels, attack)
     return (cross_entropy(clean, labels) + beta * divergence(clean, moved)).mean()
 
 
@@ -98,7 +99,8 @@ def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6
         As `trades_loss`, with the clean distribution held as in Miyato, Maeda, Koyama and Ishii, "Virtual adversarial
         training: a regularization method for supervised and semi-supervised learning", 2018.
     """
-    clean, moved = _logits(model, x, labels, beta, attack)
+    beta = number("beta", beta, least=0)
+    clean, moved = _logits(model, x, labels, attack)
     return (cross_entropy(clean, labels) + beta * divergence(stop_gradient(clean, CLEAN_DISTRIBUTION), moved)).mean()
 
 
@@ -172,7 +174,7 @@ def nearby_pgd(
     Source:
         Zhang et al., "Theoretically principled trade-off between robustness and accuracy", 2019, algorithm 1.
     """
-    check_count("steps", steps)
+    steps = integer("steps", steps)
     with setting(
         model,
         x,
@@ -193,7 +195,6 @@ def nearby_pgd(
         return attack.ball.settle(example)
 
 
-def _logits(model: Model, x: Tensor, labels: Tensor, beta: float, attack: Attack) -> tuple[Tensor, Tensor]:
-    check_weight("beta", beta)
+def _logits(model: Model, x: Tensor, labels: Tensor, attack: Attack) -> tuple[Tensor, Tensor]:
     example = found_by(attack, model, x, labels, loss=divergence_from_clean(model, x))
     return clean_and_moved(model, x, example)

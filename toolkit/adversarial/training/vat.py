@@ -10,8 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks._setting import check_count
 from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
 from toolkit.adversarial.balls.box import draw, features, norm_of, wide
 from toolkit.adversarial.training._terms import Model, clean_and_moved, divergence, divergence_from
@@ -29,7 +29,6 @@ __all__ = [
     "VIRTUAL_CLEAN",
     "VIRTUAL_DIRECTION",
     "Direction",
-    "check_probe",
     "power_direction",
     "vat_direction",
     "vat_loss",
@@ -132,9 +131,9 @@ def power_direction(
     Source:
         Miyato et al., "Virtual adversarial training", 2018, section 3.3 and algorithm 1.
     """
-    check_count("iterations", iterations)
+    iterations = integer("iterations", iterations)
     xi = torch.finfo(x.dtype).eps ** (1 / 3) if xi is None else xi
-    check_probe(xi)
+    xi = number("xi", xi, above=0)
     with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):
         recorded = torch.is_grad_enabled()
         x = _batch(x)
@@ -244,12 +243,6 @@ def virtual_divergence(clean: Tensor, moved: Tensor) -> Tensor:
         moved: Logits at x + r, (N, C).
     """
     return divergence(stop_gradient(clean, VIRTUAL_CLEAN), moved)
-
-
-def check_probe(xi: object) -> None:
-    """Raise a ValueError unless the length of the probe of power iteration is finite and positive."""
-    if isinstance(xi, bool) or not isinstance(xi, int | float) or not 0 < xi < float("inf"):
-        raise ValueError(f"`xi` should be finite and positive. Found {xi!r}.")
 
 
 def _batch(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from toolkit.adversarial.training._terms import check_weight
+from toolkit._checks import number
 from toolkit.blocks import block, no_graph, stop_recording
 
 __all__ = ["WEIGHT_PERTURBATION", "awp_loss", "reweighted", "weight_perturbation"]
@@ -54,7 +54,7 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
         >>> awp_loss(model, lambda model: model(torch.tensor([[1.0, 0.0]])).sum(), gamma=0.1)
         tensor(3.5000, grad_fn=<SumBackward0>)
     """
-    weights = _weights(model, gamma)
+    gamma, weights = number("gamma", gamma, least=0), _weights(model)
     if not weights:
         return loss(model)
 
@@ -93,7 +93,7 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
     Source:
         Wu, Xia and Wang, "Adversarial weight perturbation helps robust generalization", 2020, section 4.
     """
-    weights = _weights(model, gamma)
+    gamma, weights = number("gamma", gamma, least=0), _weights(model)
     return _ascended(model, weights, lambda: (weights, loss(model)), gamma)
 
 
@@ -125,11 +125,10 @@ class _Reweighted(nn.Module):
         return result
 
 
-def _weights(model: nn.Module, gamma: float) -> dict[str, Tensor]:
+def _weights(model: nn.Module) -> dict[str, Tensor]:
     """Return those parameters that are perturbed."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module. Found {type(model).__name__}.")
-    check_weight("gamma", gamma)
     return {name: value for name, value in model.named_parameters() if value.dim() > 1 and value.requires_grad}
 
 

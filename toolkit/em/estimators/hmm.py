@@ -17,7 +17,8 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, integer, not_negative, read
+from toolkit._checks import choice, integer, number
+from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, read
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
@@ -205,8 +206,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
                 the estimator says.
         """
         algorithm = algorithm or self.algorithm
-        if algorithm not in get_args(Decoder):
-            raise ValueError(f"`algorithm` should be one of {', '.join(get_args(Decoder))}. Found {algorithm!r}.")
+        choice("algorithm", algorithm, get_args(Decoder))
         parameters, x, sizes, form = self._ready(X, lengths)
         if algorithm == "viterbi":
             states, scores = hmm.viterbi(parameters, x, sizes)
@@ -317,9 +317,10 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         return values / sums[..., None]
 
     def _check_parameters(self) -> None:
-        integer("n_components", self.n_components, 1)
+        integer("n_components", self.n_components)
         integer("max_iter", self.max_iter, 0)
-        not_negative("tol", self.tol)
+        integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
+        number("tol", self.tol, least=0)
         for name in ("params", "init_params"):
             if unknown := set(getattr(self, name)) - set(self._letters):
                 letters = ", ".join(f"{letter} ({what})" for letter, what in self._letters.items())
@@ -463,7 +464,7 @@ class GaussianHMM(BaseHMM):
     def _check_parameters(self) -> None:
         super()._check_parameters()
         check_covariance_type(self.covariance_type)
-        not_negative("reg_covar", self.reg_covar)
+        number("reg_covar", self.reg_covar, least=0)
 
 
 class CategoricalHMM(BaseHMM):
@@ -597,11 +598,7 @@ def _lengths(lengths: object, n_steps: int) -> list[int]:
     if lengths is None:
         return [n_steps]
     values = lengths.tolist() if isinstance(lengths, Tensor | np.ndarray) else lengths
-    if isinstance(values, int):
-        values = [values]
-    if not isinstance(values, Sequence) or not all(isinstance(value, int | np.integer) for value in values):
-        raise ValueError(f"`lengths` should be integers, (S,). Found {lengths!r}.")
-    found = [int(value) for value in values]
+    found = [integer("lengths", value) for value in (values if isinstance(values, Sequence) else [values])]
     if min(found, default=0) < 1 or sum(found) != n_steps:
         raise ValueError(
             f"`lengths` should be positive integers that sum to {n_steps}. Found {len(found)} of them, which sum to "

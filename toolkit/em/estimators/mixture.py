@@ -23,6 +23,7 @@ from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
+from toolkit._checks import choice, integer, number
 from toolkit._data import (
     Array,
     Form,
@@ -30,9 +31,7 @@ from toolkit._data import (
     Rows,
     choose,
     generator_of,
-    integer,
     is_chunked,
-    not_negative,
     read,
     read_chunks,
     read_parts,
@@ -667,14 +666,13 @@ class GaussianMixture(BaseMixture):
             integer(name, getattr(self, name), smallest)
         integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
         for name in ("tol", "reg_covar", "learning_decay", "learning_offset"):
-            not_negative(name, getattr(self, name))
+            number(name, getattr(self, name), least=0)
         for name, choices in (
             ("covariance_type", (*COVARIANCE_TYPES, *COVARIANCE_MODELS)),
             ("init_params", get_args(InitParams)),
             ("accelerate", get_args(Accelerate)),
         ):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` should be one of {', '.join(choices)}. Found {getattr(self, name)!r}.")
+            choice(name, getattr(self, name), choices)
         if self.prior not in (None, "default") and not isinstance(self.prior, Prior):
             raise ValueError(f"`prior` should be a Prior, 'default' or None. Found {self.prior!r}.")
         if self.covariance_type in COVARIANCE_MODELS:

@@ -13,6 +13,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer
 from toolkit.em._rounding import first_least
 from toolkit.em.gaussian.parameters import soft_counts
 
@@ -67,8 +68,7 @@ class Components:
 
     def _labels(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw the components of `n` samples, (N,)."""
-        if not isinstance(n, int) or isinstance(n, bool) or n < 1:
-            raise ValueError(f"`n` should be a positive integer. Found {n!r}.")
+        n = integer("n", n)
         weights = self.weights.to(device_of(generator, self.log_weights))
         return torch.multinomial(weights, n, replacement=True, generator=generator).to(self.log_weights.device)
 
@@ -108,20 +108,20 @@ def check_shape(x: Tensor, n_features: int) -> None:
         raise ValueError(f"`x` should have shape (N, {n_features}). Found {tuple(x.shape)}.")
 
 
-def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = None) -> None:
-    """Raise unless `x` (N, D) can be split into so many components."""
+def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = None) -> int:
+    """Return `n_components` as Python's integer; raise unless `x` (N, D) can be split into so many components."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
     if x.is_complex():
         raise TypeError(f"`x` should be real. Found {x.dtype}.")
     if x.ndim != 2 or 0 in x.shape:
         raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
-    if not isinstance(n_components, int) or isinstance(n_components, bool) or n_components < 1:
-        raise ValueError(f"`n_components` should be a positive integer. Found {n_components!r}.")
+    n_components = integer("n_components", n_components)
     if n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
     if sample_weight is not None:
         _check_weight(sample_weight, len(x))
+    return n_components
 
 
 def _check_weight(sample_weight: Tensor, n: int) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING, leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb, maximise_likelihood
@@ -82,8 +83,7 @@ def fit_family(
     """
     if not callable(getattr(family, "start", None)):
         raise TypeError(f"`family` should be a family of mixtures, `PoissonMixture` say. Found {family!r}.")
-    if not isinstance(n_init, int) or isinstance(n_init, bool) or n_init < 1:
-        raise ValueError(f"`n_init` should be a positive integer. Found {n_init!r}.")
+    n_components, n_init = integer("n_components", n_components), integer("n_init", n_init)
     fits: list[Climb[F]] = []
     for _ in range(n_init):
         first = family.start(x, n_components, sample_weight=sample_weight, generator=generator, **options)

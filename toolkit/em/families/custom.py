@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from toolkit._checks import integer
 from toolkit.blocks import carries_gradient, constants, no_graph
 from toolkit.em.families._common import (
     Components,
@@ -76,8 +77,7 @@ class DistributionMixture(Components):
 
     def __post_init__(self) -> None:
         self._check_fields()
-        if not isinstance(self.max_steps, int) or isinstance(self.max_steps, bool) or self.max_steps < 1:
-            raise ValueError(f"`max_steps` should be a positive integer. Found {self.max_steps!r}.")
+        integer("max_steps", self.max_steps)
         if not self.parameters or "log_weights" in self.parameters:
             raise ValueError(f"`parameters` should have names, not 'log_weights'. Found {sorted(self.parameters)}.")
         for name, value in self.parameters.items():
@@ -219,7 +219,7 @@ class DistributionMixture(Components):
         Distributions draw from torch's global generators: these are seeded from `generator`, and restored. With None
         they are drawn from as they are.
         """
-        labels = self._labels(n, generator)
+        labels, n = self._labels(n, generator), int(n)
         if generator is None:
             draws = self.distribution.sample((n,))
         else:

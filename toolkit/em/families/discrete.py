@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.families._common import (
     Components,
@@ -81,7 +82,7 @@ class BernoulliMixture(Components):
     def __post_init__(self) -> None:
         _check_table("logits", self.logits)
         self._check_fields(logits=(self.n_components, self.logits.shape[1]))
-        _check_pseudo_count(self.pseudo_count)
+        number("pseudo_count", self.pseudo_count, least=0)
 
     @classmethod
     def from_probabilities(cls, *, weights: Tensor, probabilities: Tensor, pseudo_count: float = 0.0) -> Self:
@@ -119,7 +120,7 @@ class BernoulliMixture(Components):
             TypeError: If `x` is no real tensor.
             ValueError: If an argument is out of range.
         """
-        check_start(x, n_components, sample_weight)
+        n_components = check_start(x, n_components, sample_weight)
         _check_binary(x)
         points, weights = _filled(x, sample_weight)
         middle = 0.25 + 0.5 * _mean(points, weights)  # away from 0 and 1, where a probability would stay
@@ -244,7 +245,7 @@ class PoissonMixture(Components):
         elif self.pseudo_count:
             raise ValueError("`prior_rates` should be given with `pseudo_count`. Found None.")
         self._check_fields(**shapes)
-        _check_pseudo_count(self.pseudo_count)
+        number("pseudo_count", self.pseudo_count, least=0)
 
     @classmethod
     def from_rates(
@@ -287,7 +288,7 @@ class PoissonMixture(Components):
             TypeError: If `x` is no real tensor.
             ValueError: If an argument is out of range.
         """
-        check_start(x, n_components, sample_weight)
+        n_components = check_start(x, n_components, sample_weight)
         _check_counts(x)
         points, weights = _filled(x, sample_weight)
         middle = _mean(points, weights)
@@ -416,11 +417,13 @@ class CategoricalMixture(Components):
     pseudo_count: float = 0.0
 
     def __post_init__(self) -> None:
-        if not self.n_categories or min(self.n_categories) < 1:
-            raise ValueError(f"`n_categories` should be positive integers. Found {self.n_categories}.")
+        if not self.n_categories:
+            raise ValueError("`n_categories` should be at least one number. Found none.")
+        for n in self.n_categories:
+            integer("n_categories", n)
         _check_table("log_probabilities", self.log_probabilities)
         self._check_fields(log_probabilities=(self.n_components, sum(self.n_categories)))
-        _check_pseudo_count(self.pseudo_count)
+        number("pseudo_count", self.pseudo_count, least=0)
 
     @classmethod
     def from_probabilities(cls, *, weights: Tensor, probabilities: Sequence[Tensor], pseudo_count: float = 0.0) -> Self:
@@ -465,7 +468,7 @@ class CategoricalMixture(Components):
             TypeError: If `x` is no real tensor.
             ValueError: If an argument is out of range.
         """
-        check_start(x, n_components, sample_weight)
+        n_components = check_start(x, n_components, sample_weight)
         if n_categories is None:
             n_categories = _largest_codes(x)
         sizes = tuple(n_categories)
@@ -696,8 +699,3 @@ def _check_codes(x: Tensor, n_categories: Sequence[int]) -> None:
 def _check_table(name: str, table: Tensor) -> None:
     if table.ndim != 2:
         raise ValueError(f"`{name}` should have two dimensions, the components first. Found {tuple(table.shape)}.")
-
-
-def _check_pseudo_count(value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"`pseudo_count` should be finite and not negative. Found {value!r}.")

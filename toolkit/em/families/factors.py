@@ -18,6 +18,7 @@ from typing import Literal, Self, get_args
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.families._common import (
     Components,
@@ -84,8 +85,7 @@ class FactorAnalysers(Components):
         k, (_, d, q) = self.n_components, self.loadings.shape
         noise = {"diag": (k, d), "tied": (d,), "isotropic": (k,)}[self.noise_type]
         self._check_fields(means=(k, d), loadings=(k, d, q), noise=noise)
-        if not 0 <= self.noise_floor < math.inf:
-            raise ValueError(f"`noise_floor` should be finite and not negative. Found {self.noise_floor!r}.")
+        object.__setattr__(self, "noise_floor", number("noise_floor", self.noise_floor, least=0))
 
     @classmethod
     @no_graph()
@@ -115,18 +115,17 @@ class FactorAnalysers(Components):
             TypeError: If `x` is no real tensor.
             ValueError: If an argument is out of range, or all samples are the same.
         """
-        check_start(x, n_components, sample_weight)
+        n_components = check_start(x, n_components, sample_weight)
         check_finite(x)
         check_noise_type(noise_type)
-        if not isinstance(n_factors, int) or isinstance(n_factors, bool) or not 1 <= n_factors <= x.shape[1]:
-            raise ValueError(f"`n_factors` should be an integer from 1 to {x.shape[1]}. Found {n_factors!r}.")
+        n_factors = integer("n_factors", n_factors, 1, x.shape[1])
         labels, weights = partition(x, n_components, sample_weight, generator)
         hard = torch.nn.functional.one_hot(labels, n_components).to(x) * weights[:, None]
         share = weights / weights.sum()
         spread = float((share[:, None] * (x - share @ x).square()).sum(0).mean())
         if not spread > 0:
             raise ValueError(f"`x` should hold different samples. Found {x[0].tolist()} alone.")
-        floor = 1e-6 * spread if noise_floor is None else noise_floor
+        floor = 1e-6 * spread if noise_floor is None else number("noise_floor", noise_floor, least=0)
         means = centres(x, hard)
         residuals = share.sqrt()[:, None] * (x - means[labels])
         loadings, variances = _principal(residuals, n_factors, generator)
@@ -331,8 +330,7 @@ def _held_factors(factors: Tensor, cholesky: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_noise_type(noise_type: str) -> None:
     """Raise a ValueError unless the type is known."""
-    if noise_type not in get_args(NoiseType):
-        raise ValueError(f"`noise_type` should be one of {', '.join(get_args(NoiseType))}. Found {noise_type!r}.")
+    choice("noise_type", noise_type, get_args(NoiseType))
 
 
 def _principal(residuals: Tensor, q: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

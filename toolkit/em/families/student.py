@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.special import polygamma
 
+from toolkit._checks import choice, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.families._common import (
     Components,
@@ -89,14 +90,13 @@ class StudentMixture(Components):
     reg_covar: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.covariance_type not in ("full", "diag"):
-            raise ValueError(f"`covariance_type` should be full or diag. Found {self.covariance_type!r}.")
+        choice("covariance_type", self.covariance_type, ("full", "diag"))
         if self.means.ndim != 2:
             raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
         k, d = self.n_components, self.means.shape[1]
         factor = (k, d, d) if self.covariance_type == "full" else (k, d)
         self._check_fields(means=(k, d), precisions_cholesky=factor, degrees_of_freedom=(k,))
-        _check_not_negative("reg_covar", self.reg_covar)
+        number("reg_covar", self.reg_covar, least=0)
 
     @classmethod
     def from_scatters(
@@ -161,10 +161,11 @@ class StudentMixture(Components):
             TypeError: If `x` is no real tensor.
             ValueError: If an argument is out of range, or a scatter is singular.
         """
-        check_start(x, n_components, sample_weight)
+        n_components = check_start(x, n_components, sample_weight)
         check_finite(x)
-        if degrees_of_freedom is not None and not degrees_of_freedom > 0:
-            raise ValueError(f"`degrees_of_freedom` should be positive. Found {degrees_of_freedom!r}.")
+        if degrees_of_freedom is not None:
+            degrees_of_freedom = number("degrees_of_freedom", degrees_of_freedom, above=0)
+        reg_covar = number("reg_covar", reg_covar, least=0)
         labels, weights = partition(_clipped(x), n_components, sample_weight, generator)
         hard = torch.nn.functional.one_hot(labels, n_components).to(x) * weights[:, None]
         about = centres(x, hard)
@@ -397,11 +398,6 @@ def check_finite(x: Tensor) -> None:
     if not x.is_floating_point():
         raise TypeError(f"`x` should be a floating-point tensor. Found {x.dtype}.")
     raise_row(x, ~x.isfinite(), "be finite")
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
 
 
 def _log_normaliser(a: Tensor, b: float) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 
+from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING, leaders
@@ -154,12 +155,10 @@ def fit(
         (tensor([[9.0000],
                 [0.5000]]), True)
     """
-    _check_integer("n_components", n_components, 1)
+    n_components, n_init = integer("n_components", n_components), integer("n_init", n_init)
     check_covariance_type(covariance_type)
-    _check_not_negative("reg_covar", reg_covar)
-    for name, value, least in (("max_iter", max_iter, 0), ("n_init", n_init, 1)):
-        _check_integer(name, value, least)
-    _check_not_negative("tol", tol)
+    reg_covar, tol = number("reg_covar", reg_covar, least=0), number("tol", tol, least=0)
+    max_iter = integer("max_iter", max_iter, 0)
     if prior is not None and not hasattr(prior, "log_density"):
         raise TypeError(f"`prior` should be a Prior or None. Found {prior!r}.")
     if generator is not None and not isinstance(generator, torch.Generator):
@@ -412,9 +411,9 @@ def start(
         tensor([[9.0000],
                 [0.5000]], dtype=torch.float64)
     """
-    _check_integer("n_components", n_components, 1)
+    n_components = integer("n_components", n_components)
     check_covariance_type(covariance_type)
-    _check_not_negative("reg_covar", reg_covar)
+    reg_covar = number("reg_covar", reg_covar, least=0)
     _check(x, sample_weight, n_components)
     return choose_starts(
         x,
@@ -657,18 +656,6 @@ def _check(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole:
         check_weights(sample_weight, len(x))
         if whole and not bool((sample_weight > 0).any()):
             raise ValueError("`sample_weight` should not be all 0. Found no sample with a weight.")
-
-
-def _check_integer(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"`{name}` should be {'a positive integer' if least else 'an integer from 0'}. Found {value!r}."
-        )
-
-
-def _check_not_negative(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
 
 
 def _check_start(init: GaussianParameters, data: Prepared, n_components: int, covariance_type: CovarianceType) -> None:

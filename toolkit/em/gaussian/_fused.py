@@ -39,6 +39,7 @@ import torch
 from scipy.linalg import blas
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit._data import Chunk
 from toolkit.blocks import no_graph
 from toolkit.em.gaussian._samples import Prepared, prepare, total_over_ranks
@@ -133,6 +134,7 @@ def em_step(
                 [4.2683]])
     """
     check_features(parameters, x)
+    reg_covar = number("reg_covar", reg_covar, least=0)
     kind = parameters.covariance_type
     data = prepare(x, kind, parameters.n_components, sample_weight=sample_weight)
     moments = accumulate(parameters, data)

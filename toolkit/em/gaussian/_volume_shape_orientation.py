@@ -31,6 +31,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice, integer
 from toolkit.blocks import no_graph
 from toolkit.em.gaussian.parameters import precisions_cholesky
 
@@ -175,6 +176,7 @@ def n_free_parameters(model: CovarianceModel, n_components: int, n_features: int
         [10, 26, 29]
     """
     check_model(model)
+    n_components, n_features = integer("n_components", n_components), integer("n_features", n_features)
     volume, shape, orientation = ({"I": 0, "E": 1, "V": n_components}[letter] for letter in model)
     free_axes = n_features * (n_features - 1) // 2
     return n_components - 1 + n_components * n_features + volume + shape * (n_features - 1) + orientation * free_axes
@@ -220,6 +222,7 @@ def covariances_from_scatter(
                 [0.0000, 5.2000]])
     """
     check_model(model)
+    inner_steps = integer("inner_steps", inner_steps)
     axis_aligned = model[2] == "I"
     diagonals = axis_aligned and scatter.ndim == 2
     if counts.ndim != 1 or not (diagonals or (scatter.ndim == 3 and scatter.shape[1] == scatter.shape[2])):
@@ -537,8 +540,7 @@ def _is_batched(tensor: Tensor) -> bool:
 
 def check_model(model: str) -> None:
     """Raise a ValueError unless the model is known."""
-    if model not in COVARIANCE_MODELS:
-        raise ValueError(f"`model` should be one of {', '.join(COVARIANCE_MODELS)}. Found {model!r}.")
+    choice("model", model, COVARIANCE_MODELS)
 
 
 def _raise_if_singular(sound: Tensor) -> None:

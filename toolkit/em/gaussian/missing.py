@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em._rounding import first_least, leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
@@ -219,6 +220,7 @@ def em_step_missing(
     """
     check_features(parameters, x)
     _check(x, sample_weight)
+    reg_covar = number("reg_covar", reg_covar, least=0)
     data = _prepare(x.double(), sample_weight, parameters.n_components)
     after, value = _em_step(parameters.to(torch.float64), data, reg_covar, prior)
     return after.to(parameters.means.dtype), value
@@ -277,7 +279,9 @@ def fit_missing(
                 [8.5000, 5.0000]])
     """
     _check(x, sample_weight)
-    _check_options(x, n_components, covariance_type, n_init, reg_covar)
+    n_components, n_init = integer("n_components", n_components, 1, len(x)), integer("n_init", n_init)
+    reg_covar = number("reg_covar", reg_covar, least=0)
+    check_covariance_type(covariance_type)
     if isinstance(init, GaussianParameters):
         _check_start(init, x, n_components, covariance_type)
     data = _prepare(x.double(), sample_weight, n_components)
@@ -353,7 +357,8 @@ def start_missing(
         Chi, Chi & Baraniuk, "k-POD: a method for k-means clustering of missing data", 2016, section 2.
     """
     _check(x, sample_weight)
-    _check_options(x, n_components, covariance_type, 1, reg_covar)
+    n_components, reg_covar = integer("n_components", n_components, 1, len(x)), number("reg_covar", reg_covar, least=0)
+    check_covariance_type(covariance_type)
     here = ~x.isnan().all(1) if sample_weight is None else ~x.isnan().all(1) & (sample_weight > 0)
     if n_components > int(here.sum()):
         raise ValueError(
@@ -439,7 +444,7 @@ def draw_missing(
         Little & Rubin, "Statistical analysis with missing data", 2002, section 5.4.
     """
     check_features(parameters, x)
-    _check_integer("n_draws", n_draws)
+    n_draws = integer("n_draws", n_draws)
     device = x.device if generator is None else generator.device
     data = _prepare(x, None, parameters.n_components)
     draws = []
@@ -804,21 +809,6 @@ def _check_weights(sample_weight: Tensor, n_samples: int) -> None:
             "`sample_weight` should be finite, not negative and not all 0. "
             f"Found a minimum of {float(sample_weight.min())} and a sum of {float(sample_weight.sum())}."
         )
-
-
-def _check_options(x: Tensor, n_components: int, covariance_type: CovarianceType, n_init: int, reg: float) -> None:
-    for name, value in (("n_components", n_components), ("n_init", n_init)):
-        _check_integer(name, value)
-    if n_components > len(x):
-        raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
-    check_covariance_type(covariance_type)
-    if not 0 <= reg < math.inf:
-        raise ValueError(f"`reg_covar` should be finite and not negative. Found {reg!r}.")
-
-
-def _check_integer(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"`{name}` should be a positive integer. Found {value!r}.")
 
 
 def _check_start(init: GaussianParameters, x: Tensor, n_components: int, covariance_type: CovarianceType) -> None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.gaussian._fused import accumulate
 from toolkit.em.gaussian._samples import prepare
@@ -103,8 +104,9 @@ class Statistics:
         """Return the M-step.
 
         Raises:
-            ValueError: If a covariance is singular.
+            ValueError: If a covariance is singular, or `reg_covar` is negative or not finite.
         """
+        reg_covar = number("reg_covar", reg_covar, least=0)
         kind = self.covariance_type
         if prior is not None:
             weights, means, covariances = prior.maximise(self.counts, self.means, self.scatter, kind)
@@ -231,12 +233,11 @@ def online_start(
         Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009. On step size,
         averaging and burn-in: Cappé, "Online expectation-maximisation", 2011, sections 3.2 and 3.3.
     """
-    for name, value in (("exponent", exponent), ("least_step", least_step)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"`{name}` should be from 0 to 1. Found {value!r}.")
-    for name, value in (("offset", offset), ("burn_in", burn_in), ("reg_covar", reg_covar)):
-        _check_range(name, value)
-    _check_integer("average_from", average_from)
+    exponent = number("exponent", exponent, least=0, most=1)
+    least_step = number("least_step", least_step, least=0, most=1)
+    offset, burn_in = number("offset", offset, least=0), number("burn_in", burn_in, least=0)
+    reg_covar = number("reg_covar", reg_covar, least=0)
+    average_from = None if average_from is None else integer("average_from", average_from, 0)
     parameters = parameters.to(torch.float64)
     return OnlineState(
         parameters=parameters,
@@ -371,8 +372,7 @@ def incremental_start(
     Raises:
         ValueError: If an argument is out of range.
     """
-    _check_range("burn_in", burn_in)
-    _check_range("reg_covar", reg_covar)
+    burn_in, reg_covar = number("burn_in", burn_in, least=0), number("reg_covar", reg_covar, least=0)
     return IncrementalState(
         parameters=parameters.to(torch.float64),
         batches={},
@@ -483,13 +483,3 @@ def _check(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | No
         raise ValueError(
             f"`sample_weight` should be finite and not negative. Found a minimum of {float(sample_weight.min())}."
         )
-
-
-def _check_range(name: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
-
-
-def _check_integer(name: str, value: int | None) -> None:
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise ValueError(f"`{name}` should be an integer from 0, or None. Found {value!r}.")

@@ -26,6 +26,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice, number
+
 __all__ = [
     "COVARIANCE_TYPES",
     "CovarianceType",
@@ -230,6 +232,7 @@ def m_step(
                 [4.]]))
     """
     check_covariance_type(covariance_type)
+    reg_covar = number("reg_covar", reg_covar, least=0)
     if x.ndim != 2 or responsibilities.ndim != 2 or len(x) != len(responsibilities):
         raise ValueError(
             "`x` and `responsibilities` should have shapes (N, D) and (N, K). "
@@ -353,10 +356,7 @@ def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: Cov
 
 def check_covariance_type(covariance_type: str) -> None:
     """Raise a ValueError unless the type is known."""
-    if covariance_type not in COVARIANCE_TYPES:
-        raise ValueError(
-            f"`covariance_type` should be one of {', '.join(COVARIANCE_TYPES)}. Found {covariance_type!r}."
-        )
+    choice("covariance_type", covariance_type, COVARIANCE_TYPES)
 
 
 def check_features(parameters: GaussianParameters, x: Tensor) -> None:

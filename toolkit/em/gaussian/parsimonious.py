@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
@@ -281,8 +282,9 @@ def fit_parsimonious(
     """
     check_model(model)
     check_samples(x, sample_weight)
-    if not isinstance(n_init, int) or isinstance(n_init, bool) or n_init < 1:
-        raise ValueError(f"`n_init` should be a positive integer. Found {n_init!r}.")
+    n_components, n_init = integer("n_components", n_components), integer("n_init", n_init)
+    tol, max_iter = number("tol", tol, least=0), integer("max_iter", max_iter, 0)
+    reg_covar = number("reg_covar", reg_covar, least=0)
     if isinstance(init, ParsimoniousParameters):
         if (init.model, init.means.shape) != (model, (n_components, x.shape[-1])):
             raise ValueError(

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, check_covariance_type, soft_counts
 
@@ -89,8 +90,7 @@ class Prior:
             ("shrinkage", self.shrinkage, 0),
             ("degrees_of_freedom", self.degrees_of_freedom, least),
         ):
-            if not bound < value < math.inf:
-                raise ValueError(f"`{name}` should be finite and more than {bound}. Found {value!r}.")
+            number(name, value, above=bound)
         if not _is_positive_definite(self.scale):
             raise ValueError(f"`scale` should be positive, and symmetric if a matrix. Found {self.scale.tolist()}.")
 
@@ -124,6 +124,7 @@ class Prior:
         References:
             Fraley & Raftery, 2007, section 3 (choice of the hyperparameters).
         """
+        n_components = integer("n_components", n_components)
         check_covariance_type(covariance_type)
         if x.ndim != 2 or 0 in x.shape:
             raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")

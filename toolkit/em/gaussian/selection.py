@@ -27,6 +27,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.acceleration import Accelerate
 from toolkit.em.gaussian._agglomeration import Agglomeration
@@ -61,6 +62,7 @@ def aic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
     References:
         Akaike, "A new look at the statistical model identification", 1974, section V.
     """
+    log_likelihood, n_samples, n_parameters = _checked(log_likelihood, n_samples, n_parameters)
     return -2 * n_samples * log_likelihood + 2 * n_parameters
 
 
@@ -79,7 +81,16 @@ def bic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
         >>> round(bic(-215.726 / 150, 26, 150), 4)
         561.7285
     """
+    log_likelihood, n_samples, n_parameters = _checked(log_likelihood, n_samples, n_parameters)
     return -2 * n_samples * log_likelihood + n_parameters * math.log(n_samples)
+
+
+def _checked(log_likelihood: float, n_samples: float, n_parameters: int) -> tuple[float, float, int]:
+    return (
+        number("log_likelihood", log_likelihood),
+        number("n_samples", n_samples, above=0),
+        integer("n_parameters", n_parameters, 0),
+    )
 
 
 def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor | None = None) -> float:
@@ -128,7 +139,7 @@ def spikes(parameters: ParsimoniousParameters, narrowest: float = _NARROWEST) ->
     half = torch.linalg.solve_triangular(factor, covariances, upper=False)
     relative = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     least = torch.linalg.eigvalsh(relative).amin(-1)
-    return tuple((least < narrowest).nonzero().ravel().tolist())
+    return tuple((least < number("narrowest", narrowest, least=0)).nonzero().ravel().tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -312,16 +323,16 @@ def select(
         raise TypeError(f"`n_components` should be several numbers, range(1, 10) say. Found {n_components!r}.")
     if isinstance(models, str):
         raise TypeError(f"`models` should be a sequence of names, ({models!r},) say. Found {models!r}.")
-    numbers = sorted(set(n_components))
+    numbers = sorted({integer("n_components", k, 1, len(x)) for k in n_components})
     if models is None:
         models = COVARIANCE_MODELS if x.shape[1] > 1 else ("EII", "VII")
     options = _Options(
-        n_init=n_init,
+        n_init=integer("n_init", n_init, 0),
         init=tuple(init),
-        narrowest=narrowest,
-        reg_covar=reg_covar,
-        tol=tol,
-        max_iter=max_iter,
+        narrowest=number("narrowest", narrowest, least=0),
+        reg_covar=number("reg_covar", reg_covar, least=0),
+        tol=number("tol", tol, least=0),
+        max_iter=integer("max_iter", max_iter, 0),
         accelerate=accelerate,
     )
     _check(x, numbers, models, criterion, options)
@@ -431,27 +442,13 @@ def _candidate(
 def _check(
     x: Tensor, numbers: Sequence[int], models: Sequence[CovarianceModel], criterion: str, options: _Options
 ) -> None:
-    if not numbers or not all(isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= len(x) for k in numbers):
-        raise ValueError(
-            f"`n_components` should be integers from 1 to {len(x)}, the number of samples. Found {numbers}."
-        )
+    if not numbers:
+        raise ValueError("`n_components` should be at least one number. Found none.")
     if not models:
         raise ValueError("`models` should name at least one model. Found none.")
     for model in models:
         check_model(model)
-    if criterion not in get_args(Criterion):
-        raise ValueError(f"`criterion` should be one of {', '.join(get_args(Criterion))}. Found {criterion!r}.")
-    for name in ("n_init", "max_iter"):
-        value = getattr(options, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"`{name}` should be an integer from 0. Found {value!r}.")
+    choice("criterion", criterion, get_args(Criterion))
     if not options.init or not set(options.init) <= set(get_args(Init)):
         raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {options.init!r}.")
-    for name in ("narrowest", "reg_covar", "tol"):
-        value = getattr(options, name)
-        if not 0 <= value < math.inf:
-            raise ValueError(f"`{name}` should be finite and not negative. Found {value!r}.")
-    if options.accelerate not in get_args(Accelerate):
-        raise ValueError(
-            f"`accelerate` should be one of {', '.join(get_args(Accelerate))}. Found {options.accelerate!r}."
-        )
+    choice("accelerate", options.accelerate, get_args(Accelerate))

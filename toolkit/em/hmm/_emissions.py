@@ -17,6 +17,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit.blocks import no_graph
 from toolkit.em.gaussian.parameters import (
     CovarianceType,
@@ -173,6 +174,8 @@ class GaussianEmissions:
         Raises:
             ValueError: If a covariance becomes singular.
         """
+        check_prior("prior", prior)
+        reg_covar = number("reg_covar", reg_covar, least=0)
         counts = soft_counts(posteriors.sum(0))
         centre = x.mean(0)
         means = centre + posteriors.mT @ (x - centre) / counts[:, None]
@@ -484,6 +487,8 @@ class CategoricalEmissions:
             prior: Dirichlet concentrations, one or (K, M) or (M,). 1 is maximum likelihood.
             reg_covar: Ignored: it is for Gaussians.
         """
+        check_prior("prior", prior)
+        number("reg_covar", reg_covar, least=0)
         counts = posteriors.new_zeros(self.n_symbols, self.n_states).index_add(0, x, posteriors).mT
         return self._estimate(counts, prior)
 
@@ -553,6 +558,12 @@ class CategoricalPass:
     def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0, update: str = "e") -> CategoricalEmissions:
         """Return the M-step's emissions (see `Pass`)."""
         return self._emissions._estimate(self._counts, prior) if "e" in update else self._emissions
+
+
+def check_prior(name: str, value: float | Tensor) -> None:
+    """Raise a ValueError if a concentration that is one number is not positive and finite."""
+    if not isinstance(value, Tensor):
+        number(name, value, above=0)
 
 
 def normalise(counts: Tensor, log_before: Tensor, prior: float | Tensor) -> Tensor:

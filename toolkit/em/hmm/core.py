@@ -33,6 +33,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit.blocks import no_graph, stop_recording
 from toolkit.em._rounding import ROUNDING
 from toolkit.em.acceleration import Accelerate, Climb, climb
@@ -42,6 +43,7 @@ from toolkit.em.hmm._emissions import (
     GaussianEmissions,
     Pass,
     Prepared,
+    check_prior,
     draw,
     normalise,
 )
@@ -169,6 +171,10 @@ class DirichletPrior:
     start: float | Tensor = 1.0
     transition: float | Tensor = 1.0
     emission: float | Tensor = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("start", "transition", "emission"):
+            check_prior(name, getattr(self, name))
 
     def to(self, target: torch.dtype | torch.device) -> Self:
         """Return the prior in another floating-point type, or on another device."""
@@ -411,7 +417,7 @@ def em_step(
     Returns:
         The new model, and a float64 scalar in nats per step.
     """
-    lengths = _check(parameters, x, lengths)
+    lengths, reg_covar = _check(parameters, x, lengths), number("reg_covar", reg_covar, least=0)
     engine = _Engine(parameters, x, lengths, sequence_weight)
     new, values = engine.step(parameters, prior or DirichletPrior(), reg_covar)
     weight = engine.weight
@@ -465,7 +471,7 @@ def fit(
         tensor([[0.7500, 0.2500],
                 [0.0000, 1.0000]], dtype=torch.float64)
     """
-    lengths = _check(start, x, lengths)
+    lengths, reg_covar = _check(start, x, lengths), number("reg_covar", reg_covar, least=0)
     if unknown := set(update) - set("stemc"):
         raise ValueError(f"`update` should have the letters s, t, e, m, c. Found {''.join(sorted(unknown))!r}.")
     prior = prior or DirichletPrior()
@@ -781,8 +787,8 @@ class _Engine:
                 break
             bad |= set((~found.sound).nonzero().ravel().tolist())
             arrangement = self._arrange(parameters, bad)
-        for number, chunk in enumerate(arrangement.slow, len(arrangement.fast.chunks)):
-            self._run_slowly(parameters, chunk, found, None if consume is None else functools.partial(consume, number))
+        for place, chunk in enumerate(arrangement.slow, len(arrangement.fast.chunks)):
+            self._run_slowly(parameters, chunk, found, None if consume is None else functools.partial(consume, place))
         return found, at_work
 
     def _run_slowly(

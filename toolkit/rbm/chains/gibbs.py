@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer
 from toolkit.rbm.chains.units import Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.model import RBM
 
-__all__ = ["check_steps", "gibbs"]
+__all__ = ["gibbs"]
 
 
 def gibbs(
@@ -59,7 +60,7 @@ def gibbs(
         >>> gibbs(rbm, start, steps=1000, generator=generator).tolist()
         [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     """
-    check_steps(steps)
+    steps = integer("steps", steps)
     joint = rbm.joint if isinstance(rbm, RBM) else rbm
     unit = unit_of(chain, temperature, joint)
     if isinstance(rbm, RBM):
@@ -68,9 +69,3 @@ def gibbs(
         hidden = unit(joint.hidden, joint.to_hidden(visible), generator)
         visible = unit(joint.visible, joint.to_visible(hidden), generator)
     return visible
-
-
-def check_steps(steps: int) -> None:
-    """Raise unless `steps` counts Gibbs steps."""
-    if not isinstance(steps, int) or steps < 1:
-        raise ValueError(f"`steps` should be a positive integer. Found {steps!r}.")

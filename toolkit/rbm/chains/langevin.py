@@ -16,8 +16,8 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice, integer, number
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
-from toolkit.rbm.chains.gibbs import check_steps
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Gaussian
 from toolkit.rbm.machine.model import RBM
@@ -83,7 +83,7 @@ def gibbs_langevin(
     Raises:
         ValueError: If the visible units are not Gaussian, `visible` does not have V columns, `steps` or `moves` is not
             positive, a step size is out of its range or there are not as many as steps, or `hidden` is unknown.
-        TypeError: If `visible` does not have the type of the parameters, or a step size is no number.
+        TypeError: If `visible` does not have the type of the parameters.
 
     References:
         Liao, Kornblith, Ren, Fleet & Hinton, "Gaussian-Bernoulli RBMs without tears", 2022, section 3.
@@ -98,13 +98,8 @@ def gibbs_langevin(
         >>> round(draws.std().item(), 1), round(accepted.item(), 1)
         (1.0, 0.9)
     """
-    check_steps(steps)
-    if not isinstance(moves, int) or moves < 1:
-        raise ValueError(f"`moves` should be a positive integer. Found {moves!r}.")
-    if hidden not in get_args(HiddenInMoves):
-        raise ValueError(
-            f"`hidden` should be one of {', '.join(map(repr, get_args(HiddenInMoves)))}. Found {hidden!r}."
-        )
+    steps, moves = integer("steps", steps), integer("moves", moves)
+    choice("hidden", hidden, get_args(HiddenInMoves))
     sizes = _check_sizes(step_size, steps)
     if isinstance(rbm, RBM):
         rbm.check_visible(visible)
@@ -250,13 +245,7 @@ def _gaussian(rbm: RBM | Joint) -> tuple[Joint, Gaussian]:
 
 def _check_sizes(step_size: float | Sequence[float] | Tensor, steps: int) -> list[float]:
     given = step_size.tolist() if isinstance(step_size, Tensor) else step_size
-    try:
-        sizes = [float(size) for size in given] if isinstance(given, Sequence) else [float(given)] * steps
-    except (TypeError, ValueError):
-        raise TypeError(f"`step_size` should be a number, or a sequence of numbers. Found {step_size!r}.") from None
-    if len(sizes) != steps:
-        raise ValueError(f"`step_size` should be one number, or {steps}, one for each step. Found {len(sizes)}.")
-    for size in sizes:
-        if not 0 < size < _LARGEST_STEP:
-            raise ValueError(f"`step_size` should be between 0 and {_LARGEST_STEP:g}. Found {size}.")
-    return sizes
+    several = given if isinstance(given, list | tuple) else [given] * steps
+    if len(several) != steps:
+        raise ValueError(f"`step_size` should be one number, or {steps}, one for each step. Found {len(several)}.")
+    return [number("step_size", size, above=0, below=_LARGEST_STEP) for size in several]

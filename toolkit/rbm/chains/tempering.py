@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from toolkit._checks import choice, integer
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
-from toolkit.rbm.chains.gibbs import check_steps
 from toolkit.rbm.chains.units import UNITS, Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Layer
@@ -90,9 +90,7 @@ def tempered_start(
         ValueError: If a number is not positive, or `reference` does not have the shape (V,).
         TypeError: If `reference` is not a tensor.
     """
-    for argument, count in (("n_temperatures", n_temperatures), ("n_chains", n_chains)):
-        if not isinstance(count, int) or count < 1:
-            raise ValueError(f"`{argument}` should be a positive integer. Found {count!r}.")
+    n_temperatures, n_chains = integer("n_temperatures", n_temperatures), integer("n_chains", n_chains)
     joint = _joint_of(rbm)
     with no_graph():
         visible, hidden = _tempered_layers(joint, joint.weights.new_zeros(()), _check_reference(reference, joint))
@@ -172,12 +170,9 @@ def parallel_tempering(
         >>> state.visible[-1].shape, bool((swap_rates > 0.9).all())
         (torch.Size([4, 3]), True)
     """
-    check_steps(steps)
-    if chain not in UNITS or chain == "concrete":
-        known = ", ".join(repr(name) for name in UNITS if name != "concrete")
-        raise ValueError(f"`chain` should be one of {known}. Found {chain!r}.")
-    if swaps not in get_args(Swaps):
-        raise ValueError(f"`swaps` should be one of {', '.join(map(repr, get_args(Swaps)))}. Found {swaps!r}.")
+    steps = integer("steps", steps)
+    choice("chain", chain, (name for name in UNITS if name != "concrete"))
+    choice("swaps", swaps, get_args(Swaps))
     joint = _joint_of(rbm)
     unit = unit_of(chain, None, joint)
     betas = _check_temperatures(inverse_temperatures, joint)
@@ -410,9 +405,7 @@ def spread_temperatures(
     if betas.ndim != 1 or len(betas) < 2:
         raise ValueError(f"`inverse_temperatures` should be at least two. Found {betas.tolist()}.")
     rejected = 1 - _check_rates(swap_rates, len(betas) - 1)
-    n_temperatures = len(betas) if n_temperatures is None else n_temperatures
-    if not isinstance(n_temperatures, int) or n_temperatures < 2:
-        raise ValueError(f"`n_temperatures` should be an integer from 2. Found {n_temperatures!r}.")
+    n_temperatures = len(betas) if n_temperatures is None else integer("n_temperatures", n_temperatures, 2)
     # A little of the distance itself, so that the barrier increases also where every swap is accepted.
     barrier = torch.cat([betas.new_zeros(1), (rejected + 1e-6 * betas.diff()).cumsum(0)])
     marks = torch.linspace(0, float(barrier[-1]), n_temperatures, dtype=betas.dtype)
@@ -467,8 +460,7 @@ def adapt_temperatures(
         >>> bool((betas - torch.linspace(0, 1, 4)).abs().max() < 0.1)  # hardly any weights: evenly spaced
         True
     """
-    if not isinstance(rounds, int) or rounds < 1:
-        raise ValueError(f"`rounds` should be a positive integer. Found {rounds!r}.")
+    rounds, steps = integer("rounds", rounds), integer("steps", steps)
     betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64).cpu()
     with no_graph():
         for length in (steps << doubled for doubled in range(rounds)):
@@ -561,7 +553,7 @@ def trajectory_tempering(
         >>> abs(5 * math.log(2) + ratios.log_ratios.item() - rbm.log_partition().item()) < 4 * ratios.error
         True
     """
-    check_steps(steps)
+    steps = integer("steps", steps)
     with no_graph():
         joint = _side_by_side(machines)
         _check_state(state, len(machines), joint)

@@ -6,13 +6,13 @@ The kinds have different derivatives, and two of them the same value.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Literal, TypeAlias, get_args, overload
 
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice, number
 from toolkit.blocks import block, carries_gradient, stop_gradient
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Layer, Rectified
@@ -88,8 +88,7 @@ def unit_of(chain: str, temperature: float | None, joint: Joint) -> Unit:
         ValueError: If the kind is unknown, it needs a temperature and there is none or the other way round, or the
             machine has no such units.
     """
-    if chain not in UNITS:
-        raise ValueError(f"`chain` should be one of {', '.join(map(repr, UNITS))}. Found {chain!r}.")
+    choice("chain", chain, UNITS)
     temperature = check_temperature(chain, temperature)
     layers = (joint.visible, joint.hidden)
     if chain == "noisy_rectified" and not any(isinstance(layer, Rectified) for layer in layers):
@@ -113,6 +112,5 @@ def check_temperature(chain: str, temperature: float | None) -> float | None:
     if chain != "concrete":
         if temperature is not None:
             raise ValueError(f"`temperature` belongs to chains of 'concrete' units. Found {chain!r} ones.")
-    elif not isinstance(temperature, int | float) or not 0 < temperature < math.inf:
-        raise ValueError(f"`temperature` should be a positive number for concrete units. Found {temperature!r}.")
-    return temperature
+        return None
+    return number("temperature", temperature, above=0)

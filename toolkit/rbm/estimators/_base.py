@@ -19,7 +19,8 @@ from sklearn.utils import Tags
 from sklearn.utils.validation import check_is_fitted
 from torch import Tensor
 
-from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, integer, is_chunked, not_negative
+from toolkit._checks import choice, integer, number
+from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, is_chunked
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.rbm.annealing import ais
@@ -620,22 +621,16 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if self.n_chains is not None:
             integer("n_chains", self.n_chains, 1)
         integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
-        not_negative("weight_decay", self.weight_decay)
+        number("weight_decay", self.weight_decay, least=0)
         for name in ("learning_rate", "fast_rate"):
-            rate = getattr(self, name)
-            if rate is None and name in self._automatic:
-                continue
-            if not_negative(name, rate) == 0:
-                raise ValueError(f"`{name}` should be positive. Found {rate!r}.")
-        rate = self.offset_rate
-        if rate is not None and not 0 < not_negative("offset_rate", rate) <= 1:
-            raise ValueError(f"`offset_rate` should be above 0 and at most 1, or None. Found {rate!r}.")
-        part = self.average_from
-        if part is not None and not not_negative("average_from", part) < 1:
-            raise ValueError(f"`average_from` should be from 0 and below 1, or None. Found {part!r}.")
-        for name, choices in (("method", get_args(Method)), ("schedule", get_args(Schedule))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"`{name}` should be one of {', '.join(choices)}. Found {getattr(self, name)!r}.")
+            if getattr(self, name) is not None or name not in self._automatic:
+                number(name, getattr(self, name), above=0)
+        if self.offset_rate is not None:
+            number("offset_rate", self.offset_rate, above=0, most=1)
+        if self.average_from is not None:
+            number("average_from", self.average_from, least=0, below=1)
+        choice("method", self.method, get_args(Method))
+        choice("schedule", self.schedule, get_args(Schedule))
         if self.callback is not None and not callable(self.callback):
             raise ValueError(f"`callback` should be a function, or None. Found {self.callback!r}.")
         self._check_more()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from toolkit._checks import number
 from toolkit._data import Array, Form, RandomState
 from toolkit.blocks import no_graph
 from toolkit.rbm.estimators._base import BaseRBM, Callback, Schedule
@@ -193,10 +194,8 @@ class BernoulliRBM(BaseRBM):
         return max(_LEAST_EPOCHS, math.ceil(_UPDATES / n_batches))
 
     def _check_more(self) -> None:
-        found = self.binarize
-        number = isinstance(found, int | float) and not isinstance(found, bool) and found == found
-        if found is not None and not number:
-            raise ValueError(f"`binarize` should be a number, or None. Found {found!r}.")
+        if self.binarize is not None:
+            number("binarize", self.binarize)
 
     def _check_values(self, block: Tensor) -> None:
         if self.binarize is not None or block.dtype == torch.bool or not block.numel():
@@ -215,7 +214,7 @@ class BernoulliRBM(BaseRBM):
 
     def _to_machine(self, block: Tensor) -> Tensor:
         if self.binarize is not None:
-            return block > self.binarize
+            return block > float(self.binarize)
         return block
 
     def _to_training(self, block: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from typing import ClassVar, get_args
 import torch
 from torch import Tensor
 
-from toolkit._data import Array, Form, RandomState, not_negative
+from toolkit._checks import choice, number
+from toolkit._data import Array, Form, RandomState
 from toolkit.rbm.estimators._base import BaseRBM, Callback, Schedule, _tensor
 from toolkit.rbm.estimators._rows import Rows
 from toolkit.rbm.estimators._trainer import Method
@@ -161,10 +162,8 @@ class GaussianRBM(BaseRBM):
         return self.hidden
 
     def _check_more(self) -> None:
-        if self.hidden not in get_args(HiddenUnits):
-            raise ValueError(f"`hidden` should be one of {', '.join(get_args(HiddenUnits))}. Found {self.hidden!r}.")
-        if not 0 < not_negative("min_variance", self.min_variance) <= 1:
-            raise ValueError(f"`min_variance` should be above 0 and at most 1. Found {self.min_variance!r}.")
+        choice("hidden", self.hidden, get_args(HiddenUnits))
+        number("min_variance", self.min_variance, above=0, most=1)
 
     def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
         mean, variance = _moments(rows)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
+from toolkit._checks import integer
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Bernoulli, Categorical, Layer, Rectified
@@ -116,8 +117,7 @@ def exact_samples(joint: Joint, n: int, generator: torch.Generator | None = None
     Raises:
         ValueError: If `n` is not positive, the parameters are not finite, or as `log_partition`.
     """
-    if not isinstance(n, int) or n < 1:
-        raise ValueError(f"`n` should be a positive integer. Found {n!r}.")
+    n = integer("n", n)
     with no_graph(), _own_types(joint):
         if joint.weights.ndim > 2:
             pairs = [exact_samples(machine, n, generator) for machine in _machines(joint)]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit.rbm.machine.layers import Layer
 
 __all__ = ["Joint"]
@@ -122,6 +123,8 @@ class Joint:
             inverse_temperature: :math:`\beta`, between 0 and 1; a tensor (\*) makes machines side by side.
             reference: (V,), the visible biases of :math:`E_0`. None: 0, or those of this machine if it is Gaussian.
         """
+        if not isinstance(inverse_temperature, Tensor):
+            inverse_temperature = number("inverse_temperature", inverse_temperature)
         beta = torch.as_tensor(inverse_temperature, dtype=self.weights.dtype, device=self.weights.device)
         if reference is None:
             reference = self.visible.reference

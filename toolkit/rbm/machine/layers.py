@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, softplus
 
+from toolkit._checks import integer, number
 from toolkit.blocks import carries_gradient, no_graph
 
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Layer", "Rectified", "log_one_plus_exp"]
@@ -181,6 +182,7 @@ class Bernoulli(Layer):
             Maddison, Mnih & Teh, "The concrete distribution: a continuous relaxation of discrete random variables",
             2017, section 3.3, equation 18 (appendix B).
         """
+        temperature = number("temperature", temperature, above=0)
         uniform = _uniform(x, x.shape, generator)
         return torch.sigmoid((x + self.bias + uniform.logit_().to(x.dtype)) / temperature)
 
@@ -253,6 +255,7 @@ class Gaussian(Layer):
 
     def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
         """Draw the units given their input, as `sample`: that is differentiable already, at no temperature."""
+        number("temperature", temperature, above=0)
         return self.sample(x, generator)
 
     def parameter_gradients(self, units: Tensor, x: Tensor, share: Tensor) -> dict[str, Tensor]:
@@ -292,6 +295,9 @@ class Categorical(Layer):
     categories: int
     """Q."""
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "categories", integer("categories", self.categories, 2))
+
     @property
     def n_states(self) -> int:
         """Q^U."""
@@ -326,6 +332,7 @@ class Categorical(Layer):
             2017, equation 10.
             Jang, Gu & Poole, "Categorical reparameterization with Gumbel-softmax", 2017, equation 2.
         """
+        temperature = number("temperature", temperature, above=0)
         dtype = torch.promote_types(x.dtype, torch.float32)
         exponential = torch.empty(x.shape, dtype=dtype, device=x.device).exponential_(generator=generator)
         logits = (x + self.bias - exponential.log_().to(x.dtype)) / temperature

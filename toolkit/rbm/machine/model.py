@@ -7,12 +7,12 @@ nats.
 
 from __future__ import annotations
 
-import operator
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 
+from toolkit._checks import choice, integer
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS, exact_samples, log_partition, model_statistics
 from toolkit.rbm.machine.joint import Joint
@@ -97,19 +97,13 @@ class RBM(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        n_visible, n_hidden = _positive(n_visible, "n_visible"), _positive(n_hidden, "n_hidden")
+        n_visible, n_hidden = integer("n_visible", n_visible), integer("n_hidden", n_hidden)
         for argument, units, known in (("visible", visible, VisibleUnits), ("hidden", hidden, HiddenUnits)):
-            if units not in get_args(known):
-                raise ValueError(
-                    f"`{argument}` should be one of {', '.join(map(repr, get_args(known)))}. Found {units!r}."
-                )
+            choice(argument, units, get_args(known))
         if visible != "categorical" and categories is not None:
             raise ValueError(f"`categories` belongs to categorical visible units. Found {visible!r} ones.")
         if visible == "categorical":
-            n_states = _integer(categories)
-            if n_states is None or n_states < 2:
-                raise ValueError(f"`categories` should be an integer from 2. Found {categories!r}.")
-            categories = n_states
+            categories = integer("categories", categories, 2)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         if not dtype.is_floating_point:
             raise ValueError(f"`dtype` should be a floating-point type. Found {dtype}.")
@@ -401,21 +395,6 @@ def base_rate_bias(data: Tensor) -> Tensor:
 def _check_tensor(value: object, argument: str) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"`{argument}` should be a tensor. Found {type(value).__name__}.")
-
-
-def _integer(value: object) -> int | None:
-    """Return an integer of any kind, NumPy's too, as Python's; None if it is none, or a truth value."""
-    try:
-        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        return None
-
-
-def _positive(value: object, argument: str) -> int:
-    size = _integer(value)
-    if size is None or size < 1:
-        raise ValueError(f"`{argument}` should be a positive integer. Found {value!r}.")
-    return size
 
 
 def _named(layer: str, values: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit.blocks import block, stop_gradient
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
@@ -87,8 +88,7 @@ def centering_offsets(rbm: RBM | Joint, data: Tensor, *, previous: Offsets | Non
         >>> centering_offsets(rbm, torch.eye(3)[:2]).visible
         tensor([0.5000, 0.5000, 0.0000])
     """
-    if not 0 <= rate <= 1:
-        raise ValueError(f"`rate` should be between 0 and 1. Found {rate}.")
+    rate = number("rate", rate, least=0, most=1)
     joint = checked_joint(rbm, data=data)
     visible = joint.visible.statistic(data).mean(0)
     hidden = joint.hidden.statistic(joint.hidden_mean(data)).mean(0)

@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from toolkit._checks import choice
 from toolkit.blocks import Block, block, is_blocked, no_graph, stop_gradient
 from toolkit.rbm.chains.gibbs import gibbs
 from toolkit.rbm.chains.units import Chain
@@ -308,8 +309,7 @@ def persistent_surrogate(
 
 def energy_difference(joint: Joint, data: Tensor, negative: Tensor, energy: Energy) -> Tensor:
     """Return the mean energy of the data minus that of the negative samples: a scalar, in nats per sample."""
-    if energy not in get_args(Energy):
-        raise ValueError(f"`energy` should be one of {', '.join(map(repr, get_args(Energy)))}. Found {energy!r}.")
+    choice("energy", energy, get_args(Energy))
     if energy == "free":
         return joint.free_energy(data).mean() - joint.free_energy(negative).mean()
     return expected_energy(joint, data).mean() - expected_energy(joint, negative).mean()

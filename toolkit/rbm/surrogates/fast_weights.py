@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from toolkit._checks import number
 from toolkit.blocks import block, stop_gradient
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
@@ -125,8 +126,8 @@ def updated_fast_weights(
         >>> updated_fast_weights({"hidden_bias": torch.ones(2)}, {"hidden_bias": torch.ones(2)}, learning_rate=0.5)
         {'hidden_bias': tensor([0.4500, 0.4500])}
     """
-    if not 0 <= decay <= 1:
-        raise ValueError(f"`decay` should be between 0 and 1. Found {decay}.")
+    decay = number("decay", decay, least=0, most=1)
+    learning_rate = number("learning_rate", learning_rate)
     return {
         name: stop_gradient(decay * value - learning_rate * gradients[name], FAST_WEIGHTS)
         for name, value in fast.items()

@@ -5,27 +5,18 @@ N data of one batch, M negative samples, T temperatures, V columns of the visibl
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, all_reduce
 
+from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
-from toolkit.rbm.chains.gibbs import check_steps
 from toolkit.rbm.machine.model import RBM
 from toolkit.rbm.training._kernels import BernoulliKernel, Kernel, LayerKernel, Phases
 
 __all__ = ["FusedTrainer"]
-
-# What each rate should be.
-_RANGES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "fast_rate": ("above 0", lambda rate: rate > 0),
-    "offset_rate": ("above 0 and at most 1", lambda rate: 0 < rate <= 1),
-    "weight_decay": ("finite and not negative", lambda rate: rate >= 0),
-}
 
 _FAST_DECAY = 0.95  # of the fast weights at each update, Tieleman & Hinton 2009, section 4.2
 
@@ -105,12 +96,10 @@ class FusedTrainer:
         generator: torch.Generator | None = None,
         group: ProcessGroup | None = None,
     ) -> None:
-        if not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"`batch_size` should be a positive integer. Found {batch_size!r}.")
-        check_steps(steps)
-        for name, value in (("fast_rate", fast_rate), ("offset_rate", offset_rate), ("weight_decay", weight_decay)):
-            if value is not None:
-                _check_rate(name, value)
+        batch_size, steps = integer("batch_size", batch_size), integer("steps", steps)
+        weight_decay = number("weight_decay", weight_decay, least=0)
+        fast_rate = None if fast_rate is None else number("fast_rate", fast_rate, above=0)
+        offset_rate = None if offset_rate is None else number("offset_rate", offset_rate, above=0, most=1)
         if chains is None and (inverse_temperatures is not None or fast_rate is not None):
             raise ValueError("`inverse_temperatures` and `fast_rate` should come with `chains`. Found none.")
         if inverse_temperatures is not None and fast_rate is not None:
@@ -178,6 +167,7 @@ class FusedTrainer:
         Raises:
             ValueError: If `data` has no rows, more than `batch_size`, or not V columns.
         """
+        learning_rate = number("learning_rate", learning_rate, least=0)
         if not isinstance(data, Tensor):
             raise TypeError(f"`data` should be a tensor. Found {type(data).__name__}.")
         n, n_columns = data.shape if data.ndim == 2 else (-1, -1)
@@ -355,10 +345,3 @@ def _check_reference(reference: Tensor, rbm: RBM) -> Tensor:
     if not bool(reference.isfinite().all()):
         raise ValueError("`reference` should be finite. Found values that are not.")
     return reference.to(rbm.weights)
-
-
-def _check_rate(name: str, value: object) -> None:
-    expected, allows = _RANGES[name]
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not allows(value):
-        raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")

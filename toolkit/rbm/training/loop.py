@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checkpoint import alike, fingerprint, read_checkpoint, write_checkpoint
-from toolkit._data import integer
+from toolkit._checks import integer, number, real
 from toolkit._distributed import (
     exchange,
     from_first_rank,
@@ -82,9 +82,7 @@ def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
         >>> [linear_decay(0.1, hold=0.5)(part) for part in (0, 0.5, 0.75, 1)]
         [0.1, 0.1, 0.05, 0.0]
     """
-    _check_rate(initial, "initial")
-    if not (_is_number(hold) and 0 <= hold < 1):
-        raise ValueError(f"`hold` should be at least 0 and less than 1. Found {hold!r}.")
+    initial, hold = number("initial", initial, above=0), number("hold", hold, least=0, below=1)
     return lambda part: initial * min(1.0, (1 - part) / (1 - hold))
 
 
@@ -104,7 +102,7 @@ def cosine_decay(initial: float) -> Schedule:
         >>> [round(cosine_decay(0.1)(part), 3) for part in (0, 0.25, 0.5, 1)]
         [0.1, 0.085, 0.05, 0.0]
     """
-    _check_rate(initial, "initial")
+    initial = number("initial", initial, above=0)
     return lambda part: initial * (1 + math.cos(math.pi * part)) / 2
 
 
@@ -681,9 +679,9 @@ def _check_arguments(
     if callback is not None and not callable(callback):
         raise TypeError(f"`callback` should be a function, or None. Found {callback!r}.")
     if not callable(learning_rate):
-        _check_rate(learning_rate, "learning_rate")
-    if average_from is not None and not (_is_number(average_from) and 0 <= average_from < 1):
-        raise ValueError(f"`average_from` should be None, or at least 0 and less than 1. Found {average_from!r}.")
+        number("learning_rate", learning_rate, above=0)
+    if average_from is not None:
+        number("average_from", average_from, least=0, below=1)
     if checkpoint is None:
         return
     if not isinstance(checkpoint, str | os.PathLike):
@@ -694,20 +692,9 @@ def _check_arguments(
         raise ValueError(f"`checkpoint` should be a file in a folder that exists. Found {str(checkpoint)!r}.")
 
 
-def _check_rate(rate: float, name: str) -> None:
-    if not (_is_number(rate) and 0 < rate < math.inf):
-        raise ValueError(f"`{name}` should be positive and finite. Found {rate!r}.")
-
-
-def _is_number(value: object) -> bool:
-    """Say whether it is one real number, of any type that has one."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value.ndim == 0
-    return isinstance(value, int | float | np.integer | np.floating)
-
-
 def _rate(learning_rate: Schedule, part: float) -> float:
-    rate = learning_rate(part)
-    if not (_is_number(rate) and 0 <= rate < math.inf):
-        raise ValueError(f"`learning_rate` should return finite numbers, not negative. Found {rate!r} at {part:.4g}.")
+    found = learning_rate(part)
+    rate = real(found)
+    if rate is None or not 0 <= rate < math.inf:
+        raise ValueError(f"`learning_rate` should return finite numbers, not negative. Found {found!r} at {part:.4g}.")
     return rate

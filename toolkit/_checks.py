@@ -1,0 +1,101 @@
+"""Checks of the numbers and choices that a caller gives: one rule, and one form of error, in every room.
+
+A number is Python's, a scalar of NumPy or of torch, or an array or a tensor without dimensions. A truth value is no
+number, and neither is a tensor that carries a gradient: as a plain number it would lose it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Integral, Real
+from typing import Any
+
+__all__ = ["choice", "index", "integer", "number", "real"]
+
+
+def integer(name: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """Return an integer of any kind as Python's.
+
+    Raises:
+        ValueError: If `value` is not an integer, below `least` or above `most`.
+    """
+    found = index(value)
+    if found is None or found < least or (most is not None and found > most):
+        expected = "a positive integer" if least == 1 else f"an integer from {least}"
+        if most is not None:
+            expected = f"an integer from {least} to {most}"
+        raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
+    return found
+
+
+def index(value: object) -> int | None:
+    """Return an integer of any kind as Python's, None for anything else."""
+    if type(value) is int:
+        return value
+    found = _plain(value)
+    return int(found) if isinstance(found, Integral) else None
+
+
+def number(
+    name: str,
+    value: object,
+    *,
+    least: float | None = None,
+    above: float | None = None,
+    most: float | None = None,
+    below: float | None = None,
+) -> float:
+    """Return a finite number of any kind as a Python float; `least` and `most` are allowed, `above` and `below` not.
+
+    Raises:
+        ValueError: If `value` is not a number, not finite, or out of its range.
+    """
+    found = real(value)
+    if found is not None and math.isfinite(found):
+        high_enough = (least is None or found >= least) and (above is None or found > above)
+        if high_enough and (most is None or found <= most) and (below is None or found < below):
+            return found
+    raise ValueError(f"`{name}` should be {_range(least, above, most, below)}. Found {value!r}.")
+
+
+def real(value: object) -> float | None:
+    """Return a real number of any kind as a Python float, None for anything else."""
+    if type(value) is float:
+        return value
+    found = _plain(value)
+    return float(found) if isinstance(found, Real) else None
+
+
+def choice(name: str, value: object, choices: Iterable[str]) -> None:
+    """Raise a ValueError unless `value` is one of the `choices`."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"`{name}` should be one of {', '.join(map(repr, choices))}. Found {value!r}.")
+
+
+def _plain(value: Any) -> object:
+    """Return the Python scalar of a scalar of NumPy or torch; None for a truth value; anything else as it is."""
+    if getattr(value, "ndim", None) == 0 and not getattr(value, "requires_grad", False):
+        value = value.item()
+    return None if isinstance(value, bool) else value
+
+
+def _range(least: float | None, above: float | None, most: float | None, below: float | None) -> str:
+    """Return a range in words."""
+    match least, above, most, below:
+        case None, None, None, None:
+            return "a finite number"
+        case 0, None, None, None:
+            return "finite and not negative"
+        case None, 0, None, None:
+            return "positive and finite"
+        case _, None, None, None:
+            return f"finite and at least {least:g}"
+        case None, _, None, None:
+            return f"finite and above {above:g}"
+        case _, None, _, None:
+            return f"from {least:g} to {most:g}"
+        case None, _, None, _:
+            return f"between {above:g} and {below:g}"
+    return f"at least {least:g} and less than {below:g}" if above is None else f"above {above:g} and at most {most:g}"
