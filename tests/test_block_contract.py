@@ -125,7 +125,7 @@ class _Replace(ast.NodeTransformer):
 
 def _mutations() -> Iterator[Mutation]:
     for module in MODULES:
-        if vars(module).get("stop_gradient") is not stop_gradient or module.__name__ == "toolkit.blocks":
+        if vars(module).get("stop_gradient") is not stop_gradient or module.__name__.startswith("toolkit.blocks"):
             continue
         source = Path(module.__file__).read_text()
         calls = [node for node in ast.walk(ast.parse(source)) if _is_stop(node)]

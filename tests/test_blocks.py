@@ -1110,12 +1110,12 @@ def test_many_threads_leave_nothing_behind() -> None:
 
 
 def _assert_nothing_is_left() -> None:
-    from toolkit import blocks
+    from toolkit.blocks import _switch
 
-    assert blocks._quiet
-    assert blocks._state.get() == blocks._NORMAL
-    assert blocks._open_when_compiled == frozenset()
-    assert blocks._prefix_when_compiled == ""
+    assert _switch.quiet
+    assert _switch.current.get() == _switch.NORMAL
+    assert _switch.open_when_compiled == frozenset()
+    assert _switch.prefix_when_compiled == ""
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)

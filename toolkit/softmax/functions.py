@@ -45,9 +45,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.compiler import is_compiling, is_exporting
 
-from toolkit import blocks
 from toolkit._checks import choice, index
-from toolkit.blocks import block, stop_gradient
+from toolkit.blocks import block, is_quiet, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
     log_softmax_of_rows,
@@ -335,7 +334,7 @@ def _shifted(input: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
     While no block is open, compared or watched anywhere, eager code leaves the subtraction to the kernels, which give
     the same bits with or without it: there is nothing to record. They take `input` as it is, and there is no shift.
     """
-    if blocks._quiet and not is_compiling() and not _is_plain():
+    if is_quiet() and not is_compiling() and not _is_plain():
         return input, None
     x = wide(input)
     shift = stop_gradient(finite_maximum(x, dim), SHIFT)

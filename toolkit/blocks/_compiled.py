@@ -1,0 +1,83 @@
+"""A block in code that Dynamo traces, which cannot read a `ContextVar` and guards module globals instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from torch import Tensor, compiler
+from torch.fx import traceback as fx_traceback
+
+from toolkit.blocks import _switch
+from toolkit.blocks._eager import ANNOTATION, OnFlow, check_on_flow, stop_eagerly
+from toolkit.blocks._names import Block, is_site, register
+from toolkit.blocks._switch import compiled_open
+from toolkit.blocks._tensors import alias, map_tensors
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def stop_in_graph(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
+    """Return a tree of tensors as the block gives it out: see `stop_gradient`."""
+    check_on_flow(on_flow)
+    if name is None:
+        if any(is_site(opened) for opened in _switch.open_when_compiled):
+            raise RuntimeError("An open block should have a name inside a compiled function. Found one without.")
+        key = ""
+    else:
+        key = name_in_graph(name)
+        note_in_graph(key, key in _switch.open_when_compiled)
+    if key in _switch.open_when_compiled:
+        return map_tensors(alias, input)  # type: ignore[no-any-return]
+    if on_flow == "error":
+        _keep_out_of_graphs()
+        return _stop_between_graphs(input, name, on_flow)
+    with fx_traceback.annotate({ANNOTATION: key}):
+        return map_tensors(_detach, input)  # type: ignore[no-any-return]
+
+
+def _stop_between_graphs(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
+    """Put a block in place that no graph can hold: Dynamo ends one graph before it, and begins another after it."""
+    return stop_eagerly(input, name, on_flow)
+
+
+def _detach(tensor: Tensor) -> Tensor:
+    return tensor.detach()
+
+
+def name_in_graph(name: Block | str) -> str:
+    """Return the full name, and make an ad-hoc block known."""
+    return name.name if isinstance(name, Block) else _full_name_in_graph(name, _switch.prefix_when_compiled)
+
+
+def _at_trace_time(function: F) -> F:
+    """Let Dynamo run a function while it traces, and take its result for a constant.
+
+    What `torch.compiler.assume_constant_result` does, without the second that importing Dynamo takes.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_at_trace_time
+def _full_name_in_graph(name: str, prefix: str) -> str:
+    """Run at trace time only: Dynamo would guard the registry, and fail as soon as the name is added to it."""
+    return register(name, prefix)
+
+
+@_at_trace_time
+def note_in_graph(name: str, is_open: bool) -> bool:
+    """Run at trace time only: remember which blocks a compiled graph holds open."""
+    if is_open:
+        compiled_open.add(name)
+    return is_open
+
+
+@_at_trace_time
+def _keep_out_of_graphs() -> None:
+    """Run at trace time only: the wrapper that Dynamo respects imports Dynamo, which takes seconds."""
+    global _stop_between_graphs
+    if not hasattr(_stop_between_graphs, "_torchdynamo_disable"):
+        reason = "`on_flow` should be 'stop' inside of a full graph. Found 'error'."
+        _stop_between_graphs = compiler.disable(_stop_between_graphs, reason=reason)

@@ -1,0 +1,66 @@
+"""Places in the source: where a block was met, and how its file is called."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["Site", "caller", "site_of"]
+
+_ROOM = os.path.normcase(f"{Path(__file__).parent}{os.sep}")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where in the source a block was met: file, line and column (both from 1), and the function."""
+
+    file: str
+    line: int
+    column: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_short_path(self.file)}:{self.line}:{self.column}"
+
+
+def site_of(frame: FrameType) -> Site:
+    """Return the place that a frame has reached."""
+    code = frame.f_code
+    positions = list(code.co_positions())[frame.f_lasti // 2]
+    line, column = positions[0] or frame.f_lineno, positions[2]
+    return Site(code.co_filename, line, 0 if column is None else column + 1, code.co_qualname)
+
+
+def caller() -> Site:
+    """Return the place outside of this room from which a block was reached."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (
+        os.path.normcase(frame.f_code.co_filename).startswith(_ROOM)
+        or frame.f_globals.get("__name__") in ("contextlib", "torch._dynamo.eval_frame")
+    ):
+        frame = frame.f_back
+    assert frame is not None
+    return site_of(frame)
+
+
+def _short_path(file: str) -> str:
+    return _short_path_from(file, os.getcwd())  # noqa: PTH109 - a fifth of the time, for every place that is met
+
+
+@functools.cache  # besides the time it saves: a file keeps its name when `sys.path` changes later
+def _short_path_from(file: str, folder: str) -> str:
+    """Return a path as seen from a folder, or else from where Python imports, if no other file is found there by it."""
+    path = Path(folder, file)
+    if path.is_relative_to(folder):
+        return str(path.relative_to(folder))
+    roots = [Path(folder, entry) for entry in sys.path if isinstance(entry, str)]
+    above = [root for root in roots if path.is_relative_to(root)]
+    if not above:
+        return str(path)
+    short = path.relative_to(max(above, key=lambda root: len(root.parts)))
+    others = {os.path.realpath(root / short) for root in (Path(folder), *roots)} - {os.path.realpath(path)}
+    return str(path if any(map(os.path.exists, others)) else short)

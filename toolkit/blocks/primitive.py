@@ -1,0 +1,268 @@
+"""The public functions: how a block is declared, put in place, opened, asked for and found again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx
+from torch import Tensor, compiler
+from torch.compiler import is_dynamo_compiling
+
+from toolkit.blocks import _switch
+from toolkit.blocks._compiled import name_in_graph, note_in_graph, stop_in_graph
+from toolkit.blocks._eager import ANNOTATION, GradientFlowError, OnFlow, T, stop_eagerly
+from toolkit.blocks._names import Block, full_name, known, known_name, lock, register
+from toolkit.blocks._sites import caller
+from toolkit.blocks._switch import (
+    compiled_open,
+    entered,
+    note_elsewhere,
+    open_region,
+    opened,
+    prefix_in_graph,
+    set_prefix_when_compiled,
+    this_thread,
+)
+from toolkit.blocks._tensors import without_tangents
+
+__all__ = [
+    "Block",
+    "GradientFlowError",
+    "block",
+    "declared_blocks",
+    "is_blocked",
+    "scope",
+    "stop_gradient",
+    "stop_recording",
+    "traced_blocks",
+    "unblock",
+]
+
+_STOP = "stop"
+_PLAIN: frozenset[type] = frozenset({Tensor, torch.nn.Parameter})
+
+
+def block(name: str, why: str) -> Block:
+    """Declare a block, once, at module level. A name that was only used ad hoc so far becomes this block.
+
+    Args:
+        name: ``"<module>.<quantity>"``.
+        why: One sentence that says what the quantity is held constant for.
+
+    Raises:
+        ValueError: If the name is empty or taken, or the reason is empty.
+        TypeError: If either is not a string.
+
+    Example:
+        >>> from toolkit import block, stop_gradient
+        >>> TARGET = block("doc.target", "The bootstrap target is a label: only the prediction moves towards it.")
+        >>> stop_gradient(torch.ones(2, requires_grad=True), TARGET).requires_grad
+        False
+    """
+    for argument, value in (("name", name), ("why", why)):
+        if not isinstance(value, str):
+            raise TypeError(f"`{argument}` should be a string. Found {type(value).__name__}.")
+        if not value.strip():
+            raise ValueError(f"`{argument}` should not be empty. Found {value!r}.")
+    with lock:
+        if name in known and known[name].why:
+            raise ValueError(f"`name` should be a new block's name. Found {name!r}, which is declared already.")
+        known[name] = declared = Block(name, why)
+    return declared
+
+
+def declared_blocks() -> dict[str, Block]:
+    """Return every block known so far, declared or ad hoc, sorted by name.
+
+    A module's blocks are known once it is imported, an ad-hoc block once it has run.
+    """
+    return dict(sorted(known.items()))
+
+
+def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow = "stop") -> T:
+    """Return `input` as a constant of every derivative: reverse mode, forward mode, any order.
+
+    The semantics are those of ``tf.stop_gradient(input, name=None)``: same type, shape, dtype, device, layout and
+    memory; no copy. Because the memory is shared, an in-place operation on the result changes `input` as well.
+
+    Args:
+        input: A tensor of any kind, or a tree of tensors: a dict, list, tuple, namedtuple, deque, dataclass, or a class
+            that is registered with `torch.utils._pytree`, of such trees. What has no derivative passes: tensors of
+            integers and booleans, numbers, NumPy arrays, strings, bytes, dtypes, devices, None. A
+            `torch.nn.Parameter` comes back as a `Tensor`.
+        name: The block. A string names an ad-hoc block, prefixed by `scope`, or a declared one. Without a name the
+            block is known by its place in the source: ``file:line:column``, with the file as seen from the current
+            folder, or else from where Python imports it.
+        on_flow: What a derivative meets that arrives here. ``"stop"``: it ends. ``"error"``: a `GradientFlowError` is
+            raised, with the block and its place, for a path on which no derivative should ever come (TensorFlow's
+            ``prevent_gradient``). It is raised in the backward pass, and in forward mode as soon as a tangent comes.
+            A comparison shows what arrives at such a block, and raises nothing. Compiled code has no such block:
+            ``torch.compile`` runs it in between its graphs, or refuses with ``fullgraph=True``; ``torch.export``
+            refuses.
+
+    Raises:
+        TypeError: If `input` holds anything else; the message names the type.
+        ValueError: If `on_flow` is neither of the two.
+        RuntimeError: If ``on_flow="error"`` is met in a full graph or an export.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> (x * stop_gradient(x)).backward()
+        >>> x.grad
+        tensor(3.)
+    """
+    if is_dynamo_compiling():
+        return stop_in_graph(input, name, on_flow)
+    if (
+        _switch.quiet
+        and on_flow is _STOP
+        and type(input) in _PLAIN
+        and (name is None or type(name) is Block or name in known)
+        and not compiler._is_exporting_flag  # `is_exporting()` without the call: a tenth of a `detach`
+    ):
+        return input.detach()  # type: ignore[attr-defined, no-any-return]
+    return stop_eagerly(input, name, on_flow)
+
+
+@contextmanager
+def stop_recording(name: Block | str) -> Iterator[None]:
+    """Compute a region as a constant: inside it no graph is built while the block is in place.
+
+    The region form of `stop_gradient` (TensorFlow's ``tape.stop_recording``). Because the graph is never built, the
+    peak of memory is saved too, where `stop_gradient` only frees afterwards. Unlike `torch.no_grad` it stops
+    forward-mode derivatives as well.
+
+    Args:
+        name: The block, as in `stop_gradient`.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> with stop_recording("doc.square"):
+        ...     square = x * x
+        >>> square.requires_grad
+        False
+    """
+    if is_dynamo_compiling():
+        key = name_in_graph(name)
+        note_in_graph(key, key in _switch.open_when_compiled)
+        if key in _switch.open_when_compiled:
+            yield
+        else:
+            with torch.no_grad():
+                yield
+        return
+    state = this_thread()
+    key = register(name, state.prefix)
+    if key in state.open:
+        with open_region(state, key):
+            yield
+        return
+    region = None
+    if state.gates is not None:
+        region = state.gates.region(key, caller(), both_modes=True)
+    elif not _switch.quiet:
+        note_elsewhere(key)
+    with contextlib.ExitStack() as stack:
+        for context in (torch.no_grad(), without_tangents()) if region is None else (region,):
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def unblock(*names: Block | str) -> Iterator[None]:
+    """Open blocks for the length of a ``with``: values pass, and the gradient too.
+
+    Args:
+        *names: Blocks or their names. None at all opens nothing, so that a list of variants needs no special case.
+
+    Raises:
+        ValueError: On entry, if a name is unknown; the message has the close matches.
+        RuntimeError: On exit, if no tensor that carries a gradient reached one of the blocks: opening it did nothing.
+
+    Example:
+        >>> x = torch.tensor(3.0, requires_grad=True)
+        >>> y = x * stop_gradient(x, "doc.factor")
+        >>> with unblock("doc.factor"):
+        ...     (x * stop_gradient(x, "doc.factor")).backward()
+        >>> x.grad
+        tensor(6.)
+    """
+    if is_dynamo_compiling():
+        raise RuntimeError("`unblock` should be entered outside of a compiled function. Found it inside of one.")
+    with opened(*names) as reached:
+        yield
+    unreached = {known_name(name) for name in names} - reached - compiled_open
+    if unreached:
+        raise RuntimeError(
+            f"`unblock` should open blocks that a tensor with a gradient reaches. Found none at "
+            f"{', '.join(repr(name) for name in sorted(unreached))}: opening changed nothing."
+        )
+
+
+def is_blocked(name: Block | str) -> bool:
+    """Say whether a block is in place, for code that builds a graph only if the gradient may pass.
+
+    False while the block is open, and while gates stand in the place of blocks, which need the graph (`compare`).
+
+    Raises:
+        ValueError: If the name is unknown.
+    """
+    if is_dynamo_compiling():
+        return name_in_graph(name) not in _switch.open_when_compiled
+    state = this_thread()
+    key = known_name(full_name(name, state.prefix))
+    return key not in state.open and (state.gates is None or state.gates.stops(key, caller()))
+
+
+@contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Prefix the names of ad-hoc blocks: inside ``scope("critic")`` the block ``"target"`` is ``"critic/target"``.
+
+    Scopes nest. Declared blocks keep their names.
+    """
+    if is_dynamo_compiling():
+        with prefix_in_graph(name):
+            yield
+        return
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"`name` should be a non-empty string. Found {name!r}.")
+    with entered(lambda state: dataclasses.replace(state, prefix=f"{state.prefix}{name}/")):
+        token = object()
+        set_prefix_when_compiled(token, this_thread().prefix)
+        try:
+            yield
+        finally:
+            set_prefix_when_compiled(token, None)
+
+
+def traced_blocks(program: Any) -> dict[torch.fx.Node, Block | None]:
+    """Return the nodes of a traced program that are blocks, in graph order, with the block that each of them is.
+
+    Args:
+        program: A `torch.fx.Graph`, or what has one: a `torch.fx.GraphModule`, a `torch.export.ExportedProgram`.
+
+    Returns:
+        Node -> block; None for a block without a name.
+
+    Example:
+        >>> traced = torch.fx.symbolic_trace(lambda x: x * stop_gradient(x, "doc.factor"))
+        >>> [(node.name, block.name) for node, block in traced_blocks(traced).items()]
+        [('doc_factor', 'doc.factor')]
+    """
+    graph = program if isinstance(program, torch.fx.Graph) else program.graph
+    found: dict[torch.fx.Node, Block | None] = {}
+    for node in graph.nodes:
+        if node.target is stop_gradient:
+            name = node.kwargs["name"]
+        else:
+            annotations = node.meta.get("custom") or {}
+            if ANNOTATION not in annotations:
+                continue
+            name = annotations[ANNOTATION]
+        found[node] = known.get(name) or (Block(name, "") if name else None)
+    return found
