@@ -19,7 +19,7 @@ from experiments._report import write_report
 from experiments._results import read_zoo, write_zoo
 from experiments._zoo import complaints, examine, read_programs
 from toolkit import audit, stop_gradient
-from toolkit.gradients.lint import AliasWarning, alias_guard, mode_lint
+from toolkit.gradients import AliasWarning, alias_guard, mode_lint
 from toolkit.testing import assert_blocked, assert_flows
 
 ROOT = Path(__file__).parent.parent

@@ -1,13 +1,14 @@
 """Questions about blocks, asked of any torch program."""
 
+from toolkit.gradients.aliases import AliasWarning, alias_guard
 from toolkit.gradients.audit import Audit, audit
 from toolkit.gradients.check import gradcheck, gradgradcheck
 from toolkit.gradients.compare import Comparison, compare
 from toolkit.gradients.field import Field, field_jacobian
 from toolkit.gradients.grad import grad
 from toolkit.gradients.graph import Graph, graph
-from toolkit.gradients.lint import AliasWarning, ModeFinding, ModeReport, alias_guard, mode_lint
 from toolkit.gradients.memory import Ledger, LedgerEntry, MemoryUse, measure_memory, memory_ledger
+from toolkit.gradients.modes import ModeFinding, ModeReport, mode_lint
 from toolkit.gradients.verdict import BlockEffect, Difference, Verdict
 
 __all__ = [

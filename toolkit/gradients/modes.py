@@ -1,19 +1,12 @@
-"""What is wrong with a program whatever its gradient should be: two modes that disagree, a constant that changes.
-
-`mode_lint` compares forward and reverse mode, which are two ways to compute one derivative. `alias_guard` watches the
-memory of blocked values: they share it with what they were made of, so that an optimizer's step can change a constant.
-"""
+"""Forward mode against reverse mode, two ways to compute one derivative: `mode_lint` finds where they part."""
 
 from __future__ import annotations
 
 import math
 import sys
-import warnings
-import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -21,20 +14,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, grad_mode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, constants, site_of, watched
+from toolkit.blocks import constants
+from toolkit.gradients._places import user_site
 from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
-from toolkit.gradients.memory import has_storage
 
-__all__ = ["AliasWarning", "ModeFinding", "ModeReport", "alias_guard", "mode_lint"]
-
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_TOOLKIT = str(Path(__file__).parent.parent) + "/"
-
-
-# --- forward mode against reverse mode ---------------------------------------------------------------------------
+__all__ = ["ModeFinding", "ModeReport", "mode_lint"]
 
 _DIRECTIONS = 3  # a disagreement hides from a random direction with probability 0; the others are for bad luck
 
@@ -290,175 +276,7 @@ class _GradMode(TorchFunctionMode):
             self._entered[id(context)] = (context, before, mended)
 
     def _note(self, kind: str, frame: FrameType) -> bool:
-        key = str(_user_site(frame))
+        key = str(user_site(frame))
         place = self.places.setdefault(key, _Place(kind))
         place.calls += 1
         return key in self._mended
-
-
-def _user_site(frame: FrameType | None) -> Site:
-    """Return the innermost place outside of torch and this library, for a decorated function that of the function."""
-    inner = frame
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
-        decorated = frame.f_locals.get("func") if frame.f_code.co_name == "decorate_context" else None
-        code = getattr(decorated, "__code__", None)
-        if code is not None and not code.co_filename.startswith((_TORCH, _TOOLKIT)):
-            return Site(code.co_filename, code.co_firstlineno, 1, code.co_qualname)
-        frame = frame.f_back
-    found = frame or inner
-    assert found is not None
-    return site_of(found)
-
-
-# --- constants that change ---------------------------------------------------------------------------------------
-
-
-class AliasWarning(UserWarning):
-    """A value that a block holds constant was changed in memory after the block."""
-
-
-@dataclass
-class _Held:
-    """A constant that a block gave out.
-
-    Attributes:
-        block: The block.
-        site: Where it was put in place.
-        views: The constant, and what was made of it on the same memory, for as long as anything holds them, the graph
-            included.
-        changed: Where and by what its memory was written to since.
-    """
-
-    block: str
-    site: Site
-    views: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    changed: str = ""
-
-    def add(self, view: Tensor) -> None:
-        """Count a tensor as the constant."""
-        self.views[id(view)] = weakref.ref(view)
-
-    def has(self, tensor: Any) -> bool:
-        """Say whether a tensor counts as the constant, by identity."""
-        return id(tensor) in self.views and self.views[id(tensor)]() is tensor
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether something still holds it."""
-        return any(view() is not None for view in self.views.values())
-
-
-@contextmanager
-def alias_guard() -> Iterator[None]:
-    """Warn when a value that a block holds constant changes, because the memory it shares is written to.
-
-    `stop_gradient` copies nothing: its result is its input's memory. If an optimizer's step, ``add_`` or a write
-    through ``.data`` changes that memory, the constant changes with it, and autograd notices only some of it.
-
-    A warning is given when a constant is *used* after its memory was written to, in the forward or in the backward
-    pass, and, at the end of the ``with``, for a constant that was written to and that something still holds. Not for
-    one that nothing uses any more: a step of the optimizer after the backward pass is as it should be. Watched are the
-    results of `stop_gradient`, while eager or compiled functions run as Python. Writes that torch does not make, by
-    numpy on shared memory say, are not seen. Nothing is watched, and nothing slower, outside of the ``with``.
-
-    Warns:
-        AliasWarning: With the block, its place, where the memory was written to, and where it is used. Once per block
-            call.
-
-    Example:
-        >>> w = torch.ones(2, requires_grad=True)
-        >>> with warnings.catch_warnings(record=True) as caught, alias_guard():
-        ...     warnings.simplefilter("always")
-        ...     target = stop_gradient(w, "doc.target")
-        ...     with torch.no_grad():
-        ...         _ = w.add_(1)
-        ...     distance = (w - target).norm()  # 0, and not 1.4
-        >>> caught[0].category.__name__
-        'AliasWarning'
-    """
-    memory = _Memory()
-    with without_compiled_code(), watched(memory.hold), memory:
-        yield
-    memory.finish()
-
-
-class _Memory(TorchDispatchMode):
-    """Sees every operation on memory, of the program, its backward pass and its optimizer."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._held: dict[int, list[_Held]] = {}
-
-    def hold(self, value: Tensor, block: str, site: Site) -> None:
-        """Watch a constant from now on."""
-        while torch._C._functorch.is_functorch_wrapped_tensor(value):
-            value = torch._C._functorch.get_unwrapped(value)
-        if has_storage(value):
-            held = _Held(block, site)
-            held.add(value)
-            alive = [other for other in self._held.get(_memory_of(value), []) if other.is_alive]
-            self._held[_memory_of(value)] = [*alive, held]
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        written = [leaf for leaf in tree_leaves(_written(func, args, kwargs or {})) if has_storage(leaf)]
-        if self._held:
-            for leaf in tree_leaves((args, kwargs)):
-                if has_storage(leaf) and not any(leaf is other for other in written):
-                    self._use(leaf)
-        result = func(*args, **(kwargs or {}))
-        if self._held:
-            for leaf in written:
-                self._write(leaf, func)
-            self._follow(args, result)
-        return result
-
-    def finish(self) -> None:
-        """Warn of the constants that changed and are still held."""
-        for held in [held for group in self._held.values() for held in group]:
-            if held.changed and held.is_alive:
-                _warn(held, "is still held at the end of `alias_guard`", held.site)
-
-    def _use(self, leaf: Tensor) -> None:
-        for held in self._held.get(_memory_of(leaf), []):
-            if held.changed and held.has(leaf):
-                place = _user_site(sys._getframe(1))
-                self._held[_memory_of(leaf)].remove(held)
-                _warn(held, f"is used after that at {place}", place)
-                return
-
-    def _write(self, leaf: Tensor, func: Any) -> None:
-        for held in self._held.get(_memory_of(leaf), []):
-            if not held.changed:
-                held.changed = f"{func._schema.name.removeprefix('aten::')} at {_user_site(sys._getframe(1))}"
-
-    def _follow(self, args: tuple[Any, ...], result: Any) -> None:
-        """Count a view of a constant as the constant."""
-        for leaf in tree_leaves(result):
-            if has_storage(leaf):
-                for held in self._held.get(_memory_of(leaf), []):
-                    if any(held.has(given) for given in tree_leaves(args)):
-                        held.add(leaf)
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return what an operation writes to, by its schema."""
-    found = []
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.append(args[index] if index < len(args) else kwargs.get(argument.name))
-    return found
-
-
-def _memory_of(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
-
-
-def _warn(held: _Held, how: str, place: Site) -> None:
-    message = (
-        f"The value that {held.block!r} holds constant at {held.site} {how}, but its memory was changed by "
-        f"{held.changed}: it is no longer what it was. A clone before the block would keep it."
-    )
-    warnings.warn_explicit(message, AliasWarning, place.file, place.line)
