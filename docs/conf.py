@@ -1,4 +1,4 @@
-"""Settings of the documentation, the directive that lists blocks, and formulas that need no network."""
+"""Settings of the documentation, the directives for blocks and the zoo, and formulas that need no network."""
 
 import contextlib
 import sys
@@ -72,7 +72,7 @@ class Blocks(SphinxDirective):
 
 
 class Zoo(SphinxDirective):
-    """Shows the programs of a folder: what each is about, what an audit finds in it, its text."""
+    """Shows the programs of a folder: the story of each, the findings of an audit, and the code."""
 
     required_arguments = 1
 
@@ -91,7 +91,7 @@ class Zoo(SphinxDirective):
         found = nodes.bullet_list()
         for complaint in examined["buggy"]["complaints"]:
             found += nodes.list_item("", nodes.paragraph(text=complaint))
-        section += [nodes.paragraph(text="What an audit finds in the buggy program, and not in the fixed one:"), found]
+        section += [nodes.paragraph(text="An audit finds in the buggy program, and not in the fixed one:"), found]
         code = program.source.partition('"""\n\nimport')
         section += nodes.literal_block("", "import" + code[2].rstrip(), language="python")
         threads = nodes.paragraph(text="Met in ")
@@ -114,7 +114,7 @@ def formula(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
 
 
 def setup(app: Sphinx) -> None:
-    """Add what is defined here."""
+    """Register the directives and the writer of formulas."""
     app.add_directive("blocks", Blocks)
     app.add_directive("zoo", Zoo)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

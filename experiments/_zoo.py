@@ -1,8 +1,8 @@
 """Audits the bug zoo: small programs with a stop-gradient missing, misplaced or needless, and the same without the bug.
 
-A program is a file of plain torch. Its docstring tells the bug, its title first; ``SOURCES`` names public threads where
-it was met, ``MOVES`` and ``STAYS`` the networks that its loss should and should not train. ``buggy()`` and ``fixed()``
-return the loss and the networks, as ``python -m toolkit audit file.py:buggy`` expects.
+A program is a file of plain torch. Its docstring describes the bug, title first. ``SOURCES`` names public threads that
+report the bug, ``MOVES`` and ``STAYS`` the networks that its loss should and should not train. ``buggy()`` and
+``fixed()`` return the loss and the networks, as ``python -m toolkit audit file.py:buggy`` expects.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Program", "complaints", "examine", "read_programs"]
 
 VARIANTS = ("buggy", "fixed")
 
-# What these give is a constant unless `create_graph` asks for more, as every attack of first order means it.
+# Their results are constants unless `create_graph` is true, as every first-order attack intends.
 DERIVATIVES = ("grad()", "backward()")
 
 
@@ -51,7 +51,7 @@ class Program:
 
     @property
     def story(self) -> str:
-        """How it comes about and what it does."""
+        """The cause of the bug and its effect."""
         return " ".join((self.module.__doc__ or "").strip().splitlines()[1:]).strip()
 
     def audit(self, variant: str, *, seed: int = 0) -> Audit:
@@ -80,7 +80,7 @@ def read_programs(folder: Path) -> list[Program]:
     """Return the programs of a folder, sorted by name.
 
     Raises:
-        ValueError: If there is none, or one lacks a part.
+        ValueError: If the folder has no program, or a program lacks a part.
     """
     found = []
     for path in sorted(folder.glob("*.py")):
@@ -101,12 +101,12 @@ def read_programs(folder: Path) -> list[Program]:
 
 
 def complaints(found: Audit, *, moves: list[str], stays: list[str]) -> list[str]:
-    """Return what is wrong with a program by its audit, in sentences; nothing if nothing is.
+    """Return the faults that an audit finds in a program, in sentences; empty if it finds none.
 
     Args:
         found: The audit.
         moves: Names of networks that the loss should train. Every parameter of them should get a gradient.
-        stays: Names of networks that it should not. No parameter of them should get one.
+        stays: Names of networks that the loss should not train. No parameter of them should get a gradient.
     """
     return list(_complaints(found, moves, stays))
 
@@ -141,7 +141,7 @@ def _complaints(found: Audit, moves: list[str], stays: list[str]) -> Iterator[st
 
 
 def examine(program: Program) -> dict[str, Any]:
-    """Return what the audit finds in both variants of a program, as plain JSON for a record."""
+    """Return the audit of both variants of a program, as plain JSON for a record."""
     lines = program.changed_lines()
     variants = {}
     for variant in VARIANTS:

@@ -1,7 +1,7 @@
-"""The advantage of a shared network is blocked by half.
+"""The advantage of a shared network is only half blocked.
 
-Policy and value share a trunk. The value that is subtracted is detached, but the returns that it is subtracted from end
-in a bootstrapped value of the same network, so the policy's loss still moves the value head.
+Policy and value share a trunk. The subtracted value is detached, but the returns also end in a bootstrapped value of
+the same network. So the policy's loss still moves the value head.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """A checkpoint whose inputs are all detached trains none of its parameters.
 
-The reentrant checkpoint looks at its inputs to decide whether there is anything to differentiate, and does not see the
-parameters of what it runs. If a block is in front of it, it records nothing: the loss is right, and every parameter
-inside keeps `grad=None`. Torch says so once, in a warning.
+The reentrant checkpoint decides by its inputs whether a gradient is needed, and does not see the parameters inside. If
+a block stands in front of it, the checkpoint records no graph. The loss is right, and every parameter inside keeps
+`grad=None`. Torch only warns once.
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 With one update for each batch of samples, the ratio of new to old policy in PPO and GRPO is exp(l - l.detach()): always
 1, which many readers take for a mistake. Its gradient is that of l. Without the block the two halves cancel in the
-gradient as well, and nothing is learned.
+gradient too, and the policy does not learn.
 """
 
 import torch

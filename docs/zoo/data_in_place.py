@@ -1,8 +1,8 @@
-"""A change in place through `.data` makes the gradient wrong, and nobody notices.
+"""An in-place change through `.data` makes the gradient wrong, without an error.
 
-The sigmoid keeps its result for its own derivative. A change in place would normally be noticed, because a tensor
-counts its changes; `.data` shares the memory but not the count. The backward pass then uses the changed values, as if
-the sigmoid had returned them.
+The sigmoid saves its result for its derivative. Autograd normally detects an in-place change, because a tensor counts
+its changes; `.data` shares the memory but not the counter. The backward pass then uses the changed values, as if the
+sigmoid had returned them.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """The loss of the policy moves the critic.
 
-An advantage says how good an action was. It weighs the action's log-probability and is a constant to the policy's
-loss; otherwise that loss pushes the critic's value wherever it makes the weight smaller, against the critic's own loss.
-Blocked, the published results could be reproduced.
+An advantage measures how good an action was. It weights the action's log-probability and must be a constant in the
+policy's loss. Otherwise this loss also moves the critic's value, to reduce the weights, against the critic's own loss.
+With the block the published results could be reproduced.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """`no_grad` holds a scale constant in one mode of differentiation and not in the other.
 
-The inputs are divided by a scale that is meant as a constant. The penalty needs a directional derivative, which
-forward mode gives cheaply; but `torch.no_grad` stops reverse mode alone. `jacrev` and `jacfwd` of such a function
-disagree. `detach` stops both.
+The inputs are divided by a scale that should be a constant. The penalty needs a directional derivative, and forward
+mode computes it cheaply; but `torch.no_grad` only stops reverse mode. `jacrev` and `jacfwd` of such a function
+disagree. `detach` stops both modes.
 """
 
 import torch

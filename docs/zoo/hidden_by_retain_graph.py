@@ -1,8 +1,8 @@
 """The discriminator's loss runs through the generator, and `retain_graph` hides it.
 
 Both losses use the same fake batch. Without a block the first backward pass frees the generator's graph, so the second
-one raises "Trying to backward through the graph a second time". The message recommends `retain_graph=True`; with it
-nothing raises any more, and the generator's `.grad` holds the discriminator's wish to tell its samples apart.
+one raises "Trying to backward through the graph a second time". The message recommends `retain_graph=True`. This flag
+removes the error, and the generator's `.grad` then contains the gradient of the discriminator's loss.
 """
 
 import torch

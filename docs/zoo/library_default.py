@@ -1,6 +1,6 @@
-"""A library function stops the gradient only if it is told to.
+"""A library function stops the gradient only if a flag is set.
 
-Advantages are computed by a function whose switch is off by default, while its neighbours in the same library have it
+The function that computes advantages has its flag off by default, while related functions of the same library have it
 on. The call looks complete, the values are right, and the policy's loss moves the critic.
 """
 

@@ -1,7 +1,7 @@
-"""A term of the loss is a number, and trains nothing.
+"""A term of the loss is a plain number without a gradient.
 
-One term is turned into a plain float, to keep a log without keeping its graph. The total is right to the last digit,
-but its gradient is that of the other term, whatever weight the term is given.
+One term is converted to a plain float, so that a log of it does not keep the graph. The total is right to the last
+digit, but its gradient is that of the other term, for any weight of the first.
 """
 
 import torch

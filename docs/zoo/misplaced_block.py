@@ -1,8 +1,8 @@
 """The block of the discriminator's step stands in the generator's.
 
-In the step of the discriminator the fake batch is detached. Copied into the step of the generator, usually to silence
-an error about the graph, the same line takes away all that the generator could learn from. The loss still moves,
-because the discriminator does.
+The discriminator's step detaches the fake batch. The same line is copied into the generator's step, usually to silence
+an error about the graph. There it removes the generator's whole gradient. The loss still changes, because the
+discriminator does.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Q-learning moves its target as well.
 
-The target is what the prediction should become. Without a block the loss also drags the target towards the prediction:
-the semi-gradient -d phi of TD learning turns into the residual gradient -d (phi - gamma phi'), and a target network
-that was meant to stand still is trained.
+The prediction should move towards the target. Without a block the loss also moves the target towards the prediction:
+the semi-gradient -d phi of TD learning becomes the residual gradient -d (phi - gamma phi'), and the target network,
+which should stay fixed, is trained.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""A gradient is detached that has no graph.
+"""A gradient without a graph is detached.
 
-What `torch.autograd.grad` returns has no history unless `create_graph` asks for one. Detaching it again does nothing,
-and makes the next reader look for what it protects.
+The result of `torch.autograd.grad` has no history unless `create_graph` is set. Detaching it has no effect, and makes
+the next reader search for a reason.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """The codebook's loss comes after the straight-through step, where the codebook is held constant.
 
-The straight-through estimator gives the chosen code the gradient of what was quantised. Whatever is computed from its
-result trains the encoder alone; the loss that should pull the codes to the data has to come before.
+The straight-through estimator passes the gradient at the chosen code on to the encoder's output. A loss of its result
+only trains the encoder. The loss that should pull the codes to the data must be computed before this step.
 """
 
 import torch

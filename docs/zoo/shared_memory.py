@@ -1,7 +1,7 @@
 """A copy of the parameters follows them.
 
-`detach` cuts the graph and keeps the memory: the optimiser's step changes the "old" weights too. A penalty on the
-distance from them is zero for ever, and so is its gradient.
+`detach` cuts the graph and shares the memory: the optimiser's step changes the "old" weights too. A penalty on the
+distance from these weights is always zero, and so is its gradient.
 """
 
 import torch

@@ -1,8 +1,8 @@
 """Self-supervision holds the wrong one of its two branches.
 
-The prediction of one view should move towards the projection of the other, which is held constant; which of the two is
-held, and where, is asked again and again. With the block on the prediction, the predictor gets no gradient at all and
-stays as it was initialised.
+The prediction of one view should move towards the projection of the other, which is held constant. Users often ask
+which of the two is held, and where. With the block on the prediction, the predictor gets no gradient and stays at its
+initial values.
 """
 
 import torch
