@@ -24,7 +24,7 @@ RESULTS = click.option(
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stopgrad")
 def main() -> None:
-    """Run algorithms with and without their stop-gradients, and see what each of them does."""
+    """Run algorithms with and without their stop-gradients, and measure the difference."""
 
 
 @main.command()
@@ -35,7 +35,7 @@ def main() -> None:
 def run(configs: tuple[Path, ...], overrides: tuple[str, ...], force: bool, results: Path) -> None:
     """Train with the blocks in place and again with each named block open.
 
-    CONFIGS are TOML files, or folders of them. Finished seeds are not run twice: a run that was stopped goes on.
+    CONFIGS are TOML files, or folders of them. Finished seeds are not run twice: an interrupted run resumes.
     """
     from experiments._config import ConfigError, load_config
 
@@ -65,7 +65,7 @@ def run(configs: tuple[Path, ...], overrides: tuple[str, ...], force: bool, resu
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("docs/zoo"))
 @RESULTS
 def zoo(folder: Path, results: Path) -> None:
-    """Audit the programs of the bug zoo, with their bug and without, and keep the answers for the report.
+    """Audit the programs of the bug zoo, with and without their bugs, and record the results for the report.
 
     FOLDER holds the programs; docs/zoo by default.
     """
@@ -109,7 +109,7 @@ def report(results: Path, output: Path | None) -> None:
 @main.command("list")
 @click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True)
 def list_command(configs: Path) -> None:
-    """Show experiments, their blocks, and the configs that are there."""
+    """Show experiments, their blocks, and the available configs."""
     from experiments._listing import listing
 
     click.echo(listing(configs))

@@ -1,6 +1,6 @@
-"""What the blocked gradient of each training method is: that of a loss at given examples, in torch's own words.
+"""Targets of the blocked gradient of each training method: the gradient of a loss at given examples, in plain torch.
 
-They know nothing of blocks: what a block holds is plain data here, or is detached.
+These programs have no blocks: a quantity that a block holds is plain data here, or is detached.
 
 N images, C classes.
 """
@@ -140,7 +140,7 @@ class _Moved(nn.Module):
 
 
 def _slopes(model: nn.Module, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of every image, and its gradient by the image, which can be differentiated."""
+    """Return the loss of every image and its gradient with respect to the image, both differentiable."""
     point = x.detach().requires_grad_()
     losses = F.cross_entropy(model(point), labels, reduction="none")
     (slope,) = torch.autograd.grad(losses.sum(), point, create_graph=True)
@@ -148,7 +148,7 @@ def _slopes(model: nn.Module, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor
 
 
 def _steepest(rows: Tensor, norm: str) -> Tensor:
-    """Return the direction of norm 1 along which each row climbs fastest."""
+    """Return the direction of steepest ascent of each row, with norm 1."""
     if norm == "linf":
         return rows.sign()
     if norm == "l2":

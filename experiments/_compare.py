@@ -55,7 +55,7 @@ def run_config(
         on_method: Called with the name of each of the other methods before it is trained.
 
     Raises:
-        RunError: If two variants differ before any gradient was used, or a block that is opened is not met.
+        RunError: If two variants differ before any gradient was used, or the program does not reach an opened block.
     """
     torch.set_num_threads(loaded.config.threads)
     folder = results_folder(root, loaded.name, loaded.config.resolved())
@@ -137,7 +137,7 @@ def _run_seed(
 
 
 class _Gradients:
-    """The gradients of every variant at the present parameters of a run, and how far each is from the target."""
+    """The gradients of every variant at the present parameters of a run, and their distances from the target."""
 
     def __init__(self, run: Run, variants: list[Variant], path: Path) -> None:
         comparison = compare(run.loss, run.parameters)

@@ -1,4 +1,4 @@
-"""What a config file may say, and one clear line for each way to say it wrong.
+"""The format of config files, with one clear line for each mistake.
 
 This module does not import torch; an experiment's own `Config`, which does, is imported only when a config names it.
 """
@@ -27,22 +27,21 @@ BlockSet = str | list[str]
 
 
 class ExperimentConfig(BaseModel):
-    """What every experiment's config says. An experiment's own `Config` adds its fields.
+    """Values common to all experiments. An experiment's own `Config` adds its fields.
 
     Attributes:
         experiment: The module in `experiments/` that runs it.
         title: One line for the report.
-        finding: What theory says the block does here, in words for a reader who never heard of stop-gradients.
+        finding: The block's effect by theory, in words for a reader who does not know stop-gradients.
         open: The variants that are compared with the blocked run: each is a block, or a list of blocks that are
             opened together.
-        seeds: How many seeds; they are 0, 1, 2, ...
+        seeds: Number of seeds; they are 0, 1, 2, ...
         steps: Training steps of each run.
         evaluate_every: Steps between two evaluations of the metrics. The first and last step are always evaluated.
-        references: What others have reached by the same measure, and where that is said -> their objective: lines to
-            compare with.
+        references: Source -> published value of the objective, drawn as a line for comparison.
         learning_rate: Step size of the optimiser.
         dtype: Floating-point type of data and parameters.
-        device: Where it runs.
+        device: The torch device of the run.
         threads: Threads for torch. Small models are fastest with one.
     """
 
@@ -72,7 +71,7 @@ class ExperimentConfig(BaseModel):
 
 
 class ConfigError(Exception):
-    """A config that cannot be run; its text is one line for each thing that is wrong, ready to be shown."""
+    """A config that cannot be run; its text has one line for each mistake, ready to be shown."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,11 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
 
     Args:
         path: A TOML file.
-        overrides: ``key=value`` each; the value is read as TOML, or as a string if it is none.
+        overrides: ``key=value`` each; the value is read as TOML, or as a string if it is not valid TOML.
 
     Raises:
-        ConfigError: If anything is wrong; the text names file, line and key, and suggests the nearest valid name.
+        ConfigError: If the config has a mistake; the text names file, line and key, and suggests the nearest valid
+            name.
     """
     source = _read(path)
     try:
@@ -218,9 +218,9 @@ def _sentence(details: ErrorDetails, where: _Places, config_class: type[Experime
 
 
 def _location(model: Any, parts: Iterable[str | int]) -> tuple[list[str | int], Collection[str]]:
-    """Return where in the tables of a config something is wrong, and the keys that the innermost table may have.
+    """Return the place of a mistake in the tables of a config, and the valid keys of the innermost table.
 
-    What lies within a value, the third item of a list say, is left out: the value is one key of its table.
+    The place ends at a key's value. The position inside a value, the third item of a list for example, is left out.
     """
     location: list[str | int] = []
     keys: Collection[str] = list(model.model_fields)

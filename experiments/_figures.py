@@ -36,7 +36,7 @@ __all__ = [
     "significant",
 ]
 
-# Okabe and Ito's palette, told apart with every kind of colour vision. Blue is the blocked run in every picture.
+# Okabe and Ito's palette, distinct for every kind of colour vision. Blue is the blocked run in every picture.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 _MARKERS = ("", "o", "s", "^")
@@ -175,7 +175,7 @@ def draw_bands(panels: Sequence[tuple[str, Sequence[Band], float | None]], level
 def draw_methods(
     title: str, label: str, bands: Sequence[Band], levels: Sequence[Level], best: float | None, key: str
 ) -> str:
-    """Draw an objective over the steps of several methods; beside it, if the best is known, what is missing to it."""
+    """Draw an objective over the steps of several methods; beside it, if the best is known, the gap to the best."""
     close = best is not None and bool(bands)
     with mpl.rc_context(_STYLE):
         curves = len(bands) + len(levels) + (best is not None)
@@ -218,7 +218,7 @@ def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]], key: str) -> str:
 
 
 def draw_strips(panels: Sequence[tuple[str, Sequence[Strip], float | None]], key: str) -> str:
-    """Draw where every seed ended: a dot a seed, a bar at the median, and a dotted line at a value that matters."""
+    """Draw the end of every seed: a dot per seed, a bar at the median, and a dotted line at a value of interest."""
     with mpl.rc_context(_STYLE):
         heights = [0.45 + 0.42 * len(strips) for _, strips, _ in panels]
         figure = Figure(figsize=(7.2, 0.2 + sum(heights)), layout="constrained")
@@ -242,7 +242,7 @@ def draw_strips(panels: Sequence[tuple[str, Sequence[Strip], float | None]], key
 
 
 def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[str, Sequence[Band]]], key: str) -> str:
-    """Draw what runs gave for each value of a quantity: a dot a seed, and a line through the medians."""
+    """Draw the results for each value of a swept quantity: a dot per seed, and a line through the medians."""
     with mpl.rc_context(_STYLE):
         columns = min(2, len(panels))
         rows = -(-len(panels) // columns)
@@ -271,13 +271,13 @@ def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[st
 
 
 def degrees(cosine: float) -> float:
-    """Return the angle; what `acos` makes of rounding in a cosine near 1 counts as none."""
+    """Return the angle in degrees; an angle that is only rounding of a cosine near 1 becomes 0."""
     angle = math.degrees(math.acos(cosine))
     return angle if angle > 1e-4 else 0.0
 
 
 def significant(value: float, digits: int) -> str:
-    """Write a number with so many significant digits, without an exponent as long as that is readable."""
+    """Write a number with `digits` significant digits, without an exponent where that is readable."""
     if not math.isfinite(value) or value == 0 or not 1e-4 <= abs(value) < 1e6:
         return f"{value:.{digits}g}"
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))

@@ -1,4 +1,4 @@
-"""What `list` shows: experiments, blocks, configs."""
+"""The text of `stopgrad list`: experiments, blocks, configs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def listing(configs: Path) -> str:
     for block in toolkit.declared_blocks().values():
         lines += _entry(block.name, block.why)
     lines += ["", f"Configs in {configs}/"]
-    # Those that need data of the user's own are in folders of their own, which `run` leaves out.
+    # Configs that need the user's own data are in subfolders, which `run` skips.
     for path in sorted(configs.rglob("*.toml"), key=lambda path: (len(path.parts), path)):
         try:
             title = str(tomllib.loads(path.read_text(encoding="utf-8")).get("title", ""))

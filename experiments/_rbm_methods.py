@@ -38,20 +38,21 @@ Measure = Callable[[RBM], Mapping[str, float]]
 
 
 class Method(BaseModel):
-    """One way to train, by `toolkit.rbm.FusedTrainer`, which takes the same updates as autograd would.
+    """One way to train, by `toolkit.rbm.FusedTrainer`, with the same updates as autograd.
 
     Attributes:
-        name: What the report calls it.
+        name: Its name in the report.
         learning_rate: Step size of the first update.
-        decay: How it falls until the last update: ``"none"``, ``"linear"`` or ``"cosine"``, both to 0.
+        decay: Decay of the step size until the last update: ``"none"``, or to 0 by ``"linear"`` or ``"cosine"``.
         gibbs_steps: Gibbs steps of each update.
-        chains: M chains that go on from one update to the next. None: they start at the data.
-        temperatures: T copies of each chain, at evenly spaced inverse temperatures from 0 to 1, which are swapped. 1:
-            no tempering.
-        fast_rate: Learning rate of the fast weights. None: none.
-        offset_rate: The part of each batch in the running means on which both layers are centred. None: not centred.
+        chains: M, the number of chains that continue from one update to the next. None: chains start at the data.
+        temperatures: T, the number of copies of each chain, at evenly spaced inverse temperatures from 0 to 1, which
+            are swapped. 1: no tempering.
+        fast_rate: Learning rate of the fast weights. None: no fast weights.
+        offset_rate: The weight of each batch in the running means on which both layers are centred. None: no centring.
         weight_decay: Weight decay.
-        average_from: From this part of the updates on, the mean of all parameters so far is judged. None: never.
+        average_from: The fraction of the updates from which on the mean of all parameters is judged. None: no
+            averaging.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -93,8 +94,8 @@ def methods(
         chosen: Methods that make updates.
         estimators: scikit-learn estimators, fitted with their default settings.
         images: (N, V), zeros and ones of any type.
-        batch_size: Images of an update. None: all of them.
-        points: The updates at which the metrics are computed; the last one is how many there are.
+        batch_size: Images of an update. None: all images.
+        points: The updates at which the metrics are computed; the last point is the number of updates.
         start: Returns the machine that each method starts from.
         measure: Computes the metrics of a machine.
         seed: Seeds all draws.

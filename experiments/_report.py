@@ -40,30 +40,30 @@ from experiments._rounding import OF_TRAINING
 
 __all__ = ["write_report"]
 
-# More parameters than this make a picture nobody reads; those with the largest leak are shown.
+# The largest readable number of parameters in one picture; those with the largest leak are shown.
 _MOST_PARAMETERS = 10
 
-# A number of a table that is smaller is nothing but rounding.
+# A smaller number in a table is rounding.
 _NOTHING = 1e-9
 
-# What is closer to the limit of an event, relative, is at its limit and not beyond: events are coarse.
+# A value within this relative distance of an event's limit counts as at the limit, not beyond: events are coarse.
 _AT_THE_LIMIT = 1e-5
 
-# From so many seeds on, the report shows where each of them ended.
+# The smallest number of seeds for which the report shows where each seed ended.
 _MANY_SEEDS = 10
 
 _GREYS = ("#999999", "#333333", "#bbbbbb")  # of what others have said
 
-# More curves than this of a sweep are left to its table.
+# A sweep with more curves than this is shown in its table only.
 _MOST_PANELS = 4
 
-# A gradient that opening the block makes so many times longer is one that has vanished with it.
+# If opening the block lengthens a gradient by more than this factor, the blocked gradient has vanished.
 _VANISHED = 1e4
 
 
 @dataclass(frozen=True)
 class VariantView:
-    """One set of open blocks, summed up over the seeds, in words and numbers ready for the page."""
+    """One set of open blocks, summarised over the seeds, in words and numbers ready for the page."""
 
     name: str
     colour: str
@@ -94,7 +94,7 @@ class SeedsView:
 
 @dataclass(frozen=True)
 class SweepView:
-    """What the runs gave for each value of a swept quantity; a table row is (value, variant, cells)."""
+    """Results of the runs for each value of a swept quantity; a table row is (value, variant, cells)."""
 
     label: str
     variants: int
@@ -105,7 +105,7 @@ class SweepView:
 
 @dataclass(frozen=True)
 class MethodsView:
-    """What other methods made of the same model: a picture, and a table with a row (method, cells) for each."""
+    """Results of other methods on the same model: a picture, and a table with a row (method, cells) for each method."""
 
     label: str
     picture: str
@@ -139,12 +139,12 @@ class ExperimentView:
 
 
 def write_report(experiments: Sequence[ExperimentRecords], page: Path, zoo: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Write the page, whole or not at all, and return its path.
+    """Write the page atomically and return its path.
 
     Args:
         experiments: The records of every config.
-        page: Where to.
-        zoo: The record of the bug zoo; without one the page has none.
+        page: The file to write.
+        zoo: The record of the bug zoo. None: the page has no such section.
     """
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("experiments", "."), autoescape=True, undefined=jinja2.StrictUndefined
@@ -231,7 +231,7 @@ def _verdict(effect: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _agreed(verdicts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the verdict of all seeds. Where they differ it has what they share, and its text tells how they differ."""
+    """Return one verdict for all seeds. Where they differ, its text lists the verdicts and their numbers of seeds."""
     texts = Counter(verdict["text"] for verdict in verdicts)
     if len(texts) == 1:
         return verdicts[0]
@@ -243,22 +243,22 @@ def _agreed(verdicts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     return {**shared, "kind": kind, "label": "below the noise" if kind == "noise" else label}
 
 
-# What a block does that has nothing to stop.
+# The effect of a block that has no gradient to stop.
 _NOTHING_LEAKS = {
-    "no-op": "Nothing that carries a gradient reaches this block: there is nothing for it to stop.",
-    "redundant": "Opening the block changes the gradient by no more than the rounding of floating-point numbers: what "
-    "would flow through it is zero.",
-    "noise": "Opening the block changes the gradient by no more than rounding may, in numbers of so low a precision: "
-    "whether anything flows through it cannot be told.",
+    "no-op": "No gradient reaches this block, so it has nothing to stop.",
+    "redundant": "Opening the block changes the gradient by no more than the rounding of floating-point numbers: the "
+    "leak is zero.",
+    "noise": "Opening the block changes the gradient by no more than the rounding in this low precision: a leak, if "
+    "there is one, cannot be told from rounding.",
 }
 
 
 def _sentence(verdict: Mapping[str, Any], first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) -> str:
-    """Say what the verdict means to a reader who has never heard of stop-gradients."""
+    """Return the verdict's meaning for a reader who does not know stop-gradients."""
     kind, names = verdict["kind"], ", ".join(verdict["parameters"])
     if kind in _NOTHING_LEAKS and all(_verdict(effect)["kind"] in _NOTHING_LEAKS for effect in last):
         if kind == "redundant" and all(effect["leak"] == 0 for effect in [*first, *last]):
-            return "Opening the block changes the gradient not by a single bit: what would flow through it is zero."
+            return "Opening the block does not change a single bit of the gradient: the leak is zero."
         return _NOTHING_LEAKS[kind]
     start, end = _turn(first), _turn(last)
     if start == end:
@@ -266,34 +266,34 @@ def _sentence(verdict: Mapping[str, Any], first: Sequence[dict[str, Any]], last:
     else:
         sentence = f"Opening the block {start} before the first step, and {end} once the model is trained."
     if kind == "cuts" and names:
-        sentence += f" While it is in place no gradient reaches {names} at all."
+        sentence += f" With the block in place no gradient reaches {names} at all."
     elif kind == "makes" and names:
-        sentence += f" It is the block that makes the gradient of {names}: without it that is zero."
+        sentence += f" The block itself makes the gradient of {names}: without the block it is zero."
     elif kind in ("cuts", "makes", "differs"):
         sentence += f" The verdict is: {verdict['text']}."
     return sentence
 
 
 def _turn(effects: Sequence[dict[str, Any]]) -> str:
-    # A record has no infinity: a length without a value, of a leak that has one, is that of a gradient out of nothing.
+    # A record has no infinity: if the leak has a value and the length has none, the blocked gradient is zero.
     ratios = [math.inf if effect["ratio"] is None and effect["leak"] else effect["ratio"] for effect in effects]
     known = [ratio for ratio in ratios if ratio is not None]
     if not known:
         is_zero = all(effect["leak"] == 0 for effect in effects)
-        return "leaves a gradient that is zero as it is" if is_zero else "makes the gradient infinite, or no number"
+        return "leaves a zero gradient at zero" if is_zero else "makes the gradient infinite or NaN"
     length = statistics.median(known)
     if math.isinf(length):
         return "lets a gradient through where there is none with the block"
     if length > _VANISHED:
-        return f"makes a gradient that has vanished {significant(length, 2)} times as long"
+        return f"makes a vanished gradient {significant(length, 2)} times as long"
     if length < _NOTHING:
-        return "leaves nothing of the gradient"
+        return "makes the gradient vanish"
     angle = significant(_median(_degrees(effect["cosine"]) for effect in effects), 2)
     return f"turns the gradient by {angle}° and makes it {significant(length, 2)} times as long"
 
 
 def _training(records: Sequence[Record], name: str) -> str:
-    """Say in a few words how the open runs end, for the table of all experiments."""
+    """Return a few words on how the open runs end, for the table of all experiments."""
     gains, tie = _gains(records, name)
     if not gains:
         return "breaks off"
@@ -304,7 +304,7 @@ def _training(records: Sequence[Record], name: str) -> str:
 
 
 def _gains(records: Sequence[Record], name: str) -> tuple[list[float], float]:
-    """Return by how much the block improves the final objective, seed by seed, and what counts as a tie."""
+    """Return the block's improvement of the final objective for each seed, and the largest difference that is a tie."""
     sign = 1 if records[-1].data["objective"]["higher_is_better"] else -1
     pairs = [
         (blocked, opened)
@@ -323,7 +323,7 @@ def _outcome(records: Sequence[Record], name: str) -> str:
     gains, tie = _gains(records, name)
     diverged = sum(record.data["variants"][name]["diverged_at"] is not None for record in records)
     ended = (
-        f" In {diverged} of {len(records)} seeds the open run broke off: its loss was not finite." if diverged else ""
+        f" In {diverged} of {len(records)} seeds the open run ended early: its loss was not finite." if diverged else ""
     )
     if not gains:
         return f"No seed can be compared.{ended}"
@@ -346,7 +346,7 @@ def _outcome(records: Sequence[Record], name: str) -> str:
 
 
 def _happened(records: Sequence[Record], name: str) -> str:
-    """Say what became of the open runs and of the blocked ones, in so many seeds each."""
+    """Return the events of the open and of the blocked runs, with the number of seeds of each."""
     sentences = []
     for event in _events(records, list(records[-1].data["variants"][BLOCKED]["metrics"])):
         opened, blocked = (_count(event, _finals(records, variant, event["metric"])) for variant in (name, BLOCKED))
@@ -407,7 +407,7 @@ def _curves(
 
 
 def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> SeedsView | None:
-    """Return where every seed ended; None if they are so few that the curves have shown it."""
+    """Return where every seed ended; None if the seeds are few enough for the curves to show it."""
     if len(records) < _MANY_SEEDS:
         return None
     newest = records[-1].data
@@ -488,7 +488,7 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
             ranked = np.where(np.isfinite(values), sign * values, -np.inf)
             tops = ranked.max(axis=1, keepdims=True)
             best = _range((sign * tops).ravel().tolist(), _brief)
-            # The first step that is as good as the best: on a plateau the last bit would choose one.
+            # The first step as good as the best: on a plateau, the last bit would decide between equal steps.
             reached = (ranked >= tops - _rounding(records) * np.abs(tops)).argmax(axis=1)
             at = _range([float(methods["steps"][step]) for step in reached], "{:.0f}".format)
         elif np.isfinite(values).any():
@@ -507,7 +507,7 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
 
 
 def _swept(records: Sequence[Record], name: str, count: int) -> dict[str, NDArray[np.float64]]:
-    """Return curve -> (seeds, values); nothing if no seed was trained to its end."""
+    """Return curve -> (seeds, values); empty if no seed was trained to its end."""
     sweeps = [record.data["variants"][name].get("sweep") for record in records]
     curves = next((list(sweep) for sweep in sweeps if sweep is not None), [])
     nothing = [None] * count
@@ -532,7 +532,7 @@ def _headline(event: Mapping[str, Any]) -> str:
 
 
 def _count(event: Mapping[str, Any], values: Sequence[float]) -> str:
-    """Say in how many seeds it happened, of those that have a value."""
+    """Return the number of seeds in which the event happened, of the seeds that have a value."""
     finite, limit = [value for value in values if math.isfinite(value)], _limit(event)
     sign = 1 if event["below"] is None else -1
     happened = sum(sign * (value - limit) > _AT_THE_LIMIT * abs(limit) for value in finite)
@@ -619,7 +619,7 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def _brief(value: float) -> str:
-    """Write a number for a table with many of them; what is nothing but rounding is 0."""
+    """Write a number for a large table; a number that is only rounding becomes 0."""
     return significant(value, 4) if abs(value) > _NOTHING else "0"
 
 

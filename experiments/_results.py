@@ -1,4 +1,4 @@
-"""The records that runs leave in `results/`: one folder a seed, complete or not there at all.
+"""The records of runs in `results/`: one folder per seed, complete or absent.
 
     results/<config>/<hash of the resolved config>/seed-000/record.json
                                                             gradients.safetensors
@@ -52,7 +52,7 @@ _PACKAGES = ("stopgrad", "torch", "numpy", "scipy", "scikit-learn")
 
 @dataclass(frozen=True)
 class Record:
-    """What one seed of one config left.
+    """The record of one seed of one config.
 
     Attributes:
         seed: The seed.
@@ -74,14 +74,14 @@ class ExperimentRecords:
 
 
 def variant_name(opened: frozenset[str]) -> str:
-    """Return how a set of open blocks is called in records and reports."""
+    """Return the name of a set of open blocks in records and reports."""
     return " + ".join(sorted(opened)) or BLOCKED
 
 
 def results_folder(root: Path, name: str, resolved: Mapping[str, Any]) -> Path:
     """Return the folder of a config's records; it changes with every value that can change a seed's record.
 
-    How many seeds there are does not: adding seeds continues a config.
+    The number of seeds does not change the folder: adding seeds continues a config.
     """
     values = {key: value for key, value in resolved.items() if key not in _WITHOUT_EFFECT}
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]
@@ -94,7 +94,7 @@ def finished_seeds(folder: Path) -> set[int]:
 
 
 def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Mapping[str, NDArray[Any]]) -> Path:
-    """Write the record of one seed, whole or not at all. An older record of the same seed is replaced."""
+    """Write the record of one seed atomically. An older record of the same seed is replaced."""
     folder.mkdir(parents=True, exist_ok=True)
     for left_over in folder.glob(f".seed-{seed:03d}.*"):
         shutil.rmtree(left_over)
@@ -115,7 +115,7 @@ def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Ma
 
 
 def read_all(root: Path) -> list[ExperimentRecords]:
-    """Return the records of every config that has any, sorted by name; the newest values of each config.
+    """Return the records of every config with records, sorted by name; of each config those of its newest values.
 
     Raises:
         ValueError: If a record is damaged, or of another version of this project.
@@ -132,7 +132,7 @@ def read_all(root: Path) -> list[ExperimentRecords]:
 
 
 def write_zoo(root: Path, programs: Sequence[Mapping[str, Any]]) -> Path:
-    """Write the record of the bug zoo, whole or not at all."""
+    """Write the record of the bug zoo atomically."""
     root.mkdir(parents=True, exist_ok=True)
     unfinished = root / f".zoo.{os.getpid()}"
     text = json.dumps({"schema": SCHEMA, "programs": programs, **environment(1)}, indent=1, allow_nan=False)
@@ -141,7 +141,7 @@ def write_zoo(root: Path, programs: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def read_zoo(root: Path) -> list[dict[str, Any]]:
-    """Return what `write_zoo` was given; nothing if there is no such record.
+    """Return the record of the bug zoo; empty if no such record exists.
 
     Raises:
         ValueError: If the record is of another version of this project.
@@ -156,7 +156,7 @@ def read_zoo(root: Path) -> list[dict[str, Any]]:
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Return what a number in a report must be read with: commit, versions, machine."""
+    """Return the provenance of a report's numbers: commit, versions, machine."""
     return {
         "git": _git(),
         "versions": {"python": platform.python_version(), **dict(_versions())},

@@ -1,7 +1,7 @@
-"""Differences that are rounding: another processor or another number of threads gives others.
+"""Bounds of differences that are rounding: they vary with the processor and the number of threads.
 
-They decide nothing: not whether a run counts, not which variant is better, not the words of the report.
-Imports neither torch nor toolkit.
+Rounding must not decide whether a run counts, which variant is better, or the words of the report. Imports neither
+torch nor toolkit.
 """
 
 from __future__ import annotations

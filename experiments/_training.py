@@ -1,4 +1,4 @@
-"""One run of an experiment: what an experiment tells the machinery, and how it is trained and measured."""
+"""One run of an experiment: the interface of an experiment's module, and how a run is trained and measured."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ __all__ = ["Event", "Methods", "Objective", "Run", "Sweep", "Training", "train",
 
 @dataclass(frozen=True, kw_only=True)
 class Objective:
-    """What training is judged by: the same quantity for every variant, never the surrogate.
+    """The measure of training: the same quantity for every variant, never the surrogate.
 
     Attributes:
-        label: What it is, with its unit: ``"log-likelihood (nats per sample)"``.
+        label: The quantity with its unit: ``"log-likelihood (nats per sample)"``.
         higher_is_better: Whether training should raise it.
-        best: The best value that can be reached, where it is known exactly.
+        best: The optimum, where it is known exactly.
     """
 
     label: str
@@ -34,16 +34,16 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that may have become of a run, which the report counts over the seeds.
+    """A possible outcome of a run, which the report counts over the seeds.
 
     Attributes:
-        says: What happened, as a clause: ``"a component died"``.
-        metric: The name of a metric of `Run.evaluate` or of `Run.sweep`. What counts is its value after training.
-        below: It happened if the metric is less than this.
-        above: It happened if the metric is more than this. Exactly one of the two is given.
+        says: The event as a clause: ``"a component died"``.
+        metric: The name of a metric of `Run.evaluate` or of `Run.sweep`, taken after training.
+        below: The event happened if the metric is less than this.
+        above: The event happened if the metric is more than this. Exactly one of the two limits is given.
 
     Raises:
-        ValueError: If both limits are given, or none.
+        ValueError: If both limits are given, or neither.
     """
 
     says: str
@@ -64,7 +64,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Sweep:
-    """What a run gives for each value of a quantity that it sweeps over: problems that are trained side by side.
+    """Results of a run for each value of a swept quantity; the problems are trained side by side.
 
     Attributes:
         label: The quantity, with its unit.
@@ -80,14 +80,14 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Methods:
-    """Other ways to learn the same model from the same data, by which a reader can judge the variants.
+    """Other ways to learn the same model from the same data, as a comparison for the variants.
 
     Attributes:
-        label: What a step of theirs is: ``"update"``.
+        label: The name of one step: ``"update"``.
         steps: The steps at which they are evaluated.
-        train: The name of each -> trains it from its start, and returns its metrics, as those of `Run.evaluate`, at
-            each of `steps`; one number each if only its end is known. It leaves the run alone, and all its randomness
-            comes from the seed.
+        train: Name of a method -> function that trains it from its start and returns its metrics, as `Run.evaluate`
+            does, at each of `steps`; one number each if only the end is known. The function does not change the run,
+            and all its randomness comes from the seed.
     """
 
     label: str
@@ -100,23 +100,23 @@ class Run:
     """One seeded run, ready to train. `run(config, seed)` of an experiment makes a new one for every variant.
 
     Two runs of the same config and seed must be identical: all randomness comes from generators that are seeded with
-    `seed` and made anew. Only the blocks that are open may make a difference.
+    `seed` for each run. Only the open blocks may make a difference.
 
     Attributes:
         parameters: Name -> leaf tensor with ``requires_grad``; training updates them in place.
         loss: Computes the surrogate on the current batch: a scalar whose gradient is used for the update. Its value
             must not depend on which blocks are open.
-        objective: What the variants are compared by.
+        objective: The measure by which the variants are compared.
         evaluate: Computes the metrics at the current parameters, without side effects on the run; the key
             ``"objective"`` is required, others are drawn as well.
         optimizer: Updates the parameters.
         target: Computes the stated target of the *blocked* gradient at the current parameters by an independent
-            witness, in the parameters' names, for the draws that the next call of `loss` would make. None if there
-            is none for this config.
+            witness, by parameter name, for the draws that the next call of `loss` would make. None: this config has no
+            witness.
         after_step: Called after every update with the step's number (from 1): next batch, learning rate.
-        events: What may become of a run, to be counted over the seeds.
-        sweep: What the run gives for each value of a quantity that it sweeps over, if it does.
-        methods: Other ways to learn the same model, if they are to be shown.
+        events: Possible outcomes of a run, counted over the seeds.
+        sweep: Results for each value of a swept quantity, or None.
+        methods: Other ways to learn the same model, or None.
     """
 
     parameters: Mapping[str, Tensor]
@@ -133,14 +133,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Training:
-    """What training one variant gave.
+    """The result of training one variant.
 
     Attributes:
         first_loss: The surrogate before the first update.
         steps: The steps at which the metrics were evaluated; the step counts the updates before it.
         metrics: Name -> value at each of these steps.
         diverged_at: The step at which the loss was not finite, or None. Nothing is recorded after it.
-        sweep: What `Run.sweep` gave after training; None if there is no sweep, or the run diverged.
+        sweep: Results of `Run.sweep` after training; None if there is no sweep, or the run diverged.
     """
 
     first_loss: float
@@ -163,7 +163,7 @@ class Training:
 
 
 def train_methods(methods: Methods, on_method: Callable[[str], None] = lambda name: None) -> dict[str, dict[str, Any]]:
-    """Train each of the methods, and return name -> its metrics and the seconds of processor time that it took.
+    """Train each method, and return name -> its metrics and its processor time in seconds.
 
     Raises:
         ValueError: If a metric does not have a value for every step, or a single one.

@@ -1,12 +1,13 @@
 """Adversarial training with the attack held constant, and with the loss differentiated through the attack.
 
-A model is trained on inputs that an attack has moved, inside a small ball, to where the model errs most. The attack
-asks the model for its gradient, so where such an input lies depends on the parameters. The block holds it constant.
+A model is trained on adversarial inputs: an attack moves each input, inside a small ball, to the point where the model
+errs most. The attack follows the model's gradient, so the adversarial input depends on the parameters. The block holds
+the adversarial input constant.
 
-- ``digits``: handwritten digits, a network, PGD. Judged by the share of held-out digits that are still recognised
-  under a stronger attack; the target is the gradient at the same examples as plain data.
-- ``two_gaussians``: a linear classifier, whose worst case is known in closed form. Judged by the exact robust loss;
-  the target is the gradient of that.
+- ``digits``: handwritten digits, a network, PGD. The objective is the share of held-out digits recognised under a
+  stronger attack; the target is the gradient at the same examples as plain data.
+- ``two_gaussians``: a linear classifier, whose worst case is known in closed form. The objective is the exact robust
+  loss; the target is its gradient.
 
 N samples, D features, C classes.
 """
@@ -49,10 +50,10 @@ class Config(ExperimentConfig):
         norm: Norm of the ball.
         epsilon: Radius of the ball. Pixels lie in [0, 1].
         attack_steps: Steps of the attack in training.
-        attack_step_size: Length of one; None is 2.5 epsilon / steps.
-        random_start: Whether the attack in training starts anywhere in the ball, instead of at the clean input.
+        attack_step_size: Length of an attack step. None: 2.5 epsilon / steps.
+        random_start: Whether the attack in training starts at a random point of the ball instead of the clean input.
         evaluation_steps: digits: steps of the attack that judges the model.
-        clean_steps: Steps of ordinary training before the run, which then makes a trained model robust.
+        clean_steps: Steps of ordinary training before the run, so that the run makes a trained model robust.
         batch_size: Samples of a training step.
         weight_decay: Of the optimiser.
         n_samples: two_gaussians: N.
@@ -173,8 +174,8 @@ def best_robust_loss(data: Dataset, *, epsilon: float, norm: str) -> float:
     """Return the least robust loss of any linear classifier of two classes on `data`, in nats per sample.
 
     Without a box it is ``E softplus(epsilon |w|_* - s (w . x + b))``, s = 1 or -1 and ``|.|_*`` the dual norm: convex
-    in (w, b). In Linf that norm is a sum of absolute values; w is split into what is positive and what is negative, so
-    that the sum is smooth. Minimised by L-BFGS on these formulas.
+    in (w, b). In Linf that norm is a sum of absolute values; w is split into its positive and its negative part, so
+    that the sum is smooth. L-BFGS minimises these formulas.
     """
     x, sign = data.inputs.double().cpu().numpy(), 2.0 * data.labels.cpu().numpy() - 1
     split = norm == "linf"
@@ -211,7 +212,7 @@ class _Batches:
         self.advance(0)
 
     def advance(self, step: int) -> None:
-        """Go on to the next batch after `step` updates."""
+        """Advance to the next batch after `step` updates."""
         chosen = next(self._indices).to(self._data.labels.device)
         self.step, self.inputs, self.labels = step, self._data.inputs[chosen], self._data.labels[chosen]
 
@@ -246,7 +247,7 @@ class _Attack:
         )
 
     def of_steps(self, steps: int) -> Callable[[Model, Tensor, Tensor], Tensor]:
-        """Return the attack with other steps, from the clean input: what a model is judged by."""
+        """Return the attack that judges models: with another number of steps, from the clean input."""
         return partial(pgd, **self._ball, steps=steps)
 
 

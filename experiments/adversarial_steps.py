@@ -1,14 +1,14 @@
-r"""How many steps an attack must take before holding its examples constant pays.
+r"""The number of attack steps from which it pays to hold the examples constant.
 
-For each number of steps k a network that has learned clean digits is made robust, all of them side by side: the loss
-is the sum over k, the networks share no parameter, and the optimiser treats every parameter on its own, so each is
-trained as if it were alone. The attack goes along the normalised gradient, so an example moves with the model.
+For each number of steps k a network trained on clean digits is made robust, all of them side by side: the loss is the
+sum over k, the networks share no parameter, and the optimiser treats every parameter separately, so each network trains
+as if it were alone. The attack steps along the normalised gradient, so an example moves with the model.
 
-What a training gradient should be is the gradient of the worst case: by Danskin's theorem that at the worst examples,
-held constant. They are found here as well as can be, by long ascents from many starts. Both variants approximate
-it. Blocked, the gradient is taken at the example of a few steps. Open, it also has how these few steps would have
-gone otherwise. After one step, nowhere near the worst case, that is a better guess of it; after many it is not: the
-map from parameters to examples is chaotic until it converges.
+The target is the gradient of the worst case: by Danskin's theorem the gradient at the worst examples, held constant.
+Long ascents from many starts search for these examples. Both variants approximate the target. With the block, the
+gradient is taken at the example of a few steps. With the block open, it also contains the derivative of these steps.
+After one step, far from the worst case, the open gradient is the better approximation; after many steps it is the worse
+one, because the map from parameters to examples is chaotic until it converges.
 
 References:
     Danskin, "The theory of max-min, with applications", 1966. Madry, Makelov, Schmidt, Tsipras & Vladu, "Towards deep
@@ -48,7 +48,7 @@ class Config(ExperimentConfig):
     """Values of an experiment on the number of steps of an attack.
 
     Attributes:
-        attack_steps: The numbers of steps, each with a network of its own.
+        attack_steps: The numbers of steps; each has its own network.
         epsilon: Radius of the ball in Euclidean distance. Pixels lie in [0, 1].
         widths: Units of the hidden layers.
         activation: Between the layers.
@@ -56,7 +56,7 @@ class Config(ExperimentConfig):
         batch_size: Samples of a training step.
         evaluation_steps: Steps of the attack that judges the models.
         worst_starts: Starts of the search for the worst examples.
-        worst_steps: Steps of each.
+        worst_steps: Steps of the ascent from each start.
     """
 
     attack_steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
@@ -140,10 +140,10 @@ def worst_examples(
     steps: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Return for every sample the example of the greatest loss that long ascents find, (N, D).
+    """Return for every sample the example of greatest loss that long ascents find, (N, D).
 
-    The first starts at the sample, the others anywhere in the ball; the steps shrink to nothing, so that each ends
-    where it cannot rise.
+    The first ascent starts at the sample, the others at random points of the ball. The steps shrink to zero, so that
+    each ascent ends at a local maximum.
     """
     ball = make_ball("l2", data.inputs, epsilon, (0, 1))
     best, greatest = data.inputs, torch.full_like(data.inputs[:, 0], -torch.inf)
@@ -161,9 +161,9 @@ def worst_examples(
     return best
 
 
-@lru_cache(maxsize=1)  # one seed's runs are made anew for each variant
+@lru_cache(maxsize=1)  # one seed's runs are built again for each variant
 def _problem(config_json: str, seed: int) -> tuple[Dataset, Dataset, Parameters, Tensor]:
-    """Return the data, what is held out, the parameters after clean training, and the worst examples there."""
+    """Return training data, held-out data, the parameters after clean training, and the worst examples there."""
     config = Config.model_validate_json(config_json)
     train, test = _data(config)
     model = _network(config, train, seed)
@@ -207,7 +207,7 @@ class _Batches:
         self.advance(0)
 
     def advance(self, step: int) -> None:
-        """Go on to the next batch."""
+        """Advance to the next batch."""
         if not self._left:
             order = torch.randperm(len(self._data.inputs), generator=self._generator)
             self._left = list(order[: len(order) - len(order) % self._size].split(self._size))

@@ -1,13 +1,14 @@
-"""The methods of adversarial training side by side, and what the blocks of one of them do.
+"""The methods of adversarial training side by side, and the effect of the blocks of one of them.
 
 One method is trained update by update, with its blocks in place and with some of them open. Others are trained on the
-same data from the same start by `toolkit.adversarial.train`, for as many epochs. All are judged on held-out images: how
-many are recognised as they are, after one step of an attack (FGSM), after many (PGD), after attacks towards every other
-class, which is the objective, and at the end after an ensemble of attacks. Each counts what those before it have left.
-A model that stands one step and falls to many has learned the attack rather than the task: catastrophic overfitting.
+same data from the same start by `toolkit.adversarial.train`, for as many epochs. All are judged by the share of
+held-out images that they recognise: clean, after one step of an attack (FGSM), after many (PGD), after attacks towards
+every other class (the objective), and at the end after an ensemble of attacks. Each attack runs on the images that
+withstood the attacks before it. If a model resists one step and fails under many, it has learned the attack rather than
+the task: catastrophic overfitting.
 
 - ``digits``: scikit-learn's handwritten digits, 8 x 8, 30 % of them held out.
-- ``mnist``: files in the form of MNIST. ``cifar10``: CIFAR-10 in its binary form. Both are the user's own, by path.
+- ``mnist``: files in the format of MNIST. ``cifar10``: CIFAR-10 in its binary format. The user provides both, by path.
 
 References:
     Wong, Rice & Kolter, "Fast is better than free: revisiting adversarial training", 2020, on catastrophic overfitting.
@@ -50,13 +51,13 @@ __all__ = ["Choice", "Config", "run"]
 _ENSEMBLE = "accuracy under the ensemble"
 _ONCE, _OFTEN = "accuracy after one step (FGSM)", "after many, too (PGD)"
 
-_TARGETED_STEPS = 10  # in digits it leaves at most a point above the ensemble, and costs as much as PGD
+_TARGETED_STEPS = 10  # on digits its accuracy is at most one point above the ensemble's, at the cost of PGD
 
 _BALLS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
 
 _READERS: dict[str, Callable[..., Dataset]] = {"mnist": mnist, "cifar10": cifar10}
 
-# Pixels that are attacked at once when models are judged: it bounds the memory of large networks.
+# Pixels attacked at once when models are judged; bounds the memory of large networks.
 _PIXELS_AT_ONCE = 2**19
 
 Name = Literal[
@@ -68,11 +69,11 @@ class Choice(BaseModel):
     """One method of training, and its settings.
 
     Attributes:
-        name: What the report calls it.
-        method: Which one, as `toolkit.adversarial.train` names them.
-        settings: Arguments of the method that are not at their defaults.
+        name: Its name in the report.
+        method: The method, as named by `toolkit.adversarial.train`.
+        settings: Arguments of the method that differ from their defaults.
         around: awp: the method whose loss is taken at the perturbed weights.
-        average: If given, what is judged is a running mean of the parameters with this decay.
+        average: Decay of a running mean of the parameters, which is judged in their place. None: no mean.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -113,20 +114,21 @@ class Config(ExperimentConfig):
 
     Attributes:
         data: ``"digits"``, ``"mnist"`` or ``"cifar10"``; see the module.
-        path: mnist, cifar10: where the files are, as `toolkit.datasets.mnist` and `toolkit.datasets.cifar10` take it.
-        held_out: The most images that the models are judged on.
+        path: mnist, cifar10: the place of the files, as `toolkit.datasets.mnist` and `toolkit.datasets.cifar10` take
+            it.
+        held_out: The largest number of images that judge the models.
         network: ``"mlp"`` (fully connected), ``"cnn"`` (two 3 x 3 convolutions) or ``"resnet18"`` (pre-activation).
-        widths: Units or channels of the hidden layers; of ``"resnet18"`` one number, its channels before they double.
+        widths: Units or channels of the hidden layers; for ``"resnet18"`` one number, the channels before they double.
         norm: Norm of the ball.
         epsilon: Radius of the ball. Pixels lie in [0, 1].
         trained: The method whose blocks are opened.
         batch_size: Images of an update.
-        augment: Whether images are moved by up to an eighth of their side, and in CIFAR-10 mirrored.
+        augment: Whether images are shifted by up to an eighth of their side, and in CIFAR-10 mirrored.
         evaluation_steps: Steps of PGD when the models are judged.
-        ensemble: Radii of the balls in which the ensemble of attacks judges what was trained at its end. The other
-            methods are judged so in the ball of radius `epsilon`, unless there are no radii.
-        methods: The other methods. They are trained for as many whole epochs as `steps` updates come nearest to, one at
-            least, and judged as often as `evaluate_every` comes nearest to.
+        ensemble: Radii of the balls in which the ensemble of attacks judges the trained model at the end. The other
+            methods are judged by the ensemble in the ball of radius `epsilon`, unless there are no radii.
+        methods: The other methods. They are trained for the number of whole epochs nearest to `steps` updates, at least
+            one, and judged at the epochs nearest to `evaluate_every` updates.
     """
 
     data: Literal["digits", "mnist", "cifar10"]
@@ -187,7 +189,7 @@ def run(config: Config, seed: int) -> Run:
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate * rate(0.0), foreach=False)
 
     def draws() -> torch.Generator:
-        """A loss can be repeated: what it draws depends on the seed and the step alone."""
+        """Return the generator of a loss; it depends only on the seed and the step, so that a loss can be repeated."""
         return torch.Generator().manual_seed(1_000_003 * seed + batches.step)
 
     def loss() -> Tensor:
@@ -251,7 +253,7 @@ def _methods(
             found.append(scores(model))
             return {}
 
-        # A replay is an update of its own: the method gets as many updates as the others, and is judged at its end.
+        # A replay is one update: the method gets as many updates as the others, and is judged at its end.
         replays = method.replays if isinstance(method, Free) else 1
         train_method(
             model,
@@ -282,7 +284,7 @@ def _methods(
 
 
 def _scores(model: nn.Module, *, test: Dataset, ball: BallArguments, steps: int) -> dict[str, float]:
-    """Return what share of the held-out images a model recognises, clean and after more and more attacks."""
+    """Return the share of held-out images that a model recognises, clean and after more and more attacks."""
     attacks = {
         _ONCE: _drawing_nothing(fgsm),
         _OFTEN: _drawing_nothing(pgd, steps=steps),
@@ -325,7 +327,7 @@ class _Batches:
         self.advance(0)
 
     def advance(self, step: int) -> None:
-        """Go on to the next batch after `step` updates."""
+        """Advance to the next batch after `step` updates."""
         rows = next(self._indices).to(self._data.labels.device)
         self.step, self.labels = step, self._data.labels[rows]
         self.inputs = _as_pixels(self._data.inputs[rows], self._dtype)
@@ -347,7 +349,7 @@ def _augmentation(config: Config) -> Callable[..., Tensor] | None:
 
 
 def _data(config: Config) -> tuple[Dataset, Dataset]:
-    """Return what is trained on, and what is held out as pixels in [0, 1]: (N, channels, side, side)."""
+    """Return training images, and held-out images as pixels in [0, 1]: (N, channels, side, side)."""
     data, test = (_images(config.data, config.path, part) for part in (True, False))
     dtype = getattr(torch, config.dtype)
     inputs = data.inputs if data.inputs.dtype == torch.uint8 else data.inputs.to(dtype)
@@ -358,13 +360,13 @@ def _data(config: Config) -> tuple[Dataset, Dataset]:
     )
 
 
-@lru_cache(maxsize=2)  # both parts; every variant makes its run anew
+@lru_cache(maxsize=2)  # both parts; every variant builds its run again
 def _images(name: str, path: str | None, train: bool) -> Dataset:
     """Return one part of the data, (N, channels, side, side): bytes where files have bytes, else pixels in [0, 1].
 
     Raises:
         OSError: If a file is missing or cannot be read.
-        ValueError: If a file is not what it should be.
+        ValueError: If a file has the wrong format.
     """
     if path is None:
         data = digits()

@@ -1,4 +1,4 @@
-"""What a mixture's responsibilities leak: without the block, gradient EM prefers certainty to likelihood.
+"""The leak of a mixture's responsibilities: without the block, gradient EM prefers certainty to likelihood.
 
 A Gaussian mixture is trained by Adam on the expected complete-data log-likelihood, `toolkit.em.surrogate`. With the
 responsibilities held constant its gradient is that of the log-likelihood (Fisher's identity). Without the block it is
@@ -6,10 +6,10 @@ that of the log-likelihood minus the entropy of the responsibilities, so trainin
 apart, and may empty one of them. With ``surrogate = "evidence_lower_bound"`` the entropy is part of the surrogate, and
 the same block leaks exactly nothing.
 
-All variants start at the same point (means chosen by k-means or k-means++, one common covariance, perhaps a few EM
-steps), and are judged by the log-likelihood, never by the surrogate, which the leaky variant raises further, and never
-by the agreement with known classes, which sharper clusters may improve. Where closed-form EM ends from the same start,
-a maximum of the likelihood, is found by accelerated EM; how far below it a variant ends is what it has lost.
+All variants start at the same point: means by k-means or k-means++, one common covariance, and optionally a few EM
+steps. The objective is the log-likelihood. The surrogate would be misleading, because the leaky variant raises it
+further, and so would the agreement with known classes, which sharper clusters may improve. Accelerated EM finds the
+maximum that closed-form EM reaches from the same start; the gap to this maximum is the loss of a variant.
 
 N samples, D features, K components.
 """
@@ -53,17 +53,17 @@ class Config(ExperimentConfig):
     Attributes:
         data: ``"iris"``, ``"wine"``, ``"digits"``, or the synthetic ``"two_gaussians"``.
         standardised: Whether each feature is divided by its standard deviation first.
-        principal_components: How many principal components of the data are modelled. 0: the features as they are.
+        principal_components: Number of principal components of the data that are modelled. 0: the original features.
         n_samples: two_gaussians: N.
         separation: two_gaussians: distance of the means, in standard deviations.
         n_components: K.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
-        init: How the means of the start are chosen, as in `toolkit.em.start`.
-        surrogate: What is maximised by its gradient: ``"expected_log_joint"`` or ``"evidence_lower_bound"``.
+        init: Choice of the initial means, as in `toolkit.em.start`.
+        surrogate: The surrogate that Adam maximises: ``"expected_log_joint"`` or ``"evidence_lower_bound"``.
         reg_covar: Added to the variances of the start. Training itself is not regularised.
-        em_steps: Closed-form EM steps from these means to the common start: enough of them, and it lies where the
-            blocked variant must climb to the maximum that closed-form EM climbs to.
-        em_is_best: Whether EM from the start is known to reach the highest maximum there is (singular spikes aside),
+        em_steps: Closed-form EM steps from these means to the common start. With enough steps, the blocked variant
+            reaches the same maximum as closed-form EM.
+        em_is_best: Whether EM from the start is known to reach the highest maximum (apart from degenerate components),
             so that the report can show it as the best value.
     """
 
@@ -82,7 +82,7 @@ class Config(ExperimentConfig):
 
 
 def run(config: Config, seed: int) -> Run:
-    """Return one seeded run: a mixture, its surrogate on all of the data, and Adam with a rate that falls to zero."""
+    """Return one seeded run: a mixture, its surrogate on all data, and Adam with a learning rate that falls to zero."""
     x, first, maximum = _problem(config.model_dump_json(), seed)
     options = {"dtype": getattr(torch, config.dtype), "device": torch.device(config.device)}
     x = x.to(**options)
@@ -156,7 +156,7 @@ def principal_components(x: Tensor, count: int) -> Tensor:
     """Return the coordinates (N, count) of centred samples (N, D) along the directions of largest variance.
 
     Raises:
-        ValueError: If there are fewer directions than asked for.
+        ValueError: If there are fewer directions than `count`.
     """
     if count > min(x.shape):
         raise ValueError(f"`principal_components` should be at most {min(x.shape)} for this data. Found {count}.")
@@ -165,7 +165,7 @@ def principal_components(x: Tensor, count: int) -> Tensor:
     return centred @ directions.mT
 
 
-@lru_cache(maxsize=1)  # one seed's runs are made anew for each variant
+@lru_cache(maxsize=1)  # one seed's runs are built again for each variant
 def _problem(config_json: str, seed: int) -> tuple[Tensor, GaussianParameters, float]:
     """Return the data, the common start, and the log-likelihood of the maximum that EM reaches from there."""
     config = Config.model_validate_json(config_json)

@@ -1,20 +1,20 @@
-r"""How far apart two Gaussians must be for both of them to be found, with the responsibilities held constant and not.
+r"""The separation at which both of two Gaussians are found, with the responsibilities held constant and without.
 
 Half of the samples are drawn about :math:`-d/2`, half about :math:`+d/2` on the first axis, with unit variances. A
 mixture of two Gaussians with free weights, means and covariances is trained by gradient ascent on
 `toolkit.em.surrogate`, for several separations :math:`d` side by side: the loss is the sum over the separations, which
-share no parameter, and the optimiser, Rprop (Riedmiller & Braun), treats every parameter on its own, so each separation
-is trained as if it were alone. Rprop looks at the sign of a gradient only: without noise it converges to all digits.
+share no parameter, and the optimiser, Rprop (Riedmiller & Braun), treats every parameter separately, so each separation
+is trained as if it were alone. Rprop uses only the sign of a gradient: without noise it converges to all digits.
 
 With the block the gradient is that of the log-likelihood :math:`\ell`. Without it, it is that of :math:`\ell - H`, the
-log-likelihood minus the entropy of the responsibilities: the conditional classification likelihood (Baudry), in which
-the entropy is what the integrated completed likelihood (Biernacki and others) charges for overlap. Its maximum is
-another estimate, with a bias that more samples do not cure.
+log-likelihood minus the entropy of the responsibilities: the conditional classification likelihood (Baudry). Its
+entropy term is the overlap penalty of the integrated completed likelihood (Biernacki and others). Its maximum is
+another estimate, with a bias that more samples do not remove.
 
-``data = "population"``: the expectations over all samples there could be, in one dimension, by the trapezoidal rule,
-whose error falls exponentially with the number of nodes for an integrand like this one. Training starts at the truth,
-moved a little: with infinitely many samples the truth is the maximum of the likelihood, so what training moves further
-is due to the leak. ``data = "samples"``: a sample for each seed, the same draws moved apart, from k-means.
+``data = "population"``: expectations over all possible samples, in one dimension, by the trapezoidal rule, whose error
+falls exponentially with the number of nodes for an integrand like this one. Training starts near the truth. With
+infinitely many samples the truth is the maximum of the likelihood, so any further movement is due to the leak. ``data =
+"samples"``: one sample per seed; for each separation the same draws are moved apart. Training starts from k-means.
 
 References:
     Baudry, "Estimation and model selection for model-based clustering with the conditional classification likelihood",
@@ -62,14 +62,14 @@ class Config(ExperimentConfig):
     """Values of an experiment on the separation of two Gaussians.
 
     Attributes:
-        data: ``"population"``: all samples there could be, by quadrature, from the truth; or ``"samples"``, drawn anew
-            for each seed, from k-means.
+        data: ``"population"``: all possible samples, by quadrature, starting at the truth; or ``"samples"``: one sample
+            per seed, starting from k-means.
         separations: Distances of the means, in standard deviations.
-        n_features: D. The population has one.
+        n_features: samples: D. The population has one feature.
         n_samples: samples: N.
         n_nodes: population: nodes of the trapezoidal rule. The narrowest component must span several of their gaps.
-        nudge: population: standard deviation of what is added to the coordinates of the truth, so that training
-            leaves it where it is not stable. The seed draws it.
+        nudge: population: standard deviation of the noise added to the coordinates of the truth, so that training
+            leaves an unstable point. The noise depends on the seed.
     """
 
     data: Literal["population", "samples"]
@@ -88,7 +88,7 @@ class Config(ExperimentConfig):
 
 @dataclass(frozen=True, eq=False)
 class Measure:
-    """Where the data lie, for every separation: points (S, N, D) and their probabilities (S, N), which sum to 1."""
+    """The data of every separation: points (S, N, D) and their probabilities (S, N), which sum to 1."""
 
     points: Tensor
     probabilities: Tensor
@@ -152,7 +152,7 @@ def run(config: Config, seed: int) -> Run:
 
 @dataclass(frozen=True, eq=False)
 class _Separate:
-    """Mixtures that share no parameter, one a separation, as one `toolkit.em.Mixture` of (S, N) samples."""
+    """Mixtures without common parameters, one per separation, as one `toolkit.em.Mixture` of (S, N) samples."""
 
     unconstrained: Mapping[str, Tensor]
 
@@ -186,7 +186,7 @@ def population(separations: list[float], n_nodes: int) -> Measure:
 
 
 def _describe(unconstrained: Mapping[str, Tensor], separations: list[float]) -> dict[str, Tensor]:
-    """Return what the mixtures look like, (S,) each; a dead component has no place, so no distance either."""
+    """Return summaries of the mixtures, (S,) each. A dead component has no position, so its distance is NaN."""
     mixtures = [
         from_unconstrained({name: value[index] for name, value in unconstrained.items()}, "full")
         for index in range(len(separations))
@@ -219,7 +219,8 @@ def _witness(unconstrained: Mapping[str, Tensor]) -> MixtureSameFamily:
 def _problem(config_json: str, seed: int) -> tuple[Measure, Measure, dict[str, Tensor], Tensor]:
     """Return the data, the data on twice as many nodes, the common start, and the highest log-likelihoods (S,).
 
-    The population's are the truth's. A sample's are those of the maxima that EM reaches from the same start.
+    For the population this is the truth's log-likelihood, for a sample that of the maximum that EM reaches from the
+    same start.
     """
     config = Config.model_validate_json(config_json)
     if config.data == "population":

@@ -8,12 +8,12 @@ it; the block keeps the gradient out.
 - ``bars_and_stripes``: every image of bars or of stripes, so that the best likelihood is known.
 - ``idx``: your own images, in two files of MNIST's format. Judged by the held-out images.
 
-The first two are judged by the exact log-likelihood: the states of the smaller layer are enumerated. Machines of your
-own images may be larger than that: log Z is annealed, from below (AIS), which flatters the likelihood, and from above
-(reverse AIS), which does not. Only both together say something.
+The objective of the first two is the exact log-likelihood, by enumerating the states of the smaller layer. Machines of
+your own images may be too large for enumeration. Then log Z is estimated by annealing from below (AIS), which
+overestimates the likelihood, and from above (reverse AIS), which does not. Only the two together are informative.
 
-Beside the variants, which autograd trains, other methods can be trained without it, for more updates, and
-scikit-learn estimators be fitted.
+Autograd trains the variants. Other methods can be trained beside them without autograd, for more updates, and
+scikit-learn estimators can be fitted.
 
 N images, V pixels, H hidden units, M persistent chains.
 """
@@ -60,23 +60,24 @@ class Config(ExperimentConfig):
     Attributes:
         data: ``"digits"``, ``"bars_and_stripes"`` or ``"idx"``; see the module.
         side: bars_and_stripes: an image has side x side pixels.
-        copies: bars_and_stripes: how often each image is used in an epoch, each time with a chain of its own.
-        images: idx: the file of the images to train on; as MNIST's, it may be packed (``.gz``).
-        held_out: idx: the file of those to judge by.
+        copies: bars_and_stripes: the number of uses of each image in an epoch, each with its own chain.
+        images: idx: the file of training images, in MNIST's format; it may be compressed (``.gz``).
+        held_out: idx: the file of held-out images.
         threshold: idx: a pixel from this value on is 1, below it 0.
         n_hidden: H; at most 20 where the likelihood is exact, which takes time proportional to 2^H, or 2^V if that is
             less.
-        chain: What a unit of the chain passes on, ``"sampled"``, ``"straight_through"`` or ``"mean_field"``; see
+        chain: The output of a unit in the chain, ``"sampled"``, ``"straight_through"`` or ``"mean_field"``; see
             `toolkit.rbm.gibbs`.
         gibbs_steps: Gibbs steps of each update.
-        persistent_chains: M chains that go on from one update to the next. None: the chains start at the data.
+        persistent_chains: M, the number of chains that continue from one update to the next. None: chains start at the
+            data.
         centered: Whether the variants take their steps in centred coordinates; see `toolkit.rbm.centered`.
         batch_size: Images of a training step. None: all of them.
-        annealing_chains: idx: chains that estimate log Z, from each side.
-        inverse_temperatures: idx: how many temperatures they pass.
+        annealing_chains: idx: number of chains that estimate log Z, from each side.
+        inverse_temperatures: idx: number of temperatures of these chains.
         sampling_steps: idx: Gibbs steps, from images, after which the chains from above start.
         methods: Other methods, each a table; see `experiments._rbm_methods.Method`.
-        updates_per_step: Updates that they make for every training step of the variants.
+        updates_per_step: Updates of these methods per training step of the variants.
         estimators: scikit-learn estimators, fitted to the same images with H components and their own defaults:
             ``"toolkit.rbm.BernoulliRBM"`` or ``"sklearn.neural_network.BernoulliRBM"``.
     """
@@ -274,9 +275,9 @@ _MEASURES: dict[str, Callable[[Config, Tensor, Tensor, int], Measure]] = {
 
 
 def _images(config: Config) -> tuple[Tensor, Tensor]:
-    """Return the images to train on and those to judge by: the same where there is no more than the training set.
+    """Return the training images and the held-out images; they are the same where only a training set exists.
 
-    They are zeros and ones; those of files are bytes, to save memory.
+    Pixels are zeros and ones; images from files are bytes, to save memory.
     """
     dtype = getattr(torch, config.dtype)
     if config.data == "bars_and_stripes":

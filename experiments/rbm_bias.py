@@ -1,18 +1,18 @@
-r"""Contrastive divergence without noise: the update that leaves a term out, and the gradient that keeps it.
+r"""Contrastive divergence without noise: the update that drops a term, and the gradient that keeps it.
 
-A restricted Boltzmann machine learns the images of bars and stripes. It is small enough for the distribution in which
-its chains end after k Gibbs steps to be written down, so that every update is an expectation, and what is wrong with it
-is bias alone. The block holds that distribution constant, as contrastive divergence does. What opening it does depends
-on what is written around it:
+A restricted Boltzmann machine learns the images of bars and stripes. The machine is small enough to compute the
+distribution of its chains after k Gibbs steps. Every update is therefore an expectation, and its only error is bias.
+The block holds that distribution constant, as contrastive divergence does. The effect of opening the block depends on
+the surrogate:
 
 - ``kullback_leibler``: the difference of two divergences from which Hinton derived contrastive divergence. Open, its
   gradient has the third term, which he dropped.
 - ``free_energy``: the difference of free energies that programs use. Open, the sampler is pulled up the energy.
-- ``improved``: the loss of Du and others, in which the third term has its opposite sign. It has a block more, of the
-  energy that the sampler is judged by.
+- ``improved``: the loss of Du and others, in which the third term has its opposite sign. It has one more block, for the
+  energy that judges the sampler.
 
 Other methods start at the same parameters: the exact gradient, contrastive divergence with twice the steps, and the
-improved loss. After training, the biases of all readings are measured at the parameters that were reached, for several
+improved loss. After training, the bias of each of these gradients is measured at the final parameters, for several
 numbers of Gibbs steps.
 
 References:
@@ -59,7 +59,7 @@ class Config(ExperimentConfig):
     """Values of an experiment on the bias of contrastive divergence.
 
     Attributes:
-        divergence: The surrogate that is descended, ``"kullback_leibler"``, ``"free_energy"`` or ``"improved"``; see
+        divergence: The surrogate that is minimised, ``"kullback_leibler"``, ``"free_energy"`` or ``"improved"``; see
             the module and `toolkit.rbm.bias.exact_divergence`.
         side: An image has side x side pixels.
         n_hidden: H; time and memory are proportional to 2^(side^2 + H).
@@ -75,7 +75,7 @@ class Config(ExperimentConfig):
 
 
 def run(config: Config, seed: int) -> Run:
-    """Return one seeded run: full-batch descent on an expectation, so that the seed is the start and nothing else."""
+    """Return one seeded run: full-batch descent on an expectation, so that the seed only sets the start."""
     images = bars_and_stripes(config.side, dtype=getattr(torch, config.dtype)).inputs.to(config.device)
     rbm = _machine(config, seed)
     start = data_distribution(rbm, images)
@@ -117,7 +117,7 @@ def run(config: Config, seed: int) -> Run:
 
 
 def _methods(config: Config, seed: int, images: Tensor, start: Tensor) -> Methods:
-    """Return descent from the same parameters along other fields."""
+    """Return descent along other gradient fields, from the same parameters."""
     k = config.gibbs_steps
     steps = sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
     updates: dict[str, Update] = {
@@ -181,5 +181,5 @@ def _biases(rbm: RBM, start: Tensor, steps: int) -> dict[str, float]:
 
 
 def _ratios(values: Sequence[float], over: Sequence[float]) -> list[float]:
-    """Return quotients; what is only rounding has none."""
+    """Return quotients; NaN where the denominator is only rounding."""
     return [a / b if min(a, b) > _ROUNDING else math.nan for a, b in zip(values, over, strict=True)]

@@ -1,10 +1,10 @@
-"""What the shift of a softmax leaks: exactly nothing, unless only half of it is blocked.
+"""The leak of a softmax's shift: exactly zero, unless only one of its two uses is blocked.
 
 - ``calibrate_digits``: a classifier of handwritten digits is overconfident; vector scaling (Guo, Pleiss, Sun &
   Weinberger, "On calibration of modern neural networks", 2017, section 4.2) gives each class a scale and a bias. The
   loss is `toolkit.softmax.cross_entropy`, on logits whose exponential overflows.
-- ``fit_synthetic``: softmax regression by maximum likelihood, on data drawn from a known model, with a log-sum-exp
-  that has one block for each use of its maximum. Opening one of them alone leaks.
+- ``fit_synthetic``: softmax regression by maximum likelihood, on data drawn from a known model, with a log-sum-exp that
+  has one block for each use of its maximum. Opening only one of the two leaks.
 
 N samples, D features, C classes.
 """
@@ -49,7 +49,7 @@ class Config(ExperimentConfig):
         task: ``"calibrate_digits"`` or ``"fit_synthetic"``; see the module.
         overconfidence: calibrate_digits: factor on the classifier's logits; from about 100 on, naive exponentials
             overflow in float64.
-        copies: calibrate_digits: how often each calibration image is used, each time with new noise.
+        copies: calibrate_digits: the number of uses of each calibration image, each with new noise.
         noise: calibrate_digits: standard deviation of the noise on the copies' pixels, which lie in [0, 1].
         n_samples: fit_synthetic: N.
         n_features: fit_synthetic: D.

@@ -321,10 +321,10 @@ MADE = {"ratio": 0.0, "cosine": None, "leak": 9.66}  # of a straight-through est
 @pytest.mark.parametrize(
     ("kind", "numbers", "expected"),
     [
-        ("no-op", {}, "Nothing that carries a gradient reaches this block: there is nothing for it to stop."),
-        ("redundant", {}, "Opening the block changes the gradient not by a single bit: what would flow through it is"),
-        ("redundant", {"leak": 1e-17}, "by no more than the rounding of floating-point numbers: what would flow"),
-        ("noise", {"leak": 1e-3}, "by no more than rounding may, in numbers of so low a precision: whether anything"),
+        ("no-op", {}, "No gradient reaches this block, so it has nothing to stop."),
+        ("redundant", {}, "Opening the block does not change a single bit of the gradient: the leak is zero."),
+        ("redundant", {"leak": 1e-17}, "by no more than the rounding of floating-point numbers: the leak is"),
+        ("noise", {"leak": 1e-3}, "by no more than the rounding in this low precision: a leak, if there is"),
         (
             "partial",
             TURNED,
@@ -335,8 +335,8 @@ MADE = {"ratio": 0.0, "cosine": None, "leak": 9.66}  # of a straight-through est
         (
             "makes",
             MADE,
-            "Opening the block leaves nothing of the gradient, before the first step and once the model is trained. It "
-            "is the block that makes the gradient of ws[0]: without it that is zero.",
+            "Opening the block makes the gradient vanish, before the first step and once the model is trained. The "
+            "block itself makes the gradient of ws[0]: without the block it is zero.",
         ),
     ],
 )
@@ -352,12 +352,12 @@ def test_a_verdict_in_a_sentence(kind, numbers, expected):
     [
         ([TURNED], "turns the gradient by 30° and makes it 2 times as long"),
         ([TURNED, TURNED, MADE], "turns the gradient by 30° and makes it 2 times as long"),
-        ([MADE], "leaves nothing of the gradient"),
-        ([{**MADE, "ratio": 1e-16, "cosine": 0.3}], "leaves nothing of the gradient"),
-        ([{"ratio": 3e7, "cosine": 0.5, "leak": 1.0}], "makes a gradient that has vanished 3e+07 times as long"),
+        ([MADE], "makes the gradient vanish"),
+        ([{**MADE, "ratio": 1e-16, "cosine": 0.3}], "makes the gradient vanish"),
+        ([{"ratio": 3e7, "cosine": 0.5, "leak": 1.0}], "makes a vanished gradient 3e+07 times as long"),
         ([{"ratio": None, "cosine": None, "leak": 2.0}], "lets a gradient through where there is none with the block"),
-        ([{"ratio": None, "cosine": None, "leak": 0.0}], "leaves a gradient that is zero as it is"),
-        ([{"ratio": None, "cosine": None, "leak": None}], "makes the gradient infinite, or no number"),
+        ([{"ratio": None, "cosine": None, "leak": 0.0}], "leaves a zero gradient at zero"),
+        ([{"ratio": None, "cosine": None, "leak": None}], "makes the gradient infinite or NaN"),
     ],
     ids=["turned", "turned in most seeds", "made", "made to rounding", "vanished", "out of nothing", "zero", "nan"],
 )
