@@ -1,8 +1,7 @@
-"""How autograd differentiates softmax and its kin: by products that lose no component, in every mode and order.
+"""Derivatives of softmax and related functions: products that lose no component, in every mode and order.
 
-Each function of a row does not depend on a constant that is added to it, so it takes a shifted input as well as one
-that is not: the same bits, and the shift, where there is one, is no part of it. It keeps one tensor of the input's
-size. The derivatives are made of the same functions, so they can be differentiated again.
+Each function gives the same bits for a shifted and an unshifted row, and does not see the shift. It saves one tensor of
+the input's size. The derivatives consist of the same functions, so they can be differentiated again.
 
 The classes whose names end in ``InGraph`` are for a compiler, which does not take forward-mode rules.
 """
@@ -52,7 +51,7 @@ def cross_entropy_of_rows(x: Tensor, labels: Tensor, dim: int) -> Tensor:
 
 
 def _applied(function: type[Function], in_graph: type[Function], *arguments: Any) -> Tensor:
-    """Apply a function by the shortest way that this mode allows."""
+    """Apply a function on the shortest path that this mode allows."""
     if is_compiling():
         return in_graph.apply(*arguments)  # type: ignore[no-any-return]
     if torch._C._are_functorch_transforms_active():
@@ -66,7 +65,7 @@ def _is_differentiated_again() -> bool:
 
 
 class _SoftmaxInGraph(Function):
-    """Softmax; of half precision the input is kept, else the result: the derivative needs all digits."""
+    """Softmax; saves the input in half precision, else the result: the derivative needs all digits."""
 
     @staticmethod
     def forward(x: Tensor, dim: int) -> Tensor:
@@ -142,7 +141,7 @@ class _CentredProduct(Function):
 
 
 class _LogSoftmaxInGraph(Function):
-    """Logarithm of softmax; of half precision the input is kept, else the result."""
+    """Logarithm of softmax; saves the input in half precision, else the result."""
 
     @staticmethod
     def forward(x: Tensor, dim: int) -> Tensor:
@@ -177,7 +176,7 @@ class _LogSoftmax(_LogSoftmaxInGraph):
 
 
 class _LogSumExpInGraph(Function):
-    """Log-sum-exp; the input is kept."""
+    """Log-sum-exp; saves the input."""
 
     @staticmethod
     def forward(x: Tensor, dim: int) -> Tensor:
@@ -209,7 +208,7 @@ class _LogSumExp(_LogSumExpInGraph):
 
 
 class _CrossEntropyInGraph(Function):
-    r"""Cross entropy; the input is kept, and the losses.
+    r"""Cross entropy; saves the input and the losses.
 
     The label's component :math:`y_{label} - 1` is :math:`e^{-loss} - 1`, so it is as exact as the loss.
     """

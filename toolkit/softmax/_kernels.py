@@ -1,8 +1,8 @@
-"""The numbers of softmax and its derivatives, without autograd: each fast way beside the plain one that specifies it.
+"""The kernels of softmax and its derivatives, without autograd, each beside the plain operations that specify it.
 
-A long input is worked off in pieces of a few rows, which stay in the cache from the first pass to the last. How that
-is done may depend on the numbers (is any probability above one half?), but only where they may be looked at: not under
-`torch.func`, a tracer or a compiler, and not on an accelerator, where looking means waiting.
+A long input is processed in pieces of a few rows, which stay in the cache from the first pass to the last. The choice
+of a kernel may depend on the values (is any probability above one half?), but only where values can be read: not under
+`torch.func`, a tracer or a compiler, and not on an accelerator, where reading a value waits for the device.
 
 C classes along ``dim``; ``*`` all other dimensions, independent rows. Row quantities have shape (*, 1).
 """
@@ -23,13 +23,13 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return `x` in the precision that is computed in: half precision in float32."""
+    """Return `x` in the precision of the computation: float32 for half precision."""
     return x.float() if x.dtype in HALF else x
 
 
 def finite_maximum(x: Tensor, dim: int) -> Tensor:
-    """Return what is subtracted (*, 1): the maximum, made finite so that ``inf - inf`` stays out of rows of -inf."""
-    # An empty maximum is not defined; there is nothing to subtract from either.
+    """Return the shift (*, 1): the maximum, made finite so that ``inf - inf`` stays out of rows of -inf."""
+    # The maximum of an empty row is not defined, and there is no entry to shift.
     peak = x.amax(dim, keepdim=True) if x.numel() else x.sum(dim, keepdim=True)
     limits = torch.finfo(x.dtype)
     return peak.clamp(limits.min, limits.max)
@@ -67,7 +67,7 @@ def _with_infinite_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
 
 
 def _has_nan(y: Tensor, dim: int) -> bool:
-    """Say whether `torch.softmax` has met a maximum that is not finite: then the whole row is NaN."""
+    """Return whether `torch.softmax` met a maximum that is not finite: then the whole row is NaN."""
     return math.isnan((y.select(dim, 0) if y.dim() else y).sum().item())
 
 
@@ -90,7 +90,7 @@ def scaled_probabilities(x: Tensor, scale: Tensor, dim: int) -> Tensor:
 def maximum_and_log_sum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     r"""Return the shift m and :math:`\log \sum_j e^{x_j - m}`, both (*, 1): at least 0, or -inf.
 
-    In a row that one probability dominates, the others are summed by themselves and go through `log1p`: nothing is
+    In a row with one dominant probability, the others are summed separately and go through `log1p`, so that no digit is
     lost beside the 1.
     """
     if x.numel() == 0:
@@ -129,7 +129,7 @@ def log_sum_in_plain_operations(z: Tensor, dim: int) -> Tensor:
     """Specify the log-sum-exp of shifted inputs."""
     e = z.exp()
     at_peak = z == 0
-    # The term of one maximum is exactly 1 and belongs to log1p; as `e - 1` it adds nothing but its derivative.
+    # The term of one maximum is exactly 1 and belongs to log1p; as `e - 1` it only adds its derivative.
     excess = (e - at_peak.to(e.dtype)).sum(dim, keepdim=True) + (at_peak.sum(dim, keepdim=True) - 1)
     return excess.clamp(min=0).log1p().masked_fill(excess < 0, -math.inf)
 
@@ -156,8 +156,8 @@ def centred_product(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
     r"""Return :math:`y_i (g_i - \sum_j y_j g_j)`, each component to its own rounding.
 
     The Jacobian of softmax ignores a constant in g. So the pivot is subtracted first: g at the maximum where that has
-    more than half of the probability, else the mean of g. What a component is the difference of is then never large
-    beside the component itself, up to the condition :math:`y_i \sum_j y_j |g_i - g_j|`.
+    more than half of the probability, else the mean of g. Both terms of a component are then no larger than the
+    component itself, up to the condition :math:`y_i \sum_j y_j |g_i - g_j|`.
     """
     if y.numel() == 0 or not (_may_look(y) and type(cotangent) in _PLAIN):
         return centred_product_in_plain_operations(y, cotangent, dim)
@@ -172,7 +172,7 @@ def centred_product(y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
 
 
 def _pivot(y: Tensor, g: Tensor, dim: int, room: Tensor | None = None) -> Tensor:
-    """Return what is subtracted from the cotangent (*, 1)."""
+    """Return the pivot that is subtracted from the cotangent (*, 1)."""
     if y.amax().item() > 0.5:
         # 1 at a probability above one half, else 0: in a row without one, all probabilities are the weights.
         weights = torch.round(y, out=room) if room is not None else y.round()
@@ -192,7 +192,7 @@ def centred_in_plain_operations(y: Tensor, cotangent: Tensor, dim: int) -> Tenso
     r"""Return :math:`g_i - \sum_j y_j g_j`."""
     if y.numel() == 0:
         return cotangent
-    # One maximum says whether there is such an entry and what stands there; a compiled `any` beside it costs more.
+    # One maximum finds both whether there is such an entry and its value; a compiled `any` beside it costs more.
     at_top = torch.where(y > 0.5, cotangent, -math.inf).amax(dim, keepdim=True)
     pivot = torch.where(at_top > -math.inf, at_top, (y * cotangent).sum(dim, keepdim=True))
     centred = cotangent - pivot
@@ -202,7 +202,7 @@ def centred_in_plain_operations(y: Tensor, cotangent: Tensor, dim: int) -> Tenso
 def log_softmax_product(log_y: Tensor, cotangent: Tensor, dim: int) -> Tensor:
     r"""Return :math:`g_i - y_i \sum_j g_j`, each component to its own rounding.
 
-    At a probability next to 1 that is :math:`g_i (1 - y_i) - y_i \sum_{j \neq i} g_j`, with :math:`1 - y_i` from
+    At a probability close to 1 this is :math:`g_i (1 - y_i) - y_i \sum_{j \neq i} g_j`, with :math:`1 - y_i` from
     `expm1`.
     """
     flat = log_y.dim() == 2 and dim % 2 == 1
@@ -232,7 +232,7 @@ def log_softmax_product_in_plain_operations(log_y: Tensor, cotangent: Tensor, di
 
 
 def _may_look(x: Tensor) -> bool:
-    """Say whether the way may depend on the numbers."""
+    """Return whether the choice of a kernel may depend on the values."""
     return (
         type(x) in _PLAIN
         and x.is_cpu
@@ -243,7 +243,7 @@ def _may_look(x: Tensor) -> bool:
 
 
 def _in_pieces(x: Tensor, dim: int) -> bool:
-    """Say whether it pays to work off `x` in pieces: it is long, and its rows lie one after the other."""
+    """Return whether `x` should be processed in pieces: it is long, and its rows are contiguous."""
     return x.numel() > 2 * _PIECE and dim in (-1, x.dim() - 1) and x.is_contiguous() and _may_look(x)
 
 

@@ -1,18 +1,19 @@
 r"""The functions of `toolkit.softmax` and their block.
 
-All of them subtract the maximum before they exponentiate, and the maximum is held constant by the block
-`softmax.shift`. The functions do not depend on what is subtracted, so *opening the block leaks exactly nothing*: the
-cotangents that reach the shift sum to zero, whatever ties there are, in every order. What the block saves is the
-backward pass through the maximum and the input that it would keep alive.
+All of them subtract the maximum before they exponentiate, and the block `softmax.shift` holds the maximum constant. The
+functions do not depend on the shift, so *the leak of the block is exactly zero*: the cotangents that reach the shift
+sum to zero, for any ties, in every order. The block saves the backward pass through the maximum, and the memory of the
+input that this pass would keep alive.
 
-That holds because each function undoes its shift completely. A program that does not, or that blocks only one of the
-two uses of a shift, does leak: `experiments/softmax.py` trains one.
+The leak is zero because each function undoes its shift completely. A program that does not undo its shift, or that
+blocks only one of its two uses, does leak; `experiments/softmax.py` trains such a program.
 
-Gradients keep every component. Where one probability is next to 1, :math:`y_i (g_i - \sum_j y_j g_j)` as it is written
-cancels: on ``[40, 0]`` it loses the larger component whole. Here the cotangent is centred first, what is left of a
-probability next to 1 is summed by itself, and a label's :math:`y - 1` comes from the loss. So each component has an
-error of some tens of roundoffs of its own condition, and of one more for each nat between the smallest logit and the
-largest, whose difference is rounded before it is exponentiated (up to 700 roundoffs, where a probability is 1e-304):
+Gradients keep every component. Where one probability is close to 1, the formula :math:`y_i (g_i - \sum_j y_j g_j)`
+cancels: on ``[40, 0]`` it loses the larger component completely. Here the cotangent is centred first, the remainder
+:math:`1 - y` of such a probability is summed separately, and a label's :math:`y - 1` is computed from the loss. Each
+component has an error of some tens of roundoffs of its own condition, and of one more roundoff for each nat between the
+smallest logit and the largest, whose difference is rounded before it is exponentiated (up to 700 roundoffs, where a
+probability is 1e-304):
 
 =============  =======================================================
 softmax        :math:`y_i \sum_j y_j |g_i - g_j|`
@@ -23,11 +24,11 @@ cross_entropy  :math:`y_i |g|`, at the label :math:`(1 - y_i) |g|`
 
 Half precision is computed in float32 and rounded once at the end, forward and backward.
 
-Entries that ``where`` leaves out have probability 0, log-probability ``-inf`` and gradient 0, whatever stands there.
-Rows with infinite entries:
+Entries that ``where`` masks have probability 0, log-probability ``-inf`` and gradient 0, whatever their value. Rows
+with infinite entries:
 
-- A row of ``-inf`` throughout, or with every entry left out, has probabilities 0 with gradient 0, log-probabilities
-  and log-sum-exp ``-inf``. `torch.softmax` gives NaN there, and one such row poisons the gradient of the whole batch.
+- A row of only ``-inf``, or with every entry masked, has probabilities 0 with gradient 0, log-probabilities and
+  log-sum-exp ``-inf``. `torch.softmax` gives NaN there, and one such row poisons the gradient of the whole batch.
 - ``+inf`` has log-sum-exp ``+inf`` and no probability: NaN at that entry, 0 at the finite ones.
 - NaN makes its whole row NaN.
 
@@ -74,7 +75,7 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:
     r"""Return probabilities :math:`y_i = e^{x_i - m} / \sum_j e^{x_j - m}` with the shift :math:`m = \max_j x_j`.
 
-    It divides; ``exp(input - logsumexp(input))`` is less accurate, by a factor that grows with the log-sum-exp.
+    The quotient is more accurate than ``exp(input - logsumexp(input))``, by a factor that grows with the log-sum-exp.
 
     Args:
         input: (\*, C), floating point.
@@ -82,7 +83,7 @@ def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Ten
         where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
-        (\*, C), like `input`; sums to 1 along `dim`, or to 0 where every entry is ``-inf`` or left out.
+        (\*, C), like `input`; sums to 1 along `dim`, or to 0 where every entry is ``-inf`` or masked.
 
     Raises:
         TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, or `dim` not an integer.
@@ -108,8 +109,8 @@ def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Ten
 def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:
     r"""Return log-probabilities :math:`x_i - m - \log \sum_j e^{x_j - m}` in nats.
 
-    The shift is subtracted before the logarithm of the sum is, so large inputs cost no accuracy; and what is left of
-    a probability next to 1 is kept (see `logsumexp`).
+    The shift is subtracted before the logarithm of the sum, so large inputs cost no accuracy. The remainder of a
+    probability close to 1 is kept (see `logsumexp`).
 
     Args:
         input: (\*, C), floating point.
@@ -148,8 +149,8 @@ def logsumexp(
     r"""Return :math:`m + \log \sum_j e^{x_j - m}` in nats.
 
     Both uses of the shift :math:`m = \max_j x_j` are the same blocked value. Blocking only one of them would give a
-    wrong gradient. The term of one maximum is exactly 1 and is left to `log1p`, so that a sum next to 1 loses
-    nothing: ``logsumexp([0, -40])`` is 4.248e-18, where `torch.logsumexp` has 0.
+    wrong gradient. The term of one maximum is exactly 1 and is left to `log1p`, so that a sum close to 1 loses no
+    digit: ``logsumexp([0, -40])`` is 4.248e-18, where `torch.logsumexp` has 0.
 
     Args:
         input: (\*, C), floating point.
@@ -162,7 +163,7 @@ def logsumexp(
 
     Raises:
         TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, or `dim` not made of integers.
-        ValueError: If `where` does not broadcast to the shape of `input`, or `dim` names none or one of them twice.
+        ValueError: If `where` does not broadcast to the shape of `input`, or `dim` is empty or names a dimension twice.
         IndexError: If `input` has no dimension `dim`.
 
     References:
@@ -214,8 +215,8 @@ def cross_entropy(
 ) -> Tensor:
     r"""Return the cross entropy :math:`-\log \operatorname{softmax}(x)_{label}` in nats, by default its mean.
 
-    Both terms are taken after the shift: ``[1e8, 1e8]`` gives log 2. The loss of a class whose logit is ``-inf``, or
-    that is left out, is infinite.
+    Both terms are taken after the shift: ``[1e8, 1e8]`` gives log 2. The loss of a class with logit ``-inf``, or of a
+    masked class, is infinite.
 
     Args:
         logits: (\*, C), floating point.
@@ -233,7 +234,7 @@ def cross_entropy(
         ValueError: If `labels` does not have the shape of `logits` without `dim`, `where` does not broadcast to that
             of `logits`, or `reduction` is unknown.
         IndexError: If `logits` has no dimension `dim`.
-        RuntimeError: If a label is out of range (found where labels are read, without a pass to look for it).
+        RuntimeError: If a label is out of range; found when the label is used, without an extra pass.
 
     Example:
         >>> cross_entropy(torch.tensor([[2.0, 0.0], [1e8, 1e8]]), torch.tensor([0, 1]), reduction="none")
@@ -264,9 +265,9 @@ def cross_entropy(
 
 
 def naive_softmax(input: Tensor, dim: int = -1) -> Tensor:
-    r"""Return :math:`e^{x_i} / \sum_j e^{x_j}` as it is written, for teaching: there is no shift, and it overflows.
+    r"""Return :math:`e^{x_i} / \sum_j e^{x_j}` without a shift, for teaching: it overflows.
 
-    NaN as soon as an entry exceeds 88 (float32) or 709 (float64), or all of them are below -104 or -746.
+    The result is NaN if an entry exceeds 88 (float32) or 709 (float64), or if all entries are below -104 or -746.
 
     Args:
         input: (\*, C), floating point.
@@ -300,7 +301,7 @@ def _checked(input: Tensor, argument: str, dim: object = 0, dims: str = "an inte
 
 
 def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
-    """Return `input` with ``-inf`` at the entries that are left out: no gradient passes there."""
+    """Return `input` with ``-inf`` at the masked entries: no gradient passes there."""
     _checked(input, argument)
     if not isinstance(where, Tensor) or where.dtype != torch.bool:
         found = where.dtype if isinstance(where, Tensor) else type(where).__name__
@@ -314,7 +315,7 @@ def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
 
 
 def _is_plain() -> bool:
-    """Say whether the derivatives have to be those of plain operations.
+    """Return whether plain operations have to compute the derivatives.
 
     A compiler takes no rules for `torch.func` and forward mode. And `torch.func` runs a function's own forward-mode
     rule with forward mode off: forward over forward would silently find nothing in it.
@@ -331,8 +332,8 @@ def _is_plain() -> bool:
 def _shifted(input: Tensor, dim: int) -> tuple[Tensor, Tensor | None]:
     """Return ``input - shift``, at most 0, and the blocked shift (*, 1).
 
-    While no block is open, compared or watched anywhere, eager code leaves the subtraction to the kernels, which give
-    the same bits with or without it: there is nothing to record. They take `input` as it is, and there is no shift.
+    While no block is open, compared or watched anywhere, the shift need not be recorded. Eager code then passes the
+    unshifted `input` to the kernels, which give the same bits with or without the shift.
     """
     if is_quiet() and not is_compiling() and not _is_plain():
         return input, None

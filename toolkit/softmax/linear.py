@@ -1,27 +1,27 @@
-r"""Cross entropy of a linear layer over a large vocabulary, in chunks, so that its logits are never whole in scratch.
+r"""Cross entropy of a linear layer over a large vocabulary, in chunks, so that its logits are never all in memory.
 
-The logits of a chunk of classes are made, used and overwritten by those of the next. A running maximum and a running
-sum of exponentials are all that a row needs to remember (the online log-sum-exp), and the maximum is held constant by
-the block `softmax.shift`, as everywhere in this room: opening it leaks nothing.
+The logits of a chunk of classes are computed, used and overwritten by those of the next chunk. Each row only keeps a
+running maximum and a running sum of exponentials (the online log-sum-exp). The block `softmax.shift` holds the maximum
+constant, as in all functions of `toolkit.softmax`, and its leak is zero.
 
 The label's term is kept out of the sum. With the log-sum-exp of the *other* classes, the loss is a function of one
 number, the negative margin :math:`d`:
 
 .. math:: d = \log \sum_{j \ne label} e^{x_j} - x_{label}, \qquad loss = \log(1 + e^d)
 
-and its derivative by the label's logit is :math:`-\sigma(d)`: minus the sum of the others' probabilities, which keeps
-all its digits where ``probability - 1`` has none left.
+and its derivative by the label's logit is :math:`-\sigma(d)`: minus the sum of the others' probabilities. This sum
+keeps all its digits where ``probability - 1`` would cancel.
 
-Three ways to compute it:
+There are three implementations:
 
-- `_losses_in_plain_autograd` is the specification. Autograd records each chunk, so the logits are kept after all.
-  Forward mode, `torch.func`, ``torch.export`` and second derivatives go through it.
-- `_Losses` is for plain reverse mode. Its gradients need the logits a second time. If the weight has a gradient at
-  least as large as the logits, they wait in the memory of that gradient, which has to exist anyhow, and each chunk of
-  it is written when its logits have been read; otherwise they are computed again. One loss of a weight waits at a
-  time: of several before the first backward pass, the others compute theirs again. Where the block is open, or a
-  comparison runs, the maximum is recorded beside it, and gets what `_Losses` has for it.
-- An operator of its own, for `torch.compile`, where nothing may wait in the memory of something else.
+- `_losses_in_plain_autograd` is the specification. Autograd records each chunk, so all logits are kept. Forward mode,
+  `torch.func`, ``torch.export`` and second derivatives go through it.
+- `_Losses` is for plain reverse mode. Its gradients need the logits a second time. If the weight's gradient is at least
+  as large as the logits, the logits are stored in its memory, which is needed anyway; each chunk of the gradient
+  overwrites logits that have been read. Otherwise the logits are computed again. Only one loss per weight stores logits
+  at a time: if several losses precede the first backward pass, the others compute their logits again. While the block
+  is open, or a comparison runs, the maximum is recorded too, and receives its gradient from `_Losses`.
+- A custom operator is for `torch.compile`, where a tensor cannot be stored in the memory of another.
 
 N samples, D features, V classes, C classes in a chunk.
 """
@@ -60,33 +60,33 @@ def linear_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    r"""Return the cross entropy in nats of the logits :math:`x = W h + b`, which are never whole in scratch memory.
+    r"""Return the cross entropy in nats of the logits :math:`x = W h + b`, which are never all in memory.
 
-    What ``cross_entropy(linear(input, weight, bias), labels)`` is, to rounding. Beyond inputs, gradients and a few
-    numbers per row it needs N C numbers; half precision also a chunk of the weight in float32, in which it computes.
-    Where ``N <= D`` and the weight has a gradient (of the logits' precision) the cost is that of the three products
-    that the gradients need anyhow; otherwise the logits are computed twice, a fourth product. For that a loss holds
-    memory of the size of `weight` from the forward pass to the backward pass, which makes the gradient of it. Only one
-    loss of a weight does at a time: the others that wait beside it take the fourth product. A loss that is never
-    differentiated should be computed under `torch.no_grad`, which holds nothing.
+    The result equals ``cross_entropy(linear(input, weight, bias), labels)`` up to rounding. Beyond inputs, gradients
+    and a few numbers per row it needs memory for N C numbers; half precision also needs a chunk of the weight in
+    float32. If ``N <= D`` and the weight has a gradient (of the logits' precision), the cost is that of three matrix
+    products, which any gradient needs; otherwise the logits are computed twice, by a fourth product. To save this
+    product, a loss holds memory of the size of `weight` from the forward pass to the backward pass, which turns it into
+    the gradient. Only one loss per weight holds such memory at a time; the others take the fourth product. Compute a
+    loss that is never differentiated under `torch.no_grad`, where no memory is held.
 
     Autocast does not lower the precision: logits are made in float32 at least, from inputs of whatever type.
     Second derivatives and forward mode work, and record all logits.
 
     Args:
-        input: (\*, D), floating point: what the linear layer is given.
-        weight: (V, D), floating point. It should be finite, also where `where` takes the class out.
+        input: (\*, D), floating point: the input of the linear layer.
+        weight: (V, D), floating point. It should be finite, also for masked classes.
         labels: (\*), integers from 0 to V - 1, or `ignore_index`.
-        bias: (V,), floating point. ``-inf`` takes a class out.
-        where: Boolean, broadcast to (\*, V): which classes there are. The others have probability 0 and no gradient.
-            The loss of a label that is not among them is infinite.
-        ignore_index: A label whose samples have loss 0, no gradient, and do not count in the mean.
+        bias: (V,), floating point. ``-inf`` removes a class.
+        where: Boolean, broadcast to (\*, V): False masks a class, which then has probability 0 and no gradient. The
+            loss of a masked label is infinite.
+        ignore_index: A label whose samples have loss 0 and no gradient, and do not count in the mean.
         reduction: ``"mean"`` over all samples that are not ignored (NaN if there are none), their ``"sum"``, or
             ``"none"``.
-        chunk_size: C, how many classes to take at a time; by default so many that the chunk's logits fit a cache.
+        chunk_size: C, the number of classes in a chunk. None: the chunk's logits fit a cache.
 
     Returns:
-        A scalar, or (\*) for ``"none"``; of the type that `input` and `weight` have in common, float32 under autocast.
+        A scalar, or (\*) for ``"none"``, in the promoted dtype of `input` and `weight`; float32 under autocast.
 
     Raises:
         TypeError: If a tensor is not floating-point, `labels` are not integers, or `where` is not boolean.
@@ -178,7 +178,7 @@ def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def _check_range(labels: Tensor, n_classes: int) -> None:
-    """Refuse a label that is out of range. Where labels cannot be read, under `vmap`, its loss is NaN."""
+    """Raise ValueError if a label is out of range. Where labels cannot be read, under `vmap`, its loss is NaN."""
     if labels.numel() == 0 or labels.is_meta:
         return
     for label in (int(labels.min()), int(labels.max())):
@@ -201,7 +201,7 @@ def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
 def _losses(
     input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, where: Tensor | None, chunk_size: int
 ) -> Tensor:
-    """Return the losses (N,) in float32 or float64, by the cheapest way that gives every derivative asked for."""
+    """Return the losses (N,) in float32 or float64, by the cheapest implementation with the required derivatives."""
     if is_compiling():
         if is_blocked(SHIFT) and not is_exporting():
             return _operator(input, weight, bias, labels, where, chunk_size)[0]  # type: ignore[no-any-return]
@@ -319,7 +319,7 @@ def _forward(
         labels: (N,).
         where: (N, V), or None.
         chunk_size: C.
-        waiting: (V, D) memory in which the logits are left, the label's as ``-inf``. None: they are dropped.
+        waiting: (V, D) memory in which the logits are stored, the label's as ``-inf``. None: the logits are dropped.
     """
     x = input.to(_precision(input, weight))
     limits = torch.finfo(x.dtype)
@@ -367,7 +367,7 @@ def _backward(
     """
     x = input.to(_precision(input, weight))
     slope = cotangent * margin.sigmoid()
-    factor = torch.where(total > 0, slope / total, 0)[:, None]  # without other classes there is nothing to divide
+    factor = torch.where(total > 0, slope / total, 0)[:, None]  # without other classes the sum is 0
     by_input = (
         x.new_zeros(x.shape) if needs[0] else None
     )  # whatever the order of `x` in memory, as the compiler is told
@@ -409,7 +409,7 @@ def _precision(input: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _default_chunk_size(input: Tensor, weight: Tensor) -> int:
-    """Return how many classes make a megabyte of logits, but enough for a matrix product to be efficient."""
+    """Return the number of classes whose logits fill a megabyte, but enough for an efficient matrix product."""
     size = max(2**18 // max(len(input), 1), 256)
     if weight.dtype != _precision(input, weight):  # a chunk of the weight is converted, and has to be small as well
         size = min(size, max(2**20 // max(weight.shape[1], 1), 64))
@@ -428,7 +428,7 @@ def _logits(x: Tensor, w: Tensor, bias: Tensor | None, start: int, stop: int, ou
 
 
 def _find(labels: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
-    """Return each label's place (N, 1) in a chunk, any place if it is not there, and whether it is (N,)."""
+    """Return each label's index (N, 1) in a chunk, and whether it is there (N,); if not, the index is arbitrary."""
     inside = (labels >= start) & (labels < stop)
     return (labels - start).clamp(0, stop - start - 1)[:, None], inside
 
@@ -466,7 +466,7 @@ def _part(scratch: Tensor, n_rows: int, n_columns: int) -> Tensor:
 
 
 class _Room:
-    """Memory (V, D) in which the logits wait and the weight's gradient is made: it is known while a loss holds it."""
+    """Memory (V, D) for stored logits and then the weight's gradient; registered while a loss holds it."""
 
     def __init__(self, weight: Tensor) -> None:
         self.memory = weight.new_empty(weight.shape)
@@ -477,7 +477,7 @@ _rooms: WeakValueDictionary[tuple[torch.device, int], _Room] = WeakValueDictiona
 
 
 def _room_for_logits(input: Tensor, weight: Tensor, chunk_size: int) -> _Room | None:
-    """Return a room if a chunk's logits fit into the chunk's rows of it, and no other loss of the weight has one."""
+    """Return a room if each chunk's logits fit into the chunk's rows, and no other loss of the weight holds one."""
     size, row = _precision(input, weight).itemsize, weight.shape[1] * weight.dtype.itemsize
     place = (weight.device, weight.data_ptr())
     if not 0 < len(input) * size <= row or chunk_size * row % size != 0 or place in _rooms:
@@ -487,7 +487,7 @@ def _room_for_logits(input: Tensor, weight: Tensor, chunk_size: int) -> _Room | 
 
 
 def _place(waiting: Tensor, x: Tensor, start: int, stop: int) -> Tensor:
-    """Return where a chunk's logits (N, C) wait: the first bytes of the chunk's rows."""
+    """Return the memory of a chunk's stored logits (N, C): the first bytes of the chunk's rows."""
     n_bytes = len(x) * (stop - start) * x.dtype.itemsize
     return waiting[start:stop].view(-1).view(torch.uint8)[:n_bytes].view(x.dtype).view(len(x), stop - start)
 
