@@ -176,7 +176,7 @@ __all__ = [
     "updated_fast_weights",
 ]
 
-# scikit-learn takes as long to import as all the rest of this package.
+# scikit-learn takes as long to import as the rest of this package.
 _ESTIMATORS = {"BernoulliRBM", "GaussianRBM"}
 
 

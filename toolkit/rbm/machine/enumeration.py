@@ -1,8 +1,8 @@
 r"""Sums over all states of one layer, exactly: the partition function, its gradient, and draws from the model.
 
-The states of the enumerated layer are the sums of a state of its first units and one of its other units, and so are
-the inputs that they bring to the other layer: no product of matrices, and no matrix of all states. Where the other
-layer has Bernoulli units no exponential of a single state either, because
+The units of the enumerated layer are split into first units and other units. Each state is the sum of a state of the
+first and a state of the others, and so is its input to the other layer: no matrix of all states is needed, and no
+matrix product. If the other layer has Bernoulli units, no exponential per state is needed either, because
 
 .. math::
     \sum_j \log(1 + e^{x_j + y_j}) = \sum_j y_j + \log \prod_j (e^{x_j} + e^{-y_j}).
@@ -37,19 +37,19 @@ ENUMERABLE_UNITS = 25
 Side: TypeAlias = Literal["visible", "hidden"]
 
 _CACHE = 2**20  # bytes of a chunk on a CPU
-_DEVICE = 2**26  # ... on a device that wants much at a time
-_BLOCK = 2**9  # states of the other units whose inputs are made at a time
-_TWIN_CHUNK = 2**11  # states at a time where autograd does the work
-# How far from 0 the logarithm of a product may come.
+_DEVICE = 2**26  # ... on an accelerator
+_BLOCK = 2**9  # states of the other units per block
+_TWIN_CHUNK = 2**11  # states at a time under autograd
+# The largest absolute logarithm of a product.
 _LARGEST = {torch.float32: 80.0, torch.float64: 700.0}
 
 
 def log_partition(joint: Joint) -> Tensor:
     r"""Return :math:`\log Z = \log \sum_{v, h} e^{-E(v, h)}` in nats, exactly.
 
-    The states of the layer that has fewer are enumerated, in chunks; the other layer is summed, or integrated, in
-    closed form. The first derivative is `model_statistics`: memory grows with the number of states neither in the
-    forward nor in the backward pass. Higher derivatives, and those of `torch.func`, go through autograd.
+    The states of the layer with fewer states are enumerated in chunks; the other layer is summed, or integrated, in
+    closed form. The first derivative is `model_statistics`: neither the forward nor the backward pass needs memory that
+    grows with the number of states. Higher derivatives, and those of `torch.func`, go through autograd.
 
     Args:
         joint: The machine, or several side by side, weights (\*, V, H).
@@ -88,34 +88,34 @@ def model_statistics(joint: Joint) -> dict[str, Tensor]:
     For zeros and ones these are :math:`E[v h^\top]`, :math:`E[v]` and :math:`E[h]`.
 
     Args:
-        joint: The machine; not several.
+        joint: One machine.
 
     Returns:
         The names of the parameters -> values of their shapes and types.
 
     Raises:
-        ValueError: As `log_partition`.
+        ValueError: As for `log_partition`.
     """
     with no_graph(), _own_types(joint):
         return _model_statistics(_States(joint, _enumerated(joint)))
 
 
 def exact_samples(joint: Joint, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    r"""Draw visible and hidden units from the model itself: independent, and without a chain.
+    r"""Draw independent visible and hidden units from the model, without a chain.
 
-    A state of the layer that has fewer is drawn by its probability, in two stages so that no table of all states is
-    kept, and the other layer given it.
+    The layer with fewer states is drawn by the probabilities of its states, in two stages so that no table of all
+    states is kept. The other layer is drawn given the first.
 
     Args:
         joint: The machine, or several side by side, weights (\*, V, H).
-        n: N, how many draws; from each machine.
-        generator: Draws, on the machine's device. None: torch's default one.
+        n: N, the number of draws from each machine.
+        generator: Source of the draws, on the machine's device. None: torch's default generator.
 
     Returns:
         The visible units, (\*, N, V), and the hidden ones, (\*, N, H). No graph is built.
 
     Raises:
-        ValueError: If `n` is not positive, the parameters are not finite, or as `log_partition`.
+        ValueError: If `n` is not positive or the parameters are not finite, and as for `log_partition`.
     """
     n = integer("n", n)
     with no_graph(), _own_types(joint):
@@ -137,7 +137,7 @@ class _States:
     """The states of the layer that is enumerated: its first units' states, and blocks of those of its other units.
 
     Attributes:
-        summed: What is known of the other layer for each state.
+        summed: The other layer, summed out for each state.
         inner, outer: The first units in two groups, so that a sum over their states has the shape of a table.
     """
 
@@ -185,7 +185,7 @@ class _States:
         return torch.cat([self.inner[numbers % length], self.outer[numbers // length]], -1)
 
     def log_weights(self, last: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Yield for each row of a block its place, and the log-weights of all states that have it, (L,)."""
+        """Yield for each row of a block its place, and the log-weights of all states with this row, (L,)."""
         self.summed.enter(last @ self._w_last)
         constant = last @ self._b_last
         for row in range(len(last)):
@@ -201,7 +201,7 @@ class _States:
         return digits.to(self.type)
 
     def _range(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest input that units can bring, (C,) each."""
+        """Return the least and the largest input from the units, (C,) each."""
         if not isinstance(self.own, Categorical):
             return weights.clamp(max=0).sum(0), weights.clamp(min=0).sum(0)
         by_unit = weights.unflatten(0, (len(weights) // self.base, self.base))
@@ -209,22 +209,22 @@ class _States:
 
 
 class _Plain:
-    """Units of any kind that are summed out, as their layer does it: the specification of those that are faster."""
+    """Units of any kind, summed out by their layer's own formula: the specification of the faster classes."""
 
     def __init__(self, layer: Layer, x: Tensor) -> None:
         self.layer, self.x = layer, x
 
     def enter(self, y: Tensor) -> None:
-        """Look at the inputs of a block of states of the other units, (B, C)."""
+        """Prepare for the inputs of a block of states of the other units, (B, C)."""
         self.y = y
 
     def log_normaliser(self, row: int) -> Tensor:
-        """Return what `Layer.log_normaliser` does for all states that have this row of the block, (L,)."""
+        """Return `Layer.log_normaliser` of all states with this row of the block, (L,)."""
         self.input = self.x + self.y[row]
         return self.layer.log_normaliser(self.input)
 
     def expectations(self, row: int, share: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return sums of the mean statistic, after `log_normaliser`.
+        """Return sums of the mean statistic; called after `log_normaliser`.
 
         Args:
             row: The same.
@@ -304,7 +304,7 @@ class _Product:
         self.products = x.new_empty(len(groups), len(x))
 
     def log_of(self, factors: Tensor) -> Tensor:
-        """Return it for factors (U, L), (L,)."""
+        """Return the log-product (L,) of factors (U, L)."""
         for (first, last), product in zip(self.ends, self.products, strict=True):
             torch.prod(factors[first:last], 0, out=product)
         return self.products.log_().sum(0)
@@ -313,13 +313,13 @@ class _Product:
 def _products_of(
     layer: Layer, x: Tensor, first: tuple[Tensor, Tensor], last: tuple[Tensor, Tensor]
 ) -> _BernoulliProducts | _CategoricalProducts | None:
-    """Return how a layer is summed out by products; None if it has no such units, or a unit's range is too wide.
+    """Return the product form of a layer; None if its units have none, or a unit's range is too wide.
 
     Args:
         layer: The layer.
         x: (L, C), inputs from the first units.
-        first: The least and the largest of them, (C,) each.
-        last: Those from the other units, and the bias.
+        first: The least and the largest inputs from the first units, (C,) each.
+        last: The least and the largest inputs from the other units, bias included.
     """
     limit = _LARGEST[x.dtype]
     if isinstance(layer, Bernoulli):
@@ -330,7 +330,7 @@ def _products_of(
     if isinstance(layer, Categorical):
         by_unit = (-1, layer.categories)
         least, most = ((a + b).unflatten(0, by_unit).amax(1) for a, b in zip(first, last, strict=True))
-        # Shifted, e^x reaches as far up as down, and a product of it with an e^y that vanishes is below rounding.
+        # With the shift, e^x ranges as far up as down, and its product with a vanishing e^y is below rounding.
         reach = ((first[1] - first[0]) / 2).unflatten(0, by_unit).amax(1)
         bounds = (most - least) / 2 + math.log(layer.categories)
         if not bool((bounds + reach + math.log(1 / torch.finfo(x.dtype).eps) <= limit).all()):
@@ -341,7 +341,7 @@ def _products_of(
 
 
 def _groups(bounds: Tensor, limit: float) -> list[int]:
-    """Return the sizes of groups of units whose bounds add up to no more than the limit; none if one is beyond it."""
+    """Return sizes of groups of units whose bounds sum to at most the limit; empty if one bound exceeds the limit."""
     groups, total = [0], 0.0
     for bound in bounds.tolist():
         if not bound <= limit:  # also if it is NaN
@@ -451,9 +451,9 @@ class _LogPartition(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
         names = ctx.joint.tensors
-        # What was saved, not what the joint still holds: it knows whether it was changed in place since.
+        # Saved tensors, not those of the joint: autograd detects whether they were changed in place since.
         joint = ctx.joint.with_tensors(dict(zip(names, ctx.saved_tensors, strict=True)))
-        if torch.is_grad_enabled():  # somebody wants to differentiate again
+        if torch.is_grad_enabled():  # a higher derivative is wanted
             with _own_types(joint):
                 value = _twin(joint, ctx.side)
             return (
@@ -466,7 +466,7 @@ class _LogPartition(torch.autograd.Function):
 
 
 def _twin(joint: Joint, side: Side) -> Tensor:
-    """Return the same by plain formulas, to be differentiated by autograd as often as one likes."""
+    """Return the log-partition function by plain formulas, which autograd can differentiate any number of times."""
     joint = joint.in_full_precision()
     layer = joint.hidden if side == "hidden" else joint.visible
     base = layer.categories if isinstance(layer, Categorical) else 2
@@ -493,7 +493,7 @@ def _twin(joint: Joint, side: Side) -> Tensor:
 
 
 def _enumerated(joint: Joint) -> Side:
-    """Return which layer has fewer states."""
+    """Return the layer with fewer states."""
     counts = {"hidden": joint.hidden.n_states, "visible": joint.visible.n_states}
     finite = {name: count for name, count in counts.items() if count is not None}
     if not finite or min(finite.values()) > 2**ENUMERABLE_UNITS:
@@ -508,7 +508,7 @@ def _enumerated(joint: Joint) -> Side:
 
 
 def _own_types(joint: Joint) -> AbstractContextManager[object]:
-    """Sum in the types that are chosen here, also where ``torch.autocast`` would take products in half precision."""
+    """Keep the dtypes of the sums, also where ``torch.autocast`` would take products in half precision."""
     device = joint.weights.device.type
     if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return nullcontext()

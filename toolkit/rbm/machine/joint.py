@@ -1,6 +1,7 @@
-r"""The joint distribution of two layers: energies and conditionals, as functions of whatever parameters they are given.
+r"""The joint distribution of two layers: energies and conditionals, as functions of their parameters.
 
-`RBM` is this with parameters of its own. Tempered machines, fast weights and centred coordinates are this with others.
+An `RBM` holds the parameters of one `Joint`. Tempered machines, fast weights and centred coordinates are a `Joint` with
+other parameters.
 
 N samples, V columns of the visible layer, H of the hidden one. Energies are in nats.
 """
@@ -22,10 +23,10 @@ __all__ = ["Joint"]
 
 @dataclass(frozen=True)
 class Joint:
-    r"""Two layers and what couples them, :math:`E(v, h) = -a(v) - a(h) - s(v)^\top W s(h)`.
+    r"""Two coupled layers, :math:`E(v, h) = -a(v) - a(h) - s(v)^\top W s(h)`.
 
     Attributes:
-        weights: W, (\*, V, H); leading dimensions are machines side by side.
+        weights: W, (\*, V, H); leading dimensions are separate machines.
         visible: The visible layer.
         hidden: The hidden layer.
     """
@@ -36,14 +37,14 @@ class Joint:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The parameters by the names of `RBM`, in its order."""
+        """The parameters by their names in `RBM`, in the order of `RBM`."""
         tensors = {"weights": self.weights, "visible_bias": self.visible.bias, "hidden_bias": self.hidden.bias}
         for side, layer in (("visible", self.visible), ("hidden", self.hidden)):
             tensors |= {f"{side}_{name}": getattr(layer, name) for name in layer.more_parameters}
         return tensors
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> Joint:
-        """Return the machine with these parameters, all that `tensors` names, in the place of its own."""
+        """Return the machine with these parameters; all names of `tensors` are required."""
         layers = []
         for side, layer in (("visible", self.visible), ("hidden", self.hidden)):
             fields = ("bias", *layer.more_parameters)
@@ -51,13 +52,13 @@ class Joint:
         return Joint(tensors["weights"], *layers)
 
     def to_type(self, dtype: torch.dtype) -> Joint:
-        """Return the machine with parameters of another floating-point type; itself if it has it."""
+        """Return the machine with parameters of a floating-point dtype; itself if it has this dtype."""
         if all(tensor.dtype == dtype for tensor in self.tensors.values()):
             return self
         return self.with_tensors({name: tensor.to(dtype) for name, tensor in self.tensors.items()})
 
     def in_full_precision(self) -> Joint:
-        """Return the machine in float32 at least: what half precision is too coarse for."""
+        """Return the machine in float32 at least, for sums that need more than half precision."""
         return self.to_type(torch.promote_types(self.weights.dtype, torch.float32))
 
     def to_hidden(self, visible: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ class Joint:
         return self.visible.sample(self.to_visible(hidden), generator)
 
     def shifted(self, by: Mapping[str, Tensor]) -> Joint:
-        """Return the machine with something added to parameters, by the names of `RBM`."""
+        """Return the machine with offsets added to parameters, by their names in `RBM`."""
         layers = []
         for name, layer in (("visible", self.visible), ("hidden", self.hidden)):
             fields = ("bias", *layer.more_parameters)
@@ -109,19 +110,21 @@ class Joint:
         return Joint(self.weights + by["weights"] if "weights" in by else self.weights, *layers)
 
     def annealed(self, inverse_temperature: Tensor | float, reference: Tensor | None = None) -> Joint:
-        r"""Return the machine between one without weights and this one.
+        r"""Return the machine on the path from a machine without weights to this one.
 
         .. math::
             E_\beta = (1 - \beta) E_0 + \beta E, \qquad E_0(v, h) = -a_0(v) - a(h)|_{c = 0}
 
-        :math:`E_0` has visible biases of its own and no hidden ones; a Gaussian layer keeps its variance, so that every
-        :math:`E_\beta` has a distribution. With Bernoulli units and a reference of 0 it is :math:`\beta E`. A Gaussian
-        layer with a reference other than its own biases gives :math:`E_\beta` up to a number, which depends on
-        :math:`\beta` alone and is 0 at both ends: the biases are between the two, and the squares not quite.
+        :math:`E_0` has the visible biases `reference` and no hidden ones; a Gaussian layer keeps its variance, so that
+        every :math:`E_\beta` has a distribution. With Bernoulli units and a reference of 0, :math:`E_\beta` is
+        :math:`\beta E`. For a Gaussian layer with a reference other than its own biases, :math:`E_\beta` is exact up to
+        a constant, which depends only on :math:`\beta` and is 0 at both ends: the biases are interpolated, their
+        squares are not.
 
         Args:
-            inverse_temperature: :math:`\beta`, between 0 and 1; a tensor (\*) makes machines side by side.
-            reference: (V,), the visible biases of :math:`E_0`. None: 0, or those of this machine if it is Gaussian.
+            inverse_temperature: :math:`\beta`, between 0 and 1; a tensor (\*) gives one machine per entry.
+            reference: (V,), the visible biases of :math:`E_0`. None: 0, or the machine's own biases if the units are
+                Gaussian.
         """
         if not isinstance(inverse_temperature, Tensor):
             inverse_temperature = number("inverse_temperature", inverse_temperature)
@@ -133,7 +136,7 @@ class Joint:
         return Joint(per_unit * self.weights, visible, self.hidden.with_bias(per_unit * self.hidden.bias))
 
     def annealed_difference(self, visible: Tensor, hidden: Tensor, reference: Tensor | None = None) -> Tensor:
-        r"""Return :math:`E - E_0 = \partial E_\beta / \partial \beta`, (\*): what a swap of temperatures looks at.
+        r"""Return :math:`E - E_0 = \partial E_\beta / \partial \beta`, (\*), which decides a swap of temperatures.
 
         Args:
             visible: (\*, V).

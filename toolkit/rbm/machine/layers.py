@@ -1,8 +1,8 @@
-r"""The units of one layer: their weights, and the moments and draws of what they are given the other layer.
+r"""The units of one layer: their weights, and their moments and draws given the other layer.
 
-A machine couples two layers by :math:`s(v)^\top W h`. Given one of them the units of the other are independent, with
-weights :math:`e^{a(u) + x \cdot s(u)}`, where x, the *input*, is what the coupling brings. Everything that a machine
-needs of a layer is here, as functions of x; a layer is a view of a machine's parameters and holds no state.
+A machine couples two layers by :math:`s(v)^\top W h`. Given one layer, the units of the other are independent, with
+weights :math:`e^{a(u) + x \cdot s(u)}`, where the *input* x comes from the coupling. A layer provides all its functions
+of x to the machine. It is a view of the machine's parameters and holds no state.
 
 U units, C columns that represent them (more than U only for categorical units), Q states of a categorical unit.
 """
@@ -45,7 +45,7 @@ class Layer:
 
     bias: Tensor
 
-    # What the names of its parameters end with, beside ``bias``.
+    # Endings of the names of its parameters, beside ``bias``.
     more_parameters: ClassVar[tuple[str, ...]] = ()
     # Whether a draw is a differentiable function of the input, rather than one of finitely or countably many states.
     draws_carry_gradients: ClassVar[bool] = False
@@ -57,7 +57,7 @@ class Layer:
 
     @property
     def n_states(self) -> int | None:
-        """How many states the whole layer has; None if they cannot be counted."""
+        """Number of states of the whole layer; None if they cannot be counted."""
         return None
 
     @property
@@ -70,7 +70,7 @@ class Layer:
         return dataclasses.replace(self, bias=bias)
 
     def statistic(self, units: Tensor) -> Tensor:
-        r"""Return s(u), what the coupling weights multiply, (\*, C)."""
+        r"""Return the statistic s(u) that the coupling weights multiply, (\*, C)."""
         return units
 
     def log_weight(self, units: Tensor) -> Tensor:
@@ -88,17 +88,17 @@ class Layer:
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw the units given their input, (\*, C).
 
-        The derivative of a draw from finitely many or countably many states is zero, and in the graph, as that of
-        `torch.bernoulli` is.
+        A draw from finitely or countably many states stays in the graph with derivative zero, as `torch.bernoulli`
+        does.
         """
         raise NotImplementedError
 
     def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-        r"""Draw units that are a differentiable function of their input, as a chain of concrete units does, (\*, C).
+        r"""Draw relaxed units, a differentiable function of their input, for a chain of concrete units, (\*, C).
 
         Args:
             x: (\*, C), the input.
-            temperature: Near 0 they are close to a draw, and their derivatives large.
+            temperature: Near 0 the units are close to a draw, and their derivatives are large.
             generator: Draws the noise.
 
         Raises:
@@ -107,9 +107,9 @@ class Layer:
         raise ValueError(f"`chain` 'concrete' has no form of {type(self).__name__.lower()} units. Found such a layer.")
 
     def check(self, units: Tensor, argument: str) -> None:
-        """Raise a ValueError unless all units are in a state that they can be in.
+        """Raise ValueError unless all units are in a valid state.
 
-        It looks at all the numbers; machines leave it to who reads data.
+        The check reads all values; machines leave it to the readers of data.
         """
         if not bool(units.isfinite().all()):
             raise ValueError(f"`{argument}` should be finite. Found {_first(units, ~units.isfinite())}.")
@@ -119,18 +119,18 @@ class Layer:
 
         Args:
             units: (N, C).
-            x: (N, C), the input; only layers whose statistic has parameters look at it.
+            x: (N, C), the input; used only by layers whose statistic has parameters.
             share: (N,).
 
         Returns:
-            The ends of the parameters' names, ``bias`` and `more_parameters` -> (C,) or (U,).
+            Endings of the parameters' names, ``bias`` and `more_parameters` -> (C,) or (U,).
         """
         return {"bias": share @ units}
 
     def normaliser_gradients(self, x: Tensor, share: Tensor) -> dict[str, Tensor]:
         r"""Return :math:`\sum_n share_n \, \partial \log \sum_u e^{a(u) + x_n \cdot s(u)} / \partial \theta`.
 
-        What `parameter_gradients` gives in expectation over the units.
+        This is the expectation of `parameter_gradients` over the units.
 
         Args:
             x: (N, C), held constant.
@@ -142,7 +142,7 @@ class Layer:
         return {"bias": share @ self.mean(x)}
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
-        r"""Return the parameters with which units without input have the frequencies of these.
+        r"""Return the parameters for which units without input have the frequencies of `units`.
 
         Args:
             units: (N, C).
@@ -155,7 +155,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Bernoulli(Layer):
-    r"""Units that are 0 or 1: :math:`a(u) = b u`, :math:`s(u) = u`; probabilities between 0 and 1 do as well."""
+    r"""Units that are 0 or 1: :math:`a(u) = b u`, :math:`s(u) = u`; values in between are probabilities."""
 
     @property
     def n_states(self) -> int:
@@ -187,21 +187,21 @@ class Bernoulli(Layer):
         return torch.sigmoid((x + self.bias + uniform.logit_().to(x.dtype)) / temperature)
 
     def check(self, units: Tensor, argument: str) -> None:
-        """Raise a ValueError unless all units are between 0 and 1."""
+        """Raise ValueError unless all units are between 0 and 1."""
         super().check(units, argument)
         outside = (units < 0) | (units > 1)
         if bool(outside.any()):
             raise ValueError(f"`{argument}` should be between 0 and 1. Found {_first(units, outside)}.")
 
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
-        r"""Return :math:`b_i = \log (n_i + 1) / (N - n_i + 1)`, where n of N rows are 1: finite by what is added."""
+        r"""Return :math:`b_i = \log (n_i + 1) / (N - n_i + 1)`, where n of N rows are 1; finite by the added counts."""
         count = _count(units)
         return {"bias": ((count + 1) / (len(units) - count + 1)).log().to(_floating(units))}
 
 
 @dataclass(frozen=True)
 class Gaussian(Layer):
-    r"""Units that are real numbers, given the others normal around :math:`b + x` with a variance of their own.
+    r"""Real units, normal given the other layer, with mean :math:`b + x` and a variance for each unit.
 
     .. math::
         a(u) = -\frac{(u - b)^2}{2 \sigma^2}, \qquad s(u) = \frac{u}{\sigma^2}, \qquad \sigma^2 = e^z
@@ -219,7 +219,7 @@ class Gaussian(Layer):
 
     @property
     def reference(self) -> Tensor:
-        """The bias itself: a Gaussian layer is annealed in its coupling alone."""
+        """The bias itself: annealing changes only the coupling of a Gaussian layer."""
         return self.bias
 
     @property
@@ -254,12 +254,12 @@ class Gaussian(Layer):
         return mean + noise * (self.log_variance / 2).exp()
 
     def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-        """Draw the units given their input, as `sample`: that is differentiable already, at no temperature."""
+        """Draw the units given their input, as `sample`, which is differentiable without a temperature."""
         number("temperature", temperature, above=0)
         return self.sample(x, generator)
 
     def parameter_gradients(self, units: Tensor, x: Tensor, share: Tensor) -> dict[str, Tensor]:
-        r"""Return the slopes of `log_weight` and of the coupling, whose statistic has the variance in it.
+        r"""Return the derivatives of `log_weight` and of the coupling, whose statistic depends on the variance.
 
         .. math::
             \partial_b = \frac{u - b}{\sigma^2}, \qquad
@@ -281,16 +281,16 @@ class Gaussian(Layer):
     def base_rates(self, units: Tensor) -> dict[str, Tensor]:
         """Return the mean and the logarithm of the variance, (C,) each; 0 for a unit that never changes."""
         mean = _count(units) / len(units)
-        parts = units.split(max(1, _ROWS // self.n_columns))  # so that there is no copy of all in float64
+        parts = units.split(max(1, _ROWS // self.n_columns))  # avoids a float64 copy of all rows
         variance = sum((_count((part - mean).square_()) for part in parts), torch.zeros_like(mean)) / len(units)
-        # A unit that never changes keeps a variance, so that all stays finite.
+        # A unit that never changes keeps a positive variance, so that all values stay finite.
         log_variance = torch.where((units != units[0]).any(0) & (variance > 0), variance, 1.0).log()
         return {"bias": mean.to(units.dtype), "log_variance": log_variance.to(units.dtype)}
 
 
 @dataclass(frozen=True)
 class Categorical(Layer):
-    r"""Units that are in one of Q states, as Q columns of which one is 1: Potts units. :math:`a(u) = b \cdot u`."""
+    r"""Potts units: each is in one of Q states, as Q columns of which one is 1. :math:`a(u) = b \cdot u`."""
 
     categories: int
     """Q."""
@@ -317,13 +317,13 @@ class Categorical(Layer):
         # As for the uniform numbers: half precision has too few values between 0 and 1.
         below = mean.to(torch.promote_types(mean.dtype, torch.float32)).cumsum(-1)
         uniform = _uniform(below, below[..., :1].shape, generator)
-        # By the running sum's own end, so that its rounding leaves nothing over.
+        # Scaled by the running sum's last entry, so that its rounding leaves no gap.
         state = (below <= uniform * below[..., -1:]).sum(-1)
         draw = one_hot(state.clamp_(max=self.categories - 1), self.categories).to(mean.dtype)
         return with_derivative_zero(draw, mean).flatten(-2)
 
     def relaxed_sample(self, x: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
-        r"""Draw concrete units (Gumbel-softmax), :math:`e^{(x_q + b_q + g_q) / \tau}` made to add up to 1, (\*, C).
+        r"""Draw concrete units (Gumbel-softmax), :math:`e^{(x_q + b_q + g_q) / \tau}` normalised to sum 1, (\*, C).
 
         :math:`g_q = -\log e_q` with exponential :math:`e_q`.
 
@@ -339,7 +339,7 @@ class Categorical(Layer):
         return self._grouped(logits).softmax(-1).flatten(-2)
 
     def check(self, units: Tensor, argument: str) -> None:
-        """Raise a ValueError unless the columns of each unit are not negative and add up to 1."""
+        """Raise ValueError unless the columns of each unit are not negative and sum to 1."""
         super().check(units, argument)
         groups = self._grouped(units)
         wrong = (groups < 0).any(-1) | ((groups.sum(-1) - 1).abs() > 1e-3)
@@ -360,14 +360,15 @@ class Categorical(Layer):
 class Rectified(Layer):
     r"""Units that count: each is infinitely many copies of a Bernoulli unit with biases b - 1/2, b - 3/2, ...
 
-    Their number that is on is the unit's value, whose mean is close to :math:`\log(1 + e^x)`, the smooth form of
-    max(0, x). Summed over which of the copies are on, the weight of n is, by Euler's identity with :math:`q = e^{-1}`,
+    The value of the unit is the number of copies that are on. Its mean is close to :math:`\log(1 + e^x)`, the smooth
+    form of max(0, x). The weight of the value n, summed over all choices of n copies, is by Euler's identity with
+    :math:`q = e^{-1}`
 
     .. math::
         a(n) = b n - \frac{n^2}{2} - \sum_{m=1}^n \log(1 - q^m), \qquad s(n) = n
 
-    so that this is a machine with an energy of its own. The noisy rectified unit, max(0, x + noise of variance
-    :math:`\sigma(x)`), approximates a draw: `noisy_sample`.
+    so that the machine has an energy. The noisy rectified unit, max(0, x + noise of variance :math:`\sigma(x)`),
+    approximates a draw: `noisy_sample`.
 
     References:
         Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, sections 2 and 3.
@@ -390,7 +391,7 @@ class Rectified(Layer):
         return (least + (log_weight.softmax(0) * above).sum(0)).to(dtype)
 
     def sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        r"""Draw counts, (\*, C), from their own distribution; the derivative is zero."""
+        r"""Draw counts, (\*, C), from their exact distribution; the derivative is zero."""
         x, dtype = self._biased(x)
         with no_graph():
             count, below = self._sums_of_weights(x)
@@ -402,32 +403,32 @@ class Rectified(Layer):
     def noisy_sample(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         r"""Draw noisy rectified units, :math:`\max(0, y + \sqrt{\sigma(y)} \, \epsilon)` at y = x + b, (\*, C).
 
-        They are real numbers, not counts, and have the conditional mean and variance of counts only roughly: a chain of
-        them is not one of the machine.
+        Noisy units are real numbers, not counts, and have the conditional mean and variance of counts only roughly. A
+        chain of noisy units is therefore not a chain of the machine.
 
         References:
-            Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2, which
-            computes the variance from the mean likewise.
+            Nair & Hinton, "Rectified linear units improve restricted Boltzmann machines", 2010, section 2, which also
+            computes the variance from the mean.
         """
         x, dtype = self._biased(x)
         noise = torch.empty(x.shape, dtype=x.dtype, device=x.device).normal_(generator=generator)
         return torch.relu(x + noise * torch.sigmoid(x).sqrt()).to(dtype)
 
     def check(self, units: Tensor, argument: str) -> None:
-        """Raise a ValueError unless all units are counts."""
+        """Raise ValueError unless all units are counts."""
         super().check(units, argument)
         wrong = (units < 0) | (units != units.round())
         if bool(wrong.any()):
             raise ValueError(f"`{argument}` should be counts 0, 1, 2, ... Found {_first(units, wrong)}.")
 
     def _biased(self, x: Tensor) -> tuple[Tensor, torch.dtype]:
-        """Return the input and the bias, and the type of both: half precision cannot count, so the sum is not in it."""
+        """Return the sum of input and bias, and the dtype of both: half precision cannot count, so it is in float32."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         return x.to(dtype) + self.bias, torch.promote_types(x.dtype, self.bias.dtype)
 
     @staticmethod
     def _likely_counts(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Return the counts that are not impossible to rounding: the least, how far above it, and their log-weights.
+        r"""Return the counts whose probability is not rounding: the least, the offsets from it, and their log-weights.
 
         Around x the weight of n is close to :math:`e^{-(n - x)^2 / 2}`.
 
@@ -442,7 +443,7 @@ class Rectified(Layer):
 
     @staticmethod
     def _sums_of_weights(x: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Return the least of the likely counts, and running sums of their weights: one exponential a unit, not 20.
+        r"""Return the least likely count, and running sums of the weights: one exponential per unit, not 20.
 
         The weight of n + 1 is that of n times :math:`e^{x - n - 1/2} / (1 - e^{-n - 1})`.
 
@@ -463,13 +464,13 @@ class Rectified(Layer):
 
 @functools.cache
 def _table_of_log_ways() -> Tensor:
-    r"""Return :math:`\sum_{m=1}^n \log(1 - e^{-m})` for n = k + l, (20, 48); after some 40 terms it changes no more."""
+    r"""Return :math:`\sum_{m=1}^n \log(1 - e^{-m})` for n = k + l, (20, 48); it is constant after some 40 terms."""
     m = torch.arange(1, 48 + _LIKELY, dtype=torch.float64)
     return torch.cat([m.new_zeros(1), torch.log1p(-(-m).exp()).cumsum(0)]).unfold(0, 48, 1)[:_LIKELY].contiguous()
 
 
 def _place(counts: Tensor) -> Tensor:
-    """Return the columns of the table that counts have. NaN has one too, so that it stays where that is added."""
+    """Return the columns of the table for counts. NaN has a column too, so that a NaN count gives NaN."""
     return counts.nan_to_num(0.0).clamp(0, 47).long()
 
 
@@ -478,7 +479,7 @@ def _log_ways(counts: Tensor) -> Tensor:
 
 
 def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as that of `torch.bernoulli` is."""
+    """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as for `torch.bernoulli`."""
     uniform = _uniform(mean, mean.shape, generator)
     if not carries_gradient(mean):
         return uniform.lt_(mean).to(mean.dtype)
@@ -487,13 +488,13 @@ def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _uniform(like: Tensor, shape: torch.Size, generator: torch.Generator | None) -> Tensor:
-    """Return uniform numbers, at least in float32: half precision has too few between 0 and 1 to draw from."""
+    """Return uniform numbers, at least in float32: half precision has too few values between 0 and 1."""
     dtype = torch.promote_types(like.dtype, torch.float32)
     return torch.empty(shape, dtype=dtype, device=like.device).uniform_(generator=generator)
 
 
 def with_derivative_zero(draw: Tensor, mean: Tensor) -> Tensor:
-    """Return a draw, in the graph of what it was drawn from, with a derivative of zero."""
+    """Return a draw in the graph of its source, with derivative zero."""
     return draw + torch.ceil(mean - mean) if carries_gradient(mean) else draw
 
 

@@ -1,4 +1,4 @@
-"""The model: energies of a restricted Boltzmann machine, and what can be summed exactly.
+"""The model: energies of a restricted Boltzmann machine, and its exact sums.
 
 N samples, V visible units, H hidden units, Q states of a categorical unit.
 Where visible units are categorical each has Q columns, and tensors of visible units have V Q columns. Energies are in
@@ -32,7 +32,7 @@ class RBM(nn.Module):
     .. math::
         p(v, h) = e^{-E(v, h)} / Z, \qquad E(v, h) = -v^\top b - h^\top c - v^\top W h
 
-    is that of zeros and ones. Categorical visible units (Potts units) have the same energy, with Q columns for each
+    for units that are 0 or 1. Categorical visible units (Potts units) have the same energy, with Q columns for each
     unit, one of which is 1. Real visible units, normal given the hidden ones, have
 
     .. math::
@@ -40,22 +40,22 @@ class RBM(nn.Module):
 
     with variances :math:`\sigma_i^2 = e^{z_i}` that are learned. Rectified hidden units count: each is infinitely many
     copies of a hidden unit with biases c - 1/2, c - 3/2, ..., so that its mean is close to :math:`\log(1 + e^x)`.
-    Together with real visible units they have a distribution for certain only while no singular value of
-    :math:`W_{ij} / \sigma_i` reaches 1: a quadratic form then holds both layers, which otherwise may have no least
-    value. Nothing looks at that during training.
+    Together with real visible units, a distribution is guaranteed only while all singular values of :math:`W_{ij} /
+    \sigma_i` are below 1: otherwise the energy may have no lower bound. Training does not check this condition.
 
-    Calling it gives the free energy. Training wants a surrogate such as `contrastive_divergence`, or a `FusedTrainer`.
+    Calling the module returns the free energy. To train, use a surrogate such as `contrastive_divergence`, or a
+    `FusedTrainer`.
 
     Args:
         n_visible: V.
         n_hidden: H.
-        visible: What the visible units are: ``"bernoulli"``, ``"gaussian"`` or ``"categorical"``.
-        hidden: What the hidden units are: ``"bernoulli"`` or ``"rectified"``.
-        categories: Q, for categorical visible units and no others.
-        generator: Draws the initial weights, from a normal distribution of standard deviation 0.01; its device is
-            where they are drawn. All else starts at zero (see `start_at_base_rates`).
+        visible: Kind of the visible units: ``"bernoulli"``, ``"gaussian"`` or ``"categorical"``.
+        hidden: Kind of the hidden units: ``"bernoulli"`` or ``"rectified"``.
+        categories: Q, for categorical visible units only.
+        generator: Draws the initial weights on its device, from a normal distribution of standard deviation 0.01. All
+            other parameters start at zero (see `start_at_base_rates`).
         dtype: Floating-point type of the parameters. None: torch's default.
-        device: Where the parameters live. None: torch's default.
+        device: Device of the parameters. None: torch's default.
 
     Attributes:
         weights: W, (V, H); (V Q, H) for categorical units.
@@ -64,7 +64,7 @@ class RBM(nn.Module):
         visible_log_variance: z, (V,); only for Gaussian units.
 
     Raises:
-        ValueError: If a size is not positive, units are unknown, `categories` is missing, too small or out of place,
+        ValueError: If a size is not positive, units are unknown, `categories` is missing, too small or not applicable,
             or `dtype` is not a floating-point type.
 
     References:
@@ -130,7 +130,7 @@ class RBM(nn.Module):
 
     @property
     def joint(self) -> Joint:
-        """The machine as a function of its parameters as they are now."""
+        """The machine as a function of its current parameters."""
         visible: Layer
         match self.visible_units:
             case "bernoulli":
@@ -146,8 +146,8 @@ class RBM(nn.Module):
     def start_at_base_rates(self, data: Tensor) -> None:
         r"""Give the visible units the frequencies of the data, in place, as a machine without weights would have them.
 
-        Zeros and ones as in `base_rate_bias`; categories likewise, with an added count each; real numbers their mean
-        and variance.
+        Zeros and ones are treated as in `base_rate_bias`; categories alike, with one added count each; real units get
+        the mean and variance of the data.
 
         Args:
             data: (N, V) or (N, V Q).
@@ -248,8 +248,8 @@ class RBM(nn.Module):
     def log_likelihood(self, visible: Tensor) -> Tensor:
         r"""Return :math:`\log p(v) = -F(v) - \log Z` in nats, per sample, exactly; a density if v is real.
 
-        It does not look at the values of `visible`: it goes by the formula also where units cannot have them, such as
-        Bernoulli units a value of 16, and the result then is no probability.
+        The values of `visible` are not checked. For invalid values, such as 16 for a Bernoulli unit, the formula is
+        evaluated too, but the result is no probability.
 
         Args:
             visible: (\*, V) or (\*, V Q), states of the visible units.
@@ -264,14 +264,14 @@ class RBM(nn.Module):
         return -self.free_energy(visible) - self.log_partition()
 
     def statistics(self, visible: Tensor, share: Tensor | None = None) -> dict[str, Tensor]:
-        r"""Return minus the gradient of the mean free energy: what learning adds for the data, in closed form.
+        r"""Return minus the gradient of the mean free energy, the positive phase of learning, in closed form.
 
         For zeros and ones these are the sufficient statistics :math:`E[v h^\top]`, :math:`E[v]` and :math:`E[h]`, the
         hidden units at their means. No graph is built.
 
         Args:
             visible: (N, V) or (N, V Q).
-            share: (N,), the part of each sample in the sum. None: 1 / N each.
+            share: (N,), the weight of each sample in the sum. None: 1 / N each.
 
         Returns:
             The names of the parameters -> values of their shapes.
@@ -300,7 +300,7 @@ class RBM(nn.Module):
             return {name: statistics[name] for name, _ in self.named_parameters()}
 
     def model_statistics(self) -> dict[str, Tensor]:
-        r"""Return the same in expectation over the model itself, exactly: the gradient of `log_partition`.
+        r"""Return the exact expectation of `statistics` under the model: the gradient of `log_partition`.
 
         No graph is built.
 
@@ -313,17 +313,17 @@ class RBM(nn.Module):
         return model_statistics(self.joint)
 
     def sample_exactly(self, n: int, *, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-        r"""Draw visible and hidden units from the model itself: independent, and without a chain.
+        r"""Draw independent visible and hidden units from the model, without a chain.
 
         Args:
-            n: N, how many.
-            generator: Draws, on the machine's device. None: torch's default one.
+            n: N, the number of draws.
+            generator: Source of the draws, on the machine's device. None: torch's default generator.
 
         Returns:
             The visible units, (N, V) or (N, V Q), and the hidden ones, (N, H). No graph is built.
 
         Raises:
-            ValueError: If `n` is not positive, the parameters are not finite, or as `log_partition`.
+            ValueError: If `n` is not positive or the parameters are not finite, and as for `log_partition`.
 
         Example:
             >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
@@ -334,7 +334,7 @@ class RBM(nn.Module):
         return exact_samples(self.joint, n, generator)
 
     def check_visible(self, visible: Tensor) -> None:
-        """Raise unless `visible` is something that this machine has an energy for; its values are not looked at."""
+        """Raise unless `visible` has the columns and dtype of this machine; its values are not checked."""
         _check_tensor(visible, "visible")
         if visible.ndim < 1 or visible.shape[-1] != self.n_columns:
             raise ValueError(f"`visible` should have shape (*, {self.n_columns}). Found {tuple(visible.shape)}.")
@@ -342,7 +342,7 @@ class RBM(nn.Module):
             raise TypeError(f"`visible` should have the parameters' type {self.weights.dtype}. Found {visible.dtype}.")
 
     def check_rows(self, rows: Tensor, argument: str) -> None:
-        """Raise unless `rows` is a matrix of visible units, with at least one row; its values are not looked at."""
+        """Raise unless `rows` is a matrix of visible units, with at least one row; its values are not checked."""
         _check_tensor(rows, argument)
         if rows.ndim != 2 or rows.shape[1] != self.n_columns or not len(rows):
             raise ValueError(
@@ -360,12 +360,12 @@ class RBM(nn.Module):
 
 
 def base_rate_bias(data: Tensor) -> Tensor:
-    r"""Return the visible biases with which a machine without weights has the means of the data.
+    r"""Return the visible biases for which a machine without weights has the means of the data.
 
     .. math::
         b_i = \log \frac{n_i + 1}{N - n_i + 1}, \qquad n_i = \sum_n v_{ni}
 
-    The added counts keep units that never change finite.
+    The added counts keep the biases of constant units finite.
 
     Args:
         data: (N, V), zeros and ones.
@@ -374,7 +374,7 @@ def base_rate_bias(data: Tensor) -> Tensor:
         (V,).
 
     Raises:
-        ValueError: If `data` has no rows, is no matrix, or has values that are not between 0 and 1.
+        ValueError: If `data` has no rows, is no matrix, or has values outside of 0 to 1.
         TypeError: If `data` is not a tensor.
 
     References:
