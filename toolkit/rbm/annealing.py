@@ -1,8 +1,8 @@
-r"""Estimates log Z by annealed importance sampling, from below and from above: the two ends of a sandwich.
+r"""Estimates of log Z by annealed importance sampling, from below and from above.
 
-Chains go from a machine without weights, :math:`f_0`, whose Z is known, to the machine, or back, through the machines
-:math:`f_\beta(v) = \sum_h e^{-E_\beta(v, h)}` between them, and gather a weight whose mean is a ratio of the Z at both
-ends. The hidden units are summed out in every one of the weights.
+Chains move from a machine without weights, :math:`f_0`, whose Z is known, to the machine, or back, through the
+intermediate machines :math:`f_\beta(v) = \sum_h e^{-E_\beta(v, h)}`. Each chain accumulates a weight, whose mean is a
+ratio of the Z at both ends. The weights sum out the hidden units.
 
 N chains, V visible units, H hidden units, K inverse temperatures. Where visible units are categorical each has Q
 columns, and tensors of visible units have V Q columns. All is in nats.
@@ -27,7 +27,7 @@ from toolkit.rbm.machine.model import RBM
 
 __all__ = ["LogPartition", "Sandwich", "ais", "reverse_ais", "salakhutdinov_schedule", "sandwich"]
 
-_CHUNK = 2**18  # numbers of a layer at a time: with three buffers they stay in the cache beside the weights
+_CHUNK = 2**18  # numbers of a layer per chunk, so that three buffers stay in the cache beside the weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +35,20 @@ class LogPartition:
     r"""An estimate of log Z, from one side.
 
     Forward, the mean of the N weights w is an unbiased estimate of :math:`Z / Z_0`; in reverse, of :math:`Z_0 / Z`. The
-    logarithm is concave, so two numbers are bounds **in expectation**, from below if forward and from above in reverse:
+    logarithm is concave, so two numbers are bounds **in expectation**, lower bounds forward and upper bounds in
+    reverse:
 
-    - `bound`, with the mean of log w. It does not come closer with more chains, only with more temperatures; its
-      standard error is that of a plain mean.
-    - `estimate`, with the log of the mean of w. It is closer, and converges to log Z as N grows; its standard error
-      relies on having met the rare chains of large weight.
+    - `bound`, from the mean of log w. More temperatures make it tighter, more chains do not; its standard error is that
+      of a plain mean.
+    - `estimate`, from the log of the mean of w. It is tighter and converges to log Z as N grows; its standard error is
+      valid only if the sample contains the rare chains of large weight.
 
-    One run can be on the wrong side of log Z, by b nats with a probability of at most :math:`e^{-b}` (Markov).
+    A single run can be on the wrong side of log Z; the probability of an error of b nats is at most :math:`e^{-b}`
+    (Markov).
 
     Attributes:
         log_weights: (N,), log w of each chain, float64.
-        log_reference: :math:`\log Z_0` of the machine without weights, exactly.
+        log_reference: The exact :math:`\log Z_0` of the machine without weights.
         direction: ``"forward"`` or ``"reverse"``.
 
     References:
@@ -68,8 +70,8 @@ class LogPartition:
     def standard_error(self) -> float:
         r"""Standard error of `estimate`, by the delta method: :math:`\mathrm{sd}(w) / (\bar w \sqrt N)`.
 
-        It is good while it is small, say below 0.3. A few chains that carry all the weight make it too small, and
-        `effective_sample_size` shows them.
+        The value is reliable while it is small, for example below 0.3. If a few chains carry all the weight, it is too
+        small; `effective_sample_size` shows this case.
         """
         return math.sqrt(max(0.0, self.chains / self.effective_sample_size - 1) / (self.chains - 1))
 
@@ -110,8 +112,8 @@ class LogPartition:
 class Sandwich:
     """Estimates of log Z from both sides.
 
-    Their distance says what one of them cannot: whether the chains were long enough. An estimate from one side that is
-    wrong can still have a small standard error.
+    Their distance shows whether the chains were long enough. A single estimate cannot show this, because a wrong
+    estimate can have a small standard error.
 
     Attributes:
         lower: By AIS.
@@ -123,7 +125,7 @@ class Sandwich:
 
     @property
     def width(self) -> float:
-        """Upper estimate minus lower estimate. A good sandwich can come out slightly negative, by chance."""
+        """Upper estimate minus lower estimate. For good chains it can be slightly negative, by chance."""
         return self.upper.estimate - self.lower.estimate
 
     @property
@@ -133,15 +135,15 @@ class Sandwich:
 
     @property
     def estimate(self) -> float:
-        r"""The value of log Z that both directions agree on best: Bennett's acceptance ratio.
+        r"""The estimate of log Z from both directions: Bennett's acceptance ratio.
 
-        With u, the N log-weights of the forward chains, and r, minus the M log-weights of the reverse ones, it solves
+        Let u be the N log-weights of the forward chains, and r minus the M log-weights of the reverse ones. It solves
 
         .. math::
             \sum_{n=1}^N \sigma(u_n - s) = \sum_{m=1}^M \sigma(s - r_m), \qquad s = \log Z - \log Z_0 - \log \tfrac MN
 
-        by bisection: the most likely log Z if all that is known of a log-weight is which direction it came from. Of the
-        estimates from both sets of weights it has the least variance as they grow. It is no bound.
+        by bisection. This is the maximum-likelihood estimate of log Z, given the direction of each log-weight. Among
+        estimates from both sets of weights it has the least asymptotic variance. It is no bound.
 
         References:
             Bennett, "Efficient estimation of free energy differences from Monte Carlo data", 1976, equations 12a, 12b.
@@ -175,20 +177,20 @@ def ais(
     reference: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> LogPartition:
-    r"""Estimate log Z by annealed importance sampling: from a machine without weights to this one.
+    r"""Estimate log Z by annealed importance sampling, from a machine without weights to this one.
 
     .. math::
         \log w = \sum_{k=1}^{K-1} \log f_{\beta_k}(v_{k-1}) - \log f_{\beta_{k-1}}(v_{k-1}), \qquad
         \log Z \approx \log Z_0 + \log \tfrac1N \sum_n w_n
 
     with :math:`v_0 \sim f_0` and :math:`v_k` one Gibbs step at :math:`\beta_k` after :math:`v_{k-1}`. All kinds of
-    units are handled, and no graph is built. With Bernoulli hidden units a temperature costs little more than its two
-    matrix products (N, V, H): the weight and the draw of the hidden units share one of them. Machines in half precision
+    units are supported, and no graph is built. With Bernoulli hidden units a temperature costs little more than its two
+    matrix products (N, V, H): the weight and the draw of the hidden units share one product. Machines in half precision
     are annealed in float32.
 
-    A lower bound in expectation. A machine with a mode that the chains miss has an estimate that is too low, and a
-    standard error that does not show it: look at it from above as well, with `sandwich`. Real visible units together
-    with rectified hidden ones have no Z if their weights are large, and then an estimate means nothing.
+    The estimate is a lower bound in expectation. If the chains miss a mode of the machine, the estimate is too low, and
+    its standard error does not show the error; use `sandwich` to estimate from above as well. Real visible units with
+    rectified hidden units have no finite Z if the weights are large; the estimate is then meaningless.
 
     Args:
         rbm: The machine.
@@ -196,8 +198,8 @@ def ais(
         inverse_temperatures: K, evenly spaced from 0 to 1 with both ends; or the :math:`\beta` themselves, (K,), such
             as `salakhutdinov_schedule`.
         reference: (V,), the visible biases of the machine without weights. `base_rate_bias` of the data is a good
-            choice. None: those of this machine, with which a machine that has no weights is done exactly.
-        generator: Draws the chains, on the machine's device. None: torch's default one.
+            choice. None: the biases of this machine; the result is then exact for a machine without weights.
+        generator: Draws the chains, on the machine's device. None: torch's default generator.
 
     Raises:
         ValueError: If `chains` or `inverse_temperatures` is too small, the :math:`\beta` do not rise from 0 to 1,
@@ -232,7 +234,7 @@ def reverse_ais(
     reference: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> LogPartition:
-    r"""Estimate log Z by annealed importance sampling in reverse: from draws of the machine to one without weights.
+    r"""Estimate log Z by reverse annealed importance sampling, from draws of the machine to a machine without weights.
 
     .. math::
         \log w = \sum_{k=K-1}^{1} \log f_{\beta_{k-1}}(v_k) - \log f_{\beta_k}(v_k), \qquad
@@ -241,21 +243,21 @@ def reverse_ais(
     with :math:`v_{K-1}` drawn from the machine and :math:`v_k` one Gibbs step at :math:`\beta_k` after
     :math:`v_{k+1}`; a Gibbs step is its own reversal.
 
-    An upper bound in expectation **if the starts are draws from the machine**, independent of each other for the
-    standard error. From chains that have not mixed it can be too low like AIS itself; data in the place of draws show
-    how far the data are from what the machine draws, and are no bound.
+    The estimate is an upper bound in expectation **if the starts are draws from the machine**; the standard error needs
+    independent draws. If the chains have not mixed, the estimate can be too low, like AIS. Data in place of draws show
+    the distance between data and model, and give no bound.
 
     Args:
         rbm: The machine.
-        visible: (N, V) or (N, V Q), where the chains start; N at least 2. Left as it is.
+        visible: (N, V) or (N, V Q), the start of the chains; N at least 2. Not modified.
         inverse_temperatures: As in `ais`.
         reference: As in `ais`.
         generator: As in `ais`.
 
     Raises:
-        ValueError: As `ais`; and if `visible` has fewer than two rows, other columns, or states that the units cannot
-            be in.
-        TypeError: As `ais`; and if `visible` does not have the type of the parameters.
+        ValueError: As for `ais`; also if `visible` has fewer than two rows, other columns, or invalid states of the
+            units.
+        TypeError: As for `ais`; also if `visible` does not have the type of the parameters.
 
     References:
         Burda, Grosse & Salakhutdinov, "Accurate and conservative estimates of MRF log-likelihood using reverse
@@ -294,16 +296,16 @@ def sandwich(
 
     Args:
         rbm: The machine.
-        visible: (N, V) or (N, V Q), draws from the machine, where the reverse chains start: those of long chains, or
-            of `RBM.sample_exactly`, for which log Z itself could be summed.
-        chains: Of `ais`. None: as many as `visible` has rows.
+        visible: (N, V) or (N, V Q), draws from the machine that start the reverse chains: from long chains, or from
+            `RBM.sample_exactly` if the machine is small enough for an exact log Z.
+        chains: As in `ais`. None: the number of rows of `visible`.
         inverse_temperatures: As in `ais`, for both.
         reference: As in `ais`, for both. It should not depend on `visible`.
         generator: As in `ais`, first for AIS, then for reverse AIS.
 
     Raises:
-        ValueError: As `ais` and `reverse_ais`.
-        TypeError: As `reverse_ais`.
+        ValueError: As for `ais` and `reverse_ais`.
+        TypeError: As for `reverse_ais`.
 
     References:
         Grosse, Ghahramani & Adams, "Sandwiching the marginal likelihood using bidirectional Monte Carlo", 2015.
@@ -347,7 +349,7 @@ def _log_weights(
 def log_weights_by_definition(
     joint: Joint, visible: Tensor, betas: list[float], reference: Tensor, generator: torch.Generator | None
 ) -> Tensor:
-    """Return what the fast chains do, by the definition, for all kinds of units."""
+    """Specify the fast chains: the log-weights by their definition, for all kinds of units."""
     log_weights = torch.zeros(len(visible), dtype=torch.float64, device=visible.device)
     before = joint.annealed(betas[0], reference)
     for k, beta in enumerate(betas[1:], start=2):
@@ -360,7 +362,7 @@ def log_weights_by_definition(
 
 
 class _FastChains:
-    r"""Chains through the temperatures with Bernoulli hidden units: two matrix products each, in place.
+    r"""Chains through the temperatures with Bernoulli hidden units: two matrix products per temperature, in place.
 
     With :math:`a = W^\top s(v) + c`, the change of the log-weight from :math:`\beta` to :math:`\beta'` is
 
@@ -368,16 +370,16 @@ class _FastChains:
         (\beta' - \beta) (s(v) - \bar s)^\top (b - b_0)
         - \sum_j \log(1 + \sigma(\beta' a_j) (e^{(\beta - \beta') a_j} - 1)),
 
-    where :math:`\sigma(\beta' a)` is what the hidden units are drawn from next, and :math:`\bar s` is 0, or
+    where the hidden units are drawn next with probabilities :math:`\sigma(\beta' a)`, and :math:`\bar s` is 0, or
     :math:`s((b_\beta + b_{\beta'}) / 2)` if the visible units are Gaussian. The small difference of two large sums is
-    never formed, so that float32 does for small steps of the temperature.
+    never formed, so float32 suffices for small steps of the temperature.
     """
 
     def __init__(self, joint: Joint, visible: Tensor, reference: Tensor, generator: torch.Generator | None) -> None:
         self.joint, self.reference, self.generator = joint, reference, generator
         scale = joint.visible.statistic(torch.ones_like(joint.visible.bias))
         self.weights = scale[:, None] * joint.weights
-        # By how much the log-weight a(v) of the visible units changes with the temperature; it is linear in v.
+        # The slope of the log-weight a(v) of the visible units with the temperature; linear in v.
         self.slope = scale * (joint.visible.bias - reference)
         self.slopes = bool(self.slope.any())
         self.steepest = self._steepest()

@@ -1,17 +1,17 @@
-r"""The bias of contrastive divergence, exactly: what is left out when the end of a chain is held constant.
+r"""The exact bias of contrastive divergence: the error of holding the end of a chain constant.
 
-A machine that is small enough for both layers to be enumerated has no need of samples: k Gibbs steps take the data
-:math:`p_0` to a distribution :math:`p_k(\theta) = p_0 T_\theta^k` that can be written down, and differentiated. So all
-updates that go by the name of contrastive divergence can be compared with the gradient of the likelihood:
+If both layers of a machine can be enumerated, no samples are needed: k Gibbs steps take the data :math:`p_0` to a
+distribution :math:`p_k(\theta) = p_0 T_\theta^k` that can be computed and differentiated. So all updates known as
+contrastive divergence can be compared with the gradient of the likelihood:
 
-- the update as it is used, with :math:`p_k` held constant;
-- the gradient of the difference of two Kullback-Leibler divergences, which Hinton set out from, and whose third term,
-  through :math:`p_k`, he left out. With it the bias is that of twice as many steps, to first order in the distance from
-  the data to the model: :math:`(p_0 - p) T^{2k} \partial \log p` in the place of
-  :math:`(p_0 - p) T^k \partial \log p`, since the chain is in detailed balance with the model;
-- the update with that term *added* that Du and others propose for deep energy-based models. There it steadies the
-  sampler; as an estimate of the gradient it doubles the bias, because it is the third term with its opposite sign;
-- the gradient of the surrogate without a block: the pull on the sampler up the energy alone.
+- the usual update, with :math:`p_k` held constant;
+- the gradient of the difference of two Kullback-Leibler divergences, from which Hinton started; he dropped its third
+  term, through :math:`p_k`. With this term the bias is that of twice as many steps, to first order in the distance from
+  the data to the model: :math:`(p_0 - p) T^{2k} \partial \log p` in place of :math:`(p_0 - p) T^k \partial \log p`,
+  since the chain is in detailed balance with the model;
+- the update with that term *added*, which Du and others propose for deep energy-based models. There the term stabilises
+  the sampler; as an estimate of the gradient it doubles the bias, because it is the third term with its opposite sign;
+- the gradient of the surrogate without a block, which also pulls the sampler up the energy.
 
 S visible states, N data, V columns of visible units. Distributions are (S,), in the order of `visible_states`.
 """
@@ -71,7 +71,7 @@ def visible_states(rbm: RBM | Joint) -> Tensor:
     r"""Return all states of the visible layer, (S, V); the first unit changes slowest.
 
     Raises:
-        ValueError: If they cannot be enumerated together with those of the hidden layer.
+        ValueError: If the states of both layers cannot be enumerated together.
 
     Example:
         >>> visible_states(RBM(2, 1)).tolist()
@@ -81,14 +81,15 @@ def visible_states(rbm: RBM | Joint) -> Tensor:
 
 
 def data_distribution(rbm: RBM | Joint, data: Tensor) -> Tensor:
-    r"""Return the share of the data that is in each visible state, (S,), in the order of `visible_states`.
+    r"""Return the share of the data in each visible state, (S,), in the order of `visible_states`.
 
     Args:
         rbm: The machine.
         data: (N, V).
 
     Raises:
-        ValueError: If `data` is not (N, V) with N > 0, a row is no state of the visible units, or as `visible_states`.
+        ValueError: If `data` is not (N, V) with N > 0 or a row is no state of the visible units; and as for
+            `visible_states`.
 
     Example:
         >>> data_distribution(RBM(2, 1), torch.tensor([[0.0, 1.0], [0.0, 1.0], [1.0, 1.0]]))
@@ -111,7 +112,7 @@ def transition_matrix(rbm: RBM | Joint) -> Tensor:
     It carries a gradient if the parameters do.
 
     Raises:
-        ValueError: As `visible_states`, or if the matrix would have more than 2^24 numbers.
+        ValueError: As for `visible_states`, or if the matrix would have more than 2^24 numbers.
 
     Example:
         >>> rbm = RBM(2, 1, dtype=torch.float64)
@@ -126,18 +127,18 @@ def transition_matrix(rbm: RBM | Joint) -> Tensor:
 
 
 def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor:
-    r"""Return :math:`p_k = p_0 T^k`, (S,): where Gibbs chains are after k steps.
+    r"""Return :math:`p_k = p_0 T^k`, (S,), the distribution of Gibbs chains after k steps.
 
     Args:
         rbm: The machine.
-        start: :math:`p_0`, (S,), such as `data_distribution` gives.
+        start: :math:`p_0`, (S,), for example from `data_distribution`.
         steps: k.
 
     Returns:
         (S,). It carries a gradient if the parameters do: no block is in place.
 
     Raises:
-        ValueError: If `steps` is not positive, `start` is no distribution over the states, or as `visible_states`.
+        ValueError: If `steps` is not positive, `start` is no distribution over the states; and as for `visible_states`.
         TypeError: If `start` does not have the type of the parameters.
     """
     steps = integer("steps", steps)
@@ -152,32 +153,32 @@ def chain_distribution(rbm: RBM | Joint, start: Tensor, *, steps: int) -> Tensor
 def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence: Divergence) -> Tensor:
     r"""Return a surrogate of CD-k in expectation over all chains.
 
-    With :math:`\operatorname{sg}_p` the block of the chain's distribution, and :math:`\operatorname{sg}_E` that of its
-    energy, they are
+    With the block :math:`\operatorname{sg}_p` of the chain's distribution, and the block :math:`\operatorname{sg}_E` of
+    its energy, the surrogates are
 
     - ``"free_energy"``: :math:`\langle F \rangle_{p_0} - \langle F \rangle_{\operatorname{sg}_p(p_k)}`, the expectation
       of `contrastive_divergence`. Open, the sampler is pulled up the energy:
       :math:`-\sum_v \partial p_k(v) F(v)` is added.
     - ``"kullback_leibler"``: :math:`KL(p_0 \| p) - KL(\operatorname{sg}_p(p_k) \| p)`, whose blocked gradient is the
-      same, the update of CD-k. Open, nothing is left out: Hinton's third term
-      :math:`-\sum_v \partial p_k(v) [F(v) + \log p_k(v)]` is added.
+      same, the update of CD-k. Open, no term is dropped: Hinton's third term :math:`-\sum_v \partial p_k(v) [F(v) +
+      \log p_k(v)]` is added.
     - ``"improved"``: :math:`\langle F \rangle_{p_0} - \langle F \rangle_{\operatorname{sg}_p(p_k)} +
       \langle \operatorname{sg}_E(F) + \log p_k \rangle_{p_k}`, as Du and others compute it. The third term enters with
       its opposite sign.
 
     Args:
         rbm: The machine.
-        start: :math:`p_0`, (S,), such as `data_distribution` gives.
+        start: :math:`p_0`, (S,), for example from `data_distribution`.
         steps: k.
-        divergence: Which.
+        divergence: The name of the surrogate.
 
     Returns:
-        A scalar, in nats per sample. That of ``"kullback_leibler"`` is Hinton's contrastive divergence, and not
+        A scalar, in nats per sample. For ``"kullback_leibler"`` it is Hinton's contrastive divergence, which is not
         negative.
 
     Raises:
-        ValueError: If `divergence` is unknown, or as `chain_distribution`.
-        TypeError: As `chain_distribution`.
+        ValueError: If `divergence` is unknown; and as for `chain_distribution`.
+        TypeError: As for `chain_distribution`.
 
     References:
         Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5.
@@ -207,23 +208,23 @@ def exact_divergence(rbm: RBM | Joint, start: Tensor, *, steps: int, divergence:
 
 
 def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[str, Tensor]]:
-    r"""Return the gradient of the negative log-likelihood, and what different readings of CD-k take for it, exactly.
+    r"""Return the exact gradient of the negative log-likelihood, and its approximations by the variants of CD-k.
 
     Args:
         rbm: The machine.
-        start: :math:`p_0`, (S,), such as `data_distribution` gives.
+        start: :math:`p_0`, (S,), for example from `data_distribution`.
         steps: k.
 
-    Parameters that are frozen, with ``requires_grad`` off, have their gradients too.
+    Frozen parameters, with ``requires_grad`` off, have gradients too.
 
     Returns:
         ``"likelihood"``, ``"blocked"`` (CD-k), ``"third_term"``, ``"improved"`` and ``"unblocked"`` -> the names of the
-        parameters -> gradients to descend, per sample. The three in the middle lie on a line:
-        ``improved - blocked == blocked - third_term``.
+        parameters -> gradients to descend, per sample. The second, third and fourth lie on a line: ``improved - blocked
+        == blocked - third_term``.
 
     Raises:
-        ValueError: As `chain_distribution`.
-        TypeError: As `chain_distribution`.
+        ValueError: As for `chain_distribution`.
+        TypeError: As for `chain_distribution`.
 
     Example:
         >>> rbm = RBM(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -239,7 +240,7 @@ def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[st
     def moving(tensors: dict[str, Tensor]) -> Tensor:
         return chain_distribution(joint.with_tensors(tensors), start, steps=steps)
 
-    # Nothing here depends on which blocks are open around it.
+    # The result does not depend on blocks that the caller has opened.
     with no_graph():
         free_energy = joint.free_energy(states)
         end, pull_back = torch.func.vjp(moving, parameters)  # type: ignore[misc]
@@ -258,12 +259,12 @@ def gradient_fields(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, dict[st
 
 @dataclass(frozen=True)
 class Bias:
-    """How far a gradient is from another.
+    """The distance between two gradients.
 
     Attributes:
-        relative: The norm of the difference, over all parameters, divided by that of the other gradient: 0 if both are
-            zero, infinite if only the other one is.
-        cosine: Of the angle between the two; NaN if one of them is zero, which has no direction.
+        relative: The norm of the difference over all parameters, divided by the norm of the exact gradient: 0 if both
+            gradients are zero, infinite if only the exact one is.
+        cosine: Cosine of the angle between the two; NaN if one gradient is zero.
     """
 
     relative: float
@@ -271,7 +272,7 @@ class Bias:
 
 
 def bias(field: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Bias:
-    """Return how far a gradient is from the exact one.
+    """Return the distance of a gradient from the exact one.
 
     Args:
         field: The names of the parameters -> a gradient.
@@ -337,6 +338,6 @@ def _conditionals(joint: Joint) -> tuple[Tensor, Tensor]:
 
 
 def _negative_entropy(distribution: Tensor) -> Tensor:
-    r"""Return :math:`\sum p \log p`; what has underflowed counts as the smallest number there is."""
+    r"""Return :math:`\sum p \log p`; underflowed probabilities count as the smallest positive number."""
     least = torch.finfo(distribution.dtype).tiny
     return distribution @ distribution.clamp(min=least).log()

@@ -1,7 +1,7 @@
-"""How good a machine is where its likelihood cannot be summed: estimates, bounds, and what stands in for it.
+"""Evaluation of machines whose likelihood cannot be summed: estimates, bounds, and proxies.
 
 N samples, V visible units, H hidden units, Q states of a categorical unit. Where visible units are categorical each has
-Q columns, and tensors of visible units have V Q columns. All is in nats but for reconstruction errors.
+Q columns, and tensors of visible units have V Q columns. All values except reconstruction errors are in nats.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from toolkit.rbm.machine.model import RBM
 
 __all__ = ["EstimatedLogLikelihood", "estimated_log_likelihood", "pseudo_log_likelihood", "reconstruction_error"]
 
-# How far from 0 the logarithm of a product may come.
+# The largest absolute logarithm of a product.
 _LARGEST = {torch.float32: 80.0, torch.float64: 700.0}
 
 
 class EstimatedLogLikelihood(NamedTuple):
-    """What a sandwich of log Z says of the log-likelihood, per sample in nats.
+    """The log-likelihood from a sandwich of log Z, per sample in nats.
 
-    Errors of log Z shift all samples alike, so that a mean over samples has the standard errors of the sandwich.
+    Errors of log Z shift all samples equally, so a mean over samples has the standard errors of the sandwich.
 
     Attributes:
-        lower: (N,), with the estimate of log Z from above: a lower bound in expectation.
-        estimate: (N,), with the estimate of log Z that uses both sides.
-        upper: (N,), with the estimate of log Z from below: an upper bound in expectation, the number that AIS alone
-            reports, and too good wherever its chains miss a mode.
+        lower: (N,), from the estimate of log Z from above: a lower bound in expectation.
+        estimate: (N,), from the estimate of log Z that uses both sides.
+        upper: (N,), from the estimate of log Z from below: an upper bound in expectation. AIS alone reports this
+            number; it is too high if its chains miss a mode.
     """
 
     lower: Tensor
@@ -51,15 +51,15 @@ def estimated_log_likelihood(rbm: RBM, visible: Tensor, log_partition: Sandwich)
     Args:
         rbm: The machine.
         visible: (N, V) or (N, V Q).
-        log_partition: What `sandwich` returned for the same machine.
+        log_partition: The result of `sandwich` for the same machine.
 
     Returns:
         Three tensors (N,).
 
     Raises:
-        ValueError: If `visible` has no rows, other columns or states that the units cannot be in, or a parameter is
-            not finite.
-        TypeError: If `visible` does not have the type of the parameters, or `log_partition` is no sandwich.
+        ValueError: If `visible` has no rows, other columns or invalid states of the units, or a parameter is not
+            finite.
+        TypeError: If `visible` does not have the type of the parameters, or `log_partition` is not a `Sandwich`.
 
     References:
         Salakhutdinov & Murray, "On the quantitative analysis of deep belief networks", 2008, section 4.
@@ -86,14 +86,15 @@ def estimated_log_likelihood(rbm: RBM, visible: Tensor, log_partition: Sandwich)
 def pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
     r"""Return :math:`\sum_i \log p(v_i \mid v_{-i})`, per sample in nats, exactly.
 
-    Every unit is asked in turn, given all others and with the hidden units summed out; nothing is drawn. log Z cancels,
+    Each term is the log-probability of one unit given all others, with the hidden units summed out. The result is
+    deterministic. log Z cancels,
 
     .. math::
         p(v_i \mid v_{-i}) = \frac{e^{-F(v)}}{\sum_q e^{-F(v_{-i}, q)}}
 
-    over the states q of the unit, at a cost of N V H instead of the N H of a free energy. It does not rank machines as
-    the likelihood does: each unit leans on its neighbours, and modes that no datum is near cost nothing. No graph is
-    built.
+    over the states q of the unit, at a cost of N V H instead of the N H of a free energy. The ranking of machines
+    differs from that by likelihood: each unit is predicted from its neighbours, so modes far from all data are not
+    penalised. No graph is built.
 
     Args:
         rbm: The machine, with Bernoulli or categorical visible units.
@@ -132,12 +133,12 @@ def pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
 def reconstruction_error(rbm: RBM, visible: Tensor) -> Tensor:
     r"""Return the mean over the columns of :math:`(v - E[v \mid E[h \mid v]])^2`, per sample: a poor proxy.
 
-    It says how well one step there and back keeps a datum, which is not what is learned: it falls when weights grow and
-    chains stop moving, also while the likelihood falls. Use it to see that nothing broke; compare machines by
-    `RBM.log_likelihood`, or by `estimated_log_likelihood`. No graph is built.
+    The error measures how well one step to the hidden units and back preserves a datum. Training does not optimise it:
+    it falls when weights grow and chains stop moving, even while the likelihood falls. Use it to check that training
+    did not break; compare machines by `RBM.log_likelihood`, or by `estimated_log_likelihood`. No graph is built.
 
     Args:
-        rbm: The machine, of any units.
+        rbm: The machine, with any kind of units.
         visible: (N, V) or (N, V Q).
 
     Returns:
@@ -169,7 +170,7 @@ def _pseudo_log_likelihood(joint: Joint, visible: Tensor) -> Tensor:
 
 
 def _other_states(joint: Joint, visible: Tensor) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield for each visible unit what each of its other states adds to a(v), (N,), and to the hidden input, (N, H)."""
+    """Yield for each visible unit the changes of a(v), (N,), and of the hidden input, (N, H), by its other states."""
     layer, weights = joint.visible, joint.weights
     if not isinstance(layer, Categorical):
         for unit in range(layer.n_columns):
@@ -180,7 +181,7 @@ def _other_states(joint: Joint, visible: Tensor) -> Iterator[tuple[list[Tensor],
         columns = slice(first, first + layer.categories)
         now = visible[:, columns]
         biases, rows = [], []
-        for turn in range(1, layer.categories):  # by cyclic shifts of the columns: all states but the present one
+        for turn in range(1, layer.categories):  # by cyclic shifts of the columns: all states except the present one
             to = now.roll(turn, dims=-1) - now
             biases.append(to @ layer.bias[columns])
             rows.append(to @ weights[columns])
@@ -194,10 +195,11 @@ def _check_sandwich(log_partition: object) -> None:
 
 
 class _Change:
-    r"""By how much the log of the sum over the hidden units changes if their input does, from x to x + d, (N,).
+    r"""The change of the log of the sum over the hidden units, (N,), if their input changes from x to x + d.
 
-    For Bernoulli units, :math:`\sum_j \log(\sigma(-a_j) + \sigma(a_j) e^{d_j})` with :math:`a = x + c`: what depends on
-    x alone is computed once, and of a group of units, as many as do not overflow, one logarithm of their product.
+    For Bernoulli units, :math:`\sum_j \log(\sigma(-a_j) + \sigma(a_j) e^{d_j})` with :math:`a = x + c`. Terms that only
+    depend on x are computed once. Units are grouped so that their products do not overflow, with one logarithm per
+    group.
     """
 
     def __init__(self, joint: Joint, x: Tensor) -> None:
@@ -217,7 +219,7 @@ class _Change:
 
     @staticmethod
     def _group(joint: Joint) -> int:
-        """Return how many factors can be multiplied: each is between e^-|d| and e^|d|. 0: not even one."""
+        """Return the number of factors that can be multiplied, each from e^-|d| to e^|d|; 0 if even one overflows."""
         if not isinstance(joint.hidden, Bernoulli):
             return 0
         steps = joint.weights.abs() * (2 if isinstance(joint.visible, Categorical) else 1)

@@ -1,4 +1,4 @@
-"""Gibbs chains: where negative samples come from.
+"""Gibbs chains, the source of negative samples.
 
 N chains, V visible units, H hidden units.
 """
@@ -29,29 +29,30 @@ def gibbs(
 
     Args:
         rbm: The machine, or a `Joint` with other parameters.
-        visible: (N, V), where the chains start.
-        steps: How often both layers are updated.
-        chain: What a unit passes on.
+        visible: (N, V), the start of the chains.
+        steps: Number of updates of both layers.
+        chain: The output of a unit in the chain.
 
-            - ``"sampled"``: a draw. Its derivative is exactly zero, as that of `torch.bernoulli` is; a Gaussian draw is
-              its mean and noise, and has the derivative of the mean.
+            - ``"sampled"``: a draw. Its derivative is exactly zero, as for `torch.bernoulli`. A Gaussian draw is its
+              mean plus noise, and has the derivative of the mean.
             - ``"straight_through"``: the same draw, bit for bit, with the derivative of the mean (Bengio, Léonard &
               Courville, "Estimating or propagating gradients through stochastic neurons", 2013).
-            - ``"mean_field"``: the mean. No random numbers, and no longer a Markov chain of the model.
+            - ``"mean_field"``: the mean. It uses no random numbers and is no Markov chain of the model.
             - ``"concrete"``: a relaxed draw, between the states of the units, with a true derivative (Maddison, Mnih &
-              Teh, "The concrete distribution", 2017); real units are drawn. No longer a chain of the model.
-            - ``"noisy_rectified"``: max(0, x + noise) in the place of counts (Nair & Hinton, "Rectified linear units
-              improve restricted Boltzmann machines", 2010); all others are drawn. Only roughly a chain of the model.
-        temperature: That of concrete units, and of no others. Near 0 they are close to draws, and their derivatives
-            large.
-        generator: Draws the units, on their device. None: torch's default one.
+              Teh, "The concrete distribution", 2017). Real units are drawn. It is no chain of the model.
+            - ``"noisy_rectified"``: max(0, x + noise) in place of counts (Nair & Hinton, "Rectified linear units
+              improve restricted Boltzmann machines", 2010). All other units are drawn. It is only roughly a chain of
+              the model.
+        temperature: Temperature of concrete units; None for all others. Near 0 the units are close to draws, and their
+            derivatives are large.
+        generator: Draws the units, on their device. None: torch's default generator.
 
     Returns:
-        (N, V). It carries a gradient if the parameters do; whoever takes it for a constant blocks it.
+        (N, V). It carries a gradient if the parameters do; a surrogate that holds it constant needs a block.
 
     Raises:
-        ValueError: If `steps` is not positive, `chain` is unknown or one that the units of the machine do not have,
-            `temperature` is missing or out of place, or `visible` does not have V columns.
+        ValueError: If `steps` is not positive, `chain` is unknown or does not fit the units of the machine,
+            `temperature` is missing or not applicable, or `visible` does not have V columns.
         TypeError: If `visible` does not have the type of the parameters.
 
     Example:

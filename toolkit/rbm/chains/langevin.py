@@ -1,7 +1,7 @@
-r"""Langevin moves of Gaussian visible units, in turn with draws of the hidden ones.
+r"""Langevin moves of Gaussian visible units, alternating with draws of the hidden ones.
 
-A move goes a little way down the energy and adds noise. Its derivative is that of a path: unlike a draw of zeros and
-ones it lets the gradient through, at every step.
+A move takes a small step down the energy and adds noise. It is a differentiable path: unlike a draw of zeros and ones
+it passes the gradient, at every step.
 
 N chains, V visible units, H hidden units. Energies are in nats.
 """
@@ -27,7 +27,7 @@ __all__ = ["HiddenInMoves", "gibbs_langevin", "langevin_contrastive_divergence"]
 
 HiddenInMoves: TypeAlias = Literal["drawn", "summed_out"]
 
-_LARGEST_STEP = 4.0  # from here on moves overshoot by more than the distance
+_LARGEST_STEP = 4.0  # beyond this step size moves overshoot by more than the distance
 
 
 def gibbs_langevin(
@@ -47,42 +47,42 @@ def gibbs_langevin(
         v' = v + \tfrac\epsilon2 (m - v) + \sqrt\epsilon \, \sigma \xi, \qquad \xi \sim N(0, 1), \qquad m = b + W h
 
     is a move down the energy :math:`E(v, h)`, scaled by :math:`\sigma^2`, with hidden units :math:`h \sim p(h \mid v)`
-    that are drawn once in each step. With :math:`m = b + W E[h \mid v]` it is one down the free energy.
+    drawn once per step. With :math:`m = b + W E[h \mid v]` it is a move down the free energy.
 
-    Moves that are not adjusted have another stationary distribution, by as much as the step size: given the hidden
-    units, the variance is :math:`\sigma^2 / (1 - \epsilon / 4)`. With `adjusted` a move is accepted by the rule of
-    Metropolis and Hastings, and the chain is exact at every step size. Given hidden units the visible ones are
-    independent, so that each is accepted for itself, however many there are, with probability
+    Unadjusted moves have a different stationary distribution, with an error of the order of the step size: given the
+    hidden units, the variance is :math:`\sigma^2 / (1 - \epsilon / 4)`. With `adjusted` a move is accepted by the rule
+    of Metropolis and Hastings, and the chain is exact at every step size. Given the hidden units the visible ones are
+    independent, so each is accepted separately, with probability
 
     .. math::
         \min\{1, e^{-\frac\epsilon8 (d'^2 - d^2)}\}, \qquad d = (v - m) / \sigma
 
-    while down the free energy all units of a row are accepted or none.
+    while moves down the free energy are accepted for all units of a row at once.
 
-    `gibbs` draws the visible units given the hidden ones exactly, at the same cost, and comes from mode to mode no
-    later than adjusted moves with hidden units that are drawn. Moves are for what follows a path: samples that are to
-    stay close to where they were, or a study of what leaks through one.
+    `gibbs` draws the visible units given the hidden ones exactly, at the same cost, and changes modes no later than
+    adjusted moves with drawn hidden units. Use Langevin moves where the path matters: for samples that should stay
+    close to their start, or to study the leak through a path.
 
     Args:
         rbm: The machine, whose visible units are Gaussian.
-        visible: (N, V), where the chains start.
-        steps: How many steps to take.
-        step_size: :math:`\epsilon`, between 0 and 4; several, one for each step.
-        moves: How many moves each step makes.
-        hidden: ``"drawn"`` anew at the start of each step, Gibbs-Langevin sampling; or ``"summed_out"``, plain Langevin
-            sampling of the free energy, which draws none.
-        adjusted: Whether moves may be refused. The derivative is that of where the chain goes, also then: whether a
-            move is accepted has none.
+        visible: (N, V), the start of the chains.
+        steps: The number of steps.
+        step_size: :math:`\epsilon`, between 0 and 4; or a sequence with one for each step.
+        moves: The number of moves in each step.
+        hidden: ``"drawn"``: Gibbs-Langevin sampling, with hidden units drawn at the start of each step.
+            ``"summed_out"``: plain Langevin sampling of the free energy, without draws of hidden units.
+        adjusted: Whether moves may be rejected. The derivative then follows the accepted moves; the decision itself has
+            derivative zero.
         generator: In each step, draws the hidden units (N, H) if they are drawn; then for each move noise (N, V), and
-            what is accepted, (N, V) or (N,). None: torch's default one.
+            the decisions (N, V) or (N,). None: torch's default generator.
 
     Returns:
-        (N, V), which carries a gradient if the parameters do; and the mean probability of accepting a move, a constant
-        scalar, at least in float32; 1 if they are not adjusted.
+        (N, V), which carries a gradient if the parameters do; and the mean acceptance probability of the moves, a
+        constant scalar, at least in float32; 1 if they are not adjusted.
 
     Raises:
         ValueError: If the visible units are not Gaussian, `visible` does not have V columns, `steps` or `moves` is not
-            positive, a step size is out of its range or there are not as many as steps, or `hidden` is unknown.
+            positive, a step size is out of range, their number differs from `steps`, or `hidden` is unknown.
         TypeError: If `visible` does not have the type of the parameters.
 
     References:
@@ -118,7 +118,7 @@ def gibbs_langevin(
                 visible = proposal
                 continue
             with no_graph():
-                # Half precision is too coarse for a difference of energies, and for what is drawn by it.
+                # Half precision is too coarse for a difference of energies, and for draws that depend on it.
                 before, after, deviations = (tensor.to(exact) for tensor in (visible, proposal, deviation))
                 if mean is None:
                     there = _mean_given_all(joint, proposal).to(exact)
@@ -150,16 +150,16 @@ def langevin_contrastive_divergence(
     .. math::
         L = \frac1N \sum_n F(v_n) - \frac1M \sum_m F(\operatorname{sg}(v_m^{(k)}))
 
-    The chains may start at the data (contrastive divergence), at noise (as Liao and others do, so that the machine can
-    later be drawn from noise in as many steps), or where the last call left them (persistent).
+    The chains may start at the data (contrastive divergence), at noise (as Liao and others do, so that the same number
+    of steps later draws from the machine, starting at noise), or at the ends of the last call (persistent).
 
-    The path from the start to the negative samples is differentiable in the parameters at every move, so that much
-    leaks without the block: the surrogate then also raises the energy by moving the samples.
+    The path from the start to the negative samples is differentiable in the parameters at every move, so the leak
+    without the block is large: the surrogate then also raises the energy by moving the samples.
 
     Args:
         rbm: The machine, whose visible units are Gaussian.
         data: (N, V).
-        chains: (M, V), where the chains start.
+        chains: (M, V), the start of the chains.
         steps: As in `gibbs_langevin`.
         step_size: As in `gibbs_langevin`.
         moves: As in `gibbs_langevin`.
@@ -168,10 +168,10 @@ def langevin_contrastive_divergence(
         generator: As in `gibbs_langevin`.
 
     Returns:
-        The surrogate, a scalar in nats per sample, and where the chains are, (M, V), constants.
+        The surrogate, a scalar in nats per sample, and the chains, (M, V), constants.
 
     Raises:
-        ValueError: If `data` or `chains` has no rows or not V columns, or as `gibbs_langevin`.
+        ValueError: If `data` or `chains` has no rows or not V columns; and as for `gibbs_langevin`.
         TypeError: If `data` or `chains` does not have the type of the parameters.
 
     References:
@@ -188,7 +188,7 @@ def langevin_contrastive_divergence(
         rbm.check_rows(data, "data")
         rbm.check_rows(chains, "chains")
     joint, _ = _gaussian(rbm)
-    # No graph while nothing could flow through it.
+    # No graph while no gradient could flow through it.
     blocked = is_blocked(NEGATIVE_SAMPLES) and is_blocked(PERSISTENT_CHAINS)
     with no_graph() if blocked else nullcontext():
         moved, _ = gibbs_langevin(
@@ -212,10 +212,10 @@ def _mean_given_all(joint: Joint, visible: Tensor) -> Tensor:
 
 
 def _log_ratio_given_hidden(visible: Tensor, proposal: Tensor, mean: Tensor, deviation: Tensor, size: float) -> Tensor:
-    """Return the log of the ratio that decides about each unit's move, (N, V), the hidden units given.
+    """Return the log of the acceptance ratio of each unit's move, (N, V), the hidden units given.
 
-    Of normal units the ratio of densities, -(d'^2 - d^2) / 2, and that of the moves, (d'^2 - d^2) (1 / 2 - size / 8),
-    nearly cancel.
+    For normal units the log-ratio of densities, -(d'^2 - d^2) / 2, and that of the moves,
+    (d'^2 - d^2) (1 / 2 - size / 8), nearly cancel.
     """
     before, after = (visible - mean) / deviation, (proposal - mean) / deviation
     return (before.square() - after.square()) * (size / 8)
@@ -224,9 +224,9 @@ def _log_ratio_given_hidden(visible: Tensor, proposal: Tensor, mean: Tensor, dev
 def _log_ratio(
     joint: Joint, visible: Tensor, proposal: Tensor, here: Tensor, there: Tensor, deviation: Tensor, size: float
 ) -> Tensor:
-    """Return the log of the ratio that decides about each row's move, (N,), the hidden units summed out.
+    """Return the log of the acceptance ratio of each row's move, (N,), the hidden units summed out.
 
-    `here` and `there` are what moves from `visible` and from `proposal` tend to.
+    `here` and `there` are the points towards which moves from `visible` and from `proposal` tend.
     """
 
     def log_density(to: Tensor, start: Tensor, mean: Tensor) -> Tensor:

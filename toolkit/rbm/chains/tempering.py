@@ -1,7 +1,7 @@
 r"""Tempered chains: the same machine at many temperatures, or at many ages, with swaps between neighbours.
 
-A chain of Gibbs steps stays for long in the mode where it is. At a high temperature, or early in training, modes are
-connected; swaps let states wander there and back, and leave the distribution of every machine what it is.
+A Gibbs chain stays in one mode for a long time. At a high temperature, or early in training, modes are connected. Swaps
+move states there and back, and preserve the distribution of every machine.
 
 T temperatures or machines, M chains at each, N data, V columns of the visible layer, H of the hidden one. Energies are
 in nats.
@@ -45,20 +45,21 @@ __all__ = [
 
 Swaps: TypeAlias = Literal["joint", "marginal"]
 
-_MOST_ITERATIONS = 1000  # of a fixed point that each of them brings closer by the part of swaps that are refused
+_MOST_ITERATIONS = 1000  # of a fixed-point iteration, each of which reduces the error to the share of rejected swaps
 
 
 @dataclass(frozen=True)
 class TemperedState:
-    """Where tempered chains are: made by `tempered_start`, then handed from call to call.
+    """The state of tempered chains: made by `tempered_start`, then passed from call to call.
 
     Attributes:
         visible: (T, M, V), the visible units at each temperature; the last is that of the model.
-        hidden: (T, M, H), the hidden units that `visible` were drawn from.
-        replica: (T, M), the index of the temperature at which what is here now has started.
-        fresh: (T, M), whether it was at the first temperature after it was last at the last one.
-        arrivals: (M,), how many fresh states have arrived at the last temperature.
-        steps: How many steps were taken; even steps swap the pairs (0, 1), (2, 3), ..., odd ones (1, 2), (3, 4), ...
+        hidden: (T, M, H), the hidden units from which `visible` was drawn.
+        replica: (T, M), the index of the temperature at which the state at this place started.
+        fresh: (T, M), whether this state has visited the first temperature since its last visit to the last
+            temperature.
+        arrivals: (M,), the number of fresh states that arrived at the last temperature.
+        steps: Number of steps taken; even steps swap the pairs (0, 1), (2, 3), ..., odd steps (1, 2), (3, 4), ...
     """
 
     visible: Tensor
@@ -84,7 +85,7 @@ def tempered_start(
         n_temperatures: T.
         n_chains: M, chains at each temperature.
         reference: As in `parallel_tempering`.
-        generator: Draws the units. None: torch's default one.
+        generator: Draws the units. None: torch's default generator.
 
     Raises:
         ValueError: If a number is not positive, or `reference` does not have the shape (V,).
@@ -113,54 +114,54 @@ def parallel_tempering(
 ) -> tuple[TemperedState, Tensor]:
     r"""Take steps of parallel tempering: a Gibbs step at every temperature, then swaps of neighbouring temperatures.
 
-    The machine at :math:`\beta` lies between one without weights and this one, :math:`E_\beta = E_0 + \beta D`. States
-    at two temperatures are exchanged with the probability
+    The machine at :math:`\beta` lies between a machine without weights and this one, :math:`E_\beta = E_0 + \beta D`.
+    States at two temperatures are exchanged with the probability
 
     .. math::
         \min\{1, e^{(\beta_i - \beta_j) (D(v_i, h_i) - D(v_j, h_j))}\}, \qquad D = E - E_0
 
-    which leaves :math:`\prod_i p_{\beta_i}(v_i, h_i)` as it is, because D is the difference of *joint* energies. The
-    free energy of the model is no substitute: :math:`\beta F(v)` is not that of the machine at :math:`\beta`. Swaps of
-    the visible units alone, with the free energies :math:`F_\beta` of the machines at both temperatures, keep
-    :math:`\prod_i p_{\beta_i}(v_i)`. They are accepted more often, and cost three more sums over hidden units.
+    which preserves :math:`\prod_i p_{\beta_i}(v_i, h_i)`, because D is the difference of *joint* energies. The free
+    energy of the model is no substitute: :math:`\beta F(v)` is not the free energy of the machine at :math:`\beta`.
+    Swaps of the visible units alone, with the free energies :math:`F_\beta` of the machines at both temperatures,
+    preserve :math:`\prod_i p_{\beta_i}(v_i)`. More of these swaps are accepted, at the cost of three more sums over
+    hidden units.
 
     Each step draws, in this order: the hidden units at all temperatures, (T, M, H); the visible units, (T, M, V); one
     uniform number for each pair that is tried, (T // 2, M) after an even number of steps, ((T - 1) // 2, M) after an
     odd one. With a single temperature of 1 this is `gibbs`, bit for bit.
 
-    All temperatures share one matrix product: what is scaled is the input that it brings, not the weights.
+    All temperatures share one matrix product, because its result is scaled in place of the weights.
 
     Args:
         rbm: The machine, with any kind of units.
-        state: From `tempered_start`, or of the last call. Only the visible units matter for what comes next.
-        inverse_temperatures: (T,), :math:`\beta`, increasing, between 0 and 1. The last should be 1: those are the
-            draws from the model.
-        steps: How many steps to take.
+        state: From `tempered_start`, or of the last call. Only its visible units influence the next steps.
+        inverse_temperatures: (T,), :math:`\beta`, increasing, between 0 and 1. The last should be 1, so that its states
+            are draws from the model.
+        steps: The number of steps.
         reference: (V,), the visible biases of the machine without weights, see `Joint.annealed`. None: 0, so that
-            :math:`E_\beta` is :math:`\beta E` for zeros and ones; those of the machine itself if it is Gaussian.
+            :math:`E_\beta` is :math:`\beta E` for zeros and ones; the machine's own biases if the units are Gaussian.
         swaps: ``"joint"``, states of both layers by their joint energies; or ``"marginal"``, visible units by the free
             energies of both temperatures, with the hidden units drawn once more at the end.
-        chain: What a unit passes on, as in `gibbs`, but for ``"concrete"``: units between their states are no state of
-            any of the machines. A derivative goes with a state where the state goes; whether a swap is accepted has
-            none.
-        generator: Draws units and swaps. None: torch's default one.
+        chain: The output of a unit, as in `gibbs`, except ``"concrete"``, whose relaxed units are no state of any
+            machine. A derivative follows its state through swaps; the acceptance of a swap has derivative zero.
+        generator: Draws units and swaps. None: torch's default generator.
 
     Returns:
-        The new state, and the mean probability of a swap of each neighbouring pair, (T - 1,), a constant; it is known
-        for all pairs at every step, also for those that are not tried. Energies and probabilities are computed in
-        float32 at least.
+        The new state, and the mean probability of a swap of each neighbouring pair, (T - 1,), a constant; it is
+        computed for all pairs at every step, also for pairs that are not tried. Energies and probabilities are computed
+        in float32 at least.
 
     Raises:
-        ValueError: If `inverse_temperatures` is not as stated, `state` does not have its number or the machine's sizes,
-            `reference` does not have the shape (V,), `steps` is not positive, or `chain` or `swaps` is not as stated.
+        ValueError: If `inverse_temperatures` is not as stated, `state` does not have T temperatures or the machine's
+            sizes, `reference` does not have the shape (V,), `steps` is not positive, or `chain` or `swaps` is not as
+            stated.
         TypeError: If `reference` is not a tensor, or `state` does not have the type of the parameters.
 
     References:
         Desjardins, Courville, Bengio, Vincent & Delalleau, "Tempered Markov chain Monte Carlo for training of
-        restricted Boltzmann machines", 2010, section 3.
-        Cho, Raiko & Ilin, "Parallel tempering is efficient for learning restricted Boltzmann machines", 2010.
-        Syed, Bouchard-Côté, Deligiannidis & Doucet, "Non-reversible parallel tempering: a scalable highly parallel
-        MCMC scheme", 2022, on why even and odd pairs take turns.
+        restricted Boltzmann machines", 2010, section 3. Cho, Raiko & Ilin, "Parallel tempering is efficient for
+        learning restricted Boltzmann machines", 2010. Syed, Bouchard-Côté, Deligiannidis & Doucet, "Non-reversible
+        parallel tempering: a scalable highly parallel MCMC scheme", 2022, on alternating even and odd pairs.
 
     Example:
         >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
@@ -243,31 +244,32 @@ def tempered_contrastive_divergence(
     chain: Chain = "sampled",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, TemperedState, Tensor]:
-    r"""Return the surrogate of persistent contrastive divergence whose chains are tempered, and the chains.
+    r"""Return the surrogate of persistent contrastive divergence with tempered chains, and the chains.
 
     .. math::
         L = \frac1N \sum_n F(v_n) - \frac1M \sum_m F(\operatorname{sg}(v_{Tm}))
 
     :math:`v_{Tm}` are the chains at :math:`\beta = 1` after `steps` steps of `parallel_tempering`. The gradient is
-    `cd_gradient` with these as its negative samples.
+    `cd_gradient` with these negative samples.
 
     Args:
         rbm: The machine.
         data: (N, V).
         state: From `tempered_start`, or of the last call.
         inverse_temperatures: (T,), as in `parallel_tempering`; the last is 1.
-        steps: How many steps to take before the update.
+        steps: The number of steps before the update.
         reference: As in `parallel_tempering`.
         swaps: As in `parallel_tempering`.
         chain: As in `parallel_tempering`.
-        generator: Draws units and swaps. None: torch's default one.
+        generator: Draws units and swaps. None: torch's default generator.
 
     Returns:
         The surrogate, a scalar in nats per sample; the new state, of constants; and the mean probabilities of swaps,
         (T - 1,).
 
     Raises:
-        ValueError: If `data` has no rows or not V columns, the last temperature is not 1, or as `parallel_tempering`.
+        ValueError: If `data` has no rows or not V columns, the last temperature is not 1; and as for
+            `parallel_tempering`.
         TypeError: If `data` does not have the type of the parameters.
 
     References:
@@ -287,7 +289,7 @@ def tempered_contrastive_divergence(
     last = float(inverse_temperatures[-1])
     if last != 1:
         raise ValueError(f"`inverse_temperatures` should end with 1, the model. Found {last}.")
-    # No graph while nothing could flow through it.
+    # No graph while no gradient could flow through it.
     blocked = is_blocked(NEGATIVE_SAMPLES) and is_blocked(PERSISTENT_CHAINS)
     with no_graph() if blocked else nullcontext():
         moved, swap_rates = parallel_tempering(
@@ -311,13 +313,13 @@ def tempered_contrastive_divergence(
 
 @dataclass(frozen=True)
 class TemperingDiagnosis:
-    r"""What `diagnose_tempering` finds.
+    r"""The result of `diagnose_tempering`.
 
     Attributes:
-        barrier: :math:`\Lambda = \sum_i r_i`, with the rejection rates :math:`r_i` of the swaps. It hardly depends on
-            the temperatures, as long as there are enough of them: it is how far apart the machines at both ends are.
-        arrival_rate: How many fresh states arrive at the last temperature per step and chain: 1 / the return time.
-        expected_arrival_rate: :math:`1 / (2 + 2 \sum_i r_i / (1 - r_i))`, what it would be if every state forgot its
+        barrier: :math:`\Lambda = \sum_i r_i`, with the rejection rates :math:`r_i` of the swaps. With enough
+            temperatures it hardly depends on their choice, and measures the distance between the machines at both ends.
+        arrival_rate: Fresh states that arrive at the last temperature per step and chain: 1 / the return time.
+        expected_arrival_rate: :math:`1 / (2 + 2 \sum_i r_i / (1 - r_i))`, the arrival rate if every state forgot its
             energy between two swaps.
         suggested_temperatures: :math:`2 \Lambda + 1`, rounded up, the number of temperatures that gives the most
             arrivals for the work.
@@ -330,19 +332,19 @@ class TemperingDiagnosis:
 
 
 def diagnose_tempering(before: TemperedState, after: TemperedState, swap_rates: Tensor) -> TemperingDiagnosis:
-    """Say how well the swaps carry fresh states from the first temperature to the last.
+    """Measure how well the swaps carry fresh states from the first temperature to the last.
 
-    An arrival rate far below the expected one says that the Gibbs steps between the swaps mix badly: more steps, or a
-    better first machine, help then, and more temperatures do not.
+    If the arrival rate is far below the expected rate, the Gibbs steps between the swaps mix badly. Then more steps, or
+    a better first machine, help; more temperatures do not.
 
     Args:
-        before: The state at which to begin to count, when the chains have forgotten their start.
-        after: The state that chains from there have come to.
-        swap_rates: (T - 1,), the mean probability of a swap of each pair on the way.
+        before: The state at which counting begins, after the chains have forgotten their start.
+        after: A later state of the same chains.
+        swap_rates: (T - 1,), the mean probability of a swap of each pair between the two states.
 
     Raises:
         ValueError: If `after` is not later than `before`, they differ in the number of temperatures or chains, there is
-            a single temperature, or `swap_rates` are not T - 1 probabilities.
+            only one temperature, or `swap_rates` are not T - 1 probabilities.
 
     References:
         Syed, Bouchard-Côté, Deligiannidis & Doucet, "Non-reversible parallel tempering: a scalable highly parallel
@@ -378,14 +380,14 @@ def diagnose_tempering(before: TemperedState, after: TemperedState, swap_rates: 
 def spread_temperatures(
     inverse_temperatures: Tensor | Sequence[float], swap_rates: Tensor, *, n_temperatures: int | None = None
 ) -> Tensor:
-    r"""Return inverse temperatures with the same ends, between which swaps are equally probable.
+    r"""Return inverse temperatures with the same ends and equal swap probabilities between neighbours.
 
     The rejection rates add up to a barrier :math:`\Lambda(\beta)`, which is interpolated and divided into equal parts.
 
     Args:
         inverse_temperatures: (T,), as in `parallel_tempering`, T > 1.
-        swap_rates: (T - 1,), the mean probability of a swap of each pair there.
-        n_temperatures: How many to return. None: T.
+        swap_rates: (T - 1,), the mean probability of a swap of each pair of these temperatures.
+        n_temperatures: The number of temperatures to return. None: T.
 
     Returns:
         (n_temperatures,), in float64.
@@ -406,7 +408,7 @@ def spread_temperatures(
         raise ValueError(f"`inverse_temperatures` should be at least two. Found {betas.tolist()}.")
     rejected = 1 - _check_rates(swap_rates, len(betas) - 1)
     n_temperatures = len(betas) if n_temperatures is None else integer("n_temperatures", n_temperatures, 2)
-    # A little of the distance itself, so that the barrier increases also where every swap is accepted.
+    # A small multiple of the distance is added, so that the barrier increases also where every swap is accepted.
     barrier = torch.cat([betas.new_zeros(1), (rejected + 1e-6 * betas.diff()).cumsum(0)])
     marks = torch.linspace(0, float(barrier[-1]), n_temperatures, dtype=betas.dtype)
     above = torch.searchsorted(barrier, marks[1:-1]).clamp(1, len(betas) - 1)
@@ -416,7 +418,7 @@ def spread_temperatures(
 
 
 def _check_rates(swap_rates: Tensor | Sequence[float], n_pairs: int) -> Tensor:
-    """Return the mean probabilities of swaps, (T - 1,), float64 and on the CPU; raise unless they are that."""
+    """Return the mean probabilities of swaps, (T - 1,), float64, on the CPU; raise ValueError if they are invalid."""
     rates = torch.as_tensor(swap_rates, dtype=torch.float64).cpu()
     if rates.shape != (n_pairs,) or not bool(((rates >= 0) & (rates <= 1)).all()):
         raise ValueError(f"`swap_rates` should be {n_pairs} probabilities, one for each pair. Found {rates.tolist()}.")
@@ -434,23 +436,23 @@ def adapt_temperatures(
     swaps: Swaps = "joint",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, TemperedState]:
-    """Find inverse temperatures between which swaps are equally probable, in rounds of doubling length.
+    """Find inverse temperatures with equal swap probabilities between neighbours, in rounds of doubling length.
 
     Args:
         rbm: The machine.
-        state: Where the chains start.
-        inverse_temperatures: (T,), those to start from; the ends stay.
-        rounds: After how many rounds to stop; each ends with `spread_temperatures`.
-        steps: How many steps of `parallel_tempering` the first round takes.
+        state: The start of the chains.
+        inverse_temperatures: (T,), initial values; the two ends are kept.
+        rounds: The number of rounds; each ends with `spread_temperatures`.
+        steps: Steps of `parallel_tempering` in the first round.
         reference: As in `parallel_tempering`.
         swaps: As in `parallel_tempering`.
-        generator: Draws units and swaps. None: torch's default one.
+        generator: Draws units and swaps. None: torch's default generator.
 
     Returns:
         (T,), the inverse temperatures, and the state of the chains.
 
     Raises:
-        ValueError: If `rounds` is not positive, there are fewer than two temperatures, or as `parallel_tempering`.
+        ValueError: If `rounds` is not positive, there are fewer than two temperatures; and as for `parallel_tempering`.
 
     Example:
         >>> rbm, generator = RBM(6, 4, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
@@ -482,13 +484,13 @@ def adapt_temperatures(
 
 @dataclass(frozen=True)
 class TrajectoryRatios:
-    r"""What `trajectory_tempering` learns of neighbouring machines on the way.
+    r"""Estimates of `trajectory_tempering` about neighbouring machines.
 
     Attributes:
         swap_rates: (T - 1,), the mean probability of a swap of each pair.
         log_ratios: (T - 1,), estimates of :math:`\log Z_{i+1} - \log Z_i`, in nats.
-        error: The standard error of their sum, from the M chains, which are independent of each other if they started
-            so; NaN for a single one. It holds once the chains have forgotten their start.
+        error: The standard error of the sum of `log_ratios`, from M chains that started independently; NaN for a single
+            chain. It is valid once the chains have forgotten their start.
     """
 
     swap_rates: Tensor
@@ -505,36 +507,36 @@ def trajectory_tempering(
 ) -> tuple[TemperedState, TrajectoryRatios]:
     r"""Take steps of trajectory tempering: a Gibbs step of each machine, then swaps of neighbouring machines.
 
-    In the place of temperatures there are machines that were kept during a training, from one that is easily drawn from
-    to the last. Where a model has a phase transition in its temperature, it often has none along its training. The
-    visible units of two machines are exchanged with the probability
+    Machines saved during training take the place of temperatures, from a machine that is easy to sample to the last. A
+    model with a phase transition in its temperature often has none along its training. The visible units of two
+    machines are exchanged with the probability
 
     .. math::
         \min\{1, e^{F_i(v_i) + F_j(v_j) - F_i(v_j) - F_j(v_i)}\}
 
-    in the *free* energies of both machines, that is with their hidden units summed out. These are drawn anew before
-    they are used, so that this leaves :math:`\prod_i p_i(v_i)` as it is, and is accepted more often than with joint
-    energies. Hidden units, `TemperedState.hidden`, are drawn after the swaps.
+    in the *free* energies of both machines, with their hidden units summed out. Hidden units are drawn again before
+    they are used, so these swaps preserve :math:`\prod_i p_i(v_i)`, and are accepted more often than swaps with joint
+    energies. The hidden units `TemperedState.hidden` are drawn after the swaps.
 
     The same free energies give the ratios of neighbouring partition functions, from the states of both machines
-    (Bennett's acceptance ratio). That of a first machine without weights is known,
-    :math:`\log Z_0 = \sum \log \sum_v e^{a(v)} + \sum \log \sum_h e^{a(h)}` (`Layer.log_normaliser` of 0), and with the
-    sum of the ratios it gives that of the last.
+    (Bennett's acceptance ratio). That of a first machine without weights is known, :math:`\log Z_0 = \sum \log \sum_v
+    e^{a(v)} + \sum \log \sum_h e^{a(h)}` (`Layer.log_normaliser` of 0), and with the sum of the log-ratios it gives log
+    Z of the last machine.
 
-    Machines that differ in temperature only, ``[joint.annealed(beta) for beta in betas]``, do as well.
+    Machines that differ only in temperature, ``[joint.annealed(beta) for beta in betas]``, are possible too.
 
     No graph is built: draws from the last machine, ``state.visible[-1]``, are constants.
 
     Args:
         machines: T machines of the same units and sizes.
         state: From `tempered_start`, or of the last call.
-        steps: How many steps to take.
+        steps: The number of steps.
         generator: Draws units and swaps, in the order of `parallel_tempering`, with the hidden units once more at the
-            end. None: torch's default one.
+            end. None: torch's default generator.
 
     Returns:
-        The new state, and what was learnt of the partition functions during these steps. It holds
-        2 (T - 1) M numbers for each of them until then.
+        The new state, and estimates of the ratios of partition functions from these steps. The call keeps 2 (T - 1) M
+        numbers for each step until it ends.
 
     Raises:
         ValueError: If there are no machines, they differ in their units or sizes, `state` does not have their number or
@@ -542,8 +544,8 @@ def trajectory_tempering(
 
     References:
         Béreux, Decelle, Furtlehner, Rosset & Seoane, "Fast training and sampling of restricted Boltzmann machines",
-        2024, on swaps between machines that were saved along the training.
-        Bennett, "Efficient estimation of free energy differences from Monte Carlo data", 1976, equations 8 and 12.
+        2024, on swaps between machines saved during training. Bennett, "Efficient estimation of free energy differences
+        from Monte Carlo data", 1976, equations 8 and 12.
 
     Example:
         >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
@@ -637,7 +639,7 @@ def _described(kind: tuple[torch.Size, type[Layer], type[Layer], int | None, tor
 
 
 def _part(joint: Joint, machines: slice) -> Joint:
-    """Return some of the machines that are side by side."""
+    """Return a part of the machines in the leading dimension."""
     layers = [
         dataclasses.replace(
             layer, **{field: getattr(layer, field)[machines] for field in ("bias", *layer.more_parameters)}
@@ -651,7 +653,7 @@ def _part(joint: Joint, machines: slice) -> Joint:
 
 
 def _tempered_layers(joint: Joint, betas: Tensor, reference: Tensor | None) -> tuple[Layer, Layer]:
-    """Return both layers at each temperature. The weights stay what they are: their input is scaled."""
+    """Return both layers at each temperature. The inputs are scaled in place of the weights."""
     annealed = dataclasses.replace(joint, weights=joint.weights.new_zeros(())).annealed(betas, reference)
     return annealed.visible, annealed.hidden
 
@@ -668,7 +670,7 @@ def _joint_probabilities(
 def _in_full_precision(
     joint: Joint, visible: Tensor, to_hidden: Tensor, reference: Tensor | None
 ) -> tuple[Joint, Tensor, Tensor, Tensor | None]:
-    """Return the machine, states and inputs as what energies are summed of: half precision is too coarse for them."""
+    """Return the machine, states and inputs in float32 at least: half precision is too coarse for energies."""
     exact = joint.in_full_precision()
     if exact is joint:
         return joint, visible, to_hidden, reference
@@ -677,7 +679,7 @@ def _in_full_precision(
 
 
 def _difference(joint: Joint, visible: Tensor, hidden: Tensor, to_hidden: Tensor, reference: Tensor | None) -> Tensor:
-    """Return what `Joint.annealed_difference` does, (T, M), from an input of the hidden layer that is known."""
+    """Return `Joint.annealed_difference`, (T, M), from a known input of the hidden layer."""
     reference = joint.visible.reference if reference is None else reference
     at_zero = joint.visible.with_bias(reference).log_weight(visible)
     interaction = ((to_hidden + joint.hidden.bias) * joint.hidden.statistic(hidden)).sum(-1)
@@ -710,10 +712,10 @@ def _swap_probabilities(betas: Tensor, difference: Tensor) -> Tensor:
 def _swap(
     probabilities: Tensor, state: TemperedState, generator: torch.Generator | None
 ) -> tuple[Tensor, TemperedState]:
-    """Draw which pairs are swapped, the even or the odd ones.
+    """Draw the swaps of the even or the odd pairs.
 
     Returns:
-        (T, M), the row of (T M, ...) that comes to each place; and the state after it, but for its units.
+        (T, M), the row of (T M, ...) that moves to each place; and the state after the swaps, without its units.
     """
     n_temperatures, n_chains = state.replica.shape
     first = state.steps % 2

@@ -1,6 +1,6 @@
-"""What a unit of a chain passes on, given the input that it gets from the other layer.
+"""The outputs of a chain's units, given the input from the other layer.
 
-The kinds have different derivatives, and two of them the same value.
+The kinds differ in their derivatives; two kinds have the same value.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ STRAIGHT_THROUGH = block(
 
 
 def sampled(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return a draw. Its derivative is zero, as that of `torch.bernoulli` is, unless the units are Gaussian."""
+    """Return a draw. Its derivative is zero, as for `torch.bernoulli`, unless the units are Gaussian."""
     return layer.sample(x, generator)
 
 
 def straight_through(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return the same draw as `sampled`, bit for bit, with the derivative of the mean."""
     sample = layer.sample(x, generator)
-    if layer.draws_carry_gradients:  # that of the mean already
+    if layer.draws_carry_gradients:  # has the derivative of the mean already
         return sample
     mean = layer.mean(x)
     if not carries_gradient(mean):
@@ -48,7 +48,7 @@ def straight_through(layer: Layer, x: Tensor, generator: torch.Generator | None)
 
 
 def mean_field(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return the mean: no draw at all."""
+    """Return the mean, without a draw."""
     return layer.mean(x)
 
 
@@ -62,7 +62,7 @@ def concrete(layer: Layer, x: Tensor, generator: torch.Generator | None, *, temp
 
 
 def noisy_rectified(layer: Layer, x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return noisy rectified units in the place of counts, and draws of all other kinds."""
+    """Return noisy rectified units in place of counts, and draws of all other kinds."""
     return layer.noisy_sample(x, generator) if isinstance(layer, Rectified) else layer.sample(x, generator)
 
 
@@ -77,16 +77,16 @@ assert tuple(UNITS) == get_args(Chain)
 
 
 def unit_of(chain: str, temperature: float | None, joint: Joint) -> Unit:
-    """Return what a unit of a chain passes on.
+    """Return the output function of a chain's units.
 
     Args:
         chain: The name of its kind.
-        temperature: That of concrete units, None for all others.
+        temperature: Temperature of concrete units; None for all others.
         joint: The machine.
 
     Raises:
-        ValueError: If the kind is unknown, it needs a temperature and there is none or the other way round, or the
-            machine has no such units.
+        ValueError: If the kind is unknown or does not fit the machine's units, or if `temperature` is missing for
+            concrete units or given for others.
     """
     choice("chain", chain, UNITS)
     temperature = check_temperature(chain, temperature)
@@ -108,7 +108,7 @@ def check_temperature(chain: str, temperature: float | None) -> float | None: ..
 
 
 def check_temperature(chain: str, temperature: float | None) -> float | None:
-    """Raise unless there is a temperature where there should be one, and only there; return it."""
+    """Return the temperature; raise ValueError if it is missing for concrete units, or given for others."""
     if chain != "concrete":
         if temperature is not None:
             raise ValueError(f"`temperature` belongs to chains of 'concrete' units. Found {chain!r} ones.")

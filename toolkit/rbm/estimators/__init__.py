@@ -1,4 +1,4 @@
-"""Restricted Boltzmann machines as scikit-learn's users know them: thin faces of the functional core."""
+"""Restricted Boltzmann machines with scikit-learn's interface, thin wrappers of the functional core."""
 
 from toolkit.rbm.estimators.bernoulli import BernoulliRBM
 from toolkit.rbm.estimators.gaussian import GaussianRBM

@@ -1,4 +1,4 @@
-"""What the estimators share: how a machine is trained, and how a trained one answers.
+"""The base class of the estimators: training a machine, and evaluating a trained one.
 
 N rows, D features, H components: hidden units.
 """
@@ -43,16 +43,17 @@ _TABLED_UNITS = 20
 # Chains and temperatures of an estimate of log Z.
 _ANNEALED = 500, 1000
 
-# Chains if `n_chains` is None: as a batch has rows, but no more than there are rows, or this; and in `partial_fit`.
+# If `n_chains` is None: as many chains as a batch has rows, at most the number of rows, but 100 at least; and at most
+# the second number in `partial_fit`.
 _CHAINS, _MOST_CHAINS = 100, 10_000
 
 # Lines of progress of a fit.
 _LINES = 100
 
-# Parameters that may be others in the fit that goes on from a checkpoint; a random state is looked at by itself.
+# Parameters that may change when a fit resumes from a checkpoint; a random state is compared separately.
 _FREE = frozenset({"n_iter", "verbose", "random_state", "checkpoint", "callback"})
 
-# Softplus functions of the rows that show how training gets on.
+# Softplus evaluations for the rows that show progress.
 _SHOWN = 2**22
 
 
@@ -66,8 +67,8 @@ class _Training:
 class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """A restricted Boltzmann machine with scikit-learn's interface.
 
-    Public attributes are what answers are made of: a user may set them. A subclass says what its visible units are, and
-    in which coordinates the machine sees the data.
+    Results are computed from the public attributes, which a user may set. A subclass defines the kind of its visible
+    units, and the coordinates in which the machine sees the data.
     """
 
     n_components: int
@@ -109,7 +110,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return self._rate(n_features)
 
     def _epochs(self, n_batches: int) -> int:
-        """Return how often a fit uses all rows, which make so many batches."""
+        """Return the number of epochs of a fit, for a number of batches per epoch."""
         assert self.n_iter is not None
         return int(self.n_iter)
 
@@ -118,10 +119,10 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return "bernoulli"
 
     def _check_values(self, block: Tensor) -> None:
-        """Raise a ValueError for data that such units cannot be trained on."""
+        """Raise ValueError for data that the units cannot have."""
 
     def _check_more(self) -> None:
-        """Raise a ValueError for the first parameter of the subclass that is out of range."""
+        """Raise ValueError for the first parameter of the subclass that is out of range."""
 
     def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
         """Learn the coordinates; return the visible parameters at which training starts, float64."""
@@ -132,7 +133,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         raise NotImplementedError
 
     def _to_training(self, block: Tensor) -> Tensor:
-        """Return rows that were checked in the coordinates of the machine, as it is trained on them."""
+        """Return checked rows in the coordinates of the machine, for training."""
         return self._to_machine(block)
 
     def _from_machine(self, visible: Tensor) -> Tensor:
@@ -140,10 +141,10 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return visible
 
     def _after_step(self, rbm: RBM) -> None:
-        """Bring the parameters back to where they may be."""
+        """Project the parameters onto their valid range."""
 
     def _load(self, rbm: RBM) -> None:
-        """Give a machine the parameters that the public attributes say."""
+        """Set the parameters of a machine from the public attributes."""
         rbm.weights.copy_(_tensor(self.components_).mT)
         rbm.hidden_bias.copy_(_tensor(self.intercept_hidden_))
         rbm.visible_bias.copy_(_tensor(self.intercept_visible_))
@@ -162,8 +163,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
         Args:
             X: (N, D): an array, a tensor, a sparse matrix, or chunks of rows that can be read again for each epoch: a
-                list, a data loader, or a function that returns an iterator. One chunk is held at a time, and of a
-                sparse matrix one dense block of a few megabytes; so is it with a large memory-mapped array.
+                list, a data loader, or a function that returns an iterator. Only one chunk is in memory at a time; of a
+                sparse matrix or a large memory-mapped array, one dense block of a few megabytes.
             y: Ignored.
 
         Returns:
@@ -171,9 +172,9 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
         Raises:
             TypeError: If `X` is complex, a sparse tensor, or chunks that can be read only once.
-            ValueError: If a parameter is out of range; if `X` is empty, has another shape, is not finite, or has values
-                that the visible units do not take; or if `checkpoint` is that of a fit of other data, parameters, or
-                random state, or of more epochs.
+            ValueError: If a parameter is out of range; if `X` is empty, has a wrong shape, is not finite, or has values
+                that are invalid for the visible units; or if `checkpoint` belongs to a fit of other data, parameters,
+                or random state, or of more epochs.
             DivergenceError: If the parameters became infinite.
         """
         self._check_parameters()
@@ -227,7 +228,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def partial_fit(self, X: object, y: object = None) -> Self:
         """Take one step of training with a batch of any size, whose gradient is the mean over its rows.
 
-        The first batch also sets where training starts, unless `fit` came before: then it goes on from there, with its
+        The first batch also sets the initial parameters. After `fit`, training continues from its parameters and
         chains. The learning rate is constant.
 
         Args:
@@ -239,7 +240,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
         Raises:
             TypeError: If `X` is complex or a sparse tensor.
-            ValueError: As `fit`.
+            ValueError: As for `fit`.
             DivergenceError: If the parameters became infinite.
         """
         if is_chunked(X):
@@ -277,16 +278,16 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return self
 
     def _belongs_to(self) -> dict[str, Any]:
-        """Return what a checkpoint depends on: parameters, but for those that a fit may go on with others of."""
+        """Return the values that identify a checkpoint: all parameters except those that may change on resuming."""
         found = {name: value for name, value in self.get_params(deep=False).items() if name not in _FREE}
         if isinstance(self.random_state, torch.Generator):
             found["random_state"] = self.random_state.initial_seed()
-        elif isinstance(self.random_state, int | np.integer):  # of others nobody can tell
+        elif isinstance(self.random_state, int | np.integer):  # other kinds cannot be compared
             found["random_state"] = int(self.random_state)
         return {name: value.item() if isinstance(value, np.generic) else value for name, value in found.items()}
 
     def _new_machine(self, rows: Rows) -> RBM:
-        """Return the machine at which training starts."""
+        """Return the initial machine of training."""
         form = self._form
         visible = self._set_coordinates(rows, form)
         rbm = RBM(
@@ -305,7 +306,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return rbm
 
     def _machine(self) -> RBM:
-        """Return the machine in its coordinates, with the parameters that the public attributes say."""
+        """Return the machine in its coordinates, with parameters from the public attributes."""
         n_hidden, n_visible = self.components_.shape
         last, form = self._last(), self._answer_form
         if last is not None and last.rbm.weights.shape == (n_visible, n_hidden):
@@ -324,7 +325,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return rbm
 
     def _trainer_for(self, rbm: RBM, batch_size: int, rate: float) -> Trainer:
-        """Return what trains a machine, which goes on from where the last one was left."""
+        """Return the trainer of a machine, which continues from the last training."""
         most = min(int(self.batch_size), getattr(self, "_most_chains", _MOST_CHAINS))
         options = Options(
             method=self.method,
@@ -346,7 +347,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return trainer
 
     def _last(self) -> _Training | None:
-        """Return the training that `partial_fit` goes on with, if it is still in memory."""
+        """Return the training that `partial_fit` continues, if it is still in memory."""
         return getattr(self, "_training", None)
 
     def _set(self, rbm: RBM, trainer: Trainer) -> None:
@@ -362,7 +363,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                 delattr(self, name)
 
     def _draws(self, device: torch.device) -> torch.Generator:
-        """Return a generator on a device: the estimator's own, or one that it seeds."""
+        """Return a generator on a device: the estimator's own, or a new one seeded from it."""
         own = self._own_generator()
         if own.device == device:
             return own
@@ -379,7 +380,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return self._generator
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is written: of training what is needed to go on from it."""
+        """Return the state to pickle, with the part of training that is needed to continue."""
         state = dict(super().__getstate__())
         training: _Training | None = state.pop("_training", None)
         if training is not None:
@@ -390,7 +391,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @property
     def rbm_(self) -> RBM:
-        """The trained machine as a module for rows in the data's own units, a copy."""
+        """A copy of the trained machine as a module, for rows in the units of the data."""
         check_is_fitted(self, "components_")
         with no_graph():
             return self._machine_of_rows()
@@ -400,7 +401,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     @property
     def _answer_form(self) -> Form:
-        """The form of attributes and draws: that of the first rows."""
+        """The form of attributes and draws: array or tensor, like the first rows."""
         form: Form | None = getattr(self, "_form", None)
         return Form.of(self.components_) if form is None else form
 
@@ -413,7 +414,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         """Return the means of the hidden units given the data.
 
         Args:
-            X: (N, D), as in `fit`; any finite values will do.
+            X: (N, D), as in `fit`; any finite values.
 
         Returns:
             (N, H).
@@ -444,7 +445,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def gibbs(self, X: object) -> Array:
         """Take one Gibbs step from the data: draw the hidden units, and then the visible ones.
 
-        Each call goes on drawing from `random_state`.
+        Each call continues the draws of `random_state`.
 
         Args:
             X: (N, D), as in `transform`.
@@ -468,8 +469,9 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def sample(self, n_samples: int = 1, *, steps: int = 1000) -> Array:
         """Draw from the model.
 
-        With at most 20 zeros and ones in one of the layers exactly, from all their states. Else by Gibbs chains, which
-        start where those of training ended: if the model has modes far from each other, they may stay where they are.
+        If one of the layers has at most 20 binary units, draws are exact, from all states of this layer. Otherwise
+        Gibbs chains draw, starting at the ends of the chains of training; if the model has distant modes, the chains
+        may stay in their modes.
 
         Args:
             n_samples: N.
@@ -498,12 +500,12 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         return self._answer_form.give(self._from_machine(visible))
 
     def _volume(self) -> float:
-        """Return how much larger a log-density is in the coordinates of the machine, nats."""
+        """Return the log-density in the machine's coordinates minus that in the units of the data, nats."""
         return 0.0
 
     @property
     def log_partition_(self) -> float:
-        """Log Z of the machine in its coordinates, nats, as `log_likelihood` has it."""
+        """Log Z of the machine in its coordinates, nats, as used by `log_likelihood`."""
         check_is_fitted(self, "components_")
         with no_graph():
             rbm = copy.deepcopy(self._machine()).double()
@@ -522,7 +524,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             chains=_ANNEALED[0],
             inverse_temperatures=_ANNEALED[1],
             reference=None if reference is None else reference.to(rbm.weights),
-            # Not the estimator's own: a score is the same each time.
+            # A generator with a fixed seed, so that a score is the same each time.
             generator=torch.Generator(rbm.weights.device).manual_seed(0),
         ).estimate
 
@@ -531,19 +533,19 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         """Return the log-likelihood of each row, exactly where a layer can be enumerated.
 
         Where both layers have more than 2^25 states, log Z is estimated by annealed importance sampling with 500 chains
-        and 1000 temperatures. In expectation the likelihood is then too high; `toolkit.rbm.sandwich` of `rbm_` says by
-        how much it may be.
+        and 1000 temperatures. In expectation the likelihood is then too high; `toolkit.rbm.sandwich` of `rbm_`
+        estimates by how much.
 
         Args:
             X: (N, D), as in `fit`.
 
         Returns:
-            (N,), nats; of real numbers the log-density in the units of the data.
+            (N,), nats; for real numbers the log-density in the units of the data.
 
         Raises:
             NotFittedError: If the machine is not trained.
-            ValueError: If `X` does not have the features that were fitted, is not finite, or has values that the
-                visible units do not take: of zeros and ones only they, and probabilities of them, have a likelihood.
+            ValueError: If `X` does not have the features that were fitted, is not finite, or has values that are
+                invalid for the visible units; binary units have a likelihood only for values from 0 to 1.
         """
         check_is_fitted(self, "components_")
         log_partition, volume = self.log_partition_, self._volume()
@@ -567,7 +569,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
         Raises:
             NotFittedError: If the machine is not trained.
-            ValueError: As `score_samples`.
+            ValueError: As for `score_samples`.
         """
         return float(self.score_samples(X).mean())
 
@@ -579,7 +581,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         precise: bool = False,
         check: Check = lambda block: None,
     ) -> Array:
-        """Return what a function of the machine says of each row, block by block, in the form of the rows."""
+        """Return a function of the machine for each row, block by block, in the form of the rows."""
         check_is_fitted(self, "components_")
         rows, form = read_rows(self, x, reset=False, check=check)
         rbm = self._machine()
@@ -594,7 +596,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     _measure: ClassVar[str] = "nats per sample"
 
     def _shown_rows(self, rows: Rows, rbm: RBM) -> Tensor:
-        """Return the rows that show how training gets on: few, so that looking takes little time."""
+        """Return the rows whose score shows the progress of training: few, so that scoring takes little time."""
         count = min(rows.n_rows, max(_SHOWN // rbm.weights.numel(), 16))
         kept: list[Tensor] = []
         blocks: Iterator[Tensor] = rows.blocks()
@@ -608,7 +610,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     # --- parameters ---
 
     def _check_parameters(self) -> None:
-        """Raise a ValueError for the first parameter that is out of range."""
+        """Raise ValueError for the first parameter that is out of range."""
         for name, least in (
             ("n_components", 1),
             ("batch_size", 1),
@@ -643,7 +645,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
 
 def _fewest_states(rbm: RBM) -> float:
-    """Return how many states the layer has that has fewer."""
+    """Return the number of states of the layer with fewer states."""
     counts = (rbm.joint.hidden.n_states, rbm.joint.visible.n_states)
     return min(math.inf if count is None else count for count in counts)
 

@@ -1,7 +1,7 @@
-"""Rows that a user hands in, wherever they are: an array, a tensor, a sparse matrix, a file, chunks.
+"""Readers of a user's rows: an array, a tensor, a sparse matrix, a file, chunks.
 
-They are given back as dense blocks, in order or in a random one, and only one block or chunk is held at a time. What is
-read keeps its type: images of bytes are not made eight times as large.
+Readers return dense blocks, in order or in a random order, and keep only one block or chunk in memory. Rows keep their
+dtype, so that images of bytes do not become eight times as large.
 
 N rows, D features, B rows of a block.
 """
@@ -30,10 +30,10 @@ __all__ = ["Check", "Epoch", "Rows", "read_rows"]
 # Bytes of a dense block, as float64.
 _BLOCK_BYTES = 2**22
 
-# Bytes of a memory-mapped array up to which it is read as any other.
+# The largest memory-mapped array, in bytes, that is read as an ordinary array.
 _MAPPED = 2**26
 
-# Types of arrays that tensors have too; others become float64.
+# Dtypes of arrays that tensors have too; others become float64.
 _KEPT = "?bBhilqfd"
 
 Check = Callable[[Any], None]
@@ -50,11 +50,11 @@ class Rows(Protocol):
         """Yield all rows in order, in blocks (B, D)."""
 
     def shuffled(self, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
-        """Yield all rows in a random order, in blocks of whole batches but for the last one of a chunk."""
+        """Yield all rows in a random order, in blocks of whole batches except for the last block of a chunk."""
 
     @property
     def streams(self) -> tuple[torch.Generator, ...]:
-        """Generators that a source draws from."""
+        """The generators that decide the order of the rows."""
 
     @property
     def fingerprint(self) -> Callable[[], Any] | None:
@@ -131,20 +131,20 @@ class _Chunked:
 def read_rows(
     estimator: BaseEstimator, x: object, *, reset: bool, check: Check = lambda block: None, least: int = 1
 ) -> tuple[Rows, Form]:
-    """Return rows, looked at once, and the form of an answer.
+    """Return a reader of rows, after one check of all rows, and the form of results.
 
     Args:
-        estimator: Learns the number and the names of the features, or is asked for them.
-        x: (N, D): a tensor, an array, a sparse matrix, or what scikit-learn reads as one; or chunks that can be read
-            again: matrices, or pairs and lists that begin with one, such as a data loader's batches.
+        estimator: Stores the number and the names of the features, or provides them.
+        x: (N, D): a tensor, an array, a sparse matrix, or any array-like of scikit-learn; or chunks that can be read
+            again: matrices, or pairs and lists that begin with a matrix, such as a data loader's batches.
         reset: Whether to learn the features.
-        check: Raises an error for values that the estimator cannot take; called with tensors.
+        check: Raises an error for values that are invalid for the estimator; called with tensors.
         least: The fewest rows.
 
     Raises:
         TypeError: If rows are complex, a sparse tensor, or chunks that can be read only once.
-        ValueError: If there are too few rows, they have another shape, other features, or values that are not finite
-            or that `check` refuses.
+        ValueError: If there are too few rows, or rows have a wrong shape, other features, or values that are not finite
+            or that `check` rejects.
     """
     if isinstance(x, np.memmap) and x.ndim == 2 and x.nbytes > _MAPPED:
         return _read_chunks(estimator, _pieces_of_file(x), reset=reset, check=check, least=least)
@@ -162,13 +162,13 @@ def read_rows(
 
 @dataclass(frozen=True)
 class Epoch:
-    """Rows in a new random order each time they are read, in the coordinates of a machine.
+    """Rows in a new random order for each pass, in the coordinates of a machine.
 
     Attributes:
         rows: The rows.
         generator: Chooses the order.
         batch_size: Rows of a batch.
-        to_machine: What makes a block of rows one of visible units.
+        to_machine: Function from a block of rows to a block of visible units.
     """
 
     rows: Rows
@@ -178,7 +178,7 @@ class Epoch:
 
     @property
     def streams(self) -> tuple[torch.Generator, ...]:
-        """Generators, beside that one, that the rows are drawn by."""
+        """Further generators that decide the order of the rows."""
         return self.rows.streams
 
     @property
@@ -252,7 +252,7 @@ def _read_chunks(
 
 
 def _pieces_of_file(array: np.memmap[Any, Any]) -> Callable[[torch.Generator | None], Iterator[object]]:
-    """Return what yields copies of parts of a file, and gives its pages back, which would otherwise fill the memory."""
+    """Return an iterator over copies of parts of a file; it releases the file's pages, so that memory does not fill."""
     step = max(1, _BLOCK_BYTES // max(1, array[:1].nbytes))
 
     def pieces(generator: torch.Generator | None) -> Iterator[object]:
@@ -267,11 +267,11 @@ def _pieces_of_file(array: np.memmap[Any, Any]) -> Callable[[torch.Generator | N
 
 
 def _block_length(n_features: int, multiple: int) -> int:
-    """Return how many rows make a dense block: a multiple of a batch."""
+    """Return the number of rows of a dense block, a multiple of a batch."""
     return max(_BLOCK_BYTES // (8 * n_features * multiple), 1) * multiple
 
 
 def _parts(n_rows: int, n_features: int, generator: torch.Generator, batch_size: int) -> Iterator[Tensor]:
-    """Yield which rows, in a random order, make each block."""
+    """Yield the indices of the rows of each block, in a random order."""
     order = torch.randperm(n_rows, generator=generator, device=generator.device).cpu()
     yield from order.split(_block_length(n_features, batch_size))

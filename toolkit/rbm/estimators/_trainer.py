@@ -1,4 +1,4 @@
-"""What takes the steps of training, by the name of the method.
+"""The trainers of the estimators, by the name of the method.
 
 H hidden units.
 """
@@ -24,7 +24,7 @@ Method: TypeAlias = Literal["pcd", "cd", "fpcd", "tempering", "exact"]
 
 
 class Trainer(Protocol):
-    """What the estimators ask of a trainer."""
+    """The interface of a trainer."""
 
     batch_size: int
 
@@ -47,9 +47,9 @@ class ExactTrainer:
 
     Args:
         rbm: The machine.
-        batch_size: The most rows of a batch.
-        offset_rate: As of `FusedTrainer`.
-        weight_decay: As of `FusedTrainer`.
+        batch_size: The largest number of rows of a batch.
+        offset_rate: As in `FusedTrainer`.
+        weight_decay: As in `FusedTrainer`.
     """
 
     def __init__(self, rbm: RBM, *, batch_size: int, offset_rate: float | None, weight_decay: float) -> None:
@@ -99,7 +99,7 @@ class ExactTrainer:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What decides how a machine is trained, but for the learning rate. See `FusedTrainer`."""
+    """Settings of training, except for the learning rate. See `FusedTrainer`."""
 
     method: Method
     steps: int
@@ -111,7 +111,7 @@ class Options:
 
 
 def trainer_of(rbm: RBM, options: Options, *, batch_size: int, generator: torch.Generator) -> Trainer:
-    """Return what trains a machine by a method; chains start at hidden zeros."""
+    """Return the trainer of a method; chains start with all hidden units at zero."""
     offset_rate, weight_decay, method = options.offset_rate, options.weight_decay, options.method
     if method == "exact":
         return ExactTrainer(rbm, batch_size=batch_size, offset_rate=offset_rate, weight_decay=weight_decay)

@@ -26,76 +26,75 @@ from toolkit.rbm.machine.model import RBM, VisibleUnits
 
 __all__ = ["BernoulliRBM"]
 
-# Found on digits of 8 x 8 and 28 x 28 pixels with 16 to 500 components, by the likelihood of rows held out.
+# Tuned on digits of 8 x 8 and 28 x 28 pixels with 16 to 500 components, by the likelihood of held-out rows.
 _RATE, _HIGHEST_RATE = 3.2, 0.4
 _UPDATES, _LEAST_EPOCHS = 30_000, 10
 
 # Numbers of a block of the pseudo-likelihood, (B, D, H).
 _BLOCK = 2**20
 
-# Beyond 1 by so much a number is 1 that has been scaled: MinMaxScaler gives 1 + 2e-16.
+# Numbers up to this far beyond 1 are rounding of 1: MinMaxScaler gives 1 + 2e-16.
 _ROUNDING = 1e-6
 
 
 class BernoulliRBM(BaseRBM):
     r"""A restricted Boltzmann machine of zeros and ones, or probabilities of ones, with scikit-learn's interface.
 
-    Parameters, attributes and methods are those of ``sklearn.neural_network.BernoulliRBM``, and mean the same except
-    for:
+    Parameters, attributes and methods have the names and meanings of ``sklearn.neural_network.BernoulliRBM``, with
+    these differences:
 
-    - **Batches.** Rows are in a new random order in each epoch, and each side of an update is a mean over its own rows:
-      a last, smaller batch counts as what it is, and so does a batch of any size in `partial_fit`, which returns the
-      estimator.
-    - **Training.** It starts at visible biases that have the frequencies of the data, takes centred gradients with
-      weight decay, the learning rate falls to 0, and there are more updates. scikit-learn's choices are
-      ``learning_rate=0.1, batch_size=10, n_iter=10, offset_rate=None, weight_decay=0, schedule="constant"``.
-    - **`score_samples`** is the expectation of scikit-learn's, which looks at one feature drawn at random: a row has
-      the same score each time.
-    - **Data** have to be between 0 and 1 in training, and in scores. Others raise an error there, unless `binarize` is
+    - **Batches.** Rows are in a new random order in each epoch. Each side of an update is a mean over its own rows,
+      also for a smaller last batch, and for a batch of any size in `partial_fit`, which returns the estimator.
+    - **Training.** It starts at visible biases with the frequencies of the data, and uses centred gradients with weight
+      decay. The learning rate falls to 0, and there are more updates. scikit-learn's settings are ``learning_rate=0.1,
+      batch_size=10, n_iter=10, offset_rate=None, weight_decay=0, schedule="constant"``.
+    - **`score_samples`** is deterministic: the expectation of scikit-learn's score, which draws one feature at random.
+    - **Data** must be between 0 and 1 in training and in scores. Other values raise an error, unless `binarize` is
       given.
 
-    What is added: methods other than persistent chains, the exact log-likelihood, samples of the model, reconstruction,
-    tensors on any device, chunks of rows.
+    New features are methods other than persistent chains, the exact log-likelihood, samples of the model,
+    reconstruction, tensors on any device, and chunks of rows.
 
     Args:
         n_components: H.
         learning_rate: The step size at the beginning. None: :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in
             `partial_fit`, where it does not fall.
         batch_size: Rows of a batch.
-        n_iter: Epochs: how often all rows are used. None: as many as make 30,000 updates, and 10 at least.
+        n_iter: Epochs, passes over all rows. None: enough for 30,000 updates, and at least 10.
         verbose: 1 shows progress, 2 also the time.
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
-        method: Where the model's side of an update comes from: ``"pcd"``: chains that go on from update to update.
+        method: Source of the negative samples of an update. ``"pcd"``: chains that continue from update to update.
             ``"cd"``: `gibbs_steps` from the data. ``"fpcd"``: persistent chains driven by fast weights.
             ``"tempering"``: persistent chains at several temperatures that are swapped. ``"exact"``: all states of the
             smaller layer, if it is small.
         gibbs_steps: Gibbs steps of the chains in an update.
-        n_chains: Persistent chains. None: `batch_size`, but no more than there are rows, or 100; in `partial_fit`,
-            which does not know them, 10,000.
-        n_temperatures: Of ``"tempering"``.
+        n_chains: Number of persistent chains. None: `batch_size`, but at most the larger of the number of rows and 100;
+            in `partial_fit`, which does not know the number of rows, at most 10,000.
+        n_temperatures: Number of temperatures of ``"tempering"``.
         fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
-        offset_rate: Gradients are those of centred coordinates, whose offsets are running means to which each batch
-            contributes this part. None: plain gradients.
-        weight_decay: How much of the weights the gradient of a penalty of half their square takes.
-        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it does not.
-        average_from: The parameters are their mean over the part of training from here to the end. None: the last ones.
-        binarize: Features above this are 1, others 0. None: data are zeros and ones, or probabilities, as they are.
-        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it; with the same bits as if
-            it had not been interrupted. It belongs to one fit: to the data, parameters and random state, as far as that
-            is a number or a generator; only `n_iter` may be larger. Searches over parameters and folds need one for
-            each fit. None: none.
+        offset_rate: Weight of each batch in the running means that are the offsets of centred coordinates. None: plain
+            gradients.
+        weight_decay: Factor of the penalty, half the squared weights.
+        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same.
+        average_from: The fraction of training after which parameters are averaged; the result is their mean. None: the
+            last parameters.
+        binarize: Features above this threshold become 1, others 0. None: data are zeros and ones, or probabilities.
+        checkpoint: A file to which `fit` writes its progress. If the file exists, `fit` resumes, with the same bits as
+            without the interruption. The file belongs to one fit: to its data, parameters and random state (if this is
+            a number or a generator); only `n_iter` may be larger. Searches over parameters and folds need one file for
+            each fit. None: no checkpoint.
         callback: Called after each epoch with its number and the machine.
 
     Attributes:
         components_: (H, D), weights.
         intercept_hidden_: (H,), hidden biases.
         intercept_visible_: (D,), visible biases.
-        h_samples_: (M, H), hidden states of the persistent chains, if there are any.
+        h_samples_: (M, H), hidden states of the persistent chains; only for methods with persistent chains.
         log_partition_: Log Z, nats.
         rbm_: The machine as a `toolkit.rbm.RBM`.
         n_iter_: Epochs of the last `fit`.
         n_features_in_: D.
-        feature_names_in_: (D,), if the rows came with names.
+        feature_names_in_: (D,), if the rows have feature names.
 
     References:
         Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
@@ -155,13 +154,13 @@ class BernoulliRBM(BaseRBM):
 
     @no_graph()
     def score_samples(self, X: object) -> Array:
-        r"""Return the pseudo-log-likelihood of each row: how well each feature is told by the others.
+        r"""Return the pseudo-log-likelihood of each row: the log-probability of each feature given the others, summed.
 
         .. math::
             \sum_i \log p(v_i \mid v_{-i}) = \sum_i \log \sigma(F(v \text{ with } 1 - v_i) - F(v))
 
-        scikit-learn takes one i at random and D times its term, of which this is the expectation. It needs no log Z,
-        and does not rank models as the likelihood does: `log_likelihood` does.
+        scikit-learn draws one i at random and multiplies its term by D; this score is its expectation. The score needs
+        no log Z, but ranks models differently from the likelihood, `log_likelihood`.
 
         Args:
             X: (N, D), as in `fit`.
@@ -230,7 +229,7 @@ class BernoulliRBM(BaseRBM):
 
 
 def _pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
-    """Return the pseudo-log-likelihood of each row, (N,), from `visible`, (N, D): also of numbers between 0 and 1."""
+    """Return the pseudo-log-likelihood of each row, (N,), from `visible`, (N, D), with values from 0 to 1."""
     visible = visible.to(rbm.weights.dtype)
     if bool(((visible == 0) | (visible == 1)).all()):
         return pseudo_log_likelihood(rbm, visible)

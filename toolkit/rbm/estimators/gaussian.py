@@ -29,58 +29,59 @@ class GaussianRBM(BaseRBM):
     .. math::
         E(v, h) = \sum_i \frac{(v_i - b_i)^2}{2 \sigma_i^2} - \sum_{ij} \frac{v_i}{\sigma_i^2} W_{ij} h_j - c^\top h
 
-    Given the hidden units, features are independent and normal around :math:`b + W h` with variances
-    :math:`\sigma^2`, which are learned: a mixture of :math:`2^H` Gaussians that share parameters. Parameters and
-    methods are those of `BernoulliRBM`.
+    Given the hidden units, features are independent and normal around :math:`b + W h` with variances :math:`\sigma^2`,
+    which are learned. The model is a mixture of :math:`2^H` Gaussians with shared parameters. Parameters and methods
+    are those of `BernoulliRBM`.
 
-    It is trained in standardised coordinates, each feature less its mean and over its standard deviation, because a
-    learning rate means something only there. The family of machines is closed under a change of units, so that
-    attributes and answers are exactly those of a machine for the data as they are.
+    Training uses standardised coordinates: each feature minus its mean, divided by its standard deviation. Only there
+    does a learning rate have a fixed meaning. The family of machines is closed under a change of units, so attributes
+    and results are exactly those of a machine for the data in their own units.
 
     Args:
         n_components: H.
         learning_rate: The step size at the beginning.
         batch_size: Rows of a batch.
-        n_iter: Epochs: how often all rows are used.
+        n_iter: Epochs, passes over all rows.
         verbose: 1 shows progress, 2 also the time.
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
-        method: As of `BernoulliRBM`.
+        method: As in `BernoulliRBM`.
         gibbs_steps: Gibbs steps of the chains in an update.
-        n_chains: Persistent chains. None: `batch_size`, but no more than there are rows, or 100; in `partial_fit`,
-            which does not know them, 10,000.
-        n_temperatures: Of ``"tempering"``.
+        n_chains: Number of persistent chains. None: `batch_size`, but at most the larger of the number of rows and 100;
+            in `partial_fit`, which does not know the number of rows, at most 10,000.
+        n_temperatures: Number of temperatures of ``"tempering"``.
         fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
-        offset_rate: As of `BernoulliRBM`.
-        weight_decay: How much of the weights the gradient of a penalty of half their square takes.
-        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it does not.
-        average_from: The parameters are their mean over the part of training from here to the end. None: the last ones.
-        hidden: ``"bernoulli"``, or ``"rectified"``: units that count, whose machine has no exact likelihood.
-        min_variance: The least of :math:`\sigma^2` over the variance of the data: features that are constant, or told
-            exactly by the others, have a likelihood without bound.
-        checkpoint: A file that `fit` writes its progress to, and goes on from if it finds it; with the same bits as if
-            it had not been interrupted. It belongs to one fit: to the data, parameters and random state, as far as that
-            is a number or a generator; only `n_iter` may be larger. Searches over parameters and folds need one for
-            each fit. None: none.
+        offset_rate: As in `BernoulliRBM`.
+        weight_decay: Factor of the penalty, half the squared weights.
+        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same.
+        average_from: The fraction of training after which parameters are averaged; the result is their mean. None: the
+            last parameters.
+        hidden: ``"bernoulli"``, or ``"rectified"``: counting units, without an exact likelihood.
+        min_variance: Lower bound of :math:`\sigma^2` relative to the variance of the data: the likelihood has no upper
+            bound for features that are constant, or determined exactly by the others.
+        checkpoint: A file to which `fit` writes its progress. If the file exists, `fit` resumes, with the same bits as
+            without the interruption. The file belongs to one fit: to its data, parameters and random state (if this is
+            a number or a generator); only `n_iter` may be larger. Searches over parameters and folds need one file for
+            each fit. None: no checkpoint.
         callback: Called after each epoch with its number and the machine, in standardised coordinates.
 
     Attributes:
-        components_: (H, D), weights: how far a hidden unit moves the mean of a feature.
+        components_: (H, D), weights: the shift of a feature's mean by a hidden unit.
         intercept_hidden_: (H,), hidden biases.
         intercept_visible_: (D,), the mean of the features where all hidden units are 0.
-        variance_: (D,), of the features given the hidden units.
-        mean_: (D,), of the data that training began with.
-        scale_: (D,), their standard deviation; 1 for features that do not vary.
-        h_samples_: (M, H), hidden states of the persistent chains, if there are any.
+        variance_: (D,), variance of the features given the hidden units.
+        mean_: (D,), mean of the data at the start of training.
+        scale_: (D,), standard deviation of these data; 1 for constant features.
+        h_samples_: (M, H), hidden states of the persistent chains; only for methods with persistent chains.
         log_partition_: Log Z in standardised coordinates, nats.
-        rbm_: The machine as a `toolkit.rbm.RBM` for rows as they are.
+        rbm_: The machine as a `toolkit.rbm.RBM`, for rows in the units of the data.
         n_iter_: Epochs of the last `fit`.
         n_features_in_: D.
-        feature_names_in_: (D,), if the rows came with names.
+        feature_names_in_: (D,), if the rows have feature names.
 
     References:
-        Cho, Ilin & Raiko, "Improved learning of Gaussian-Bernoulli restricted Boltzmann machines", 2011.
-        Melchior, Wang & Wiskott, "Gaussian-binary restricted Boltzmann machines for modeling natural image statistics",
-        2017, on what the parameters are and where to start.
+        Cho, Ilin & Raiko, "Improved learning of Gaussian-Bernoulli restricted Boltzmann machines", 2011. Melchior, Wang
+        & Wiskott, "Gaussian-binary restricted Boltzmann machines for modeling natural image statistics", 2017, on the
+        meaning and the initial values of the parameters.
 
     Example:
         >>> x = 1000 + torch.randn(300, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -151,7 +152,7 @@ class GaussianRBM(BaseRBM):
 
         Raises:
             NotFittedError: If the machine is not trained.
-            ValueError: As `log_likelihood`.
+            ValueError: As for `log_likelihood`.
         """
         return self.log_likelihood(X)
 
@@ -173,7 +174,7 @@ class GaussianRBM(BaseRBM):
                 f"`X` should have features whose variances are finite. Found too large numbers in column {column}: "
                 "divide them."
             )
-        # Of a constant feature rounding leaves a variance that says nothing.
+        # The variance of a constant feature is only rounding.
         varies = variance > (4 * torch.finfo(form.dtype).eps * mean).square()
         scale = torch.where(varies, variance, 1.0).sqrt()
         self.mean_, self.scale_ = form.give(mean), form.give(scale)
@@ -207,7 +208,7 @@ class GaussianRBM(BaseRBM):
         rbm.weights.copy_(weights.mT / scale[:, None])
         rbm.visible_bias.copy_((visible - mean) / scale)
         rbm.visible_log_variance.copy_((variance / scale.square()).log())
-        # What the mean adds to the input of the hidden units.
+        # Contribution of the mean to the input of the hidden units.
         rbm.hidden_bias.copy_(hidden + weights @ (mean / variance))
 
     def _publish(self, rbm: RBM, form: Form) -> None:

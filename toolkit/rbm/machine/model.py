@@ -258,7 +258,7 @@ class RBM(nn.Module):
             (\*).
 
         Raises:
-            ValueError: If `visible` has other columns, or as `log_partition`.
+            ValueError: If `visible` has other columns; and as for `log_partition`.
             TypeError: If `visible` does not have the type of the parameters.
         """
         return -self.free_energy(visible) - self.log_partition()
@@ -308,7 +308,7 @@ class RBM(nn.Module):
             As `statistics`.
 
         Raises:
-            ValueError: As `log_partition`.
+            ValueError: As for `log_partition`.
         """
         return model_statistics(self.joint)
 

@@ -1,9 +1,9 @@
-r"""Centring: the gradient in coordinates that do not change when data are flipped or shifted.
+r"""Centring: the gradient in coordinates that are invariant to flips and shifts of the data.
 
-The units enter the energy of a centred machine with offsets taken off, :math:`(s(v) - \mu)^\top W (h - \lambda)`. With
-biases :math:`b' = b + W \lambda` and :math:`c' = c + W^\top \mu` it is the same distribution as the machine with b and
-c, but a gradient step in :math:`(W, b', c')` is another step. Here that step is a property of the surrogate: the
-machine and its parameters stay what they are.
+The energy of a centred machine subtracts offsets from the units, :math:`(s(v) - \mu)^\top W (h - \lambda)`. With biases
+:math:`b' = b + W \lambda` and :math:`c' = c + W^\top \mu` its distribution is that of the machine with b and c, but a
+gradient step in :math:`(W, b', c')` differs. Here the surrogate takes this step; the machine and its parameters are
+unchanged.
 
 N data, V columns of visible units, H hidden units.
 """
@@ -48,7 +48,7 @@ CENTERED_COORDINATES = block(
 
 @dataclass(frozen=True)
 class Offsets:
-    r"""What is taken off the units before they are coupled.
+    r"""The offsets that are subtracted from the units before they are coupled.
 
     Attributes:
         visible: :math:`\mu`, (V,), of the visible units' statistic: v itself, or :math:`v / \sigma^2` if Gaussian.
@@ -69,8 +69,8 @@ def centering_offsets(rbm: RBM | Joint, data: Tensor, *, previous: Offsets | Non
     Args:
         rbm: The machine.
         data: (N, V).
-        previous: The offsets so far. None: the means of these data.
-        rate: :math:`\nu`, how much of the new means; only with `previous`.
+        previous: The previous offsets. None: return the means of these data.
+        rate: :math:`\nu`, the weight of the new means; only with `previous`.
 
     Returns:
         Constants.
@@ -98,20 +98,20 @@ def centering_offsets(rbm: RBM | Joint, data: Tensor, *, previous: Offsets | Non
 
 
 def centered(rbm: RBM | Joint, offsets: Offsets) -> Joint:
-    r"""Return the same machine, bit for bit, through which a gradient comes out centred.
+    r"""Return the same machine, bit for bit, with centred gradients.
 
-    Whatever is differentiated through it, a gradient :math:`(G_W, G_b, G_c)` arrives at the parameters as
+    A gradient :math:`(G_W, G_b, G_c)` of any function of this machine arrives at the parameters as
 
     .. math::
         C = G_W - G_b \lambda^\top - \mu G_c^\top, \qquad G_b - C \lambda, \qquad G_c - C^\top \mu
 
-    so that plain descent takes the step that descent on :math:`(W, b', c')` would take. It does not change if units are
-    flipped together with the data (or Gaussian ones shifted). A log-variance has the gradient it has. Make it anew for
-    every update: it is a function of the parameters as they are.
+    so that plain descent takes the step of descent on :math:`(W, b', c')`. This step is invariant if units are flipped
+    together with the data (or Gaussian units shifted). The gradient of a log-variance is unchanged. Call this function
+    again for every update, because the result depends on the current parameters.
 
     Args:
         rbm: The machine.
-        offsets: From `centering_offsets`, or any of the right sizes: with zeros nothing is centred.
+        offsets: From `centering_offsets`, or any tensors of the right sizes; with zeros the gradient is not centred.
 
     Raises:
         ValueError: If the offsets do not have the shapes (V,) and (H,).
@@ -133,7 +133,7 @@ def centered(rbm: RBM | Joint, offsets: Offsets) -> Joint:
             raise ValueError(f"`offsets.{name}` should have shape ({layer.n_columns},). Found {tuple(found)}.")
     weights, b, c, mu, lam = joint.weights, joint.visible.bias, joint.hidden.bias, offsets.visible, offsets.hidden
     held_b, held_c, shift_b, shift_c = stop_gradient((b, c, weights @ lam, weights.mT @ mu), CENTERED_COORDINATES)
-    # Differences that are exactly zero, with a derivative: a step of the biases b' and c' moves W, and that moves both.
+    # Differences that are exactly zero, with a derivative: a step of the biases b' and c' moves W, and W moves both.
     moved = weights - torch.outer(b - held_b, lam) - torch.outer(mu, c - held_c)
     visible = joint.visible.with_bias(b + (shift_b - moved @ lam))
     hidden = joint.hidden.with_bias(c + (shift_c - moved.mT @ mu))
@@ -151,9 +151,9 @@ def centered_contrastive_divergence(
     energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    r"""Return the surrogate of centred CD-k: `contrastive_divergence` of the machine that `centered` gives.
+    r"""Return the surrogate of centred CD-k: `contrastive_divergence` of the `centered` machine.
 
-    Its gradient is `centered_gradient` of `cd_gradient`. Persistent chains likewise::
+    Its gradient is `centered_gradient` of `cd_gradient`. For persistent chains::
 
         persistent_contrastive_divergence(centered(rbm, offsets), data, chains, steps=1)
 
@@ -165,13 +165,13 @@ def centered_contrastive_divergence(
         chain: As in `gibbs`.
         temperature: As in `gibbs`.
         energy: As in `contrastive_divergence`.
-        generator: Draws the chains. None: torch's default one.
+        generator: Draws the chains. None: torch's default generator.
 
     Returns:
         A scalar, in nats per sample.
 
     Raises:
-        ValueError: As `contrastive_divergence` and `centered`.
+        ValueError: As for `contrastive_divergence` and `centered`.
         TypeError: If `data` does not have the type of the parameters.
 
     References:
@@ -196,7 +196,7 @@ def centered_contrastive_divergence(
 
 
 def centered_gradient(gradient: Mapping[str, Tensor], offsets: Offsets) -> dict[str, Tensor]:
-    r"""Return in closed form what `centered` makes of a gradient, for updates that are not made by autograd.
+    r"""Return the centred form of a gradient in closed form, for updates without autograd; see `centered`.
 
     Args:
         gradient: The names of the parameters -> an ordinary gradient, from `cd_gradient` or `likelihood_gradient`.

@@ -1,10 +1,9 @@
-"""Contrastive divergence: surrogates that are differentiated, and the updates that their gradients stand for.
+"""Contrastive divergence: surrogates to differentiate, and the update rules that their gradients follow.
 
 The surrogate is a difference of energies, lowered at the data and raised at negative samples. The update rule of
 contrastive divergence holds the samples constant. It is the gradient of no function (Sutskever & Tieleman, "On the
-convergence properties of contrastive divergence", 2010). What a derivative through the samples adds depends on the
-units of the chain: nothing at all for draws; otherwise a pull *up* the energy on the sampler, towards samples that the
-machine holds to be improbable.
+convergence properties of contrastive divergence", 2010). The derivative through the samples depends on the units of the
+chain: it is zero for draws; otherwise it pulls the sampler *up* the energy, towards improbable samples.
 
 N data, M negative samples, V visible units, H hidden units. Losses are in nats per sample.
 """
@@ -72,30 +71,30 @@ def contrastive_divergence(
     .. math::
         L = \frac1N \sum_n F(v_n) - \frac1N \sum_n F(\operatorname{sg}(v_n^{(k)}))
 
-    :math:`v_n^{(k)}` is k Gibbs steps from :math:`v_n`. The value of the surrogate says little; what is raised is
-    the likelihood, approximately.
+    :math:`v_n^{(k)}` is k Gibbs steps from :math:`v_n`. The value of the surrogate is not informative; descent
+    approximately raises the likelihood.
 
     Args:
-        rbm: The machine, or a `Joint` with parameters of its own, such as `centered` gives.
-        data: (N, V), in the states that the visible units can be in; probabilities do as well as zeros and ones.
+        rbm: The machine, or a `Joint` with other parameters, such as the result of `centered`.
+        data: (N, V), states of the visible units; probabilities are allowed in place of zeros and ones.
         steps: k, the number of Gibbs steps.
         chain: As in `gibbs`.
         temperature: As in `gibbs`.
-        energy: What is lowered and raised: ``"free"``, or ``"expected"`` for `expected_energy`, which has the same
-            gradient as long as its block is in place.
-        generator: Draws the chains. None: torch's default one.
+        energy: The energy in the surrogate: ``"free"``, or ``"expected"`` for `expected_energy`, which has the same
+            gradient while its block is in place.
+        generator: Draws the chains. None: torch's default generator.
 
     Returns:
         A scalar, in nats per sample.
 
     Raises:
         ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, `energy` is unknown, or `chain`
-            and `temperature` are none that `gibbs` takes.
+            and `temperature` are invalid for `gibbs`.
         TypeError: If `data` does not have the type of the parameters.
 
     References:
-        Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5, whose third
-        term is dropped there, and blocked here.
+        Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5; its third term
+        is dropped there, and blocked here.
 
     Example:
         >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
@@ -122,10 +121,10 @@ def persistent_contrastive_divergence(
     energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the surrogate of persistent CD-k, and the chains to go on from at the next update.
+    r"""Return the surrogate of persistent CD-k, and the chains for the next update.
 
-    As `contrastive_divergence`, but the chains start where the last update left them, so that they come close to the
-    model as long as it changes slowly.
+    The surrogate is that of `contrastive_divergence`, but the chains start where the last update left them. So they
+    stay close to the model's distribution while the model changes slowly.
 
     Args:
         rbm: The machine, or a `Joint`, as in `contrastive_divergence`.
@@ -135,14 +134,14 @@ def persistent_contrastive_divergence(
         chain: As in `gibbs`.
         temperature: As in `gibbs`.
         energy: As in `contrastive_divergence`.
-        generator: Draws the chains. None: torch's default one.
+        generator: Draws the chains. None: torch's default generator.
 
     Returns:
         The surrogate, a scalar in nats per sample, and the new chains, (M, V), constants.
 
     Raises:
         ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, `energy` is unknown,
-            or `chain` and `temperature` are none that `gibbs` takes.
+            or `chain` and `temperature` are invalid for `gibbs`.
         TypeError: If `data` or `chains` does not have the type of the parameters.
 
     References:
@@ -177,9 +176,9 @@ def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
         \langle E \rangle(v) = -a(v) - (c + W^\top s(v))^\top \operatorname{sg}(E[h \mid v])
 
     By Fisher's identity its gradient is that of the free energy, in the parameters and in `visible`. Its value is
-    larger by the entropy of the posterior (for rectified units also by what does not depend on the parameters), and
-    without the block the gradient of that entropy is what leaks, :math:`-x_j \operatorname{Var}[h_j \mid v]` at the
-    input :math:`x = c + W^\top s(v)` of unit j: the gradient is then that of another model's output, the expected
+    larger by the entropy of the posterior (for rectified units also by terms that do not depend on the parameters). The
+    leak of the block is the gradient of that entropy, :math:`-x_j \operatorname{Var}[h_j \mid v]` at the input :math:`x
+    = c + W^\top s(v)` of unit j. With the block open the gradient is that of another model's output, the expected
     energy of Elfwing and others.
 
     Args:
@@ -209,7 +208,7 @@ def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
         rbm.check_visible(visible)
     joint = rbm.joint if isinstance(rbm, RBM) else rbm
     x = joint.to_hidden(visible)
-    # Outside of the graph if nothing may flow: the posterior is as large as all hidden units.
+    # Outside of the graph if no gradient may flow: the posterior is as large as all hidden units.
     with graph_if_open(HIDDEN_POSTERIORS):
         mean = joint.hidden.mean(x)
     hidden = joint.hidden.statistic(stop_gradient(mean, HIDDEN_POSTERIORS))
@@ -224,8 +223,8 @@ def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
         \partial_b = E_-[v] - E_+[v], \quad
         \partial_c = E_-[h] - E_+[h]
 
-    The hidden units are at their probabilities, :math:`E_+` is the mean over the rows of `data` and :math:`E_-` that
-    over the rows of `negative`, however many there are of each.
+    The hidden units are at their probabilities. :math:`E_+` is the mean over the rows of `data` and :math:`E_-` the
+    mean over the rows of `negative`; their numbers may differ.
 
     Args:
         rbm: The machine.
@@ -253,9 +252,9 @@ def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
 
 
 def likelihood_gradient(rbm: RBM, data: Tensor) -> dict[str, Tensor]:
-    """Return the gradient of the mean *negative* log-likelihood, exactly: what contrastive divergence approximates.
+    """Return the exact gradient of the mean *negative* log-likelihood, which contrastive divergence approximates.
 
-    As `cd_gradient`, with the expectations of the model itself in the place of the negative samples.
+    It is `cd_gradient` with the model's expectations in place of the negative samples.
 
     Args:
         rbm: The machine; its smaller layer is enumerated.
@@ -277,7 +276,7 @@ def _difference(minuend: dict[str, Tensor], subtrahend: dict[str, Tensor]) -> di
 
 
 def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
-    """Return the machine as a function of its parameters; raise unless all `rows` are such of its visible units."""
+    """Return the machine as a function of its parameters; raise unless all `rows` fit its visible units."""
     for argument, value in rows.items():
         if isinstance(rbm, RBM):
             rbm.check_rows(value, argument)
@@ -316,5 +315,5 @@ def energy_difference(joint: Joint, data: Tensor, negative: Tensor, energy: Ener
 
 
 def graph_if_open(*blocks: Block) -> AbstractContextManager[object]:
-    """Build no graph while all of `blocks` are in place: nothing could flow through it."""
+    """Build no graph while all of `blocks` are in place, because no gradient could flow through it."""
     return no_graph() if all(map(is_blocked, blocks)) else nullcontext()

@@ -1,4 +1,4 @@
-r"""Fast weights: an overlay on the parameters that drives persistent chains away from where they have been.
+r"""Fast weights: offsets of the parameters that drive persistent chains away from states that they visited.
 
 N data, M chains, V columns of visible units, H hidden units.
 """
@@ -38,34 +38,34 @@ def fast_persistent_contrastive_divergence(
     energy: Energy = "free",
     generator: torch.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    r"""Return the surrogate of fast persistent CD-k, and the chains to go on from at the next update.
+    r"""Return the surrogate of fast persistent CD-k, and the chains for the next update.
 
     .. math::
         L = \frac1N \sum_n F_\theta(v_n) - \frac1M \sum_m F_\theta(\operatorname{sg}(v_m^{(k)})), \qquad
         v_m^{(k)}: \text{k Gibbs steps of the machine } \theta + \theta_{\text{fast}}
 
-    As `persistent_contrastive_divergence`, but the chains see a landscape in which the energy is raised where they
-    are. The energies in the surrogate are those of the machine itself. Update the fast weights with its gradient:
-    `updated_fast_weights`.
+    The surrogate is that of `persistent_contrastive_divergence`, but the chains see an energy that is raised at their
+    current states. The energies in the surrogate are those of the machine without fast weights. Update the fast weights
+    with the surrogate's gradient, by `updated_fast_weights`.
 
     Args:
         rbm: The machine, or a `Joint`, as in `contrastive_divergence`.
-        fast: :math:`\theta_{\text{fast}}`: names of parameters -> what is added to them; zeros at first. What is
-            missing is not changed.
+        fast: :math:`\theta_{\text{fast}}`: names of parameters -> offsets; zeros at first. Parameters without an entry
+            have no offset.
         data: (N, V).
         chains: (M, V); the second result of the last call.
         steps: k, the number of Gibbs steps.
         chain: As in `gibbs`.
         temperature: As in `gibbs`.
         energy: As in `contrastive_divergence`.
-        generator: Draws the chains. None: torch's default one.
+        generator: Draws the chains. None: torch's default generator.
 
     Returns:
         The surrogate, a scalar in nats per sample, and the new chains, (M, V), constants.
 
     Raises:
-        ValueError: If `data` or `chains` has no rows or not V columns, `fast` has a name that is no parameter's,
-            `steps` is not positive, `energy` is unknown, or `chain` and `temperature` are none that `gibbs` takes.
+        ValueError: If `data` or `chains` has no rows or not V columns, `fast` has an unknown name, `steps` is not
+            positive, `energy` is unknown, or `chain` and `temperature` are invalid for `gibbs`.
         TypeError: If `data` or `chains` does not have the type of the parameters.
 
     References:
@@ -104,13 +104,13 @@ def updated_fast_weights(
     .. math::
         \theta_{\text{fast}} \leftarrow \rho \, \theta_{\text{fast}} - \eta_{\text{fast}} \, g
 
-    They learn from the gradient that the parameters descend, at a rate of their own, and forget it again.
+    Fast weights follow the gradient of the parameters at their own rate, and decay.
 
     Args:
         fast: Names of parameters -> fast weights.
         gradients: The same names at least -> the gradient g of the surrogate, to descend.
-        learning_rate: :math:`\eta_{\text{fast}}`; not lowered while that of the parameters is.
-        decay: :math:`\rho`, what is kept.
+        learning_rate: :math:`\eta_{\text{fast}}`; it stays constant while the rate of the parameters is lowered.
+        decay: :math:`\rho`, the share that is kept in each update.
 
     Returns:
         The names in `fast` -> new fast weights.
