@@ -1,4 +1,4 @@
-"""Certificates: worst cases that are exact or proved, which attacks are held against."""
+"""Certificates: exact or proved worst cases, to compare attacks with."""
 
 from toolkit.adversarial.certificates.bounds import (
     certify_crown,

@@ -1,4 +1,4 @@
-"""What every certificate asks of inputs and labels: a wrong kind is refused, and never read as something else.
+"""Checks of inputs and labels, common to all certificates: a wrong kind raises an error and is never converted.
 
 N samples, C classes.
 """
@@ -15,8 +15,8 @@ def check_inputs(name: str, x: object) -> None:
     """Raise unless `x` is a batch of floating-point samples.
 
     Raises:
-        TypeError: If it is not a tensor, or not floating point.
-        ValueError: If it does not have shape (N, ...).
+        TypeError: If `x` is not a tensor, or not floating point.
+        ValueError: If `x` does not have shape (N, ...).
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"`{name}` should be a tensor. Found {type(x).__name__}.")
@@ -27,7 +27,7 @@ def check_inputs(name: str, x: object) -> None:
 
 
 def class_labels(labels: object, x: Tensor, n_classes: int) -> Tensor:
-    """Return the labels as an index, int64: torch reads bytes as a mask, and refuses most other widths.
+    """Return the labels as an int64 index: torch reads bytes as a mask, and rejects most other widths.
 
     Args:
         labels: (N,), integers of any width.
@@ -35,8 +35,8 @@ def class_labels(labels: object, x: Tensor, n_classes: int) -> Tensor:
         n_classes: C.
 
     Raises:
-        TypeError: If they are not a tensor of integers.
-        ValueError: If there is not one for each sample, or one is not a class.
+        TypeError: If `labels` is not a tensor of integers.
+        ValueError: If `labels` does not have one entry for each sample, or an entry is not a class.
     """
     if not isinstance(labels, Tensor):
         raise TypeError(f"`labels` should be a tensor of integers. Found {type(labels).__name__}.")

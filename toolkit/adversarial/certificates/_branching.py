@@ -1,4 +1,4 @@
-"""Proofs by cases: a rectifier that may be on or off is taken to be on, then off, until linear bounds prove each case.
+"""Proofs by cases: undecided rectifiers are assumed on, then off, until linear bounds prove each case.
 
 R cases, D inputs, M units of a layer.
 """
@@ -19,18 +19,18 @@ __all__ = ["Cases", "optimise", "split"]
 
 @dataclass(frozen=True)
 class Cases:
-    """Linear functions of the last rectifiers' outputs, each to be bounded below under assumptions of its own.
+    """Linear functions of the last rectifiers' outputs, each to be bounded below under its own assumptions.
 
     Attributes:
-        margin: Which margin each case belongs to, (R,).
+        margin: The index of each case's margin, (R,).
         objective: (R, M).
         constant: (R,).
-        ball: Of the sample of each case.
-        hidden: Bounds before each rectifier, (R, M) each: without the assumptions in `signs`.
+        ball: The ball of each case's sample.
+        hidden: Bounds before each rectifier, (R, M) each, without the assumptions in `signs`.
         signs: For each layer 1 where a unit is assumed to be on, -1 off, 0 neither, (R, M).
         slopes: For each layer the slope of the line below each rectifier, between 0 and 1, (R, M).
         prices: For each layer the multiplier of each assumption, not negative, (R, M).
-        bound: The best proved so far, (R,).
+        bound: The best lower bound so far, (R,).
     """
 
     margin: Tensor
@@ -54,7 +54,7 @@ class Cases:
         return cls(margin, objective, constant, ball, hidden, none, slopes, none, bound)
 
     def rows(self, index: Tensor | slice) -> Cases:
-        """Return some of the cases."""
+        """Return the selected cases."""
         return Cases(
             self.margin[index],
             self.objective[index],
@@ -68,7 +68,7 @@ class Cases:
         )
 
     def and_also(self, other: Cases) -> Cases:
-        """Return these and the others."""
+        """Return the concatenation of both sets of cases."""
         sides = zip(self.ball[1:], other.ball[1:], strict=True)
         bounds = zip(self.hidden, other.hidden, strict=True)
         return Cases(
@@ -84,7 +84,7 @@ class Cases:
         )
 
     def relaxations(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the lines around each rectifier; under an assumption both are the rectifier itself."""
+        """Return the lines around each rectifier; under an assumption both lines are the rectifier itself."""
         found = []
         for (lower, upper), sign in zip(self.hidden, self.signs, strict=True):
             found.append(lines(torch.where(sign > 0, 0, lower), torch.where(sign < 0, 0, upper)))
@@ -99,9 +99,9 @@ def optimise(cases: Cases, chain: list[Affine], steps: int, errors: list[float])
     """Raise the lower bounds by the slopes of the lower lines and by the multipliers of the assumptions.
 
     For fixed slopes and multipliers the bound is ``min_x a . x + c`` as in `relaxed_lower_bound`, with the multipliers'
-    part ``- sign * price * z`` added: not positive where the assumption holds, so a bound for any price that is not
-    negative. Its derivative by a slope or a price comes from the value ``v`` that the lines give the unit at the
-    minimiser x: the coefficient times v, and ``- sign * v``. Steps follow the signs of the derivatives.
+    part ``- sign * price * z`` added: the added part is not positive where the assumption holds, so any price that is
+    not negative gives a bound. The derivative by a slope or a price depends on the value ``v`` of the unit by its lines
+    at the minimiser x: it is the coefficient times v, or ``- sign * v``. Steps follow the signs of the derivatives.
 
     Args:
         cases: The cases.
@@ -110,10 +110,10 @@ def optimise(cases: Cases, chain: list[Affine], steps: int, errors: list[float])
         errors: By how much any unit of each layer may be wrong for rounding; so much is taken off the bounds.
 
     Returns:
-        The cases with the best bounds; the minimisers of the last step, (R, D); and for each layer how much the gap
-        between the lines of each unit takes off the bound, (R, M).
+        The cases with the best bounds; the minimisers of the last step, (R, D); and for each layer the loss of the
+        bound by the gap between the lines of each unit, (R, M).
 
-    Source:
+    References:
         Xu et al., "Fast and complete: enabling complete neural network verification with rapid and massively parallel
         incomplete verifiers", 2021 (slopes); Wang et al., "Beta-CROWN: efficient bound propagation with per-neuron
         split constraints for neural network robustness verification", 2021 (multipliers).
@@ -164,14 +164,14 @@ _FINAL = 0.05
 
 
 def split(cases: Cases, gaps: list[Tensor]) -> tuple[Cases, Tensor]:
-    """Return each case twice: with the unit that costs most assumed to be on, and off.
+    """Return each case twice: with the most costly unit assumed on, and assumed off.
 
     Returns:
-        The cases, those that are on before those that are off; and which of the given cases had a unit to split, (R,),
-        which are the only ones that are in the result.
+        The cases, first with the unit on, then with the unit off; and a mask (R,) of the given cases that have a unit
+        to split. Cases without such a unit are left out.
     """
     crossing = [(offset > 0).to(gap.dtype) for gap, (_, _, offset) in zip(gaps, cases.relaxations(), strict=True)]
-    # Where no gap is left in the objective any unit that may be on or off will do.
+    # If no unit has a gap in the objective, split any undecided unit.
     scores = torch.cat([(gap + 1e-12) * cross for gap, cross in zip(gaps, crossing, strict=True)], 1)
     best, unit = scores.max(1)
     splittable = best > 0

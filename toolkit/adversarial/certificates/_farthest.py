@@ -1,6 +1,6 @@
 """The farthest point of a ball and a box in a direction, in closed form: the maximum of a linear function on them.
 
-It shares no code with the attacks, so that what rests on it can be held against them.
+This module shares no code with the attacks, so that results based on it can check the attacks.
 
 N samples, D features. Directions may be (N, D), or (N, M, D) with everything else (N, 1, D).
 """
@@ -25,7 +25,7 @@ __all__ = ["FARTHEST", "BallAndBox", "ball_and_box", "least_rate"]
 
 
 class BallAndBox(NamedTuple):
-    """Displacements that are allowed: ``|d| <= radius``, ``lower <= d <= upper``.
+    """The allowed displacements: ``|d| <= radius``, ``lower <= d <= upper``.
 
     Attributes:
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
@@ -54,7 +54,7 @@ class BallAndBox(NamedTuple):
         return torch.maximum(self.lower, -self.radius), torch.minimum(self.upper, self.radius)
 
     def settle(self, displacement: Tensor) -> Tensor:
-        """Return a displacement that is allowed up to rounding, brought inside: clipped, and in L1 and L2 shrunk."""
+        """Return a displacement moved inside by a rounding: clipped, and in L1 and L2 shrunk."""
         clipped = torch.clamp(displacement, *self.enclosing())
         if self.norm == "linf":
             return clipped
@@ -62,13 +62,13 @@ class BallAndBox(NamedTuple):
         return clipped * (self.radius / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
 
     def inward(self, point: Tensor) -> Tensor:
-        """Return inputs, (N, D), moved towards the clean ones by the roundings that took them out of ball or box."""
+        """Return inputs, (N, D), moved towards the clean inputs where rounding put them outside of ball or box."""
         lower, upper = (add_inward(self.start, side) for side in self.enclosing())
         inside = torch.clamp(point, lower, upper)
         return inside if self.norm == "linf" else shrink(inside, self.start, self.radius, int(self.norm[1]))
 
     def rows(self, index: Tensor | slice) -> BallAndBox:
-        """Return the same for some of the samples."""
+        """Return the set of the selected samples."""
         radius = self.radius.expand(len(self.start), 1)
         return BallAndBox(self.norm, self.start[index], radius[index], self.lower[index], self.upper[index])
 
@@ -86,14 +86,14 @@ def ball_and_box(
 
     Raises:
         TypeError: If `x` is not floating point, or `mask` not Boolean.
-        ValueError: If `x` is not a batch, `norm` is none of `norms`, `epsilon` is negative or not finite, `x` is
-            outside of `bounds`, or `mask` does not broadcast to it.
+        ValueError: If `x` is not a batch, `norm` is not in `norms`, `epsilon` is negative or not finite, `x` is outside
+            of `bounds`, or `mask` does not broadcast to `x`.
     """
     check_inputs("x", x)
     choice("norm", norm, norms)
     with no_graph():
         start = x.to(dtype)
-        box(x, bounds)  # refuses in the dtype of x: there 0.1 may be a little more than 0.1, and is inside all the same
+        box(x, bounds)  # checks in the dtype of x: there 0.1 may be a little more than 0.1, and is still inside
         ends = (torch.as_tensor(end, dtype=dtype, device=x.device) for end in bounds or (-math.inf, math.inf))
         lower, upper = (take(end.expand_as(start), start) for take, end in zip(_OUTWARD, ends, strict=True))
         change = free(start, mask)
@@ -112,13 +112,13 @@ def _farthest_linf(towards: Tensor, radius: Tensor, lower: Tensor, upper: Tensor
 def _farthest_l2(towards: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """Return the displacement d that maximises ``towards . d``, |d|_2 <= radius, lower <= d <= upper.
 
-    Where the farthest corner of the box is inside of the ball it is that corner; else ``clip(t * towards)``, whose
-    length grows with t, found by bisection of log t.
+    If the farthest corner of the box is inside of the ball, the result is this corner. Otherwise it is ``clip(t *
+    towards)``, whose length grows with t; bisection of log t finds t.
     """
     corner = torch.where(towards > 0, upper, lower).masked_fill(towards == 0, 0)
     inside = torch.linalg.vector_norm(corner, dim=-1, keepdim=True) <= radius
     low = radius / torch.linalg.vector_norm(towards, dim=-1, keepdim=True)
-    # Here every coordinate has reached its face, or is alone as long as the radius.
+    # Here every coordinate has reached its face, or is as long as the radius.
     high = (torch.minimum(corner.abs(), radius) / towards.abs()).masked_fill(towards == 0, 0).amax(-1, keepdim=True)
     for _ in range(_HALVINGS):
         middle = (low * high).sqrt()
@@ -130,7 +130,8 @@ def _farthest_l2(towards: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) 
 def _farthest_l1(towards: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) -> Tensor:
     """Return the displacement d that maximises ``towards . d``, |d|_1 <= radius, lower <= d <= upper.
 
-    The fractional knapsack: the length is spent on the steepest coordinate until it meets the box, then on the next.
+    This is the fractional knapsack: the length is spent on the steepest coordinate until it meets the box, then on the
+    next.
     """
     room = torch.minimum(torch.where(towards > 0, upper, -lower), radius).masked_fill(towards == 0, 0)
     order = towards.abs().argsort(dim=-1, descending=True, stable=True)
@@ -141,9 +142,10 @@ def _farthest_l1(towards: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) 
 
 
 def least_rate(rates: Tensor, limits: Tensor, gain: Tensor) -> Tensor:
-    """Return the least ``t >= 0`` with ``sum_i min(t rates_i, limits_i) >= gain``; infinite if there is none.
+    """Return the least ``t >= 0`` with ``sum_i min(t rates_i, limits_i) >= gain``; infinite if no such t exists.
 
-    The sum grows in straight pieces that change where a term meets its limit: it is solved on the right piece.
+    The sum is piecewise linear in t, and a term that meets its limit begins a new piece. The equation is solved on the
+    right piece.
 
     Args:
         rates: Not negative, (N, D).
@@ -160,7 +162,8 @@ def least_rate(rates: Tensor, limits: Tensor, gain: Tensor) -> Tensor:
     solved = torch.where(growing > 0, missing / growing, torch.where(missing > 0, math.inf, 0))
     begins = torch.cat([none, corners], 1)
     ends = torch.cat([corners, torch.full_like(none, math.inf)], 1)
-    # The sum is concave: pieces before the right one are solved beyond their end, those after it before their begin.
+    # The sum is concave: solutions of pieces before the right one lie beyond their end, of later pieces before their
+    # start.
     return torch.where(solved <= ends, torch.maximum(solved, begins), math.inf).amin(1)
 
 
@@ -171,5 +174,5 @@ FARTHEST: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
 }
 # A clean value that is out of the box by a rounding stays allowed.
 _OUTWARD = (torch.minimum, torch.maximum)
-# log(high / low) is below 2^11 in float64, and is to be known to 2^-53.
+# log(high / low) is below 2^11 in float64, and is needed to 2^-53.
 _HALVINGS = 64

@@ -1,4 +1,4 @@
-"""A model as a chain of plain layers, each used by its formula: nothing of the model is called, so nothing is touched.
+"""A model as a chain of plain layers, each used by its formula: the model is not called, so it does not change.
 
 N samples, D inputs, M units of a layer.
 """
@@ -53,15 +53,15 @@ class Affine(NamedTuple):
 
 
 def plain_layers(model: nn.Module, activations: tuple[type[nn.Module], ...] = _MONOTONE) -> list[nn.Module]:
-    """Return the layers of a model that is a chain, without those that do nothing in evaluation mode.
+    """Return the layers of a sequential model, without those that have no effect in evaluation mode.
 
     Args:
         model: A `torch.nn.Sequential`.
-        activations: The nonlinear layers that it may have.
+        activations: The allowed nonlinear layers.
 
     Raises:
-        TypeError: If `model` is not a `torch.nn.Sequential` of layers that are known here, or has hooks.
-        ValueError: If a batch normalisation keeps no statistics, or a `torch.nn.LeakyReLU` falls.
+        TypeError: If `model` is not a `torch.nn.Sequential` of known layers, or has hooks.
+        ValueError: If a batch normalisation keeps no statistics, or a `torch.nn.LeakyReLU` is decreasing.
     """
     layers = list(_flat(model))
     for layer in layers:
@@ -84,7 +84,7 @@ def _falls(layer: nn.LeakyReLU | nn.ELU) -> bool:
 
 
 def _flat(model: nn.Module) -> Iterator[nn.Module]:
-    # Before any is left out: with a hook, or a forward of its own, even an identity may do anything.
+    # Before any layer is left out: with a hook, or its own forward, even an identity may compute anything.
     if model._forward_hooks or model._forward_pre_hooks:
         raise TypeError(f"`model` should have no forward hooks. Found one on {type(model).__name__}.")
     if "forward" in vars(model):
@@ -97,17 +97,17 @@ def _flat(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def is_affine(layer: nn.Module) -> bool:
-    """Say whether a layer is ``z -> W z + b``."""
+    """Return whether a layer is ``z -> W z + b``."""
     return type(layer) in _AFFINE
 
 
 def is_reshaping(layer: nn.Module) -> bool:
-    """Say whether a layer changes nothing but the shape."""
+    """Return whether a layer only changes the shape."""
     return type(layer) in _RESHAPING
 
 
 def is_monotone(layer: nn.Module) -> bool:
-    """Say whether no output falls when an input rises."""
+    """Return whether every output is nondecreasing in every input."""
     return type(layer) in _MONOTONE
 
 
@@ -121,10 +121,10 @@ def run_affine(
     """Return ``weight(W) input``, plus b unless `shift` is given, in the dtype of `input` and in evaluation mode.
 
     Args:
-        layer: One for which `is_affine` holds.
+        layer: An affine layer, see `is_affine`.
         input: (N, ...).
-        shift: What stands for b: None for the layer's own, zero for none.
-        weight: What stands for W, made of W: `torch.abs` say.
+        shift: The value in place of b. None: the layer's own; zero: no shift.
+        weight: Function of W whose result takes the place of W, for example `torch.abs`.
     """
     if isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):  # W is not negative, and b is zero
         pooled: Tensor = layer.forward(input)
@@ -142,7 +142,7 @@ def run_affine(
 
 
 def _scale_and_bias(layer: nn.BatchNorm1d | nn.BatchNorm2d | Normalize, input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what a layer multiplies each channel by and what it then adds, (C,), or (1,) where it is one for all."""
+    """Return the scale and the shift of each channel, (C,), or (1,) if all channels share them."""
     if isinstance(layer, Normalize):
         mean, scale = layer.mean.to(input), 1 / layer.std.to(input)
     else:
@@ -151,7 +151,7 @@ def _scale_and_bias(layer: nn.BatchNorm1d | nn.BatchNorm2d | Normalize, input: T
         mean, scale = layer.running_mean.to(input), (layer.running_var.to(input) + layer.eps).rsqrt()
         if layer.weight is not None:
             scale = scale * layer.weight.to(input)
-    # Without this a channel of the input would be repeated for each of the layer's.
+    # Without this check a single input channel would be broadcast to all channels of the layer.
     if len(scale) != input.shape[1] and not (isinstance(layer, Normalize) and len(scale) == 1):
         raise ValueError(f"The input of {layer} should have {len(scale)} channels. Found {input.shape[1]}.")
     bias = -mean * scale
@@ -161,19 +161,19 @@ def _scale_and_bias(layer: nn.BatchNorm1d | nn.BatchNorm2d | Normalize, input: T
 
 
 def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine]:
-    """Return the dense layers of a ReLU network, between which the rectifiers stand. Differentiable in its parameters.
+    """Return the dense layers between the rectifiers of a ReLU network. Differentiable in its parameters.
 
-    Every affine layer becomes its matrix, the column for an input being what the layer makes of a unit vector; those
-    with no rectifier between them become one.
+    Every affine layer becomes its matrix, whose columns are the layer's outputs for unit vectors. Layers without a
+    rectifier between them are merged.
 
     Args:
         model: A chain; see `plain_layers`.
         x: (N, ...), for the shape of a sample and the device.
-        dtype: Of the matrices.
+        dtype: Dtype of the matrices.
 
     Raises:
         TypeError: If the model is not a chain, or has other nonlinear layers than `torch.nn.ReLU`.
-        ValueError: If it does not return a vector for each sample.
+        ValueError: If the model does not return a vector for each sample.
     """
     chain: list[Affine] = []
     current = _Map.identity(x.shape[1:], dtype, x.device)
@@ -198,13 +198,13 @@ def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine
 
 
 def check_logits(shape: Sequence[int]) -> None:
-    """Raise a ValueError unless the shape of the logits is (N, C)."""
+    """Raise ValueError unless the shape of the logits is (N, C)."""
     if len(shape) != 2:
         raise ValueError(f"`model` should return logits of shape (N, C). Found (N, {', '.join(map(str, shape[1:]))}).")
 
 
 class _Map(NamedTuple):
-    """An affine map: what it makes of the unit vectors without its shift, and what it makes of zero."""
+    """An affine map: its outputs for the unit vectors without the shift, and its output for zero."""
 
     columns: Tensor
     offset: Tensor

@@ -37,7 +37,7 @@ class Interval(NamedTuple):
     upper: Tensor
 
     def rows(self, index: slice) -> Interval:
-        """Return the same for some of the samples."""
+        """Return the intervals of the selected samples."""
         return Interval(self.lower[index], self.upper[index])
 
 
@@ -51,7 +51,7 @@ def interval_of_affine(layer: Affine, input: Interval) -> Interval:
 def rounding_of(chain: list[Affine], ball: BallAndBox) -> float:
     """Return how far float64 rounds the sum of a unit, relative to the sum of the absolute values of its terms.
 
-    Source:
+    References:
         Higham, "Accuracy and stability of numerical algorithms", 2002, section 3.1: n terms, at most n roundings each.
     """
     return 2 * EPSILON * (width_of(chain, ball) + 2 * len(chain) + 16)
@@ -74,10 +74,10 @@ def errors_of(chain: list[Affine], hidden: list[Interval], ball: BallAndBox) -> 
 
 
 def relaxed_bounds(chain: list[Affine], ball: BallAndBox, *, outward: bool = False) -> list[Interval]:
-    """Return the bounds before each rectifier, and of the last layer: the tighter of the relaxed and the interval's.
+    """Return the bounds before each rectifier, and of the last layer: the tighter of relaxation and intervals.
 
-    A linear function of a layer for every unit of a later one and every sample would be too much at once: they are
-    taken in pieces, so that memory does not grow with the number of samples.
+    The linear functions of all units and all samples together would need too much memory. They are processed in pieces,
+    so that memory does not grow with the number of samples.
 
     Args:
         chain: Layers between rectifiers.
@@ -125,16 +125,16 @@ def relaxed_lower_bound(
     ball: BallAndBox,
     errors: list[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a lower bound of ``objective . z + constant``, where z comes out of the last rectifier of `chain`.
+    """Return a lower bound of ``objective . z + constant``, where z is the output of the last rectifier of `chain`.
 
     For a unit with ``l < 0 < u`` before its rectifier, ``a z <= relu(z) <= u (z - l) / (u - l)``, with a = 1 if u > -l
     and else 0. A positive coefficient takes the lower line and a negative one the upper line, layer by layer from the
-    last to the first; the linear function of the inputs that is left is minimised on the ball exactly.
+    last to the first; the resulting linear function of the inputs is minimised on the ball exactly.
 
     Args:
         objective: (N, K, M): K objectives.
         constant: (N, K).
-        chain: The layers before z; none: z is the input.
+        chain: The layers before z; empty: z is the input.
         hidden: Bounds before the rectifier of each layer of `chain`.
         ball: The inputs.
         errors: By how much each unit of `chain` may be wrong for rounding, (N, M) each: then the bounds hold in spite
@@ -158,17 +158,17 @@ def relaxed_lower_bound(
 
 
 def width_of(chain: list[Affine], ball: BallAndBox) -> int:
-    """Return the most inputs or units that a linear function is followed through."""
+    """Return the largest number of inputs or units of a layer that linear functions pass through."""
     return max(ball.start.shape[1], *(len(layer.bias) for layer in chain), 1)
 
 
 def pieces(count: int, numbers: int) -> list[slice]:
-    """Return slices of `count` things, each of which takes so many numbers; one, perhaps empty, if there are none."""
+    """Return slices of `count` items that each need a number of values; at least one slice, which may be empty."""
     at_once = max(1, _NUMBERS // max(1, numbers))
     return [slice(begin, begin + at_once) for begin in range(0, max(1, count), at_once)]
 
 
-# Of a tensor of a piece: in float64 8 MiB, and up to about twenty live at once (in L1, which sorts).
+# Values in a tensor of a piece: 8 MiB in float64, of which about twenty live at once (in L1, which sorts).
 _NUMBERS = 2**20
 
 

@@ -177,7 +177,7 @@ class Program:
         ``cost . v = prices . (rows v) + (cost - prices rows) . v``, each part bounded by the ends of its ranges: how
         exactly the solver has solved decides how tight it is, not whether it holds.
 
-        Source:
+        References:
             Neumaier and Shcherbina, "Safe bounds in linear and mixed-integer linear programming", 2004.
         """
         ends = np.where(prices > 0, self._row_lower, row_upper)

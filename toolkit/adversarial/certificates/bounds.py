@@ -1,7 +1,7 @@
-"""Bounds of the logits over all inputs of a ball: by intervals, to train with, and by linear relaxations, to certify.
+"""Bounds of the logits over all inputs of a ball: by intervals, for training, and by linear relaxations, to certify.
 
-Every bound holds for the model in evaluation mode. Certificates are computed in float64, whatever the dtype of the
-inputs and the model, and hold up to its rounding; the other bounds, and the loss, are in the dtype of the inputs.
+Every bound holds for the model in evaluation mode. Certificates are computed in float64 for any dtype of the inputs and
+the model, and hold up to its rounding. The other bounds, and the loss, are in the dtype of the inputs.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -38,14 +38,14 @@ __all__ = ["certify_crown", "certify_interval", "crown_bounds", "interval_bounds
 def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
     """Return bounds of the logits for all inputs between `lower` and `upper`, by interval arithmetic.
 
-    An affine layer takes the interval ``m +- r`` to ``W m + b +- |W| r``, an activation that does not fall takes its
-    ends to the ends. Differentiable in the parameters and the inputs.
+    An affine layer maps the interval ``m +- r`` to ``W m + b +- |W| r``, and a nondecreasing activation maps ends to
+    ends. Differentiable in the parameters and the inputs.
 
     Args:
         model: A `torch.nn.Sequential` of affine layers (Linear, Conv1d, Conv2d, BatchNorm1d and 2d, AvgPool2d,
-            AdaptiveAvgPool2d, `Normalize`), activations that do not fall (ReLU, LeakyReLU, ELU, Softplus, Sigmoid,
-            Tanh, MaxPool1d and 2d), Flatten, Unflatten, Identity, dropout and Sequential. Batch normalisation uses its
-            running statistics and dropout does nothing, whatever mode they are in.
+            AdaptiveAvgPool2d, `Normalize`), nondecreasing activations (ReLU, LeakyReLU, ELU, Softplus, Sigmoid, Tanh,
+            MaxPool1d and 2d), Flatten, Unflatten, Identity, dropout and Sequential. Batch normalisation uses its
+            running statistics and dropout is off, in any mode of the model.
         lower: Least inputs, (N, ...), floating point.
         upper: Greatest inputs, (N, ...).
 
@@ -56,7 +56,7 @@ def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Ten
         TypeError: If the model has other layers, or hooks, or the bounds are not floating point.
         ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
 
-    Source:
+    References:
         Gowal et al., "On the effectiveness of interval bound propagation for training verifiably robust models", 2018.
 
     Example:
@@ -82,10 +82,10 @@ def interval_loss(
     """Return an upper bound of the mean worst-case cross entropy in a Linf ball: the loss of certified training.
 
     ``log(1 + sum_{j != y} exp(-m_j))`` with lower bounds ``m_j`` of the margins ``z_y - z_j``. A margin is bounded as
-    one unit of a layer with weights ``w_y - w_j`` on the last hidden interval: tighter than the difference of two
-    bounds. The gradient is the whole gradient of this bound; nothing in it is blocked.
+    one unit of a layer with weights ``w_y - w_j`` on the last hidden interval: this is tighter than the difference of
+    two bounds. The gradient is the whole gradient of this bound, without blocks.
 
-    Training starts well with a small epsilon that grows, and with part of the plain cross entropy.
+    Training should start with a small epsilon that grows, and with a share of the plain cross entropy.
 
     Args:
         model: As in `interval_bounds`, from inputs (N, ...) to logits (N, C).
@@ -104,7 +104,7 @@ def interval_loss(
         ValueError: If shapes do not fit, a label is not a class, `epsilon` is negative or not finite, or `x` lies
             outside of `bounds`.
 
-    Source:
+    References:
         Gowal et al., "On the effectiveness of interval bound propagation for training verifiably robust models", 2018.
 
     Example:
@@ -158,8 +158,8 @@ def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor
     """Return bounds of the logits for all inputs between `lower` and `upper`, by linear relaxation (CROWN).
 
     Each ReLU whose input may have either sign is enclosed by two lines, and the lines are followed back to the inputs,
-    also for the bounds of every hidden layer. What intervals bound more tightly is taken from them, so the result is
-    never looser than that of `interval_bounds`. Differentiable in the parameters.
+    also for the bounds of every hidden layer. The tighter of this bound and the interval bound is taken, so the result
+    is never looser than that of `interval_bounds`. Differentiable in the parameters.
 
     Args:
         model: As in `interval_bounds`, with ReLU as the only activation. Its layers become dense matrices.
@@ -173,7 +173,7 @@ def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor
         TypeError: If the model has other layers, or hooks, or the bounds are not floating point.
         ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
 
-    Source:
+    References:
         Zhang, Weng, Chen, Hsieh and Daniel, "Efficient neural network robustness certification with general activation
         functions", 2018.
 
@@ -204,8 +204,8 @@ def certify_crown(
 ) -> Tensor:
     """Return a lower bound of the worst-case margin, by linear relaxation (CROWN).
 
-    A sample with a positive result is certified; the others are undecided. The linear function that is left at the
-    inputs is minimised on the ball and the box together, exactly, in every norm. Computed in float64.
+    A sample with a positive result is certified; the others are undecided. The resulting linear function of the inputs
+    is minimised exactly on the intersection of ball and box, in every norm. Computed in float64.
 
     Args:
         model: As in `crown_bounds`, from inputs (N, ...) to logits (N, C).
@@ -218,7 +218,7 @@ def certify_crown(
 
     Returns:
         (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``, up to
-        the rounding of float64, and of a model without activations equal to it.
+        the rounding of float64; equal to it for a model without activations.
 
     Raises:
         TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
@@ -226,7 +226,7 @@ def certify_crown(
         ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, `epsilon` is negative or not
             finite, or `x` lies outside of `bounds`.
 
-    Source:
+    References:
         Zhang, Weng, Chen, Hsieh and Daniel, "Efficient neural network robustness certification with general activation
         functions", 2018.
 
@@ -253,7 +253,7 @@ def certify_crown(
 
 
 def margin_layer(weight: Tensor, bias: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights (N, C, M) and biases (N, C) of the margins ``z_y - z_j``; those of the label are 0."""
+    """Return the weights (N, C, M) and biases (N, C) of the margins ``z_y - z_j``; both are 0 for the label."""
     return weight[labels][:, None] - weight, bias[labels][:, None] - bias
 
 
@@ -285,7 +285,8 @@ def _through(layers: list[nn.Module], interval: Interval) -> Interval:
             half = run_affine(layer, (upper - lower) / 2, shift=zero, weight=torch.abs)
             lower, upper = middle - half, middle + half
         else:
-            # A copy for layers that write into their input: it may be the caller's, and both sides may be one tensor.
+            # A copy for layers that write into their input: the input may be the caller's, and both ends may be one
+            # tensor.
             copied = getattr(layer, "inplace", False)
             lower, upper = (layer.forward(side.clone() if copied else side) for side in (lower, upper))
         if is_reshaping(layer) and len(lower) != len(interval.lower):

@@ -1,7 +1,7 @@
-"""Exact worst cases of linear classifiers: what every attack on them is held against.
+"""Exact worst cases of linear classifiers, to check attacks with.
 
-A linear function on a ball cut by a box is maximal at a point that can be written down, so the worst case of each
-margin is exact. How it is found shares no code with the attacks.
+A linear function on the intersection of a ball and a box has its maximum in closed form, so the worst case of each
+margin is exact. The computation shares no code with the attacks.
 
 N samples, D features, C classes.
 """
@@ -35,8 +35,8 @@ def certify_linear(
 ) -> Tensor:
     """Return the smallest margin that any perturbation can reach, exactly.
 
-    ``min_{j != y} min_{x' in ball(x)} z_y(x') - z_j(x')`` with ``z = W x + b``. The two minima change places, and the
-    inner one is that of a linear function: in Linf every coordinate moves to the end of its interval; in L2 the
+    ``min_{j != y} min_{x' in ball(x)} z_y(x') - z_j(x')`` with ``z = W x + b``. The two minima are exchanged, and the
+    inner minimum is that of a linear function: in Linf every coordinate moves to the end of its interval; in L2 the
     displacement is ``clip(t (w_j - w_y))``, with t such that it has length epsilon; in L1 the length is spent on the
     steepest coordinate until it meets the box, then on the next (the fractional knapsack). A classifier is robust at a
     sample exactly if the result is positive. Differentiable in `weight` and `bias`; `x` is data.
@@ -59,7 +59,7 @@ def certify_linear(
         ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, `epsilon` is negative or not
             finite, or `x` lies outside of `bounds`.
 
-    Source:
+    References:
         Linf without a box: Goodfellow, Shlens and Szegedy, "Explaining and harnessing adversarial examples", 2015,
         section 5. With a box: the Karush-Kuhn-Tucker conditions. L1: Dantzig, "Discrete-variable extremum problems",
         1957 (the greedy solution of the knapsack whose items may be cut).
@@ -94,8 +94,8 @@ def robust_loss_linear(
     """Return the mean worst-case cross entropy of a linear classifier of two classes, exactly.
 
     ``E max_{x' in ball(x)} L(x') = E softplus(-margin)`` with the worst-case margin of `certify_linear`, because with
-    two classes the cross entropy falls as the margin grows. Its gradient in `weight` and `bias` is Danskin's. With
-    more classes the maximum of the cross entropy has no closed form; the margins of `certify_linear` are exact still.
+    two classes the cross entropy falls as the margin grows. Its gradient in `weight` and `bias` is Danskin's. With more
+    classes the maximum of the cross entropy has no closed form; the margins of `certify_linear` are still exact.
 
     Args:
         weight: (2, D).
@@ -114,7 +114,7 @@ def robust_loss_linear(
         TypeError: As in `certify_linear`.
         ValueError: If there are not two classes, or as in `certify_linear`.
 
-    Source:
+    References:
         Xu, Caramanis and Mannor, "Robustness and regularization of support vector machines", 2009 (the same exchange
         for the hinge loss); Danskin, "The theory of max-min", 1967.
 
@@ -141,13 +141,13 @@ def distance_linear(
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return how far the nearest input is on which the classifier errs, exactly: what minimal-norm attacks look for.
+    """Return the exact distance to the nearest input on which the classifier errs, the target of minimal-norm attacks.
 
     ``min_{j != y} min |d|`` with ``(w_j - w_y) . d >= z_y(x) - z_j(x)`` and ``x + d`` in the box. Without a box it is
-    ``(z_y - z_j) / |w_j - w_y|_*`` with the dual norm. With a box, what is gained at length t is ``sum_i min(t |u_i|,
+    ``(z_y - z_j) / |w_j - w_y|_*`` with the dual norm. With a box, the gain at length t is ``sum_i min(t |u_i|,
     |u_i| r_i)`` in Linf and, for ``d = clip(t u)``, ``sum_i min(t u_i^2, |u_i| r_i)`` in L2, with ``u = w_j - w_y`` and
-    the room r in the direction of u; both grow in straight pieces and are solved on the right one. In L1 the steepest
-    coordinates go first. At this epsilon the result of `certify_linear` is 0.
+    the room r in the direction of u; both are piecewise linear and are solved on the right piece. In L1 the steepest
+    coordinates go first. With the result as epsilon, `certify_linear` returns 0.
 
     Args:
         weight: (C, D).
@@ -159,14 +159,14 @@ def distance_linear(
         mask: True where an input may change, broadcast to `x`; None: everywhere.
 
     Returns:
-        (N,), float64. Zero where the classifier errs at `x` or is undecided; infinite where it is right on the whole
+        (N,), float64. Zero where the classifier errs at `x` or is undecided; infinite where it is correct on the whole
         box.
 
     Raises:
         TypeError: If `x` is not floating point, `labels` are not integers, or `mask` is not Boolean.
         ValueError: If `norm` is unknown, shapes do not fit, a label is not a class, or `x` lies outside of `bounds`.
 
-    Source:
+    References:
         Without a box: Moosavi-Dezfooli, Fawzi and Frossard, "DeepFool: a simple and accurate method to fool deep
         neural networks", 2016, section 3. With a box: the Karush-Kuhn-Tucker conditions.
 
@@ -200,7 +200,7 @@ def _distance_l2(slope: Tensor, room: Tensor, gain: Tensor) -> Tensor:
 
 
 def _distance_l1(slope: Tensor, room: Tensor, gain: Tensor) -> Tensor:
-    """Spend on the steepest coordinates first: their whole room while the gain is not reached, then a part."""
+    """Return the length spent on the steepest coordinates first: whole rooms until the gain is reached, then a part."""
     slope, order = slope.sort(stable=True, dim=1, descending=True)
     gains = _product(slope, room.gather(1, order))
     before = torch.cat([torch.zeros_like(gains[:, :1]), gains.cumsum(1)[:, :-1]], 1)
@@ -216,7 +216,7 @@ def _product(slope: Tensor, room: Tensor) -> Tensor:
 
 
 def _check_classifier(weight: Tensor, bias: Tensor | None, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weight and bias in float64 and the labels as an index, or say what does not fit."""
+    """Return weight and bias in float64 and the labels as an index; raise ValueError if shapes do not fit."""
     if weight.dim() != 2 or len(weight) < 2:
         raise ValueError(f"`weight` should have shape (C, D), at least two classes. Found {tuple(weight.shape)}.")
     check_inputs("x", x)

@@ -1,6 +1,6 @@
 """Exact verification of small ReLU networks: search, then proofs by cases, then linear programs for the rest.
 
-It shares no code with the attacks, so it can be their witness.
+This module shares no code with the attacks, so that it can be their witness.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -38,12 +38,12 @@ Goal = Literal["verdict", "margin"]
 
 @dataclass(frozen=True)
 class Verification:
-    """What is known of the worst-case margin ``min_{x' in ball(x)} min_{j != y} z_y(x') - z_j(x')`` of each sample.
+    """Bounds of the worst-case margin ``min_{x' in ball(x)} min_{j != y} z_y(x') - z_j(x')`` of each sample.
 
     Attributes:
-        lower: Proved: no input of the ball has a smaller margin, (N,), float64. The rounding of the proof, and of a
-            model that is run in float64, is taken off.
-        upper: Reached: the margin of the model, in float64, at `examples`, (N,), float64.
+        lower: Proved lower bound of the margin on the ball, (N,), float64. It includes the rounding of the proof, and of
+            the model when it is run in float64.
+        upper: Upper bound: the model's margin at `examples`, computed in float64, (N,), float64.
         examples: Inputs of the ball with the smallest margin found, (N, ...), float64.
     """
 
@@ -53,17 +53,17 @@ class Verification:
 
     @property
     def robust(self) -> Tensor:
-        """Where it is proved that every input of the ball is classified as the label, (N,)."""
+        """Samples for which a proof shows that every input of the ball is classified as the label, (N,)."""
         return self.lower > 0
 
     @property
     def broken(self) -> Tensor:
-        """Where `examples` has an input that is not, (N,). One at which two classes are equal counts as broken."""
+        """Samples whose `examples` are misclassified, (N,). A tie between two classes counts as misclassified."""
         return self.upper <= 0
 
     @property
     def unknown(self) -> Tensor:
-        """Where neither is known: a limit was reached, or the margin is within rounding of zero, (N,)."""
+        """Samples that are neither: a limit was reached, or the margin is zero to rounding, (N,)."""
         return ~(self.robust | self.broken)
 
     def __str__(self) -> str:
@@ -84,39 +84,38 @@ def verify_relu(
     tolerance: float = 1e-5,
     time_limit: float | None = None,
 ) -> Verification:
-    """Decide for each sample whether any input of a ball changes the class, exactly; or find its worst-case margin.
+    """Decide exactly for each sample whether any input of a ball changes the class; or find its worst-case margin.
 
-    Three steps, each for what the one before leaves open. A descent on each margin looks for an input that is
-    misclassified. Proofs by cases take a rectifier that may be on or off to be on, then off, and bound each case by
-    linear functions (as `certify_crown` does, with slopes and multipliers that are optimised), thousands of cases at
-    once. What takes too many cases is left, in Linf and L1, to linear programs, one for each case: slower for a case,
-    and with a tighter bound.
+    There are three steps, each for the samples that the previous step leaves open. First, a descent on each margin
+    searches for a misclassified input. Second, proofs by cases assume an undecided rectifier to be on, then off. They
+    bound each case by linear functions (as `certify_crown` does, with optimised slopes and multipliers), thousands of
+    cases at once. Third, samples that need too many cases are solved, in Linf and L1, by linear programs, one for each
+    case: slower, and with a tighter bound.
 
-    What "exact" means: an input that is broken is inside of the ball and was put through the model itself, in float64.
-    Every bound is that of a dual, which holds whatever slopes, multipliers and prices it is computed from: the solver
-    of the programs, HiGHS, is asked for good prices and is not trusted. How far float64 may have rounded a bound, or
-    the model, is bounded too and taken off (some 1e-13 of the logits for a small network). The units of the model do
-    not matter: those of the rectifiers are made to lie between -1 and 1 first. In L2 the last step is missing, so that
-    a sample may be unknown for the number of its cases.
+    "Exact" means: an adversarial input is inside of the ball, and the model itself misclassifies it in float64. Every
+    proved bound is a dual bound, which holds for any slopes, multipliers and prices. So the solver of the programs,
+    HiGHS, proposes prices and is not trusted. The rounding of float64, in the proof and in the model, is bounded and
+    subtracted (about 1e-13 of the logits for a small network). The units of the model do not matter: rectified units
+    are first scaled to lie between -1 and 1. In L2 the third step is missing, so a sample with too many cases may be
+    unknown.
 
-    The model is read, and a float64 copy of it is run; it is never touched itself. Time grows exponentially with the
-    number of rectifiers that may be on or off: about fifty are well possible.
+    A float64 copy of the model is run; the model itself is never changed. Time grows exponentially with the number of
+    undecided rectifiers; about fifty are feasible.
 
     Args:
         model: A `torch.nn.Sequential` of Linear, Conv1d, Conv2d, BatchNorm1d, BatchNorm2d, AvgPool2d,
             AdaptiveAvgPool2d, `Normalize`, ReLU, Flatten, Unflatten, Identity, dropout and Sequential, from inputs (N,
-            ...) to logits (N, C); in evaluation mode, whatever mode it is in. Its layers become dense matrices.
+            ...) to logits (N, C); run in evaluation mode, in any mode of the model. Its layers become dense matrices.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,), integers of any width.
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: True where an input may change, broadcast to `x`; None: everywhere.
-        goal: ``"verdict"`` stops at a sample once the sign of its worst margin is known; ``"margin"`` goes on until
-            `lower` and `upper` are within about `tolerance`.
-        tolerance: For ``goal="margin"``, in the units of the logits.
-        time_limit: Seconds for the programs of one margin; a sample for which it is not enough is unknown. None for no
-            limit.
+        goal: ``"verdict"`` stops at a sample once the sign of its worst margin is known; ``"margin"`` continues until
+            `lower` and `upper` differ by about `tolerance`.
+        tolerance: The difference at which ``goal="margin"`` stops, in the units of the logits.
+        time_limit: Seconds for the programs of one margin; samples that need more are unknown. None: no limit.
 
     Raises:
         TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
@@ -124,7 +123,7 @@ def verify_relu(
         ValueError: If `norm` or `goal` is unknown, shapes do not fit, a label is not a class, `epsilon` is negative or
             not finite, `tolerance` or `time_limit` is not positive, or `x` lies outside of `bounds`.
 
-    Source:
+    References:
         Wang et al., "Beta-CROWN: efficient bound propagation with per-neuron split constraints for neural network
         robustness verification", 2021 (the cases); Ehlers, "Formal verification of piece-wise linear feed-forward
         neural networks", 2017 (the programs); Neumaier and Shcherbina, "Safe bounds in linear and mixed-integer linear
@@ -152,7 +151,7 @@ def verify_relu(
             for row in search.undecided():
                 search.solve(row)
         examples = ball.inward(search.examples).reshape(x.shape)
-        # The judge gets a copy: its first layer may write into its input.
+        # The final check gets a copy: the first layer may write into its input.
         logits = judge(examples.clone()) if len(x) else search.upper.new_empty(0, 2)
         margins = logits.gather(1, labels[:, None]) - logits
         upper = margins.scatter(1, labels[:, None], torch.inf).amin(1)
@@ -160,12 +159,12 @@ def verify_relu(
 
 
 class _Search:
-    """What is known so far of every sample and every other class, and the steps that find out more.
+    """The bounds so far for every sample and every other class, and the steps that improve them.
 
     Attributes:
-        lower: Proved, (N, C); infinite at the label.
-        upper: Reached, (N,).
-        examples: Where, (N, D).
+        lower: Proved lower bounds, (N, C); infinite at the label.
+        upper: The smallest margin found, (N,).
+        examples: The inputs with these margins, (N, D).
     """
 
     def __init__(
@@ -191,25 +190,25 @@ class _Search:
         self._descend(points)
 
     def undecided(self) -> list[int]:
-        """Return the samples of which more has to be found out."""
+        """Return the samples that are still undecided."""
         return self._is_open().any(1).nonzero()[:, 0].tolist()
 
     def _is_open(self) -> Tensor:
-        """Say which margins, (N, C), could still change the result."""
+        """Return which margins, (N, C), could still change the result."""
         return (self.lower <= self._enough()[:, None]) & self._worthwhile()[:, None]
 
     def _enough(self) -> Tensor:
-        """Return what a margin has to be proved to be above, (N,)."""
+        """Return the lower bound that a proof has to reach, (N,)."""
         return torch.zeros_like(self.upper) if self.goal == "verdict" else self.upper - self.tolerance
 
     def _worthwhile(self) -> Tensor:
-        """Say of which samples a proof would still be news, (N,)."""
+        """Return the samples for which a proof would still improve the result, (N,)."""
         return (self.upper > 0) | (self.goal == "margin")
 
     def _descend(self, points: Tensor) -> None:
-        """Lower every margin that is open from where the relaxed one is least, by steps towards the best vertex.
+        """Lower every open margin, starting at the relaxed minimiser, by steps towards the best vertex.
 
-        Steps are those of Frank and Wolfe: they stay inside of ball and box whatever the norm.
+        These Frank-Wolfe steps stay inside of ball and box in every norm.
         """
         samples, classes = self._is_open().nonzero(as_tuple=True)
         everywhere = torch.arange(len(self.labels))
@@ -235,7 +234,7 @@ class _Search:
                 samples, point, weight, ball = samples[left], point[left], weight[left], ball.rows(left)
 
     def branch(self) -> None:
-        """Prove margins by cases, all margins together; those that take too many are left to the programs."""
+        """Prove margins by cases, all margins together; margins that need too many cases are left to the programs."""
         if not self.chain:
             return
         samples, classes = self._is_open().nonzero(as_tuple=True)
@@ -249,11 +248,12 @@ class _Search:
         )
         proved, given_up = torch.full_like(open_cases.constant, torch.inf), torch.zeros_like(index, dtype=torch.bool)
         n_cases, steps = torch.zeros_like(index), _FIRST_STEPS
-        # The last digits of a margin are found sooner by a program.
+        # A program finds the last digits of a margin faster.
         limit = _CASES if self.goal == "verdict" else _CASES // 8
 
         def close(cases: Cases) -> None:
-            # Not a case is lost: each ends here with its bound, or as two halves that have it until they have a better.
+            # No case is lost: each ends here with its bound, or splits in two that keep this bound until they improve
+            # it.
             proved.scatter_reduce_(0, cases.margin, cases.bound, "amin")
 
         while len(open_cases.margin):
@@ -279,7 +279,7 @@ class _Search:
         self.lower[samples, classes] = torch.maximum(self.lower[samples, classes], proved)
 
     def _try(self, samples: Tensor, points: Tensor) -> None:
-        """Keep those points that have a smaller margin than any before."""
+        """Keep the points with a smaller margin than before."""
         hidden = points
         for layer in self.chain:
             hidden = (hidden @ layer.weight.T + layer.bias).clamp(min=0)
@@ -291,7 +291,7 @@ class _Search:
         self.examples[samples[better]] = points[better]
 
     def solve(self, row: int) -> None:
-        """Decide one sample by linear programs for each other class that is open, the most vulnerable first."""
+        """Decide one sample by linear programs for each open class, the most vulnerable first."""
         ball = self.ball.rows(torch.tensor([row]))
         program = Program(self.chain, ball, [Interval(low[row], high[row]) for low, high in self.hidden])
 
@@ -310,9 +310,9 @@ class _Search:
 
 
 def _of_order_one(chain: list[Affine], hidden: list[Interval]) -> tuple[list[Affine], list[Interval]]:
-    """Return the same function, whose rectified units lie between -1 and 1: divided by powers of two, so exactly.
+    """Return the same function with rectified units between -1 and 1. The factors are powers of two, so it is exact.
 
-    What a solver, or a step of a fixed size, takes for little should not depend on the units of the model.
+    The tolerances of a solver, and steps of a fixed size, should not depend on the units of the model.
     """
     if not len(hidden) or not len(hidden[0].lower):
         return chain, hidden
@@ -338,7 +338,7 @@ def _rounding_of_margins(chain: list[Affine], hidden: list[Interval], ball: Ball
 
 
 _DESCENT = 24
-# Steps on a margin's first bound, and on each case after it, which begins where the one before ended.
-# Where every rectifier is decided the multipliers are all that is left.
+# Steps on a margin's first bound, and on each later case, which starts from the result of the previous one.
+# If every rectifier is decided, only the multipliers are left to optimise.
 _FIRST_STEPS, _STEPS, _LAST_STEPS = 16, 8, 200
 _BATCH, _CASES = 512, 4000

@@ -1,4 +1,4 @@
-"""Randomised smoothing: a radius in L2 that holds for any classifier, with a stated confidence.
+"""Randomised smoothing: a certified L2 radius for any classifier, with a stated confidence.
 
 N samples, each of shape (...), C classes.
 """
@@ -24,13 +24,13 @@ ABSTAIN = -1
 
 
 class SmoothedCertificate(NamedTuple):
-    """What the smoothed classifier predicts, and how far around a sample it provably keeps to it.
+    """Predictions of the smoothed classifier, and the radius within which each prediction provably holds.
 
     Attributes:
-        predictions: (N,), int64; -1 where nothing is certified.
-        radius: In L2, (N,), float64; 0 where nothing is certified.
+        predictions: (N,), int64; -1 for samples without a certificate.
+        radius: In L2, (N,), float64; 0 for samples without a certificate.
         probability: Lower confidence bound of the probability of the prediction under noise, (N,), float64; also where
-            it is too small to certify anything.
+            it is too small for a certificate.
     """
 
     predictions: Tensor
@@ -56,31 +56,31 @@ def certify_smoothing(
     with parameters k and samples - k + 1. Where ``p > 1/2`` no displacement shorter than ``sigma * Phi^-1(p)`` changes
     the prediction of g; elsewhere it abstains.
 
-    The certificate is one of g, not of the model, and not of what a finite vote predicts. For each sample it is wrong
-    with a probability of at most ``1 - confidence``; for all of N samples to be right at once, divide that by N. It
-    can say no more than ``sigma * Phi^-1((1 - confidence) ** (1 / samples))``, which is what unanimous draws give.
+    The certificate holds for g, not for the model, and not for the prediction of a finite vote. For each sample it is
+    wrong with a probability of at most ``1 - confidence``; for a joint statement about N samples, divide this
+    probability by N. The largest possible radius is ``sigma * Phi^-1((1 - confidence) ** (1 / samples))``, from
+    unanimous draws.
 
-    Memory depends on `batch_size` and not on `samples`. The model is left as it was: modes, buffers, gradients and the
-    global random state.
+    Memory depends on `batch_size` and not on `samples`. The model's modes, buffers and gradients and the global random
+    state do not change.
 
     Args:
-        model: Inputs (B, ...) to logits (B, C). Run in evaluation mode, on noisy inputs in the dtype of `x`, which go
-            out of its range: the noise is not clipped.
+        model: Inputs (B, ...) to logits (B, C). Run in evaluation mode, on noisy inputs in the dtype of `x`. The noise
+            is not clipped, so inputs leave their usual range.
         x: Inputs, (N, ...), floating point.
         sigma: Standard deviation of the noise.
         samples: Draws that estimate the probability, for each sample.
         samples_selection: Draws that choose the class.
         confidence: Probability with which the radius of one sample holds, between 0 and 1.
-        generator: For the noise. Draws go from sample to sample, so their results depend on the order.
-        batch_size: Noisy inputs that are put through the model at once.
+        generator: Source of the noise. Samples draw one after the other, so results depend on their order.
+        batch_size: Number of noisy inputs in one call of the model.
 
     Raises:
         TypeError: If `x` is not a floating-point tensor.
         ValueError: If `sigma`, `samples`, `samples_selection` or `batch_size` is not positive, `confidence` is not
-            between 0 and 1, `x` is not a batch of samples, or the model does not return logits (B, C), or returns any
-            that is not a number.
+            between 0 and 1, `x` is not a batch of samples, or the model does not return logits (B, C), or returns NaN.
 
-    Source:
+    References:
         Cohen, Rosenfeld and Kolter, "Certified adversarial robustness via randomized smoothing", 2019, theorem 1 and
         the algorithm "Certify". Clopper and Pearson, "The use of confidence or fiducial limits illustrated in the case
         of the binomial", 1934.
@@ -124,7 +124,7 @@ def _votes(
     generator: torch.Generator,
     batch_size: int,
 ) -> Tensor:
-    """Return how often the model predicts each class at ``row + sigma * noise``, (C,)."""
+    """Return the number of predictions of each class at ``row + sigma * noise``, (C,)."""
     votes: Tensor | None = None
     for size in _batches(samples, batch_size):
         # Drawn on the generator's device, so that a seed means the same on every device.
