@@ -1108,7 +1108,7 @@ def test_warm_start_with_another_type_is_refused():
 def test_missing_values_name_the_parameter_that_fits_them():
     x = clusters()
     x[3, 1] = np.nan
-    with pytest.raises(ValueError, match="`missing=True` fits what was seen"):
+    with pytest.raises(ValueError, match="`missing=True` fits the observed values"):
         GaussianMixture(2).fit(x)
 
 

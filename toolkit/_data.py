@@ -1,4 +1,4 @@
-"""Reads what users of an estimator hand in, and gives answers back in the same form: array or tensor, type, device.
+"""Readers of the inputs of estimators, and writers of results in the same form: array or tensor, dtype, device.
 
 N samples, D features.
 """
@@ -28,7 +28,7 @@ Array: TypeAlias = npt.NDArray[np.float64] | npt.NDArray[np.float32] | npt.NDArr
 # Samples (B, D) and their weights (B,), or None if all are 1.
 Chunk: TypeAlias = tuple[Tensor, Tensor | None]
 
-# Gives all samples anew, chunk by chunk, each time it is called.
+# Returns all samples, chunk by chunk, at each call.
 Rows: TypeAlias = Callable[[int], Iterator[Chunk]]
 
 # Bytes of a memory-mapped array that are read at once.
@@ -39,10 +39,10 @@ RandomState: TypeAlias = int | np.random.RandomState | torch.Generator | None
 
 @dataclass(frozen=True)
 class Form:
-    """In what form an answer is given.
+    """The form of results.
 
     Attributes:
-        numpy: Whether as an array, not as a tensor.
+        numpy: Whether results are arrays instead of tensors.
         dtype: Its floating-point type: float32 or float64.
         device: Its device.
     """
@@ -61,28 +61,28 @@ class Form:
         )
 
     def give(self, values: Tensor) -> Array:
-        """Return values in this form; integers and truth values keep their type."""
+        """Return values in this form; integers and booleans keep their dtype."""
         if values.is_floating_point():
             values = values.to(self.dtype)
         values = values.to(self.device)
-        # A copy of its own: what a user does to one attribute must not reach another.
+        # A separate copy: a change of one attribute must not reach another.
         values = values.clone(memory_format=torch.contiguous_format)
         return values.numpy() if self.numpy else values
 
 
 def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, least: int = 1) -> tuple[Tensor, Form]:
-    """Return samples as a tensor of float32 or float64, without a copy where possible, and the form they came in.
+    """Return samples as a tensor of float32 or float64, without a copy where possible, and their form.
 
     Args:
-        estimator: Learns the number and the names of the features, or is asked for them.
-        x: (N, D): a tensor, an array, or what scikit-learn reads as one.
+        estimator: Stores the number and the names of the features, or provides them.
+        x: (N, D): a tensor, an array, or any array-like of scikit-learn.
         reset: Whether to learn the features.
         missing: Whether NaN is allowed.
         least: The fewest samples.
 
     Raises:
         TypeError: If `x` is sparse or complex.
-        ValueError: If it has another shape, or other features, or is not finite.
+        ValueError: If `x` has a wrong shape or other features, or is not finite.
     """
     from sklearn.utils.validation import validate_data
 
@@ -96,7 +96,7 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
         except ValueError as error:
             if "contains NaN" not in str(error):
                 raise
-            raise ValueError("Input X contains NaN. `missing=True` fits what was seen of each sample.") from None
+            raise ValueError("Input X contains NaN. `missing=True` fits the observed values of each sample.") from None
         return from_numpy(array), Form.of(array)
     if x.layout is not torch.strided or x.is_complex():
         raise TypeError(f"`X` should be a dense tensor of real numbers. Found {x.layout}, {x.dtype}.")
@@ -114,7 +114,7 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
 
 
 def from_numpy(array: npt.NDArray[np.floating]) -> Tensor:
-    """Return a tensor on the memory of an array, also of one that is read-only: nothing here writes to its input."""
+    """Return a tensor on the memory of an array, which may be read-only: callers do not write to it."""
     if not array.dtype.isnative:
         array = array.astype(array.dtype.newbyteorder("="))
     if any(stride < 0 for stride in array.strides):
@@ -126,11 +126,11 @@ def from_numpy(array: npt.NDArray[np.floating]) -> Tensor:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Samples that are read again for each step, and never held at once.
+    """Samples that are read again for each step, and are never in memory together.
 
     Attributes:
-        again: Gives the chunks (B, D) with their weights (B,) or None, checked, anew each time it is called.
-        form: The form of the first chunk; the others are brought to its type and device.
+        again: Returns the checked chunks (B, D) with their weights (B,) or None, at each call.
+        form: The form of the first chunk; the others are converted to its dtype and device.
         n_samples: N.
     """
 
@@ -139,7 +139,7 @@ class Chunks:
     n_samples: int
 
     def rows(self, length: int) -> Iterator[Chunk]:
-        """Yield the chunks, cut to at most this length."""
+        """Yield the chunks, cut to a largest length."""
         for x, weights in self.again():
             yield from rows_of(x, weights)(length)
 
@@ -148,7 +148,7 @@ class Chunks:
         kept: list[tuple[Tensor, Tensor, Tensor]] = []
         for x, weights in self.again():
             w = x.new_ones(len(x), dtype=torch.float64) if weights is None else weights
-            # Where all are taken nothing is drawn: the start is then that of the same samples in one piece.
+            # If all samples are taken there is no draw: the start is then that of the same samples in one piece.
             keys = torch.zeros_like(w) if self.n_samples <= count else _keys(w, generator)
             kept.append((keys, x.clone(), w.clone()))  # a source may fill the same memory again
             if sum(len(keys) for keys, _, _ in kept) > 2 * count:
@@ -163,7 +163,8 @@ def choose(
 ) -> tuple[Tensor, Tensor | None]:
     """Return at most `count` samples, drawn without replacement by weight, in their order, and their weights.
 
-    If there are no more, all are returned with their weights; else the draw has used these.
+    If there are at most `count` samples, all are returned with their weights; otherwise the draw has used up the
+    weights.
 
     References:
         Efraimidis & Spirakis, "Weighted random sampling with a reservoir", 2006, algorithm A.
@@ -175,14 +176,14 @@ def choose(
 
 
 def _keys(weights: Tensor, generator: torch.Generator) -> Tensor:
-    """Return exponential draws whose rates are the weights: the smallest are those of a draw by weight."""
+    """Return exponential draws whose rates are the weights; the smallest ones select a sample by weight."""
     draws = torch.rand(len(weights), generator=generator, device=generator.device, dtype=torch.float64)
     return -draws.to(weights.device).log() / weights
 
 
 def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor, Tensor]:
     keys, samples, weights = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    # In their order, so that nothing depends on how they were cut into chunks.
+    # In their order, so that the result does not depend on the sizes of the chunks.
     order = keys.argsort(stable=True)[:count].sort().values
     return keys[order], samples[order], weights[order]
 
@@ -190,19 +191,19 @@ def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], count: int) -> tuple[Te
 def read_chunks(
     estimator: BaseEstimator, source: object, sample_weight: object = None, *, reset: bool, missing: bool
 ) -> Chunks:
-    """Return samples that come in chunks, after one pass that has looked at all of them.
+    """Return samples in chunks, after one pass that checks all of them.
 
     Args:
         estimator: As in `read`.
-        source: What `is_chunked` says yes to. A chunk is a matrix, or a pair or list of a matrix and its weights, such
-            as a data loader's batch.
-        sample_weight: (N,) for all chunks, if they bring none.
+        source: A source for which `is_chunked` is true. A chunk is a matrix, or a pair or list of a matrix and its
+            weights, such as a data loader's batch.
+        sample_weight: (N,) for all chunks, if they have no weights.
         reset: As in `read`, by the first chunk.
         missing: Whether NaN is allowed.
 
     Raises:
         TypeError: If the source can be read only once.
-        ValueError: If there is no sample, or as `read`, for each chunk.
+        ValueError: If there is no sample; and as for `read`, for each chunk.
     """
     if hasattr(source, "__next__"):
         raise TypeError(
@@ -245,7 +246,7 @@ def read_chunks(
 
 
 def _pieces_of_file(array: np.memmap[Any, Any]) -> Iterator[object]:
-    """Yield copies of parts of a file, and give its pages back, which would otherwise fill the memory."""
+    """Yield copies of parts of a file, and release its pages, which would otherwise fill the memory."""
     step = max(1, _PIECE_BYTES // max(1, array[:1].nbytes))
     for first in range(0, len(array), step):
         yield np.array(array[first : first + step])
@@ -261,7 +262,7 @@ def _is_pair(chunk: object) -> bool:
 
 
 def read_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> tuple[Iterable[Tensor], Form]:
-    """Return samples for a fitted estimator, in the parts they come in, and their form."""
+    """Return samples for a fitted estimator, in their parts, and their form."""
     if is_chunked(x):
         chunks = read_chunks(estimator, x, reset=False, missing=missing)
         return (part for part, _ in chunks.again()), chunks.form
@@ -270,7 +271,7 @@ def read_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> tuple[I
 
 
 def weights_of_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> Tensor | None:
-    """Return the weights (N,) that chunks bring with them, or None if the samples bring none."""
+    """Return the weights (N,) in the chunks, or None if the chunks have no weights."""
     if not is_chunked(x):
         return None
     parts = [(w, len(part)) for part, w in read_chunks(estimator, x, reset=False, missing=missing).again()]
@@ -280,7 +281,7 @@ def weights_of_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> T
 
 
 def is_chunked(x: object) -> bool:
-    """Say whether samples come in chunks: a function, a list of matrices, or what can only be iterated."""
+    """Return whether samples come in chunks: from a function, a list of matrices, or another iterable."""
     if isinstance(x, Tensor):
         return False
     if isinstance(x, list | tuple):
@@ -297,11 +298,11 @@ def read_weights(sample_weight: object, n_samples: int | None, like: Tensor, *, 
     Args:
         sample_weight: (N,), one number for all, or None.
         n_samples: N, or None if it is not known yet.
-        like: On which device.
-        total: Whether these are all weights, one of which must not be 0.
+        like: A tensor on the device of the result.
+        total: Whether these are all weights, so that at least one must be positive.
 
     Raises:
-        ValueError: If there are not N, one is negative or not finite, or all are 0.
+        ValueError: If the number of weights is not N, a weight is negative or not finite, or all are 0.
     """
     if sample_weight is None:
         return None
@@ -332,11 +333,11 @@ def read_weights(sample_weight: object, n_samples: int | None, like: Tensor, *, 
 def generator_of(random_state: RandomState, device: torch.device | None = None) -> torch.Generator:
     """Return the generator of a `random_state`.
 
-    An integer seeds a new one; so does a number drawn from a RandomState, which is NumPy's global one for None: as
-    elsewhere in scikit-learn, ``numpy.random.seed`` then decides, and each call draws anew. A torch generator is used
-    as it is. Torch's global generator is never touched.
+    An integer seeds a new generator. From a RandomState, a drawn number seeds the new generator; None means NumPy's
+    global RandomState: as elsewhere in scikit-learn, ``numpy.random.seed`` then decides, and each call draws again. A
+    torch generator is used directly. Torch's global generator is never touched.
 
-    Whatever the `device` of the samples, a new generator draws on the CPU: a seed gives the same start everywhere.
+    A new generator draws on the CPU for any `device` of the samples, so that a seed gives the same start everywhere.
 
     Raises:
         ValueError: If `random_state` is anything else, or a negative integer.
@@ -358,7 +359,7 @@ def generator_of(random_state: RandomState, device: torch.device | None = None) 
 
 
 def rows_of(x: Tensor, sample_weight: Tensor | None) -> Rows:
-    """Return what cuts a tensor (N, D), and its weights (N,), into chunks."""
+    """Return a function that cuts a tensor (N, D), and its weights (N,), into chunks."""
 
     def rows(length: int) -> Iterator[Chunk]:
         pieces = max(1, math.ceil(len(x) / length))
@@ -390,9 +391,9 @@ def parts_of(piece: Any) -> tuple[Any, Any]:
 
 
 def give_back_pages(array: np.memmap[Any, Any]) -> None:
-    """Tell the system that what was read of a file need not stay in memory.
+    """Tell the system that the pages of a file need not stay in memory.
 
-    Not of a private mapping: it would lose what was written to it.
+    A private mapping is left alone, because it would lose its changes.
     """
     mapping = getattr(array, "_mmap", None)
     if mapping is not None and getattr(array, "mode", "c") != "c" and hasattr(mmap, "MADV_DONTNEED"):

@@ -1,4 +1,4 @@
-"""Data sets: bundled real ones, synthetic ones whose truth is known exactly, and a user's own files.
+"""Data sets: bundled real data, synthetic data of known distribution, and a user's own files.
 
 N samples, D features.
 """
@@ -36,7 +36,7 @@ __all__ = [
     "wine",
 ]
 
-# The third byte of an IDX file says what its numbers are, the highest byte of each first.
+# The third byte of an IDX file is the dtype of its numbers, which are big-endian.
 _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 
@@ -45,10 +45,10 @@ class Dataset:
     """Inputs and labels of one data set.
 
     Attributes:
-        inputs: (N, D), floating point; as the file has them, where they come from a user's file.
-        labels: (N,), int64; which class or component each sample comes from.
-        name: What to call it in a table.
-        classes: The names of the classes, by label; empty where the source has none.
+        inputs: (N, D), floating point; in the file's dtype for a user's file.
+        labels: (N,), int64; the class or component of each sample.
+        name: Name in tables.
+        classes: The names of the classes, by label; empty if the source has no names.
     """
 
     inputs: Tensor
@@ -76,8 +76,8 @@ def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
 def bars_and_stripes(side: int, *, dtype: torch.dtype = torch.float64) -> Dataset:
     """Return every distinct image of `side` x `side` whose rows are constant, or whose columns are.
 
-    There are ``2 * 2**side - 2`` (the empty and the full image are both), so the best log-likelihood of a model of
-    them is ``-log(2 * 2**side - 2)`` nats per image (MacKay 2003, section 43.2).
+    There are ``2 * 2**side - 2`` images, because the empty and the full image are of both kinds. So the best
+    log-likelihood of a model of these images is ``-log(2 * 2**side - 2)`` nats per image (MacKay 2003, section 43.2).
 
     Returns:
         Inputs (2^(side+1) - 2, side^2) of zeros and ones; label 0 for rows and 1 for columns.
@@ -101,7 +101,7 @@ def two_gaussians(
     generator: torch.Generator,
     dtype: torch.dtype = torch.float64,
 ) -> Dataset:
-    """Draw from two equally likely unit Gaussians whose means lie `separation` apart on the first axis.
+    """Draw from two equally likely unit Gaussians with means `separation` apart on the first axis.
 
     Raises:
         ValueError: If `n_samples` or `n_features` is not positive.
@@ -117,9 +117,9 @@ def two_gaussians(
 def idx(path: str | Path) -> Tensor:
     """Return the array of an IDX file, the format of MNIST.
 
-    Numbers are of the type that the file has. Where they are bytes and the file is not compressed they stay on the
-    disk: the file is mapped into memory, privately, so that a change in place changes no file and only what is read
-    takes memory. A file that is named ``*.gz`` is unpacked into memory.
+    Numbers keep the dtype of the file. Uncompressed bytes stay on the disk: the file is mapped into memory, privately,
+    so that an in-place change does not reach the file, and only the parts that are read take memory. A file named
+    ``*.gz`` is decompressed into memory.
 
     Args:
         path: The file.
@@ -128,8 +128,8 @@ def idx(path: str | Path) -> Tensor:
         A tensor with the dimensions of the file: (N, 28, 28) uint8 for the images of MNIST, (N,) for its labels.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is no IDX file, is cut off, or has bytes left over.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file is not an IDX file, is truncated, or has extra bytes.
 
     References:
         LeCun, Cortes & Burges, "The MNIST database of handwritten digits", 1998, section "File formats".
@@ -164,26 +164,26 @@ def idx(path: str | Path) -> Tensor:
             f"{len(content)}: it {wrong}."
         )
     numbers = np.frombuffer(content, dtype, offset=first) if packed else content[first:].view(dtype)
-    # Bytes have no order, so that this copies nothing where there is nothing to turn round.
+    # Single bytes have no byte order, so this copies only if bytes are swapped.
     return torch.from_numpy(numbers.astype(dtype.newbyteorder("="), copy=False).reshape(shape))
 
 
 def mnist(directory: str | Path, *, train: bool = True) -> Dataset:
-    """Return images and labels from the four IDX files of MNIST, or of data in its form such as Fashion-MNIST.
+    """Return images and labels from the four IDX files of MNIST, or of data in its format such as Fashion-MNIST.
 
     Args:
-        directory: Where the files are, by the names they were published under: ``train-images-idx3-ubyte`` and so on.
-            They may end in ``.gz``, and have a dot before ``idx``.
+        directory: The folder of the files, with their published names ``train-images-idx3-ubyte`` and so on. Names may
+            end in ``.gz``, and have a dot before ``idx``.
         train: Whether to read the training set rather than the test set (``t10k-...``).
 
     Returns:
-        Inputs (N, D) as the file has them, for MNIST uint8 from 0 to 255, mapped into memory as in `idx`; labels (N,),
+        Inputs (N, D) in the file's dtype, for MNIST uint8 from 0 to 255, mapped into memory as in `idx`; labels (N,),
         int64.
 
     Raises:
         FileNotFoundError: If a file is missing.
-        ValueError: As `idx`, or if there are no images, they have no dimensions beside their number, or there are not
-            as many labels as images.
+        ValueError: As for `idx`; also if there are no images, images have no dimensions, or the numbers of labels and
+            images differ.
     """
     images_file, labels_file = mnist_files(directory, train=train)
     images, labels = idx(images_file), idx(labels_file)
@@ -197,10 +197,10 @@ def mnist(directory: str | Path, *, train: bool = True) -> Dataset:
 
 
 def mnist_files(directory: str | Path, *, train: bool = True) -> tuple[Path, Path]:
-    """Return the files that `mnist` would read: the images and the labels.
+    """Return the files that `mnist` reads: the images and the labels.
 
     Raises:
-        FileNotFoundError: If one of them is missing.
+        FileNotFoundError: If one of the two is missing.
     """
     part, found = "train" if train else "t10k", []
     for kind in ("images-idx3", "labels-idx1"):
@@ -215,30 +215,31 @@ def mnist_files(directory: str | Path, *, train: bool = True) -> tuple[Path, Pat
 
 
 def cifar10(path: str | Path, *, train: bool = True) -> Dataset:
-    """Return images and labels of CIFAR-10 in its binary form.
+    """Return images and labels of CIFAR-10 in its binary format.
 
-    One file that is not compressed stays on the disk, mapped into memory as in `idx`. The five files of the training
-    set are joined in memory, which takes the room of their images, 154 MB, and that of one file beside it.
+    A single uncompressed file stays on the disk, mapped into memory as in `idx`. The five files of the training set are
+    joined in memory, which needs 154 MB for the images, and the size of one more file.
 
     Args:
-        path: The archive as it was published, ``cifar-10-binary.tar.gz``, which is read without being unpacked to the
-            disk; or the folder with its files, ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``,
-            or the folder around that; or a single file, which is then read whatever `train` says. Files may end in
-            ``.gz``. All are of one folder, of the outer one if they are in both.
+        path: The published archive ``cifar-10-binary.tar.gz``, which is read without unpacking it to the disk; or the
+            folder with its files, ``data_batch_1.bin`` to ``data_batch_5.bin`` and ``test_batch.bin``, or its parent
+            folder; or a single file, for any value of `train`. Names may end in ``.gz``. All files come from one
+            folder; if both folders have them, from the parent.
         train: Whether to read the training set rather than the test set.
 
     Returns:
         Inputs (N, 3072), uint8 from 0 to 255: ``inputs.reshape(-1, 3, 32, 32)`` are images of red, green and blue
-        planes, and copies nothing. Labels (N,), int64, from 0 to 9. Classes as in ``batches.meta.txt``, if it is there.
+        planes, without a copy. Labels (N,), int64, from 0 to 9. Classes as in ``batches.meta.txt``, if this file
+        exists.
 
     Raises:
-        FileNotFoundError: If there is nothing at `path`, or a file of the set is missing.
-        ValueError: If a file has no whole number of images, has none, has a label above 9, is a broken archive, or
-            names another number of classes.
+        FileNotFoundError: If `path` does not exist, or a file of the set is missing.
+        ValueError: If a file has a fractional number of images, no images, or a label above 9, is a broken archive, or
+            names a wrong number of classes.
 
     References:
-        Krizhevsky, "Learning multiple layers of features from tiny images", 2009; the layout of the files is that of
-        the "binary version" on the page they are published on.
+        Krizhevsky, "Learning multiple layers of features from tiny images", 2009; the layout of the files is the
+        "binary version" of the page that publishes them.
 
     Example:
         >>> import tempfile
@@ -253,7 +254,7 @@ def cifar10(path: str | Path, *, train: bool = True) -> Dataset:
 
 
 def cifar100(path: str | Path, *, train: bool = True, coarse: bool = False) -> Dataset:
-    """Return images and labels of CIFAR-100 in its binary form.
+    """Return images and labels of CIFAR-100 in its binary format.
 
     Args:
         path: As in `cifar10`: ``cifar-100-binary.tar.gz``, the folder with ``train.bin`` and ``test.bin``, or one file.
@@ -261,11 +262,11 @@ def cifar100(path: str | Path, *, train: bool = True, coarse: bool = False) -> D
         coarse: Whether the labels are the 20 groups of classes rather than the 100 classes.
 
     Returns:
-        As `cifar10`. Classes as in ``fine_label_names.txt`` or ``coarse_label_names.txt``, if it is there.
+        As `cifar10`. Classes as in ``fine_label_names.txt`` or ``coarse_label_names.txt``, if this file exists.
 
     Raises:
         FileNotFoundError: As in `cifar10`.
-        ValueError: As in `cifar10`; labels go to 19 and to 99.
+        ValueError: As in `cifar10`; the largest labels are 19 (coarse) and 99.
     """
     labels = {"coarse_label_names.txt": 20, "fine_label_names.txt": 100}
     name = "CIFAR-100, coarse" if coarse else "CIFAR-100"
@@ -276,12 +277,12 @@ def cifar100(path: str | Path, *, train: bool = True, coarse: bool = False) -> D
 
 @dataclass(frozen=True)
 class _Cifar:
-    """The form of one of the two data sets.
+    """The format of one of the two data sets.
 
     Attributes:
-        name: What it is called.
-        folder: What its files lie in, as published.
-        labels: For every byte before the pixels of an image: the file that names its classes, and their number.
+        name: Its name.
+        folder: The published folder of its files.
+        labels: For each label byte before the pixels of an image: the file with the class names, and their number.
     """
 
     name: str
@@ -295,7 +296,7 @@ class _Cifar:
 
 
 def _cifar(form: _Cifar, path: Path, names: list[str], label: int) -> Dataset:
-    """Return the images of these files in their order, and the label at this place before them."""
+    """Return the images of the files in order, and the labels at one place before the pixels."""
     classes_file, n_classes = list(form.labels.items())[label]
     found: dict[str, tuple[str, Any]] = {}
     if not path.exists():
@@ -319,7 +320,7 @@ def _cifar(form: _Cifar, path: Path, names: list[str], label: int) -> Dataset:
     total, first = sum(len(rows) for _, rows in parts), len(form.labels)
     inputs = torch.empty(total, form.row - first, dtype=torch.uint8) if len(parts) > 1 else parts[0][1][:, first:]
     labels, start = torch.empty(total, dtype=torch.int64), 0
-    while parts:  # each is let go of when it has been copied
+    while parts:  # each file is released after it is copied
         where, rows = parts.pop(0)
         end = start + len(rows)
         _check_labels(where, rows, form)
@@ -331,31 +332,31 @@ def _cifar(form: _Cifar, path: Path, names: list[str], label: int) -> Dataset:
 
 
 def _in_folder(path: Path, form: _Cifar, names: list[str], classes_file: str) -> dict[str, Path]:
-    """Return the files of one folder, this one or the one in it: those of two may be of different data.
+    """Return the files of one folder, this folder or its subfolder; files of two folders may be of different data.
 
-    It is the first that has them all, or else the first that has any.
+    The result comes from the first folder with all files, or else the first with any.
     """
     found = []
     for folder in (path, path / form.folder):
         files = [(name, folder / f"{name}{packed}") for name in (*names, classes_file) for packed in (".gz", "")]
         found.append({name: file for name, file in files if file.is_file()})
-    # Of files that lie there both packed and not, the latter are mapped.
+    # If a file exists both compressed and uncompressed, the uncompressed one is mapped.
     return max(found, key=lambda files: (files.keys() >= set(names), any(name in files for name in names)))
 
 
 def _in_archive(path: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the files of these names wherever they lie in the archive, in one pass over it."""
+    """Yield the files with these names, from any folder of the archive, in one pass over it."""
     try:
         with tarfile.open(path) as archive:
             for member in archive:
                 name = PurePosixPath(member.name).name
                 if name in names and member.isfile() and (file := archive.extractfile(member)):
-                    # Pages of its own go back to the system when the file has been copied; malloc would keep them.
+                    # Anonymous pages return to the system after the file is copied; malloc would keep them.
                     content = np.frombuffer(_pages(max(member.size, 1)), np.uint8)[: member.size]
                     if file.readinto(content) != member.size:  # type: ignore[attr-defined]
                         raise EOFError(f"{name} is cut off")
                     yield name, content
-            # What packed the archive compares its own sum of what was read at the very end.
+            # The compression compares its checksum only at the very end.
             while archive.fileobj is not None and archive.fileobj.read(2**20):
                 pass
     except (EOFError, gzip.BadGzipFile, lzma.LZMAError, tarfile.TarError, zlib.error) as error:
@@ -365,7 +366,7 @@ def _in_archive(path: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
 def _pages(size: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, size)
-    except (OSError, OverflowError) as error:  # the size is what a broken archive says
+    except (OSError, OverflowError) as error:  # a broken archive may state any size
         raise EOFError(f"a file of {size} bytes: {error}") from error
 
 
@@ -420,7 +421,7 @@ def _listed(names: list[str]) -> str:
 def _mapped(path: Path) -> Any:
     if not path.stat().st_size:  # which cannot be mapped
         return np.empty(0, np.uint8)
-    # Copy on write: torch knows no arrays that must not be written to.
+    # Copy on write: torch has no read-only tensors.
     return np.memmap(path, np.uint8, mode="c")
 
 

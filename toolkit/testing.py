@@ -1,7 +1,7 @@
 """Assertions about the gradients of a program, for a user's own test suite.
 
-The program is left as it was found. What fails is an `AssertionError` with the table of a comparison; what makes no
-sense to ask is a `ValueError` or a `TypeError`.
+The program's state is restored. A failed assertion raises `AssertionError` with the table of a comparison; an invalid
+question raises `ValueError` or `TypeError`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ Parameter = str | Tensor | nn.Module
 def assert_blocked(loss: Callable[[], Tensor], param: Parameter) -> None:
     """Assert that no gradient of `loss` reaches a parameter: the graph has no path to it.
 
-    A path on which the gradient happens to be zero is a path, so that the assertion does not depend on the numbers of
-    today.
+    A path whose gradient happens to be zero counts as a path, so that the assertion does not depend on present values.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
-        param: A parameter, or a module for all of its parameters; or a name as `loss` has it, ``"encoder.weight"`` for
-            the weight of a variable ``encoder``.
+        param: A parameter, or a module for all of its parameters; or a name in `loss`, ``"encoder.weight"`` for the
+            weight of a variable ``encoder``.
 
     Raises:
-        AssertionError: If there is a path.
-        TypeError: If `loss` does not return a tensor, or `param` is something else.
-        ValueError: If the loss is not a real scalar, is not a number or has no gradient, or if the parameter is not one
-            that `loss` uses or that requires a gradient.
+        AssertionError: If a path exists.
+        TypeError: If `loss` does not return a tensor, or `param` is of another type.
+        ValueError: If the loss is not a real scalar, is NaN or has no gradient, or if `loss` does not use the parameter
+            or the parameter requires no gradient.
 
     Example:
         >>> online, target = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
@@ -59,16 +58,16 @@ def assert_blocked(loss: Callable[[], Tensor], param: Parameter) -> None:
 
 
 def assert_flows(loss: Callable[[], Tensor], param: Parameter) -> None:
-    """Assert that a gradient of `loss` reaches a parameter: there is a path, and what comes is finite and not zero.
+    """Assert that a gradient of `loss` reaches a parameter: a path exists, and the gradient is finite and not zero.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
         param: As in `assert_blocked`. A gradient has to reach every parameter of a module.
 
     Raises:
-        AssertionError: If nothing, zero, or something that is not finite reaches the parameter.
-        TypeError: As `assert_blocked`.
-        ValueError: As `assert_blocked`.
+        AssertionError: If no gradient, zero, or a gradient that is not finite reaches the parameter.
+        TypeError: As for `assert_blocked`.
+        ValueError: As for `assert_blocked`.
 
     Example:
         >>> w = torch.tensor(2.0, requires_grad=True)
@@ -88,18 +87,18 @@ def assert_flows(loss: Callable[[], Tensor], param: Parameter) -> None:
 
 
 def assert_redundant(loss: Callable[[], Tensor], block: Block | str) -> None:
-    """Assert that a block changes nothing: with it open the gradient is the same, to rounding.
+    """Assert that a block is redundant: opening it changes the gradient by rounding at most.
 
-    The block has to be met by something that carries a gradient, or the assertion fails: nothing was tried.
+    A gradient must reach the block; otherwise the assertion fails, because the block was not tested.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
-        block: A block or its name. One without a name is known by its place, ``"file.py:line:column"``.
+        block: A block or its name. The name of an unnamed block is its place, ``"file.py:line:column"``.
 
     Raises:
         AssertionError: If opening the block changes the gradient, or if no gradient reaches the block.
-        TypeError: If `loss` does not return a tensor, or `block` is no block.
-        ValueError: If the program does not meet the block, or for a loss that `assert_blocked` refuses.
+        TypeError: If `loss` does not return a tensor, or `block` is not a block.
+        ValueError: If the program does not reach the block, or for a loss that is invalid for `assert_blocked`.
 
     Example:
         >>> x = torch.tensor([1.0, 3.0], requires_grad=True)
@@ -113,16 +112,16 @@ def assert_redundant(loss: Callable[[], Tensor], block: Block | str) -> None:
 
 
 def assert_load_bearing(loss: Callable[[], Tensor], block: Block | str) -> None:
-    """Assert that a block matters: with it open the gradient is another.
+    """Assert that a block is load-bearing: opening it changes the gradient.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
         block: As in `assert_redundant`.
 
     Raises:
-        AssertionError: If opening the block changes nothing.
-        TypeError: As `assert_redundant`.
-        ValueError: As `assert_redundant`.
+        AssertionError: If opening the block changes the gradient by rounding at most.
+        TypeError: As for `assert_redundant`.
+        ValueError: As for `assert_redundant`.
 
     Example:
         >>> x = torch.tensor(3.0, requires_grad=True)
@@ -147,7 +146,7 @@ def _assert_verdict(loss: Callable[[], Tensor], block: Block | str, verdicts: Co
 
 
 def _answer(loss: Callable[[], Tensor], param: Parameter) -> Answer:
-    """Return the gradients of a plain run by what `param` means."""
+    """Return the gradients of a plain run for the parameters of `param`."""
     program = Program(loss, None)
     parts = program.parts
     named = {name: tensor for name, tensor in parts.tensors.items() if isinstance(tensor, Tensor)}
@@ -175,7 +174,7 @@ def _answer(loss: Callable[[], Tensor], param: Parameter) -> Answer:
             raise ValueError(f"`param` should be one that `loss` uses. Found {name!r}, which it does not reach.")
     answer = program.answer(params, around=False)
     if answer.constant:
-        graph_of(program, params)  # which raises if no block is the reason
+        graph_of(program, params)  # raises if no block is the reason
     return answer
 
 
