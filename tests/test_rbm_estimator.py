@@ -962,7 +962,7 @@ def test_training_that_leaves_the_finite_numbers_says_so():
         GaussianRBM(4, learning_rate=1e30, n_iter=50, random_state=0).fit(x)
     machine = GaussianRBM(4, random_state=0).partial_fit(x)
     machine.set_params(learning_rate=1e300)
-    with pytest.raises(DivergenceError, match="the attributes are those before it"):
+    with pytest.raises(DivergenceError, match="the attributes keep their last values"):
         machine.partial_fit(part for part in [x] * 50)
     assert np.isfinite(machine.components_).all()
 

@@ -731,8 +731,8 @@ def test_pseudo_log_likelihood_of_independent_units_is_their_likelihood() -> Non
         (
             GAUSSIAN,
             torch.zeros(4, 3),
-            "`pseudo_log_likelihood` wants visible units with states that can be summed, Bernoulli or categorical. "
-            "Found gaussian ones, whose conditional density has no closed form.",
+            "`rbm` should have Bernoulli or categorical visible units, whose states can be summed. "
+            "Found gaussian units, whose conditional density has no closed form.",
         ),
         (BERNOULLI, torch.full((4, 3), 0.5), "`visible` should be zeros and ones. Found 0.5."),
         (CATEGORICAL, torch.ones(4, 9), "`visible` should have one 1 in each group of 3."),

@@ -979,7 +979,7 @@ def test_swap_probabilities_in_half_precision_are_those_of_the_machine(kind, dty
         ({"swaps": "free"}, r"`swaps` should be one of 'joint', 'marginal'\. Found 'free'\."),
         ({"chain": "exact"}, r"`chain` should be one of .*\. Found 'exact'\."),
         ({"chain": "concrete"}, r"`chain` should be one of 'sampled', .*'noisy_rectified'\. Found 'concrete'\."),
-        ({"chain": "noisy_rectified"}, r"`chain` 'noisy_rectified' belongs to machines with rectified units"),
+        ({"chain": "noisy_rectified"}, r"`chain` should be 'noisy_rectified' only for rectified units"),
         ({"reference": torch.zeros(1)}, r"`reference` should have shape \(4,\)\. Found \(1,\)\."),
         ({"state": _state(torch.zeros(3, 5, 2).double())}, r"`state\.visible` should have shape \(3, M, 4\)"),
         ({"state": _state(torch.zeros(3, 0, 4).double())}, r"M > 0\. Found \(3, 0, 4\)"),

@@ -1312,17 +1312,17 @@ def test_noisy_rectified_units_have_the_mean_of_counts_only_where_that_is_large(
         (
             {"chain": "sampled", "temperature": 0.5},
             {},
-            "`temperature` belongs to chains of 'concrete' units. Found 'sampled' ones.",
+            "`temperature` should be None unless `chain` is 'concrete'. Found `chain` 'sampled'.",
         ),
         (
             {"chain": "concrete", "temperature": 0.5},
             {"hidden": "rectified"},
-            "`chain` 'concrete' has no form of rectified units. Found such a layer.",
+            "`chain` should not be 'concrete' for rectified units. Found 'concrete'.",
         ),
         (
             {"chain": "noisy_rectified"},
             {"visible": "gaussian"},
-            "`chain` 'noisy_rectified' belongs to machines with rectified units. Found Gaussian and Bernoulli ones.",
+            "`chain` should be 'noisy_rectified' only for rectified units. Found Gaussian and Bernoulli units.",
         ),
     ],
 )
@@ -1337,7 +1337,10 @@ def test_chains_that_units_do_not_have_are_refused(options, units, message):
     [
         ({"visible": "real"}, "`visible` should be one of 'bernoulli', 'gaussian', 'categorical'. Found 'real'."),
         ({"hidden": "gaussian"}, "`hidden` should be one of 'bernoulli', 'rectified'. Found 'gaussian'."),
-        ({"categories": 3}, "`categories` belongs to categorical visible units. Found 'bernoulli' ones."),
+        (
+            {"categories": 3},
+            "`categories` should be None unless units are categorical. Found 'bernoulli'.",
+        ),
         ({"visible": "categorical"}, "`categories` should be an integer from 2. Found None."),
         ({"visible": "categorical", "categories": 1}, "`categories` should be an integer from 2. Found 1."),
     ],

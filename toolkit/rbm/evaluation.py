@@ -120,8 +120,8 @@ def pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
     """
     if not isinstance(rbm.joint.visible, Bernoulli | Categorical):
         raise ValueError(
-            "`pseudo_log_likelihood` wants visible units with states that can be summed, Bernoulli or categorical. "
-            f"Found {rbm.visible_units} ones, whose conditional density has no closed form."
+            "`rbm` should have Bernoulli or categorical visible units, whose states can be summed. "
+            f"Found {rbm.visible_units} units, whose conditional density has no closed form."
         )
     check_states(rbm, visible)
     joint = joint_in_full_precision(rbm)

@@ -93,7 +93,7 @@ def unit_of(chain: str, temperature: float | None, joint: Joint) -> Unit:
     layers = (joint.visible, joint.hidden)
     if chain == "noisy_rectified" and not any(isinstance(layer, Rectified) for layer in layers):
         found = " and ".join(type(layer).__name__ for layer in layers)
-        raise ValueError(f"`chain` 'noisy_rectified' belongs to machines with rectified units. Found {found} ones.")
+        raise ValueError(f"`chain` should be 'noisy_rectified' only for rectified units. Found {found} units.")
     if chain == "concrete":
         return functools.partial(concrete, temperature=temperature)
     return UNITS[chain]
@@ -111,6 +111,6 @@ def check_temperature(chain: str, temperature: float | None) -> float | None:
     """Return the temperature; raise ValueError if it is missing for concrete units, or given for others."""
     if chain != "concrete":
         if temperature is not None:
-            raise ValueError(f"`temperature` belongs to chains of 'concrete' units. Found {chain!r} ones.")
+            raise ValueError(f"`temperature` should be None unless `chain` is 'concrete'. Found `chain` {chain!r}.")
         return None
     return number("temperature", temperature, above=0)

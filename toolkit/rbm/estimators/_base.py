@@ -267,7 +267,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if name is not None:
             del self._training
             raise DivergenceError(
-                f"Training diverged: `{name}` is not finite after this batch; the attributes are those before it. "
+                f"Training diverged: `{name}` is not finite after this batch; the attributes keep their last values. "
                 "Lower the learning rate.",
                 update=self._n_batches + 1,
                 last_good=self._n_batches,

@@ -104,7 +104,7 @@ class Layer:
         Raises:
             ValueError: If units of this kind have no relaxed form.
         """
-        raise ValueError(f"`chain` 'concrete' has no form of {type(self).__name__.lower()} units. Found such a layer.")
+        raise ValueError(f"`chain` should not be 'concrete' for {type(self).__name__.lower()} units. Found 'concrete'.")
 
     def check(self, units: Tensor, argument: str) -> None:
         """Raise ValueError unless all units are in a valid state.

@@ -101,7 +101,7 @@ class RBM(nn.Module):
         for argument, units, known in (("visible", visible, VisibleUnits), ("hidden", hidden, HiddenUnits)):
             choice(argument, units, get_args(known))
         if visible != "categorical" and categories is not None:
-            raise ValueError(f"`categories` belongs to categorical visible units. Found {visible!r} ones.")
+            raise ValueError(f"`categories` should be None unless units are categorical. Found {visible!r}.")
         if visible == "categorical":
             categories = integer("categories", categories, 2)
         dtype = torch.get_default_dtype() if dtype is None else dtype
