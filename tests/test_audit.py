@@ -260,7 +260,7 @@ def test_a_program_that_differs_from_itself_is_invalid(pair):
     clock = (number for number in itertools.count(1))
     found = audit(lambda: (pair.a(pair.x) * pair.a(pair.x).detach()).sum() * next(clock), pair.a)
     assert not found.valid
-    assert found.reason.startswith("each run takes what comes next from an iterator: `clock`; the loss is ")
+    assert found.reason.startswith("each run advances an iterator: `clock`; the loss is ")
     assert str(found).startswith("INVALID: ")
     assert found.effects == found.unopened == []
 
@@ -640,5 +640,5 @@ def test_what_a_cache_kept_of_an_earlier_call_is_told(pair):
     warm = audit(loss, pair.b)
     assert warm.effects == []
     (remark,) = warm.remarks
-    assert remark.startswith("kept from an earlier call, and not looked into: what ")
-    assert "held returned" in remark
+    assert remark.startswith("cached by an earlier call, and not audited: the results of ")
+    assert remark.endswith("held")

@@ -514,7 +514,7 @@ def test_a_write_into_what_a_block_shares_is_refused() -> None:
         stop_gradient(source, "check.shared").mul_(2)
         return source + w
 
-    with pytest.raises(RuntimeError, match="writes into what a block shares"):
+    with pytest.raises(RuntimeError, match="writes into memory that a block shares"):
         gradcheck(program, _point())
 
 

@@ -1,9 +1,9 @@
-"""The gradient of one program for any set of open blocks, in the cheapest way that is right.
+"""The gradient of one program for any set of open blocks, by the cheapest correct computation.
 
-A plain run says what the gradient is. What open blocks add to it is found in one of two ways. While the backward pass
-is linear as far as anybody can see, from one more forward pass in which every block is a gate (see `_gates`), if that
-gives the loss and the gradient of the plain run bit for bit. Otherwise, and for regions, by running the program again
-with the blocks really removed, if it then has the same loss.
+A plain run gives the blocked gradient. The leak of open blocks is found in one of two ways. Gates are used if no step
+of the backward pass is known to be nonlinear: one more forward pass has a gate for every block (see `_gates`), and must
+give the loss and the gradient of the plain run bit for bit. Otherwise, and for regions, the program runs again with the
+blocks really removed, and must give the same loss.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ __all__ = ["Answers", "Leak", "Unrepeatable", "sentence"]
 
 @dataclass(frozen=True)
 class Leak:
-    """What opening blocks adds to the gradient.
+    """The leak of open blocks.
 
     Attributes:
-        parts: Parameter -> what is added, as a vector; no entry where that is zero.
-        reached: Parameters to which there is a path then.
-        carried: Whether anything that carries a gradient reached the blocks.
+        parts: Parameter -> leak, as a vector; no entry for a zero leak.
+        reached: Parameters with a path to the loss while the blocks are open.
+        carried: Whether a gradient-carrying tensor reached the blocks.
     """
 
     parts: dict[str, Tensor]
@@ -41,23 +41,23 @@ class Leak:
 
 
 class Unrepeatable(RuntimeError):
-    """A run of the program computed something else than the first one."""
+    """A run of the program differs from the first run."""
 
 
 class Answers:
-    """Answers what a program's gradient is while some of its blocks are open.
+    """Computes a program's gradient for sets of open blocks.
 
     Attributes:
         program: The loss function and its state.
-        params: Name -> what is differentiated by.
-        plain: What a plain run gave.
-        board: Which blocks the program meets.
-        remarks: What a reader should know.
-        reason: Why nothing can be said of this program; empty if something can.
+        params: Name -> parameter to differentiate by.
+        plain: The result of a plain run.
+        board: The blocks that the program reaches.
+        remarks: Remarks for the reader.
+        reason: The reason why this program cannot be analysed; empty if it can.
     """
 
     def __init__(self, program: Program, spare: Callable[[Collection[str]], bool]) -> None:
-        """Run the program; when it fails with blocks open, `spare` may see to it that it fails no more."""
+        """Run the program; if a run with open blocks fails, `spare` may exempt the cause."""
         self.program, self._spare = program, spare
         self.remarks: list[str] = []
         self.reason, self._is_quiet = "", False
@@ -74,7 +74,7 @@ class Answers:
             self.board = self._noted()
         if not (self.plain.reached or self.reason):
             self._refuse_strangers()
-        if self.answers_at_once(self.board.meetings):  # perhaps it never runs again
+        if self.answers_at_once(self.board.meetings):  # the program may never run again
             program.snapshot.forget_values()
 
     @property
@@ -99,11 +99,11 @@ class Answers:
         return self._run_again(open).gradients
 
     def answers_at_once(self, open: Collection[str]) -> bool:
-        """Say whether gates can answer for these blocks."""
+        """Return whether gates can answer for these blocks."""
         return self._gated is not None and not self.board.needs_rerun(open)
 
     def arrivals(self, share: float) -> list[tuple[str, GradientEdge, Tensor]]:
-        """Return what arrives at the gates of the blocked program, of a part of the loss."""
+        """Return the cotangents that arrive at the gates of the blocked program, for a part of the loss."""
         assert self._gated is not None
         wanted = [parameter for parameter in self.params.values() if parameter.requires_grad]
         self.board.arrivals = []
@@ -116,12 +116,12 @@ class Answers:
     # --- how it is done ----------------------------------------------------------------------------------------------
 
     def _recorded(self) -> tuple[GateBoard, Tensor | None, bool]:
-        """Run the program with a gate for each block; return no loss if it fails so."""
+        """Run the program with a gate for each block; return None if this run fails."""
         board = GateBoard()
         try:
             with self.program.aside() as moved, board.forward():
                 value = self.program.value()
-        except Exception:  # what the program raises of its own, a plain run raises again
+        except Exception:  # an error of the program itself is raised again by a plain run
             return board, None, False
         return board, value, moved.values
 
@@ -142,7 +142,7 @@ class Answers:
         return {**leaves, **{name: leaf for name, leaf in behind.items() if id(leaf) not in known}}
 
     def _gates_agree(self, value: Tensor | None) -> bool:
-        """Say whether gates can answer: whether they give loss and gradient of the plain run."""
+        """Return whether gates give loss and gradient of the plain run."""
         if value is None or value.grad_fn is None or value.item() != self.plain.loss:
             return False
         if not self.board.is_linear(value.grad_fn):
@@ -151,19 +151,19 @@ class Answers:
         try:
             with self.passing(()):
                 gradients = differentiated(value, self.params)
-        except RuntimeError:  # what the program changed in place behind autograd's back, autograd sees at a gate
+        except RuntimeError:  # at a gate, autograd sees in-place changes that the program hid from it
             return False
         self._arrivals, self.board.arrivals = self.board.arrivals, None
         return all(equal(gradients[name], self.plain.gradients[name]) for name in gradients)
 
     def _meets_nothing(self, value: Tensor | None) -> bool:
-        """Say whether there is no block in the program, nor in a function or hook that its backward pass may call."""
+        """Return whether neither the program nor a function or hook of its backward pass has a block."""
         if value is None or value.grad_fn is None or value.item() != self.plain.loss or self.board.meetings:
             return False
         return self.board.linear and not any(map(is_foreign, reachable_nodes(value.grad_fn, EVERY_BLOCK)))
 
     def _noted(self) -> GateBoard:
-        """Run the program once more and note its blocks, or why nothing can be said about it."""
+        """Run the program once more and note its blocks, or the reason why it cannot be analysed."""
         board = GateBoard(puts_gates=False)
         try:
             again = self.program.answer(self.params, gates=board)
@@ -182,17 +182,17 @@ class Answers:
         return board
 
     def _meets(self, name: str) -> bool:
-        """Say whether a block that the program asks about (`is_blocked`) is met once it is open."""
+        """Return whether the program reaches a block that it asks about (`is_blocked`) once this block is open."""
         try:
             return name in self._run_again([name]).opened
-        except Exception:  # which opening it tells, too
+        except Exception:  # opening the block shows this too
             return True
 
     def _explained(self, mismatch: str) -> str:
-        """Say why two runs differ."""
+        """Return the reason why two runs differ."""
         if self.program.parts.moving:
             names = ", ".join(f"`{name}`" if name else "one" for name in self.program.parts.moving)
-            return f"each run takes what comes next from an iterator: {names}; {mismatch}"
+            return f"each run advances an iterator: {names}; {mismatch}"
         if _mismatch(self.program.answer(self.params, around=False), self.plain):
             return f"the program is not deterministic, two plain runs differ: {mismatch}"
         return f"watched, the program computes something else: {mismatch}"
@@ -205,7 +205,7 @@ class Answers:
             if not self._spare(open):
                 raise
             answer = self.program.answer(self.params, open)
-        # A derivative inside of the program that meets one of the blocks changes values.
+        # A derivative inside of the program that reaches one of the blocks changes values.
         if math.isclose(answer.loss, self._first_loss, rel_tol=self._loss_rounding):
             return answer
         if (again := self.program.loss()) != self._first_loss:
@@ -214,7 +214,7 @@ class Answers:
         return answer
 
     def _refuse_strangers(self) -> None:
-        """Raise if no parameter has anything to do with the loss."""
+        """Raise ValueError if the loss depends on no parameter."""
         paths = frozenset() if self._gated is None else reached(self._gated, self.params)
         if not paths and self.board.meetings:
             try:
@@ -234,7 +234,7 @@ class Answers:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Take derivatives without leaving a trace; entered once for many."""
+        """Take derivatives without side effects; entered once for many."""
         if self._is_quiet:
             yield
             return
@@ -246,13 +246,13 @@ class Answers:
                 self._is_quiet = False
 
     def check_unmodified(self) -> None:
-        """Raise if a parameter was modified since the plain run."""
+        """Raise RuntimeError if a parameter was modified since the plain run."""
         for name, parameter in self.params.items():
             if parameter._version != self._versions[name]:
                 raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
 
     def leak(self, names: Sequence[str]) -> Leak:
-        """Return what opening these blocks together adds to the gradient."""
+        """Return the leak of these blocks, opened together."""
         carried = any(self.board.meetings[name].carried for name in names)
         if self.answers_at_once(names):
             return self._leak_of_gates(names) if carried else Leak({}, frozenset(), carried=False)
@@ -265,9 +265,9 @@ class Answers:
         return Leak(parts, answer.reached, carried=bool(carried or answer.opened))
 
     def _leak_of_gates(self, names: Sequence[str]) -> Leak:
-        """Return what the cotangents that arrived at these gates in the blocked program become further up.
+        """Return the leak from the cotangents that arrived at these gates in the blocked program.
 
-        Only the graph above the gates is passed for that.
+        The backward pass only covers the graph behind the gates.
         """
         assert self._gated is not None
         arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
@@ -283,9 +283,9 @@ class Answers:
         return Leak(parts, frozenset(parts), carried=True)
 
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
-        """Return the gradient where the parameters are moved by a part of themselves; None if that cannot be told.
+        """Return the gradient at parameters scaled by about 1; None if it is not available.
 
-        A graph that was there before does not follow.
+        A graph that existed before the program ran does not change with the parameters.
         """
         try:
             return self.program.answer(self.params, open, nudge=(seed, size)).gradients
@@ -298,7 +298,7 @@ class Answers:
 
 
 def sentence(error: Exception) -> str:
-    """Return what an error says, without the advice after it."""
+    """Return the sentence of an error, without the advice after it."""
     return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].partition(". ")[0].rstrip(".")
 
 
@@ -312,6 +312,6 @@ def _mismatch(found: Answer, plain: Answer) -> str:
 
 
 def _is_close(found: Answer, plain: Answer) -> bool:
-    """Say whether two answers are equal to rounding."""
+    """Return whether two answers are equal up to rounding."""
     same_loss = math.isclose(found.loss, plain.loss, rel_tol=rounding(torch.float32))
     return same_loss and are_close(found.gradients, plain.gradients)

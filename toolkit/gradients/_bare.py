@@ -1,10 +1,10 @@
-"""Makes blocks of what stops a gradient in code that was not written with blocks, for as long as an audit runs.
+"""Turns the calls that stop gradients in code without blocks into blocks, for the length of an audit.
 
 ``x.detach()`` becomes ``stop_gradient(x, <file:line:column>)``, ``with torch.no_grad():`` becomes ``stop_recording``,
-and so on. The attributes of torch's classes are replaced for that, because a `TorchFunctionMode` does not see what
-functions of `torch.nn.functional` do inside. The replacements act in one thread, and only on calls from user code,
-third-party packages, `torch.nn` and `torch.distributions`; torch's own machinery keeps what it needs. Nothing stays
-replaced, also after an error.
+and so on. The attributes of torch's classes are replaced for that, because a `TorchFunctionMode` does not see calls
+inside of functions of `torch.nn.functional`. The replacements act in one thread, and only on calls from user code,
+third-party packages, `torch.nn` and `torch.distributions`; torch's own internals keep the originals. All attributes are
+restored, also after an error.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ __all__ = ["BareBlocks", "Escape"]
 
 _TOOLKIT = str(Path(__file__).parent.parent) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
-# Parts of torch that are models, not machinery: what they stop is the user's business.
+# Parts of torch that are models, not internals: their stops concern the user.
 _MODELS = tuple(_TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/"))
 
-# What user code may have bound to a name of its own before it is replaced: then only a mode sees the call.
+# Functions that user code may have bound to a name before the replacement: then only a mode sees the call.
 _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
     (torch._C.TensorBase.detach, Tensor, "detach"),
     (torch.detach, Tensor, "detach"),
@@ -58,11 +58,11 @@ _one_audit = threading.Lock()
 
 @dataclass(frozen=True)
 class Escape:
-    """A place where a value leaves the graph for good: nothing can be opened there.
+    """A place where a value leaves the graph for good and cannot be opened.
 
     Attributes:
-        kind: What was called, ``"item()"`` say.
-        site: Where.
+        kind: The call, for example ``"item()"``.
+        site: The place.
     """
 
     kind: str
@@ -71,17 +71,17 @@ class Escape:
 
 @dataclass
 class BareBlocks:
-    """What the replaced attributes met, and which places they leave alone.
+    """The places that the replaced attributes found, and those that they leave alone.
 
     Attributes:
-        kinds: Place -> what stops the gradient there, in the order of the program.
+        kinds: Place -> the call that stops the gradient, in the order of the program.
         sites: Place -> its file, line, column and function; of escapes as well.
-        real: Place -> why it keeps its original meaning.
+        real: Place -> the reason why it keeps its original meaning.
         escapes: Places where a value leaves the graph.
-        partly: Place of a region -> what in it stays as it is while it is open.
-        one_mode: Places of regions through which a forward-mode derivative passes, whether they are open or not.
+        partly: Place of a region -> the parts that stay blocked while it is open.
+        one_mode: Places of regions that pass a forward-mode derivative, open or closed.
         nested: Place -> the regions around it, from the outside.
-        elsewhere: What other threads called meanwhile, which is not looked into.
+        elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
     kinds: dict[str, str] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class BareBlocks:
 
     @contextmanager
     def replaced(self, program: Snapshot | None = None) -> Iterator[None]:
-        """Replace torch's attributes for the length of a ``with``, in which a program runs.
+        """Replace torch's attributes for the length of a ``with`` that runs a program.
 
         Raises:
             RuntimeError: If another audit is running in this process.
@@ -164,7 +164,7 @@ class BareBlocks:
         return stops
 
     def spare(self, places: Iterable[str]) -> bool:
-        """Let what these regions write into older tensors stay blocked from now on; say whether that is new."""
+        """Keep writes of these regions into older tensors blocked from now on; return whether this is new."""
         spared = self._writes.intersection(places) - self._spared
         self._spared |= spared
         return bool(spared)
@@ -183,7 +183,7 @@ class BareBlocks:
         def detach_(input: Tensor) -> Any:
             site = self._site("detach_()", self._caller())
             if site is not None and carries_gradient(input):
-                # The name goes on to mean a stopped tensor, but the object cannot get a gate.
+                # The name refers to a stopped tensor from here on, but the object cannot get a gate.
                 self.real[str(site)] = "it stops the tensor object itself, which cannot be opened afterwards"
             elif site is not None:
                 stop_at(input, site)
@@ -238,7 +238,7 @@ class BareBlocks:
     def _stopped(
         self, kind: str, input: Tensor, plainly: Callable[[], Any], made: Callable[[], Tensor] | None = None
     ) -> Any:
-        """Return what a place makes of a tensor, or of what is made of it: stopped as ever, or behind a gate."""
+        """Return a tensor, or a result made of it, as the place leaves it: stopped as usual, or behind a gate."""
         site = self._site(kind, self._caller())
         stopped = None
         if site is not None:
@@ -246,7 +246,7 @@ class BareBlocks:
             stopped = stop_at(input if made is None or not carries_gradient(input) else made(), site)
         if stopped is not None:
             return stopped
-        with torch._C.DisableTorchFunction():  # which would come here again
+        with torch._C.DisableTorchFunction():  # would call this function again
             return plainly()
 
     def _note_nested(self, site: Site) -> None:
@@ -281,7 +281,7 @@ class BareBlocks:
             if not carries_gradient(input):
                 return original(input, *args, **kwargs)
             self._note_escape(kind, self._caller())
-            with torch._C.DisableTorchFunction():  # nobody is to see this one
+            with torch._C.DisableTorchFunction():  # this call is not noted
                 stopped = torch._C.TensorBase.detach(input)
             return original(stopped, *args, **kwargs)
 
@@ -313,7 +313,7 @@ class BareBlocks:
         return leave
 
     def _begin(self, context: Any, site: Site | None, kind: str | None) -> bool:
-        """Open the region that `context` begins, if its block is open; its end finds what it has to end."""
+        """Open the region of `context` if its block is open; the end of the context closes the region."""
         # `torch.no_grad` and `torch.set_grad_enabled` leave forward mode on.
         inner = None if site is None else region_at(site, both_modes=kind == "inference_mode")
         context.__dict__.setdefault("_toolkit", []).append((inner, self._region, self._closed))
@@ -322,7 +322,7 @@ class BareBlocks:
         if inner is None:
             self._closed = self._closed if site is None else (*self._closed, str(site))
             return False
-        context.prev = torch._C.is_grad_enabled()  # for an end that comes when nothing is replaced any more
+        context.prev = torch._C.is_grad_enabled()  # for an end after the attributes are restored
         self._region = _Entered(str(site))
         inner.__enter__()
         return True
@@ -331,7 +331,7 @@ class BareBlocks:
         def init(context: Any, mode: bool) -> None:
             caller = _caller()
             site = None if mode or _is_decorating(caller) else self._site("set_grad_enabled", caller)
-            # Without a ``with`` it has no end that could be seen: it keeps the real block.
+            # Without a ``with`` its end cannot be seen, so it keeps the real block.
             if site is not None and not _opens_with(caller):
                 self.real[str(site)] = _WITHOUT_END
                 site = None
@@ -368,7 +368,7 @@ class BareBlocks:
 
     def _backward(self, original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            """Watch what functions and hooks call: torch leaves the mode while it asks it about a derivative."""
+            """Watch the calls of functions and hooks: torch leaves the mode during a derivative."""
             if not self._mine() or any(isinstance(mode, _Watch) for mode in _get_current_function_mode_stack()):
                 return original(*args, **kwargs)
             with _Watch(self):
@@ -379,14 +379,14 @@ class BareBlocks:
     # --- where ---
 
     def user_site(self) -> Site | None:
-        """Return the place in the user's code, or in that of a package, from which torch was called."""
+        """Return the place in the user's code, or in a package, that called torch."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code.co_filename.startswith((_TOOLKIT, _TORCH)):
             frame = frame.f_back
         return None if frame is None else site_of(frame)
 
     def _is_state(self, tensor: Tensor) -> bool:
-        """Say whether a tensor was there before the program ran, by its memory."""
+        """Return whether a tensor existed before the program ran, by its memory."""
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         return not wrapped and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._state
 
@@ -394,7 +394,7 @@ class BareBlocks:
         return threading.get_ident() == self._thread
 
     def _site(self, kind: str, frame: FrameType | None) -> Site | None:
-        """Return the place of a call that is to become a block, or None for one that keeps its meaning."""
+        """Return the place of a call that becomes a block, or None if the call keeps its meaning."""
         while frame is not None and frame.f_globals.get("__name__") == "contextlib":  # an `ExitStack`
             frame = frame.f_back
         if frame is None:
@@ -427,7 +427,7 @@ class BareBlocks:
             self.escapes[Escape(kind, str(site))] = None
 
     def _note_blind_checkpoint(self, frame: FrameType) -> None:
-        """Note a reentrant checkpoint that records nothing, because no input of it carries a gradient."""
+        """Note a reentrant checkpoint that records no graph, because no input carries a gradient."""
         if frame.f_code is CheckpointFunction.forward.__code__:
             inputs = frame.f_locals["args"]
             if not any(isinstance(input, Tensor) and input.requires_grad for input in inputs):
@@ -435,10 +435,10 @@ class BareBlocks:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every call inside of a region.
+    """Observes every call inside of a region.
 
-    Operations in place on older tensors are kept out of the graph of an opened region: they are state, not values.
-    Operations on tangents are noted: `torch.no_grad` does not stop them.
+    In-place operations on older tensors are kept out of the graph of an opened region: they are state, not values.
+    Operations on tangents are noted, because `torch.no_grad` does not stop them.
     """
 
     def __init__(self, bare: BareBlocks) -> None:
@@ -502,7 +502,7 @@ _IN_PLACE_OPERATORS = frozenset(
 
 
 def _has_tangent(input: Tensor) -> bool:
-    """Say whether a forward-mode derivative of any level flows into `input`."""
+    """Return whether a forward-mode derivative of any level flows into `input`."""
     functorch = torch._C._functorch
     while True:
         wrapped = functorch.is_functorch_wrapped_tensor(input)
@@ -519,7 +519,7 @@ def _is_machinery(file: str) -> bool:
 
 
 def _unwraps(input: Any) -> bool:
-    """Say whether a subclass of tensors is to have its way with torch's functions."""
+    """Return whether a subclass of tensors handles torch's functions itself."""
     return (
         type(input) not in (Tensor, nn.Parameter)
         and isinstance(input, Tensor)
@@ -529,7 +529,7 @@ def _unwraps(input: Any) -> bool:
 
 
 def _caller() -> FrameType:
-    """Return the frame that called a replaced attribute, by its name or by one that was bound before."""
+    """Return the frame that called a replaced attribute, by its name or by an earlier binding."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (frame.f_code.co_filename == __file__ or _passes_on(frame)):
         frame = frame.f_back
@@ -538,7 +538,7 @@ def _caller() -> FrameType:
 
 
 def _outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:
-    """Return the frame that called a package's function of the same name, a container's ``detach()`` say."""
+    """Return the frame that called a package's function of the same name, for example a container's ``detach()``."""
     name, package = frame.f_globals.get("__name__", ""), kind.strip(".()")
     root = name.partition(".")[0]
     inside: FrameType | None = frame
@@ -551,19 +551,19 @@ def _outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:
 
 
 def _passes_on(frame: FrameType) -> bool:
-    """Say whether a call only comes through here, on its way through modes and through the names of `torch.ops`."""
+    """Return whether a call only passes through this frame, by modes or by the names of `torch.ops`."""
     code = frame.f_code
     mode = code.co_name == "__torch_function__" and code.co_filename.startswith(_TOOLKIT)
     return mode or code.co_filename == _TORCH + "_ops.py"
 
 
 def _is_decorating(frame: FrameType) -> bool:
-    """Say whether torch enters a context for a function that was decorated with it."""
+    """Return whether torch enters a context for a function decorated with it."""
     return frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name != "<module>"
 
 
 def _opens_with(frame: FrameType) -> bool:
-    """Say whether the call that a frame is at is the subject of a ``with`` statement."""
+    """Return whether a frame's current call is the subject of a ``with`` statement."""
     code = frame.f_code.co_code
     step = frame.f_lasti + 2
     while step < len(code) and code[step] == 0:  # inline caches

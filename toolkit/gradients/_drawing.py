@@ -1,4 +1,4 @@
-"""Draws boxes and arrows: as SVG, laid out here, and as text for Graphviz."""
+"""Draws boxes and arrows, as SVG with its own layout, and as text for Graphviz."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["Arrow", "Box", "dot", "svg"]
 
 @dataclass(frozen=True)
 class Box:
-    """What is drawn for one node, or one folded module.
+    """The drawing of one node, or of one folded module.
 
     Attributes:
         kind: ``"loss"``, ``"operation"``, ``"module"``, ``"parameter"`` or ``"block"``.
         label: The name.
-        note: A second, smaller line; empty for none.
-        tip: What is told when a pointer rests on it.
+        note: A second, smaller line; may be empty.
+        tip: The tooltip.
         reached: Whether a gradient reaches it with every block in place.
     """
 
@@ -33,7 +33,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """The way of a gradient from one box, by index, to another.
+    """The path of a gradient from one box, by index, to another.
 
     Attributes:
         start: Where the gradient comes from.
@@ -69,7 +69,7 @@ _PAINTED = [_GREY["line"], _FLOW, _CUT]
 
 _BOLD = ("block", "loss")
 
-# Pixels, at 12 px of a sans-serif face.
+# Pixels, for a sans-serif font of 12 px.
 _LINE, _PADDING, _MARGIN = 15.0, 11.0, 12.0
 _NARROW, _WIDE = frozenset("fijlrtI.,:;|!'()[]/ "), frozenset("mwMWQOG@%&")
 _MOST_CHARACTERS = 44
@@ -99,7 +99,7 @@ def dot(boxes: Sequence[Box], arrows: Sequence[Arrow], title: str) -> str:
 
 
 def svg(boxes: Sequence[Box], arrows: Sequence[Arrow], title: str, caption: Sequence[str]) -> str:
-    """Return one self-contained ``<svg>``. Its ids begin with a digest of what it shows, so that many fit on a page."""
+    """Return one self-contained ``<svg>``. Its ids begin with a digest of its content, so that a page can hold many."""
     sizes = [_size(box) for box in boxes]
     layout = layered(sizes, [(arrow.start, arrow.end, _stroke(arrow)) for arrow in arrows])
     below = layout.height + 2 * _MARGIN + (8 if caption else 0)
@@ -128,7 +128,7 @@ def svg(boxes: Sequence[Box], arrows: Sequence[Arrow], title: str, caption: Sequ
 
 
 def _edges(routes: Iterable[Route]) -> Iterator[str]:
-    """Edges of one look are one path, and their heads another."""
+    """Draw all edges of one style as one path, and their heads as another."""
     strokes: dict[Kind, tuple[list[str], list[str]]] = {}
     for stroke, ends, points in routes:
         lines, heads = strokes.setdefault(stroke, ([], []))

@@ -1,4 +1,4 @@
-"""Where the path from a parameter ends that has none to the loss."""
+"""The ends of paths from parameters that do not reach the loss."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["Endings", "by_module"]
 
 
 class Endings(TorchFunctionMode):
-    """Sees every call of a forward pass, and where what is made of some parameters has a gradient no more.
+    """Observes every call of a forward pass, and finds where the results of some parameters stop carrying a gradient.
 
     Attributes:
-        found: Parameter -> the first operation after which nothing that was made of it carries a gradient, and where.
+        found: Parameter -> the first operation without gradient-carrying results, and its place.
     """
 
     def __init__(self, params: Mapping[str, Tensor], caller: Callable[[], Site | None]) -> None:
-        """Follow these parameters; `caller` says where in the user's code a call is made."""
+        """Follow these parameters; `caller` returns the place of a call in the user's code."""
         super().__init__()
         self.found: dict[str, str] = {}
         self._caller = caller

@@ -1,4 +1,4 @@
-"""Folds the nodes of a graph that were made inside one call of a module into one box, without hiding a cut."""
+"""Folds the nodes of one call of a module into one box, without hiding a cut."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toolkit.gradients._drawing import Arrow, Box
 
 __all__ = ["Call", "Node", "folded", "innermost_common"]
 
-# Of parameters, in the second line of a box; its tip has them all.
+# Names of parameters in the second line of a box; its tooltip has them all.
 _MOST_NAMES = 3
 
 
@@ -23,8 +23,8 @@ class Call:
     Attributes:
         name: The module's path.
         type: The module's class.
-        parent: The call inside of which it was made, by index.
-        level: How many calls deep that is: 1 for those of the loss function itself.
+        parent: The enclosing call, by index.
+        level: The depth of the call: 1 for calls of the loss function itself.
         is_leaf: Whether no other module was called inside.
     """
 
@@ -40,12 +40,12 @@ class Node:
     """The loss, a node of autograd's, or a cut.
 
     Attributes:
-        kind: As of a `Box`; a node is no module.
-        label: What it is called.
-        tip: More about it.
-        call: The innermost call of a module in which it was made, by index.
-        blocks: What has to be open for a gradient to pass.
-        parameters: Whose gradient arrives here.
+        kind: As in `Box`; a node is no module.
+        label: Its name.
+        tip: Its tooltip.
+        call: The innermost call of a module that made it, by index.
+        blocks: The blocks that must be open for a gradient to pass.
+        parameters: The parameters whose gradient arrives here.
     """
 
     kind: str
@@ -63,10 +63,10 @@ def folded(
     reached: set[int],
     level: int | None,
 ) -> tuple[list[Box], list[Arrow]]:
-    """Return what is to be drawn if modules called `level` deep, or that call no others, are one box each.
+    """Return the boxes and arrows if calls at depth `level`, or without inner calls, are one box each.
 
-    A call with a block in it, or with nodes that a gradient reaches beside nodes that it does not, is looked into:
-    a fold hides no cut. With None nothing is folded.
+    A call is expanded if it contains a block, or if a gradient reaches only some of its nodes: a fold hides no cut.
+    None: no folding.
     """
     chains = [list(_outwards(node.call, calls)) for node in nodes]
     unfolded = _not_uniform(nodes, chains, reached)
@@ -88,7 +88,7 @@ def folded(
         try:
             _check_acyclic(arrows)
         except CycleError as error:
-            # Numbers of nodes that another thread made say nothing about the modules of this one.
+            # Nodes of another thread have their own numbers, without relation to the modules of this thread.
             homes_of_boxes = list(members)
             unfolded |= {home for box in error.args[1] if isinstance(home := homes_of_boxes[box], int)}
         else:
@@ -106,7 +106,7 @@ def folded(
 
 
 def innermost_common(first: int | None, second: int | None, calls: Sequence[Call]) -> int | None:
-    """Return the innermost call that both of these are inside of, or None."""
+    """Return the innermost call that contains both calls, or None."""
     around = set(_outwards(first, calls))
     return next((call for call in _outwards(second, calls) if call in around), None)
 
@@ -133,7 +133,7 @@ def _not_uniform(nodes: Sequence[Node], chains: Sequence[Sequence[int]], reached
 def _parameters_by_users(
     homes: Sequence[int | None], nodes: Sequence[Node], edges: Collection[tuple[int, int]]
 ) -> dict[int, Hashable]:
-    """Return parameter -> its box: that of the call that uses it, or one for all that the same few calls use."""
+    """Return parameter -> its box: that of the call that uses it, or one shared by parameters of the same few calls."""
     users: dict[int, set[int | None]] = {}
     for start, end in edges:
         if nodes[end].kind == "parameter" and nodes[end].call is None:

@@ -1,9 +1,9 @@
 """Gates: identity nodes in the graph that decide at backward time whether a block passes the gradient.
 
-One forward pass with gates gives the gradient for any set of open blocks, on the same random draws. A tensor that is
-stopped gets a gate of its own. A region stays what it is, unless a derivative of second order or a picture needs what
-is behind it. Then it is recorded, and every node that was made in it becomes a gate: autograd numbers its nodes, so a
-node belongs to the regions that were entered when its number was given out, whatever made it.
+One forward pass with gates gives the gradient for any set of open blocks, on the same random draws. Each stopped tensor
+gets its own gate. A region stays a region, unless a second-order derivative or a picture needs the graph inside. Then
+the region is recorded, and every node made inside becomes a gate: autograd numbers its nodes, so a node belongs to the
+regions that were active when its number was assigned.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = [
 
 @dataclass
 class Meeting:
-    """How one block was met during a forward pass.
+    """The uses of one block during a forward pass.
 
     Attributes:
-        site: Where it was met first.
-        calls: How many tensors, or regions, it was applied to.
-        carried: How many tensors, or operations of a region, carried a gradient.
+        site: The place of the first use.
+        calls: The number of tensors, or regions, that the block was applied to.
+        carried: The number of tensors, or operations of a region, that carried a gradient.
     """
 
     site: Site
@@ -53,22 +53,22 @@ class Meeting:
 
 @dataclass
 class GateBoard(Gates):
-    """The gates of one forward pass, and which of them pass.
+    """The gates of one forward pass, and the set of open gates.
 
     Attributes:
-        records: Whether regions are recorded, for a derivative of second order or a picture. Otherwise they are what
-            they are without a board: constants, and to open one is to run the program again.
-        puts_gates: Whether there are gates; otherwise tensors are stopped, and the board only notes what was met.
-        meetings: Block -> how it was met, in the order of the program.
+        records: Whether regions are recorded, for a second-order derivative or a picture. Otherwise regions give
+            constants, as without a board, and opening one needs another run of the program.
+        puts_gates: Whether there are gates; otherwise tensors are stopped, and the board only notes blocks.
+        meetings: Block -> its uses, in the order of the program.
         arrivals: While it is a list, every gate that a backward pass reaches adds its block, the edge behind it, and
             the cotangent that arrived.
-        linear: Whether nothing was seen in the forward pass that may act on cotangents other than linearly.
-        inner: Blocks that no gate can answer for: a derivative *inside* the forward pass met them, or they stand where
-            nothing is recorded.
-        pierced: Recorded regions inside which the program switched the recording on again, so that some of their nodes
-            are recorded also while they are closed, and nobody can tell which.
+        linear: Whether the forward pass showed no operation that may act nonlinearly on cotangents.
+        inner: Blocks that no gate can answer for: a derivative *inside* the forward pass reached them, or no graph is
+            recorded at their place.
+        pierced: Recorded regions in which the program switched recording on again. Some of their nodes are recorded
+            even while they are closed, and it is not known which.
         regions: Blocks that are regions.
-        elsewhere: Blocks that other threads met meanwhile.
+        elsewhere: Blocks that other threads reached meanwhile.
     """
 
     records: bool = False
@@ -88,22 +88,22 @@ class GateBoard(Gates):
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Record a forward pass: every block it meets becomes a gate, closed for derivatives inside of the pass."""
+        """Record a forward pass: every block in it becomes a gate, closed for derivatives inside of the pass."""
         self._in_forward, self.start = True, next_number()
         try:
             with gated(self), _Watch(self):
                 yield
         finally:
             self._in_forward = False
-            # An open block is the tensor itself, so that a change in place changes both.
+            # An open block returns the tensor itself, so that an in-place change affects both.
             self.inner.update(name for name, alias, version in self._aliases if alias._version != version)
             self._aliases.clear()
-            for region in self._regions:  # a generator that is kept holds its region open for longer than the program
+            for region in self._regions:  # a generator that outlives the program keeps its region open
                 self._end(region)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what a forward pass meets, and change nothing."""
+        """Note the blocks of a forward pass without changing it."""
         self._in_forward = True
         try:
             yield
@@ -112,7 +112,7 @@ class GateBoard(Gates):
 
     @contextmanager
     def backward(self, open: Collection[str]) -> Iterator[None]:
-        """Let the gates of `open` pass in a backward pass; a checkpoint that recomputes meets gates again."""
+        """Open the gates of `open` in a backward pass; the recomputation of a checkpoint reaches gates again."""
         outer, self._open = self._open, open if open is EVERY_BLOCK else frozenset(open)
         try:
             with gated(self):
@@ -121,51 +121,51 @@ class GateBoard(Gates):
             self._open = outer
 
     def needs_rerun(self, open: Collection[str]) -> bool:
-        """Say whether only another forward pass can tell the gradient for these open blocks."""
+        """Return whether the gradient for these open blocks needs another forward pass."""
         alone = self.inner if self.records else self.inner | self.regions
         return bool(self.pierced or alone & set(open))
 
     def passes(self, name: str) -> bool:
-        """Say whether the gate passes now, and note a derivative that was taken inside of the forward pass."""
+        """Return whether the gate passes now, and note a derivative that was taken inside of the forward pass."""
         if self._in_forward:
             self.inner.add(name)
         return name in self._open
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
-        """Put a gate behind `input`; None: it is to be stopped."""
+        """Return `input` behind a gate; None if it should be stopped."""
         carries = carries_gradient(input)
-        # Functions and hooks may meet blocks in the backward pass; only what carries a gradient there is a block of it.
+        # Functions and hooks may reach blocks in the backward pass; only gradient-carrying tensors count there.
         if self._in_forward or (carries and not self.puts_gates):
             meeting = self.meetings.setdefault(name, Meeting(site))
             meeting.calls += 1
             meeting.carried += carries
-        # Where nothing is recorded, an open block is the tensor itself.
+        # Where no graph is recorded, an open block returns the tensor itself.
         if carries and not (torch.is_grad_enabled() and all(region.end is not None for region in self._regions)):
             self.inner.add(name)
         if not carries or not self.puts_gates or not torch.is_grad_enabled():
             return None
         if torch._C._are_functorch_transforms_active():
-            self.linear = False  # its nodes belong to graphs of their own
+            self.linear = False  # its nodes belong to separate graphs
             return _Gate.apply(input, self, name)  # type: ignore[no-untyped-call, no-any-return]
         if self._in_forward:
             self._aliases.append((name, input.detach(), input._version))
-        # What `Function.apply` ends in, without the ten times longer way there.
+        # The last step of `Function.apply`, at a tenth of its cost.
         return super(torch.autograd.Function, _Gate).apply(input, self, name)  # type: ignore[no-any-return, no-untyped-call]
 
     def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
-        """Record a region, and which numbers autograd gives to its nodes; None: nothing is to be recorded in it."""
-        if not self._in_forward:  # a checkpoint computes it again, for its values
+        """Record a region and the numbers of its nodes; None if the region should not be recorded."""
+        if not self._in_forward:  # a checkpoint computes the region again, for its values
             return nullcontext() if self.records else None
         meeting = self.meetings.setdefault(name, Meeting(site))
         meeting.calls += 1
         self.regions.add(name)
-        if forward_ad._current_level >= 0:  # tangents have no nodes to be decided about later
+        if forward_ad._current_level >= 0:  # tangents have no nodes that could be opened later
             meeting.carried += 1
             self.inner.add(name)
         return self._recorded(name, both_modes=both_modes) if self.records else None
 
     def stops(self, name: str, site: Site) -> bool:
-        """Say to code that asks whether the block itself is in place; a board that only notes has seen it then."""
+        """Return whether the block is in place, for code that asks; a board that only notes counts this as a use."""
         if not self.puts_gates and self._in_forward:
             self.meetings.setdefault(name, Meeting(site))
         return not self.puts_gates
@@ -186,9 +186,9 @@ class GateBoard(Gates):
             self.meetings[region.name].carried += region.end - region.start
 
     def is_linear(self, root: Any) -> bool:
-        """Say whether a backward pass from `root` is linear in the cotangent as far as anybody can see.
+        """Return whether no step of the backward pass from `root` is known to be nonlinear in the cotangent.
 
-        No hooks, no functions of the user's own, and nothing that was there before the forward pass.
+        The graph must have no hooks, no custom functions, and no nodes from before the forward pass.
         """
         return self.linear and all(map(self._is_plain, reachable_nodes(root, EVERY_BLOCK)))
 
@@ -200,15 +200,15 @@ class GateBoard(Gates):
         return not is_foreign(node) and node._sequence_nr() >= self.start
 
     def pierce(self) -> None:
-        """Note that the program switches the recording on, which regions that are entered would have switched off."""
+        """Note that the program switches recording on inside of active regions."""
         self.pierced.update(region.name for region in self._regions if region.end is None)
 
     def note_elsewhere(self, name: str) -> None:
-        """Note a block that another thread met."""
+        """Note a block that another thread reached."""
         self.elsewhere.add(name)
 
     def close_regions(self, *roots: Tensor) -> None:
-        """Make gates of the nodes behind `roots` that were made in a region."""
+        """Turn the nodes behind `roots` that were made in a region into gates."""
         if not self._regions:
             return
         for root in roots:
@@ -225,7 +225,7 @@ class GateBoard(Gates):
         return frozenset(region.name for region in self._regions if region.holds(number))
 
     def _cross(self, names: frozenset[str], results: tuple[Tensor | None, ...], _: Any) -> tuple[None, ...] | None:
-        """Drop what a node of these regions found, unless they pass or the derivative is taken inside of them."""
+        """Drop the gradients of a node of these regions, unless they are open or the derivative is taken inside."""
         entered = {region.name for region in self._regions if region.end is None}
         passing = [self.passes(name) for name in names - entered]
         return None if all(passing) else (None,) * len(results)
@@ -240,7 +240,7 @@ class _Region:
     end: int | None = None
 
     def holds(self, number: int) -> bool:
-        """Say whether a node of this number was made inside; autograd counts from 0 in each thread."""
+        """Return whether the node with this number was made inside; autograd counts from 0 in each thread."""
         return self.start <= number and (self.end is None or number < self.end)
 
 
@@ -259,17 +259,17 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
 
 
 def gate_of(node: Any) -> frozenset[str]:
-    """Return the block that this node is the gate of; most are none's."""
+    """Return the block whose gate this node is; None for most nodes."""
     return frozenset({node.block_name}) if getattr(node, "_forward_cls", None) is _Gate else frozenset()
 
 
 def is_foreign(node: Any) -> bool:
-    """Say whether a node is of a function that a user wrote; what is written in C++ has no class in Python."""
+    """Return whether a node is of a user's custom function; nodes written in C++ have no class in Python."""
     return (isinstance(node, BackwardCFunction) and not gate_of(node)) or type(node).__name__ == "CppFunction"
 
 
 def regions_of(node: Any) -> frozenset[str]:
-    """Return the blocks in whose regions this node was made, once `GateBoard.close_regions` was there."""
+    """Return the blocks in whose regions this node was made; call `GateBoard.close_regions` first."""
     regions: frozenset[str] = node.metadata.get(_REGIONS, frozenset())
     return regions
 
@@ -294,7 +294,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def forward(input: Tensor, board: GateBoard, name: str) -> Tensor:
-        return input.detach()  # and not a view, which an operation in place would be refused
+        return input.detach()  # and not a view, for which autograd rejects in-place operations
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, GateBoard, str], output: Tensor) -> None:
@@ -323,10 +323,10 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class _Watch(TorchFunctionMode):
-    """Sees every call of a forward pass: derivatives before they are taken, `enable_grad`, and hooks."""
+    """Observes every call of a forward pass: derivatives before they are taken, `enable_grad`, and hooks."""
 
     _derivatives = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-    # A node that the program holds may get hooks that nobody sees.
+    # A node that the program holds may get hooks unseen.
     _hooks = frozenset({Tensor.register_hook, torch._C.TensorBase.__dict__["grad_fn"].__get__})
 
     def __init__(self, board: GateBoard) -> None:

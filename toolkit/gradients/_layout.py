@@ -2,8 +2,8 @@
 
 The steps are those of Sugiyama, Tagawa and Toda, "Methods for visual understanding of hierarchical system structures",
 1981: longest-path layers, dummy vertices where an edge passes a layer, sweeps of barycentres. Edges of one kind to one
-box share their dummy vertices, as wires share a bus. Coordinates are then, layer by layer, the least-squares answer to
-where the neighbours pull, with order and distances kept.
+box share their dummy vertices, as wires share a bus. Coordinates are then, layer by layer, the least-squares positions
+for the pulls of the neighbours, with order and distances kept.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ Edge = tuple[int, int, Kind]
 Route = tuple[Kind, bool, list[Point]]
 Neighbours = Mapping[int, Sequence[int]]
 
-# Pixels. The gap below a layer grows with the way that its edges have to go sideways.
+# Pixels. The gap below a layer grows with the horizontal distance of its edges.
 _GAP_ACROSS = 20.0
 _GAP_DOWN = 26.0
 _MOST_EXTRA_DOWN = 44.0
 
 _SWEEPS = 8
 
-# Where edges would pass more layers than this, all together, the longest are drawn straight.
+# If edges would pass more layers than this in total, the longest are drawn straight.
 _MOST_DUMMIES = 20_000
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything is, in pixels from the upper left corner.
+    """Positions in pixels from the upper left corner.
 
     Attributes:
-        width: Of the whole.
-        height: Of the whole.
+        width: Width of the picture.
+        height: Height of the picture.
         centres: The centre of each box.
-        routes: For each stretch of an edge its kind, whether a box is at its end, and the points that it goes through
-            from top to bottom, vertically in each.
+        routes: For each stretch of an edge its kind, whether a box is at its end, and its points from top to bottom; it
+            passes each point vertically.
     """
 
     width: float
@@ -79,7 +79,7 @@ def layered(sizes: Sequence[Point], edges: Iterable[Edge]) -> Layout:
     tops = list(itertools.accumulate((h + gap for h, gap in zip(heights, gaps, strict=False)), initial=0.0))
 
     def extent(vertex: int) -> Point:
-        """Return where a vertex begins and ends; a dummy takes the whole height of its layer."""
+        """Return the vertical extent of a vertex; a dummy takes the whole height of its layer."""
         top, height = tops[rank[vertex]], heights[rank[vertex]]
         inset = (height - sizes[vertex][1]) / 2 if vertex < n_boxes else 0.0
         return top + inset, top + height - inset
@@ -197,14 +197,15 @@ def _across(
 
 
 def _pulls(vertex: int, others: Iterable[int], n_boxes: int) -> list[tuple[int, float]]:
-    """Return how strongly each neighbour pulls: most where an edge is long, between two dummies, then at its ends."""
+    """Return the weight of each neighbour's pull: largest between two dummies of a long edge, then at its ends."""
     return [(other, (1.0, 3.0, 9.0)[(vertex >= n_boxes) + (other >= n_boxes)]) for other in others]
 
 
 def _apart(wanted: Sequence[float], weights: Sequence[float], distances: Sequence[float]) -> list[float]:
     """Return the places nearest to `wanted`, by weighted squares, that are in order and `distances` apart at least.
 
-    Less the distances, the places have only to be in order: isotonic regression, by pooling adjacent violators.
+    After subtracting the distances, the places only have to be in order: isotonic regression, by pooling adjacent
+    violators.
     """
     offsets = list(itertools.accumulate(distances, initial=0.0))
     pools: list[tuple[float, float, int]] = []

@@ -1,4 +1,4 @@
-"""Draws an audit as one HTML page that needs nothing else: every place with its lines of source, and what it does."""
+"""Draws an audit as one self-contained HTML page: every place with its lines of source and its effect."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["page", "stop_span"]
 
 _LINES_AROUND = 3
 
-# From this many parameters on their table is folded away.
+# From this number of parameters on, their table is folded.
 _MOST_ROWS_SHOWN = 4
 
 
@@ -27,9 +27,9 @@ def page(found: Audit, title: str, command: str) -> str:
     """Return the page.
 
     Args:
-        found: What to draw. Its program is run once more, for the picture of its graph.
-        title: What was audited.
-        command: How to make the page again.
+        found: The audit. Its program runs once more, for the picture of its graph.
+        title: The name of the audited program.
+        command: The command that makes the page again.
     """
     effects = "".join(_effect(found, effect) for effect in found.effects)
     effects += "".join(_set(found, effect) for effect in found.sets)
@@ -49,13 +49,13 @@ def page(found: Audit, title: str, command: str) -> str:
 
 
 def stop_span(source: str, line: int, column: int, kind: str) -> tuple[int, int] | None:
-    """Return where in a line the words stand that stop the gradient, from 0; None if they are not all on that line.
+    """Return the columns of the call that stops the gradient, from 0; None if the call spans several lines.
 
     Args:
         source: The whole file.
         line: Line of the place, from 1.
         column: Column of the place, from 1.
-        kind: What stops there, as in `Audit.kinds`.
+        kind: The kind of the place, as in `Audit.kinds`.
     """
     word = next(iter(re.findall(r"\w+", kind.rpartition(".")[2])), "")
     try:
@@ -215,7 +215,7 @@ def _excerpt(site: Site, kind: str) -> str:
 def _source_line(number: int, line: str, span: tuple[int, int] | None, is_here: bool) -> str:
     line = line.rstrip("\n")
     if is_here and span is not None:
-        raw = line.encode()  # columns of the syntax tree count bytes
+        raw = line.encode()  # columns of the syntax tree are in bytes
         before, stop, after = (raw[a:b].decode() for a, b in ((0, span[0]), span, (span[1], len(raw))))
         code = f"{_text(before)}<mark>{_text(stop)}</mark>{_text(after)}"
     else:

@@ -16,7 +16,7 @@ _TOOLKIT = str(Path(__file__).parent.parent) + "/"
 
 
 def user_site(frame: FrameType | None) -> Site:
-    """Return the innermost place outside of torch and this library, for a decorated function that of the function."""
+    """Return the innermost place outside of torch and this library; for a decorated function, the function's place."""
     inner = frame
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
         decorated = frame.f_locals.get("func") if frame.f_code.co_name == "decorate_context" else None

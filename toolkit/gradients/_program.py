@@ -34,22 +34,22 @@ Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
 CONSTANT = "`loss` should depend on a tensor that requires a gradient. Found a constant."
 """What is said of a loss without a graph."""
 
-# Random numbers and modules belong to the whole process: while one thread runs a program, no other one does.
+# Random numbers and modules belong to the whole process, so only one thread runs a program at a time.
 _alone = threading.RLock()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one run of a program gave.
+    """The result of one run of a program.
 
     Attributes:
         loss: The loss.
-        params: What was differentiated by.
-        gradients: Parameter -> gradient; zero where there is no path.
+        params: The parameters.
+        gradients: Parameter -> gradient; zero without a path.
         reached: Parameters to which autograd finds a path.
-        opened: Blocks that were open and that something with a gradient reached.
+        opened: Open blocks that a gradient-carrying tensor reached.
         constant: Whether the loss has no graph.
-        moved: Whether the run changed values of tensors that were there before.
+        moved: Whether the run changed the values of tensors that existed before it.
     """
 
     loss: float
@@ -65,9 +65,9 @@ class Program:
     """A loss function and its state.
 
     Attributes:
-        parts: What it is made of.
-        snapshot: Its state when this was made.
-        given: Name -> tensor for what the caller wants to differentiate by; None for every leaf.
+        parts: The objects that it reaches.
+        snapshot: Its initial state.
+        given: Name -> tensor for the caller's parameters; None for every leaf.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Program:
         params: Parameters,
         around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
-        """Take the state of a program; every run of it but the plain one is made inside of `around`."""
+        """Take the state of a program; every run except the plain one is inside of `around`."""
         if not callable(loss):
             raise TypeError(f"`loss` should be a function that returns the loss. Found {type(loss).__name__}.")
         self._loss, self._around = loss, around
@@ -87,7 +87,7 @@ class Program:
 
     @contextmanager
     def aside(self, *, around: bool = True, runs: bool = True) -> Iterator[Any]:
-        """Let the program, or a derivative of it, run alone in its process and without leaving a trace."""
+        """Let the program, or a derivative of it, run alone in its process and without side effects."""
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with _alone, self.snapshot.set_aside(runs=runs) as moved, without_compiled_code(), torch.enable_grad():
             with one_thread, gated(None), self._around(self.snapshot) if around else nullcontext():
@@ -102,7 +102,7 @@ class Program:
         return self._loss()
 
     def value(self) -> Tensor:
-        """Run the loss function, inside of `aside`; raise if what it returns is no real number."""
+        """Run the loss function, inside of `aside`; raise if its result is not a real number."""
         return checked_value(self.run())
 
     def answer(
@@ -117,14 +117,14 @@ class Program:
         """Run the program with these blocks really removed, and differentiate it.
 
         Args:
-            params: What to differentiate by; None for every leaf of its graph.
+            params: The parameters; None for every leaf of the graph.
             open: The blocks.
-            gates: Notes which blocks are met.
+            gates: Notes the blocks that the run reaches.
             around: Whether `around` is entered; False for a plain run.
-            nudge: A seed, and by which part of themselves the parameters are moved up or down before.
+            nudge: A seed, and the relative size of a random change of the parameters before the run.
 
         Raises:
-            RuntimeError: If gradients come to parameters past the graph.
+            RuntimeError: If gradients reach parameters outside of the graph.
         """
         with self.aside(around=around) as moved, gated(gates), opened(*open) as met, torch.enable_grad():
             if nudge is not None and params is not None:
@@ -134,13 +134,13 @@ class Program:
             params = leaves_of(value, self.parts) if params is None else params
             nodes = [] if value.grad_fn is None else list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
             others: list[Tensor] = []
-            if not around and any(map(is_foreign, nodes)):  # which run in a plain ``backward()``, whatever they lead to
+            if not around and any(map(is_foreign, nodes)):  # they run in a plain ``backward()``, wherever they lead
                 others = [node.variable for node in nodes if hasattr(node, "variable")]
             with self._refusing_hidden_gradients(nodes):
                 found = derivatives(value, params, others)
             gradients = {name: torch.zeros_like(params[name]) if g is None else g for name, g in found.items()}
             paths = frozenset(name for name, gradient in found.items() if gradient is not None)
-            loss = value.item()  # which may be state of the program, and is put back
+            loss = value.item()  # may be state of the program, and is restored
         return Answer(loss, params, gradients, paths, frozenset(met), not value.requires_grad, moved.values)
 
     def loss(self) -> float:
@@ -150,11 +150,11 @@ class Program:
 
     @contextmanager
     def _refusing_hidden_gradients(self, nodes: Iterable[Any]) -> Iterator[None]:
-        """Raise if a derivative by a parameter does not find all of its gradient."""
+        """Raise RuntimeError if the derivative by a parameter misses a part of its gradient."""
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in nodes):
             raise RuntimeError(
-                "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides the "
-                "graph of what it runs."
+                "`loss` should checkpoint with use_reentrant=False. Found a reentrant checkpoint, which hides its "
+                "graph."
             )
         before = [(leaf, leaf.grad) for leaf in self.snapshot.leaves if leaf.is_leaf]
         yield
@@ -210,7 +210,7 @@ def coarsest(value: Tensor, params: Mapping[str, Tensor]) -> float:
 
 
 def _nudge(params: Iterable[Tensor], seed: int, size: float) -> None:
-    """Move every number up or down by a part of itself."""
+    """Scale every number by a random factor close to 1."""
     generator = torch.Generator().manual_seed(seed)
     with no_graph():
         for parameter in params:
@@ -227,7 +227,7 @@ def leaves_of(value: Tensor, parts: Parts) -> dict[str, Tensor]:
 
 
 def checked_loss(value: Any) -> Tensor:
-    """Return what a loss function returned, if a gradient can be asked of it."""
+    """Return the result of a loss function; raise unless it is a real scalar with a gradient."""
     found = checked_value(value)
     if not found.requires_grad:
         raise ValueError(CONSTANT)
@@ -235,7 +235,7 @@ def checked_loss(value: Any) -> Tensor:
 
 
 def checked_value(value: Any) -> Tensor:
-    """Return what a loss function returned, if it is a real number."""
+    """Return the result of a loss function; raise unless it is a real number."""
     if not isinstance(value, Tensor):
         raise TypeError(f"`loss` should return a tensor. Found {type(value).__name__}.")
     if value.numel() != 1:
@@ -248,11 +248,11 @@ def checked_value(value: Any) -> Tensor:
 
 
 def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:
-    """Return name -> tensor for what a caller gave to differentiate by; raise if it cannot be.
+    """Return name -> tensor for a caller's parameters.
 
     Raises:
-        TypeError: If `params` holds something else than tensors.
-        ValueError: If none of them requires a gradient.
+        TypeError: If `params` holds other objects than tensors.
+        ValueError: If no tensor requires a gradient.
     """
     if isinstance(params, nn.Module):
         named: dict[str, Tensor] = dict(params.named_parameters())
@@ -278,7 +278,7 @@ def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:
 
 
 def _refuse_what_cannot_run_twice(parts: Parts) -> None:
-    """Raise for modules whose state nobody can put back."""
+    """Raise ValueError for modules whose state cannot be restored."""
     fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     for name, root in parts.modules.items():
         for module in root.modules():

@@ -1,8 +1,8 @@
-"""Whether a leak is more than rounding.
+"""The decision whether a leak is more than rounding.
 
-Each parameter is judged by its own gradient: a leak below eps to the power of 3/4 of that is rounding. Where that
-decides nothing, because the gradient vanishes or the program computes in low precision, the parameters are moved by a
-few units in the last place: what is rounding then comes out otherwise.
+Each parameter is judged by its own gradient: a leak below eps^(3/4) times this gradient is rounding. This bound does
+not decide if the gradient vanishes or the program computes in low precision. Then the parameters are moved by a few
+units in the last place; a leak that is rounding changes with them.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from toolkit.gradients.verdict import Verdict, flat, norm, rounding
 
 __all__ = ["Rounding"]
 
-# How often the parameters are moved by a rounding to see how far that moves a leak.
+# The number of random changes of the parameters that show how far rounding moves a leak.
 _NUDGES = 6
 
-# Of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
+# Factor of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
 _PART = 3.0
 
-# A leak that so moves by more than a third of itself says nothing, and one that moves by a thirtieth is told.
+# A leak that moves by more than a third of itself is undecided; one that moves by less than a thirtieth is clear.
 _MOST_NOISE, _CLEAR = 3.0, 30.0
 
 
 class Rounding:
-    """Tells leaks of one program from rounding."""
+    """Distinguishes the leaks of one program from rounding."""
 
     def __init__(self, answers: Answers, squares: Tensor) -> None:
         """Judge by these answers; `squares`: the squared norm of each parameter's blocked gradient, (P,)."""
@@ -41,7 +41,7 @@ class Rounding:
         self._params, self._blocked = answers.params, answers.plain.gradients
 
     def verdict(self, names: Sequence[str], leak: Leak, rows: Tensor) -> Verdict:
-        """Return the verdict of these blocks from what opening them adds, and from the products of each parameter."""
+        """Return the verdict of these blocks from their leak and the products of each parameter."""
         leaks, _, opened, blocked = rows.sqrt().unbind(1)
         if not (leak.carried or leaks.any()):
             return Verdict("no-op")
@@ -78,10 +78,10 @@ class Rounding:
             return coarsest(self._answers.program.value(), self._params)
 
     def _is_clear(self, names: Sequence[str], leak: Leak, rows: Tensor) -> bool:
-        """Say whether a leak is more than rounding, as far as that can be told without another run.
+        """Return whether a leak is more than rounding, as far as known without another run.
 
-        Where the gradient vanishes, as after training, its size tells nothing. While gates answer, a backward pass of a
-        part of the loss tells: rounding comes out otherwise.
+        If the gradient vanishes, as after training, its size does not decide. While gates apply, a backward pass of a
+        part of the loss decides: rounding changes with the part.
         """
         if not self._is_resolved:
             return False
@@ -104,8 +104,8 @@ class Rounding:
     def _is_resolved(self) -> bool:
         """Whether the blocked gradient is clearly more than rounding.
 
-        While gates answer, a short backward pass tells: of the parameters that have a good part of the gradient, the
-        one that the program used last answers for all.
+        While gates apply, a short backward pass decides: of the parameters with a large share of the gradient, only the
+        one that the program used last is checked.
         """
         if self._answers.gated is None:
             again = self._answers.nudged(0, self.precision) or self._blocked
@@ -138,7 +138,7 @@ class Rounding:
 
     @cached_property
     def _vanishes(self) -> Tensor:
-        """Say of each parameter, (P,), whether its blocked gradient is itself no more than rounding."""
+        """Return for each parameter, (P,), whether its blocked gradient is only rounding."""
         moved = torch.zeros(len(self._params), dtype=torch.float64)
         for seed in range(3):  # a few digits may come out the same by chance
             again = self._answers.nudged(seed, self.precision) or self._blocked
@@ -147,7 +147,7 @@ class Rounding:
         return moved >= 0.1 * self._squares.sqrt()
 
     def _noise(self, names: Sequence[str], leak: Leak, leaks: Tensor) -> Tensor:
-        """Return (P,): how far a leak of these sizes moves while the parameters move by a rounding."""
+        """Return (P,), the change of a leak of these sizes under a rounding of the parameters."""
         noise = torch.zeros(len(self._params), dtype=torch.float64)
         # A few digits may come out the same by chance, a gradient's may not.
         low = self.precision > torch.finfo(torch.float32).eps
@@ -174,8 +174,8 @@ class Rounding:
 
 
 def _nudge(precision: float, index: int) -> float:
-    """Return by which part of themselves parameters are moved: a few roundings, and more each time if those are small.
+    """Return the relative change of the parameters: a few roundings, increased each time if these are small.
 
-    A leak that is rounding then comes out otherwise; one that is not moves by as much, times a condition number.
+    A leak that is rounding then changes; any other leak moves by this relative size, times a condition number.
     """
     return max(precision, min(precision * 2.0 ** (index + 1), 2**-10))

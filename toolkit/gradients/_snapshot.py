@@ -1,4 +1,4 @@
-"""What a program is made of, found from its loss function, and how it is left as it was found."""
+"""The state of a program, found from its loss function, with copies to restore it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from toolkit.blocks import no_graph
 
 __all__ = ["INSTALLED", "Parts", "Snapshot", "find_parts", "without_compiled_code"]
 
-# A loss function reaches few objects; the bound only keeps a pathological program from being searched for ever.
+# A loss function reaches few objects; the bound only ends the search of a pathological program.
 _MOST_OBJECTS = 1_000_000
 
-# An array, or a tensor that no module has, is data and not state if it is larger: a copy of it would cost too much.
+# A larger array, or a larger tensor outside of modules, is data and not state: a copy would cost too much.
 _LARGEST_STATE = 2**24
 
-# The state of these libraries is restored by name, not by a search through their insides.
+# The state of these libraries is restored by name, not by a search of their internals.
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _STATELESS = ("toolkit.blocks", "toolkit.gradients")
 
-# What packages of others keep in their globals is not searched: they name thousands of things.
+# Globals of third-party packages are not searched: they name thousands of objects.
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.ModuleType, types.CodeType)
-# Iterators that can be copied, with what they iterate over, so that a run moves the copy on.
+# Iterators that can be copied, with their sources, so that a run advances the copy.
 _EMPTY: tuple[Any, ...] = ([], (), "", b"", range(0), {}, {}.values(), {}.items(), set())
 _COPIED = frozenset(
     [
@@ -53,15 +53,15 @@ _COPIED = frozenset(
 
 @dataclass
 class Parts:
-    """What a loss function reaches: name -> object, the name as the user's code has it.
+    """The objects that a loss function reaches: name -> object, with names from the user's code.
 
     Attributes:
-        modules: Modules that no other one contains.
-        tensors: Tensors that are no parameters or buffers of those.
+        modules: Modules that no other module contains.
+        tensors: Tensors that are not parameters or buffers of these modules.
         generators: Sources of random numbers.
-        moving: Iterators, which every run moves on for good.
-        cached: Functions that `functools` keeps tensors of, of earlier calls.
-        state: What may hold other objects after a run than before it.
+        moving: Iterators, which every run advances for good.
+        cached: Functions with tensors of earlier calls in a cache of `functools`.
+        state: Holders that may hold other objects after a run.
     """
 
     modules: dict[str, nn.Module] = field(default_factory=dict)
@@ -78,7 +78,7 @@ class Parts:
     def names_of_leaves(self) -> dict[int, str]:
         """Return id -> name of every tensor and parameter that was found."""
         names: dict[int, str] = {}
-        for prefix, module in self.modules.items():  # before what an optimiser calls the same parameters
+        for prefix, module in self.modules.items():  # before an optimiser's names of the same parameters
             for name, parameter in module.named_parameters(prefix):
                 names.setdefault(id(parameter), name)
         for name, tensor in self.tensors.items():
@@ -89,9 +89,9 @@ class Parts:
 def find_parts(loss: Callable[..., Any], *more: Any) -> Parts:
     """Return the modules, tensors, generators and the state in Python that `loss` reaches.
 
-    Closures, defaults, bound objects, partial arguments, the globals that its code names, containers, caches, and the
-    attributes, classes and methods of objects are followed; of installed packages not the globals. Beyond a million
-    objects the search ends with a `UserWarning`.
+    The search follows closures, defaults, bound objects, partial arguments, the globals that the code names,
+    containers, caches, and the attributes, classes and methods of objects. Globals of installed packages are not
+    followed. Beyond a million objects the search ends with a `UserWarning`.
     """
     search = _Search()
     for found in (loss, *more):
@@ -103,7 +103,8 @@ def find_parts(loss: Callable[..., Any], *more: Any) -> Parts:
 class Snapshot:
     """The state of a program before its loss function ran.
 
-    Random numbers, modes, buffers, gradients, the values of tensors, and what containers and attributes held.
+    It covers random numbers, modes, buffers, gradients, the values of tensors, and the contents of containers and
+    attributes.
     """
 
     def __init__(self, parts: Parts, parameters: Mapping[str, Tensor]) -> None:
@@ -124,13 +125,14 @@ class Snapshot:
 
     @contextmanager
     def set_aside(self, *, runs: bool = True) -> Iterator[_Moved]:
-        """Run a body on the program as it was, and restore everything after it, also when it raises.
+        """Run a body on the program in its saved state, and restore everything afterwards, also after an error.
 
-        Buffers are replaced by copies, not written back: writing to them would invalidate the graph that was made of
-        them. Gradients are moved away likewise.
+        Buffers are replaced by copies, not written back: writing to them would invalidate the graph that uses them.
+        Gradients are moved aside in the same way.
 
         Args:
-            runs: Whether the program runs; else only a derivative of an earlier run is taken, which changes no values.
+            runs: Whether the program runs; otherwise only a derivative of an earlier run is taken, which changes no
+                values.
         """
         now, moved = _RandomState(self._parts.generators), _Moved()
         if self._values is None and runs:
@@ -159,7 +161,7 @@ class Snapshot:
                 yield moved
             finally:
                 for leaf, gradient, required in leaves:
-                    if not leaf.is_leaf:  # an average of parameters, say, that was updated inside of an open region
+                    if not leaf.is_leaf:  # such as an average of parameters, updated inside of an open region
                         leaf.detach_()
                     if leaf.requires_grad != required:
                         leaf.requires_grad_(required)
@@ -178,26 +180,26 @@ class Snapshot:
         ]
 
     def storages(self) -> set[int]:
-        """Return where the tensors of the program keep their numbers now, buffers included."""
+        """Return the present memory of the program's tensors, buffers included."""
         buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
         strided = (tensor for tensor in [*self._tensors, *buffers] if tensor.layout is torch.strided)
         return {tensor.untyped_storage()._cdata for tensor in strided}
 
     def forget_values(self) -> None:
-        """Free the copies of values; the next run takes them anew."""
+        """Free the copies of values; the next run takes new ones."""
         self._values = None
 
 
 @dataclass
 class _Moved:
-    """What a run has changed: whether values of tensors that were there before."""
+    """The changes by a run: whether it changed the values of tensors that existed before."""
 
     values: bool = False
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a leaf was at one time: its memory, the values in it, and how often autograd saw them change.
+    """The state of a leaf at one time: its memory, its values, and autograd's count of their changes.
 
     Of data there is no copy of the values: a program that writes into them is refused.
     """
@@ -285,7 +287,7 @@ def _set_state(generator: Any, state: Any) -> None:
 
 @dataclass(frozen=True)
 class _Taken:
-    """What a holder held at one time."""
+    """The content of a holder at one time."""
 
     holder: Holder
     held: Any
@@ -295,7 +297,7 @@ class _Taken:
             self.holder.hold(self.held)
 
     def lend(self, copies: dict[int, Any]) -> None:
-        """Put it back for a run: of iterators, which nobody can set back, their copies."""
+        """Restore the content for a run, with copies of iterators, because iterators cannot be reset."""
         lent = self.holder.lent(self.held, copies)
         if lent is self.held:
             self.put_back()
@@ -310,28 +312,28 @@ class Holder:
     owner: Any
 
     def taken(self) -> _Taken:
-        """Return what it holds now."""
+        """Return the present content."""
         return _Taken(self, self.held())
 
     def held(self) -> Any:
-        """Return what it holds, in a form that stays."""
+        """Return the content in a form that does not change with the holder."""
         raise NotImplementedError
 
     def holds(self, held: Any) -> bool:
-        """Say whether it holds these very objects."""
+        """Return whether the holder has exactly these objects, by identity."""
         raise NotImplementedError
 
     def hold(self, held: Any) -> None:
-        """Let it hold this."""
+        """Set the content."""
         raise NotImplementedError
 
     def lent(self, held: Any, copies: dict[int, Any]) -> Any:
-        """Return what was held, with copies in the place of iterators."""
+        """Return the content, with copies in place of iterators."""
         return _copied(held, copies)
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:
-    """Return a copy of an iterator and of all that it takes from; anything else, or what has no copy, as it is."""
+    """Return a copy of an iterator and its sources; return other objects, or iterators without a copy, unchanged."""
     if type(value) not in _COPIED:
         return value
     if id(value) not in copies:
@@ -345,7 +347,7 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
 
 
 def _can_be_copied(value: Any) -> bool:
-    """Say whether a value stays where it is when a copy of what takes from it moves on."""
+    """Return whether a value is unaffected when a copy of its iterator advances."""
     if type(value) not in _COPIED:
         return not isinstance(value, collections.abc.Iterator)
     return all(map(_can_be_copied, value.__reduce__()[1]))
@@ -390,7 +392,7 @@ class _Mapping(Holder):
 
     def hold(self, held: Any) -> None:
         plain: Any = collections.OrderedDict if isinstance(self.owner, collections.OrderedDict) else dict
-        plain.clear(self.owner)  # and not a method of a subclass, which may do more
+        plain.clear(self.owner)  # and not a method of a subclass, which may have side effects
         plain.update(self.owner, held)
 
 
@@ -433,7 +435,7 @@ class _Numbers(Holder):
 
 
 class _Cache(Holder):
-    """What a `functools.lru_cache` of bounded size keeps: it is emptied if a run has added to it."""
+    """The content of a `functools.lru_cache` of bounded size, which is emptied if a run has added to it."""
 
     def held(self) -> Any:
         return self.owner.cache_info().misses
@@ -566,7 +568,7 @@ class _Search:
             if found.cache_parameters()["maxsize"] is None:
                 for value in gc.get_referents(found):
                     self.add(name, value)
-            else:  # its entries are linked in ways that only it knows
+            else:  # the links between its entries are internal
                 state.append(_Cache(found))
         elif isinstance(found, type):
             self._add_class(name, found)
@@ -577,7 +579,7 @@ class _Search:
             self._add_object(name, found)
 
     def _add_items(self, name: str, found: Mapping[Any, Any]) -> None:
-        # Other mappings may be files: nobody is to read all of them, or to clear them.
+        # Other mappings may be files, which must not be read completely, or cleared.
         if isinstance(found, dict):
             self.parts.state.append(_Mapping(found))
         for key, value in found.items():
@@ -656,7 +658,7 @@ class _Search:
 
 
 def _cached(function: Any) -> list[Any]:
-    """Return the values, and what lists and tuples of them hold, that a cache of `functools` keeps."""
+    """Return the values in a cache of `functools`, including the entries of lists and tuples."""
     (entries,) = [found for found in gc.get_referents(function) if type(found) is dict and found is not vars(function)]
     links = [found for value in entries.values() for found in (value, *gc.get_referents(value))]
     return [leaf for found in links for leaf in (found if isinstance(found, (list, tuple)) else (found,))]
@@ -707,7 +709,7 @@ def _join(prefix: str, name: str) -> str:
 
 
 def without_compiled_code() -> AbstractContextManager[None]:
-    """A compiled graph has no gates in it: run the Python that it was made of."""
+    """Run compiled functions as Python, because a compiled graph has no gates."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")

@@ -1,6 +1,6 @@
 """Constants that change: `alias_guard` watches the memory of blocked values.
 
-They share it with what they were made of, so that an optimizer's step can change a constant.
+They share it with their inputs, so an optimizer's step can change a constant.
 """
 
 from __future__ import annotations
@@ -32,14 +32,13 @@ class AliasWarning(UserWarning):
 
 @dataclass
 class _Held:
-    """A constant that a block gave out.
+    """A constant that was returned by a block.
 
     Attributes:
         block: The block.
-        site: Where it was put in place.
-        views: The constant, and what was made of it on the same memory, for as long as anything holds them, the graph
-            included.
-        changed: Where and by what its memory was written to since.
+        site: The place of the block.
+        views: The constant, and its views on the same memory, for as long as they are referenced, also by the graph.
+        changed: The place and the operation that wrote to its memory since.
     """
 
     block: str
@@ -48,35 +47,35 @@ class _Held:
     changed: str = ""
 
     def add(self, view: Tensor) -> None:
-        """Count a tensor as the constant."""
+        """Add a tensor to the views of the constant."""
         self.views[id(view)] = weakref.ref(view)
 
     def has(self, tensor: Any) -> bool:
-        """Say whether a tensor counts as the constant, by identity."""
+        """Return whether a tensor is a view of the constant, by identity."""
         return id(tensor) in self.views and self.views[id(tensor)]() is tensor
 
     @property
     def is_alive(self) -> bool:
-        """Whether something still holds it."""
+        """Whether the constant is still referenced."""
         return any(view() is not None for view in self.views.values())
 
 
 @contextmanager
 def alias_guard() -> Iterator[None]:
-    """Warn when a value that a block holds constant changes, because the memory it shares is written to.
+    """Warn if a blocked value changes because its shared memory is written to.
 
-    `stop_gradient` copies nothing: its result is its input's memory. If an optimizer's step, ``add_`` or a write
-    through ``.data`` changes that memory, the constant changes with it, and autograd notices only some of it.
+    `stop_gradient` makes no copy: its result shares the memory of its input. If an optimizer's step, ``add_`` or a
+    write through ``.data`` changes that memory, the constant changes too, and autograd detects only some of these
+    writes.
 
-    A warning is given when a constant is *used* after its memory was written to, in the forward or in the backward
-    pass, and, at the end of the ``with``, for a constant that was written to and that something still holds. Not for
-    one that nothing uses any more: a step of the optimizer after the backward pass is as it should be. Watched are the
-    results of `stop_gradient`, while eager or compiled functions run as Python. Writes that torch does not make, by
-    numpy on shared memory say, are not seen. Nothing is watched, and nothing slower, outside of the ``with``.
+    A warning is issued if a constant is *used* after its memory was written to, in the forward or in the backward pass.
+    At the end of the ``with``, a warning is also issued for each changed constant that is still referenced. A constant
+    that is no longer used causes no warning: an optimizer step after the backward pass is fine. The guard watches the
+    results of `stop_gradient`, while eager or compiled functions run as Python. Writes outside of torch, for example by
+    numpy on shared memory, are not seen. Outside of the ``with`` there is no cost.
 
     Warns:
-        AliasWarning: With the block, its place, where the memory was written to, and where it is used. Once per block
-            call.
+        AliasWarning: Names the block, its place, the place of the write, and the place of the use. Once per block call.
 
     Example:
         >>> w = torch.ones(2, requires_grad=True)
@@ -96,7 +95,7 @@ def alias_guard() -> Iterator[None]:
 
 
 class _Memory(TorchDispatchMode):
-    """Sees every operation on memory, of the program, its backward pass and its optimizer."""
+    """Observes every operation on memory, of the program, its backward pass and its optimizer."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -128,7 +127,7 @@ class _Memory(TorchDispatchMode):
         return result
 
     def finish(self) -> None:
-        """Warn of the constants that changed and are still held."""
+        """Warn of changed constants that are still referenced."""
         for held in [held for group in self._held.values() for held in group]:
             if held.changed and held.is_alive:
                 _warn(held, "is still held at the end of `alias_guard`", held.site)
@@ -147,7 +146,7 @@ class _Memory(TorchDispatchMode):
                 held.changed = f"{func._schema.name.removeprefix('aten::')} at {user_site(sys._getframe(1))}"
 
     def _follow(self, args: tuple[Any, ...], result: Any) -> None:
-        """Count a view of a constant as the constant."""
+        """Add a view of a constant to its views."""
         for leaf in tree_leaves(result):
             if has_storage(leaf):
                 for held in self._held.get(_memory_of(leaf), []):
@@ -156,7 +155,7 @@ class _Memory(TorchDispatchMode):
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return what an operation writes to, by its schema."""
+    """Return the arguments that an operation writes to, by its schema."""
     found = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -172,6 +171,6 @@ def _memory_of(tensor: Tensor) -> int:
 def _warn(held: _Held, how: str, place: Site) -> None:
     message = (
         f"The value that {held.block!r} holds constant at {held.site} {how}, but its memory was changed by "
-        f"{held.changed}: it is no longer what it was. A clone before the block would keep it."
+        f"{held.changed}: the constant has changed. A clone before the block would keep it."
     )
     warnings.warn_explicit(message, AliasWarning, place.file, place.line)

@@ -1,4 +1,4 @@
-"""Asks of unmodified code what every `detach`, `no_grad` and the like in it does to the gradient."""
+"""The effect of every `detach`, `no_grad` and similar call in unmodified code on the gradient."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ HIDDEN_CHANGE = "the memory is changed where autograd cannot see it: the gradien
 
 @dataclass(frozen=True)
 class Unopened:
-    """A place that stops the gradient and had to keep doing so.
+    """A place that stops the gradient and could not be opened.
 
     Attributes:
-        kind: What stops it, ``"no_grad"`` say.
-        site: Where.
-        reason: Why it could not be opened.
+        kind: The call, for example ``"no_grad"``.
+        site: The place.
+        reason: The reason why it could not be opened.
     """
 
     kind: str
@@ -44,25 +44,25 @@ class Unopened:
 
 
 class Audit:
-    """What every place of a program that stops a gradient does. Made by `audit`.
+    """The effect of every place of a program that stops a gradient. Made by `audit`.
 
     Attributes:
-        valid: Whether the audited program, with everything closed, gave the loss and every gradient of the plain one
-            bit for bit. If not, nothing else here should be believed.
-        reason: Why it is not valid; empty if it is.
+        valid: Whether the audited program, with every place closed, gave the loss and all gradients of the plain
+            program bit for bit. If not, all other results are unreliable.
+        reason: The reason why the audit is not valid; empty if it is.
         loss: The loss of the plain program.
         blocked: Parameter -> gradient of the plain program.
-        effects: What opening each place alone does, in the order of the program. A place is known as
-            ``file:line:column``; blocks with names are here as well.
-        kinds: Place -> what stops the gradient there.
-        unopened: Places that had to keep stopping the gradient, and why.
-        escapes: Places where a value leaves the graph for good (``.item()``, ``.numpy()``): nothing can be opened.
-        sites: Place -> its file, line, column and function; also of what could not be opened.
-        remarks: What else a reader should know.
-        unreached: Parameter -> where its path ends, for those that have none to the loss even with every place open: in
-            ``argmax``, in ``requires_grad_(False)``; empty if that cannot be seen.
-        sets: What opening places together does that do nothing alone, as `Comparison.sets`.
-        one_mode: Places that stop reverse mode alone, although a forward-mode derivative comes by: `torch.no_grad`.
+        effects: The effect of opening each place alone, in the order of the program. A place is named
+            ``file:line:column``; named blocks are included.
+        kinds: Place -> the call that stops the gradient.
+        unopened: Places that could not be opened, with reasons.
+        escapes: Places where a value leaves the graph for good (``.item()``, ``.numpy()``) and cannot be opened.
+        sites: Place -> its file, line, column and function; also for places that could not be opened.
+        remarks: Further remarks for the reader.
+        unreached: Parameter -> the end of its path, for parameters without a path to the loss even with every place
+            open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen.
+        sets: Effects of places that act only together, as `Comparison.sets`.
+        one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.
     """
 
     valid: bool
@@ -82,7 +82,7 @@ class Audit:
     def __init__(self, loss: Callable[[], Tensor], params: Parameters) -> None:
         """Run `loss`; see `audit`."""
         bare = BareBlocks()
-        with bare.replaced():  # raises inside of another audit
+        with bare.replaced():  # raises an error inside of another audit
             pass
         self._comparison = comparison = Comparison(
             loss, params, None, around=bare.replaced, spare=bare.spare, nested=bare.nested
@@ -94,7 +94,7 @@ class Audit:
         if bare.elsewhere:
             self.remarks.append(f"in another thread, and not looked into: {', '.join(bare.elsewhere)}")
         if cached := comparison.program.parts.cached:
-            self.remarks.append(f"kept from an earlier call, and not looked into: what {', '.join(cached)} returned")
+            self.remarks.append(f"cached by an earlier call, and not audited: the results of {', '.join(cached)}")
         reasons = {**comparison.unopened, **bare.real}
         self._explain_hidden_changes(reasons)
         reasons |= {place: reason for place, reason in bare.partly.items() if place not in reasons}
@@ -110,7 +110,7 @@ class Audit:
         return self._comparison.gradient(open)
 
     def effect(self, open: Collection[Block | str]) -> BlockEffect:
-        """Return what opening these places together does, as `Comparison.effect`."""
+        """Return the effect of opening these places together, as `Comparison.effect`."""
         return self._comparison.effect(open)
 
     def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
@@ -140,7 +140,7 @@ class Audit:
         }
 
     def plot(self) -> Figure:
-        """Return a figure: for every place, size and direction of its gradient against the blocked one."""
+        """Return a figure: for every place, size and direction of its gradient relative to the blocked one."""
         return self._comparison.plot()
 
     def __str__(self) -> str:
@@ -167,7 +167,7 @@ class Audit:
         return [tuple(row[:-1]) for row in [("where", "what", *head[1:]), *named]]
 
     def notes(self) -> list[str]:
-        """Return a line for everything that could not be opened, or that no place explains."""
+        """Return a line for each place that could not be opened, and for each effect without a place."""
         notes = self.remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
         notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
         return [*notes, *by_module(self.unreached)] + [
@@ -180,7 +180,7 @@ class Audit:
         suspects = [place for place in reasons if self.kinds[place] == ".data"]
         if not suspects or not self.valid:
             return
-        # As if each value had been kept as it was when the backward pass asked for it.
+        # As if each saved value had not changed since it was saved.
         with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda kept: kept):
             honest = self._comparison.program.answer(self._comparison.parameters, around=False).gradients
         if not are_close(honest, self.blocked):
@@ -188,25 +188,25 @@ class Audit:
 
 
 def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
-    """Find every place in unmodified code that stops a gradient, and say what it does, as `compare` does of blocks.
+    """Find every place in unmodified code that stops a gradient, and measure its effect, as `compare` does for blocks.
 
-    Found are ``detach``, ``detach_``, ``.data``, ``torch.tensor(x)``, ``new_tensor``, ``no_grad`` and
+    These places are ``detach``, ``detach_``, ``.data``, ``torch.tensor(x)``, ``new_tensor``, ``no_grad`` and
     ``inference_mode`` (also as decorators), ``set_grad_enabled``, in your code, in third-party packages and inside
-    `torch.nn`. From one forward pass each is opened alone. What cannot be opened is listed with its place.
+    `torch.nn`. One forward pass opens each place separately. Places that cannot be opened are listed.
 
-    With everything closed the loss and every gradient must equal those of a plain run, bit for bit. A place that
-    changes them as soon as it is recorded keeps its meaning and is listed; if that does not help, the result says that
-    it is not valid, and why. The program is left as it was found: parameters, buffers, ``.grad``, modes, random state;
-    and torch's attributes, which are replaced while it runs. Compiled functions run in eager mode.
+    With every place closed the loss and all gradients must equal those of a plain run, bit for bit. If recording a
+    place changes them, the place keeps its meaning and is listed. If they still differ, the result is marked as not
+    valid, with the reason. Parameters, buffers, ``.grad``, modes and random state are restored, and so are torch's
+    attributes, which are replaced while the program runs. Compiled functions run in eager mode.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar. It should not update parameters.
-        params: What to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for every leaf
-            that the loss depends on.
+        params: The parameters to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for
+            every leaf that the loss depends on.
 
     Raises:
-        TypeError: As `compare`.
-        ValueError: As `compare`.
+        TypeError: As for `compare`.
+        ValueError: As for `compare`.
         RuntimeError: If another audit is running in this process.
 
     Example:

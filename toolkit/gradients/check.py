@@ -1,8 +1,8 @@
-"""Gradient checks for programs with blocks: what they hold constant is held, and finite differences agree.
+"""Gradient checks for programs with blocks: finite differences with the values of the blocks held constant.
 
-A checker compares derivatives with differences of values at perturbed inputs. The value of a block moves with them,
-although its derivative is left out by design, so every checker rejects a correct program with blocks. Here the program
-runs once at the inputs and the values of its blocks are kept. At the perturbed points they are put in place again.
+A checker compares derivatives with differences of values at perturbed inputs. The value of a block moves with the
+inputs, although its derivative is left out by design, so every checker rejects a correct program with blocks. Here the
+program runs once at the inputs, and the values of its blocks are kept. Runs at the perturbed points reuse these values.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ Program = Callable[..., Any]
 def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) -> bool:
     """Check the derivatives of a program with blocks against finite differences, the values of its blocks held.
 
-    `torch.autograd.gradcheck` of the program in which every block, open or not, is the constant that it is at `inputs`.
-    Random numbers, buffers and modes are the same in every run, and afterwards as they were.
+    This is `torch.autograd.gradcheck` of the program in which every block, open or closed, is constant at its value for
+    `inputs`. Random numbers, buffers and modes are the same in every run, and are restored afterwards.
 
-    A block inside of a backward pass, of a custom function or of what a checkpoint computes again, is met when the
-    program has returned. It is not held, which a second derivative notices.
+    A block inside of a backward pass, in a custom function or in the recomputation of a checkpoint, is reached after
+    the program has returned. Its value is not held, which a second derivative detects.
 
     Args:
         fn: Takes `inputs`, returns a tensor or a tuple of tensors.
-        inputs: Those in double precision that require a gradient are checked.
+        inputs: Inputs in double precision that require a gradient are checked.
         **tolerances: ``eps``, ``atol``, ``rtol``, ``check_forward_ad`` and the others of `torch.autograd.gradcheck`.
 
     Returns:
-        True; False if they differ and ``raise_exception=False`` is among `tolerances`.
+        True; False if the derivatives differ and ``raise_exception=False`` is among `tolerances`.
 
     Raises:
-        torch.autograd.gradcheck.GradcheckError: If they differ.
+        torch.autograd.gradcheck.GradcheckError: If the derivatives differ.
         ValueError: If none of `inputs` requires a gradient.
-        RuntimeError: If the program meets other blocks at a perturbed point than at `inputs`, gives other values or
+        RuntimeError: If the program reaches other blocks at a perturbed point than at `inputs`, gives other values or
             derivatives when it runs again, or takes a derivative of `torch.func` inside of a region.
 
     Example:
@@ -64,7 +64,7 @@ def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) ->
 def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) -> bool:
     """Check second derivatives as `gradcheck` does the first, by `torch.autograd.gradgradcheck`.
 
-    The values are held at both orders. What moves at second order is a question for `field_jacobian`.
+    The values are held at both orders. For blocks that are open at second order see `field_jacobian`.
 
     Args:
         fn: As for `gradcheck`.
@@ -75,9 +75,9 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any
         As `gradcheck`.
 
     Raises:
-        torch.autograd.gradcheck.GradcheckError: If they differ.
+        torch.autograd.gradcheck.GradcheckError: If the derivatives differ.
         ValueError: If none of `inputs` requires a gradient.
-        RuntimeError: As `gradcheck`.
+        RuntimeError: As for `gradcheck`.
 
     Example:
         >>> x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
@@ -89,7 +89,7 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any
 
 
 class _Held:
-    """A program with the values of its blocks held as they are at `inputs`."""
+    """A program with the values of its blocks held constant at `inputs`."""
 
     def __init__(self, fn: Program, inputs: Tensor | Sequence[Any]) -> None:
         self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
@@ -104,8 +104,8 @@ class _Held:
         if len(plain) != len(held) or not all(map(_same, plain, held)):
             raise RuntimeError(
                 "`fn` should give the same values and derivatives when it runs again with the values of its blocks in "
-                "place. Found others: it is random beyond torch, numpy and its generators, or writes into what a block "
-                "shares."
+                "place. Found others: it is random beyond torch, numpy and its generators, or writes into memory "
+                "that a block shares."
             )
 
     def _values_and_slopes(self, gates: _Tape | None) -> list[Any]:
@@ -130,7 +130,7 @@ class _Held:
 
 @dataclass
 class _Tape(Gates):
-    """The values of blocks in the order of the program: recorded by a first run, put in place by the others."""
+    """The values of blocks in the order of the program: recorded by the first run, reused by the others."""
 
     replays: bool = False
     _entries: list[tuple[str, Any]] = field(default_factory=list)
@@ -138,7 +138,7 @@ class _Tape(Gates):
 
     @contextmanager
     def played(self) -> Iterator[None]:
-        """Begin at the beginning, and see to it that a run that replays comes to the end."""
+        """Start the tape from the beginning; raise if a replaying run does not reach its end."""
         self._position = 0
         yield
         if self.replays and self._position != len(self._entries):
@@ -167,7 +167,7 @@ class _Tape(Gates):
             return value.clone()
 
     def value(self, found: Any, name: str) -> Any:
-        """Record what was found, or return what was recorded in its place."""
+        """Record the value found, or return the recorded value in its place."""
         if not self.replays:
             self._entries.append((name, found.clone() if isinstance(found, Tensor) else found))
             return found
@@ -179,7 +179,7 @@ class _Tape(Gates):
 
 
 class _HeldInside(torch.autograd.Function):
-    """Takes a tensor out of what `torch.func` wrapped it in, holds it, and wraps it again."""
+    """Unwraps a tensor of `torch.func`, holds it, and wraps it again."""
 
     @staticmethod
     def forward(input: Tensor, tape: _Tape, name: str) -> Tensor:
@@ -205,14 +205,14 @@ class _HeldInside(torch.autograd.Function):
 
 
 class _Region(TorchFunctionMode):
-    """Holds what the calls inside of a region return or write, except where they record a gradient after all."""
+    """Holds all results and writes of the calls inside of a region, except where they record a gradient."""
 
     def __init__(self, tape: _Tape, name: str) -> None:
         super().__init__()
         self._tape = tape
         self._name = name
         self._level = _level()
-        self._memory: dict[int, Any] = {}  # of tensors made here, kept alive so that no other has its address
+        self._memory: dict[int, Any] = {}  # of tensors made here; kept alive so that no other tensor reuses the address
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -243,12 +243,12 @@ class _Region(TorchFunctionMode):
 
 
 def _records(tensor: Tensor) -> bool:
-    """Say whether a gradient is recorded in spite of the region; a view of a leaf claims one also where none is."""
+    """Return whether a gradient is recorded in spite of the region; a view of a leaf always claims to record one."""
     return torch.is_grad_enabled() and carries_gradient(tensor)
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Return what identifies the memory of a tensor, if it has memory of its own."""
+    """Return the identity of a tensor's memory; None if it has no memory of its own."""
     if is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
         return None
     address: int = tensor.untyped_storage()._cdata

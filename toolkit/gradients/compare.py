@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Comparison", "compare"]
 
-# The sum over subsets doubles with every block.
+# The number of subsets doubles with every block.
 _MOST_BLOCKS_ATTRIBUTED = 12
 
-# In a table; `BlockEffect.verdict` names every parameter.
+# Parameters named in a table; `BlockEffect.verdict` names all.
 _WIDEST_VERDICT = 40
 
-# A table of more blocks is sorted.
+# A table with more blocks is sorted.
 _MOST_ROWS_UNSORTED = 20
 
 
@@ -56,16 +56,17 @@ class Comparison:
 
     Attributes:
         loss: The loss of a plain run.
-        blocked: Parameter -> gradient of a plain run, with every block in place; zero where no path is left.
-        effects: What opening each block alone does, in the order of the program.
-        sets: What opening blocks together does that do nothing alone: the smallest sets, as far as so many runs as
-            there are blocks find them. A stop inside of another one is the commonest.
-        unopened: Block -> why it could not be opened.
-        interaction: How far the effects of single blocks mislead about all of them together: ``|g(all) - g(none) - sum
-            of the leaks of single blocks|``, relative to the largest of the gradients. Not 0 if a path crosses two
-            blocks or more: opened one by one, none of them shows it. NaN if they do not open together.
-        remarks: What else a reader should know.
-        reason: Why nothing can be said of this program; empty if something can.
+        blocked: Parameter -> gradient of a plain run, with every block in place; zero without a path to the loss.
+        effects: The effect of opening each block alone, in the order of the program.
+        sets: Effects of blocks that act only together: the smallest sets, as far as the search finds them with one run
+            per block. The most common set is a stop inside of another stop.
+        unopened: Block -> the reason why it could not be opened.
+        interaction: The part of the joint effect that single effects do not explain: ``|g(all) - g(none) - sum of the
+            leaks of single blocks|``, relative to the largest of the gradients. It is not 0 if a path crosses two
+            blocks or more, because opening one block does not open the path. NaN if the blocks cannot be opened
+            together.
+        remarks: Further remarks for the reader.
+        reason: The reason why this program cannot be compared; empty if it can.
         program: The loss function and its state.
     """
 
@@ -90,8 +91,8 @@ class Comparison:
     ) -> None:
         """Run `loss`; see `compare`.
 
-        Every run of it but the plain one is made inside of `around`. When it fails with blocks open, `spare` may see to
-        it that it fails no more. `nested` learns while the program runs which blocks are inside of which.
+        Every run except the plain one is inside of `around`. If a run with open blocks fails, `spare` may exempt the
+        cause. `nested` is filled with the nesting of blocks while the program runs.
         """
         self.program = Program(loss, params, around)
         self._answers = answers = Answers(self.program, spare)
@@ -110,12 +111,12 @@ class Comparison:
 
     @property
     def meetings(self) -> dict[str, Meeting]:
-        """Block -> how the program met it, in its order."""
+        """Block -> how the program reached it, in program order."""
         return self._answers.board.meetings
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Name -> what is differentiated by."""
+        """Name -> parameter to differentiate by."""
         return dict(self._answers.params)
 
     def __getitem__(self, block: Block | str) -> BlockEffect:
@@ -128,23 +129,23 @@ class Comparison:
     def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly the blocks in `open` are open.
 
-        Gates answer without another forward pass. Where they cannot, the program is run again on the same draws: for
-        regions, for blocks that a derivative inside of the forward pass met (the inner gradient of an attack, say), and
-        for programs with hooks or functions of their own.
+        Gates need no further forward pass. Where gates do not apply, the program runs again on the same draws: for
+        regions, for blocks reached by a derivative inside of the forward pass (for example the inner gradient of an
+        attack), and for programs with hooks or custom autograd functions.
 
         Raises:
-            ValueError: If a block was not met by the program.
-            RuntimeError: If a parameter was modified since the comparison was made, or the program then computes
+            ValueError: If the program did not reach a block.
+            RuntimeError: If a parameter was modified after the comparison was made, or the repeated program computes
                 something else.
         """
         return self._answers.gradient(frozenset(_selected(open, self.meetings)))
 
     def effect(self, open: Collection[Block | str]) -> BlockEffect:
-        """Return what opening these blocks *together* does to the gradient.
+        """Return the effect of opening these blocks *together*.
 
         Raises:
-            ValueError: If a block was not met by the program, or none is given.
-            RuntimeError: As `gradient`.
+            ValueError: If the program did not reach a block, or `open` is empty.
+            RuntimeError: As for `gradient`.
         """
         names = _selected(open, self.meetings)
         if not names:
@@ -159,8 +160,8 @@ class Comparison:
         its subsets, ``sum over T in S of (-1)^|S - T| gradient(T)``. The parts add up to the gradient with all blocks
         open; the part of the empty set is the blocked gradient.
 
-        With more than 12 blocks only sets of up to two are split off, with a `UserWarning` that says so: what crosses
-        three blocks or more is then in none of the parts.
+        With more than 12 blocks only sets of up to two blocks are split off, with a `UserWarning`. Paths across three
+        blocks or more are then in none of the parts.
         """
         opened = [name for name in self._names if name not in self.unopened]
         largest = len(opened)
@@ -192,7 +193,7 @@ class Comparison:
         }
 
     def plot(self) -> Figure:
-        """Return a figure: for every block, size and direction of its gradient against the blocked one."""
+        """Return a figure: for every block, size and direction of its gradient relative to the blocked one."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(7, 0.9 + 0.45 * len(self.effects)), layout="constrained")
@@ -225,12 +226,12 @@ class Comparison:
         return f"loss {self.loss:.6g}, blocked gradient {self._blocked_norm:.6g}"
 
     def warnings(self) -> list[str]:
-        """Return what a reader of the table should know: what did not open, and where single effects mislead."""
+        """Return warnings for readers of the table: blocks that did not open, and misleading single effects."""
         unopened = (f"not opened: {name}: {reason}" for name, reason in self.unopened.items())
         return [*self.misleading(), *self.remarks, *unopened]
 
     def misleading(self) -> list[str]:
-        """Return a line for each way in which the effects of single blocks mislead about all of them together."""
+        """Return a line for each case in which single effects mislead about the joint effect."""
         found: list[str] = []
         if self._together is None:
             return found
@@ -267,7 +268,7 @@ class Comparison:
     # --- how the program is run --------------------------------------------------------------------------------------
 
     def endings(self, caller: Callable[[], Site | None]) -> dict[str, str]:
-        """Return parameter -> where its path ends, for those that have none to the loss with every block open."""
+        """Return parameter -> the end of its path, for parameters without a path to the loss with every block open."""
         paths = self._answers.plain.reached
         if len(paths) < len(self._answers.params) and self.meetings:
             opened = [effect.name for effect in self.effects]
@@ -329,7 +330,7 @@ class Comparison:
         self.interaction = norm(total.values()) / largest if largest else 0.0
 
     def _find_sets(self) -> None:
-        """Find the smallest sets of blocks that do nothing alone and something together."""
+        """Find the smallest sets of blocks that act only together."""
         silent = [effect.name for effect in self.effects if effect.verdict.is_silent]
         if len(silent) < 2:
             return
@@ -348,7 +349,7 @@ class Comparison:
         self.sets += [loudest] if loudest else []
 
     def _loud(self, names: Sequence[str]) -> BlockEffect | None:
-        """Return what opening these blocks together does, if that is something."""
+        """Return the effect of opening these blocks together, or None if there is none."""
         if len(names) < 2:
             return None
         try:
@@ -374,7 +375,7 @@ class Comparison:
         )
 
     def _products(self, leak: Leak) -> Tensor:
-        """Return (P, 4), for every parameter the products that its `Difference` is made of."""
+        """Return (P, 4), for every parameter the products that give its `Difference`."""
         rows = self._products_when_blocked.clone()
         if leak.parts:
             index = [self._indices[name] for name in leak.parts]
@@ -403,27 +404,27 @@ def compare(
 ) -> Comparison:
     """Compare the gradients of `loss` with every block in place and with each block open.
 
-    The gradient with every block in place is that of a plain run. Every block that the program meets then becomes an
-    identity node that decides at backward time whether it passes the gradient: one forward pass answers for any set of
-    them, if it gives the loss and the gradient of the plain run bit for bit. Where that is not enough the program is
-    run again with blocks really removed: for regions, and for programs with hooks, functions of their own, or
-    derivatives inside of the forward pass.
+    The gradient with every block in place is that of a plain run. Every block that the program reaches then becomes a
+    gate, an identity node that decides at backward time whether it passes the gradient. One forward pass with gates
+    serves any set of open blocks, provided that it gives the loss and the gradient of the plain run bit for bit.
+    Regions, hooks, custom autograd functions and derivatives inside of the forward pass need more: there the program
+    runs again with blocks really removed.
 
-    The program is left as it was found: random state (also of the generators that `loss` uses), ``.grad``, training
-    modes, buffers, values, and what the containers and attributes that it reaches held, also when `loss` raises.
-    Compiled functions run in eager mode. Comparisons of several threads wait for each other.
+    Random state (also of the generators that `loss` uses), ``.grad``, training modes, buffers, values, and the contents
+    of reachable containers and attributes are restored, also if `loss` raises an error. Compiled functions run in eager
+    mode. Comparisons of several threads wait for each other.
 
     Args:
-        loss: Runs the program and returns its loss, a real scalar. It should do the same each time it runs.
-        params: What to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for every leaf
-            that the loss depends on.
-        blocks: The blocks whose effects are computed; None for all that are met.
+        loss: Runs the program and returns its loss, a real scalar. Every run should give the same result.
+        params: The parameters to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for
+            every leaf that the loss depends on.
+        blocks: The blocks whose effects are computed; None for all blocks that the program reaches.
 
     Raises:
-        TypeError: If `loss` does not return a tensor, or `params` holds something else.
-        ValueError: If the loss is not a real scalar, is not a number or has no gradient, if there is no parameter to
-            differentiate by or the loss depends on none, if a block in `blocks` was not met, or for modules that are
-            not initialised yet or sharded by FSDP2.
+        TypeError: If `loss` does not return a tensor, or `params` holds other objects.
+        ValueError: If the loss is not a real scalar, is NaN or has no gradient, if there is no parameter to
+            differentiate by or the loss depends on none, if the program does not reach a block in `blocks`, or for
+            modules that are not initialised yet or sharded by FSDP2.
         RuntimeError: If two runs of the program differ, if it checkpoints with ``use_reentrant=True``, or if a backward
             pass adds to ``.grad`` past the graph.
 

@@ -1,9 +1,9 @@
-"""The gradient of a program with blocks as a vector field: is it the gradient of anything, is its fixed point stable?
+"""The gradient of a program with blocks as a vector field: is it the gradient of a loss, is its fixed point stable?
 
-A blocked gradient g need not be the gradient of any loss. It is one exactly if its Jacobian J = dg/dtheta is symmetric
-everywhere. Gradient descent with small steps returns to a fixed point exactly if the eigenvalues of -J have negative
-real parts. In J the blocked values move with theta although g leaves their derivative out: the blocks are closed at
-first order and open at second. A plain `detach` is closed at both and cannot tell.
+A blocked gradient g need not be the gradient of any loss. It is the gradient of a loss exactly if its Jacobian
+J = dg/dtheta is symmetric everywhere. Gradient descent with small steps returns to a fixed point exactly if the
+eigenvalues of -J have negative real parts. In J the blocked values move with theta although g leaves out their
+derivative: the blocks are closed at first order and open at second. A plain `detach` is closed at both orders.
 
 n numbers in all parameters together, J (n, n).
 """
@@ -30,15 +30,15 @@ __all__ = ["Field", "field_jacobian"]
 # A dense Jacobian takes a backward pass for every number, and here 32 MB.
 _MOST_NUMBERS_DENSE = 2000
 
-# One random vector shows with probability 1 that J is not symmetric; some more, for when one is nearly in a null space.
+# One random vector shows an asymmetry of J with probability 1; more vectors guard against near null spaces.
 _PROBES = 4
 
 
 class Field:
     """The Jacobian J of a blocked gradient at one point. Made by `field_jacobian`.
 
-    Parameters are flattened and joined in their order. Matrices are made when they are first asked for; for many
-    parameters there are the products `jvp` and `vjp`, and what is made of them.
+    Parameters are flattened and joined in their order. Matrices are computed at first use. For many parameters use the
+    products `jvp` and `vjp`, and the methods based on them.
 
     Attributes:
         names: The parameters.
@@ -75,14 +75,14 @@ class Field:
             )
         with self._passing(()):
             self._board.close_regions(value)
-            recorded = differentiated(value, named)  # other bits than with a graph of its own
+            recorded = differentiated(value, named)  # its bits differ from those with a separate graph
             found = torch.autograd.grad(value, self._params, create_graph=True, allow_unused=True)
             self._gradient = self._joined(found)
             self.gradient = self._gradient.detach()
         if value.item() != plain.loss or not all(equal(recorded[name], plain.gradients[name]) for name in named):
             raise ValueError(
                 "`loss` should have the same gradient when its blocks are recorded. Found another one than in a plain "
-                "run: it is random, changes what it shares with a region, or has hooks that act on what blocks stop."
+                "run: it is random, changes values shared with a region, or has hooks on blocked values."
             )
         if moved.values:
             raise ValueError(
@@ -91,7 +91,7 @@ class Field:
         self.size = len(self.gradient)
 
     def jvp(self, vector: Tensor) -> Tensor:
-        """Return J v, (n,): how the gradient changes as the parameters move along v.
+        """Return J v, (n,), the derivative of the gradient along v.
 
         Raises:
             ValueError: If `vector` does not have shape (n,).
@@ -140,8 +140,8 @@ class Field:
         root of `probes`; 0 is found exactly.
 
         Args:
-            probes: How many vectors.
-            generator: Draws them on the CPU; None: a new one with seed 0.
+            probes: The number of vectors.
+            generator: Draws the vectors on the CPU; None: a new generator with seed 0.
 
         Raises:
             ValueError: If `probes` is not positive.
@@ -164,7 +164,7 @@ class Field:
     def is_gradient_field(self) -> bool:
         """Whether J is symmetric to rounding at this point, by `estimate_asymmetry`.
 
-        False: the gradient of no loss. True is what every gradient is, here; ask at other points as well.
+        False: g is the gradient of no loss. True does not prove the converse; check other points as well.
         """
         return self.estimate_asymmetry(probes=_PROBES) <= self._precision
 
@@ -180,11 +180,11 @@ class Field:
     def leading_eigenvalues(self, k: int = 6) -> Tensor:
         """Return the `k` eigenvalues of -J with the largest real parts, complex, (k,), without a matrix.
 
-        By Lanczos iteration for a gradient field and by Arnoldi iteration otherwise; of almost all eigenvalues of a
-        small J, from the matrix.
+        They are found by Lanczos iteration for a gradient field and by Arnoldi iteration otherwise; almost all
+        eigenvalues of a small J are computed from the matrix.
 
         Args:
-            k: How many.
+            k: The number of eigenvalues.
 
         Raises:
             ValueError: If `k` is not between 1 and n.
@@ -196,7 +196,7 @@ class Field:
         k = integer("k", k, 1, self.size)
         if k >= self.size - 1:
             return self.eigenvalues[:k]
-        import scipy.sparse.linalg  # a third of a second that only this takes
+        import scipy.sparse.linalg  # importing takes a third of a second, only needed here
 
         find, which = (scipy.sparse.linalg.eigsh, "LA") if self.is_gradient_field else (scipy.sparse.linalg.eigs, "LR")
         start = np.random.default_rng(0).standard_normal(self.size)
@@ -207,7 +207,7 @@ class Field:
     def stable(self) -> bool:
         """Whether gradient descent with small steps returns to this point if it is a fixed point.
 
-        A growth rate that is 0 to rounding is not stable: nothing draws the parameters back in its direction.
+        A growth rate of 0 up to rounding counts as unstable: no force returns the parameters along its direction.
         """
         rates = self.eigenvalues if self.size <= _MOST_NUMBERS_DENSE else self.leading_eigenvalues(1)
         return rates[0].real.item() < -self._precision * self._scale
@@ -228,7 +228,7 @@ class Field:
 
     @contextmanager
     def _passing(self, open: Collection[str]) -> Iterator[None]:
-        """Differentiate with `open` open: without a trace, and in this thread, where a checkpoint meets the gates."""
+        """Differentiate with `open` open, without side effects, in this thread, so that a checkpoint sees the gates."""
         with self._program.aside(runs=False), self._board.backward(open):
             yield
 
@@ -261,13 +261,13 @@ class Field:
 
     @cached_property
     def _precision(self) -> float:
-        """What counts as rounding, relative: room for that of long sums."""
+        """The relative bound of rounding, with room for long sums."""
         coarsest: float = max(torch.finfo(parameter.dtype).eps for parameter in self._params)
         return math.sqrt(coarsest * math.sqrt(coarsest))
 
     @cached_property
     def _scale(self) -> float:
-        """About the size of J."""
+        """The approximate size of J."""
         generator = torch.Generator().manual_seed(0)
         vectors = torch.randn(_PROBES, self.size, generator=generator, dtype=torch.float64).to(self.gradient)
         norms: list[float] = [self.jvp(vector).norm().item() for vector in vectors]
@@ -289,17 +289,17 @@ class Field:
 def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
     """Differentiate the blocked gradient of `loss` as a vector field: blocks closed at first order, open at second.
 
-    What the program holds constant by other means, a bare ``detach`` or an inner derivative without ``create_graph``,
-    does not move in J either: make it a block. The program is left as it was found, as in `compare`.
+    Quantities held constant without a block, by a bare ``detach`` or an inner derivative without ``create_graph``, stay
+    constant in J too: make them blocks. The program's state is restored, as in `compare`.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
         params: A module, a dict, an iterable of tensors, or a tensor.
 
     Raises:
-        TypeError: If `loss` does not return a tensor, or `params` holds something else.
-        ValueError: If the loss is not a real scalar, is not a number or has no gradient, if there is no real parameter
-            to differentiate by, or if the program switches the recording on inside of a region.
+        TypeError: If `loss` does not return a tensor, or `params` holds other objects.
+        ValueError: If the loss is not a real scalar, is NaN or has no gradient, if there is no real parameter to
+            differentiate by, or if the program switches the recording on inside of a region.
 
     Example:
         >>> w = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)

@@ -1,4 +1,4 @@
-"""TensorFlow's stop after the fact: a gradient that holds tensors of an existing graph constant."""
+"""Derivatives that hold tensors of an existing graph constant, as ``tf.gradients`` does."""
 
 from __future__ import annotations
 
@@ -29,21 +29,22 @@ def grad(
 ) -> tuple[Tensor | None, ...]:
     """Return the derivative of the sum of `ys` by each of `xs`, with the tensors in `stop_gradients` held constant.
 
-    The semantics are those of ``tf.gradients(ys, xs, grad_ys, stop_gradients=)``: as if each tensor in
-    `stop_gradients` had been passed through `stop_gradient` where it was made, but decided after the graph exists. A
-    tensor may be in both lists: the derivative by it is taken, and goes no further. With ``xs == stop_gradients`` all
-    derivatives are partial. What is held constant holds for this call alone: a second derivative has its own list.
+    The semantics are those of ``tf.gradients(ys, xs, grad_ys, stop_gradients=)``: as if each tensor in `stop_gradients`
+    had been passed through `stop_gradient` when it was made, but decided after the graph exists. A tensor may be in
+    both lists: the derivative by this tensor is taken, and goes no further. With ``xs == stop_gradients`` all
+    derivatives are partial. Tensors are held constant for this call only: a second derivative has its own list.
 
     Args:
         ys: Tensors of any shape.
         xs: Tensors that require a gradient, leaves or not.
-        stop_gradients: Tensors of the graph between them. One that requires no gradient is a constant already.
+        stop_gradients: Tensors of the graph between `ys` and `xs`. A tensor that requires no gradient is already
+            constant.
         grad_ys: For each of `ys` the weights of its elements in the sum; None: ones.
         retain_graph: Keep the graph for another call; None: as `create_graph`.
         create_graph: Make the derivatives differentiable.
 
     Returns:
-        For each of `xs` a tensor of its shape, or None if no path is left.
+        For each of `xs` a tensor of its shape, or None without a path.
 
     Raises:
         TypeError: If an argument holds something other than tensors, or a complex tensor in `ys` has no weights.
@@ -51,7 +52,7 @@ def grad(
         RuntimeError: If the graph was freed by an earlier call.
 
     References:
-        TensorFlow, ``tf.gradients``, whose stops combine with those of the graph likewise: the first one met wins.
+        TensorFlow, ``tf.gradients``, whose stops combine in the same way with those of the graph: the first stop wins.
 
     Example:
         >>> x = torch.tensor(1.0, requires_grad=True)
@@ -84,10 +85,10 @@ def grad(
 
 @contextmanager
 def _stopped(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let no gradient pass from `tensors` to what they were made of."""
+    """Stop gradients at `tensors`: none passes to their inputs."""
     outputs: defaultdict[Any, set[int]] = defaultdict(set)
     for tensor in tensors:
-        if tensor.grad_fn is not None:  # there is nothing behind a leaf
+        if tensor.grad_fn is not None:  # a leaf has no inputs
             outputs[tensor.grad_fn].add(tensor.output_nr)
     behind = {node for stop in outputs for node in reachable_nodes(stop, EVERY_BLOCK)}
     with ExitStack() as hooks:
@@ -100,14 +101,14 @@ def _stopped(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def _without(outputs: set[int]) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
-    """Return a hook that drops what arrives at these outputs: nothing, where zero times infinity would be NaN."""
+    """Return a hook that drops gradients at these outputs: None instead of zeros, as zero times infinity is NaN."""
     return lambda cotangents: tuple(None if i in outputs else cotangent for i, cotangent in enumerate(cotangents))
 
 
 def _nothing_of_nothing(
     results: Sequence[Tensor | None], cotangents: Sequence[Tensor | None]
 ) -> tuple[None, ...] | None:
-    """Drop what a custom function makes of zeros: it is given them in the place of nothing."""
+    """Drop the result of a custom function for zeros: autograd passes zeros in place of None."""
     return (None,) * len(results) if all(cotangent is None for cotangent in cotangents) else None
 
 

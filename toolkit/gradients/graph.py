@@ -1,7 +1,7 @@
 """The autograd graph with its cut edges, as a picture.
 
-While the program runs, every block is a gate, so what lies behind it stays in the graph: which parameters a gradient
-reaches with a block and without it can be read off, without a backward pass.
+While the program runs, every block is a gate, so the graph behind a block is kept. The parameters that a gradient
+reaches, with a block or without it, can then be read off without a backward pass.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _MOST_BOXES = 60
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Graph:
-    """The autograd graph of a loss, as names and edges: no tensor is kept. Made by `graph`; shows itself in a notebook.
+    """The autograd graph of a loss, as names and edges, without tensors. Made by `graph`; a notebook displays it.
 
     Attributes:
-        blocks: The blocks that the program met, in its order.
-        parameters: What `reachable` tells about, in the order of the program's backward pass.
+        blocks: The blocks that the program reached, in program order.
+        parameters: The parameters of `reachable`, in the order of the program's backward pass.
     """
 
     blocks: tuple[str, ...]
@@ -53,16 +53,16 @@ class Graph:
     _run_again: Callable[[frozenset[str]], frozenset[str] | None] = lambda _: None
 
     def reachable(self, without_blocks: Collection[Block | str] | Block | Literal["all"] = ()) -> frozenset[str]:
-        """Return the parameters that a gradient can reach, found without a backward pass.
+        """Return the parameters that a gradient can reach, without a backward pass.
 
-        A block that a derivative inside of the program met has changed the graph itself; to open it, the program is run
-        again.
+        If a derivative inside of the program reached a block, the block changed the graph itself; the program then runs
+        again to open this block.
 
         Args:
             without_blocks: The blocks to open. All others are in place.
 
         Raises:
-            ValueError: If a block was not met by the program.
+            ValueError: If the program did not reach a block.
 
         Example:
             >>> net = torch.nn.ModuleDict({"encoder": torch.nn.Linear(3, 2), "head": torch.nn.Linear(2, 1)})
@@ -85,23 +85,23 @@ class Graph:
             fold: As in `svg`.
 
         Raises:
-            ValueError: If `fold` is something else.
+            ValueError: If `fold` is invalid.
         """
         return _drawing.dot(*self._drawn(fold), self._title)
 
     def svg(self, *, fold: Fold = "auto") -> str:
-        """Return the picture as SVG. It is laid out here: no other program is needed.
+        """Return the picture as SVG, without any other program.
 
-        The loss is at the top, and arrows are the way of its gradient. At a block they are dashed; what a gradient
-        reaches only through a block is grey.
+        The loss is at the top, and arrows point along its gradient. At a block they are dashed; nodes that a gradient
+        reaches only through a block are grey.
 
         Args:
-            fold: How deep to look into calls of modules: with 1 each module that the loss function calls is one box,
-                with 2 each that these call, and so on. A module with a block in it is always looked into. None draws
-                every node; ``"auto"`` looks as deep as at most 60 boxes allow.
+            fold: Depth to which calls of modules are expanded: with 1 each module called by the loss function is one
+                box, with 2 each module called by these, and so on. A module that contains a block is always expanded.
+                None draws every node; ``"auto"`` expands as deep as 60 boxes allow.
 
         Raises:
-            ValueError: If `fold` is something else.
+            ValueError: If `fold` is invalid.
         """
         return _drawing.svg(*self._drawn(fold), self._title, self._caption)
 
@@ -145,7 +145,7 @@ class Graph:
         return producers
 
     def _reached(self, open: Collection[str]) -> set[int]:
-        """Return the nodes that a gradient arrives at."""
+        """Return the nodes that a gradient reaches."""
         stack, seen = [0], {0}
         while stack:
             node = stack.pop()
@@ -170,18 +170,19 @@ class Graph:
 
 
 def graph(loss: Callable[[], Tensor] | Tensor, params: Parameters = None) -> Graph:
-    """Return the autograd graph of `loss` with every block that it meets, and what lies behind each.
+    """Return the autograd graph of `loss` with all blocks that it reaches, and the graph behind each block.
 
-    The program runs once, without a backward pass, and is left as it was found: random state, ``.grad``, training
-    modes and buffers are restored, also when `loss` raises. Compiled functions run in eager mode.
+    The program runs once, without a backward pass. Random state, ``.grad``, training modes and buffers are restored,
+    also if `loss` raises an error. Compiled functions run in eager mode.
 
     Args:
-        loss: Runs the program and returns a tensor of any shape. Or such a tensor: its graph has no blocks in it, as
-            nothing is recorded behind one, unless a comparison made it.
-        params: What `reachable` tells about, as in `compare`; None for every leaf that the loss depends on.
+        loss: Runs the program and returns a tensor of any shape. Or such a tensor: its graph contains no blocks,
+            because no graph is recorded behind a block, unless a comparison made the tensor.
+        params: The parameters of `reachable`, as in `compare`; None for every leaf that the loss depends on.
 
     Raises:
-        TypeError: If `loss` is neither, or does not return a tensor, or `params` holds something else.
+        TypeError: If `loss` is neither a function nor a tensor, or does not return a tensor, or `params` holds other
+            objects.
         ValueError: If the loss does not depend on a tensor that requires a gradient, or `params` holds none.
 
     Example:
@@ -207,7 +208,7 @@ def graph_of(program: Program, params: Mapping[str, Tensor] | None = None) -> Gr
     board = GateBoard(records=True)
     try:
         found, tensors = _run(program, given, board)
-    except Exception:  # not every program runs with gates; then nothing behind them is drawn
+    except Exception:  # not every program runs with gates; otherwise the graph behind blocks is not drawn
         board = GateBoard(puts_gates=False)
         found, tensors = _run(program, given, board)
     with program.aside(around=False):
@@ -234,10 +235,10 @@ def _run(program: Program, given: Mapping[str, Tensor] | None, board: GateBoard)
 
 
 class _ModuleCalls:
-    """Which call of a module each node was made in: autograd numbers its nodes, and a call has the numbers of its time.
+    """The module call that made each node: autograd numbers its nodes, and a call has the numbers of its time.
 
     Attributes:
-        calls: In the order in which they began.
+        calls: The calls, in the order of their start.
     """
 
     def __init__(self, parts: Parts) -> None:
@@ -253,7 +254,7 @@ class _ModuleCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Note the calls of every module, also of those that only the program itself knows."""
+        """Note the calls of every module, also of modules that only the program knows."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -263,7 +264,7 @@ class _ModuleCalls:
             after.remove()
 
     def of(self, node: Any) -> int | None:
-        """Return the innermost call that a node was made in, by index."""
+        """Return the innermost call that made a node, by index."""
         position = bisect.bisect_right(self._numbers, node._sequence_nr())
         return self._innermost[position - 1] if position else None
 
@@ -319,7 +320,7 @@ def _recorded(
     ]
     for start, node, left in ways:
         end = index[node]
-        # A region is cut where the gradient would come in; nobody sees it inside.
+        # A region is cut where the gradient would enter; its inside is not visible.
         if entered := regions_of(node) - left:
             if (end, entered) not in entries:
                 entries[end, entered] = len(nodes)
@@ -334,7 +335,7 @@ def _recorded(
 
 
 def _nodes_behind(value: Tensor) -> Iterator[Any]:
-    """Yield the nodes of the graph of `value`, each before what lies behind it, in the order of their arguments."""
+    """Yield the nodes of the graph of `value`, each before the nodes behind it, in the order of their arguments."""
     stack, seen = [get_gradient_edge(value).node], set()
     while stack:
         node = stack.pop()
@@ -345,7 +346,7 @@ def _nodes_behind(value: Tensor) -> Iterator[Any]:
 
 
 def _arrivals(nodes: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[tuple[str, ...]]:
-    """Return for each node the names of the parameters whose gradient arrives there."""
+    """Return for each node the names of the parameters whose gradient it receives."""
     names: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter if parameter.grad_fn is None else parameter.grad_fn), []).append(name)
@@ -373,7 +374,7 @@ def _remarks(board: GateBoard) -> list[str]:
 
 
 def _operation(node: Any) -> str:
-    """Return the name of an operation as PyTorch's functions have it: ``log_softmax`` for ``LogSoftmaxBackward0``."""
+    """Return the name of an operation as a PyTorch function: ``log_softmax`` for ``LogSoftmaxBackward0``."""
     if hasattr(node, "_forward_cls"):
         return str(node._forward_cls.__name__)
     name = re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
@@ -381,7 +382,7 @@ def _operation(node: Any) -> str:
 
 
 def _shape(node: Any) -> str:
-    """Return the shape of what an operation returned first."""
+    """Return the shape of the first result of an operation."""
     if not node._input_metadata or node._input_metadata[0].is_nested_tensor:
         return ""
     shape = tuple(node._input_metadata[0].shape)

@@ -1,4 +1,4 @@
-"""What the autograd graph costs in memory: bytes it keeps alive, the peak of a step, and what each block saves."""
+"""The memory cost of the autograd graph: bytes kept alive, the peak of a step, and the savings of each block."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Ledger", "LedgerEntry", "MemoryUse", "measure_memory", "memory_ledge
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Bytes of tensors that one training step makes, beyond what existed before it.
+    """Bytes of tensors that one training step allocates.
 
     Attributes:
-        graph: Alive when the loss is known, because the graph needs them for the backward pass.
-        peak: Alive at once at most, forward and backward pass together.
+        graph: Bytes alive after the forward pass, kept by the graph for the backward pass.
+        peak: Largest number of bytes alive at once, in forward and backward pass.
     """
 
     graph: int
@@ -37,14 +37,14 @@ class MemoryUse:
 
 
 def measure_memory(loss: Callable[[], Tensor]) -> MemoryUse:
-    """Run `loss` and its backward pass once, and return what they allocate.
+    """Run `loss` and its backward pass once, and return their memory use.
 
-    Counts the storages of every tensor that torch makes, on any device, whether Python or the graph holds it; scratch
-    memory inside of one operation is not seen. The program is left as it was found.
+    The result counts the storages of all tensors that torch makes, on any device, referenced by Python or by the graph.
+    Scratch memory inside of one operation is not seen. The program's state is restored.
 
     Raises:
         TypeError: If `loss` does not return a tensor.
-        ValueError: If the loss is not a real scalar, is not a number or has no gradient.
+        ValueError: If the loss is not a real scalar, is NaN or has no gradient.
 
     Example:
         >>> x = torch.ones(256, dtype=torch.float64, requires_grad=True)
@@ -56,16 +56,16 @@ def measure_memory(loss: Callable[[], Tensor]) -> MemoryUse:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """What one block costs and saves.
+    """Memory use with one block open, and with the block as a region.
 
     Attributes:
         name: The block.
         form: ``"tensor"`` for `stop_gradient`, ``"region"`` for `stop_recording`, ``"both"``.
-        site: Where it was met first: ``file:line:column``.
-        open: What the program needs with this block removed, and all others in place.
-        as_region: What it would need if a region stood around all that is computed for the block alone. None for a
-            block that is a region already, and where that cannot be told: the block meets tensors of `torch.func`, a
-            part is computed for a derivative inside of the forward pass, or two runs differ.
+        site: The place where the program first reaches the block: ``file:line:column``.
+        open: Memory use with this block open, and all others in place.
+        as_region: Memory use with a region around all computations that serve this block alone. None if the block is a
+            region already, or if this use cannot be measured: the block gets tensors of `torch.func`, a part is
+            computed for a derivative inside of the forward pass, or two runs differ.
     """
 
     name: str
@@ -77,10 +77,10 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Bytes of one training step, for every block that it meets. Made by `memory_ledger`; ``str`` is a table.
+    """Bytes of one training step, for every block that it reaches. Made by `memory_ledger`; ``str`` is a table.
 
     Attributes:
-        in_place: What the program needs as it is, with every block in place.
+        in_place: Memory use of the unchanged program, with every block in place.
         entries: The blocks, in the order of the program.
     """
 
@@ -100,17 +100,16 @@ class Ledger:
 
 
 def memory_ledger(loss: Callable[[], Tensor]) -> Ledger:
-    """Measure what a training step needs in bytes, with every block in place and with each one removed.
+    """Measure the memory of a training step in bytes, with every block in place and with each one open.
 
-    A block that stops a tensor frees what was recorded for it, but only afterwards: the peak is that of no block. A
-    region records nothing, so that it saves the peak as well. The ledger has both, and for each `stop_gradient` what a
-    `stop_recording` in its place would need. That is measured as well, by a run in which the part of the graph that
-    leads to blocks and nowhere else keeps no tensor. The program runs up to twice per block, and is left as it was
-    found.
+    A block on a tensor frees the graph behind it only after the graph was recorded: the peak stays the same as without
+    the block. A region records no graph, so it saves the peak too. The ledger has both. For each `stop_gradient` it
+    also measures a `stop_recording` in its place, by a run in which the nodes that lead only to blocks keep no tensor.
+    The program runs up to twice per block, and its state is restored.
 
     Raises:
         TypeError: If `loss` does not return a tensor.
-        ValueError: If the loss is not a real scalar, is not a number or has no gradient.
+        ValueError: If the loss is not a real scalar, is NaN or has no gradient.
 
     Example:
         >>> x = torch.ones(256, dtype=torch.float64, requires_grad=True)
@@ -130,7 +129,7 @@ def memory_ledger(loss: Callable[[], Tensor]) -> Ledger:
     alone = {name: _numbers_alone(met, needed, roll.start) for name, met in roll.met.items()}
     length = roll.end - roll.start
     forms = {name: (met.form, str(met.site)) for name, met in roll.met.items()}
-    del value, needed, roll  # a graph that is alive is not counted, but its memory is
+    del value, needed, roll  # the nodes of a living graph are not counted, but its tensors are
     entries = []
     for name, (form, site) in forms.items():
         with opened(name):
@@ -166,14 +165,14 @@ class _Met:
 
 @dataclass
 class _Roll(Gates):
-    """Stands in the place of every block, blocks as it does, and notes which there are and what leads to them."""
+    """Replaces every block, stops gradients like it, and notes the blocks and the nodes that lead to them."""
 
     met: dict[str, _Met] = field(default_factory=dict)
     start: int = 0
     end: int = 0
 
     def tensor(self, input: Tensor, name: str, site: Site) -> None:
-        """Keep the node that a tensor which is to be stopped comes from."""
+        """Keep the node that made a tensor before it is stopped."""
         met = self._meet(name, "tensor", site)
         if torch._C._functorch.is_functorch_wrapped_tensor(input):
             met.is_plain = False
@@ -181,7 +180,7 @@ class _Roll(Gates):
             met.sources.append(input.grad_fn)
 
     def region(self, name: str, site: Site, *, both_modes: bool) -> None:
-        """Note a region, which stays what it is."""
+        """Note a region, which stays a region."""
         self._meet(name, "region", site)
 
     def _meet(self, name: str, form: Literal["tensor", "region"], site: Site) -> _Met:
@@ -192,7 +191,7 @@ class _Roll(Gates):
 
 
 def _numbers_alone(met: _Met, needed: set[Any], start: int) -> frozenset[int] | None:
-    """Return the numbers, since the start, of the nodes that lead to a block and nowhere else; None if nobody can."""
+    """Return the numbers, since the start, of the nodes that lead only to blocks; None if they are not known."""
     if met.form == "region" or not met.is_plain:
         return None
     nodes = {node for source in met.sources for node in reachable_nodes(source, EVERY_BLOCK)} - needed
@@ -200,17 +199,17 @@ def _numbers_alone(met: _Met, needed: set[Any], start: int) -> frozenset[int] | 
 
 
 class _Needed(Exception):
-    """A tensor was asked for that a region would not have kept."""
+    """The backward pass needs a tensor that a region would not have kept."""
 
 
 def _as_region(loss: Callable[[], Tensor], alone: frozenset[int] | None, length: int) -> MemoryUse | None:
-    """Measure a run in which these nodes keep nothing."""
+    """Measure a run in which these nodes keep no tensor."""
     if alone is None:
         return None
     start = _next_number()
 
     def keep(tensor: Tensor) -> Tensor | None:
-        # A node gets its number before it saves its tensors. The view is not the tensor itself, which could hold it.
+        # A node gets its number before it saves its tensors. A view is saved, because the tensor could hold the node.
         return None if _next_number() - 1 - start in alone else tensor.detach()
 
     def give(kept: Tensor | None) -> Tensor:
@@ -280,7 +279,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def has_storage(leaf: Any) -> bool:
-    """Say whether something is a tensor whose memory can be told: strided, and no wrapper of `torch.func`."""
+    """Return whether a value is a tensor with known memory: strided, and no wrapper of `torch.func`."""
     return (
         isinstance(leaf, Tensor)
         and leaf.layout is torch.strided

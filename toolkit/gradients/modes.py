@@ -1,4 +1,4 @@
-"""Forward mode against reverse mode, two ways to compute one derivative: `mode_lint` finds where they part."""
+"""Forward mode against reverse mode, two ways to compute one derivative: `mode_lint` finds where they disagree."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_c
 
 __all__ = ["ModeFinding", "ModeReport", "mode_lint"]
 
-_DIRECTIONS = 3  # a disagreement hides from a random direction with probability 0; the others are for bad luck
+_DIRECTIONS = 3  # one random direction shows a disagreement with probability 1; the others are a reserve
 
 
 @dataclass(frozen=True)
 class ModeFinding:
-    """One place where forward and reverse mode part.
+    """One place where forward and reverse mode disagree.
 
     Attributes:
         site: ``file:line:column``, for a decorated function the place of the function; empty if no place explains it.
         kind: ``"region"``: reverse mode is switched off there, and forward mode is not. ``"hook"``: a hook changes a
-            gradient, and forward mode has no hooks. ``"unknown"``: neither, so that an operation's own two derivatives
-            differ, a `torch.autograd.Function`'s ``backward`` and ``jvp`` say.
-        calls: How often the program came by.
-        difference: How much of the disagreement goes away when both modes do the same there, relative to the size of
-            the products that are compared.
+            gradient, and forward mode has no hooks. ``"unknown"``: neither; then the two derivatives of one operation
+            differ, for example ``backward`` and ``jvp`` of a `torch.autograd.Function`.
+        calls: Number of times that the program reached the place.
+        difference: The part of the disagreement that vanishes if both modes are treated alike there, relative to the
+            size of the compared products.
     """
 
     site: str
@@ -62,10 +62,10 @@ class ModeFinding:
 
 @dataclass(frozen=True)
 class ModeReport:
-    """What `mode_lint` found; empty, and false, if the modes agree.
+    """The findings of `mode_lint`; empty, and false, if the modes agree.
 
     Attributes:
-        findings: In the order of the program.
+        findings: The findings, in the order of the program.
     """
 
     findings: tuple[ModeFinding, ...]
@@ -82,24 +82,24 @@ class ModeReport:
 
 
 def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> ModeReport:
-    """Compare forward and reverse mode of ``fn(*inputs)``, and find the places where they part.
+    """Compare forward and reverse mode of ``fn(*inputs)``, and find the places where they disagree.
 
-    With the Jacobian J, ``u . (J v)`` by forward mode and ``(u J) . v`` by reverse mode are the same number. Both are
-    taken of one forward pass, for random v and u. `torch.no_grad` and `torch.set_grad_enabled` stop reverse mode and
-    leave forward mode on, so that ``jacfwd`` and ``jacrev`` differ. Where the two numbers differ, the program runs
-    again for every place that may be the reason, with both modes doing the same there: a place that changes the
-    difference is a finding. The program is left as it was found, and compiled functions run in eager mode.
+    With the Jacobian J, ``u . (J v)`` by forward mode and ``(u J) . v`` by reverse mode are the same number. Both come
+    from one forward pass, for random v and u. `torch.no_grad` and `torch.set_grad_enabled` stop reverse mode but not
+    forward mode, so that ``jacfwd`` and ``jacrev`` differ. If the two numbers differ, the program runs again for every
+    candidate place, with both modes treated alike there; a place that changes the difference is a finding. The
+    program's state is restored, and compiled functions run in eager mode.
 
     Args:
-        fn: The function; its result is a tensor, or a tree of lists, tuples and dicts with tensors in it.
-        inputs: One tensor or several. Those of floating point or complex dtype are what is differentiated by; float64
-            sees differences down to 1e-10 of the products' size, float32 down to 1e-5.
+        fn: The function; its result is a tensor, or a tree of lists, tuples and dicts that contains tensors.
+        inputs: One tensor or several. Derivatives are taken by tensors of floating point or complex dtype. float64
+            shows differences down to 1e-10 of the products' size, float32 down to 1e-5.
 
     Raises:
-        TypeError: If `inputs` holds something else.
+        TypeError: If `inputs` holds other objects than tensors.
         ValueError: If no input or no result has a derivative, or if a product is not finite.
         NotImplementedError: If an operation has no derivative in forward mode.
-        RuntimeError: If a `torch.autograd.Function` has none.
+        RuntimeError: If a `torch.autograd.Function` has no derivative in forward mode.
 
     References:
         Griewank and Walther, "Evaluating Derivatives", 2nd ed. 2008, section 3.2 (the identity of the products).
@@ -159,7 +159,7 @@ def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> Mode
 def _products(
     fn: Callable[..., Any], inputs: list[Tensor], seed: int, nests: bool, watch: _GradMode
 ) -> tuple[float, float, float]:
-    """Return ``u . (J v)``, ``(u J) . v`` and the size that they are measured against."""
+    """Return ``u . (J v)``, ``(u J) . v`` and the size of the products."""
     generator = torch.Generator().manual_seed(seed)
     primals = [entry.detach().requires_grad_() for entry in inputs if _is_smooth(entry)]
     directions = [_random_like(primal, generator) for primal in primals]
@@ -170,10 +170,10 @@ def _products(
         return tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and _is_smooth(leaf))
 
     with ExitStack() as stack:
-        if nests:  # a derivative of forward mode inside of the program; refuses hooks, and buffers that are updated
+        if nests:  # a forward-mode derivative inside of the program; does not allow hooks and updates of buffers
             with watch:
                 pair: Any = torch.func.jvp(smooth, tuple(primals), tuple(directions))
-        else:  # until the reverse pass is done: a checkpoint runs its part again
+        else:  # until the reverse pass ends: a checkpoint runs its part again
             stack.enter_context(forward_ad.dual_level())
             with watch:
                 results = smooth(*map(forward_ad.make_dual, primals, directions))
@@ -230,13 +230,14 @@ class _Place:
 
 
 class _GradMode(TorchFunctionMode):
-    """Notes where reverse mode is switched off or changed, and in one place lets both modes do the same."""
+    """Notes the places where reverse mode is switched off or changed, and treats both modes alike in one place."""
 
     def __init__(self, mended: Collection[str]) -> None:
         super().__init__()
         self.places: dict[str, _Place] = {}
         self._mended = mended
-        # id -> the context object, so that its id stays its own; what it restores; whether it is the mended place.
+        # id -> the context object, kept so that its id stays unique; the state it restores; whether its place is
+        # mended.
         self._entered: dict[int, tuple[Any, tuple[bool, bool] | None, bool]] = {}
         self._dropping = False
 
@@ -251,14 +252,14 @@ class _GradMode(TorchFunctionMode):
         return constants(result) if self._dropping else result  # views keep their tangents without forward mode
 
     def _forward(self, dropping: bool, enabled: bool) -> tuple[bool, bool]:
-        """Drop tangents or not, switch forward mode off or on, and return how both were."""
+        """Drop tangents or not, switch forward mode off or on, and return the previous state of both."""
         before = self._dropping, torch._C._is_fwd_grad_enabled()
         self._dropping = dropping
         torch._C._set_fwd_grad_enabled(enabled)
         return before
 
     def _switch(self, enabled: bool, frame: FrameType) -> None:
-        """Follow ``with`` statements by their context objects: leaving one restores what was before it."""
+        """Follow ``with`` statements by their context objects: leaving one restores the state before it."""
         context, leaving = None, False
         while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:  # of other modes
             frame = frame.f_back

@@ -1,4 +1,4 @@
-"""What opening a block does to the gradient: in numbers, and in a word."""
+"""The effect of opening a block on the gradient, in numbers and as a verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 __all__ = ["BlockEffect", "Difference", "Verdict"]
 
-# Vectors of up to so many numbers are added all at once.
+# Vectors of up to this many numbers are summed at once.
 _SMALL = 2**14
 
 Kind = Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"]
@@ -20,16 +20,16 @@ Kind = Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a block does, in a word. Its text is made here and nowhere else.
+    """The effect of a block in a word, and the only source of this text.
 
     Attributes:
-        kind: ``"no-op"``: nothing that carries a gradient reaches the block. ``"redundant"``: the leak is zero, to the
-            rounding of every parameter. ``"noise"``: it cannot be told from zero in the low precision of the program.
-            ``"partial"``: the block changes the gradient. ``"cuts"``: it is the only thing between the loss and some
-            parameters. ``"makes"``: it makes the gradient of some parameters, which is zero without it, as in a
+        kind: ``"no-op"``: no gradient-carrying tensor reaches the block. ``"redundant"``: the leak is zero up to the
+            rounding of every parameter's gradient. ``"noise"``: the leak cannot be told from zero in the program's low
+            precision. ``"partial"``: the block changes the gradient. ``"cuts"``: some parameters have a gradient only
+            while the block is open. ``"makes"``: the gradient of some parameters is zero without the block, as in a
             straight-through estimator.
-        parameters: Which they are, for ``"cuts"`` and ``"makes"``.
-        noise: For ``"noise"``, how large a part of the gradient rounding may be.
+        parameters: The names of these parameters, for ``"cuts"`` and ``"makes"``.
+        noise: For ``"noise"``, the possible size of rounding relative to the gradient.
     """
 
     kind: Kind
@@ -45,7 +45,7 @@ class Verdict:
 
     @property
     def is_silent(self) -> bool:
-        """Whether opening the block does nothing."""
+        """Whether opening the block has no effect."""
         return self.kind in ("no-op", "redundant")
 
     def __str__(self) -> str:
@@ -58,12 +58,12 @@ class Verdict:
 
 
 class Difference(NamedTuple):
-    """How the gradient with a block open differs from the gradient with every block in place.
+    """The difference between the gradient with a block open and the gradient with every block in place.
 
     Attributes:
         leak: ``|open - blocked|``, the Euclidean norm.
-        ratio: ``|open| / |blocked|``; infinite where only the blocked one is 0, NaN where both are.
-        cosine: Cosine of the angle between the two; NaN where one of them is 0.
+        ratio: ``|open| / |blocked|``; infinite if only the blocked gradient is 0, NaN if both are.
+        cosine: Cosine of the angle between the two; NaN if either is 0.
     """
 
     leak: float
@@ -73,18 +73,18 @@ class Difference(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockEffect:
-    """What opening one block, alone, does to the gradient.
+    """The effect of opening one block alone on the gradient.
 
     Attributes:
         name: The block.
-        why: What it is held constant for.
-        site: Where it was met first: ``file:line:column``.
-        calls: How many tensors or regions it was applied to.
-        verdict: What that comes to, in a word.
+        why: The reason of the block.
+        site: The place where the program first reaches the block: ``file:line:column``.
+        calls: The number of tensors or regions that the block was applied to.
+        verdict: The effect in a word.
         leak: Norm of the difference over all parameters.
         ratio: Norm of the gradient with the block open over the norm with it in place.
         cosine: Cosine of the angle between the two.
-        per_parameter: The same three for every parameter.
+        per_parameter: Leak, ratio and cosine of every parameter.
     """
 
     name: str
@@ -115,14 +115,14 @@ def products(leaks: Sequence[Tensor], blocked: Sequence[Tensor], squares: Tensor
 
     Args:
         leaks: P vectors.
-        blocked: Those of b, of the same sizes.
+        blocked: The P vectors b, of the same sizes.
         squares: ``|b|^2``, (P,), float64.
     """
     added = _squares(leaks)
     small = [index for index, leak in enumerate(leaks) if leak.numel() <= _SMALL]
     opened = torch.empty_like(added)
     opened[small] = _squares([blocked[index] + leaks[index] for index in small])
-    for index in set(range(len(leaks))).difference(small):  # one at a time: together they are another gradient
+    for index in set(range(len(leaks))).difference(small):  # one at a time: together they take a gradient's memory
         opened[index] = _squares([blocked[index] + leaks[index]])[0]
     return torch.stack([added, (opened + squares - added) / 2, opened, squares], 1)
 
@@ -132,7 +132,7 @@ def _squares(vectors: Sequence[Tensor]) -> Tensor:
         return torch.empty(0, dtype=torch.float64)
     single = all(vector.dtype is torch.float32 for vector in vectors)
     norms = [norm.item() for norm in torch._foreach_norm(list(vectors), 2, None if single else torch.float64)]
-    # Squares that leave the range of float32 are summed up in another one.
+    # Squares outside of the range of float32 are summed in float64.
     lost = [not (1e-15 < norm < 1e15) and bool(vector.any()) for norm, vector in zip(norms, vectors, strict=True)]
     if single and any(lost):
         return _squares([vector.double() for vector in vectors])
@@ -140,7 +140,7 @@ def _squares(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def difference(products: Iterable[float]) -> Difference:
-    """Return what the four products of two gradients say about them."""
+    """Return the difference of two gradients from their four products."""
     leak, dot, open, blocked = products
     if blocked:
         ratio = math.sqrt(open / blocked)
@@ -164,7 +164,7 @@ def norm(tensors: Iterable[Tensor]) -> float:
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
-    """Say whether two gradients have the same numbers; two that are not a number are the same here."""
+    """Return whether two gradients have the same numbers; NaN equals NaN here."""
     if a.layout is not b.layout or a.shape != b.shape:
         return False
     a, b = (tensor if tensor.layout is torch.strided else tensor.to_dense() for tensor in (a, b))
@@ -172,15 +172,16 @@ def equal(a: Tensor, b: Tensor) -> bool:
 
 
 def are_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> bool:
-    """Say whether the gradients by all parameters together are equal to the rounding of float32."""
+    """Return whether the gradients by all parameters together are equal up to the rounding of float32."""
     distance = norm([flat(found[name]).double() - flat(gradient).double() for name, gradient in expected.items()])
     return bool(distance <= rounding(torch.float32) * norm(expected.values()))
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """Return what counts as rounding in a gradient of this dtype, relative, with room for that of long sums.
+    """Return the relative bound of rounding in a gradient of this dtype, with room for long sums.
 
-    Eps to the power of 3/4; a dtype coarser than float32 gets no more room than that, as its rounding could be a leak.
+    It is eps to the power of 3/4; a dtype coarser than float32 gets the bound of float32, because a larger one could
+    hide a leak.
     """
     return float(min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps) ** 0.75)
 

@@ -41,8 +41,8 @@ class Verification:
     """Bounds of the worst-case margin ``min_{x' in ball(x)} min_{j != y} z_y(x') - z_j(x')`` of each sample.
 
     Attributes:
-        lower: Proved lower bound of the margin on the ball, (N,), float64. It includes the rounding of the proof, and of
-            the model when it is run in float64.
+        lower: Proved lower bound of the margin on the ball, (N,), float64. It includes the rounding of the proof, and
+            of the model when it is run in float64.
         upper: Upper bound: the model's margin at `examples`, computed in float64, (N,), float64.
         examples: Inputs of the ball with the smallest margin found, (N, ...), float64.
     """
