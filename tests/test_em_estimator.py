@@ -534,7 +534,7 @@ def test_missing_values_are_refused_unless_asked_for():
     x = with_holes(clusters())
     with pytest.raises(ValueError, match="NaN"):
         GaussianMixture(2).fit(x)
-    with pytest.raises(ValueError, match=r"`X` should be finite.*`missing=True` fits what is observed"):
+    with pytest.raises(ValueError, match=r"`X` should be finite.*`missing=True` fits the observed values"):
         GaussianMixture(2).fit(torch.from_numpy(x))
     with pytest.raises(ValueError, match="`missing` should be False for samples that come in chunks"):
         GaussianMixture(2, missing=True).fit([x, x])

@@ -107,7 +107,7 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
     allowed = ~x.isinf() if missing else x.isfinite()
     if not bool(allowed.all()):
         row = int((~allowed).any(1).nonzero()[0])
-        hint = "" if missing or not bool(x.isnan().any()) else " `missing=True` fits what is observed."
+        hint = "" if missing or not bool(x.isnan().any()) else " `missing=True` fits the observed values."
         raise ValueError(f"`X` should be finite. Found {x[row].tolist()} in row {row}.{hint}")
     validate_data(estimator, x, reset=reset, skip_check_array=True)
     return x, form
