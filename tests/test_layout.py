@@ -7,7 +7,7 @@ import ast
 import re
 import subprocess
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -324,3 +324,58 @@ def test_private_texts_are_noticed(text: str) -> None:
 @pytest.mark.parametrize("text", ["a{0}work{0}b", "make PYTHON=/path/to/python", "https://docs.pytorch.org/"])
 def test_other_texts_pass(text: str) -> None:
     assert not PRIVATE.search(text.format("/"))
+
+
+# --- words -------------------------------------------------------------------------------------------------------
+
+# Code and formulas in documents and docstrings.
+NO_PROSE = re.compile(
+    r"```.*?```|\$\$.*?\$\$|\$[^$\n]+\$|(?::math:)?(`+)[^`]+\1|(?:>>>|\.\.\. )[^\n]*"
+    r"|\.\. math::[^\n]*(?:\n[ ]+[^\n]+)*",
+    re.DOTALL,
+)
+
+# How often "what" may stand in 1,000 words: a noun is shorter and clearer. Rooms above the common ceiling have their
+# own, which only falls.
+CEILING = 1.5
+HIGHER_CEILINGS = {"toolkit": 7, "toolkit/adversarial": 5.5, "toolkit/em": 7, "toolkit/rbm": 3}
+
+
+def prose_of(path: Path) -> str:
+    """Return the text of a document, or the docstrings of a module, without code and formulas."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".py":
+        kinds = ast.Module | ast.ClassDef | ast.FunctionDef
+        text = "\n\n".join(
+            ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)
+        )
+    return NO_PROSE.sub(" ", text)
+
+
+def whats_per_thousand_words(texts: Iterable[str]) -> float:
+    words = [word.lower() for text in texts for word in re.findall(r"[A-Za-z']+", text)]
+    return 1000 * words.count("what") / max(len(words), 1)
+
+
+def files_of_rooms() -> dict[str, list[Path]]:
+    """Return the documents, each by itself, and the modules of each room."""
+    found = {str(path.relative_to(ROOT)): [path] for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
+    for tree in ("toolkit", "experiments", "docs/zoo"):
+        for path in sorted((ROOT / tree).rglob("*.py")):
+            found.setdefault("/".join(path.relative_to(ROOT).parts[:-1][:2]), []).append(path)
+    return found
+
+
+def test_texts_name_the_noun() -> None:
+    found = {room: whats_per_thousand_words(map(prose_of, paths)) for room, paths in files_of_rooms().items()}
+    above = {room: round(rate, 2) for room, rate in found.items() if rate > HIGHER_CEILINGS.get(room, CEILING)}
+    assert not above, f'"what" in 1,000 words: {above}'
+
+
+def test_whats_are_counted(tmp_path: Path) -> None:
+    document, module = tmp_path / "a.md", tmp_path / "a.py"
+    document.write_text("What `what` is: $what$.\n\n```python\nwhat = 1\n```\n", encoding="utf-8")
+    module.write_text('"""Say what.\n\n>>> what()\n"""\n\n\ndef f():\n    """Say ``what``."""\n    what = "what"\n')
+    assert prose_of(document).split() == ["What", "is:", "."]
+    assert prose_of(module).split() == ["Say", "what.", "Say", "."]
+    assert whats_per_thousand_words(["What it is.", "It is."]) == 200
