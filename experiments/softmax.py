@@ -32,7 +32,7 @@ __all__ = ["INNER", "OUTER", "Config", "calibration_error", "half_blocked_logsum
 
 INNER = block(
     "softmax.inner_shift",
-    "The maximum subtracted inside the log-sum-exp: the maximum added outside takes it back, so either both carry a "
+    "The maximum subtracted inside the log-sum-exp: the maximum added outside undoes it, so either both carry a "
     "gradient or neither does.",
 )
 OUTER = block(

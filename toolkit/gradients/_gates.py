@@ -280,7 +280,7 @@ class _Everything(frozenset[str]):
 
 
 EVERY_BLOCK: Collection[str] = _Everything()
-"""For `reachable_nodes`: as if every block were open."""
+"""For `reachable_nodes`: every block counts as open."""
 
 
 class _Gate(torch.autograd.Function):

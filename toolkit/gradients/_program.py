@@ -32,7 +32,7 @@ __all__ = [
 Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
 
 CONSTANT = "`loss` should depend on a tensor that requires a gradient. Found a constant."
-"""What is said of a loss without a graph."""
+"""The error for a loss without a graph."""
 
 # Random numbers and modules belong to the whole process, so only one thread runs a program at a time.
 _alone = threading.RLock()

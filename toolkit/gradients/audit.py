@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["HIDDEN_CHANGE", "Audit", "Unopened", "audit"]
 
 HIDDEN_CHANGE = "the memory is changed where autograd cannot see it: the gradient is that of other values"
-"""Why a ``.data`` is not opened through which a change in place has made the gradient of the plain program wrong."""
+"""The reason to leave a ``.data`` closed if an in-place change through it made the plain gradient wrong."""
 
 
 @dataclass(frozen=True)

@@ -54,14 +54,14 @@ Divergence: TypeAlias = Literal["free_energy", "kullback_leibler", "improved"]
 
 CHAIN_DISTRIBUTION = block(
     "rbm.chain_distribution",
-    "Contrastive divergence takes the distribution in which its chains end for given; how it moves with the parameters "
-    "is the third term of the gradient that Hinton derived, and dropped.",
+    "Contrastive divergence holds the distribution of its chain ends constant; the derivative through it is the third "
+    "term of the gradient, which Hinton derived and dropped.",
 )
 
 CHAIN_ENERGY = block(
     "rbm.chain_energy",
-    "The energy by which a sampler is judged is held constant while the sampler moves; if it moved too, it would "
-    "cancel the negative phase.",
+    "The energy that judges a sampler is held constant while the sampler moves; its own gradient would cancel the "
+    "negative phase.",
 )
 
 _LARGEST_TABLE = 2**24  # numbers: 128 MiB in float64

@@ -65,8 +65,8 @@ __all__ = ["SHIFT", "cross_entropy", "log_softmax", "logsumexp", "naive_softmax"
 
 SHIFT = block(
     "softmax.shift",
-    "The maximum is subtracted to keep the exponentials in range; the result does not depend on it, so its gradient "
-    "is zero, and computing that zero would cost a pass over the input and the memory to keep it.",
+    "The maximum keeps the exponentials in range and does not change the result, so its gradient is zero; computing "
+    "that zero would cost a pass over the input and the memory to keep it.",
 )
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -26,8 +26,8 @@ Unit: TypeAlias = Callable[[Layer, Tensor, torch.Generator | None], Tensor]
 
 STRAIGHT_THROUGH = block(
     "rbm.straight_through",
-    "A straight-through unit adds its mean and subtracts it again as a constant, so that its value is the draw and "
-    "its derivative that of the mean.",
+    "A straight-through unit adds its mean and subtracts the mean again as a constant, so that its value is the draw "
+    "and its derivative that of the mean.",
 )
 
 

@@ -32,7 +32,7 @@ from toolkit.rbm.machine.layers import Bernoulli, Categorical, Layer, Rectified
 __all__ = ["ENUMERABLE_UNITS", "exact_samples", "log_partition", "model_statistics"]
 
 ENUMERABLE_UNITS = 25
-"""Sums over at most 2^25 states of one layer are exact; beyond, they raise."""
+"""Sums over at most 2^25 states of one layer are exact; larger layers raise ValueError."""
 
 Side: TypeAlias = Literal["visible", "hidden"]
 

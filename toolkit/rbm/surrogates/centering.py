@@ -35,14 +35,14 @@ __all__ = [
 
 CENTERING_OFFSETS = block(
     "rbm.centering_offsets",
-    "Offsets say in which coordinates a step is taken; that they are means under the machine as it is now does not "
-    "make them part of the likelihood.",
+    "Offsets choose the coordinates of a step; their dependence on the parameters is no part of the likelihood's "
+    "gradient.",
 )
 
 CENTERED_COORDINATES = block(
     "rbm.centered_coordinates",
-    "The biases of the centred machine are coordinates of their own while the weights move; without the block the "
-    "step is the ordinary, uncentred one.",
+    "The biases of the centred machine are independent coordinates while the weights move; without the block the step "
+    "is the ordinary, uncentred one.",
 )
 
 

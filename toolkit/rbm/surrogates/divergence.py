@@ -39,19 +39,19 @@ Energy: TypeAlias = Literal["free", "expected"]
 
 NEGATIVE_SAMPLES = block(
     "rbm.negative_samples",
-    "Negative samples stand for draws from the model, at which the energy is raised; how the draws would move with "
-    "the parameters is no part of the likelihood's gradient.",
+    "Negative samples stand for draws from the model, at which the energy is raised; the motion of the draws with the "
+    "parameters is no part of the likelihood's gradient.",
 )
 
 PERSISTENT_CHAINS = block(
     "rbm.persistent_chains",
-    "The state that chains carry from one update to the next is where they go on from; without the block it would "
-    "keep the graph of every update so far.",
+    "The chains of one update start the chains of the next; without the block they would keep the graph of all "
+    "earlier updates.",
 )
 
 HIDDEN_POSTERIORS = block(
     "rbm.hidden_posteriors",
-    "By Fisher's identity the gradient of the free energy is that of the energy expected under the hidden units' "
+    "By Fisher's identity the gradient of the free energy is that of the expected energy under the hidden units' "
     "posterior, with the posterior held constant.",
 )
 

@@ -22,7 +22,7 @@ __all__ = ["FAST_WEIGHTS", "fast_persistent_contrastive_divergence", "updated_fa
 FAST_WEIGHTS = block(
     "rbm.fast_weights",
     "Fast weights belong to the state of the chains, not to the model; without the block they would keep the graph of "
-    "every gradient that they were learned from.",
+    "all gradients that formed them.",
 )
 
 
