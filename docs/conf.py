@@ -35,7 +35,6 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
-napoleon_custom_sections = ["Source"]
 napoleon_use_ivar = True
 
 # Methods that scikit-learn adds to each estimator, with links into its own documentation.

@@ -175,6 +175,14 @@ def _is_overload(node: ast.AST) -> bool:
     return any(decorator.split(".")[-1] in ("overload", "setter") for decorator in decorators)
 
 
+def citations_under_another_name(module: Module) -> Iterator[str]:
+    """A docstring cites under ``References:``, the section that Google's form and Sphinx know."""
+    for node in ast.walk(module.tree):
+        docstring = ast.get_docstring(node) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) else None
+        if re.search(r"^Sources?:$", docstring or "", re.MULTILINE):
+            yield getattr(node, "name", "the module")
+
+
 RULES: list[Callable[[Module], Iterator[str]]] = [
     imports_against_the_arrows,
     torch_in_the_report,
@@ -182,6 +190,7 @@ RULES: list[Callable[[Module], Iterator[str]]] = [
     booleans_that_choose_a_gradient,
     blocks_that_are_not_plain_declarations,
     public_names_without_a_docstring,
+    citations_under_another_name,
 ]
 
 
@@ -224,6 +233,7 @@ BAD = [
     (public_names_without_a_docstring, "toolkit.softmax", "x = 1"),
     (public_names_without_a_docstring, "toolkit.softmax", "'''A.'''\ndef f(): pass"),
     (public_names_without_a_docstring, "toolkit.softmax", "'''A.'''\nclass C:\n    '''B.'''\n    def f(self): pass"),
+    (citations_under_another_name, "toolkit.softmax", "def f():\n    '''A.\n\n    Source:\n        B.\n    '''"),
 ]
 
 

@@ -89,7 +89,7 @@ def apgd(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, or if `loss` or `until` is unknown, or there are too few classes for the loss.
 
-    Source:
+    References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
         attacks", 2020, algorithm 1.
 

@@ -70,7 +70,7 @@ def carlini_wagner(
         ValueError: As in `pgd`, if `norm` is another, `n_classes` is less than 2, `searches` is not positive, or
             `learning_rate` is not positive and finite.
 
-    Source:
+    References:
         Carlini and Wagner, "Towards evaluating the robustness of neural networks", 2017, section V, with their loss
         f6; Kingma and Ba, "Adam: a method for stochastic optimization", 2015, algorithm 1.
 

@@ -69,7 +69,7 @@ def ddn(
         ValueError: As in `pgd`, if `norm` is another, `n_classes` is less than 2, or `shrinkage` is not between 0 and
             1.
 
-    Source:
+    References:
         Rony, Hafemann, Oliveira, Ben Ayed, Sabourin and Granger, "Decoupling direction and norm for efficient
         gradient-based L2 adversarial attacks and defenses", 2019, algorithm 1.
 

@@ -67,7 +67,7 @@ def deepfool(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, if `n_classes` is less than 2, or if `overshoot` is negative or not finite.
 
-    Source:
+    References:
         Moosavi-Dezfooli, Fawzi and Frossard, "DeepFool: a simple and accurate method to fool deep neural networks",
         2016, algorithm 2; in L1 after Modas, Moosavi-Dezfooli and Frossard, "SparseFool: a few pixels make a big
         difference", 2019.

@@ -157,7 +157,7 @@ def evaluate_robustness(
     Warns:
         UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1.
 
-    Source:
+    References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
         attacks", 2020.
 
@@ -243,7 +243,7 @@ def robust_accuracy(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, or if `batch_size` is not positive.
 
-    Source:
+    References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
         attacks", 2020.
 

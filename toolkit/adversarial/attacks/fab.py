@@ -80,7 +80,7 @@ def fab(
         ValueError: As in `pgd`, if `n_classes` is less than 2, or if `pull`, `extrapolation` or `retreat` is out of
             its range.
 
-    Source:
+    References:
         Croce and Hein, "Minimally distorted adversarial examples with a fast adaptive boundary attack", 2020,
         algorithm 1.
 

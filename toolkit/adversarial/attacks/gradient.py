@@ -58,7 +58,7 @@ def fgsm(
         TypeError: If `x` is not floating point.
         ValueError: As in `pgd`.
 
-    Source:
+    References:
         Goodfellow, Shlens and Szegedy, "Explaining and harnessing adversarial examples", 2015, section 4.
 
     Example:
@@ -118,7 +118,7 @@ def rs_fgsm(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`.
 
-    Source:
+    References:
         Wong, Rice and Kolter, "Fast is better than free: revisiting adversarial training", 2020, algorithm 3.
 
     Example:
@@ -195,7 +195,7 @@ def pgd(
             not finite or of another shape, `x` lies outside of `bounds`, there is not one label per sample, `loss` does
             not return one value per sample, or there are `restarts` without a generator.
 
-    Source:
+    References:
         Madry, Makelov, Schmidt, Tsipras and Vladu, "Towards deep learning models resistant to adversarial attacks",
         2018, section 2.1.
 
@@ -270,7 +270,7 @@ def mi_fgsm(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, or if `momentum` is negative or not finite.
 
-    Source:
+    References:
         Dong et al., "Boosting adversarial attacks with momentum", 2018, algorithm 1.
 
     Example:

@@ -64,7 +64,7 @@ def difference_loss(logits: Tensor, labels: Tensor) -> Tensor:
         ValueError: If the shapes are others, or there are fewer than two classes.
         TypeError: If `labels` are not integers.
 
-    Source:
+    References:
         Carlini and Wagner, "Towards evaluating the robustness of neural networks", 2017, their loss f6 without its
         confidence.
 
@@ -93,7 +93,7 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
         ValueError: If the shapes are others, or there are fewer than three classes.
         TypeError: If `labels` are not integers.
 
-    Source:
+    References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
         attacks", 2020, section 4.2.
 
@@ -125,7 +125,7 @@ def targeted_dlr_loss(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor
         ValueError: If the shapes are others, or there are fewer than four classes.
         TypeError: If `labels` or `targets` are not integers.
 
-    Source:
+    References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
         attacks", 2020, section 4.2.
 

@@ -84,7 +84,7 @@ def multi_target(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, or if `n_targets` or `at_once` is not positive.
 
-    Source:
+    References:
         Gowal, Uesato, Qin, Huang, Mann and Kohli, "An alternative surrogate loss for PGD-based adversarial testing",
         2019 (one ascent per class on its margin).
 

@@ -77,7 +77,7 @@ def square(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, if `queries` is not positive, or `proportion` is not above 0 and at most 1.
 
-    Source:
+    References:
         Andriushchenko, Croce, Flammarion and Hein, "Square attack: a query-efficient black-box adversarial attack via
         random search", 2020, algorithms 1 to 3; L1 as in Croce and Hein, "Mind the box: L1-APGD for sparse
         adversarial attacks on image classifiers", 2021.

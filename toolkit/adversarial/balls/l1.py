@@ -61,7 +61,7 @@ class L1Ball:
         goes to where the linearised function is largest, and stands still only where no point of the set is better to
         first order.
 
-        Source:
+        References:
             Frank and Wolfe, "An algorithm for quadratic programming", 1956 (steps towards the vertex).
         """
         move = self._greedy(torch.where(stride < 0, -gradient, gradient))

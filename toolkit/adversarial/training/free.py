@@ -83,7 +83,7 @@ def free_loss(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, or if `perturbation` has another shape than `x`.
 
-    Source:
+    References:
         Shafahi, Najibi, Ghiasi, Xu, Dickerson, Studer, Davis, Taylor and Goldstein, "Adversarial training for free!",
         2019, algorithm 1.
 

@@ -37,7 +37,7 @@ def adversarial_loss(
     Returns:
         A scalar, in nats per sample.
 
-    Source:
+    References:
         Madry, Makelov, Schmidt, Tsipras and Vladu, "Towards deep learning models resistant to adversarial attacks",
         2018, equation 2.1 and appendix A (Danskin's theorem).
 

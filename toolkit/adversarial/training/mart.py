@@ -48,7 +48,7 @@ def mart_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 5.0, att
     Raises:
         ValueError: If `beta` is negative or not finite, or examples have another shape than `x`.
 
-    Source:
+    References:
         Wang, Zou, Yi, Bailey, Ma and Gu, "Improving adversarial robustness requires revisiting misclassified examples",
         2020, section 3.
 
@@ -76,7 +76,7 @@ def boosted_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
         ValueError: If the shapes are others, or there are fewer than two classes.
         TypeError: If `labels` are not integers.
 
-    Source:
+    References:
         Wang et al., "Improving adversarial robustness requires revisiting misclassified examples", 2020, section 3.
     """
     best_other = logits.scatter(1, class_index(logits, labels), -torch.inf).argmax(1)

@@ -35,7 +35,7 @@ def alp_loss(model: Model, x: Tensor, labels: Tensor, *, weight: float, attack: 
     Raises:
         ValueError: If `weight` is negative or not finite, or examples have another shape than `x`.
 
-    Source:
+    References:
         Kannan, Kurakin and Goodfellow, "Adversarial logit pairing", 2018, section 3 (mixed minibatches and pairing).
 
     Example:

@@ -37,7 +37,7 @@ def one_cycle(*, peak: float = 0.3, first: float = 1 / 25, last: float = 4e-6) -
     Raises:
         ValueError: If an argument is out of its range.
 
-    Source:
+    References:
         Smith and Topin, "Super-convergence: very fast training of neural networks using large learning rates", 2019;
         with cosines in the place of straight lines, as `torch.optim.lr_scheduler.OneCycleLR` has it.
 
@@ -66,7 +66,7 @@ def cosine(*, last: float = 0.0) -> Schedule:
     Raises:
         ValueError: If `last` is out of its range.
 
-    Source:
+    References:
         Loshchilov and Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, equation 5, one period.
 
     Example:
@@ -87,7 +87,7 @@ def piecewise(milestones: Sequence[float] = (0.5, 0.75), *, factor: float = 0.1)
     Raises:
         ValueError: If the milestones do not rise, or an argument is out of its range.
 
-    Source:
+    References:
         Rice, Wong and Kolter, "Overfitting in adversarially robust deep learning", 2020: a tenth at half of training
         and again at three quarters of it. Soon after the first milestone held-out robustness is at its best.
 

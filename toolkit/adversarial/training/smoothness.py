@@ -53,7 +53,7 @@ def cure_loss(
         TypeError: If `x` is not floating point.
         ValueError: If `h` or `weight` is negative or not finite, or `norm` is unknown.
 
-    Source:
+    References:
         Moosavi-Dezfooli, Fawzi, Uesato and Frossard, "Robustness via curvature regularization, and vice versa", 2019,
         section 4.
 
@@ -100,7 +100,7 @@ def llr_loss(
     Raises:
         ValueError: If a weight is negative or not finite, or examples have another shape than `x`.
 
-    Source:
+    References:
         Qin, Martens, Gowal, Krishnan, Dvijotham, Fawzi, De, Stanforth and Kohli, "Adversarial robustness through local
         linearization", 2019, section 4.
 
@@ -161,7 +161,7 @@ def linearity_pgd(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`.
 
-    Source:
+    References:
         Qin et al., "Adversarial robustness through local linearization", 2019, section 4.
     """
     steps = integer("steps", steps)

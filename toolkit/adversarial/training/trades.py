@@ -59,7 +59,7 @@ def trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, a
     Raises:
         ValueError: If `beta` is negative or not finite, or examples have another shape than `x`.
 
-    Source:
+    References:
         Zhang, Yu, Jiao, Xing, El Ghaoui and Jordan, "Theoretically principled trade-off between robustness and
         accuracy", 2019, algorithm 1.
 
@@ -95,7 +95,7 @@ def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6
     Raises:
         ValueError: As in `trades_loss`.
 
-    Source:
+    References:
         As `trades_loss`, with the clean distribution held as in Miyato, Maeda, Koyama and Ishii, "Virtual adversarial
         training: a regularization method for supervised and semi-supervised learning", 2018.
     """
@@ -171,7 +171,7 @@ def nearby_pgd(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`, or if `start` is negative or not finite.
 
-    Source:
+    References:
         Zhang et al., "Theoretically principled trade-off between robustness and accuracy", 2019, algorithm 1.
     """
     steps = integer("steps", steps)

@@ -198,7 +198,7 @@ def train(
         CatastrophicOverfittingWarning: If held-out accuracy under PGD collapses while that under FGSM does not
             (Wong, Rice and Kolter, "Fast is better than free: revisiting adversarial training", 2020).
 
-    Source:
+    References:
         Madry, Makelov, Schmidt, Tsipras and Vladu, "Towards deep learning models resistant to adversarial attacks",
         2018. Rice, Wong and Kolter, "Overfitting in adversarially robust deep learning", 2020, for `keep`.
 

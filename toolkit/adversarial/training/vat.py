@@ -75,7 +75,7 @@ def vat_direction(model: Model, x: Tensor) -> Tensor:
     Raises:
         ValueError: If `x` is not a batch of samples, or the logits are not (N, C) with at least two classes.
 
-    Source:
+    References:
         Miyato, Maeda, Koyama and Ishii, "Virtual adversarial training: a regularization method for supervised and
         semi-supervised learning", 2018, section 3.3: the dominant eigenvector, there by power iteration.
 
@@ -128,7 +128,7 @@ def power_direction(
     Raises:
         ValueError: If `iterations` or `xi` is not positive, or `x` is not a batch of samples.
 
-    Source:
+    References:
         Miyato et al., "Virtual adversarial training", 2018, section 3.3 and algorithm 1.
     """
     iterations = integer("iterations", iterations)
@@ -221,7 +221,7 @@ def vat_loss(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`.
 
-    Source:
+    References:
         Miyato, Maeda, Koyama and Ishii, "Virtual adversarial training: a regularization method for supervised and
         semi-supervised learning", 2018, section 3.2.
 

@@ -45,7 +45,7 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
         TypeError: If `model` is not a `torch.nn.Module`.
         ValueError: If `gamma` is negative or not finite.
 
-    Source:
+    References:
         Wu, Xia and Wang, "Adversarial weight perturbation helps robust generalization", 2020, section 4.
 
     Example:
@@ -90,7 +90,7 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
         TypeError: If `model` is not a `torch.nn.Module`.
         ValueError: If `gamma` is negative or not finite.
 
-    Source:
+    References:
         Wu, Xia and Wang, "Adversarial weight perturbation helps robust generalization", 2020, section 4.
     """
     gamma, weights = number("gamma", gamma, least=0), _weights(model)
