@@ -5,7 +5,6 @@
 
 import ast
 import importlib
-import importlib.util
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
+import contract
 import pytest
 import torch
 from contract import BlockCase, finite_differences, relative_error
@@ -22,7 +22,7 @@ import toolkit
 from toolkit import Block, stop_gradient, unblock
 from toolkit.gradients import compare
 
-HERE = Path(__file__).parent
+TESTS = Path(contract.__file__).parent
 
 
 def _modules(package: ModuleType) -> Iterator[ModuleType]:
@@ -32,12 +32,10 @@ def _modules(package: ModuleType) -> Iterator[ModuleType]:
 
 
 def _block_cases() -> Iterator[BlockCase]:
-    for file in sorted(HERE.glob("test_*.py")):
-        if "BLOCK_CASES" in file.read_text() and file != Path(__file__):
-            spec = importlib.util.spec_from_file_location(f"cases_of_{file.stem}", file)
-            module = importlib.util.module_from_spec(spec)
-            spec.loader.exec_module(module)
-            yield from module.BLOCK_CASES
+    for file in sorted(TESTS.rglob("test_*.py")):
+        if file != Path(__file__) and "BLOCK_CASES" in file.read_text("utf-8"):
+            name = ".".join(file.relative_to(TESTS.parent).with_suffix("").parts)
+            yield from importlib.import_module(name).BLOCK_CASES
 
 
 MODULES = [*_modules(toolkit), *_modules(experiments)]
@@ -107,12 +105,25 @@ def test_every_block_has_a_case() -> None:
 
 @dataclass(frozen=True)
 class Mutation:
-    """One call of `stop_gradient` in one function, and the code of the module with that call replaced."""
+    """One call of `stop_gradient` in a module, and what becomes of it."""
 
-    id: str
-    function: FunctionType
-    block: Block
-    code: CodeType
+    module: ModuleType
+    line: int
+    index: int  # among the module's calls
+    kind: str  # "removed" or "detached"
+
+    @property
+    def id(self) -> str:
+        return f"{self.module.__name__}:{self.line}:{self.kind}"
+
+    def made(self) -> tuple[Block, FunctionType, CodeType]:
+        """Return the block of that call, the function around it, and its code with the call replaced."""
+        tree = ast.parse(Path(self.module.__file__).read_text("utf-8"))
+        call = _stops(tree)[self.index]
+        replacement = call.args[0] if self.kind == "removed" else _detached(call.args[0])
+        block = eval(ast.unparse(call.args[1]), vars(self.module))
+        mutated = ast.fix_missing_locations(_Replace(call, replacement).visit(tree))
+        return block, *_enclosing(compile(mutated, self.module.__file__, "exec"), self.module, call.lineno)
 
 
 class _Replace(ast.NodeTransformer):
@@ -127,17 +138,13 @@ def _mutations() -> Iterator[Mutation]:
     for module in MODULES:
         if vars(module).get("stop_gradient") is not stop_gradient or module.__name__.startswith("toolkit.blocks"):
             continue
-        source = Path(module.__file__).read_text()
-        calls = [node for node in ast.walk(ast.parse(source)) if _is_stop(node)]
-        for index in range(len(calls)):
+        for index, call in enumerate(_stops(ast.parse(Path(module.__file__).read_text("utf-8")))):
             for kind in ("removed", "detached"):
-                tree = ast.parse(source)
-                call = [node for node in ast.walk(tree) if _is_stop(node)][index]
-                replacement = call.args[0] if kind == "removed" else _detached(call.args[0])
-                block = eval(ast.unparse(call.args[1]), vars(module))
-                mutated = ast.fix_missing_locations(_Replace(call, replacement).visit(tree))
-                code, function = _enclosing(compile(mutated, module.__file__, "exec"), module, call.lineno)
-                yield Mutation(f"{module.__name__}:{call.lineno}:{kind}", function, block, code)
+                yield Mutation(module, call.lineno, index, kind)
+
+
+def _stops(tree: ast.Module) -> list[ast.Call]:
+    return [node for node in ast.walk(tree) if _is_stop(node)]
 
 
 def _detached(value: ast.expr) -> ast.expr:
@@ -150,8 +157,8 @@ def _is_stop(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "stop_gradient"
 
 
-def _enclosing(module_code: CodeType, module: ModuleType, line: int) -> tuple[CodeType, FunctionType]:
-    """Return the code and the function object of the outermost function or method around `line`."""
+def _enclosing(module_code: CodeType, module: ModuleType, line: int) -> tuple[FunctionType, CodeType]:
+    """Return the function object and the code of the outermost function or method around `line`."""
     functions = [value for value in vars(module).values() if inspect.isfunction(value)]
     for cls in (value for value in vars(module).values() if inspect.isclass(value)):
         if cls.__module__ == module.__name__:
@@ -164,7 +171,7 @@ def _enclosing(module_code: CodeType, module: ModuleType, line: int) -> tuple[Co
         if first <= line <= last:
             for code in _nested(module_code):
                 if code.co_qualname == function.__qualname__ and code.co_firstlineno == first:
-                    return code, function
+                    return function, code
     raise AssertionError(f"no function around {module.__name__}:{line}")
 
 
@@ -182,8 +189,9 @@ def _all_lines(code: CodeType) -> Iterator[tuple[int, int, int | None]]:
 
 @pytest.mark.parametrize("mutation", list(_mutations()), ids=lambda mutation: mutation.id)
 def test_mutation_is_noticed(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mutation.function, "__code__", mutation.code)
-    cases = [case for case in CASES if case.block == mutation.block]
+    block, function, code = mutation.made()
+    monkeypatch.setattr(function, "__code__", code)
+    cases = [case for case in CASES if case.block == block]
     for case in cases:
         for check in CHECKS:
             try:

@@ -53,7 +53,7 @@ def test_they_pass_their_own_tests_and_the_common_ones(project):
         "test_irls.py::test_blocked_gradient_is_that_of_the_objective PASSED",
         "test_block_contract.py::test_block[irls-open_gradient_is_the_witness] PASSED",
         "test_block_contract.py::test_mutation_is_noticed[toolkit.irls",
-        "test_layout.py::test_rule[stops_outside_of_blocks-toolkit.irls] PASSED",
+        "test_layout.py::test_rule[stops_outside_of_blocks] PASSED",
         "test_experiments.py::test_two_steps_leave_a_whole_record[irls] PASSED",
         "toolkit/irls.py::toolkit.irls.irls_loss PASSED",
     ):

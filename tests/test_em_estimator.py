@@ -599,7 +599,7 @@ def test_prior_changes_with_the_units():
     assert np.allclose(49 * one.covariances_, other.covariances_, rtol=1e-4)
 
 
-@pytest.mark.parametrize("prior", ["weak", 1.0, object()], ids=str)
+@pytest.mark.parametrize("prior", ["weak", 1.0, object()], ids=["name", "number", "object"])
 def test_prior_that_is_none(prior):
     with pytest.raises(ValueError, match="`prior` should be a Prior, 'default' or None"):
         GaussianMixture(2, prior=prior).fit(clusters())
