@@ -11,28 +11,17 @@ from reversed_sums import ReversedSums, reversed_sums
 from toolkit.em.gaussian import _samples
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Start both at once: there are two cores in most machines."""
-    logs = tmp_path_factory.mktemp("machines")
-    started = {
-        name: (MACHINES[name].pytest(logs / name, "-m", "portable", *marked()), logs / name)
-        for name in RISKIEST
-        if MACHINES[name].exists
-    }
-    yield started
-    for process, _ in started.values():
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RISKIEST)
-def test_the_riskiest_tests_pass_on_another_machine(name, runs):
-    if name not in runs:
+def test_the_riskiest_tests_pass_on_another_machine(name, tmp_path):
+    if not MACHINES[name].exists:
         pytest.skip(f"this processor cannot imitate {name}")
-    process, log = runs[name]
-    assert process.wait() == 0, log.read_text(errors="replace")[-5000:]
+    process = MACHINES[name].pytest(tmp_path / "log", "-m", "portable", *marked())
+    try:
+        assert process.wait() == 0, (tmp_path / "log").read_text(errors="replace")[-5000:]
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.parametrize("name", [name for name in MACHINES if MACHINES[name].capability])
