@@ -3,10 +3,14 @@
 Each algorithm's test file lists its programs in ``BLOCK_CASES``; `test_block_contract.py` asks all of them the same.
 """
 
+import functools
+import importlib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from folders import TESTS
 from torch import Tensor
 
 from toolkit import Block
@@ -25,6 +29,7 @@ class BlockCase:
         opened: Witness of the gradient with the block open. None: central finite differences of `loss`, whose value
             does not depend on the block.
         tolerance: Largest allowed ``|gradient - witness| / |witness|``.
+        without_peer: Why no program of another library finds the gradients too, where `peer_programs.py` has none.
     """
 
     id: str
@@ -34,6 +39,18 @@ class BlockCase:
     blocked: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
     opened: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
     tolerance: float = 1e-10
+    without_peer: str = ""
+
+
+@functools.cache
+def block_cases() -> list[BlockCase]:
+    """Return the cases of every test file, imported under the name that pytest gives it."""
+    cases = []
+    for file in sorted(TESTS.rglob("test_*.py")):
+        if re.search(r"^BLOCK_CASES\b", file.read_text("utf-8"), re.MULTILINE):
+            name = ".".join(file.relative_to(TESTS.parent).with_suffix("").parts)
+            cases += importlib.import_module(name).BLOCK_CASES
+    return cases
 
 
 def flatten(tree: Mapping[str, Tensor]) -> Tensor:

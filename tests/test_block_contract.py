@@ -12,17 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 
-import contract
 import pytest
 import torch
-from contract import BlockCase, finite_differences, relative_error
+from contract import BlockCase, block_cases, finite_differences, relative_error
 
 import experiments
 import toolkit
 from toolkit import Block, stop_gradient, unblock
 from toolkit.gradients import compare
-
-TESTS = Path(contract.__file__).parent
 
 
 def _modules(package: ModuleType) -> Iterator[ModuleType]:
@@ -31,15 +28,8 @@ def _modules(package: ModuleType) -> Iterator[ModuleType]:
             yield importlib.import_module(info.name)
 
 
-def _block_cases() -> Iterator[BlockCase]:
-    for file in sorted(TESTS.rglob("test_*.py")):
-        if file != Path(__file__) and "BLOCK_CASES" in file.read_text("utf-8"):
-            name = ".".join(file.relative_to(TESTS.parent).with_suffix("").parts)
-            yield from importlib.import_module(name).BLOCK_CASES
-
-
 MODULES = [*_modules(toolkit), *_modules(experiments)]
-CASES = list(_block_cases())
+CASES = block_cases()
 BLOCKS = {value.name: value for module in MODULES for value in vars(module).values() if isinstance(value, Block)}
 
 

@@ -5,12 +5,18 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from folders import ROOT
 
-ROOT = Path(__file__).parent.parent
-COMMON = ["contract.py", "toy.py", "test_block_contract.py", "test_experiments.py", "test_layout.py"]
+# What is asked of the whole project, or of every algorithm.
+COMMON = ["block_contract", "config", "experiments", "imports", "layout", "peers", "public_names"]
+
+# Of the tests that are asked of every algorithm, those of the others have run already, in the project itself.
+OTHERS_ARE_LEFT_OUT = """
+def pytest_collection_modifyitems(items):
+    items[:] = [item for item in items if not hasattr(item, "callspec") or "irls" in item.nodeid]
+"""
 
 
 def files_shown(markdown):
@@ -22,15 +28,16 @@ def files_shown(markdown):
 @pytest.fixture(scope="module")
 def project(tmp_path_factory):
     root = tmp_path_factory.mktemp("project")
-    for room in ("toolkit", "experiments"):
-        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__"))
-    (root / "tests").mkdir()
-    (root / "configs").mkdir()
-    for name in ("pyproject.toml", "conftest.py", *(f"tests/{name}" for name in COMMON)):
+    for room in ("toolkit", "experiments", "configs", "tests", "docs"):
+        shutil.copytree(ROOT / room, root / room, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for name in ("pyproject.toml", "constraints.txt", "conftest.py", "README.md", "CONTRIBUTING.md"):
         shutil.copy(ROOT / name, root / name)
     for name, text in files_shown((ROOT / "CONTRIBUTING.md").read_text("utf-8")).items():
         assert not (root / name).exists()
         (root / name).write_text(text, encoding="utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    (root / "CHANGELOG.md").write_text(changes.replace("### Added\n", "### Added\n\n- `toolkit.irls`.\n", 1), "utf-8")
+    (root / "others_are_left_out.py").write_text(OTHERS_ARE_LEFT_OUT, "utf-8")
     return root
 
 
@@ -47,14 +54,20 @@ def test_there_are_four_files():
     assert list(shown) == ["toolkit/irls.py", "experiments/irls.py", "configs/irls.toml", "tests/test_irls.py"]
 
 
-def test_they_pass_their_own_tests_and_the_common_ones(project):
-    output = _run(project, "pytest", "tests", "toolkit/irls.py", "-k", "irls", "-v", "-p", "no:cacheprovider")
+def test_they_pass_their_own_tests_and_all_that_is_asked_of_the_project(project):
+    files = [str(path) for name in ("irls", *COMMON) for path in (project / "tests").rglob(f"test_{name}.py")]
+    assert len(files) == 1 + len(COMMON)
+    options = ["-v", "-p", "others_are_left_out", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    output = _run(project, "pytest", *files, "toolkit/irls.py", *options)
     for expected in (
         "test_irls.py::test_blocked_gradient_is_that_of_the_objective PASSED",
         "test_block_contract.py::test_block[irls-open_gradient_is_the_witness] PASSED",
         "test_block_contract.py::test_mutation_is_noticed[toolkit.irls",
-        "test_layout.py::test_rule[stops_outside_of_blocks] PASSED",
+        "test_block_contract.py::test_every_block_has_a_case PASSED",
         "test_experiments.py::test_two_steps_leave_a_whole_record[irls] PASSED",
+        "test_layout.py::test_readme_is_true_of_every_block_that_it_names PASSED",
+        "test_peers.py::test_every_block_of_the_toolkit_is_tried_with_the_peers_or_has_a_reason PASSED",
+        "test_public_names.py::test_a_public_function_is_tested PASSED",
         "toolkit/irls.py::toolkit.irls.irls_loss PASSED",
     ):
         assert expected in output

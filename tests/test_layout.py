@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parent.parent
+from folders import ROOT
 
 
 @dataclass(frozen=True)
@@ -273,7 +272,7 @@ def untested(names: set[str], tests: set[str]) -> list[str]:
 
 
 def test_every_public_module_has_a_test_file() -> None:
-    assert untested(NAMES, {path.stem for path in (ROOT / "tests").glob("test_*.py")}) == []
+    assert untested(NAMES, {path.stem for path in (ROOT / "tests").rglob("test_*.py")}) == []
 
 
 def test_a_module_without_a_test_file_is_noticed() -> None:
@@ -299,10 +298,12 @@ def table_of_blocks(markdown: str) -> dict[str, str]:
     return dict(rows)
 
 
-def test_readme_has_every_block_with_its_reason() -> None:
-    found, expected = table_of_blocks((ROOT / "README.md").read_text("utf-8")), declared(modules())
-    rows = "\n".join(f"| `{name}` | {why} |" for name, why in sorted(expected.items()))
-    assert found == expected, f"the table of blocks in README.md should have these rows:\n{rows}"
+def test_readme_is_true_of_every_block_that_it_names() -> None:
+    """The documentation lists the blocks by itself."""
+    named, known = table_of_blocks((ROOT / "README.md").read_text("utf-8")), declared(modules())
+    rows = "\n".join(f"| `{name}` | {known.get(name, 'no such block')} |" for name in named)
+    assert named, "no table of blocks"
+    assert named.items() <= known.items(), f"the table of blocks in README.md should have these rows:\n{rows}"
 
 
 def test_table_of_blocks_is_read() -> None:
