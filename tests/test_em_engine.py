@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from folders import ROOT, TESTS
 from sklearn.mixture import GaussianMixture
 from test_em import difference, generator, mixture, samples
 from torch import Tensor
@@ -373,7 +374,7 @@ print(resident("VmHWM") - before)
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak of memory")
 def test_memory_stays_bounded(tmp_path):
     """Megabytes over the data: of a tensor, and of a file, of which no more may be in memory than a chunk."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     array = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=(400_000, 64))
     for first in range(0, len(array), 50_000):
         array[first : first + 50_000] = np.random.default_rng(first).standard_normal((50_000, 64), dtype=np.float32)
@@ -394,14 +395,15 @@ from toolkit.em import fit, start
 from toolkit.em.gaussian import _samples
 sys.path.insert(0, sys.argv[1])
 from reversed_sums import ReversedSums
-from test_em import generator, samples
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 rank, world = dist.get_rank(), dist.get_world_size()
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
 reductions = []
 reduce_all = _samples.all_reduce
 _samples.all_reduce = lambda tensor, **options: (reductions.append(tensor.numel()), reduce_all(tensor, **options))
-x, weight = samples(601), torch.rand(601, generator=generator(9), dtype=torch.float64)
+x, weight = torch.load(f"{sys.argv[2]}/data.pt")
 ends = [0, 20, 601] if world == 2 else [0, 300, 300, 301, 601]  # uneven, and a rank without samples
 mine = slice(ends[rank], ends[rank + 1])
 found = {}
@@ -453,15 +455,15 @@ dist.destroy_process_group()
 def test_ranks_fit_what_one_process_fits(tmp_path, world):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": str(tests.parent), "OMP_NUM_THREADS": "1"}
+    x, weight = samples(601), torch.rand(601, generator=generator(9), dtype=F64)
+    torch.save((x, weight), tmp_path / "data.pt")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(script)]
     run = subprocess.run(
-        [sys.executable, *command, str(tests), str(tmp_path)], env=environment, capture_output=True, text=True
+        [sys.executable, *command, str(TESTS), str(tmp_path)], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-3000:]
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
-    x, weight = samples(601), torch.rand(601, generator=generator(9), dtype=F64)
     for kind in COVARIANCE_TYPES:
         first = start(x, 3, covariance_type=kind, generator=generator())
         options = {"covariance_type": kind, "init": first, "max_iter": 8, "tol": 0, "accelerate": "none"}

@@ -2,8 +2,8 @@
 
 import json
 import tomllib
-from pathlib import Path
 
+import folders
 import pytest
 import torch
 import toy
@@ -16,12 +16,7 @@ from experiments._results import BLOCKED, read_all
 from experiments._rounding import OF_ONE_PASS
 from toolkit import compare, unblock
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.toml"))
-
-
-def _without_fits(path):
-    """Estimators make a fit of their own length, however few the steps are."""
-    return ["estimators=[]"] if "estimators" in path.read_text() else []
+CONFIGS = sorted(folders.CONFIGS.glob("*.toml"))
 
 
 def _load(path, tmp_path, **values):
@@ -39,7 +34,8 @@ class _Records(dict):
 
     def __missing__(self, name):
         (path,) = (path for path in CONFIGS if path.stem == name)
-        run_config(load_config(path, ["steps=2", "seeds=1", "evaluate_every=1", *_without_fits(path)]), self.root)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            run_config(load_config(path, toy.two_steps(path, monkeypatch)), self.root)
         self.update({found.name: found.records[0] for found in read_all(self.root)})
         return self[name]
 
@@ -95,8 +91,8 @@ def test_the_blocked_gradient_is_the_target(path, records):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_gates_and_real_removal_agree_bit_for_bit(path):
-    loaded = load_config(path)
+def test_gates_and_real_removal_agree_bit_for_bit(path, monkeypatch):
+    loaded = load_config(path, toy.two_steps(path, monkeypatch))
     run = loaded.module.run(loaded.config, 0)
     comparison = compare(run.loss, run.parameters)
     for variant in loaded.config.variants:

@@ -8,11 +8,11 @@ import sys
 import textwrap
 from collections import Counter
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import toy
 from click.testing import CliRunner
+from folders import ROOT
 
 from experiments.__main__ import main
 from experiments._compare import run_config
@@ -36,7 +36,6 @@ from experiments._report import (
 )
 from experiments._results import BLOCKED, Record, read_all
 
-ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
 
@@ -70,10 +69,8 @@ def results(tmp_path_factory):
         run_config(
             load_config(beside, ["kind=methods", "references={'elsewhere <b>1999</b>' = 0.25}"]), root / "results"
         )
-    for path in CONFIGS:
-        # Estimators make a fit of their own length, however few the steps are.
-        shorter = ["estimators=[]"] if "estimators" in path.read_text() else []
-        run_config(load_config(path, ["steps=2", "seeds=1", *shorter]), root / "results")
+        for path in CONFIGS:
+            run_config(load_config(path, toy.two_steps(path, monkeypatch)), root / "results")
     return root / "results"
 
 

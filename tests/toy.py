@@ -1,11 +1,13 @@
-"""A small experiment that tests put beside the real ones."""
+"""A small experiment that tests put beside the real ones, and the real ones made short."""
 
+import re
 import textwrap
 from pathlib import Path
 
 import pytest
 
 import experiments
+from experiments import _compare
 
 MODULE = '''
 """A toy: a straight line learns from its own predictions.
@@ -121,3 +123,16 @@ def install(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch | None = No
     if monkeypatch is not None:
         monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(modules)])
     return path
+
+
+# Settings with a length of their own, however few the steps are.
+LENGTHS = {"estimators": "[]", "clean_steps": "1", "worst_steps": "2", "swept_steps": "[1, 4]"}
+
+
+def two_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the overrides that make a config as short as its record allows, and measure no longer than needed."""
+    monkeypatch.setattr(_compare, "_TIMING_SECONDS", 0)
+    own = [
+        f"{key}={value}" for key, value in LENGTHS.items() if re.search(rf"^{key} =", path.read_text(), re.MULTILINE)
+    ]
+    return ["steps=2", "seeds=1", "evaluate_every=1", *own]
