@@ -30,13 +30,14 @@ run: $(VENV)/installed-run
 report: $(VENV)/installed-run
 	$(BIN)/python -m experiments report
 
-# One process of tests a core. Compiled tests are kept: to rewrite their assertions takes as long as to collect them.
+# One process of tests a core; a file stays in one, with its fixtures, and the examples of a document, which build on
+# each other. Compiled tests are kept: to rewrite their assertions takes as long as to collect them.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	$(BIN)/python -m pytest --numprocesses auto --dist loadscope
 
 test-portable: $(VENV)/installed-test
 	$(BIN)/python tests/machines.py
