@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit import stop_gradient
-from toolkit.gradients import audit, compare
+from toolkit.gradients import _snapshot, audit, compare
 
 ORIGINALS = [
     (owner, name, owner.__dict__.get(name))
@@ -623,6 +623,14 @@ def test_a_container_of_a_package_is_named_by_its_caller(pair, tmp_path, monkeyp
     found = audit(lambda: (pair.a(pair.x) * package.Box(pair.a(pair.x)).detach().t).sum(), pair.a)
     (effect,) = found.effects
     assert effect.site.startswith("tests/test_audit.py:")
+
+
+def test_packages_are_installed_wherever_pip_puts_them(tmp_path, monkeypatch):
+    (tmp_path / "target" / "package-1.0.dist-info").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "target")])
+    folders = _snapshot._installed()
+    assert str(tmp_path / "target") in folders
+    assert not {"", str(tmp_path)}.intersection(folders)
 
 
 def test_what_a_cache_kept_of_an_earlier_call_is_told(pair):

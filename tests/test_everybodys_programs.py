@@ -1999,6 +1999,16 @@ def test_methods_of_a_subclass_are_not_called():
     assert (dict(saved), list(log)) == ({"steps": 1}, [1])
 
 
+def test_keys_of_a_dict_are_not_printed():
+    class Key:
+        def __repr__(self):
+            raise AssertionError("a tensor as key, as in the state of an optimiser, would take long")
+
+    kept = {Key(): torch.ones(3)}
+    w = torch.ones(3, requires_grad=True)
+    assert audit(lambda: sum((w * value).sum() for value in kept.values()), {"w": w}).valid
+
+
 def test_data_are_not_copied_and_may_not_be_written_to(monkeypatch):
     monkeypatch.setattr("toolkit.gradients._snapshot._LARGEST_STATE", 1000)
     w, small, large = _leaf(0, 3), torch.zeros(3, dtype=torch.float64), torch.ones(200, 3, dtype=torch.float64)

@@ -13,9 +13,10 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,15 @@ _LARGEST_STATE = 2**24
 _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy"}
 _STATELESS = ("toolkit.blocks", "toolkit.gradients")
 
+
+def _installed() -> tuple[str, ...]:
+    """Return the folders of installed packages, also a user's own ones and those of ``pip install --target``."""
+    own = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return tuple(own | {path for path in sys.path if path and any(Path(path).glob("*.dist-info"))})
+
+
 # Globals of third-party packages are not searched: they name thousands of objects.
-INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+INSTALLED = _installed()
 
 _ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, types.ModuleType, types.CodeType)
 # Iterators that can be copied, with their sources, so that a run advances the copy.
@@ -138,13 +146,12 @@ class Snapshot:
         if self._values is None and runs:
             self._values = self._kept_now()
         initial = self._values if runs and self._values is not None else []
-        state = [(holder, holder.taken()) for holder in self._parts.state]
+        state = [holder.taken() for holder in self._parts.state]
         values = [kept.again() for kept in initial if kept.is_touched()]
         leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self.leaves if leaf.is_leaf]
         with ExitStack() as stack:
             stack.callback(now.restore)
-            for _, taken in state:
-                stack.callback(taken.put_back)
+            stack.callback(_put_back, state)
             iterators: dict[int, Any] = {}
             for taken in self._state:
                 taken.lend(iterators)
@@ -303,6 +310,14 @@ class _Taken:
             self.put_back()
         else:
             self.holder.hold(lent)
+
+
+def _put_back(state: Iterable[_Taken]) -> None:
+    """Put back what is no more as it was, also when something else raises."""
+    with ExitStack() as stack:
+        for taken in state:
+            if not taken.holder.holds(taken.held):
+                stack.callback(taken.put_back)
 
 
 @dataclass(frozen=True, eq=False)
@@ -584,7 +599,7 @@ class _Search:
             self.parts.state.append(_Mapping(found))
         for key, value in found.items():
             if not isinstance(value, _ATOMS):
-                self.add(_join(name, f"{key}"), value)
+                self.add(_join(name, str(key) if isinstance(key, _ATOMS) else type(key).__name__), value)
 
     def _add_module(self, prefix: str, module: nn.Module) -> None:
         own = vars(module)
