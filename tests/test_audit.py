@@ -625,6 +625,23 @@ def test_a_container_of_a_package_is_named_by_its_caller(pair, tmp_path, monkeyp
     assert effect.site.startswith("tests/test_audit.py:")
 
 
+def test_a_container_whose_method_is_decorated_is_named_by_its_caller(pair, tmp_path, monkeypatch):
+    (tmp_path / "decorated_container.py").write_text(
+        "def cached(f): return lambda *args: f(*args)\n"
+        "class Box:\n    def __init__(self, t): self.t = t\n"
+        "    @cached\n    def detach(self): return Box(self.t.detach())\n"
+        "    def stopped(self): return self.detach()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("toolkit.gradients._bare.INSTALLED", (str(tmp_path),))
+    from decorated_container import Box
+
+    found = audit(lambda: (pair.a(pair.x) * Box(pair.a(pair.x)).detach().t).sum(), pair.a)
+    assert found.effects[0].site.startswith("tests/test_audit.py:")
+    found = audit(lambda: (pair.a(pair.x) * Box(pair.a(pair.x)).stopped().t).sum(), pair.a)
+    assert found.effects[0].site.startswith("decorated_container.py:6:")
+
+
 def test_packages_are_installed_wherever_pip_puts_them(tmp_path, monkeypatch):
     (tmp_path / "target" / "package-1.0.dist-info").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "target")])

@@ -539,15 +539,20 @@ def _caller() -> FrameType:
 
 def _outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:
     """Return the frame that called a package's function of the same name, for example a container's ``detach()``."""
-    name, package = frame.f_globals.get("__name__", ""), kind.strip(".()")
-    root = name.partition(".")[0]
-    inside: FrameType | None = frame
-    found = frame
-    while inside is not None and inside.f_globals.get("__name__", "").partition(".")[0] == root:
-        if inside.f_code.co_name == package and frame.f_code.co_filename.startswith(INSTALLED) and inside.f_back:
+    if not frame.f_code.co_filename.startswith(INSTALLED):
+        return frame
+    name, package = kind.strip(".()"), _package(frame)
+    found, inside = frame, frame
+    while inside.f_back is not None and _package(inside) == package:
+        decorates = inside is found is not frame and name not in inside.f_code.co_names
+        if inside.f_code.co_name == name or decorates:
             found = inside.f_back
         inside = inside.f_back
     return found
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _passes_on(frame: FrameType) -> bool:
