@@ -665,5 +665,49 @@ def test_what_a_cache_kept_of_an_earlier_call_is_told(pair):
     warm = audit(loss, pair.b)
     assert warm.effects == []
     (remark,) = warm.remarks
-    assert remark.startswith("cached by an earlier call, and not audited: the results of ")
+    assert remark.startswith("kept from an earlier call, and not audited: the results of ")
     assert remark.endswith("held")
+
+
+def _in_an_attribute(net, x, kept):
+    if not hasattr(net, "held"):
+        net.held = net.weight.detach()
+    return (net(x) @ net.held).sum()
+
+
+def _in_a_dict(net, x, kept):
+    if "held" not in kept:
+        kept["held"] = [net.bias.data]
+    return (net(x) * kept["held"][0]).sum()
+
+
+def _with_its_graph(net, x, kept):
+    if "held" not in kept:
+        kept["held"] = net(x).detach() * net.bias
+    return (net(x) * kept["held"]).sum()
+
+
+def _only_its_shape(net, x, kept):
+    if not hasattr(net, "held"):
+        net.held = net.weight.detach()
+    return net(x).sum() / net.held.shape[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [
+        (_in_an_attribute, "held"),
+        (_in_a_dict, "kept.held[0]"),
+        (_with_its_graph, "kept.held"),
+        (_only_its_shape, ""),
+    ],
+)
+def test_parameters_that_an_earlier_call_kept_are_told(program, name):
+    net, x, kept = nn.Linear(3, 3), torch.randn(2, 3), {}
+    cold = audit(lambda: program(net, x, kept), net)
+    assert len(cold.effects) == 1
+    assert cold.remarks == []
+    program(net, x, kept)
+    warm = audit(lambda: program(net, x, kept), net)
+    assert warm.effects == []
+    assert warm.remarks == ([f"kept from an earlier call, and not audited: `{name}`"] if name else [])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Block, Site
 from toolkit.gradients._bare import BareBlocks, Escape
@@ -93,8 +96,8 @@ class Audit:
         self.remarks = list(comparison.remarks)
         if bare.elsewhere:
             self.remarks.append(f"in another thread, and not looked into: {', '.join(bare.elsewhere)}")
-        if cached := comparison.program.parts.cached:
-            self.remarks.append(f"cached by an earlier call, and not audited: the results of {', '.join(cached)}")
+        if kept := self._kept_from_earlier_calls():
+            self.remarks.append(f"kept from an earlier call, and not audited: {', '.join(kept)}")
         reasons = {**comparison.unopened, **bare.real}
         self._explain_hidden_changes(reasons)
         reasons |= {place: reason for place, reason in bare.partly.items() if place not in reasons}
@@ -175,6 +178,25 @@ class Audit:
             for site in self.one_mode
         ]
 
+    def _kept_from_earlier_calls(self) -> list[str]:
+        """Name the values that were computed from parameters before this run, with stops that nobody saw.
+
+        They are tensors that the program reads: with a graph, or with the memory of a parameter and without its gradient.
+        """
+        program, parameters = self._comparison.program, self._comparison.parameters.values()
+        cached = [f"the results of {name}" for name in program.parts.cached]
+        memory = {_memory(parameter) for parameter in parameters} - {None}
+        suspects = {
+            name: tensor
+            for name, tensor in program.parts.tensors.items()
+            if tensor.grad_fn is not None or (not tensor.requires_grad and _memory(tensor) in memory)
+        }
+        if not suspects or self.reason:
+            return cached
+        with program.aside(around=False), _Reads(suspects) as reads:
+            program.run()
+        return [*cached, *(f"`{name}`" for name in reads.found)]
+
     def _explain_hidden_changes(self, reasons: dict[str, str]) -> None:
         """Find out whether changes in place through ``.data`` have made the plain gradient wrong."""
         suspects = [place for place in reasons if self.kinds[place] == ".data"]
@@ -185,6 +207,33 @@ class Audit:
             honest = self._comparison.program.answer(self._comparison.parameters, around=False).gradients
         if not are_close(honest, self.blocked):
             reasons |= dict.fromkeys(suspects, HIDDEN_CHANGE)
+
+
+class _Reads(TorchFunctionMode):
+    """Sees which of some tensors a program computes with.
+
+    Attributes:
+        found: Their names.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.found: dict[str, None] = {}
+        self._names = {id(tensor): name for name, tensor in tensors.items()}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):  # and not a shape, say
+            read = (self._names.get(id(leaf)) for leaf in tree_leaves((args, kwargs)))
+            self.found.update(dict.fromkeys(name for name in read if name is not None))
+        return result
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Return where a tensor keeps its numbers; None if they are not in one place."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
