@@ -1999,6 +1999,19 @@ def test_methods_of_a_subclass_are_not_called():
     assert (dict(saved), list(log)) == ({"steps": 1}, [1])
 
 
+def test_the_sentence_of_an_error_is_whole():
+    net, out = nn.Linear(2, 2), torch.empty(4, 2)
+    x = torch.randn(2, 2)
+
+    def loss():
+        means = net(x)
+        torch.cat([means.detach(), x], out=out)
+        return (means * out[:2].sum()).sum()
+
+    (entry,) = audit(loss, net).unopened
+    assert entry.reason.startswith("opened, the program fails: cat(): functions with out=... arguments don't support ")
+
+
 def test_keys_of_a_dict_are_not_printed():
     class Key:
         def __repr__(self):

@@ -9,6 +9,7 @@ blocks really removed, and must give the same loss.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -299,7 +300,8 @@ class Answers:
 
 def sentence(error: Exception) -> str:
     """Return the sentence of an error, without the advice after it."""
-    return (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0].partition(". ")[0].rstrip(".")
+    line = (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0]
+    return re.split(r"(?<!\.)\. ", line)[0].rstrip(".")  # dots of an ellipsis do not end it
 
 
 def _mismatch(found: Answer, plain: Answer) -> str:
