@@ -589,9 +589,43 @@ def _never_used(pair):
     return pair.a(pair.x).sum()
 
 
+def _looked_up_by_one_of_two_results(pair):
+    return (pair.a.weight[pair.b(pair.x).flatten().max(0).indices]).sum()
+
+
+def _looked_up_in_a_region(pair):
+    with torch.no_grad():
+        index = pair.b(pair.x).argmax()
+    return pair.a.weight[index].sum()
+
+
+def _unused_in_a_region(pair):
+    with torch.no_grad():
+        pair.b(pair.x)
+    return pair.a(pair.x).sum()
+
+
+def _stopped_and_unused(pair):
+    pair.b(pair.x).data  # noqa: B018
+    return pair.a(pair.x).sum()
+
+
+def _as_a_number(pair):
+    return pair.a(pair.x).sum() * pair.b(pair.x).sum().item()
+
+
 @pytest.mark.parametrize(
     ("program", "reason"),
-    [(_frozen, "requires_grad_() at "), (_looked_up, "argmax() at "), (_never_used, "")],
+    [
+        (_frozen, "requires_grad_() at "),
+        (_looked_up, "argmax() at "),
+        (_looked_up_by_one_of_two_results, "max() at "),
+        (_looked_up_in_a_region, "argmax() at "),
+        (_never_used, ""),
+        (_unused_in_a_region, ""),
+        (_stopped_and_unused, ".data at "),
+        (_as_a_number, "item() at "),
+    ],
 )
 def test_parameters_without_a_path_are_listed_with_where_it_ends(pair, program, reason):
     nets = nn.ModuleDict({"a": pair.a, "b": pair.b})
@@ -603,6 +637,18 @@ def test_parameters_without_a_path_are_listed_with_where_it_ends(pair, program, 
     (note,) = [note for note in found.notes() if note.startswith("no path to the loss: b: ")]
     assert "weight, bias" in note
     assert pair.b.weight.requires_grad
+
+
+def test_modules_without_any_path_are_named_as_a_whole(pair):
+    deep = nn.Sequential(pair.b, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    some = nn.ModuleList([nn.Linear(4, 3), nn.Linear(4, 3)])
+    nets = nn.ModuleDict({"a": pair.a, "deep": deep, "some": some})
+
+    def loss():
+        return (some[1](pair.x) * pair.a(pair.x)).sum() + pair.a.weight[deep(pair.x).argmax() % 3].sum()
+
+    notes = [note.partition(": it ends in ")[0] for note in audit(loss, nets).notes()]
+    assert notes == ["no path to the loss: deep: all 6 parameters", "no path to the loss: some.0: weight, bias"]
 
 
 def test_a_parameter_that_only_a_stop_cuts_off_is_not_listed(pair):

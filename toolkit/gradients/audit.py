@@ -173,7 +173,7 @@ class Audit:
         """Return a line for each place that could not be opened, and for each effect without a place."""
         notes = self.remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
         notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
-        return [*notes, *by_module(self.unreached)] + [
+        return [*notes, *by_module(self.unreached, self.blocked)] + [
             f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"
             for site in self.one_mode
         ]

@@ -282,7 +282,7 @@ class Comparison:
         watch = Endings(missing, caller)
         with self.program.aside(around=False), watch:
             self.program.run()
-        return {name: watch.found.get(name, "") for name in missing}
+        return {name: watch.of(name) for name in missing}
 
     def _note_elsewhere(self) -> None:
         if self._answers.board.elsewhere:
