@@ -7,6 +7,7 @@ is true; `compare` is asked with `stop_gradient` in that place, `audit` with `to
 import array
 import collections
 import functools
+import importlib
 import io
 import itertools
 import math
@@ -1997,6 +1998,35 @@ def test_methods_of_a_subclass_are_not_called():
 
     assert compare(loss, {"w": w}).loss == loss().item()
     assert (dict(saved), list(log)) == ({"steps": 1}, [1])
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_state_in_the_globals_of_a_module_is_found_in_a_package_when_runs_differ(tmp_path, monkeypatch, installed):
+    (tmp_path / "package_with_a_baseline.py").write_text(
+        "import torch\nSTORE = {'mean': torch.zeros(())}\n"
+        "def centred(value):\n"
+        "    STORE['mean'] = 0.9 * STORE['mean'] + 0.1 * value.detach()\n"
+        "    return value - STORE['mean']\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("toolkit.gradients._snapshot.INSTALLED", (str(tmp_path),) if installed else ())
+    monkeypatch.delitem(sys.modules, "package_with_a_baseline", raising=False)
+    package = importlib.import_module("package_with_a_baseline")
+
+    w = torch.randn(3, requires_grad=True)
+    found = audit(lambda: package.centred(w.square().sum()) * w.sum(), {"w": w})
+    assert found.valid, found.reason
+    assert ["state in the globals of a package" in remark for remark in found.remarks] == [True] * installed
+    assert installed or package.STORE["mean"] == 0
+    (effect,) = found.effects
+    assert effect.verdict.kind == "partial"
+    mean = package.STORE["mean"]
+    centred = w.square().sum() - (0.9 * mean + 0.1 * w.square().sum())
+    assert found.loss == pytest.approx((centred * w.sum()).item())
+    (opened,) = torch.autograd.grad(centred * w.sum(), w)
+    torch.testing.assert_close(found.gradient([effect.name])["w"], opened)
+    assert package.STORE["mean"] is mean
+    assert not mean.requires_grad
 
 
 def test_the_sentence_of_an_error_is_whole():

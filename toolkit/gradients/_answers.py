@@ -55,13 +55,14 @@ class Answers:
         board: The blocks that the program reaches.
         remarks: Remarks for the reader.
         reason: The reason why this program cannot be analysed; empty if it can.
+        differs: Whether two plain runs were seen to differ.
     """
 
     def __init__(self, program: Program, spare: Callable[[Collection[str]], bool]) -> None:
         """Run the program; if a run with open blocks fails, `spare` may exempt the cause."""
         self.program, self._spare = program, spare
         self.remarks: list[str] = []
-        self.reason, self._is_quiet = "", False
+        self.reason, self.differs, self._is_quiet = "", False, False
         self.board, value, moved = self._recorded()
         self.params = self._all_leaves(value) if program.given is None else program.given
         self.plain = program.answer(self.params, around=False)
@@ -195,6 +196,7 @@ class Answers:
             names = ", ".join(f"`{name}`" if name else "one" for name in self.program.parts.moving)
             return f"each run advances an iterator: {names}; {mismatch}"
         if _mismatch(self.program.answer(self.params, around=False), self.plain):
+            self.differs = True
             return f"the program is not deterministic, two plain runs differ: {mismatch}"
         return f"watched, the program computes something else: {mismatch}"
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit.blocks import gated, no_graph, opened
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, is_foreign, reachable_nodes
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, gate_of, is_foreign, reachable_nodes
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
 
 __all__ = [
@@ -75,12 +75,19 @@ class Program:
         loss: Callable[[], Tensor],
         params: Parameters,
         around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
+        *,
+        everywhere: bool = False,
     ) -> None:
-        """Take the state of a program; every run except the plain one is inside of `around`."""
+        """Take the state of a program; every run except the plain one is inside of `around`.
+
+        With `everywhere`, the state includes the globals of installed packages.
+        """
         if not callable(loss):
             raise TypeError(f"`loss` should be a function that returns the loss. Found {type(loss).__name__}.")
         self._loss, self._around = loss, around
-        self.parts = find_parts(loss, *([params] if isinstance(params, nn.Module) else ()))
+        more = [params] if isinstance(params, nn.Module) else []
+        self.parts = find_parts(loss, *more, everywhere=everywhere)
+        _remove_gates(self.parts)
         self.given = None if params is None else named_parameters(params, self.parts)
         _refuse_what_cannot_run_twice(self.parts)
         self.snapshot = Snapshot(self.parts, self.given or {})
@@ -275,6 +282,14 @@ def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:
     if not required:
         raise ValueError("`params` should hold at least one tensor that requires a gradient. Found none.")
     return required
+
+
+def _remove_gates(parts: Parts) -> None:
+    """Make constants of what an earlier comparison has left with gates, in places that it did not know of."""
+    for tensor in parts.tensors.values():
+        nodes = () if tensor.grad_fn is None or tensor._is_view() else reachable_nodes(tensor.grad_fn, EVERY_BLOCK)
+        if any(map(gate_of, nodes)):
+            tensor.detach_()
 
 
 def _refuse_what_cannot_run_twice(parts: Parts) -> None:

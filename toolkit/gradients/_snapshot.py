@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,14 +94,14 @@ class Parts:
         return names
 
 
-def find_parts(loss: Callable[..., Any], *more: Any) -> Parts:
+def find_parts(loss: Callable[..., Any], *more: Any, everywhere: bool = False) -> Parts:
     """Return the modules, tensors, generators and the state in Python that `loss` reaches.
 
     The search follows closures, defaults, bound objects, partial arguments, the globals that the code names,
-    containers, caches, and the attributes, classes and methods of objects. Globals of installed packages are not
-    followed. Beyond a million objects the search ends with a `UserWarning`.
+    containers, caches, and the attributes, classes and methods of objects. Globals of installed packages are followed
+    only with `everywhere`. Beyond a million objects the search ends with a `UserWarning`.
     """
-    search = _Search()
+    search = _Search(() if everywhere else INSTALLED)
     for found in (loss, *more):
         search.add("", found)
     search.run()
@@ -501,10 +501,10 @@ class _Global(Holder):
 
 
 class _Search:
-    """A walk, breadth first, through what a function reaches."""
+    """A walk, breadth first, through what a function reaches; the globals of code in some folders are left out."""
 
-    def __init__(self) -> None:
-        self.parts = Parts()
+    def __init__(self, left_out: tuple[str, ...]) -> None:
+        self.parts, self._left_out = Parts(), left_out
         self._seen: set[int] = set()
         self._classes: set[type] = set()
         self._queue: collections.deque[tuple[str, Any]] = collections.deque()
@@ -643,7 +643,9 @@ class _Search:
                 value = cell.cell_contents
             except ValueError:  # a cell that is not filled yet
                 continue
-            if not isinstance(value, types.FunctionType):
+            if isinstance(value, types.ModuleType):
+                self._add_variables(variable, value, set(_names_in(found.__code__)))
+            elif not isinstance(value, types.FunctionType):
                 self.parts.state.append(_Attribute(cell, "cell_contents"))
             self.add(variable, value)
         arguments = found.__code__.co_varnames[: found.__code__.co_argcount]
@@ -654,7 +656,7 @@ class _Search:
             self.add(name, value)
         wrapped = getattr(found, "__wrapped__", None)
         self.add("", wrapped)
-        if _is_library(found.__module__) or found.__code__.co_filename.startswith(INSTALLED):
+        if _is_library(found.__module__) or found.__code__.co_filename.startswith(self._left_out):
             return
         self.parts.state.append(_Mapping(vars(found)))
         for name, value in vars(found).items():
@@ -662,14 +664,20 @@ class _Search:
         names, variables = set(_names_in(found.__code__)), found.__globals__
         for name in sorted(names & variables.keys()):
             value = variables[name]
-            if not isinstance(value, types.ModuleType):
-                if not isinstance(value, (types.FunctionType, type)):
-                    self.parts.state.append(_Global(variables, name))
-                self.add(name, value)
-            elif not _is_library(value.__name__) and not (getattr(value, "__file__", None) or "").startswith(INSTALLED):
-                for key in sorted(names & vars(value).keys()):
-                    self.parts.state.append(_Global(vars(value), key))
-                    self.add(f"{name}.{key}", vars(value)[key])
+            if isinstance(value, types.ModuleType):
+                self._add_variables(name, value, names)
+                continue
+            if not isinstance(value, (types.FunctionType, type)):
+                self.parts.state.append(_Global(variables, name))
+            self.add(name, value)
+
+    def _add_variables(self, name: str, module: types.ModuleType, names: Set[str]) -> None:
+        """Follow those variables of a module that code names."""
+        if _is_library(module.__name__) or (getattr(module, "__file__", None) or "").startswith(self._left_out):
+            return
+        for key in sorted(names & vars(module).keys()):
+            self.parts.state.append(_Global(vars(module), key))
+            self.add(f"{name}.{key}", vars(module)[key])
 
 
 def _cached(function: Any) -> list[Any]:

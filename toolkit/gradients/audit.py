@@ -181,7 +181,7 @@ class Audit:
     def _kept_from_earlier_calls(self) -> list[str]:
         """Name the values that were computed from parameters before this run, with stops that nobody saw.
 
-        They are tensors that the program reads: with a graph, or with the memory of a parameter and without its gradient.
+        They are tensors that the program reads: with a graph, or in the memory of a parameter, without its gradient.
         """
         program, parameters = self._comparison.program, self._comparison.parameters.values()
         cached = [f"the results of {name}" for name in program.parts.cached]

@@ -42,6 +42,8 @@ __all__ = ["Comparison", "compare"]
 # The number of subsets doubles with every block.
 _MOST_BLOCKS_ATTRIBUTED = 12
 
+_MOVED = "state in the globals of a package was found only after some runs, and has changed since before them"
+
 # Parameters named in a table; `BlockEffect.verdict` names all.
 _WIDEST_VERDICT = 40
 
@@ -94,8 +96,12 @@ class Comparison:
         Every run except the plain one is inside of `around`. If a run with open blocks fails, `spare` may exempt the
         cause. `nested` is filled with the nesting of blocks while the program runs.
         """
-        self.program = Program(loss, params, around)
-        self._answers = answers = Answers(self.program, spare)
+        answers = Answers(Program(loss, params, around), spare)
+        if answers.differs:  # by state in the globals of a package, perhaps
+            again = Answers(Program(loss, params, around, everywhere=True), spare)
+            answers = answers if again.reason else again
+            answers.remarks += [] if again.reason else [_MOVED]
+        self.program, self._answers = answers.program, answers
         self._nested = nested
         self.loss, self.blocked = answers.plain.loss, answers.plain.gradients
         self.remarks, self.reason = answers.remarks, answers.reason
