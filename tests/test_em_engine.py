@@ -30,6 +30,7 @@ from toolkit.em import (
     m_step,
     start,
 )
+from toolkit.em.covariance.matrices import FULL, quadratic_form, symmetric_products
 from toolkit.em.families._common import nearest
 from toolkit.em.gaussian import _fused as fused
 from toolkit.em.gaussian import _samples
@@ -79,8 +80,8 @@ def test_products_in_groups_are_the_quadratic_form(d):
     z = torch.randn(d, 7, generator=generator(), dtype=F64)
     matrix = torch.randn(2, d, d, generator=generator(1), dtype=F64)
     matrix = matrix + matrix.mT
-    expansion = fused.Expansion("full", d, 7, like=z)
-    coefficients = fused.quadratic_form(matrix)
+    expansion = fused.Expansion(FULL, d, 7, like=z)
+    coefficients = quadratic_form(matrix)
     sizes = expansion.sizes
     parts = [expansion.write(group, z)[:size].clone() for group, size in enumerate(sizes)]
     assert (len(sizes) > 1) == (d > 5)
@@ -88,7 +89,7 @@ def test_products_in_groups_are_the_quadratic_form(d):
     found = sum(c @ part for c, part in zip(coefficients.split(sizes, 1), parts, strict=True))
     torch.testing.assert_close(found, torch.einsum("ib,kij,jb->kb", z, matrix, z), rtol=1e-12, atol=1e-12)
     products = torch.cat(parts).mT
-    torch.testing.assert_close(fused.symmetric_products(products, d), z.mT[:, :, None] * z.mT[:, None])
+    torch.testing.assert_close(symmetric_products(products, d), z.mT[:, :, None] * z.mT[:, None])
 
 
 @pytest.mark.parametrize(("d", "k"), [(33, 9), (66, 17), (66, 3)])

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em.covariance import CovarianceType, Structure, structure_of
 from toolkit.em.gaussian._fit import Init, choose_starts
 from toolkit.em.gaussian.missing import start_missing
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, precisions_cholesky, regularise
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 InitParams = Literal["kmeans", "k-means++", "random", "random_from_data"]
 
@@ -149,8 +150,9 @@ def _m_step(
     """Return the M-step from responsibilities (N, K), by default those of the nearest origin (K, D)."""
     n_components, n_features = origins.shape
     counts, first = origins.new_zeros(n_components), torch.zeros_like(origins)
-    matrix = covariance_type in ("full", "tied")
-    second = origins.new_zeros((n_components, n_features, n_features) if matrix else (n_components, n_features))
+    structure = structure_of(covariance_type)
+    wide = structure.wide
+    second = origins.new_zeros(wide.shape(n_components, n_features))
     half_squares = (origins - origins[0]).square().sum(1) / 2
     for rows, part, weights in _parts(x, sample_weight):
         if responsibilities is None:
@@ -163,50 +165,32 @@ def _m_step(
                 differences, shares = part - origins[k], weights * responsibilities[rows, k]
             counts[k] += shares.sum()
             first[k] += shares @ differences
-            second[k] += (shares[:, None] * differences).mT @ differences if matrix else shares @ differences.square()
+            second[k] += wide.moments((shares[:, None] * differences).mT[None], differences.mT[None])[0]
     # One sample's worth at least, as an empty component is otherwise lost before the first step.
     total = counts.sum()
     weights = torch.maximum(counts, total / len(x))
     safe = torch.where(counts > 0, counts, 1.0)
     shifts = first / safe[:, None]
-    if matrix:
-        scatter = second - counts[:, None, None] * shifts[:, :, None] * shifts[:, None]
-    else:
-        scatter = second - counts[:, None] * shifts.square()
+    scatter = second - wide.products(counts[:, None] * shifts, shifts)
+    covariances = _covariances(scatter, safe, total, structure)
     return GaussianParameters(
         log_weights=weights.log() - weights.sum().log(),
         means=origins + shifts,
-        precisions_cholesky=precisions_cholesky(
-            regularise(_covariances(scatter, safe, total, covariance_type), covariance_type, reg_covar), covariance_type
-        ),
+        precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
         covariance_type=covariance_type,
     )
 
 
-def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, kind: CovarianceType) -> Tensor:
-    """Return covariances from the components' scatter; where a component has none of its own, the common one.
-
-    `scatter` is (K, D, D) for full and tied, else (K, D).
-    """
-    common = scatter.sum(0) / total
-    match kind:
-        case "tied":
-            return common
-        case "full":
-            own = scatter / counts[:, None, None]
-            # Relative to the common one: a direction in which nothing varies must not count.
-            values, vectors = torch.linalg.eigh(common)
-            kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
-            directions = vectors[:, kept] * values[kept].rsqrt()
-            least = torch.linalg.eigvalsh(directions.mT @ own @ directions).amin(-1) if kept.any() else counts
-            return torch.where((least > _LEAST)[:, None, None], own, common)
-        case "diag":
-            own = scatter / counts[:, None]
-            sound = (own > _LEAST * common) | (common == 0)
-            return torch.where(sound.all(-1, keepdim=True), own, common)
-        case "spherical":
-            own = scatter.mean(-1) / counts
-            return torch.where(own > _LEAST * common.mean(), own, common.mean())
+def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, structure: Structure) -> Tensor:
+    """Return covariances from the components' `wide` scatter; where a component has none of its own, the common one."""
+    n_components, n_features = len(scatter), scatter.shape[-1]
+    pooled = structure.pool(scatter.sum(0, keepdim=True))
+    common = structure.estimate(pooled, total.expand(1, n_features))
+    if structure.is_shared:
+        return common
+    own = structure.estimate(structure.pool(scatter), counts[:, None].expand(n_components, n_features))
+    sound = structure.has_variance(own, common[0], _LEAST)
+    return torch.where(sound.view(-1, *[1] * (own.ndim - 1)), own, common)
 
 
 def _parts(x: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -237,21 +221,15 @@ def check_given(
         _check_shape("means_init", means, (k, d))
     if precisions is None:
         return None
-    expected = {"full": (k, d, d), "tied": (d, d), "diag": (k, d), "spherical": (k,)}[kind]
-    _check_shape("precisions_init", precisions, expected)
-    if kind in ("diag", "spherical"):
-        if not bool((precisions > 0).all()):
-            raise ValueError(f"`precisions_init` should be positive. Found {float(precisions.min())}.")
-        return precisions.sqrt()
-    asymmetry = (precisions - precisions.mT).abs().amax((-1, -2)) > 1e-5 * precisions.abs().amax((-1, -2))
-    # The reversed Cholesky factor: upper triangular P with P P^T equal to the precision.
-    factor, failed = torch.linalg.cholesky_ex(precisions.flip((-1, -2)))
-    wrong = asymmetry | (failed > 0)
-    if bool(wrong.any()):
-        which = "" if kind == "tied" else f" Found one that is not, of component {int(wrong.nonzero()[0])}."
+    structure = structure_of(kind)
+    _check_shape("precisions_init", precisions, structure.shape(k, d))
+    factor, sound = structure.factor_of_precisions(precisions)
+    if not bool(sound.all()) and not structure.is_matrix:
+        raise ValueError(f"`precisions_init` should be positive. Found {float(precisions.min())}.")
+    if not bool(sound.all()):
+        which = "" if structure.is_shared else f" Found one that is not, of component {int((~sound).nonzero()[0])}."
         raise ValueError(f"`precisions_init` should be symmetric and positive definite.{which}")
-    reversed_factor: Tensor = factor.flip((-1, -2))
-    return reversed_factor
+    return factor
 
 
 def _check_shape(name: str, value: Tensor, expected: tuple[int, ...]) -> None:

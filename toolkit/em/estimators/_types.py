@@ -10,7 +10,8 @@ from typing import cast
 
 import torch
 
-from toolkit.em.gaussian.parameters import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
+from toolkit.em.gaussian.parameters import GaussianParameters
 from toolkit.em.gaussian.parsimonious import CovarianceModel, ParsimoniousParameters
 
 # The models that are scikit-learn's types under another name.
@@ -47,20 +48,9 @@ def as_type(parameters: GaussianParameters, kind: CovarianceType) -> GaussianPar
     """Return the mixture as one of a wider type, or of a narrower one if it is of that already."""
     if parameters.covariance_type == kind:
         return parameters
-    k, d = parameters.means.shape
-    factor = parameters.precisions_cholesky
-    match parameters.covariance_type:
-        case "tied":
-            factor = factor.expand(k, d, d)
-        case "diag":
-            factor = factor.diag_embed()
-        case "spherical":
-            factor = factor[:, None].expand(k, d).diag_embed()
-    match kind:
-        case "tied":
-            factor = factor[0]
-        case "diag":
-            factor = factor.diagonal(dim1=-2, dim2=-1)
-        case "spherical":
-            factor = factor[:, 0, 0]
-    return dataclasses.replace(parameters, precisions_cholesky=factor, covariance_type=kind)
+    factor = structure_of(parameters.covariance_type).to_matrices(
+        parameters.precisions_cholesky, *parameters.means.shape
+    )
+    return dataclasses.replace(
+        parameters, precisions_cholesky=structure_of(kind).from_matrices(factor), covariance_type=kind
+    )

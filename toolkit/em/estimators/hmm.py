@@ -24,8 +24,8 @@ from toolkit.blocks import no_graph
 from toolkit.em import hmm
 from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian.parameters import CovarianceType, check_covariance_type
 
 __all__ = ["BaseHMM", "CategoricalHMM", "GaussianHMM"]
 
@@ -429,7 +429,7 @@ class GaussianHMM(BaseHMM):
         k, d = int(self.n_components), means.shape[-1]
         if means.ndim != 2 or len(means) != k:
             raise ValueError(f"`means_` should have shape ({k}, D). Found {tuple(means.shape)}.")
-        shape = {"full": (k, d, d), "tied": (d, d), "diag": (k, d), "spherical": (k,)}[self.covariance_type]
+        shape = structure_of(self.covariance_type).shape(k, d)
         covariances = self._given("covars_")
         if tuple(covariances.shape) != shape:
             raise ValueError(f"`covars_` should have shape {shape}. Found {tuple(covariances.shape)}.")
@@ -458,12 +458,11 @@ class GaussianHMM(BaseHMM):
 
     def _n_emission_parameters(self) -> int:
         k, d = self.means_.shape
-        spread = {"full": k * d * (d + 1) // 2, "tied": d * (d + 1) // 2, "diag": k * d, "spherical": k}
-        return int(k * d + spread[self.covariance_type])
+        return int(k * d + structure_of(self.covariance_type).n_parameters(k, d))
 
     def _check_parameters(self) -> None:
         super()._check_parameters()
-        check_covariance_type(self.covariance_type)
+        structure_of(self.covariance_type)
         number("reg_covar", self.reg_covar, least=0)
 
 

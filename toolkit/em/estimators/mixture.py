@@ -42,6 +42,7 @@ from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._engine import (
     Engine,
@@ -55,7 +56,7 @@ from toolkit.em.estimators._start import InitParams, check_given, starts_by
 from toolkit.em.estimators._types import as_gaussian, as_type, engine_type, gaussian_type, model_of, start_type
 from toolkit.em.gaussian.missing import MissingGaussian, impute
 from toolkit.em.gaussian.online import OnlineState, online_start, online_step
-from toolkit.em.gaussian.parameters import COVARIANCE_TYPES, CovarianceType, GaussianParameters
+from toolkit.em.gaussian.parameters import GaussianParameters
 from toolkit.em.gaussian.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
 from toolkit.em.gaussian.prior import Prior
 from toolkit.em.information import ErrorMethod, standard_errors
@@ -642,20 +643,8 @@ class GaussianMixture(BaseMixture):
         shape = len(labels), mixture.n_features
         draws = torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float64)
         draws = draws.to(labels.device)
-        factor = mixture.precisions_cholesky
-        match mixture.covariance_type:
-            case "tied":
-                spread = torch.linalg.solve_triangular(factor.mT, draws.mT, upper=False).mT
-            case "full":
-                counts = labels.bincount(minlength=mixture.n_components).tolist()
-                parts = zip(factor.mT, draws.split(counts), strict=True)
-                spread = torch.cat([torch.linalg.solve_triangular(p, z.mT, upper=False).mT for p, z in parts])
-            case "diag":
-                spread = draws / factor[labels]
-            case "spherical":
-                spread = draws / factor[labels, None]
-        drawn: Tensor = mixture.means[labels] + spread
-        return drawn
+        structure = structure_of(mixture.covariance_type)
+        return mixture.means[labels] + structure.colour(mixture.precisions_cholesky, draws, labels)
 
     # --- how ---
 

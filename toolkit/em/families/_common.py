@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.em._rounding import first_least
-from toolkit.em.gaussian.parameters import soft_counts
+from toolkit.em.covariance import soft_counts
 
 __all__ = [
     "FAR",

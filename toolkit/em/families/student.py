@@ -21,6 +21,7 @@ from torch.special import polygamma
 
 from toolkit._checks import choice, number
 from toolkit.blocks import no_graph, stop_gradient
+from toolkit.em.covariance import Structure, structure_of
 from toolkit.em.families._common import (
     Components,
     check_shape,
@@ -94,7 +95,7 @@ class StudentMixture(Components):
         if self.means.ndim != 2:
             raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
         k, d = self.n_components, self.means.shape[1]
-        factor = (k, d, d) if self.covariance_type == "full" else (k, d)
+        factor = self._structure.shape(k, d)
         self._check_fields(means=(k, d), precisions_cholesky=factor, degrees_of_freedom=(k,))
         number("reg_covar", self.reg_covar, least=0)
 
@@ -189,8 +190,7 @@ class StudentMixture(Components):
     def n_parameters(self) -> int:
         """Free parameters: the weights but one, means, scatters, and degrees of freedom if they are estimated."""
         k, d = self.means.shape
-        scatter = d * (d + 1) // 2 if self.covariance_type == "full" else d
-        return k - 1 + k * (d + scatter + self.estimate_degrees)
+        return k - 1 + k * (d + self.estimate_degrees) + self._structure.n_parameters(k, d)
 
     @property
     def scatters(self) -> Tensor:
@@ -206,9 +206,7 @@ class StudentMixture(Components):
         r"""Return :math:`\delta_{nk}`, squared distances in units of the scatter: (N, K)."""
         check_shape(x, self.n_features)
         differences = x.mT.contiguous() - self.means[:, :, None]
-        factor = self.precisions_cholesky
-        whitened = factor.mT @ differences if self.covariance_type == "full" else factor[:, :, None] * differences
-        return whitened.square().sum(1).mT
+        return self._structure.whiten(self.precisions_cholesky, differences).square().sum(1).mT
 
     def log_joint(self, x: Tensor) -> Tensor:
         """Return the log of weight times density, (N, K), nats.
@@ -336,16 +334,16 @@ class StudentMixture(Components):
         """Draw `n` samples (n, D), and their components (n,)."""
         labels = self._labels(n, generator)
         normal = standard_normal((n, self.n_features), self.means, generator)
-        factor = self.precisions_cholesky[labels]
-        if self.covariance_type == "full":
-            deviations = torch.linalg.solve_triangular(factor.mT, normal[..., None], upper=False)[..., 0]
-        else:
-            deviations = normal / factor
+        deviations = self._structure.colour(self.precisions_cholesky, normal, labels)
         shape = 0.5 * self._finite_degrees[labels]
         device = shape.device if generator is None else generator.device
         scales = torch._standard_gamma(shape.to(device), generator=generator).to(shape.device) / shape
         scales = torch.where(self.degrees_of_freedom[labels].isinf(), 1.0, scales)
         return self.means[labels] + deviations * scales.rsqrt()[:, None], labels
+
+    @property
+    def _structure(self) -> Structure:
+        return structure_of(self.covariance_type)
 
     @property
     def _gaussian(self) -> GaussianParameters:

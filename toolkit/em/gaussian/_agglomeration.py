@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, regularise
+from toolkit.em.covariance import CovarianceType, structure_of
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = ["Agglomeration"]
 
@@ -75,18 +76,13 @@ class Agglomeration:
         counts = labels.bincount(minlength=n_components).to(x.dtype)
         means = x.new_zeros(n_components, x.shape[1]).index_add_(0, labels, x) / counts[:, None]
         residuals = x - means[labels]
-        covariances: Tensor
-        match kind:
-            case "full" | "tied":
-                covariances = residuals.mT @ residuals / len(x)
-            case "diag":
-                covariances = residuals.square().mean(0).expand(n_components, -1)
-            case "spherical":
-                covariances = residuals.square().mean().expand(n_components)
+        structure = structure_of(kind)
+        one = structure.separate.moments(residuals.mT[None], residuals.mT[None])
+        covariance = structure.separate.estimate(one, x.new_full((1, x.shape[1]), len(x)))[0]
         return GaussianParameters.from_covariances(
             weights=counts / counts.sum(),
             means=means,
-            covariances=regularise(covariances, kind, reg_covar),
+            covariances=structure.repeat(structure.regularise(covariance, reg_covar), n_components),
             covariance_type=kind,
         )
 

@@ -21,6 +21,7 @@ from toolkit._data import Rows, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING, leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.gaussian._fused import MomentsPrior, maximise, rounding_error
 from toolkit.em.gaussian._ranks import led, pass_over_ranks
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
@@ -32,15 +33,7 @@ from toolkit.em.gaussian._samples import (
     check_weights,
     prepare,
 )
-from toolkit.em.gaussian.parameters import (
-    CovarianceType,
-    GaussianParameters,
-    check_covariance_type,
-    from_unconstrained,
-    precisions_cholesky,
-    regularise,
-    to_unconstrained,
-)
+from toolkit.em.gaussian.parameters import GaussianParameters, from_unconstrained, to_unconstrained
 
 __all__ = [
     "FINALISTS",
@@ -156,7 +149,7 @@ def fit(
                 [0.5000]]), True)
     """
     n_components, n_init = integer("n_components", n_components), integer("n_init", n_init)
-    check_covariance_type(covariance_type)
+    structure_of(covariance_type)
     reg_covar, tol = number("reg_covar", reg_covar, least=0), number("tol", tol, least=0)
     max_iter = integer("max_iter", max_iter, 0)
     if prior is not None and not hasattr(prior, "log_density"):
@@ -239,6 +232,7 @@ def climb_prepared(
     jumps are as long in one direction as in another.
     """
     kind, pass_data = first.covariance_type, data.as_samples()
+    structure = structure_of(kind)
     ridge, log_volume = data.ridge(reg_covar), data.log_volume
     # What is tiny beside `reg_covar` would be swallowed by it in the coordinates of the pass.
     swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
@@ -263,7 +257,8 @@ def climb_prepared(
             raise ValueError("A jump should lead to finite coordinates.")
         parts = zip(leaves.items(), position.split(sizes), strict=True)
         there = from_unconstrained({name: part.view_as(leaf) for (name, leaf), part in parts}, kind)
-        if reg_covar > 0 and _is_below(data.factor_from_frame(there.precisions_cholesky), kind, reg_covar):
+        factor = data.factor_from_frame(there.precisions_cholesky)
+        if reg_covar > 0 and structure.exceeds(factor, (1 + 1e-6) / reg_covar):
             raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
         return there
 
@@ -281,16 +276,6 @@ def climb_prepared(
     )
     parameters = first.to(torch.float64) if found.parameters is framed else _unframed(found.parameters, data)
     return dataclasses.replace(found, parameters=parameters)
-
-
-def _is_below(factor: Tensor, kind: CovarianceType, reg_covar: float) -> bool:
-    """Say whether a variance in any direction is less than `reg_covar`, by more than rounding."""
-    largest = (1 + 1e-6) / reg_covar
-    if kind in ("diag", "spherical"):
-        return bool(factor.square().max() > largest)
-    if not bool(factor.square().sum((-1, -2)).max() > largest):  # the trace bounds the largest eigenvalue
-        return False
-    return bool(torch.linalg.matrix_norm(factor, ord=2).square().max() > largest)
 
 
 def _framed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:
@@ -412,7 +397,7 @@ def start(
                 [0.5000]], dtype=torch.float64)
     """
     n_components = integer("n_components", n_components)
-    check_covariance_type(covariance_type)
+    structure_of(covariance_type)
     reg_covar = number("reg_covar", reg_covar, least=0)
     _check(x, sample_weight, n_components)
     return choose_starts(
@@ -459,15 +444,13 @@ def choose_starts(
         counts.index_add_(0, (nearest + offsets).view(-1), weights.repeat(count))
         counts = counts.view(count, n_components).clamp(min=float(total) / len(x))
         residuals = points - means.gather(1, nearest[:, :, None].expand(-1, -1, means.shape[2]))
-        covariances = _common_covariance(residuals, weights / total, covariance_type)
-        factors = precisions_cholesky(regularise(covariances, covariance_type, reg_covar), covariance_type)
-        shared = factors if covariance_type == "tied" else factors[:, None].expand(-1, n_components, *factors.shape[1:])
+        factors = _common_factors(residuals, weights / total, covariance_type, reg_covar)
         log_weights = counts.log() - counts.sum(1, keepdim=True).log()
         found += [
             GaussianParameters(
                 log_weights=log_weights[i],
                 means=centre + means[i],
-                precisions_cholesky=shared[i],
+                precisions_cholesky=structure_of(covariance_type).repeat(factors[i], n_components),
                 covariance_type=covariance_type,
             )
             for i in range(count)
@@ -475,16 +458,12 @@ def choose_starts(
     return found
 
 
-def _common_covariance(residuals: Tensor, shares: Tensor, kind: CovarianceType) -> Tensor:
-    """Return the covariance of residuals (R, N, D): (R, D, D), of axes (R, D), or of all directions (R,)."""
-    weighted = residuals * shares[:, None]
-    match kind:
-        case "full" | "tied":
-            return weighted.mT @ residuals
-        case "diag":
-            return (weighted * residuals).sum(1)
-        case "spherical":
-            return (weighted * residuals).sum(1).mean(1)
+def _common_factors(residuals: Tensor, shares: Tensor, kind: CovarianceType, reg_covar: float) -> Tensor:
+    """Return the factor of the one covariance of all components, for each of R starts, from residuals (R, N, D)."""
+    structure = structure_of(kind).separate
+    scatter = structure.moments((residuals * shares[:, None]).mT, residuals.mT)
+    covariances = structure.estimate(scatter, torch.ones_like(residuals[:, 0]))
+    return structure.factor(structure.regularise(covariances, reg_covar))
 
 
 def _distinct(points: Tensor, weights: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:

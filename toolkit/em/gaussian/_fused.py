@@ -28,7 +28,6 @@ B samples of a chunk, D features, K components, F features of features.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,15 +41,9 @@ from torch import Tensor
 from toolkit._checks import number
 from toolkit._data import Chunk
 from toolkit.blocks import no_graph
+from toolkit.em.covariance import CovarianceType, Structure, soft_counts, structure_of
 from toolkit.em.gaussian._samples import Prepared, prepare, total_over_ranks
-from toolkit.em.gaussian.parameters import (
-    CovarianceType,
-    GaussianParameters,
-    check_features,
-    precisions_cholesky,
-    regularise,
-    soft_counts,
-)
+from toolkit.em.gaussian.parameters import GaussianParameters, check_features
 
 __all__ = ["Expansion", "Moments", "MomentsPrior", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
 
@@ -147,9 +140,9 @@ def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
     framed = _Framed.of(parameters.to(torch.float64), data)
     distance = framed.mean_squared_distance(data.scatter)
     if _is_about_means(framed, distance):
-        on_cpu = framed.kind == "full" and data.centre.device.type == "cpu"
+        by_triangles = _has_triangles(framed.structure) and data.centre.device.type == "cpu"
         dtype = data.dtype if distance <= _SINGLE else torch.float64
-        moments = _moments_by_triangles(framed, data, dtype) if on_cpu else _moments_about_means(framed, data)
+        moments = _moments_by_triangles(framed, data, dtype) if by_triangles else _moments_about_means(framed, data)
     else:
         dtype = data.dtype if distance <= _EXPANDED[data.dtype] else torch.float64
         moments = _moments_by_expansion(framed, data, dtype)
@@ -164,23 +157,23 @@ def rounding_error(parameters: GaussianParameters, data: Prepared) -> float:
     if _is_about_means(framed, distance):
         return _LOST_ABOUT_MEANS if data.dtype == torch.float32 and distance <= _SINGLE else 0.0
     dtype = data.dtype if distance <= _EXPANDED[data.dtype] else torch.float64
-    return float(expansion_error(framed.factor, framed.kind, data.scatter, dtype))
+    return float(expansion_error(framed.factor, framed.structure, data.scatter, dtype))
 
 
-def expansion_error(factor: Tensor, kind: CovarianceType, scatter: Tensor, dtype: torch.dtype) -> Tensor:
+def expansion_error(factor: Tensor, structure: Structure, scatter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return how far rounding may move the log-likelihoods of `expanded_sums`, nats per sample: (...,).
 
     Log-joints are sums whose largest terms are the shift and half the squared distance from the origin. On 320 mixtures
     of 1 to 16 features, with distances up to 1e6, steps at the maximum fell by at most two fifths of this.
 
     Args:
-        factor: Of the precisions in the coordinates of the pass: (..., K, D, D), (..., D, D), (..., K, D) or (..., K).
-        kind: The type.
+        factor: Of the precisions in the coordinates of the pass, shaped by the structure.
+        structure: That of the covariances.
         scatter: That of the data, in the coordinates of the pass.
         dtype: In which the pass is computed.
     """
-    distances = _squared_distances(factor, kind, scatter)
-    farthest = distances if kind == "tied" else distances.amax(-1)
+    distances = structure.squared_distances(factor, scatter)
+    farthest = distances if structure.is_shared else distances.amax(-1)
     return torch.finfo(dtype).eps * (_SHIFT[dtype] + 2 * farthest)
 
 
@@ -204,24 +197,25 @@ def maximise(
     Raises:
         ValueError: If a covariance is singular.
     """
+    structure = structure_of(kind)
     counts = soft_counts(moments.counts)
     shifts = moments.first / counts[:, None]
     # An empty component is left at the centre, wherever its moments were taken about.
     means = torch.where((moments.counts < counts)[:, None], 0.0, moments.origins + shifts)
-    scatter = _scatter(moments.second, shifts, counts, kind)
+    scatter = moments.second - structure.products(counts[:, None] * shifts, shifts)
     means = data.from_frame(means)
     if data.scale is not None:
         scatter = data.scale @ scatter @ data.scale.mT
     if prior is None:
         log_weights = counts.log() - counts.sum().log()
-        covariances = _covariances(scatter, counts, kind, means.shape[1])
+        covariances = structure.estimate(scatter, counts[:, None].expand(means.shape))
     else:
         weights, means, covariances = prior.maximise(moments.counts, means, scatter, kind)
         log_weights = weights.log()
     return GaussianParameters(
         log_weights=log_weights,
         means=means,
-        precisions_cholesky=precisions_cholesky(regularise(covariances, kind, reg_covar), kind),
+        precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
         covariance_type=kind,
     )
 
@@ -229,19 +223,13 @@ def maximise(
 def _is_about_means(framed: _Framed, distance: float) -> bool:
     """Say whether the pass takes differences from each component's mean, and expands nothing."""
     n_components, n_features = framed.means.shape
-    few = framed.kind == "full" and 4 * n_components <= n_features
+    few = _has_triangles(framed.structure) and 4 * n_components <= n_features
     return few or distance > _EXPANDED[torch.float64]
 
 
-def _squared_distances(factor: Tensor, kind: CovarianceType, scatter: Tensor) -> Tensor:
-    """Return the mean squared distance of the data from the origin, in units of each covariance: (..., K), or (...)."""
-    match kind:
-        case "full" | "tied":
-            return ((scatter @ factor) * factor).sum((-1, -2))
-        case "diag":
-            return (factor.square() * scatter).sum(-1)
-        case "spherical":
-            return factor.square() * scatter.sum()
+def _has_triangles(structure: Structure) -> bool:
+    """Say whether each component has a triangular factor of its own."""
+    return structure.is_matrix and not structure.is_shared
 
 
 @dataclass(frozen=True)
@@ -254,7 +242,7 @@ class _Framed:
     means: Tensor
     factor: Tensor
     constant: Tensor
-    kind: CovarianceType
+    structure: Structure
 
     @classmethod
     def of(cls, parameters: GaussianParameters, data: Prepared) -> _Framed:
@@ -264,59 +252,26 @@ class _Framed:
             means=data.to_frame(parameters.means),
             factor=data.factor_to_frame(factor),
             constant=parameters.log_weights + parameters.log_determinants - normaliser,
-            kind=parameters.covariance_type,
+            structure=structure_of(parameters.covariance_type),
         )
 
     def mean_squared_distance(self, scatter: Tensor) -> float:
         """Return how far the data are from the origin in units of the narrowest component: tr(precision scatter)."""
-        return float(_squared_distances(self.factor, self.kind, scatter).max())
+        return float(self.structure.squared_distances(self.factor, scatter).max())
 
     def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-joint of each component as a function of products, features and 1: (K, .), (K, D), (K,)."""
-        match self.kind:
-            case "full":
-                precisions = self.factor @ self.factor.mT
-                quadratic = quadratic_form(-0.5 * precisions)
-                linear = (precisions @ self.means[..., None])[..., 0]
-            case "tied":
-                quadratic = self.means[:, :0]
-                linear = self.means @ self.factor @ self.factor.mT
-            case "diag":
-                quadratic = -0.5 * self.factor.square()
-                linear = self.factor.square() * self.means
-            case "spherical":
-                quadratic = -0.5 * self.factor.square()[:, None]
-                linear = self.factor.square()[:, None] * self.means
+        quadratic, linear = self.structure.coefficients(self.factor, self.means)
         return quadratic, linear, self.constant - 0.5 * (linear * self.means).sum(-1)
-
-
-def _blocks(n_features: int) -> Iterator[tuple[slice, int]]:
-    """Return rows i of each block of products (i, j), and its first j.
-
-    A block of several rows is written at once; it wastes the products below its diagonal.
-    """
-    height = 1 if n_features <= 4 else 2 if n_features <= 32 else 4
-    for first in range(0, n_features, height):
-        yield slice(first, min(first + height, n_features)), first
 
 
 class Expansion:
     """Writes the features of features of a chunk, in groups of rows that fit the cache."""
 
-    def __init__(self, kind: CovarianceType, n_features: int, length: int, *, like: Tensor) -> None:
-        self.kind = kind
-        self.n_features, self.length = n_features, length
-        self.groups: list[list[tuple[slice, int, int]]] = [[]]  # of (rows, first column, offset in the group)
-        self.sizes = [0]
-        for rows, first in _blocks(n_features) if kind == "full" else ():
-            size = (rows.stop - rows.start) * (n_features - first)
-            if self.sizes[-1] and self.sizes[-1] + size > _GROUP:
-                self.groups.append([])
-                self.sizes.append(0)
-            self.groups[-1].append((rows, first, self.sizes[-1]))
-            self.sizes[-1] += size
-        if kind in ("diag", "spherical"):
-            self.sizes = [n_features if kind == "diag" else 1]
+    def __init__(self, structure: Structure, n_features: int, length: int, *, like: Tensor) -> None:
+        self.length = length
+        self.groups = structure.quadratics(n_features, _GROUP)
+        self.sizes = [group.size for group in self.groups] or [0]
         # The last group also has the features themselves, and 1.
         self.widths = [*self.sizes[:-1], self.sizes[-1] + n_features + 1]
         self.buffer = like.new_empty(max(self.widths), length)
@@ -329,16 +284,8 @@ class Expansion:
         if z is self.written:
             return phi
         self.written = z if len(self.sizes) == 1 else None
-        match self.kind:
-            case "full":
-                for rows, first, offset in self.groups[group]:
-                    height, width = rows.stop - rows.start, self.n_features - first
-                    out = phi[offset : offset + height * width].unflatten(0, (height, width))
-                    torch.mul(z[rows, None], z[None, first:], out=out)
-            case "diag":
-                torch.mul(z, z, out=phi[:size])
-            case "spherical":
-                torch.sum(z * z, 0, out=phi[0])
+        if size:
+            self.groups[group].write(z, phi[:size])
         if group == len(self.sizes) - 1:
             phi[size:-1] = z
             phi[-1] = 1
@@ -350,25 +297,21 @@ def _moments_by_expansion(framed: _Framed, data: Prepared, dtype: torch.dtype) -
     n_features = framed.means.shape[1]
     theta = torch.cat([quadratic, linear, constant[:, None]], 1)
     # What is tied leaves a part of the log-joint out, and so has no highest value.
-    highest = framed.constant.max() if framed.kind != "tied" else None
-    sums, total = expanded_sums(framed.kind, theta[None], highest, data, dtype)
+    structure = framed.structure
+    highest = framed.constant.max() if not structure.is_shared else None
+    sums, total = expanded_sums(structure, theta[None], highest, data, dtype)
     quadratic, first, counts = sums[0].split([sums.shape[2] - n_features - 1, n_features, 1], 1)
-    match framed.kind:
-        case "full":
-            second = symmetric_products(quadratic, n_features)
-        case "tied":
-            second = data.total_weight * data.scatter
-            total = total - 0.5 * data.total_weight * framed.mean_squared_distance(data.scatter)
-        case "diag":
-            second = quadratic
-        case "spherical":
-            second = quadratic[:, 0]
+    if structure.is_shared:
+        second = data.total_weight * data.scatter
+        total = total - 0.5 * data.total_weight * framed.mean_squared_distance(data.scatter)
+    else:
+        second = structure.second_moments(quadratic, n_features)
     return Moments(counts[:, 0], first, second, torch.zeros_like(first), total[0])
 
 
 @no_graph()
 def expanded_sums(
-    kind: CovarianceType,
+    structure: Structure,
     theta: Tensor,
     highest: Tensor | None,
     data: Prepared,
@@ -378,7 +321,7 @@ def expanded_sums(
     """Return sums of features of features by responsibility, and of log-densities, of R mixtures in one pass.
 
     Args:
-        kind: The type.
+        structure: That of the covariances.
         theta: (R, K, F), float64: log-joints as functions of the features of features.
         highest: Scalar: what no log-joint exceeds, or None if that is not known.
         data: The data.
@@ -402,7 +345,7 @@ def expanded_sums(
         length = z.shape[1]
         weight += length if weights is None else weights.sum(dtype=torch.float64)
         if expansion is None or length > expansion.length:
-            expansion = Expansion(kind, n_features, length, like=in_bits.to(dtype))
+            expansion = Expansion(structure, n_features, length, like=in_bits.to(dtype))
         if length > buffer.shape[1]:
             buffer = in_bits.new_empty((len(in_bits), expansion.length), dtype=dtype)
             coefficients = in_bits.to(dtype).split(expansion.widths, 1)
@@ -474,32 +417,6 @@ def _in(dtype: torch.dtype, data: Prepared) -> Iterator[Chunk]:
             yield z.to(dtype), weights
 
 
-@functools.lru_cache(maxsize=64)
-def _layout(n_features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return i and j of the products of all blocks, side by side, how often each counts, and where (i, j) is."""
-    every = torch.arange(n_features, device=device)
-    blocks = [(every[rows], every[first:]) for rows, first in _blocks(n_features)]
-    rows = torch.cat([i.repeat_interleave(len(j)) for i, j in blocks])
-    columns = torch.cat([j.repeat(len(i)) for i, j in blocks])
-    # That of i < j counts for (j, i) as well; one below the diagonal, which a block has as well, counts nothing.
-    counts = (columns >= rows).double() + (columns > rows).double()
-    places = torch.empty(n_features, n_features, dtype=torch.int64, device=device)
-    upper = (columns >= rows).nonzero()[:, 0]
-    places[rows[upper], columns[upper]] = places[columns[upper], rows[upper]] = upper
-    return rows, columns, counts, places
-
-
-def quadratic_form(matrices: Tensor) -> Tensor:
-    """Return symmetric matrices (..., D, D) as coefficients of the products of all blocks, side by side (..., .)."""
-    rows, columns, counts, _ = _layout(matrices.shape[-1], matrices.device)
-    return matrices[..., rows, columns] * counts
-
-
-def symmetric_products(products: Tensor, n_features: int) -> Tensor:
-    """Return second moments (..., D, D) from those of the products of all blocks, side by side (..., .)."""
-    return products[..., _layout(n_features, products.device)[3]]
-
-
 def _moments_by_triangles(framed: _Framed, data: Prepared, dtype: torch.dtype) -> Moments:
     """Return moments about the means of full covariances: products with a triangle, and products that are symmetric.
 
@@ -544,26 +461,20 @@ def _moments_by_triangles(framed: _Framed, data: Prepared, dtype: torch.dtype) -
 
 def _moments_about_means(framed: _Framed, data: Prepared) -> Moments:
     n_components, n_features = framed.means.shape
-    matrix = framed.kind in ("full", "tied")
+    structure = framed.structure
     counts, first, total = (
         framed.means.new_zeros(n_components),
         torch.zeros_like(framed.means),
         framed.means.new_zeros(()),
     )
-    second = first.new_zeros((n_components, n_features, n_features) if matrix else (n_components, n_features))
+    second = first.new_zeros(structure.wide.shape(n_components, n_features))
     budget = 2**26 if first.device.type == "cuda" else 2**20
     size = max(1, budget // (8 * n_components * n_features))
     for z, w in data.chunks():
         weights = z.new_ones(z.shape[1]) if w is None else w
         for part, share in zip(z.split(size, 1), weights.double().split(size), strict=True):
             differences = part.double() - framed.means[:, :, None]
-            match framed.kind:
-                case "full" | "tied":
-                    whitened = framed.factor.mT @ differences
-                case "diag":
-                    whitened = framed.factor[:, :, None] * differences
-                case "spherical":
-                    whitened = framed.factor[:, None, None] * differences
+            whitened = structure.whiten(framed.factor, differences)
             log_joint = _LOG2_E * (framed.constant[:, None] - 0.5 * whitened.square_().sum(1))
             peak = log_joint.amax(0)
             densities = _exponentials(log_joint.sub_(peak))
@@ -572,36 +483,7 @@ def _moments_about_means(framed: _Framed, data: Prepared) -> Moments:
             weighted = log_joint[:, None] * differences
             counts += log_joint.sum(1)
             first += weighted.sum(2)
-            second += weighted @ differences.mT if matrix else (weighted * differences).sum(2)
-    if framed.kind == "tied":
-        second = second.sum(0)
-    elif framed.kind == "spherical":
-        second = second.sum(1)
+            second += structure.wide.moments(weighted, differences)
+    second = structure.pool(second)
     counts, first, second, total = total_over_ranks(data.group, counts, first, second, total)
     return Moments(counts, first, second, framed.means, total)
-
-
-def _scatter(second: Tensor, shifts: Tensor, counts: Tensor, kind: CovarianceType) -> Tensor:
-    """Return summed second moments about the means, which are at `shifts` (K, D) from the origins."""
-    match kind:
-        case "full":
-            return second - counts[:, None, None] * shifts[:, :, None] * shifts[:, None]
-        case "tied":
-            return second - (counts[:, None] * shifts).mT @ shifts
-        case "diag":
-            return second - counts[:, None] * shifts.square()
-        case "spherical":
-            return second - counts * shifts.square().sum(1)
-
-
-def _covariances(scatter: Tensor, counts: Tensor, kind: CovarianceType, n_features: int) -> Tensor:
-    """Return the maximum-likelihood covariances."""
-    match kind:
-        case "full":
-            return scatter / counts[:, None, None]
-        case "tied":
-            return scatter / counts.sum()
-        case "diag":
-            return scatter / counts[:, None]
-        case "spherical":
-            return scatter / (counts * n_features)

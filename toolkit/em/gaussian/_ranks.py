@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, broadcast_object_list, get_rank
 
+from toolkit.em.covariance import Structure, structure_of
 from toolkit.em.gaussian._fused import Expansion, Moments, accumulate, expanded_sums
 from toolkit.em.gaussian._samples import Prepared
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = ["led", "pass_over_ranks", "sums_over_ranks"]
 
@@ -58,12 +59,12 @@ def pass_over_ranks(parameters: GaussianParameters, data: Prepared) -> Moments:
 
 
 def sums_over_ranks(
-    kind: CovarianceType, theta: Tensor, highest: Tensor | None, data: Prepared, expansion: Expansion | None
+    structure: Structure, theta: Tensor, highest: Tensor | None, data: Prepared, expansion: Expansion | None
 ) -> tuple[Tensor, Tensor]:
     """Return the sums of many mixtures over all ranks: `expanded_sums` in float64, asked for by the first rank."""
     if data.group is not None:
-        _tell(data.group, _sum, kind, theta.cpu(), None if highest is None else highest.cpu())
-    return expanded_sums(kind, theta, highest, data, torch.float64, expansion)
+        _tell(data.group, _sum, structure.name, theta.cpu(), None if highest is None else highest.cpu())
+    return expanded_sums(structure, theta, highest, data, torch.float64, expansion)
 
 
 def _tell(group: ProcessGroup, *message: object) -> None:
@@ -85,9 +86,10 @@ def _accumulate(data: Prepared, parameters: GaussianParameters) -> None:
     accumulate(parameters.to(data.centre.device), data)
 
 
-def _sum(data: Prepared, kind: CovarianceType, theta: Tensor, highest: Tensor | None) -> None:
+def _sum(data: Prepared, name: str, theta: Tensor, highest: Tensor | None) -> None:
     device = data.centre.device
-    expanded_sums(kind, theta.to(device), None if highest is None else highest.to(device), data, torch.float64)
+    highest = None if highest is None else highest.to(device)
+    expanded_sums(structure_of(name), theta.to(device), highest, data, torch.float64)
 
 
 def _raise(data: Prepared, refused: str | None, stopped: str) -> None:

@@ -19,10 +19,11 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING
-from toolkit.em.gaussian._fused import Expansion, expansion_error, quadratic_form, symmetric_products
+from toolkit.em.covariance import Structure, soft_counts, structure_of
+from toolkit.em.gaussian._fused import Expansion, expansion_error
 from toolkit.em.gaussian._ranks import sums_over_ranks
 from toolkit.em.gaussian._samples import Prepared
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, soft_counts
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = ["NARROWEST", "Mixtures", "climb_together"]
 
@@ -39,14 +40,13 @@ _TERMS = 2**16
 class Mixtures:
     """R mixtures in the coordinates of the pass, float64.
 
-    `log_weights` (R, K), `means` (R, K, D); `factor`: upper triangular factors of the precisions, (R, K, D, D) for
-    full, (R, D, D) for tied, (R, K, D) for diag, (R, K) for spherical.
+    `log_weights` (R, K), `means` (R, K, D); `factor`: factors of the precisions, R times the shape of the structure.
     """
 
     log_weights: Tensor
     means: Tensor
     factor: Tensor
-    kind: CovarianceType
+    structure: Structure
 
     @classmethod
     def of(cls, starts: list[GaussianParameters], data: Prepared) -> Mixtures:
@@ -56,7 +56,7 @@ class Mixtures:
             log_weights=torch.stack([start.log_weights.double() for start in starts]),
             means=torch.stack([data.to_frame(start.means.double()) for start in starts]),
             factor=data.factor_to_frame(factor),
-            kind=starts[0].covariance_type,
+            structure=structure_of(starts[0].covariance_type),
         )
 
     def one(self, index: int, data: Prepared) -> GaussianParameters:
@@ -65,7 +65,7 @@ class Mixtures:
             log_weights=self.log_weights[index],
             means=data.from_frame(self.means[index]),
             precisions_cholesky=data.factor_from_frame(self.factor[index]),
-            covariance_type=self.kind,
+            covariance_type=self.structure.name,
         )
 
     def narrowest(self) -> Tensor:
@@ -73,24 +73,11 @@ class Mixtures:
 
         It does not depend on the coordinates. What is far below 1 is a spike on a few samples.
         """
-        match self.kind:
-            case "full":
-                inverse = torch.linalg.inv(self.factor)
-                covariances = inverse.mT @ inverse
-                average = (self.log_weights.exp()[..., None, None] * covariances).sum(1, keepdim=True)
-                largest = torch.linalg.eigvalsh(self.factor.mT @ average @ self.factor)[..., -1]
-            case "tied":
-                return torch.ones_like(self.log_weights[:, 0])
-            case "diag" | "spherical":
-                precisions = self.factor.square().flatten(2) if self.kind == "diag" else self.factor.square()[..., None]
-                average = (self.log_weights.exp()[..., None] / precisions).sum(1, keepdim=True)
-                largest = (precisions * average).amax(-1)
-        least: Tensor = largest.amax(-1).reciprocal()
-        return least
+        return self.structure.narrowest(self.log_weights.exp(), self.factor).amin(-1)
 
     def copy(self) -> Mixtures:
         """Return mixtures that `put` may change."""
-        return Mixtures(self.log_weights.clone(), self.means.clone(), self.factor.clone(), self.kind)
+        return Mixtures(self.log_weights.clone(), self.means.clone(), self.factor.clone(), self.structure)
 
     def put(self, places: Tensor, others: Mixtures, which: Tensor) -> None:
         """Replace those at `places` by some of the others."""
@@ -100,7 +87,7 @@ class Mixtures:
 
     def __getitem__(self, which: Tensor) -> Mixtures:
         """Return some of them."""
-        return Mixtures(self.log_weights[which], self.means[which], self.factor[which], self.kind)
+        return Mixtures(self.log_weights[which], self.means[which], self.factor[which], self.structure)
 
 
 @no_graph()
@@ -127,7 +114,7 @@ def climb_together(
         stays = value >= last if step else value.isfinite()
         if step and not bool(stays.all()):
             # Falls within rounding are none, as in `climb`.
-            error = expansion_error(now.factor, now.kind, data.scatter, torch.float64)
+            error = expansion_error(now.factor, now.structure, data.scatter, torch.float64)
             stays = stays | (value >= last - error.maximum(ROUNDING[torch.float64] * (1 + last.abs())))
         gains = value - last > tol if tol > 0 else stays
         over = ~gains | ~stays if step < max_iter else torch.ones_like(value, dtype=torch.bool)
@@ -153,87 +140,40 @@ def _expansion_of_all(mixtures: Mixtures, data: Prepared) -> Expansion | None:
     chunks = list(itertools.islice(data.chunks(), 2))
     if len(chunks) > 1:
         return None
-    return Expansion(mixtures.kind, mixtures.means.shape[2], chunks[0][0].shape[1], like=mixtures.means)
+    return Expansion(mixtures.structure, mixtures.means.shape[2], chunks[0][0].shape[1], like=mixtures.means)
 
 
 def _step(
     mixtures: Mixtures, data: Prepared, ridge: Tensor | float, expansion: Expansion | None
 ) -> tuple[Mixtures, Tensor]:
     """Return all mixtures after an EM step, and their log-likelihoods before it, (R,)."""
-    kind, means, factor = mixtures.kind, mixtures.means, mixtures.factor
-    n_features = means.shape[2]
-    log_determinants = _log_determinants(factor, kind, n_features)
+    structure, means, factor = mixtures.structure, mixtures.means, mixtures.factor
+    n_starts, _, n_features = means.shape
+    log_determinants = structure.log_determinants(factor, n_features).view(n_starts, -1)
     constant = mixtures.log_weights + log_determinants - data.log_volume - 0.5 * n_features * math.log(2 * math.pi)
-    match kind:
-        case "full":
-            precisions = factor @ factor.mT
-            quadratic, linear = quadratic_form(-0.5 * precisions), (precisions @ means[..., None])[..., 0]
-        case "tied":
-            quadratic, linear = means[..., :0], means @ factor @ factor.mT
-        case "diag":
-            quadratic, linear = -0.5 * factor.square(), factor.square() * means
-        case "spherical":
-            quadratic, linear = -0.5 * factor.square()[..., None], factor.square()[..., None] * means
+    quadratic, linear = structure.coefficients(factor, means)
     theta = torch.cat([quadratic, linear, (constant - 0.5 * (linear * means).sum(-1))[..., None]], -1)
     # A weight of exactly 0 is sound, and stays 0.
     sound = (constant.isfinite() | mixtures.log_weights.isneginf()).all(-1)
     if not bool(sound.all()):
         theta = torch.where(sound[:, None, None], theta, 0.0)
         constant = torch.where(sound[:, None], constant, 0.0)
-    highest = constant.max() if kind != "tied" else None
-    sums, total = sums_over_ranks(kind, theta, highest, data, expansion)
-    products, first, counts = sums.split([sums.shape[2] - n_features - 1, n_features, 1], 2)
-    counts = soft_counts(counts[..., 0])
-    moved = first / counts[..., None]
-    if kind == "tied":
-        total = total - 0.5 * data.total_weight * ((data.scatter @ factor) * factor).sum((-1, -2))
-    match kind:
-        case "full":
-            second = symmetric_products(products, n_features) / counts[..., None, None]
-            covariances = second - moved[..., :, None] * moved[..., None, :] + ridge
-            second = second.diagonal(dim1=-2, dim2=-1)
-        case "tied":
-            covariances = data.scatter - (counts[..., None] * moved).mT @ moved / data.total_weight + ridge
-            second = data.scatter.diagonal()
-        case "diag":
-            second = products / counts[..., None]
-            covariances = second - moved.square() + ridge
-        case "spherical":
-            second = products[..., 0] / counts / n_features
-            covariances = second - moved.square().sum(-1) / n_features + ridge
+    highest = constant.max() if not structure.is_shared else None
+    sums, total = sums_over_ranks(structure, theta, highest, data, expansion)
+    quadratic, first, counts = sums.split([sums.shape[2] - n_features - 1, n_features, 1], 2)
+    counts = soft_counts(counts)
+    moved = first / counts
+    if structure.is_shared:
+        total = total - 0.5 * data.total_weight * structure.squared_distances(factor, data.scatter)
+        second = data.total_weight * data.scatter
+    else:
+        second = structure.second_moments(quadratic, n_features)
+    seen = counts.expand(means.shape)
+    scatter = second - structure.products(counts * moved, moved)
+    covariances = structure.estimate(scatter, seen) + ridge
+    second = structure.estimate(second, seen)
+    second = second.diagonal(dim1=-2, dim2=-1) if structure.is_matrix else second
     lost = torch.finfo(second.dtype).eps * (8 + min(data.n_samples, _TERMS)) * second
-    log_weights = counts.log() - counts.sum(-1, keepdim=True).log()
-    after = Mixtures(log_weights, moved, _factor(covariances, kind, lost), kind)
+    log_weights = (counts.log() - counts.sum(1, keepdim=True).log())[..., 0]
+    after = Mixtures(log_weights, moved, structure.factor_or_nan(covariances, lost), structure)
     return after, (total / data.total_weight).where(sound, -math.inf)
-
-
-def _log_determinants(factor: Tensor, kind: CovarianceType, n_features: int) -> Tensor:
-    match kind:
-        case "full":
-            return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        case "tied":
-            return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)[:, None]
-        case "diag":
-            return factor.log().sum(-1)
-        case "spherical":
-            return n_features * factor.log()
-
-
-def _factor(covariances: Tensor, kind: CovarianceType, lost: Tensor) -> Tensor:
-    """Return the upper triangular factors of the precisions; NaN where a covariance is singular.
-
-    What rounding decides is singular. `lost` is how much of each variance, (..., D) or (R, K), is rounding since the
-    squared mean was subtracted.
-    """
-    if kind in ("diag", "spherical"):
-        return torch.where(covariances > lost, covariances, math.nan).rsqrt()
-    n_features = covariances.shape[-1]
-    lower, failed = torch.linalg.cholesky_ex(covariances)
-    eye = torch.eye(n_features, dtype=lower.dtype, device=lower.device)
-    inverse: Tensor = torch.linalg.solve_triangular(lower, eye, upper=False)
-    error = lost + n_features * torch.finfo(lower.dtype).eps * covariances.diagonal(dim1=-2, dim2=-1)
-    # Where the errors are less than 1 in units of the covariance; what failed is NaN, or anything.
-    sound = ((inverse.square() * error[..., None, :]).sum((-1, -2)) < 1) & (failed == 0)
-    if not bool(sound.all()):
-        inverse = torch.where(sound[..., None, None], inverse, math.nan)
-    return inverse.mT

@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 from toolkit._data import Chunk, Rows, give_back_pages, parts_of, rows_of
 from toolkit.blocks import no_graph
+from toolkit.em.covariance import structure_of
 
 __all__ = [
     "Prepared",
@@ -121,7 +122,7 @@ def prepare(
         TypeError: If `x` is neither float32 nor float64.
     """
     rows = rows_of(x, sample_weight) if isinstance(x, Tensor) else x
-    correlated = covariance_type in ("full", "tied")
+    correlated = structure_of(covariance_type).is_matrix
     first = next(rows(2**14), None)
     if first is None:
         raise ValueError("`x` should have a chunk, if only an empty one. Found none.")
@@ -157,8 +158,8 @@ def prepare(
 
 def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
     """Return how many samples of a chunk keep the working set of a pass in the cache."""
-    n_features = like.shape[1]
-    expanded = {"full": min(n_features * (n_features + 1) // 2, 128), "diag": n_features}.get(covariance_type, 1)
+    n_features, structure = like.shape[1], structure_of(covariance_type)
+    expanded = 1 if structure.is_shared else min(structure.n_parameters_of_one(n_features), max(n_features, 128))
     per_sample = (expanded + 2 * n_features + 2 * n_components) * like.element_size()
     return min(max(_CHUNK_BYTES.get(like.device.type, 2**22) // per_sample, 512), 2**20)
 

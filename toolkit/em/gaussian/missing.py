@@ -29,16 +29,9 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em._rounding import first_least, leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian.parameters import (
-    CovarianceType,
-    GaussianParameters,
-    check_covariance_type,
-    check_features,
-    precisions_cholesky,
-    regularise,
-    soft_counts,
-)
+from toolkit.em.gaussian.parameters import GaussianParameters, check_features
 from toolkit.em.gaussian.prior import Prior
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 
@@ -165,7 +158,7 @@ def surrogate_missing(parameters: GaussianParameters, x: Tensor, sample_weight: 
     shifts = parameters.means - moments.origins
     factor = parameters.precisions_cholesky
     log_2pi = math.log(2 * math.pi)
-    if parameters.covariance_type in ("full", "tied"):
+    if structure_of(parameters.covariance_type).is_matrix:
         crossed = moments.first[..., None] * shifts[:, None]
         about = moments.counts[:, None, None] * shifts[..., None] * shifts[:, None]
         second = moments.second - crossed - crossed.mT + about
@@ -281,7 +274,7 @@ def fit_missing(
     _check(x, sample_weight)
     n_components, n_init = integer("n_components", n_components, 1, len(x)), integer("n_init", n_init)
     reg_covar = number("reg_covar", reg_covar, least=0)
-    check_covariance_type(covariance_type)
+    structure_of(covariance_type)
     if isinstance(init, GaussianParameters):
         _check_start(init, x, n_components, covariance_type)
     data = _prepare(x.double(), sample_weight, n_components)
@@ -358,7 +351,7 @@ def start_missing(
     """
     _check(x, sample_weight)
     n_components, reg_covar = integer("n_components", n_components, 1, len(x)), number("reg_covar", reg_covar, least=0)
-    check_covariance_type(covariance_type)
+    structure_of(covariance_type)
     here = ~x.isnan().all(1) if sample_weight is None else ~x.isnan().all(1) & (sample_weight > 0)
     if n_components > int(here.sum()):
         raise ValueError(
@@ -373,16 +366,12 @@ def start_missing(
     means, nearest = _lloyd(points, seen, first.means, _LLOYD_STEPS if init == "kmeans" else 0)
     shares = nearest.bincount(minlength=n_components).clamp(min=1).to(x.dtype)
     covariance = _covariance_of_seen(seen * (points - means[nearest]), seen)
-    covariances = {
-        "full": lambda: covariance.expand(n_components, -1, -1),
-        "tied": lambda: covariance,
-        "diag": lambda: covariance.diagonal().expand(n_components, -1),
-        "spherical": lambda: covariance.diagonal().mean().expand(n_components),
-    }[covariance_type]()
+    structure = structure_of(covariance_type)
+    regularised = structure.regularise(structure.restrict(covariance), reg_covar)
     return GaussianParameters.from_covariances(
         weights=shares / shares.sum(),
         means=centre + means,
-        covariances=regularise(covariances, covariance_type, reg_covar),
+        covariances=structure.repeat(regularised, n_components),
         covariance_type=covariance_type,
     )
 
@@ -592,7 +581,7 @@ class _Pass:
         differences = (part.x - parameters.means[:, None, None]) * seen[:, None]
         factor = parameters.precisions_cholesky
         completion = None
-        if parameters.covariance_type in ("full", "tied"):
+        if structure_of(parameters.covariance_type).is_matrix:
             factor = factor.view(-1, 1, *factor.shape[-2:])
             precisions = factor @ factor.mT
             hidden, identity = (1 - seen)[:, :, None], torch.diag_embed(seen)
@@ -694,43 +683,27 @@ def _maximise(
     before: GaussianParameters, moments: _Moments, reg_covar: float, prior: Prior | None
 ) -> GaussianParameters:
     """Return the M-step. A component without samples stays where it was; so does a feature that it has none of."""
-    kind = before.covariance_type
-    matrix = kind in ("full", "tied")
+    kind, structure = before.covariance_type, structure_of(before.covariance_type)
     counts = soft_counts(moments.counts)
-    seen = counts[:, None] if matrix else soft_counts(moments.seen)
+    seen = counts[:, None].expand(moments.seen.shape) if structure.is_matrix else soft_counts(moments.seen)
     shifts = moments.first / seen
-    means, scatter = moments.origins + shifts, _scatter(moments, shifts, kind)
+    means = moments.origins + shifts
+    scatter = structure.pool(moments.second - structure.wide.products(moments.first, shifts))
     weights = counts / counts.sum()
     if prior is not None:
         weights, means, covariances = prior.maximise(
-            moments.counts, means, scatter, kind, feature_counts=None if matrix else moments.seen
+            moments.counts, means, scatter, kind, feature_counts=None if structure.is_matrix else moments.seen
         )
     else:
-        sums = {
-            "full": lambda: counts[:, None, None],
-            "tied": lambda: counts.sum(),
-            "diag": lambda: seen,
-            "spherical": lambda: seen.sum(-1),
-        }[kind]()
-        covariances = regularise(scatter / sums, kind, reg_covar)
-        if kind == "diag":
+        covariances = structure.regularise(structure.estimate(scatter, seen), reg_covar)
+        if structure is DIAG:
             covariances = torch.where(moments.seen < seen, before.covariances, covariances)
     return GaussianParameters(
         log_weights=weights.log(),
         means=means,
-        precisions_cholesky=precisions_cholesky(covariances, kind),
+        precisions_cholesky=structure.factor(covariances),
         covariance_type=kind,
     )
-
-
-def _scatter(moments: _Moments, shifts: Tensor, kind: CovarianceType) -> Tensor:
-    """Return sums of second moments about the means, which are at `shifts` (K, D) from the origins."""
-    if kind in ("full", "tied"):
-        scatter = moments.second - moments.first[..., None] * shifts[:, None]
-        scatter = 0.5 * (scatter + scatter.mT)
-        return scatter if kind == "full" else scatter.sum(0)
-    scatter = moments.second - moments.first * shifts
-    return scatter if kind == "diag" else scatter.sum(-1)
 
 
 # --- how the fit starts, and what it is asked ------------------------------------------------------------------------

@@ -27,16 +27,10 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
+from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
 from toolkit.em.gaussian._fused import accumulate
 from toolkit.em.gaussian._samples import prepare
-from toolkit.em.gaussian.parameters import (
-    CovarianceType,
-    GaussianParameters,
-    check_features,
-    precisions_cholesky,
-    regularise,
-    soft_counts,
-)
+from toolkit.em.gaussian.parameters import GaussianParameters, check_features
 from toolkit.em.gaussian.prior import Prior
 
 __all__ = [
@@ -70,14 +64,10 @@ class Statistics:
     @classmethod
     def implied_by(cls, parameters: GaussianParameters) -> Statistics:
         """Return the statistics, with a total count of 1, whose M-step gives these parameters back."""
-        weights, covariances = parameters.weights, parameters.covariances
-        scatter = {
-            "full": lambda: weights[:, None, None] * covariances,
-            "tied": lambda: covariances,
-            "diag": lambda: weights[:, None] * covariances,
-            "spherical": lambda: parameters.n_features * weights * covariances,
-        }[parameters.covariance_type]()
-        return cls(counts=weights, means=parameters.means, scatter=scatter, covariance_type=parameters.covariance_type)
+        weights, means = parameters.weights, parameters.means
+        totals = structure_of(parameters.covariance_type).totals(weights[:, None].expand(means.shape))
+        scatter = totals * parameters.covariances
+        return cls(counts=weights, means=means, scatter=scatter, covariance_type=parameters.covariance_type)
 
     def scaled(self, factor: float) -> Statistics:
         """Return the statistics as if each sample had this weight."""
@@ -92,7 +82,7 @@ class Statistics:
         counts = self.counts + other.counts
         share = other.counts / soft_counts(counts)
         steps = other.means - self.means
-        between = _outer(self.counts * share, steps, self.covariance_type)
+        between = structure_of(self.covariance_type).products((self.counts * share)[:, None] * steps, steps)
         return dataclasses.replace(
             self,
             counts=counts,
@@ -107,48 +97,30 @@ class Statistics:
             ValueError: If a covariance is singular, or `reg_covar` is negative or not finite.
         """
         reg_covar = number("reg_covar", reg_covar, least=0)
-        kind = self.covariance_type
+        kind, structure = self.covariance_type, structure_of(self.covariance_type)
         if prior is not None:
             weights, means, covariances = prior.maximise(self.counts, self.means, self.scatter, kind)
         else:
             counts = soft_counts(self.counts)
             weights, means = counts / counts.sum(), self.means
-            sums = {
-                "full": lambda: counts[:, None, None],
-                "tied": lambda: counts.sum(),
-                "diag": lambda: counts[:, None],
-                "spherical": lambda: means.shape[1] * counts,
-            }[kind]()
-            covariances = self.scatter / sums
+            covariances = structure.estimate(self.scatter, counts[:, None].expand(means.shape))
         return GaussianParameters(
             log_weights=weights.log(),
             means=means,
-            precisions_cholesky=precisions_cholesky(regularise(covariances, kind, reg_covar), kind),
+            precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
             covariance_type=kind,
         )
 
     def expected_log_joint(self, parameters: GaussianParameters) -> Tensor:
         """Return the expected complete-data log-likelihood, a scalar in nats, summed over the samples."""
-        about = _outer(self.counts, self.means - parameters.means, self.covariance_type)
+        shifts = self.means - parameters.means
+        about = structure_of(self.covariance_type).products(self.counts[:, None] * shifts, shifts)
         moments, precisions = self.scatter + about, parameters.precisions
         volumes = parameters.log_determinants - 0.5 * parameters.n_features * math.log(2 * math.pi)
         # A component without weight has the log-weight minus infinity, and no samples.
         constants = torch.where(self.counts > 0, self.counts * (parameters.log_weights + volumes), 0.0)
         total: Tensor = constants.sum() - 0.5 * (moments * precisions).sum()
         return total
-
-
-def _outer(counts: Tensor, steps: Tensor, kind: CovarianceType) -> Tensor:
-    """Return counts (K,) times the squares of steps (K, D), shaped as scatter."""
-    match kind:
-        case "full":
-            return counts[:, None, None] * steps[:, :, None] * steps[:, None]
-        case "tied":
-            return (counts[:, None] * steps).mT @ steps
-        case "diag":
-            return counts[:, None] * steps.square()
-        case "spherical":
-            return counts * steps.square().sum(1)
 
 
 # --- online EM -------------------------------------------------------------------------------------------------------
@@ -453,7 +425,7 @@ def _reduce(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | N
     data = prepare(x, kind, parameters.n_components, sample_weight=sample_weight)
     moments = accumulate(parameters, data)
     shifts = moments.first / soft_counts(moments.counts)[:, None]
-    scatter = moments.second - _outer(moments.counts, shifts, kind)
+    scatter = moments.second - structure_of(kind).products(moments.counts[:, None] * shifts, shifts)
     if data.scale is not None:
         scatter = data.scale @ scatter @ data.scale.mT
     statistics = Statistics(

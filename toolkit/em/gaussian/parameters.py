@@ -21,12 +21,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from toolkit._checks import choice, number
+from toolkit._checks import number
+from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, Structure, soft_counts, structure_of
 
 __all__ = [
     "COVARIANCE_TYPES",
@@ -37,9 +37,6 @@ __all__ = [
     "precisions_cholesky",
     "to_unconstrained",
 ]
-
-CovarianceType = Literal["full", "tied", "diag", "spherical"]
-COVARIANCE_TYPES: tuple[CovarianceType, ...] = get_args(CovarianceType)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,14 +66,13 @@ class GaussianParameters:
     covariance_type: CovarianceType
 
     def __post_init__(self) -> None:
-        check_covariance_type(self.covariance_type)
+        structure = structure_of(self.covariance_type)
         if self.means.ndim != 2 or 0 in self.means.shape:
             raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
         k, d = self.means.shape
-        expected = {"full": (k, d, d), "tied": (d, d), "diag": (k, d), "spherical": (k,)}[self.covariance_type]
         for name, value, shape in (
             ("log_weights", self.log_weights, (k,)),
-            ("precisions_cholesky", self.precisions_cholesky, expected),
+            ("precisions_cholesky", self.precisions_cholesky, structure.shape(k, d)),
         ):
             if value.shape != shape:
                 raise ValueError(f"`{name}` should have shape {shape}. Found {tuple(value.shape)}.")
@@ -111,9 +107,7 @@ class GaussianParameters:
     def n_parameters(self) -> int:
         """How many numbers are free, for BIC and AIC."""
         k, d = self.means.shape
-        symmetric = d * (d + 1) // 2
-        covariances = {"full": k * symmetric, "tied": symmetric, "diag": k * d, "spherical": k}[self.covariance_type]
-        return k - 1 + k * d + covariances
+        return k - 1 + k * d + self._structure.n_parameters(k, d)
 
     @property
     def weights(self) -> Tensor:
@@ -123,19 +117,12 @@ class GaussianParameters:
     @property
     def precisions(self) -> Tensor:
         """Inverse covariances, shaped by the type."""
-        factor = self.precisions_cholesky
-        if self.covariance_type in ("diag", "spherical"):
-            return factor.square()
-        return factor @ factor.mT
+        return self._structure.precisions(self.precisions_cholesky)
 
     @property
     def covariances(self) -> Tensor:
         """Shaped by the type."""
-        factor = self.precisions_cholesky
-        if self.covariance_type in ("diag", "spherical"):
-            return factor.square().reciprocal()
-        inverse: Tensor = torch.linalg.solve_triangular(factor, _identity_like(factor), upper=True)
-        return inverse.mT @ inverse
+        return self._structure.covariances(self.precisions_cholesky)
 
     def log_joint(self, x: Tensor) -> Tensor:
         r"""Return :math:`a_{nk} = \log \pi_k - \frac D2 \log 2\pi + \log|P_k| - \frac12 |P_k^\top (x_n - \mu_k)|^2`.
@@ -153,21 +140,18 @@ class GaussianParameters:
             ValueError: If `x` does not have the features of the means.
         """
         check_features(self, x)
-        distances = self._whiten(x.mT.contiguous() - self.means[:, :, None]).square().sum(1)
+        distances = self.whiten(x.mT.contiguous() - self.means[:, :, None]).square().sum(1)
         constant = self.log_weights + self.log_determinants - 0.5 * self.n_features * math.log(2 * math.pi)
         return (constant[:, None] - 0.5 * distances).mT
 
     @property
     def log_determinants(self) -> Tensor:
         """Log-determinants of the precisions' factors, (K,), or a scalar if tied."""
-        factor = self.precisions_cholesky
-        match self.covariance_type:
-            case "full" | "tied":
-                return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-            case "diag":
-                return factor.log().sum(-1)
-            case "spherical":
-                return self.n_features * factor.log()
+        return self._structure.log_determinants(self.precisions_cholesky, self.n_features)
+
+    def whiten(self, differences: Tensor) -> Tensor:
+        """Return the transpose of P times differences (K, D, N): standard normal, if they are from the means."""
+        return self._structure.whiten(self.precisions_cholesky, differences)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> GaussianParameters:
         """Return the maximum-likelihood M-step with this covariance type (see the function `m_step`)."""
@@ -190,16 +174,9 @@ class GaussianParameters:
             precisions_cholesky=self.precisions_cholesky.to(target),
         )
 
-    def _whiten(self, differences: Tensor) -> Tensor:
-        """Return the transpose of P times differences (K, D, N)."""
-        factor = self.precisions_cholesky
-        match self.covariance_type:
-            case "full" | "tied":
-                return factor.mT @ differences
-            case "diag":
-                return factor[:, :, None] * differences
-            case "spherical":
-                return factor[:, None, None] * differences
+    @property
+    def _structure(self) -> Structure:
+        return structure_of(self.covariance_type)
 
 
 def m_step(
@@ -231,7 +208,7 @@ def m_step(
                 [7.]]), tensor([[1.],
                 [4.]]))
     """
-    check_covariance_type(covariance_type)
+    structure = structure_of(covariance_type)
     reg_covar = number("reg_covar", reg_covar, least=0)
     if x.ndim != 2 or responsibilities.ndim != 2 or len(x) != len(responsibilities):
         raise ValueError(
@@ -241,21 +218,13 @@ def m_step(
     counts = soft_counts(responsibilities.sum(0))
     centre = x.mean(0)
     means = centre + responsibilities.mT @ (x - centre) / counts[:, None]
-    differences = x - means[:, None]
-    weighted = responsibilities.mT[:, :, None] * differences
-    match covariance_type:
-        case "full":
-            covariances = weighted.mT @ differences / counts[:, None, None]
-        case "tied":
-            covariances = (weighted.mT @ differences).sum(0) / counts.sum()
-        case "diag":
-            covariances = (weighted * differences).sum(1) / counts[:, None]
-        case "spherical":
-            covariances = (weighted * differences).sum(1).mean(-1) / counts
+    differences = x.mT.contiguous() - means[:, :, None]
+    scatter = structure.moments(responsibilities.mT[:, None] * differences, differences)
+    covariances = structure.estimate(scatter, counts[:, None].expand(means.shape))
     return GaussianParameters(
         log_weights=counts.log() - counts.sum().log(),
         means=means,
-        precisions_cholesky=precisions_cholesky(regularise(covariances, covariance_type, reg_covar), covariance_type),
+        precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
         covariance_type=covariance_type,
     )
 
@@ -277,16 +246,7 @@ def precisions_cholesky(covariances: Tensor, covariance_type: CovarianceType) ->
         >>> precisions_cholesky(torch.tensor([[4.0, 0.25]]), "diag")
         tensor([[0.5000, 2.0000]])
     """
-    if covariance_type in ("diag", "spherical"):
-        sound = covariances > 0
-        _raise_if_singular(sound if sound.ndim == 1 else sound.all(-1))
-        return covariances.rsqrt()
-    factor, failed = torch.linalg.cholesky_ex(covariances)
-    variances = covariances.diagonal(dim1=-2, dim2=-1)
-    least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
-    _raise_if_singular((failed == 0) & (factor.diagonal(dim1=-2, dim2=-1).square() > least).all(-1))
-    inverse: Tensor = torch.linalg.solve_triangular(factor, _identity_like(factor), upper=False)
-    return inverse.mT
+    return structure_of(covariance_type).factor(covariances)
 
 
 def to_unconstrained(parameters: GaussianParameters) -> dict[str, Tensor]:
@@ -306,13 +266,7 @@ def to_unconstrained(parameters: GaussianParameters) -> dict[str, Tensor]:
         >>> {name: tuple(value.shape) for name, value in to_unconstrained(two).items()}
         {'log_weights': (2,), 'means': (2, 2), 'log_cholesky': (3,)}
     """
-    factor = parameters.precisions_cholesky
-    if parameters.covariance_type in ("full", "tied"):
-        rows, columns = _above_diagonal(parameters.n_features, factor.device)
-        diagonal = factor.diagonal(dim1=-2, dim2=-1)
-        log_cholesky = torch.cat([diagonal.log(), factor[..., rows, columns]], -1)
-    else:
-        log_cholesky = factor.log()
+    log_cholesky = structure_of(parameters.covariance_type).pack(parameters.precisions_cholesky)
     return {"log_weights": parameters.log_weights, "means": parameters.means, "log_cholesky": log_cholesky}
 
 
@@ -326,81 +280,16 @@ def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: Cov
     Raises:
         ValueError: If the type is unknown, or the shapes do not fit together.
     """
-    check_covariance_type(covariance_type)
-    means, log_cholesky = unconstrained["means"], unconstrained["log_cholesky"]
-    if covariance_type in ("full", "tied"):
-        d = means.shape[-1]
-        if log_cholesky.shape[-1:] != (d * (d + 1) // 2,):
-            raise ValueError(
-                f"`log_cholesky` should have {d * (d + 1) // 2} entries in its last dimension for {d} features. "
-                f"Found shape {tuple(log_cholesky.shape)}."
-            )
-        entries = torch.cat(
-            [
-                log_cholesky[..., :d].exp(),
-                log_cholesky[..., d:],
-                means.new_zeros(()).expand(*log_cholesky.shape[:-1], 1),
-            ],
-            -1,
-        )
-        factor = entries[..., _places(d, means.device)]
-    else:
-        factor = log_cholesky.exp()
+    means = unconstrained["means"]
     return GaussianParameters(
         log_weights=unconstrained["log_weights"].log_softmax(0),
         means=means,
-        precisions_cholesky=factor,
+        precisions_cholesky=structure_of(covariance_type).unpack(unconstrained["log_cholesky"], means.shape[-1]),
         covariance_type=covariance_type,
     )
-
-
-def check_covariance_type(covariance_type: str) -> None:
-    """Raise a ValueError unless the type is known."""
-    choice("covariance_type", covariance_type, COVARIANCE_TYPES)
 
 
 def check_features(parameters: GaussianParameters, x: Tensor) -> None:
     """Raise a ValueError unless the samples have the mixture's features; one feature would broadcast."""
     if x.ndim != 2 or x.shape[1] != parameters.n_features:
         raise ValueError(f"`x` should have shape (N, {parameters.n_features}). Found {tuple(x.shape)}.")
-
-
-def soft_counts(sums: Tensor) -> Tensor:
-    """Return the sums of responsibilities, kept from 0: an empty component has no mean, but must not make NaN."""
-    return sums.clamp(min=torch.finfo(sums.dtype).eps)
-
-
-def regularise(covariances: Tensor, covariance_type: CovarianceType, reg_covar: float | Tensor) -> Tensor:
-    """Return the covariances with `reg_covar` added to every variance, or with a matrix added."""
-    if covariance_type in ("diag", "spherical") or isinstance(reg_covar, Tensor):
-        return covariances + reg_covar
-    return covariances + reg_covar * _identity_like(covariances)
-
-
-def _identity_like(matrices: Tensor) -> Tensor:
-    return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-
-
-def _above_diagonal(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    rows, columns = torch.triu_indices(size, size, 1, device=device)
-    return rows, columns
-
-
-def _places(size: int, device: torch.device) -> Tensor:
-    """Return where each entry of an upper triangular matrix is found in: diagonal, what is above it, a zero."""
-    rows, columns = _above_diagonal(size, device)
-    places = torch.full((size, size), size + len(rows), device=device)
-    places[rows, columns] = torch.arange(size, size + len(rows), device=device)
-    return places.diagonal_scatter(torch.arange(size, device=device))
-
-
-def _raise_if_singular(sound: Tensor) -> None:
-    # Under torch.func a value cannot be looked at; a singular covariance is NaN there.
-    if torch._C._functorch.is_functorch_wrapped_tensor(sound) or bool(sound.all()):
-        return
-    components = "" if sound.ndim == 0 else f" of component {', '.join(map(str, (~sound).nonzero().ravel().tolist()))}"
-    raise ValueError(
-        f"`covariances` should be positive definite. Found a singular one{components}: too few distinct samples, or "
-        "features that depend on each other. More regularisation (`reg_covar`), fewer components or a more "
-        "restricted `covariance_type` help."
-    )

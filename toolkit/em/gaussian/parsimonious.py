@@ -22,6 +22,7 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.covariance import CovarianceType, soft_counts
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error
 from toolkit.em.gaussian._samples import Prepared, prepare
@@ -36,7 +37,7 @@ from toolkit.em.gaussian._volume_shape_orientation import (
     n_free_parameters,
     upper_factor,
 )
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, soft_counts
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = [
     "COVARIANCE_MODELS",

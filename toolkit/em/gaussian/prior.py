@@ -27,11 +27,10 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters, check_covariance_type, soft_counts
+from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = ["Prior"]
-
-_SCALE_DIMENSIONS = {"full": 2, "tied": 2, "diag": 1, "spherical": 0}
 
 # What Fraley & Raftery chose: a hundredth of a sample's worth of belief in the mean.
 _SHRINKAGE = 0.01
@@ -125,7 +124,7 @@ class Prior:
             Fraley & Raftery, 2007, section 3 (choice of the hyperparameters).
         """
         n_components = integer("n_components", n_components)
-        check_covariance_type(covariance_type)
+        structure = structure_of(covariance_type)
         if x.ndim != 2 or 0 in x.shape:
             raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
         mean, covariance = _mean_and_covariance(x.double(), sample_weight)
@@ -136,19 +135,14 @@ class Prior:
         if bool(constant.any()) or not bool(variances.isfinite().all()):
             feature = int((constant | ~variances.isfinite()).nonzero()[0])
             raise ValueError(f"`x` should have finite values that differ in every feature. Found none in {feature}.")
-        match covariance_type:
-            case "full" | "tied":
-                scale = covariance if _is_positive_definite(covariance) else variances.diag()
-            case "diag":
-                scale = variances
-            case "spherical":
-                scale = variances.mean()
+        if structure.is_matrix and not _is_positive_definite(covariance):
+            covariance = variances.diag()
         return cls(
             concentration=torch.ones(n_components, dtype=torch.float64, device=x.device),
             mean=mean,
             shrinkage=_SHRINKAGE,
             degrees_of_freedom=d + 2.0,
-            scale=scale / n_components ** (2 / d),
+            scale=structure.restrict(covariance) / n_components ** (2 / d),
         )
 
     def maximise(
@@ -190,24 +184,15 @@ class Prior:
             Fraley & Raftery, 2007, section 3 (posterior modes of one component).
         """
         self._check(means.shape[-2], means.shape[-1], covariance_type)
-        n_components, d = means.shape[-2:]
-        seen = counts[..., None] if feature_counts is None else feature_counts
+        structure = structure_of(covariance_type)
+        seen = (counts[..., None] if feature_counts is None else feature_counts).expand(means.shape)
         deviations = means - self.mean
-        pull = self.shrinkage * seen / (self.shrinkage + seen)  # (..., K, D or 1)
-        nu = self.degrees_of_freedom
-        match covariance_type:
-            case "full":
-                outer = (pull * deviations)[..., None] * deviations[..., None, :]
-                covariances = (self.scale + scatter + outer) / (nu + counts + d + 2)[..., None, None]
-            case "tied":
-                outer = (pull * deviations).mT @ deviations
-                total = counts.sum(-1)[..., None, None]
-                covariances = (self.scale + scatter + outer) / (nu + total + n_components + d + 1)
-            case "diag":
-                covariances = (self.scale + scatter + pull * deviations.square()) / (nu + seen + 3)
-            case "spherical":
-                values = seen.expand(deviations.shape).sum(-1)
-                covariances = (self.scale + scatter + (pull * deviations.square()).sum(-1)) / (nu + values + d + 2)
+        pull = self.shrinkage * seen / (self.shrinkage + seen)  # (..., K, D)
+        covariances = structure.estimate(
+            self.scale + scatter + structure.products(pull * deviations, deviations),
+            seen,
+            added=self.degrees_of_freedom + structure.prior_count(*means.shape[-2:]),
+        )
         weights = soft_counts(counts + self.concentration - 1)
         return (
             weights / weights.sum(-1, keepdim=True),
@@ -235,7 +220,7 @@ class Prior:
         k, d = parameters.n_components, parameters.n_features
         self._check(k, d, kind)
         log_determinants = parameters.log_determinants.expand(k)
-        whitened = parameters._whiten((parameters.means - self.mean)[..., None])[..., 0]
+        whitened = parameters.whiten((parameters.means - self.mean)[..., None])[..., 0]
         means = (
             0.5 * d * math.log(self.shrinkage / (2 * math.pi))
             + log_determinants
@@ -273,17 +258,17 @@ class Prior:
         return total
 
     def _check(self, n_components: int, n_features: int, covariance_type: CovarianceType) -> None:
-        check_covariance_type(covariance_type)
         found = (len(self.concentration), len(self.mean))
         if found != (n_components, n_features):
             raise ValueError(
                 "`concentration` and `mean` of the prior should have lengths "
                 f"{(n_components, n_features)}. Found {found}."
             )
-        if self.scale.ndim != _SCALE_DIMENSIONS[covariance_type]:
+        shape = structure_of(covariance_type).shape_of_one(n_features)
+        if self.scale.shape != shape:
             raise ValueError(
-                f"`scale` of the prior should have {_SCALE_DIMENSIONS[covariance_type]} dimensions for "
-                f"{covariance_type} covariances. Found shape {tuple(self.scale.shape)}."
+                f"`scale` of the prior should have {len(shape)} dimensions for {covariance_type} covariances. "
+                f"Found shape {tuple(self.scale.shape)}."
             )
 
 

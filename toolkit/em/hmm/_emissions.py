@@ -19,13 +19,11 @@ from torch import Tensor
 
 from toolkit._checks import number
 from toolkit.blocks import no_graph
+from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
 from toolkit.em.gaussian.parameters import (
-    CovarianceType,
     GaussianParameters,
     from_unconstrained,
     precisions_cholesky,
-    regularise,
-    soft_counts,
     to_unconstrained,
 )
 from toolkit.em.hmm._recursions import Plan, smallest_exponent
@@ -37,6 +35,9 @@ _NARROW = {torch.float32: 30.0, torch.float64: 1e5}
 
 # Slots of one product of posteriors with expanded data: in float32 its sum is that of so many.
 _TILE = 2**12
+
+# The most quadratic features that are written at once.
+_GROUP = 320
 
 
 class Pass(Protocol):
@@ -179,15 +180,9 @@ class GaussianEmissions:
         counts = soft_counts(posteriors.sum(0))
         centre = x.mean(0)
         means = centre + posteriors.mT @ (x - centre) / counts[:, None]
-        differences = x - means[:, None]
-        weighted = posteriors.mT[:, :, None] * differences
-        match self.covariance_type:
-            case "full" | "tied":
-                scatter = weighted.mT @ differences
-            case "diag":
-                scatter = (weighted * differences).sum(1)
-            case "spherical":
-                scatter = (weighted * differences).sum((1, 2))
+        differences = x.mT.contiguous() - means[:, :, None]
+        structure = structure_of(self.covariance_type).separate
+        scatter = structure.moments(posteriors.mT[:, None] * differences, differences)
         return self._estimate(posteriors.sum(0), means, scatter, reg_covar)
 
     def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -195,18 +190,8 @@ class GaussianEmissions:
         shape = (len(states), self.n_features)
         device = self.means.device if generator is None else generator.device
         noise = torch.randn(shape, generator=generator, dtype=self.means.dtype, device=device).to(self.means.device)
-        factor, d = self.precisions_cholesky, self.n_features
-        match self.covariance_type:
-            case "full" | "tied":
-                eye = torch.eye(d, dtype=factor.dtype, device=factor.device)
-                roots = torch.linalg.solve_triangular(factor, eye, upper=True).expand(self.n_states, d, d)
-                scaled = (noise[:, None] @ roots[states])[:, 0]
-            case "diag":
-                scaled = noise / factor[states]
-            case "spherical":
-                scaled = noise / factor[states, None]
-        drawn: Tensor = self.means[states] + scaled
-        return drawn
+        structure = structure_of(self.covariance_type)
+        return self.means[states] + structure.colour(self.precisions_cholesky, noise, states)
 
     def unconstrained(self) -> dict[str, Tensor]:
         """Return ``means`` and ``log_cholesky`` (see `to_unconstrained`)."""
@@ -238,8 +223,8 @@ class GaussianEmissions:
         )
 
     def _estimate(self, counts: Tensor, means: Tensor, scatter: Tensor, reg_covar: float, update: str = "e") -> Self:
-        """Return the emissions of these counts (K,), means and sums of products about them; keep empty states'."""
-        kind = self.covariance_type
+        """Return the emissions of these counts (K,), means and `separate` scatter about them; keep empty states'."""
+        kind, structure = self.covariance_type, structure_of(self.covariance_type)
         empty, safe = counts <= torch.finfo(counts.dtype).eps, soft_counts(counts)
         means = torch.where(empty[:, None], self.means, means)
         if not set(update) & set("ec"):
@@ -247,20 +232,10 @@ class GaussianEmissions:
         if not set(update) & set("em"):
             # The best covariance about means that stay where they are.
             shifts, means = means - self.means, self.means
-            products = shifts[:, :, None] * shifts[:, None] if kind in ("full", "tied") else shifts.square()
-            products = products.sum(1) if kind == "spherical" else products
-            scatter = scatter + counts.view(-1, *[1] * (products.ndim - 1)) * products
-        match kind:
-            case "full":
-                covariances = scatter / safe[:, None, None]
-            case "tied":
-                covariances = scatter.sum(0) / safe.sum()
-            case "diag":
-                covariances = scatter / safe[:, None]
-            case "spherical":
-                covariances = scatter / safe / self.n_features
-        covariances = regularise(covariances, kind, reg_covar)
-        if kind != "tied":
+            scatter = scatter + structure.separate.products(counts[:, None] * shifts, shifts)
+        scatter = scatter.sum(0) if structure.is_shared else scatter
+        covariances = structure.regularise(structure.estimate(scatter, safe[:, None].expand(means.shape)), reg_covar)
+        if not structure.is_shared:
             shape = (-1, *[1] * (covariances.ndim - 1))
             covariances = torch.where(empty.view(shape), self.covariances, covariances)
         return type(self).from_covariances(means=means, covariances=covariances, covariance_type=kind)
@@ -309,32 +284,24 @@ class GaussianPass:
 
     def __init__(self, data: PreparedGaussian, emissions: GaussianEmissions) -> None:
         self._data, self._emissions = data, emissions
-        mixture = emissions._mixture()
+        structure = structure_of(emissions.covariance_type)
         self._means = emissions.means - data.centre
-        self._constant = mixture.log_determinants.expand(emissions.n_states) - 0.5 * emissions.n_features * math.log(
-            2 * math.pi
-        )
         k, d = self._means.shape
-        self._kind = kind = emissions.covariance_type
-        self._rows, self._columns = torch.triu_indices(d, d, device=data.centre.device)
-        precisions = mixture.precisions
-        if kind in ("full", "tied"):
-            precisions = precisions.expand(k, d, d)
-            terms = precisions.abs() * data.widths[:, None] * data.widths
-            quadratic = precisions[:, self._rows, self._columns] * torch.where(self._rows == self._columns, 0.5, 1.0)
-            linear = (precisions @ self._means[..., None])[..., 0]
-        else:
-            wide = precisions if kind == "diag" else precisions[:, None].expand(k, d)
-            terms = wide * data.widths.square()
-            quadratic = 0.5 * (wide if kind == "diag" else precisions[:, None])
-            linear = wide * self._means
+        log_determinants = emissions._mixture().log_determinants.expand(k)
+        self._constant = log_determinants - 0.5 * d * math.log(2 * math.pi)
+        # What is shared is not left out: states are compared with the data, not with each other alone.
+        self._structure: Structure = structure.separate
+        factor = emissions.precisions_cholesky
+        self._factor = factor.expand(k, *factor.shape) if structure.is_shared else factor
+        self._quadratics: list[Quadratics] = self._structure.quadratics(d, _GROUP)
+        quadratic, linear = self._structure.coefficients(self._factor, self._means)
         constant = self._constant - 0.5 * (linear * self._means).sum(1)
-        theta = torch.cat([-quadratic, linear, constant[:, None]], 1)
+        theta = torch.cat([quadratic, linear, constant[:, None]], 1)
         dtype = data.chunks[0].dtype if data.chunks else torch.float64
-        self._expands = bool(terms.flatten(1).sum(1).max() < _NARROW[dtype])
+        self._expands = bool(self._structure.largest_terms(self._factor, data.widths).max() < _NARROW[dtype])
         self._theta = theta.to(dtype)
-        self._sums = theta.new_zeros(theta.shape)
-        self._scatter: Tensor | float = 0.0
+        self._sums = torch.zeros_like(theta)
+        self._about_means = theta.new_zeros(self._structure.shape(k, d))
 
     def emit(self, chunk: int, begin: int, out: Tensor) -> Tensor:
         """Write scaled emissions (see `Pass`)."""
@@ -345,7 +312,8 @@ class GaussianPass:
         x = self._data.chunks[chunk][:, begin:end]
         if self._expands:
             return self._theta @ self._expand(x)
-        return self._constant[:, None] - 0.5 * self._whiten(self._differences(x)).square_().sum(1)
+        whitened = self._structure.whiten(self._factor, self._differences(x))
+        return self._constant[:, None] - 0.5 * whitened.square_().sum(1)
 
     def consume(self, chunk: int, posteriors: Tensor) -> None:
         """Add a chunk's posteriors (see `Pass`)."""
@@ -359,60 +327,34 @@ class GaussianPass:
 
     def finish(self, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0, update: str = "e") -> GaussianEmissions:
         """Return the M-step's emissions (see `Pass`)."""
-        k, d = self._means.shape
-        counts, sums = self._sums[:, -1], self._sums[:, -1 - d : -1]
-        shifts = sums / soft_counts(counts)[:, None]
-        raw = self._sums[:, : -1 - d] if self._expands else self._scatter
-        assert isinstance(raw, Tensor)
-        if self._kind in ("full", "tied"):
-            if self._expands:
-                square = raw.new_empty(k, d, d)
-                square[:, self._rows, self._columns] = square[:, self._columns, self._rows] = raw
-                raw = square
-            scatter = raw - sums[:, :, None] * shifts[:, None]
-        elif self._kind == "diag":
-            scatter = raw - sums * shifts
-        else:
-            scatter = raw.reshape(k) - (sums * shifts).sum(1)
+        structure, d = self._structure, self._means.shape[1]
+        raw, sums, counts = self._sums.split([self._sums.shape[1] - d - 1, d, 1], 1)
+        second = structure.second_moments(raw, d) if self._expands else self._about_means
+        shifts = sums / soft_counts(counts)
+        scatter = second - structure.products(sums, shifts)
         origins = self._data.centre if self._expands else self._emissions.means
-        return self._emissions._estimate(counts, origins + shifts, scatter, reg_covar, update)
+        return self._emissions._estimate(counts[:, 0], origins + shifts, scatter, reg_covar, update)
 
     def _expand(self, x: Tensor) -> Tensor:
         """Return (x_i x_j, x_i, 1) of columns (D, B): (F, B)."""
-        match self._kind:
-            case "full" | "tied":
-                quadratic = x[self._rows] * x[self._columns]
-            case "diag":
-                quadratic = x.square()
-            case "spherical":
-                quadratic = x.square().sum(0, keepdim=True)
-        return torch.cat([quadratic, x, x.new_ones(1, x.shape[1])])
+        expanded = x.new_empty(self._theta.shape[1], x.shape[1])
+        begin = 0
+        for group in self._quadratics:
+            group.write(x, expanded[begin : begin + group.size])
+            begin += group.size
+        expanded[begin:-1] = x
+        expanded[-1] = 1
+        return expanded
 
     def _differences(self, x: Tensor) -> Tensor:
         return x.double() - self._means[:, :, None]
-
-    def _whiten(self, differences: Tensor) -> Tensor:
-        factor = self._emissions.precisions_cholesky
-        match self._kind:
-            case "full" | "tied":
-                return factor.mT @ differences
-            case "diag":
-                return factor[:, :, None] * differences
-            case "spherical":
-                return factor[:, None, None] * differences
 
     def _add_about_means(self, differences: Tensor, share: Tensor) -> None:
         d = differences.shape[1]
         weighted = share[:, None] * differences
         self._sums[:, -1] += share.sum(1)
         self._sums[:, -1 - d : -1] += weighted.sum(2)
-        match self._kind:
-            case "full" | "tied":
-                self._scatter = self._scatter + weighted @ differences.mT
-            case "diag":
-                self._scatter = self._scatter + (weighted * differences).sum(2)
-            case "spherical":
-                self._scatter = self._scatter + (weighted * differences).sum((1, 2))
+        self._about_means += self._structure.moments(weighted, differences)
 
 
 def scaled(log_prob: Tensor, out: Tensor) -> Tensor:

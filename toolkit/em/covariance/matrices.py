@@ -1,0 +1,296 @@
+"""Covariances that are matrices: one for each component (full), or one for all (tied).
+
+N samples, D features, K components, F quadratic features.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, raise_if_singular
+
+__all__ = ["FULL", "TIED", "quadratic_form", "symmetric_products"]
+
+
+class _Matrices(Structure):
+    """Covariances (D, D), by upper triangular factors of their inverses."""
+
+    is_matrix = True
+
+    def shape_of_one(self, n_features: int) -> tuple[int, ...]:
+        return n_features, n_features
+
+    def n_parameters_of_one(self, n_features: int) -> int:
+        return n_features * (n_features + 1) // 2
+
+    def restrict(self, covariance: Tensor) -> Tensor:
+        return covariance
+
+    def precisions(self, factor: Tensor) -> Tensor:
+        return factor @ factor.mT
+
+    def covariances(self, factor: Tensor) -> Tensor:
+        inverse: Tensor = torch.linalg.solve_triangular(factor, identity_like(factor), upper=True)
+        return inverse.mT @ inverse
+
+    def factor(self, covariances: Tensor) -> Tensor:
+        lower, failed = torch.linalg.cholesky_ex(covariances)
+        variances = covariances.diagonal(dim1=-2, dim2=-1)
+        least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
+        raise_if_singular((failed == 0) & (lower.diagonal(dim1=-2, dim2=-1).square() > least).all(-1))
+        inverse: Tensor = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False)
+        return inverse.mT
+
+    def factor_or_nan(self, covariances: Tensor, lost: Tensor) -> Tensor:
+        lower, failed = torch.linalg.cholesky_ex(covariances)
+        inverse: Tensor = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False)
+        rounding = covariances.shape[-1] * torch.finfo(lower.dtype).eps
+        error = lost + rounding * covariances.diagonal(dim1=-2, dim2=-1)
+        # Where the errors are less than 1 in units of the covariance; a factor that failed is NaN, or anything.
+        sound = ((inverse.square() * error[..., None, :]).sum((-1, -2)) < 1) & (failed == 0)
+        if not bool(sound.all()):
+            inverse = torch.where(sound[..., None, None], inverse, math.nan)
+        return inverse.mT
+
+    def factor_of_precisions(self, precisions: Tensor) -> tuple[Tensor, Tensor]:
+        size = precisions.abs().amax((-1, -2))
+        symmetric = (precisions - precisions.mT).abs().amax((-1, -2)) <= 1e-5 * size
+        # The Cholesky factor in reversed order is upper triangular.
+        factor, failed = torch.linalg.cholesky_ex(precisions.flip((-1, -2)))
+        return factor.flip((-1, -2)), symmetric & (failed == 0)
+
+    def log_determinants(self, factor: Tensor, n_features: int) -> Tensor:
+        return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+    def whiten(self, factor: Tensor, differences: Tensor) -> Tensor:
+        return factor.mT @ differences
+
+    def squared_distances(self, factor: Tensor, scatter: Tensor) -> Tensor:
+        return ((scatter @ factor) * factor).sum((-1, -2))
+
+    def largest_terms(self, factor: Tensor, widths: Tensor) -> Tensor:
+        return (self.precisions(factor).abs() * widths[:, None] * widths).sum((-1, -2))
+
+    def exceeds(self, factor: Tensor, largest: float) -> bool:
+        if not bool(factor.square().sum((-1, -2)).max() > largest):  # the trace bounds the largest eigenvalue
+            return False
+        return bool(torch.linalg.matrix_norm(factor, ord=2).square().max() > largest)
+
+    def regularise(self, covariances: Tensor, reg_covar: float | Tensor) -> Tensor:
+        return covariances + (reg_covar if isinstance(reg_covar, Tensor) else reg_covar * identity_like(covariances))
+
+    def pack(self, factor: Tensor) -> Tensor:
+        rows, columns = _above_diagonal(factor.shape[-1], factor.device)
+        return torch.cat([factor.diagonal(dim1=-2, dim2=-1).log(), factor[..., rows, columns]], -1)
+
+    def unpack(self, coordinates: Tensor, n_features: int) -> Tensor:
+        n_entries = self.n_parameters_of_one(n_features)
+        if coordinates.shape[-1:] != (n_entries,):
+            raise ValueError(
+                f"`log_cholesky` should have {n_entries} entries in its last dimension for {n_features} features. "
+                f"Found shape {tuple(coordinates.shape)}."
+            )
+        zero = coordinates.new_zeros(()).expand(*coordinates.shape[:-1], 1)
+        entries = torch.cat([coordinates[..., :n_features].exp(), coordinates[..., n_features:], zero], -1)
+        return entries[..., _places(n_features, coordinates.device)]
+
+
+class _Full(_Matrices):
+    """One matrix of its own for each component: (K, D, D)."""
+
+    name = "full"
+
+    @property
+    def wide(self) -> _Full:
+        return self
+
+    def pool(self, scatter: Tensor) -> Tensor:
+        return scatter
+
+    def to_matrices(self, factor: Tensor, n_components: int, n_features: int) -> Tensor:
+        return factor
+
+    def from_matrices(self, factor: Tensor) -> Tensor:
+        return factor
+
+    def colour(self, factor: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
+        coloured = torch.empty_like(noise)
+        for k, one in enumerate(factor):
+            mine = labels == k
+            coloured[mine] = torch.linalg.solve_triangular(one.mT, noise[mine].mT, upper=False).mT
+        return coloured
+
+    def narrowest(self, weights: Tensor, factor: Tensor) -> Tensor:
+        inverse = torch.linalg.inv(factor)
+        average = (weights[..., None, None] * (inverse.mT @ inverse)).sum(-3, keepdim=True)
+        least: Tensor = torch.linalg.eigvalsh(factor.mT @ average @ factor)[..., -1].reciprocal()
+        return least
+
+    def has_variance(self, covariances: Tensor, common: Tensor, least: float) -> Tensor:
+        # Relative to the common one: a direction in which nothing varies must not count.
+        values, vectors = torch.linalg.eigh(common)
+        kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+        if not bool(kept.any()):
+            return torch.ones_like(covariances[:, 0, 0], dtype=torch.bool)
+        directions = vectors[:, kept] * values[kept].rsqrt()
+        sound: Tensor = torch.linalg.eigvalsh(directions.mT @ covariances @ directions).amin(-1) > least
+        return sound
+
+    def quadratics(self, n_features: int, most: int) -> list[Quadratics]:
+        groups: list[list[tuple[slice, int]]] = [[]]
+        for rows, first in _blocks(n_features):
+            if groups[-1] and _size([*groups[-1], (rows, first)], n_features) > most:
+                groups.append([])
+            groups[-1].append((rows, first))
+        return [Quadratics(_size(group, n_features), functools.partial(_write, group)) for group in groups]
+
+    def coefficients(self, factor: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        precisions = factor @ factor.mT
+        return quadratic_form(-0.5 * precisions), (precisions @ means[..., None])[..., 0]
+
+    def second_moments(self, sums: Tensor, n_features: int) -> Tensor:
+        return symmetric_products(sums, n_features)
+
+    def products(self, left: Tensor, right: Tensor) -> Tensor:
+        return left[..., :, None] * right[..., None, :]
+
+    def moments(self, left: Tensor, right: Tensor) -> Tensor:
+        return left @ right.mT
+
+    def totals(self, counts: Tensor) -> Tensor:
+        return counts[..., :1, None]
+
+    def prior_count(self, n_components: int, n_features: int) -> int:
+        return n_features + 2
+
+
+class _Tied(_Matrices):
+    """One matrix for all components: (D, D)."""
+
+    name = "tied"
+    is_shared = True
+
+    @property
+    def separate(self) -> _Full:
+        return FULL
+
+    @property
+    def wide(self) -> _Full:
+        return FULL
+
+    def pool(self, scatter: Tensor) -> Tensor:
+        return scatter.sum(-3)
+
+    def to_matrices(self, factor: Tensor, n_components: int, n_features: int) -> Tensor:
+        return factor.expand(n_components, n_features, n_features)
+
+    def from_matrices(self, factor: Tensor) -> Tensor:
+        return factor[0]
+
+    def colour(self, factor: Tensor, noise: Tensor, labels: Tensor) -> Tensor:
+        coloured: Tensor = torch.linalg.solve_triangular(factor.mT, noise.mT, upper=False).mT
+        return coloured
+
+    def narrowest(self, weights: Tensor, factor: Tensor) -> Tensor:
+        return torch.ones_like(weights)
+
+    def has_variance(self, covariances: Tensor, common: Tensor, least: float) -> Tensor:
+        return torch.ones_like(covariances[..., 0, 0], dtype=torch.bool)
+
+    def quadratics(self, n_features: int, most: int) -> list[Quadratics]:
+        return []
+
+    def coefficients(self, factor: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+        return means[..., :0], means @ factor @ factor.mT
+
+    def second_moments(self, sums: Tensor, n_features: int) -> Tensor:
+        raise NotImplementedError("What is quadratic is the same for all components, and known before the pass.")
+
+    def products(self, left: Tensor, right: Tensor) -> Tensor:
+        return left.mT @ right
+
+    def moments(self, left: Tensor, right: Tensor) -> Tensor:
+        return (left @ right.mT).sum(-3)
+
+    def totals(self, counts: Tensor) -> Tensor:
+        return counts[..., 0].sum(-1)[..., None, None]
+
+    def prior_count(self, n_components: int, n_features: int) -> int:
+        return n_components + n_features + 1
+
+
+FULL = _Full()
+TIED = _Tied()
+
+
+# --- quadratic features: products in blocks ---
+
+
+def _blocks(n_features: int) -> Iterator[tuple[slice, int]]:
+    """Return rows i of each block of products (i, j), and its first j.
+
+    A block of several rows is written at once; it wastes the products below its diagonal.
+    """
+    height = 1 if n_features <= 4 else 2 if n_features <= 32 else 4
+    for first in range(0, n_features, height):
+        yield slice(first, min(first + height, n_features)), first
+
+
+def _size(blocks: list[tuple[slice, int]], n_features: int) -> int:
+    return sum((rows.stop - rows.start) * (n_features - first) for rows, first in blocks)
+
+
+def _write(blocks: list[tuple[slice, int]], z: Tensor, out: Tensor) -> None:
+    offset = 0
+    for rows, first in blocks:
+        height, width = rows.stop - rows.start, len(z) - first
+        block = out[offset : offset + height * width].unflatten(0, (height, width))
+        torch.mul(z[rows, None], z[None, first:], out=block)
+        offset += height * width
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(n_features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return i and j of the products of all blocks, side by side, how often each counts, and where (i, j) is."""
+    every = torch.arange(n_features, device=device)
+    blocks = [(every[rows], every[first:]) for rows, first in _blocks(n_features)]
+    rows = torch.cat([i.repeat_interleave(len(j)) for i, j in blocks])
+    columns = torch.cat([j.repeat(len(i)) for i, j in blocks])
+    # The product of i < j counts for (j, i) as well; one below the diagonal, which a block has too, counts nothing.
+    counts = (columns >= rows).double() + (columns > rows).double()
+    places = torch.empty(n_features, n_features, dtype=torch.int64, device=device)
+    upper = (columns >= rows).nonzero()[:, 0]
+    places[rows[upper], columns[upper]] = places[columns[upper], rows[upper]] = upper
+    return rows, columns, counts, places
+
+
+def quadratic_form(matrices: Tensor) -> Tensor:
+    """Return symmetric matrices (..., D, D) as coefficients of the products of all blocks, side by side (..., F)."""
+    rows, columns, counts, _ = _layout(matrices.shape[-1], matrices.device)
+    return matrices[..., rows, columns] * counts
+
+
+def symmetric_products(products: Tensor, n_features: int) -> Tensor:
+    """Return second moments (..., D, D) from those of the products of all blocks, side by side (..., F)."""
+    return products[..., _layout(n_features, products.device)[3]]
+
+
+# --- free coordinates: the diagonal, then the entries above it ---
+
+
+def _above_diagonal(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    rows, columns = torch.triu_indices(size, size, 1, device=device)
+    return rows, columns
+
+
+def _places(size: int, device: torch.device) -> Tensor:
+    """Return where each entry of an upper triangular matrix is found in: diagonal, entries above it, a zero."""
+    rows, columns = _above_diagonal(size, device)
+    places = torch.full((size, size), size + len(rows), device=device)
+    places[rows, columns] = torch.arange(size, size + len(rows), device=device)
+    return places.diagonal_scatter(torch.arange(size, device=device))
