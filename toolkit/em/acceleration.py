@@ -15,13 +15,14 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
+from toolkit.em._coordinates import Layout, flat
 from toolkit.em._rounding import ROUNDING
 from toolkit.em.mixture import Family, e_step
 
@@ -180,6 +181,33 @@ def climb(
     return Climb(here.parameters, history[-1], converged, n_iter, tuple(history))
 
 
+def climb_family(
+    em: Callable[[F], tuple[F, float]], start: F, *, check: Callable[[F], None] | None = None, **options: Any
+) -> Climb[F]:
+    """Climb in the free coordinates of a mixture.
+
+    Args:
+        em: As in `climb`.
+        start: Where to start.
+        check: Raises a ValueError where a jump should not lead. None: any finite coordinates will do.
+        **options: As in `climb`.
+    """
+    leaves = start.unconstrained()
+    layout = Layout(leaves)
+
+    def unpack(position: Tensor) -> F:
+        # A weight may be 0.
+        if not bool((position.isfinite() | position.isneginf()).all()):
+            raise ValueError("A jump should lead to finite coordinates.")
+        parts = layout.leaves(position)
+        there = start.with_unconstrained({name: parts[name].to(leaf) for name, leaf in leaves.items()})
+        if check is not None:
+            check(there)
+        return there
+
+    return climb(em, start, pack=lambda mixture: flat(mixture.unconstrained()).cpu(), unpack=unpack, **options)
+
+
 @no_graph()
 def maximise_likelihood(
     start: F,
@@ -221,42 +249,47 @@ def maximise_likelihood(
         >>> maximise_likelihood(two, x).parameters.means.T
         tensor([[0.5000, 9.0000]])
     """
-    check_samples(x, sample_weight)
     if batch_size is not None:
         batch_size = integer("batch_size", batch_size)
-    leaves = start.unconstrained()
-    sizes = [leaf.numel() for leaf in leaves.values()]
+    options = {"accelerate": accelerate, "tol": tol, "max_iter": max_iter, "callback": callback}
+    return maximise_posterior(start, x, None, sample_weight=sample_weight, batch_size=batch_size, **options)
+
+
+def maximise_posterior(
+    start: F,
+    x: Tensor,
+    log_prior: Callable[[F], Tensor] | None,
+    *,
+    sample_weight: Tensor | None,
+    batch_size: int | None = None,
+    **options: Any,
+) -> Climb[F]:
+    """Maximise the log-likelihood plus a log-prior over N, of any mixture whose M-step knows the prior.
+
+    Args:
+        start: As in `maximise_likelihood`.
+        x: As in `maximise_likelihood`.
+        log_prior: The log-density of the prior, nats. None: no prior.
+        sample_weight: As in `maximise_likelihood`.
+        batch_size: As in `maximise_likelihood`.
+        **options: As in `climb`.
+    """
+    check_samples(x, sample_weight)
     # Weights in float64 make a float64 mean of float32 log-densities.
     weight = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
-    shares = weight / weight.sum()
+    total = weight.sum()
+    shares = weight / total
     batches = list(zip(*(whole.split(batch_size or len(x)) for whole in (x, weight, shares)), strict=True))
 
     def em(mixture: F) -> tuple[F, float]:
-        responsibilities, value = [], 0.0
+        responsibilities, value = [], 0.0 if log_prior is None else float(log_prior(mixture) / total)
         for part, weights, share in batches:
             batch, mean = e_step(mixture, part, weights)
             responsibilities.append(batch if sample_weight is None else batch * weights.to(batch.dtype)[:, None])
             value += float(mean * share.sum()) if bool(share.any()) else 0.0
         return mixture.m_step(x, torch.cat(responsibilities)), value
 
-    def pack(mixture: F) -> Tensor:
-        return torch.cat([leaf.reshape(-1).cpu().double() for leaf in mixture.unconstrained().values()])
-
-    def unpack(position: Tensor) -> F:
-        parts = zip(leaves.items(), position.split(sizes), strict=True)
-        return start.with_unconstrained({name: part.view(leaf.shape).to(leaf) for (name, leaf), part in parts})
-
-    return climb(
-        em,
-        start,
-        pack=pack,
-        unpack=unpack,
-        accelerate=accelerate,
-        tol=tol,
-        max_iter=max_iter,
-        rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]),
-        callback=callback,
-    )
+    return climb_family(em, start, rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]), **options)
 
 
 @dataclass(frozen=True)

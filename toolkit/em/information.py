@@ -31,6 +31,7 @@ from torch.func import hessian, jacfwd
 
 from toolkit._checks import choice
 from toolkit.blocks import no_graph, unblock
+from toolkit.em._coordinates import Layout, flat
 from toolkit.em.acceleration import check_samples
 from toolkit.em.mixture import RESPONSIBILITIES, Family, e_step, log_density
 
@@ -207,7 +208,7 @@ def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None)
     def em(position: Tensor) -> Tensor:
         here = at.mixture(position)
         responsibilities = e_step(here, at.x)[0]
-        return _flat(here.m_step(at.x, at.weight[:, None] * responsibilities).unconstrained())
+        return flat(here.m_step(at.x, at.weight[:, None] * responsibilities).unconstrained())
 
     with unblock(RESPONSIBILITIES):
         jacobian: Tensor = jacfwd(em)(at.position)
@@ -386,22 +387,20 @@ class _Coordinates(Generic[F]):
     def __init__(self, mixture: F, x: Tensor, sample_weight: Tensor | None) -> None:
         check_samples(x, sample_weight)
         self._like = mixture
-        self._leaves = mixture.unconstrained()
+        leaves = mixture.unconstrained()
+        self._layout = Layout(leaves)
         self.x = x.double() if x.is_floating_point() else x
         self.weight = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
-        self.position = _flat(self._leaves)
+        self.position = flat(leaves)
         if not bool(self.position.isfinite().all()):
-            names = [name for name, leaf in self._leaves.items() if not bool(leaf.isfinite().all())]
+            names = [name for name, leaf in leaves.items() if not bool(leaf.isfinite().all())]
             raise ValueError(
                 f"`mixture` should have finite coordinates. Found infinite ones in {', '.join(names)}: a parameter at "
                 "the edge of its range has no standard error."
             )
 
     def mixture(self, position: Tensor) -> F:
-        parts = position.split([leaf.numel() for leaf in self._leaves.values()])
-        return self._like.with_unconstrained(
-            {name: part.view(leaf.shape) for (name, leaf), part in zip(self._leaves.items(), parts, strict=True)}
-        )
+        return self._like.with_unconstrained(self._layout.leaves(position))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield samples and their weights, so many that the derivatives of all log-joints fit the memory."""
@@ -409,10 +408,6 @@ class _Coordinates(Generic[F]):
         per_sample = n_components * len(self.position) * (1 + self.x[0].numel())
         size = max(1, _BATCH_NUMBERS // per_sample)
         return zip(self.x.split(size), self.weight.split(size), strict=True)
-
-
-def _flat(leaves: Mapping[str, Tensor]) -> Tensor:
-    return torch.cat([leaf.reshape(-1).double() for leaf in leaves.values()])
 
 
 def _sum(parts: Iterator[Tensor]) -> Tensor:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from toolkit._data import Rows
 from toolkit.em._rounding import leaders
-from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.gaussian._fit import FINALISTS, HEAT_STEPS, HEATS, climb_prepared
 from toolkit.em.gaussian._restarts import Mixtures, climb_together
@@ -23,9 +22,6 @@ from toolkit.em.gaussian.missing import fit_missing, marginal_log_joint
 from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
 from toolkit.em.gaussian.parsimonious import Climber, CovarianceModel
 from toolkit.em.gaussian.prior import Prior
-from toolkit.em.mixture import Family
-
-F = TypeVar("F", bound=Family)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +107,7 @@ class ParsimoniousEngine:
 
     def climb(self, start: GaussianParameters, options: Options) -> Climb[Any]:
         """Return the highest point found, float64."""
-        return climb_family(self.climber.step, self.climber.step(start)[0], options)
+        return self.climber.climb(start, **vars(options))
 
 
 class MissingEngine:
@@ -150,30 +146,3 @@ class Marginal:
     def log_joint(self, x: Tensor) -> Tensor:
         """Return the log of weight times density of the values that are not NaN, (N, K)."""
         return marginal_log_joint(self.parameters, x) if bool(x.isnan().any()) else self.parameters.log_joint(x)
-
-
-def climb_family(step: Callable[[F], tuple[F, float]], start: F, options: Options) -> Climb[F]:
-    """Climb by the EM map of any mixture, in its own free coordinates."""
-    leaves = start.unconstrained()
-    sizes = [leaf.numel() for leaf in leaves.values()]
-
-    def pack(parameters: F) -> Tensor:
-        return torch.cat([leaf.reshape(-1) for leaf in parameters.unconstrained().values()])
-
-    def unpack(position: Tensor) -> F:
-        # A jump to nowhere is refused here, before anything is computed from it. A weight may be 0.
-        if not bool((position.isfinite() | position.isneginf()).all()):
-            raise ValueError("The coordinates of a mixture should be finite.")
-        parts = zip(leaves.items(), position.split(sizes), strict=True)
-        return start.with_unconstrained({name: part.view(leaf.shape) for (name, leaf), part in parts})
-
-    return climb(
-        step,
-        start,
-        pack=pack,
-        unpack=unpack,
-        accelerate=options.accelerate,
-        tol=options.tol,
-        max_iter=options.max_iter,
-        callback=options.callback,
-    )

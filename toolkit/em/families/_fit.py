@@ -14,9 +14,9 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import ROUNDING, leaders
-from toolkit.em.acceleration import Accelerate, Climb, climb, maximise_likelihood
-from toolkit.em.mixture import Family, e_step, log_likelihood
+from toolkit.em._rounding import leaders
+from toolkit.em.acceleration import Accelerate, Climb, maximise_posterior
+from toolkit.em.mixture import Family, log_likelihood
 
 __all__ = ["Kind", "fit_family"]
 
@@ -88,59 +88,19 @@ def fit_family(
     for _ in range(n_init):
         first = family.start(x, n_components, sample_weight=sample_weight, generator=generator, **options)
         first.check(x)
-        fits.append(_maximise(first, x, sample_weight, accelerate, tol, max_iter, callback))
-    best = fits[leaders([(True, found.history[-1]) for found in fits], x.dtype)[0]]
-    if getattr(best.parameters, "log_prior", None) is not None:
-        value = float(log_likelihood(best.parameters, x, sample_weight))
-        best = dataclasses.replace(best, log_likelihood=value)
-    return best
-
-
-def _maximise(
-    first: F,
-    x: Tensor,
-    sample_weight: Tensor | None,
-    accelerate: Accelerate,
-    tol: float,
-    max_iter: int,
-    callback: Callable[[int, float], None] | None,
-) -> Climb[F]:
-    prior: Callable[[F], Tensor] | None = getattr(type(first), "log_prior", None)
-    if prior is None:
-        return maximise_likelihood(
+        found = maximise_posterior(
             first,
             x,
+            getattr(family, "log_prior", None),
             sample_weight=sample_weight,
             accelerate=accelerate,
             tol=tol,
             max_iter=max_iter,
             callback=callback,
         )
-    total = float(len(x) if sample_weight is None else sample_weight.sum())
-    leaves = first.unconstrained()
-    sizes = [leaf.numel() for leaf in leaves.values()]
-
-    def em(mixture: F) -> tuple[F, float]:
-        responsibilities, value = e_step(mixture, x, sample_weight)
-        if sample_weight is not None:
-            responsibilities = responsibilities * sample_weight[:, None].to(responsibilities.dtype)
-        return mixture.m_step(x, responsibilities), float(value) + float(prior(mixture)) / total
-
-    def pack(mixture: F) -> Tensor:
-        return torch.cat([leaf.reshape(-1).double() for leaf in mixture.unconstrained().values()])
-
-    def unpack(position: Tensor) -> F:
-        parts = zip(leaves.items(), position.split(sizes), strict=True)
-        return first.with_unconstrained({name: part.view(leaf.shape).to(leaf.dtype) for (name, leaf), part in parts})
-
-    return climb(
-        em,
-        first,
-        pack=pack,
-        unpack=unpack,
-        accelerate=accelerate,
-        tol=tol,
-        max_iter=max_iter,
-        rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]),
-        callback=callback,
-    )
+        fits.append(found)
+    best = fits[leaders([(True, found.history[-1]) for found in fits], x.dtype)[0]]
+    if getattr(best.parameters, "log_prior", None) is not None:
+        value = float(log_likelihood(best.parameters, x, sample_weight))
+        best = dataclasses.replace(best, log_likelihood=value)
+    return best

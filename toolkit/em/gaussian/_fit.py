@@ -20,7 +20,7 @@ from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING, leaders
-from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.acceleration import Accelerate, Climb, climb_family
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.gaussian._fused import MomentsPrior, maximise, rounding_error
 from toolkit.em.gaussian._ranks import led, pass_over_ranks
@@ -33,7 +33,7 @@ from toolkit.em.gaussian._samples import (
     check_weights,
     prepare,
 )
-from toolkit.em.gaussian.parameters import GaussianParameters, from_unconstrained, to_unconstrained
+from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = [
     "FINALISTS",
@@ -237,8 +237,6 @@ def climb_prepared(
     # What is tiny beside `reg_covar` would be swallowed by it in the coordinates of the pass.
     swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
     framed = _framed(first.to(torch.float64), data)
-    leaves = to_unconstrained(framed)
-    sizes = [leaf.numel() for leaf in leaves.values()]
 
     def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
         moments = pass_over_ranks(parameters, pass_data)
@@ -249,24 +247,15 @@ def climb_prepared(
             value += float(prior.log_density(_unframed(parameters, data))) / data.total_weight
         return _framed(maximise(moments, data, kind, reg_covar, prior), data), value
 
-    def pack(parameters: GaussianParameters) -> Tensor:
-        return torch.cat([value.reshape(-1) for value in to_unconstrained(parameters).values()])
-
-    def unpack(position: Tensor) -> GaussianParameters:
-        if not bool(position.isfinite().all()):
-            raise ValueError("A jump should lead to finite coordinates.")
-        parts = zip(leaves.items(), position.split(sizes), strict=True)
-        there = from_unconstrained({name: part.view_as(leaf) for (name, leaf), part in parts}, kind)
+    def check(there: GaussianParameters) -> None:
         factor = data.factor_from_frame(there.precisions_cholesky)
         if reg_covar > 0 and structure.exceeds(factor, (1 + 1e-6) / reg_covar):
             raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
-        return there
 
-    found = climb(
+    found = climb_family(
         em,
         framed,
-        pack=pack,
-        unpack=unpack,
+        check=check,
         accelerate=accelerate,
         tol=tol,
         max_iter=max_iter,

@@ -28,7 +28,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em._rounding import first_least, leaders
-from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.acceleration import Accelerate, Climb, climb_family
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian.parameters import GaussianParameters, check_features
@@ -296,11 +296,9 @@ def fit_missing(
                 reg_covar=reg_covar,
                 generator=generator,
             )
-        found = climb(
+        found = climb_family(
             objective,
             first.to(torch.float64),
-            pack=_pack,
-            unpack=_unpack_like(first.to(torch.float64)),
             accelerate=accelerate,
             tol=tol,
             max_iter=max_iter,
@@ -732,22 +730,6 @@ def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:
     share = seen.mean(0).rsqrt()
     covariance: Tensor = share[:, None] * (residuals.mT @ residuals / len(residuals)) * share
     return covariance
-
-
-def _pack(parameters: GaussianParameters) -> Tensor:
-    return torch.cat([value.reshape(-1) for value in parameters.unconstrained().values()])
-
-
-def _unpack_like(first: GaussianParameters) -> Callable[[Tensor], GaussianParameters]:
-    shapes = {name: value.shape for name, value in first.unconstrained().items()}
-
-    def unpack(vector: Tensor) -> GaussianParameters:
-        parts = vector.split([shape.numel() for shape in shapes.values()])
-        return first.with_unconstrained(
-            {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
-        )
-
-    return unpack
 
 
 def _log_prior(prior: Prior | None, parameters: GaussianParameters, data: _Incomplete) -> float:

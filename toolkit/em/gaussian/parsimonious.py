@@ -21,7 +21,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import leaders
-from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.acceleration import Accelerate, Climb, climb_family
 from toolkit.em.covariance import CovarianceType, soft_counts
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error
@@ -363,24 +363,16 @@ class Climber:
         tol: float,
         max_iter: int,
         accelerate: Accelerate,
+        callback: Callable[[int, float], None] | None = None,
     ) -> Climb[ParsimoniousParameters]:
         """Climb from one start; the first step from a mixture of another structure is not counted."""
         first = start if isinstance(start, ParsimoniousParameters) else self.step(start)[0]
-        leaves = first.unconstrained()
-        sizes = [leaf.numel() for leaf in leaves.values()]
-
-        def pack(parameters: ParsimoniousParameters) -> Tensor:
-            return torch.cat([leaf.reshape(-1) for leaf in parameters.unconstrained().values()])
-
-        def unpack(position: Tensor) -> ParsimoniousParameters:
-            parts = zip(leaves.items(), position.split(sizes), strict=True)
-            return first.with_unconstrained({name: part.view(leaf.shape) for (name, leaf), part in parts})
 
         def error(parameters: ParsimoniousParameters) -> float:
             return rounding_error(_viewed(parameters, _view(self.model)), self.prepared)
 
-        return climb(
-            self.step, first, pack=pack, unpack=unpack, accelerate=accelerate, tol=tol, max_iter=max_iter, error=error
+        return climb_family(
+            self.step, first, accelerate=accelerate, tol=tol, max_iter=max_iter, error=error, callback=callback
         )
 
     def search(

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from toolkit._checks import number
 from toolkit.blocks import no_graph, stop_recording
+from toolkit.em._coordinates import Layout, flat
 from toolkit.em._rounding import ROUNDING
 from toolkit.em.acceleration import Accelerate, Climb, climb
 from toolkit.em.hmm._emissions import (
@@ -681,20 +682,17 @@ def _coordinates(
     Probabilities are there by their square roots: they often go to 0, where logarithms never come to rest. What is 0
     at all points known is 0 wherever they are extrapolated to, so impossible stays impossible.
     """
-    leaves = start.unconstrained()
-    sizes = [leaf.numel() for leaf in leaves.values()]
+    layout = Layout(start.unconstrained())
 
     def pack(parameters: HMMParameters) -> Tensor:
-        values = parameters.unconstrained()
-        return torch.cat(
-            [((leaf / 2).exp() if name in _LOG_PROBABILITIES else leaf).reshape(-1) for name, leaf in values.items()]
-        )
+        leaves = parameters.unconstrained().items()
+        return flat({name: (leaf / 2).exp() if name in _LOG_PROBABILITIES else leaf for name, leaf in leaves})
 
     def unpack(position: Tensor) -> HMMParameters:
-        values = {}
-        for (name, leaf), part in zip(leaves.items(), position.split(sizes), strict=True):
-            values[name] = (2 * part.abs().log() if name in _LOG_PROBABILITIES else part).view(leaf.shape)
-        return start.with_unconstrained(values)
+        parts = layout.leaves(position).items()
+        return start.with_unconstrained(
+            {name: 2 * part.abs().log() if name in _LOG_PROBABILITIES else part for name, part in parts}
+        )
 
     return pack, unpack
 
