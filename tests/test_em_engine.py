@@ -30,14 +30,13 @@ from toolkit.em import (
     m_step,
     start,
 )
+from toolkit.em._seeding import nearest
 from toolkit.em.covariance.matrices import FULL, quadratic_form, symmetric_products
-from toolkit.em.families._common import nearest
 from toolkit.em.gaussian import _fused as fused
 from toolkit.em.gaussian import _samples
-from toolkit.em.gaussian._fit import _nearest, climb_prepared
+from toolkit.em.gaussian._fit import climb_prepared
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
 from toolkit.em.gaussian._samples import check_rows, prepare
-from toolkit.em.gaussian.missing import _nearest_in_seen
 
 F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
@@ -717,12 +716,9 @@ def test_which_mean_is_nearest_does_not_hang_on_rounding():
         means = points[torch.randperm(150, generator=generator(seed))[:3]]
         other = points.flip(1), means.flip(1)
         ties += not torch.equal(torch.cdist(points, means).argmin(1), torch.cdist(*other).argmin(1))
-        together = _nearest(points, means[None])[0]
-        assert torch.equal(together, _nearest(other[0], other[1][None])[0])
-        assert torch.equal(together, nearest(points, means))
-        assert torch.equal(together, nearest(*other))
-        seen = torch.ones_like(points)
-        assert torch.equal(together, _nearest_in_seen(points, seen, means))
+        found = nearest(points, means[None])
+        assert torch.equal(found, nearest(other[0], other[1][None]))
+        assert torch.equal(found, nearest(points, means[None], torch.ones_like(points)))
     assert ties > 0
 
 
@@ -731,9 +727,8 @@ def test_a_far_sample_makes_no_ties_of_the_others():
     means = points[[50, 0, 1, 7]]
     expected = (points[:, None] - means).square().sum(2).argmin(1)
     assert len(set(expected.tolist())) == 4
-    assert torch.equal(_nearest(points, means[None])[0], expected)
-    assert torch.equal(nearest(points, means), expected)
-    assert torch.equal(_nearest_in_seen(points, torch.ones_like(points), means), expected)
+    assert torch.equal(nearest(points, means[None])[0], expected)
+    assert torch.equal(nearest(points, means[None], torch.ones_like(points))[0], expected)
 
 
 # --- beside scikit-learn --------------------------------------------------------------------------------------------

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
-__all__ = ["ROUNDING", "first_least", "leaders"]
+__all__ = ["ROUNDING", "leaders"]
 
 # Of a log-likelihood, in units of 1 nat and its size, by the type of the data.
 ROUNDING = {torch.float64: 1e-14, torch.float32: 1e-7}
@@ -39,14 +38,3 @@ def leaders(merits: Sequence[tuple[bool, float]], dtype: torch.dtype, count: int
         found.append(next(i for i in left if merits[i][0] == sound and merits[i][1] >= most - tie))
         left.remove(found[-1])
     return found
-
-
-def first_least(values: Tensor, sizes: Tensor) -> Tensor:
-    """Return the first index of the least value in each row, to rounding: (..., K) to (...).
-
-    Args:
-        values: (..., K).
-        sizes: (..., K) or (K,): of the terms whose sums the values are; 64 roundoffs of them are rounding.
-    """
-    error = 64 * torch.finfo(values.dtype).eps * sizes
-    return (values - error <= (values + error).amin(-1, keepdim=True)).to(torch.uint8).argmax(-1)

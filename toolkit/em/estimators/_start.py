@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._seeding import nearest
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
 from toolkit.em.gaussian._fit import Init, choose_starts
 from toolkit.em.gaussian.missing import start_missing
@@ -153,13 +154,12 @@ def _m_step(
     structure = structure_of(covariance_type)
     wide = structure.wide
     second = origins.new_zeros(wide.shape(n_components, n_features))
-    half_squares = (origins - origins[0]).square().sum(1) / 2
     for rows, part, weights in _parts(x, sample_weight):
         if responsibilities is None:
-            nearest = (half_squares - (part - origins[0]) @ (origins - origins[0]).mT).argmin(1)
+            labels = nearest(part - origins[0], (origins - origins[0])[None])[0]
         for k in range(n_components):
             if responsibilities is None:
-                mine = nearest == k
+                mine = labels == k
                 differences, shares = part[mine] - origins[k], weights[mine]
             else:
                 differences, shares = part - origins[k], weights * responsibilities[rows, k]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer
-from toolkit.em._rounding import first_least
+from toolkit.em._seeding import LLOYD_STEPS, device_of, lloyd, seeds
 from toolkit.em.covariance import soft_counts
 
 __all__ = [
@@ -23,21 +23,16 @@ __all__ = [
     "check_shape",
     "check_start",
     "clamp_coordinates",
-    "device_of",
     "is_wrapped",
     "log_of",
     "log_weights_of",
-    "nearest",
     "partition",
     "raise_row",
-    "seeds",
     "shares",
 ]
 
 # e^-40 is less than a rounding error of 1: coordinates beyond it change no likelihood, and would spoil extrapolation.
 FAR = 40.0
-
-_LLOYD_STEPS = 10
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -144,39 +139,6 @@ def raise_row(x: Tensor, bad: Tensor, should: str) -> None:
         raise ValueError(f"`x` should {should}. Found {x[row].tolist()} in row {row}.")
 
 
-def seeds(points: Tensor, n: int, weights: Tensor | None, generator: torch.Generator | None) -> Tensor:
-    """Choose `n` samples one by one, each with probability proportional to its squared distance from those before it.
-
-    Args:
-        points: (N, D), finite.
-        n: How many.
-        weights: (N,): multiplies the probabilities. None: all 1.
-        generator: Randomness. None is torch's global generator.
-
-    Returns:
-        Their indices, (n,).
-    """
-    distances = torch.ones_like(points[:, 0])
-    chosen: list[Tensor] = []
-    for i in range(n):
-        odds = distances if weights is None else distances * weights
-        if not bool((odds > 0).any()):  # fewer distinct samples than seeds
-            odds = torch.ones_like(odds)
-        cumulative = odds.double().cumsum(0)
-        draw = torch.rand((), generator=generator, device=device_of(generator, points), dtype=torch.float64)
-        index = torch.searchsorted(cumulative, draw.to(points.device) * cumulative[-1], right=True)
-        chosen.append(index.clamp(max=len(points) - 1))
-        squares = (points - points[chosen[-1]]).square().sum(1)
-        distances = torch.minimum(distances, squares) if i else squares
-    return torch.stack(chosen)
-
-
-def nearest(points: Tensor, means: Tensor) -> Tensor:
-    """Return the index of the nearest mean of each point, (N,)."""
-    half_squares = means.square().sum(1) / 2
-    return first_least(half_squares - points @ means.mT, half_squares)
-
-
 def partition(x: Tensor, n: int, weights: Tensor | None, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """Split real samples by a few steps of k-means, in units of each feature's spread.
 
@@ -194,21 +156,8 @@ def partition(x: Tensor, n: int, weights: Tensor | None, generator: torch.Genera
     centred = x - (share * x).sum(0)
     spread = (share * centred.square()).sum(0).sqrt()
     points = centred / torch.where(spread > 0, spread, 1.0)
-    means = points[seeds(points, n, weights, generator)]
-    labels = nearest(points, means)
-    for _ in range(_LLOYD_STEPS):
-        counts = torch.zeros_like(means[:, :1]).index_add(0, labels, weights[:, None])
-        sums = torch.zeros_like(means).index_add(0, labels, weights[:, None] * points)
-        means = torch.where(counts > 0, sums / torch.where(counts > 0, counts, 1.0), means)
-        before, labels = labels, nearest(points, means)
-        if torch.equal(labels, before):
-            break
-    return labels, weights
-
-
-def device_of(generator: torch.Generator | None, x: Tensor) -> torch.device:
-    """Return where random numbers are drawn."""
-    return x.device if generator is None else generator.device
+    _, labels = lloyd(points, points[seeds(points, n, weights, generator)], LLOYD_STEPS, weights=weights)
+    return labels[0], weights
 
 
 def log_weights_of(values: Mapping[str, Tensor]) -> Tensor:

@@ -21,10 +21,10 @@ from torch.distributions import Distribution
 
 from toolkit._checks import integer
 from toolkit.blocks import carries_gradient, constants, no_graph
+from toolkit.em._seeding import device_of
 from toolkit.em.families._common import (
     Components,
     clamp_coordinates,
-    device_of,
     is_wrapped,
     log_weights_of,
     partition,

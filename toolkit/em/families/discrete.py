@@ -23,17 +23,16 @@ from torch.nn.functional import logsigmoid
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
+from toolkit.em._seeding import device_of, seeds
 from toolkit.em.families._common import (
     Components,
     check_shape,
     check_start,
     clamp_coordinates,
-    device_of,
     is_wrapped,
     log_of,
     log_weights_of,
     raise_row,
-    seeds,
     shares,
 )
 
@@ -124,7 +123,7 @@ class BernoulliMixture(Components):
         _check_binary(x)
         points, weights = _filled(x, sample_weight)
         middle = 0.25 + 0.5 * _mean(points, weights)  # away from 0 and 1, where a probability would stay
-        chosen = points[seeds(points, n_components, weights, generator)]
+        chosen = points[seeds(points, n_components, weights, generator)[0]]
         probabilities = (1 - _SEED) * middle + _SEED * (0.25 + 0.5 * chosen)
         return cls(log_weights=_equal(n_components, points), logits=probabilities.logit(), pseudo_count=pseudo_count)
 
@@ -292,7 +291,7 @@ class PoissonMixture(Components):
         _check_counts(x)
         points, weights = _filled(x, sample_weight)
         middle = _mean(points, weights)
-        chosen = points[seeds(points.sqrt(), n_components, weights, generator)]
+        chosen = points[seeds(points.sqrt(), n_components, weights, generator)[0]]
         return cls(
             log_weights=_equal(n_components, points),
             log_rates=log_of((1 - _SEED) * middle + _SEED * chosen),
@@ -476,7 +475,7 @@ class CategoricalMixture(Components):
         points, weights = _filled(_one_hot(_codes(x, sizes), sizes, _float_type(x)), sample_weight)
         # Half a sample of each category keeps a probability from 0, where it would stay.
         middle = _normalised(points.mT @ weights.to(points) + 0.5, sizes)
-        chosen = points[seeds(points, n_components, weights, generator)]
+        chosen = points[seeds(points, n_components, weights, generator)[0]]
         uniform = _normalised(torch.ones_like(middle), sizes)
         rows = _SEED * chosen + (1 - _SEED) * (0.5 * middle + 0.5 * uniform)
         return cls(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em._seeding import nearest
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.gaussian.parameters import GaussianParameters
 
@@ -105,6 +106,6 @@ def _of_all(points: Tensor, chosen: Tensor, labels: Tensor) -> Tensor:
     n_clusters = int(labels.max()) + 1
     counts = labels.bincount(minlength=n_clusters)[:, None]
     means = points.new_zeros(n_clusters, points.shape[1]).index_add_(0, labels, points[chosen]) / counts
-    nearest = (0.5 * means.square().sum(1) - points @ means.mT).argmin(1)
-    nearest[chosen] = labels
-    return nearest
+    found = nearest(points, means[None])[0]
+    found[chosen] = labels
+    return found

@@ -20,6 +20,7 @@ from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING, leaders
+from toolkit.em._seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds
 from toolkit.em.acceleration import Accelerate, Climb, climb_family
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.gaussian._fused import MomentsPrior, maximise, rounding_error
@@ -55,8 +56,6 @@ Fit: TypeAlias = Climb[GaussianParameters]
 
 # Chunks: what can be read again, or a function that begins to read.
 _Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
-
-_LLOYD_STEPS = 10
 
 # The most samples that are looked at to choose a start.
 _SEEDING = 2**16
@@ -165,9 +164,9 @@ def fit(
         )
     if isinstance(init, GaussianParameters):
         _check_start(init, data, n_components, covariance_type)
-        seeds, weights = None, None
+        sampled, weights = None, None
     else:
-        seeds, weights = _seeding_sample(x, sample_weight, rows, data, generator)
+        sampled, weights = _seeding_sample(x, sample_weight, rows, data, generator)
 
     def ascend(first: GaussianParameters) -> Fit:
         return climb_prepared(
@@ -184,9 +183,9 @@ def fit(
     def decide() -> Fit:
         if isinstance(init, GaussianParameters):
             return ascend(init.to(data.centre.device))
-        assert seeds is not None
+        assert sampled is not None
         starts = choose_starts(
-            seeds,
+            sampled,
             weights,
             n_components,
             n_init,
@@ -424,10 +423,11 @@ def choose_starts(
     for first in range(0, n_starts, together):
         count = min(together, n_starts - first)
         if init == "random_from_data":
-            means = torch.stack([_distinct(points, weights, n_components, generator) for _ in range(count)])
+            chosen = torch.stack([distinct(weights, n_components, generator) for _ in range(count)])
         else:
-            means = _spread_out(points, weights, n_components, count, generator)
-        means, nearest = _lloyd(points, weights, means, _LLOYD_STEPS if init == "kmeans" else 0)
+            chosen = seeds(points, n_components, weights, generator, n_starts=count)
+        n_steps = LLOYD_STEPS if init == "kmeans" else 0
+        means, nearest = lloyd(points, points[chosen], n_steps, weights=weights)
         offsets = n_components * torch.arange(count, device=points.device)[:, None]
         counts = points.new_zeros(count * n_components)
         counts.index_add_(0, (nearest + offsets).view(-1), weights.repeat(count))
@@ -453,71 +453,6 @@ def _common_factors(residuals: Tensor, shares: Tensor, kind: CovarianceType, reg
     scatter = structure.moments((residuals * shares[:, None]).mT, residuals.mT)
     covariances = structure.estimate(scatter, torch.ones_like(residuals[:, 0]))
     return structure.factor(structure.regularise(covariances, reg_covar))
-
-
-def _distinct(points: Tensor, weights: Tensor, n_components: int, generator: torch.Generator | None) -> Tensor:
-    """Choose different samples; those without weight are chosen only if there are not enough others."""
-    order = torch.randperm(len(points), generator=generator, device=_device(generator, points)).to(points.device)
-    order = order[(weights[order] == 0).to(torch.int8).argsort(stable=True)]
-    return points[order[:n_components]]
-
-
-def _spread_out(
-    points: Tensor, weights: Tensor, n_components: int, n_starts: int, generator: torch.Generator | None
-) -> Tensor:
-    """Choose samples one by one, each with probability proportional to its squared distance from those before it.
-
-    Returns:
-        (R, K, D).
-    """
-    distances = weights.expand(n_starts, -1)
-    chosen = []
-    for i in range(n_components):
-        cumulative = distances.cumsum(1)
-        draw = torch.rand(n_starts, 1, generator=generator, device=_device(generator, points), dtype=torch.float64)
-        index = torch.searchsorted(cumulative, draw.to(points.device) * cumulative[:, -1:], right=True)
-        chosen.append(points[index[:, 0].clamp(max=len(points) - 1)])
-        squares = (points - chosen[-1][:, None]).square().sum(2) * weights
-        distances = torch.minimum(distances, squares) if i else squares
-    return torch.stack(chosen, 1)
-
-
-def _lloyd(points: Tensor, weights: Tensor, means: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
-    """Return means (R, K, D) after so many of Lloyd's steps, and the nearest mean of each sample (R, N)."""
-    labels = torch.arange(means.shape[1], device=means.device)[:, None]
-    weighted = points * weights[:, None]
-    nearest = _nearest(points, means)
-    for _ in range(n_steps):
-        members = (nearest[:, None] == labels).to(points.dtype)
-        counts = members @ weights[:, None]
-        means = torch.where(counts > 0, members @ weighted / counts, means)
-        before, nearest = nearest, _nearest(points, means)
-        if torch.equal(nearest, before):
-            break
-    return means, nearest
-
-
-def _nearest(points: Tensor, means: Tensor) -> Tensor:
-    """Return the index of the nearest mean of each point, (R, N)."""
-    half_squares = means.square().sum(2)[..., None] / 2
-    error = 64 * torch.finfo(points.dtype).eps * half_squares  # ties go to the first, as in `first_least`
-    size = max(1, 2**20 // means[:, :, 0].numel())
-    found = []
-    for part in points.split(size):
-        distances = torch.baddbmm(half_squares, means, part.mT.expand(len(means), -1, -1), alpha=-1)
-        # One by one: `argmin` over a dimension that is not the last takes thirty times as long.
-        least = distances[:, 0] - error[:, 0]
-        nearest = torch.zeros_like(least, dtype=torch.int64)
-        for k in range(1, means.shape[1]):
-            nearer = distances[:, k] + error[:, k] < least
-            nearest.masked_fill_(nearer, k)
-            least = torch.where(nearer, distances[:, k] - error[:, k], least)
-        found.append(nearest)
-    return torch.cat(found, 1)
-
-
-def _device(generator: torch.Generator | None, x: Tensor) -> torch.device:
-    return x.device if generator is None else generator.device
 
 
 def _checked_rows(
@@ -550,19 +485,19 @@ def _seeding_sample(
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     size = _SEEDING if data.group is None else math.ceil(_SEEDING / get_world_size(data.group))
     for part, weights in rows(2**14):
-        keys = torch.rand(len(part), generator=generator, device=_device(generator, part), dtype=torch.float64)
+        keys = torch.rand(len(part), generator=generator, device=device_of(generator, part), dtype=torch.float64)
         keys, own = keys.to(part.device), part.new_ones(len(part)) if weights is None else weights
         # Those without weight come last. Copies: a source may fill the same memory again.
         kept.append((torch.where(own > 0, keys, 2.0), part.clone(), own.clone()))
         if sum(len(keys) for keys, _, _ in kept) > 2 * size:
             kept = [_smallest(kept, size)]
-    _, seeds, weights = _smallest(kept, size)
+    _, samples, weights = _smallest(kept, size)
     if data.group is not None:
         gathered: list[Any] = [None] * get_world_size(data.group)
-        all_gather_object(gathered, (seeds.cpu(), weights.cpu()), group=data.group)
-        seeds = torch.cat([part for part, _ in gathered]).to(seeds.device)
-        weights = torch.cat([part for _, part in gathered]).to(seeds.device)
-    return seeds, weights
+        all_gather_object(gathered, (samples.cpu(), weights.cpu()), group=data.group)
+        samples = torch.cat([part for part, _ in gathered]).to(samples.device)
+        weights = torch.cat([part for _, part in gathered]).to(samples.device)
+    return samples, weights
 
 
 def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em._rounding import first_least, leaders
+from toolkit.em._rounding import leaders
+from toolkit.em._seeding import LLOYD_STEPS, lloyd
 from toolkit.em.acceleration import Accelerate, Climb, climb_family
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.gaussian._fit import Init, start
@@ -49,8 +50,6 @@ __all__ = [
 # Bytes of one (K, P, B, D) array, which bounds what a pass needs at a time, and the most samples of one pattern in it.
 _CHUNK_BYTES = 2**21
 _LONGEST = 2048
-
-_LLOYD_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -361,7 +360,9 @@ def start_missing(
     centre = x.nanmean(0)
     points = (x - centre).nan_to_num(0.0)
     first = start(points, n_components, covariance_type="spherical", init=init, reg_covar=1.0, generator=generator)
-    means, nearest = _lloyd(points, seen, first.means, _LLOYD_STEPS if init == "kmeans" else 0)
+    n_steps = LLOYD_STEPS if init == "kmeans" else 0
+    found = lloyd(points, first.means[None], n_steps, weights=torch.ones_like(points[:, 0]), seen=seen)
+    means, nearest = found[0][0], found[1][0]
     shares = nearest.bincount(minlength=n_components).clamp(min=1).to(x.dtype)
     covariance = _covariance_of_seen(seen * (points - means[nearest]), seen)
     structure = structure_of(covariance_type)
@@ -705,24 +706,6 @@ def _maximise(
 
 
 # --- how the fit starts, and what it is asked ------------------------------------------------------------------------
-
-
-def _lloyd(points: Tensor, seen: Tensor, means: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
-    """Return the means (K, D) after k-means on seen features, and the nearest of them to each point (N,)."""
-    nearest = _nearest_in_seen(points, seen, means)
-    for _ in range(n_steps):
-        sums = torch.zeros_like(means).index_add_(0, nearest, points)
-        counts = torch.zeros_like(means).index_add_(0, nearest, seen)
-        means = torch.where(counts > 0, sums / counts, means)
-        before, nearest = nearest, _nearest_in_seen(points, seen, means)
-        if torch.equal(nearest, before):
-            break
-    return means, nearest
-
-
-def _nearest_in_seen(points: Tensor, seen: Tensor, means: Tensor) -> Tensor:
-    half_squares = 0.5 * seen @ means.square().mT
-    return first_least(half_squares - points @ means.mT, half_squares)
 
 
 def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:

@@ -1,0 +1,117 @@
+"""Means to start from: samples that are far from each other, improved by Lloyd's steps; of several starts at once.
+
+N samples, D features, K means, R starts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["LLOYD_STEPS", "device_of", "distinct", "lloyd", "nearest", "seeds"]
+
+LLOYD_STEPS = 10
+
+
+def distinct(weights: Tensor, n_means: int, generator: torch.Generator | None) -> Tensor:
+    """Choose different samples (K,); those without weight are chosen only if there are not enough others.
+
+    Args:
+        weights: (N,).
+        n_means: K.
+        generator: Randomness. None is torch's global generator.
+    """
+    order = torch.randperm(len(weights), generator=generator, device=device_of(generator, weights)).to(weights.device)
+    return order[(weights[order] == 0).to(torch.int8).argsort(stable=True)][:n_means]
+
+
+def seeds(
+    points: Tensor, n_means: int, weights: Tensor | None, generator: torch.Generator | None, *, n_starts: int = 1
+) -> Tensor:
+    """Choose samples one by one, each with probability proportional to its squared distance from those before it.
+
+    Args:
+        points: (N, D), finite.
+        n_means: K.
+        weights: (N,): multiplies the probabilities. None: all 1.
+        generator: Randomness. None is torch's global generator.
+        n_starts: R.
+
+    Returns:
+        Their indices, (R, K).
+
+    References:
+        Arthur & Vassilvitskii, "k-means++: the advantages of careful seeding", 2007, section 2.2.
+    """
+    weights = torch.ones_like(points[:, 0]) if weights is None else weights
+    odds = weights.expand(n_starts, -1)
+    chosen: list[Tensor] = []
+    for i in range(n_means):
+        enough = (odds > 0).any(1, keepdim=True)  # else there are fewer distinct samples than means
+        cumulative = torch.where(enough, odds, weights).double().cumsum(1)
+        draw = torch.rand(n_starts, 1, generator=generator, device=device_of(generator, points), dtype=torch.float64)
+        index = torch.searchsorted(cumulative, draw.to(points.device) * cumulative[:, -1:], right=True)
+        chosen.append(index[:, 0].clamp(max=len(points) - 1))
+        squares = (points - points[chosen[-1]][:, None]).square().sum(2) * weights
+        odds = torch.minimum(odds, squares) if i else squares
+    return torch.stack(chosen, 1)
+
+
+def lloyd(
+    points: Tensor, means: Tensor, n_steps: int, *, weights: Tensor, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return means (R, K, D) after so many of Lloyd's steps, and the nearest mean of each sample (R, N).
+
+    Args:
+        points: (N, D); 0 where a feature is missing.
+        means: (R, K, D).
+        n_steps: The most steps. They end earlier when no sample changes its mean.
+        weights: (N,).
+        seen: (N, D): 1 where a feature is seen, 0 where it is missing. None: all are seen.
+    """
+    labels = torch.arange(means.shape[1], device=means.device)[:, None]
+    weighted = weights[:, None] * points
+    mass = weights[:, None] if seen is None else weights[:, None] * seen
+    members_of = nearest(points, means, seen)
+    for _ in range(n_steps):
+        members = (members_of[:, None] == labels).to(points.dtype)
+        counts = members @ mass
+        means = torch.where(counts > 0, members @ weighted / counts, means)
+        before, members_of = members_of, nearest(points, means, seen)
+        if torch.equal(members_of, before):
+            break
+    return means, members_of
+
+
+def nearest(points: Tensor, means: Tensor, seen: Tensor | None = None) -> Tensor:
+    """Return the index of the nearest mean of each sample, in the features that are seen: (R, N).
+
+    Distances that differ by rounding count as equal, and the first mean comes first: see `toolkit.em._rounding`.
+
+    Args:
+        points: As in `lloyd`.
+        means: (R, K, D).
+        seen: As in `lloyd`.
+    """
+    half_squares = means.square() / 2
+    size = max(1, 2**20 // means[:, :, 0].numel())
+    found = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        own = half_squares.sum(2)[..., None] if seen is None else half_squares @ seen[start : start + size].mT
+        distances = torch.baddbmm(own, means, part.mT.expand(len(means), -1, -1), alpha=-1)
+        error = 64 * torch.finfo(points.dtype).eps * own
+        # One by one: `argmin` over a dimension that is not the last takes thirty times as long.
+        least = distances[:, 0] - error[:, 0]
+        index = torch.zeros_like(least, dtype=torch.int64)
+        for k in range(1, means.shape[1]):
+            nearer = distances[:, k] + error[:, k] < least
+            index.masked_fill_(nearer, k)
+            least = torch.where(nearer, distances[:, k] - error[:, k], least)
+        found.append(index)
+    return torch.cat(found, 1)
+
+
+def device_of(generator: torch.Generator | None, x: Tensor) -> torch.device:
+    """Return where random numbers are drawn."""
+    return x.device if generator is None else generator.device
