@@ -405,7 +405,7 @@ def test_which_of_equal_climbs_is_the_best_does_not_hang_on_rounding():
         starts = [permuted(first, rows), *(permuted(first, others) for others in permutations(range(3)))]
         for method in METHODS:
             ascend = partial(climb_prepared, accelerate=method, **options)
-            best = _best_of(starts, data, ascend, goes_on=method != "none", **together)
+            best = _best_of(starts, data, ascend, accelerate=method, **together)
             torch.testing.assert_close(best.parameters.means, ascend(starts[0]).parameters.means, rtol=0, atol=1e-3)
 
 

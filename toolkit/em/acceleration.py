@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
@@ -23,7 +23,7 @@ from torch import Tensor
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em._coordinates import Layout, flat
-from toolkit.em._rounding import ROUNDING
+from toolkit.em._rounding import ROUNDING, leaders
 from toolkit.em.mixture import Family, e_step
 
 __all__ = ["Accelerate", "Climb", "climb", "maximise_likelihood"]
@@ -57,6 +57,21 @@ class Climb(Generic[P]):
     converged: bool
     n_iter: int
     history: tuple[float, ...]
+
+
+def ranked(
+    climbs: Sequence[Climb[P]], dtype: torch.dtype, *, sound: Sequence[bool] | None = None, count: int | None = None
+) -> list[Climb[P]]:
+    """Return the best climbs, best first: sound ones before others, then the higher (see `leaders`).
+
+    Args:
+        climbs: By the number of their start.
+        dtype: Of the data.
+        sound: Whether each has no degenerate component. None: all are sound.
+        count: The most to return. None: all.
+    """
+    merits = zip(sound or [True] * len(climbs), (found.history[-1] for found in climbs), strict=True)
+    return [climbs[place] for place in leaders(list(merits), dtype, len(climbs) if count is None else count)]
 
 
 @no_graph()

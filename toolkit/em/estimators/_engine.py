@@ -12,11 +12,10 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from toolkit._data import Rows
-from toolkit.em._rounding import leaders
 from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.estimators._collapse import collapsed_components
-from toolkit.em.gaussian._fit import FINALISTS, HEAT_STEPS, HEATS, climb_prepared
-from toolkit.em.gaussian._restarts import Mixtures, climb_together
+from toolkit.em.gaussian._fit import climb_prepared
+from toolkit.em.gaussian._restarts import Mixtures, heats
 from toolkit.em.gaussian._samples import prepare
 from toolkit.em.gaussian.missing import fit_missing, marginal_log_joint
 from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
@@ -63,32 +62,27 @@ class GaussianEngine:
         return climb_prepared(start, data=self.prepared, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
 
     def heats(self, starts: list[GaussianParameters], options: Options) -> list[tuple[GaussianParameters, int]]:
-        """Climb from all starts together, plainly, and say from where to go on.
+        """Return points from which to go on, and the steps taken to them: see `toolkit.em.gaussian._restarts.heats`.
 
-        Collapsed ones come last: the likelihood says nothing about them. With plain steps the best start is all there
-        is to say; otherwise the highest points are, after so many steps that they can be told from the others. So are
-        starts that became singular: together they are expanded, which very narrow components do not bear; alone they
-        are not.
-
-        Returns:
-            Points from which to go on and the steps taken to them.
+        With plain steps the point is the start, so that the history is whole.
         """
-        plain = options.accelerate == "none"
-        mixtures, values, steps, _ = climb_together(
-            Mixtures.of(starts, self.prepared),
+
+        def are_sound(mixtures: Mixtures) -> list[bool]:
+            reached = (mixtures.one(i, self.prepared) for i in range(len(mixtures.means)))
+            return [not collapsed_components(mixture, self.reg_covar) for mixture in reached]
+
+        found = heats(
+            starts,
             self.prepared,
-            tol=options.tol if plain else max(options.tol, HEATS),
-            max_iter=options.max_iter if plain else min(options.max_iter, HEAT_STEPS),
+            are_sound=are_sound,
+            accelerate=options.accelerate,
+            tol=options.tol,
+            max_iter=options.max_iter,
             reg_covar=self.reg_covar,
         )
-        if not bool(values.isfinite().any()):
-            return [(start, 0) for start in starts]
-        reached = [(i, mixtures.one(i, self.prepared)) for i in range(len(starts))]
-        alive = [(i, parameters) for i, parameters in reached if values[i].isfinite()]
-        merits = [(not collapsed_components(parameters, self.reg_covar), float(values[i])) for i, parameters in alive]
-        best = [alive[place] for place in leaders(merits, self.prepared.dtype, 1 if plain else FINALISTS)]
-        best += [(i, parameters) for i, parameters in reached if not values[i].isfinite()]
-        return [(starts[i], 0) if plain else (parameters, int(steps[i])) for i, parameters in best]
+        if not found or options.accelerate == "none":
+            return [(heat.start, 0) for heat in found] or [(start, 0) for start in starts]
+        return [(heat.reached.parameters, heat.reached.n_iter) for heat in found]
 
 
 class ParsimoniousEngine:

@@ -22,8 +22,7 @@ from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, re
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
-from toolkit.em._rounding import leaders
-from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.acceleration import Accelerate, Climb, ranked
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.gaussian._fit import Init, start
 
@@ -130,8 +129,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
                 )
                 fits.append(found)
                 progress.end("converged" if found.converged else "not converged", found.log_likelihood)
-        best = leaders([(True, found.log_likelihood) for found in fits], x.dtype)[0]
-        self._set(fits[best], form)
+        self._set(ranked(fits, x.dtype)[0], form)
         return self
 
     def _start(self, x: Tensor, generator: torch.Generator) -> hmm.HMMParameters:

@@ -40,8 +40,7 @@ from toolkit._data import (
 )
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import leaders
-from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.acceleration import Accelerate, Climb, ranked
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._engine import (
@@ -860,11 +859,8 @@ class GaussianMixture(BaseMixture):
 
     def _best(self, fits: list[Climb[Any]], dtype: torch.dtype) -> Climb[Any]:
         """Return the highest fit that has no collapsed component, if there is one."""
-        merits = [
-            (not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)), found.history[-1])
-            for found in fits
-        ]
-        return fits[leaders(merits, dtype)[0]]
+        sound = [not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)) for found in fits]
+        return ranked(fits, dtype, sound=sound, count=1)[0]
 
     def _set(self, found: Climb[Any], form: Form) -> None:
         """Set the attributes."""

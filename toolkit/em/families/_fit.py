@@ -14,8 +14,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import leaders
-from toolkit.em.acceleration import Accelerate, Climb, maximise_posterior
+from toolkit.em.acceleration import Accelerate, Climb, maximise_posterior, ranked
 from toolkit.em.mixture import Family, log_likelihood
 
 __all__ = ["Kind", "fit_family"]
@@ -99,7 +98,7 @@ def fit_family(
             callback=callback,
         )
         fits.append(found)
-    best = fits[leaders([(True, found.history[-1]) for found in fits], x.dtype)[0]]
+    best = ranked(fits, x.dtype)[0]
     if getattr(best.parameters, "log_prior", None) is not None:
         value = float(log_likelihood(best.parameters, x, sample_weight))
         best = dataclasses.replace(best, log_likelihood=value)

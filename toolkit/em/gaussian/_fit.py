@@ -19,13 +19,13 @@ from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import ROUNDING, leaders
+from toolkit.em._rounding import ROUNDING
 from toolkit.em._seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds
-from toolkit.em.acceleration import Accelerate, Climb, climb_family
+from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.gaussian._fused import MomentsPrior, maximise, rounding_error
 from toolkit.em.gaussian._ranks import led, pass_over_ranks
-from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
+from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, heats
 from toolkit.em.gaussian._samples import (
     FLOATS,
     Prepared,
@@ -37,9 +37,6 @@ from toolkit.em.gaussian._samples import (
 from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = [
-    "FINALISTS",
-    "HEATS",
-    "HEAT_STEPS",
     "Fit",
     "GaussianPrior",
     "Init",
@@ -59,13 +56,6 @@ _Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
 # The most samples that are looked at to choose a start.
 _SEEDING = 2**16
-
-# Of several starts climbed together, as many are climbed to the end; the others are dropped when they gain less, or
-# after so many steps.
-FINALISTS = 3
-HEATS = 1e-4
-HEAT_STEPS = 100
-
 
 # The largest variance that `reg_covar` may add in the coordinates of the pass, where the data have one of 1.
 _LARGEST_RIDGE = 1e6
@@ -198,16 +188,7 @@ def fit(
             return ascend(starts[0])
         if prior is not None:
             return _best_of_climbs(starts, data, ascend)  # starts climb together only to the likelihood
-        plain = accelerate == "none"
-        return _best_of(
-            starts,
-            data,
-            ascend,
-            goes_on=not plain,
-            tol=tol if plain else max(tol, HEATS),
-            max_iter=max_iter if plain else min(max_iter, HEAT_STEPS),
-            reg_covar=reg_covar,
-        )
+        return _best_of(starts, data, ascend, accelerate=accelerate, tol=tol, max_iter=max_iter, reg_covar=reg_covar)
 
     best = led(decide, data.as_samples(), _to_device)
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
@@ -287,35 +268,22 @@ def _best_of(
     data: Prepared,
     ascend: Callable[[GaussianParameters], Fit],
     *,
-    goes_on: bool,
-    tol: float,
-    max_iter: int,
-    reg_covar: float,
+    accelerate: Accelerate,
+    **options: Any,
 ) -> Fit:
-    """Climb from all starts together, and then, if they are to go on, from where the highest are to the end.
-
-    A spike can be as high as it likes, and says nothing about the data: it is chosen only if there is nothing else.
-    """
-    mixtures, values, steps, converged = climb_together(
-        Mixtures.of(starts, data), data, tol=tol, max_iter=max_iter, reg_covar=reg_covar
-    )
-    alive = values.isfinite().nonzero()[:, 0]
-    # Together they are expanded, which very narrow components do not bear; alone they are not.
-    if not len(alive):
+    """Climb from all starts together, and then, unless steps are plain, from where the highest are to the end."""
+    found = heats(starts, data, are_sound=_are_sound, accelerate=accelerate, **options)
+    if not found:
         return _best_of_climbs(starts, data, ascend)
-    sound = mixtures[alive].narrowest() >= NARROWEST
-    merits = list(zip(sound.tolist(), values[alive].tolist(), strict=True))
     climbs = []
-    for place in leaders(merits, data.dtype, FINALISTS if goes_on else 1):
-        index, value = int(alive[place]), merits[place][1]
-        climb = Climb(mixtures.one(index, data), value, bool(converged[index]), int(steps[index]), (value,))
-        if goes_on:
-            climb = dataclasses.replace(final := ascend(climb.parameters), n_iter=climb.n_iter + final.n_iter)
-        climbs.append(climb)
-    for index in values.isneginf().nonzero()[:, 0].tolist():
-        with contextlib.suppress(ValueError):  # singular alone as well
-            final = ascend(mixtures.one(index, data))
-            climbs.append(dataclasses.replace(final, n_iter=int(steps[index]) + final.n_iter))
+    for heat in (one.reached for one in found):
+        singular = math.isinf(heat.log_likelihood)
+        if accelerate == "none" and not singular:
+            climbs.append(heat)
+            continue
+        with contextlib.suppress(ValueError) if singular else contextlib.nullcontext():  # singular alone as well
+            final = ascend(heat.parameters)
+            climbs.append(dataclasses.replace(final, n_iter=heat.n_iter + final.n_iter))
     return _best(climbs, data)
 
 
@@ -337,9 +305,14 @@ def _best_of_climbs(
 
 def _best(climbs: list[Fit], data: Prepared) -> Fit:
     """Return the highest climb that does not end in a spike, if there is one."""
-    sound = Mixtures.of([found.parameters for found in climbs], data).narrowest() >= NARROWEST
-    merits = zip(sound.tolist(), (found.log_likelihood for found in climbs), strict=True)
-    return climbs[leaders(list(merits), data.dtype)[0]]
+    return ranked(
+        climbs, data.dtype, sound=_are_sound(Mixtures.of([found.parameters for found in climbs], data)), count=1
+    )[0]
+
+
+def _are_sound(mixtures: Mixtures) -> list[bool]:
+    sound: list[bool] = (mixtures.narrowest() >= NARROWEST).tolist()
+    return sound
 
 
 @no_graph()

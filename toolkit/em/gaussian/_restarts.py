@@ -12,23 +12,31 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import ROUNDING
+from toolkit.em._rounding import ROUNDING, leaders
+from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.covariance import Structure, soft_counts, structure_of
 from toolkit.em.gaussian._fused import Expansion, expansion_error
 from toolkit.em.gaussian._ranks import sums_over_ranks
 from toolkit.em.gaussian._samples import Prepared
 from toolkit.em.gaussian.parameters import GaussianParameters
 
-__all__ = ["NARROWEST", "Mixtures", "climb_together"]
+__all__ = ["NARROWEST", "Heat", "Mixtures", "climb_together", "heats"]
 
 # A component is a spike if in some direction its variance is less than this, in units of the average component's.
 NARROWEST = 1e-3
+
+# Of several starts climbed together, as many are climbed to the end; the others are dropped when they gain less, or
+# after so many steps.
+FINALISTS = 3
+HEATS = 1e-4
+HEAT_STEPS = 100
 
 # The most terms of a sum whose errors add up, about those of a chunk. On copies of one sample, among 10 to 1e6 samples
 # of 1 to 16 features, second moments and squared means were at most 4 roundoffs apart, or a sixth of the number of
@@ -88,6 +96,64 @@ class Mixtures:
     def __getitem__(self, which: Tensor) -> Mixtures:
         """Return some of them."""
         return Mixtures(self.log_weights[which], self.means[which], self.factor[which], self.structure)
+
+
+@dataclass(frozen=True)
+class Heat:
+    """A start, and where it came to among others; minus infinity is the log-likelihood of a singular covariance."""
+
+    start: GaussianParameters
+    reached: Climb[GaussianParameters]
+
+
+def heats(
+    starts: list[GaussianParameters],
+    data: Prepared,
+    *,
+    are_sound: Callable[[Mixtures], list[bool]],
+    accelerate: Accelerate,
+    tol: float,
+    max_iter: int,
+    reg_covar: float,
+) -> list[Heat]:
+    """Climb from all starts together, plainly, and return those from which to go on.
+
+    A degenerate component can be as high as it likes, and says nothing about the data: such heats come last. With plain
+    steps the best one is all there is to say; otherwise the three best are, after so many steps that they can be told
+    from the others. So are starts that became singular: together they are expanded, which very narrow components do not
+    bear; alone they are not.
+
+    Args:
+        starts: R mixtures of one structure.
+        data: The data.
+        are_sound: Says of several mixtures which have no degenerate component.
+        accelerate: How to go on.
+        tol: As in `climb`.
+        max_iter: As in `climb`.
+        reg_covar: Added to every variance.
+
+    Returns:
+        The best, best first, and then those that became singular. None if all did.
+    """
+    plain = accelerate == "none"
+    mixtures, values, steps, converged = climb_together(
+        Mixtures.of(starts, data),
+        data,
+        tol=tol if plain else max(tol, HEATS),
+        max_iter=max_iter if plain else min(max_iter, HEAT_STEPS),
+        reg_covar=reg_covar,
+    )
+
+    def heat(i: int) -> Heat:
+        value = float(values[i])
+        return Heat(starts[i], Climb(mixtures.one(i, data), value, bool(converged[i]), int(steps[i]), (value,)))
+
+    alive = values.isfinite().nonzero()[:, 0]
+    if not len(alive):
+        return []
+    merits = list(zip(are_sound(mixtures[alive]), values[alive].tolist(), strict=True))
+    best = [int(alive[place]) for place in leaders(merits, data.dtype, 1 if plain else FINALISTS)]
+    return [heat(i) for i in [*best, *values.isneginf().nonzero()[:, 0].tolist()]]
 
 
 @no_graph()

@@ -27,9 +27,8 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em._rounding import leaders
 from toolkit.em._seeding import LLOYD_STEPS, lloyd
-from toolkit.em.acceleration import Accelerate, Climb, climb_family
+from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian.parameters import GaussianParameters, check_features
@@ -304,7 +303,7 @@ def fit_missing(
             callback=callback,
         )
         fits.append(found)
-    best = fits[leaders([(True, found.log_likelihood) for found in fits], torch.float64)[0]]
+    best = ranked(fits, torch.float64)[0]
     log_likelihood = best.log_likelihood - _log_prior(prior, best.parameters, data)
     return dataclasses.replace(best, parameters=best.parameters.to(x.dtype), log_likelihood=log_likelihood)
 

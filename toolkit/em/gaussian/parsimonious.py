@@ -20,8 +20,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import leaders
-from toolkit.em.acceleration import Accelerate, Climb, climb_family
+from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
 from toolkit.em.covariance import CovarianceType, soft_counts
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error
@@ -396,7 +395,7 @@ class Climber:
         found: list[Climb[ParsimoniousParameters]] = []
         refused: list[Climb[ParsimoniousParameters]] = []
         followed = math.inf
-        for short in _by_height(shorts):
+        for short in ranked(shorts, torch.float64):
             if len(found) == _FOLLOWED:
                 break
             if followed - short.log_likelihood < _SAME:
@@ -411,16 +410,11 @@ class Climber:
             whole = dataclasses.replace(rest, n_iter=short.n_iter + rest.n_iter, history=history)
             (refused if refuse(whole.parameters) else found).append(whole)
         return Search(
-            best=next(iter(_by_height(found)), None),
-            refused=next(iter(_by_height(refused)), None),
+            best=next(iter(ranked(found, torch.float64)), None),
+            refused=next(iter(ranked(refused, torch.float64)), None),
             failures=tuple(failures),
             n_refused=len(refused) + len(failures),
         )
-
-
-def _by_height(climbs: list[Climb[ParsimoniousParameters]]) -> list[Climb[ParsimoniousParameters]]:
-    merits = [(True, climbed.log_likelihood) for climbed in climbs]
-    return [climbs[place] for place in leaders(merits, torch.float64, len(climbs))]
 
 
 def _raise_if_constant(data: Prepared) -> None:
