@@ -17,7 +17,7 @@ from torch.func import grad, jacrev, vmap
 from toolkit import datasets
 from toolkit.em import RESPONSIBILITIES, GaussianParameters, e_step, em_step, log_likelihood, m_step, start, surrogate
 from toolkit.em.acceleration import maximise_likelihood
-from toolkit.em.gaussian import _volume_shape_orientation as steps
+from toolkit.em.covariance import models as steps
 from toolkit.em.gaussian.parsimonious import (
     COVARIANCE_MODELS,
     Climber,
@@ -26,7 +26,6 @@ from toolkit.em.gaussian.parsimonious import (
     covariances_from_scatter,
     fit_parsimonious,
     n_free_parameters,
-    start_type,
 )
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
@@ -37,6 +36,10 @@ every_model = pytest.mark.parametrize("model", COVARIANCE_MODELS)
 TRIANGULAR = ("EEE", "VEE", "EVV", "VVV")
 ITERATIVE = ("VEI", "VEE", "EVE", "VVE", "VEV")
 TWINS = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}
+
+
+def start_type(model):
+    return steps.model_of(model).start.name
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -145,7 +145,7 @@ class _Spherical(_Axes):
         return factor[:, None].expand(n_components, n_features).diag_embed()
 
     def from_matrices(self, factor: Tensor) -> Tensor:
-        return factor[:, 0, 0]
+        return factor.diagonal(dim1=-2, dim2=-1).square().reciprocal().mean(-1).rsqrt()
 
     def log_determinants(self, factor: Tensor, n_features: int) -> Tensor:
         return n_features * factor.log()

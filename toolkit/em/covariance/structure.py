@@ -97,7 +97,7 @@ class Structure(ABC):
 
     @abstractmethod
     def from_matrices(self, factor: Tensor) -> Tensor:
-        """Return factors that are of this structure from matrices (K, D, D)."""
+        """Return factors from matrices (K, D, D): of their diagonals, or average variances, if need be."""
 
     # --- density ---
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.estimators._types import as_type
 from toolkit.em.gaussian.parameters import GaussianParameters
 
 # How many times `reg_covar` a variance of the whole mixture must be to count as resolved.
@@ -38,7 +37,7 @@ def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> li
         [1]
     """
     parameters = parameters.to(torch.float64)
-    weights, covariances = parameters.weights, as_type(parameters, "full").covariances
+    weights, covariances = parameters.weights, parameters.as_type("full").covariances
     shifts = parameters.means - weights @ parameters.means
     whole = (weights[:, None, None] * covariances).sum(0) + (weights[:, None] * shifts).mT @ shifts
     values, vectors = torch.linalg.eigh(whole)

@@ -5,14 +5,14 @@ D features, K components.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import cast
 
 import torch
 
-from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
+from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, models
+from toolkit.em.covariance.models import CovarianceModel
 from toolkit.em.gaussian.parameters import GaussianParameters
-from toolkit.em.gaussian.parsimonious import CovarianceModel, ParsimoniousParameters
+from toolkit.em.gaussian.parsimonious import ParsimoniousParameters
 
 # The models that are scikit-learn's types under another name.
 _TYPES: dict[CovarianceModel, CovarianceType] = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}
@@ -30,7 +30,7 @@ def engine_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType 
 
 def start_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType:
     """Return the type of mixture that a fit starts from."""
-    return engine_type(covariance) or ("diag" if covariance[2] == "I" else "full")
+    return engine_type(covariance) or models.model_of(covariance).structure.wide.name
 
 
 def model_of(covariance: CovarianceType | CovarianceModel) -> CovarianceModel:
@@ -42,15 +42,3 @@ def model_of(covariance: CovarianceType | CovarianceModel) -> CovarianceModel:
 def as_gaussian(parameters: GaussianParameters | ParsimoniousParameters) -> GaussianParameters:
     """Return any mixture of Gaussians in the common form, float64."""
     return (parameters if isinstance(parameters, GaussianParameters) else parameters.to_gaussian()).to(torch.float64)
-
-
-def as_type(parameters: GaussianParameters, kind: CovarianceType) -> GaussianParameters:
-    """Return the mixture as one of a wider type, or of a narrower one if it is of that already."""
-    if parameters.covariance_type == kind:
-        return parameters
-    factor = structure_of(parameters.covariance_type).to_matrices(
-        parameters.precisions_cholesky, *parameters.means.shape
-    )
-    return dataclasses.replace(
-        parameters, precisions_cholesky=structure_of(kind).from_matrices(factor), covariance_type=kind
-    )

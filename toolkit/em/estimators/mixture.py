@@ -52,7 +52,7 @@ from toolkit.em.estimators._engine import (
     ParsimoniousEngine,
 )
 from toolkit.em.estimators._start import InitParams, check_given, starts_by
-from toolkit.em.estimators._types import as_gaussian, as_type, engine_type, gaussian_type, model_of, start_type
+from toolkit.em.estimators._types import as_gaussian, engine_type, gaussian_type, model_of, start_type
 from toolkit.em.gaussian.missing import MissingGaussian, impute
 from toolkit.em.gaussian.online import OnlineState, online_start, online_step
 from toolkit.em.gaussian.parameters import GaussianParameters
@@ -572,7 +572,7 @@ class GaussianMixture(BaseMixture):
         parts, form = self._read(X)
         x = torch.cat(list(parts)).to(tensor(self.weights_).device, torch.float64)
         weights = read_weights(sample_weight, len(x), x)
-        parameters = as_type(self._parameters(), kind)
+        parameters = self._parameters().as_type(kind)
         if bool(x.isnan().any()):
             found = standard_errors(
                 MissingGaussian(parameters),
@@ -855,7 +855,7 @@ class GaussianMixture(BaseMixture):
                 f"`warm_start` should go on with the last fit's n_components={last.n_components} and "
                 f"{last.n_features} features. Found {self.n_components} and {x.shape[1]}."
             )
-        return as_type(last, start_type(self.covariance_type))
+        return last.as_type(start_type(self.covariance_type))
 
     def _best(self, fits: list[Climb[Any]], dtype: torch.dtype) -> Climb[Any]:
         """Return the highest fit that has no collapsed component, if there is one."""
@@ -866,7 +866,7 @@ class GaussianMixture(BaseMixture):
         """Set the attributes."""
         parameters = as_gaussian(found.parameters)
         self.collapsed_ = np.array(collapsed_components(parameters, float(self.reg_covar)), dtype=np.int64)
-        parameters = as_type(parameters, gaussian_type(self.covariance_type) or "full")
+        parameters = parameters.as_type(gaussian_type(self.covariance_type) or "full")
         self._fitted_as = self.covariance_type
         self.weights_ = form.give(parameters.weights)
         self.means_ = form.give(parameters.means)

@@ -165,6 +165,14 @@ class GaussianParameters:
         """Return the mixture of this type at these coordinates (see `from_unconstrained`)."""
         return from_unconstrained(values, self.covariance_type)
 
+    def as_type(self, covariance_type: CovarianceType) -> GaussianParameters:
+        """Return the mixture as one of a wider type, or of a narrower one: that of its diagonals, or of their means."""
+        if covariance_type == self.covariance_type:
+            return self
+        factor = self._structure.to_matrices(self.precisions_cholesky, *self.means.shape)
+        narrow = structure_of(covariance_type).from_matrices(factor)
+        return dataclasses.replace(self, precisions_cholesky=narrow, covariance_type=covariance_type)
+
     def to(self, target: torch.dtype | torch.device) -> GaussianParameters:
         """Return the parameters in another floating-point type, or on another device."""
         return dataclasses.replace(

@@ -21,21 +21,19 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
-from toolkit.em.covariance import CovarianceType, soft_counts
+from toolkit.em.covariance import Structure, soft_counts
+from toolkit.em.covariance.models import (
+    COVARIANCE_MODELS,
+    CovarianceModel,
+    Model,
+    ParsimoniousCovariances,
+    covariances_from_scatter,
+    model_of,
+    n_free_parameters,
+)
 from toolkit.em.gaussian._fit import Init, start
 from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error
 from toolkit.em.gaussian._samples import Prepared, prepare
-from toolkit.em.gaussian._volume_shape_orientation import (
-    COVARIANCE_MODELS,
-    CovarianceModel,
-    ParsimoniousCovariances,
-    check_model,
-    covariances_from_scatter,
-    identity_like,
-    is_triangular,
-    n_free_parameters,
-    upper_factor,
-)
 from toolkit.em.gaussian.parameters import GaussianParameters
 
 __all__ = [
@@ -145,10 +143,10 @@ class ParsimoniousParameters:
         if x.ndim != 2 or x.shape[1] != self.n_features:
             raise ValueError(f"`x` should have shape (N, {self.n_features}). Found {tuple(x.shape)}.")
         differences = x.mT.contiguous() - self.means[:, :, None]
-        if self.model[2] == "I":
-            whitened = differences * (-0.5 * self.structure.log_variances).exp()[:, :, None]
-        else:
+        if self._kind.structure.is_matrix:
             whitened = self.structure.factors.mT @ differences
+        else:
+            whitened = differences * (-0.5 * self.structure.log_variances).exp()[:, :, None]
         log_determinants = self.n_features * (self.structure.log_volumes + math.log(2 * math.pi))
         constant = self.log_weights - 0.5 * log_determinants
         return (constant[:, None] - 0.5 * whitened.square().sum(1)).mT
@@ -174,14 +172,16 @@ class ParsimoniousParameters:
         counts = soft_counts(responsibilities.sum(0))
         means = responsibilities.mT @ x / counts[:, None]
         differences = x.mT - means[:, :, None]
-        weighted = responsibilities.mT[:, None] * differences
-        axis_aligned = self.model[2] == "I"
-        scatter = (weighted * differences).sum(-1) if axis_aligned else weighted @ differences.mT
+        scatter = self._kind.structure.wide.moments(responsibilities.mT[:, None] * differences, differences)
         return ParsimoniousParameters(
             log_weights=counts.log() - counts.sum().log(),
             means=means,
             structure=covariances_from_scatter(self.model, counts, scatter, start=self.structure),
         )
+
+    @property
+    def _kind(self) -> Model:
+        return model_of(self.model)
 
     def unconstrained(self) -> dict[str, Tensor]:
         """Return free coordinates: those of the structure, ``log_weights`` (K,), free up to a constant, ``means``."""
@@ -214,20 +214,12 @@ class ParsimoniousParameters:
 
         The covariances are spherical for EII and VII, diag for the other axis-aligned models, tied for EEE, else full.
         """
-        k, structure = self.n_components, self.structure
-        kind = _view(self.model)
-        factor: Tensor
-        if self.model[1:] == "II":
-            kind, factor = "spherical", (-0.5 * structure.log_volumes).exp().expand(k)
-        elif kind == "diag":
-            factor = (-0.5 * structure.log_variances).exp().expand(k, -1)
-        elif kind == "tied":
-            factor = structure.factors[0]
-        else:
-            factor = structure.factors
-            factor = (factor if is_triangular(self.model) else upper_factor(factor)).expand(k, -1, -1)
+        structure, factor = self._kind.structure, self._kind.factor(self.structure)
         return GaussianParameters(
-            log_weights=self.log_weights, means=self.means, precisions_cholesky=factor, covariance_type=kind
+            log_weights=self.log_weights,
+            means=self.means,
+            precisions_cholesky=factor.expand(structure.shape(self.n_components, self.n_features)),
+            covariance_type=structure.name,
         )
 
 
@@ -280,7 +272,7 @@ def fit_parsimonious(
         tensor([[0.5000, 0.5000],
                 [9.0000, 9.0000]])
     """
-    check_model(model)
+    kind = model_of(model).start.name
     check_samples(x, sample_weight)
     n_components, n_init = integer("n_components", n_components), integer("n_init", n_init)
     tol, max_iter = number("tol", tol, least=0), integer("max_iter", max_iter, 0)
@@ -293,7 +285,6 @@ def fit_parsimonious(
             )
         starts: list[GaussianParameters | ParsimoniousParameters] = [init.to(torch.float64)]
     else:
-        kind = start_type(model)
         starts = [
             start(x, n_components, covariance_type=kind, init=init, reg_covar=reg_covar, generator=generator)
             for _ in range(n_init)
@@ -336,10 +327,11 @@ class Climber:
         reg_covar: float,
         sample_weight: Tensor | None = None,
     ) -> None:
-        self.model, self.reg_covar = model, reg_covar
+        self.model, self.reg_covar = model_of(model), reg_covar
+        structure = self.model.structure
         # In float32 the likelihood's rounding ends a climb where EM is slow.
-        self.prepared = prepare(x.to(torch.float64), _view(model), n_components, sample_weight=sample_weight)
-        if reg_covar == 0 and model[1:] != "II":
+        self.prepared = prepare(x.to(torch.float64), structure.name, n_components, sample_weight=sample_weight)
+        if reg_covar == 0 and structure.shape_of_one(x.shape[1]):
             _raise_if_constant(self.prepared)
 
     def step(self, parameters: GaussianParameters | ParsimoniousParameters) -> tuple[ParsimoniousParameters, float]:
@@ -347,7 +339,7 @@ class Climber:
 
         A mixture of another structure may be stepped from.
         """
-        viewed = _viewed(parameters, _view(self.model))
+        viewed = _viewed(parameters, self.model.structure)
         # An extrapolated jump may be so long that it overflows.
         if not bool(viewed.log_determinants.isfinite().all() and viewed.precisions.isfinite().all()):
             raise ValueError("The covariances should be finite and positive. Found some that overflow.")
@@ -368,7 +360,7 @@ class Climber:
         first = start if isinstance(start, ParsimoniousParameters) else self.step(start)[0]
 
         def error(parameters: ParsimoniousParameters) -> float:
-            return rounding_error(_viewed(parameters, _view(self.model)), self.prepared)
+            return rounding_error(_viewed(parameters, self.model.structure), self.prepared)
 
         return climb_family(
             self.step, first, accelerate=accelerate, tol=tol, max_iter=max_iter, error=error, callback=callback
@@ -431,76 +423,39 @@ def _raise_if_constant(data: Prepared) -> None:
         )
 
 
-def start_type(model: CovarianceModel) -> CovarianceType:
-    """Return the covariance type of the mixture that fits of a model start from."""
-    if model[1:] == "II":
-        return "spherical"
-    return "diag" if model[2] == "I" else "tied"
-
-
-def _view(model: CovarianceModel) -> CovarianceType:
-    """Return the covariance type whose pass over the data gives all that the M-step needs."""
-    if model[1:] == "II":
-        return "spherical"
-    if model[2] == "I":
-        return "diag"
-    return "tied" if model == "EEE" else "full"
-
-
-def _viewed(parameters: GaussianParameters | ParsimoniousParameters, kind: CovarianceType) -> GaussianParameters:
+def _viewed(parameters: GaussianParameters | ParsimoniousParameters, structure: Structure) -> GaussianParameters:
+    """Return a mixture in float64 as one of this structure, or of a narrower one by its average variances."""
     if isinstance(parameters, ParsimoniousParameters):
         return parameters.to_gaussian()
-    factor = parameters.precisions_cholesky.to(torch.float64)
-    k = parameters.n_components
-    match parameters.covariance_type, kind:
-        case "tied", "full":
-            factor = factor.expand(k, -1, -1)
-        case "diag", "spherical":
-            factor = factor.square().reciprocal().mean(-1).rsqrt()
-    return GaussianParameters(
-        log_weights=parameters.log_weights.double(),
-        means=parameters.means.double(),
-        precisions_cholesky=factor,
-        covariance_type=kind,
-    )
+    return parameters.to(torch.float64).as_type(structure.name)
 
 
 def _maximise(
-    model: CovarianceModel,
+    model: Model,
     moments: Moments,
     data: Prepared,
-    structure: ParsimoniousCovariances | None,
+    before: ParsimoniousCovariances | None,
     reg_covar: float,
 ) -> ParsimoniousParameters:
     """Return the M-step from the moments of prepared data, float64."""
     counts = soft_counts(moments.counts)
     shifts = moments.first / counts[:, None]
     means = torch.where((moments.counts < counts)[:, None], 0.0, moments.origins + shifts)
-    weighted = counts[:, None] * shifts
-    n_features = means.shape[1]
-    match _view(model):
-        case "spherical":
-            # Only the trace is known, and all that counts.
-            traces = moments.second - (weighted * shifts).sum(1)
-            scatter = (traces / n_features)[:, None].expand(-1, n_features)
-        case "diag":
-            scatter = moments.second - weighted * shifts
-        case "tied":
-            scatter = (moments.second - weighted.mT @ shifts)[None]
-        case "full":
-            scatter = moments.second - weighted[:, :, None] * shifts[:, None]
+    structure, n_features = model.structure, means.shape[1]
+    scatter = moments.second - structure.products(counts[:, None] * shifts, shifts)
     if data.scale is not None:
         scatter = data.scale @ scatter @ data.scale.mT
-    pulled = counts.sum()[None] if model == "EEE" else counts
-    if scatter.ndim == 2:
-        scatter = scatter + reg_covar * pulled[:, None]
-    else:
-        scatter = scatter + reg_covar * pulled[:, None, None] * identity_like(scatter)
+    added = structure.regularise(torch.zeros_like(scatter), reg_covar)
+    scatter = scatter + structure.totals(counts[:, None].expand(means.shape)) * added
+    if structure.is_shared:
+        scatter = scatter[None]
+    elif scatter.ndim == 1:  # only the trace is known, and all that counts
+        scatter = (scatter / n_features)[:, None].expand(-1, n_features)
     return ParsimoniousParameters(
         log_weights=counts.log() - counts.sum().log(),
         means=data.from_frame(means),
         structure=covariances_from_scatter(
-            model, counts, scatter, start=structure, inner_steps=(4 if structure is None else 1) * _INNER_STEPS_OF_EM
+            model.name, counts, scatter, start=before, inner_steps=(4 if before is None else 1) * _INNER_STEPS_OF_EM
         ),
     )
 

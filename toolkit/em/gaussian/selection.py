@@ -30,25 +30,19 @@ from torch import Tensor
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.acceleration import Accelerate
+from toolkit.em.covariance import CovarianceType, structure_of
+from toolkit.em.covariance.models import COVARIANCE_MODELS, CovarianceModel, model_of, n_free_parameters
 from toolkit.em.gaussian._agglomeration import Agglomeration
 from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian._volume_shape_orientation import (
-    COVARIANCE_MODELS,
-    CovarianceModel,
-    check_model,
-    n_free_parameters,
-)
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
-from toolkit.em.gaussian.parsimonious import Climber, ParsimoniousParameters, check_samples, start_type
+from toolkit.em.gaussian._restarts import NARROWEST
+from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.gaussian.parsimonious import Climber, ParsimoniousParameters, check_samples
 from toolkit.em.mixture import Mixture
 
 __all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select", "spikes"]
 
 Criterion = Literal["bic", "aic", "icl"]
 Verdict = Literal["sound", "spike", "singular"]
-
-# A component is a spike if in some direction its variance is less than this, in units of the average component's.
-_NARROWEST = 1e-3
 
 
 def aic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
@@ -115,7 +109,7 @@ def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor
     return bic(completed / total, n_parameters, total)
 
 
-def spikes(parameters: ParsimoniousParameters, narrowest: float = _NARROWEST) -> tuple[int, ...]:
+def spikes(parameters: ParsimoniousParameters, narrowest: float = NARROWEST) -> tuple[int, ...]:
     r"""Return the components that are far narrower in some direction than the components are on average.
 
     The variance in each direction is measured in units of the average covariance :math:`\sum_k \pi_k \Sigma_k`, so the
@@ -131,15 +125,10 @@ def spikes(parameters: ParsimoniousParameters, narrowest: float = _NARROWEST) ->
     References:
         McLachlan & Peel, "Finite mixture models", 2000, section 3.10.
     """
-    covariances = parameters.covariances.to(torch.float64)
-    average = (parameters.weights.to(torch.float64)[:, None, None] * covariances).sum(0)
-    factor, failed = torch.linalg.cholesky_ex(average)
-    if bool(failed):
-        return tuple(range(parameters.n_components))
-    half = torch.linalg.solve_triangular(factor, covariances, upper=False)
-    relative = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-    least = torch.linalg.eigvalsh(relative).amin(-1)
-    return tuple((least < number("narrowest", narrowest, least=0)).nonzero().ravel().tolist())
+    narrowest = number("narrowest", narrowest, least=0)
+    gaussian = parameters.to_gaussian().to(torch.float64)
+    least = structure_of(gaussian.covariance_type).narrowest(gaussian.weights, gaussian.precisions_cholesky)
+    return tuple((~(least >= narrowest)).nonzero().ravel().tolist())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -267,7 +256,7 @@ def select(
     criterion: Criterion = "bic",
     n_init: int = 5,
     init: Sequence[Init] = ("k-means++", "kmeans"),
-    narrowest: float = _NARROWEST,
+    narrowest: float = NARROWEST,
     sample_weight: Tensor | None = None,
     reg_covar: float = 0.0,
     tol: float = 1e-6,
@@ -339,10 +328,10 @@ def select(
     trees = Agglomeration.of(x, generator) if max(numbers) > 1 else None
     candidates = []
     for k in numbers:
-        kinds = dict.fromkeys(start_type(model) for model in models)
+        kinds = dict.fromkeys(model_of(model).start.name for model in models)
         starts = {kind: _starts(x, trees, k, kind, options, generator) for kind in kinds}
         for model in models:
-            candidates.append(_candidate(x, sample_weight, k, model, starts[start_type(model)], options))
+            candidates.append(_candidate(x, sample_weight, k, model, starts[model_of(model).start.name], options))
             if callback is not None:
                 callback(candidates[-1])
     n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
@@ -447,7 +436,7 @@ def _check(
     if not models:
         raise ValueError("`models` should name at least one model. Found none.")
     for model in models:
-        check_model(model)
+        model_of(model)
     choice("criterion", criterion, get_args(Criterion))
     if not options.init or not set(options.init) <= set(get_args(Init)):
         raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {options.init!r}.")

@@ -24,27 +24,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian.parameters import precisions_cholesky
+from toolkit.em.covariance.axes import DIAG, SPHERICAL
+from toolkit.em.covariance.matrices import FULL, TIED
+from toolkit.em.covariance.structure import Structure, identity_like, raise_if_singular
 
 __all__ = [
     "COVARIANCE_MODELS",
     "CovarianceModel",
+    "Model",
     "ParsimoniousCovariances",
-    "check_model",
     "covariances_from_scatter",
-    "identity_like",
-    "is_triangular",
+    "model_of",
     "n_free_parameters",
-    "upper_factor",
 ]
 
 CovarianceModel = Literal[
@@ -76,7 +77,7 @@ class ParsimoniousCovariances:
     axes: Tensor
 
     def __post_init__(self) -> None:
-        check_model(self.model)
+        model_of(self.model)
         d = self.log_shapes.shape[-1]
         for name, letter, value, tail in zip(
             ("log_volumes", "log_shapes", "axes"),
@@ -108,19 +109,14 @@ class ParsimoniousCovariances:
     @property
     def covariances(self) -> Tensor:
         """(G, D, D)."""
-        if is_triangular(self.model):
-            inverse: Tensor = torch.linalg.solve_triangular(self.axes, identity_like(self.axes), upper=True)
-            roots = inverse.mT * (0.5 * self.log_variances).exp()[:, None, :]
-        else:
-            roots = self.axes * (0.5 * self.log_variances).exp()[:, None, :]
-        return roots @ roots.mT
+        return model_of(self.model).covariances(self.axes, self.log_variances)
 
     def decomposed(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return volumes (G,), shapes (G, D) and orientations (G, D, D), whatever the axes are.
 
         The covariance is ``volume * orientation @ diag(shape) @ orientation.T``. For triangular axes the shapes ascend.
         """
-        if not is_triangular(self.model):
+        if model_of(self.model).is_orthogonal:
             return self.log_volumes.exp(), self.log_shapes.exp(), self.axes
         unit = ParsimoniousCovariances(
             model=self.model, log_volumes=torch.zeros_like(self.log_volumes), log_shapes=self.log_shapes, axes=self.axes
@@ -142,9 +138,8 @@ class ParsimoniousCovariances:
         if self.model[1] != "I":
             coordinates["log_shapes"] = self.log_shapes[:, :-1]
         if self.model[2] != "I":
-            rows, columns = _above_diagonal(self.axes)
-            entries = self.axes if is_triangular(self.model) else _to_skew(self.axes)
-            coordinates["axes"] = entries[:, rows, columns]
+            rows, columns = torch.triu_indices(self.n_features, self.n_features, 1, device=self.axes.device)
+            coordinates["axes"] = model_of(self.model).free_entries(self.axes)[:, rows, columns]
         return coordinates
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> ParsimoniousCovariances:
@@ -154,9 +149,7 @@ class ParsimoniousCovariances:
             free = values["log_shapes"]
             log_shapes = torch.cat([free, -free.sum(-1, keepdim=True)], -1)
         if self.model[2] != "I":
-            upper = _strictly_upper(values["axes"], self.n_features)
-            identity = identity_like(upper)
-            axes = identity + upper if is_triangular(self.model) else _cayley(upper - upper.mT)
+            axes = model_of(self.model).axes(_strictly_upper(values["axes"], self.n_features))
         return dataclasses.replace(self, log_volumes=values["log_volumes"], log_shapes=log_shapes, axes=axes)
 
 
@@ -175,11 +168,8 @@ def n_free_parameters(model: CovarianceModel, n_components: int, n_features: int
         >>> [n_free_parameters(model, 2, 4) for model in ("EII", "VEV", "VVV")]
         [10, 26, 29]
     """
-    check_model(model)
     n_components, n_features = integer("n_components", n_components), integer("n_features", n_features)
-    volume, shape, orientation = ({"I": 0, "E": 1, "V": n_components}[letter] for letter in model)
-    free_axes = n_features * (n_features - 1) // 2
-    return n_components - 1 + n_components * n_features + volume + shape * (n_features - 1) + orientation * free_axes
+    return n_components - 1 + n_components * n_features + model_of(model).n_parameters(n_components, n_features)
 
 
 def covariances_from_scatter(
@@ -221,32 +211,161 @@ def covariances_from_scatter(
         tensor([[0.8000, 0.0000],
                 [0.0000, 5.2000]])
     """
-    check_model(model)
+    chosen = model_of(model)
     inner_steps = integer("inner_steps", inner_steps)
-    axis_aligned = model[2] == "I"
-    diagonals = axis_aligned and scatter.ndim == 2
+    diagonals = not chosen.structure.is_matrix and scatter.ndim == 2
     if counts.ndim != 1 or not (diagonals or (scatter.ndim == 3 and scatter.shape[1] == scatter.shape[2])):
         raise ValueError(
             "`counts` and `scatter` should have shapes (K,) and (K, D, D). "
             f"Found {tuple(counts.shape)} and {tuple(scatter.shape)}."
         )
-    if len(scatter) != len(counts) and not (model == "EEE" and len(scatter) == 1):
+    if len(scatter) != len(counts) and not (chosen.structure.is_shared and len(scatter) == 1):
         raise ValueError(f"`scatter` should be of {len(counts)} components, as `counts` are. Found {len(scatter)}.")
     if start is not None and start.model != model:
         raise ValueError(f"`start` should be of the model {model}. Found {start.model}.")
-    if axis_aligned:
-        spread = scatter if diagonals else scatter.diagonal(dim1=-2, dim2=-1)
-        return _along(model, counts, spread, torch.diag_embed(torch.ones_like(spread[:1])), start, inner_steps)
-    if is_triangular(model):
-        return _by_matrices(model, counts, scatter, start, inner_steps)
-    if model[2] == "E":
-        axes = _common_axes(model, counts, scatter, start, inner_steps)
-        return _along(
-            model, counts, (axes.mT @ scatter @ axes).diagonal(dim1=-2, dim2=-1), axes[None], start, inner_steps
-        )
-    # The trace is least if the eigenvalues of both are paired in order (von Neumann).
-    eigenvalues, axes = torch.linalg.eigh(scatter)
-    return _along(model, counts, eigenvalues, axes, start, inner_steps)
+    return chosen.m_step(counts, scatter, start, inner_steps)
+
+
+# --- the models ------------------------------------------------------------------------------------------------------
+
+
+class Model(ABC):
+    """One of the fourteen: its axes, the identity or orthogonal unless a subclass says otherwise, and its M-step.
+
+    Attributes:
+        name: Its three letters.
+        structure: The type to which its covariances belong; a pass with it over the data gives the M-step's moments.
+        start: The type of the mixtures that fits start from.
+        is_orthogonal: Whether the axes are orthogonal, so that they are the orientation.
+    """
+
+    is_orthogonal: ClassVar[bool] = True
+
+    def __init__(self, name: CovarianceModel, structure: Structure, start: Structure) -> None:
+        self.name, self.structure, self.start = name, structure, start
+
+    def n_parameters(self, n_components: int, n_features: int) -> int:
+        """Return how many numbers of all covariances are free."""
+        volume, shape, orientation = ({"I": 0, "E": 1, "V": n_components}[letter] for letter in self.name)
+        return volume + shape * (n_features - 1) + orientation * (n_features * (n_features - 1) // 2)
+
+    def covariances(self, axes: Tensor, log_variances: Tensor) -> Tensor:
+        """Return covariances (G, D, D) from axes (G, D, D) and logs of the variances along them (G, D)."""
+        roots = self.inverse(axes).mT * (0.5 * log_variances).exp()[:, None, :]
+        return roots @ roots.mT
+
+    def inverse(self, axes: Tensor) -> Tensor:
+        """Return the inverse of axes (G, D, D)."""
+        return axes.mT
+
+    def free_entries(self, axes: Tensor) -> Tensor:
+        """Return matrices (G, D, D) whose entries above the diagonal are free coordinates of the axes."""
+        return _to_skew(axes)
+
+    def axes(self, upper: Tensor) -> Tensor:
+        """Return the axes whose `free_entries` above the diagonal are these, in matrices that are 0 elsewhere."""
+        return _cayley(upper - upper.mT)
+
+    @abstractmethod
+    def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
+        """Return the factors of the precisions as `structure` has them, for G or K components."""
+
+    @abstractmethod
+    def m_step(
+        self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+    ) -> ParsimoniousCovariances:
+        """Return the best covariances (see `covariances_from_scatter`)."""
+
+
+class _AxisAligned(Model):
+    """EII VII EEI VEI EVI VVI: the axes are the identity."""
+
+    def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
+        factor = (-0.5 * covariances.log_variances).exp()
+        return factor[:, 0] if self.structure is SPHERICAL else factor
+
+    def m_step(
+        self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+    ) -> ParsimoniousCovariances:
+        spread = scatter if scatter.ndim == 2 else scatter.diagonal(dim1=-2, dim2=-1)
+        return _along(self.name, counts, spread, torch.diag_embed(torch.ones_like(spread[:1])), start, inner_steps)
+
+
+class _Triangular(Model):
+    """EEE VEE EVV VVV: the axes are unit upper triangular."""
+
+    is_orthogonal = False
+
+    def inverse(self, axes: Tensor) -> Tensor:
+        inverse: Tensor = torch.linalg.solve_triangular(axes, identity_like(axes), upper=True)
+        return inverse
+
+    def free_entries(self, axes: Tensor) -> Tensor:
+        return axes
+
+    def axes(self, upper: Tensor) -> Tensor:
+        return identity_like(upper) + upper
+
+    def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
+        return covariances.factors[0] if self.structure.is_shared else covariances.factors
+
+    def m_step(
+        self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+    ) -> ParsimoniousCovariances:
+        return _by_matrices(self.name, counts, scatter, start, inner_steps)
+
+
+class _Orthogonal(Model):
+    """EEV VEV: each component has an orientation of its own."""
+
+    def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
+        return _upper_factor(covariances.factors)
+
+    def m_step(
+        self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+    ) -> ParsimoniousCovariances:
+        # The trace is least if the eigenvalues of both are paired in order (von Neumann).
+        eigenvalues, axes = torch.linalg.eigh(scatter)
+        return _along(self.name, counts, eigenvalues, axes, start, inner_steps)
+
+
+class _CommonOrientation(_Orthogonal):
+    """EVE VVE: all components share the orientation."""
+
+    def m_step(
+        self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
+    ) -> ParsimoniousCovariances:
+        axes = _common_axes(self.name, counts, scatter, start, inner_steps)
+        spread = (axes.mT @ scatter @ axes).diagonal(dim1=-2, dim2=-1)
+        return _along(self.name, counts, spread, axes[None], start, inner_steps)
+
+
+_MODELS: dict[str, Model] = {
+    "EII": _AxisAligned("EII", SPHERICAL, SPHERICAL),
+    "VII": _AxisAligned("VII", SPHERICAL, SPHERICAL),
+    "EEI": _AxisAligned("EEI", DIAG, DIAG),
+    "VEI": _AxisAligned("VEI", DIAG, DIAG),
+    "EVI": _AxisAligned("EVI", DIAG, DIAG),
+    "VVI": _AxisAligned("VVI", DIAG, DIAG),
+    "EEE": _Triangular("EEE", TIED, TIED),
+    "VEE": _Triangular("VEE", FULL, TIED),
+    "EVE": _CommonOrientation("EVE", FULL, TIED),
+    "VVE": _CommonOrientation("VVE", FULL, TIED),
+    "EEV": _Orthogonal("EEV", FULL, TIED),
+    "VEV": _Orthogonal("VEV", FULL, TIED),
+    "EVV": _Triangular("EVV", FULL, TIED),
+    "VVV": _Triangular("VVV", FULL, TIED),
+}
+
+
+def model_of(model: str) -> Model:
+    """Return the model of this name.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    choice("model", model, _MODELS)
+    return _MODELS[model]
 
 
 # --- M-steps ---------------------------------------------------------------------------------------------------------
@@ -282,8 +401,8 @@ def _along(
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
     # Features may have scales of their own; along axes that are mixtures of them the largest decides what is rounding.
     pooled = spread.sum(0) / total
-    scale = pooled if model[2] == "I" else pooled.max()
-    _raise_if_singular((found.log_variances.exp() > _least(spread) * scale).all(-1))
+    scale = pooled if not model_of(model).structure.is_matrix else pooled.max()
+    _raise_if_unsound((found.log_variances.exp() > _least(spread) * scale).all(-1))
     return found
 
 
@@ -326,7 +445,7 @@ def _by_matrices(
     if model != "EEE":
         factors = found.factors
         relative = (factors * (scatter.sum(0) / total @ factors)).sum(-2)
-        _raise_if_singular((relative < 1 / _least(scatter)).all(-1))
+        _raise_if_unsound((relative < 1 / _least(scatter)).all(-1))
     return found
 
 
@@ -348,7 +467,7 @@ def _volumes_and_common_matrix(
     first = scatter.diagonal(dim1=-2, dim2=-1).mean(1) / counts
     log_volumes = _iterate(improve, inner_steps, first.log() if start is None else start.log_volumes)
     pooled, factor = matrix(log_volumes)
-    precisions_cholesky(pooled, "tied")  # names what is singular
+    TIED.factor(pooled)  # names what is singular
     return log_volumes, factor @ factor.mT
 
 
@@ -450,10 +569,7 @@ def _split(log_variances: Tensor) -> tuple[Tensor, Tensor]:
 
 def _factored(covariances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-volumes (G,), log-shapes (G, D) and unit upper triangular axes (G, D, D)."""
-    if len(covariances) == 1:
-        factor = precisions_cholesky(covariances[0], "tied")[None]
-    else:
-        factor = precisions_cholesky(covariances, "full")
+    factor = TIED.factor(covariances[0])[None] if len(covariances) == 1 else FULL.factor(covariances)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
     return *_split(-2 * diagonal.log()), factor / diagonal[:, None, :]
 
@@ -496,7 +612,7 @@ def _signs(axes: Tensor) -> Tensor:
     return torch.stack(signs, -1)
 
 
-def upper_factor(factors: Tensor) -> Tensor:
+def _upper_factor(factors: Tensor) -> Tensor:
     """Return the upper triangular U with U U^T = F F^T for factors (..., D, D): QR with both orders reversed."""
     triangular = torch.linalg.qr(factors.flip(-2).mT).R
     upper = triangular.mT.flip(-1, -2)
@@ -517,39 +633,10 @@ def _strictly_upper(entries: Tensor, size: int) -> Tensor:
     return torch.cat([entries, torch.zeros_like(entries[..., :0].sum(-1, keepdim=True))], -1)[..., places]
 
 
-def _above_diagonal(matrices: Tensor) -> tuple[Tensor, Tensor]:
-    size = matrices.shape[-1]
-    rows, columns = torch.triu_indices(size, size, 1, device=matrices.device)
-    return rows, columns
-
-
-def identity_like(matrices: Tensor) -> Tensor:
-    """Return the identity (D, D) of the type and on the device of matrices (..., D, D)."""
-    return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
-
-
-def is_triangular(model: CovarianceModel) -> bool:
-    """Say whether the axes of a model are unit upper triangular (see the module)."""
-    return model[1] == model[2] != "I"
-
-
 def _is_batched(tensor: Tensor) -> bool:
     batched: bool = torch._C._functorch.is_batchedtensor(tensor)
     return batched
 
 
-def check_model(model: str) -> None:
-    """Raise a ValueError unless the model is known."""
-    choice("model", model, COVARIANCE_MODELS)
-
-
-def _raise_if_singular(sound: Tensor) -> None:
-    # Under torch.func a value cannot be looked at; a singular covariance is NaN or infinite there.
-    if torch._C._functorch.is_functorch_wrapped_tensor(sound) or bool(sound.all()):
-        return
-    components = "" if len(sound) == 1 else f" of component {', '.join(map(str, (~sound).nonzero().ravel().tolist()))}"
-    raise ValueError(
-        f"`scatter` should be positive definite. Found a singular one{components}: too few distinct samples, or "
-        "features that depend on each other. More regularisation (`reg_covar`), fewer components or a more "
-        "restricted `model` help."
-    )
+def _raise_if_unsound(sound: Tensor) -> None:
+    raise_if_singular(sound[0] if len(sound) == 1 else sound, "scatter", "model")
