@@ -152,8 +152,8 @@ class Chunks:
             keys = torch.zeros_like(w) if self.n_samples <= count else _keys(w, generator)
             kept.append((keys, x.clone(), w.clone()))  # a source may fill the same memory again
             if sum(len(keys) for keys, _, _ in kept) > 2 * count:
-                kept = [_smallest(kept, count)]
-        _, samples, weights = _smallest(kept, count)
+                kept = [smallest(kept, count)]
+        _, samples, weights = smallest(kept, count)
         samples, weights = samples[weights > 0], weights[weights > 0]
         return samples, weights if self.n_samples <= count else None
 
@@ -181,7 +181,8 @@ def _keys(weights: Tensor, generator: torch.Generator) -> Tensor:
     return -draws.to(weights.device).log() / weights
 
 
-def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor, Tensor]:
+def smallest(kept: list[tuple[Tensor, Tensor, Tensor]], count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, samples and weights of at most `count` samples, those with the smallest keys: a reservoir."""
     keys, samples, weights = (torch.cat(parts) for parts in zip(*kept, strict=True))
     # In their order, so that the result does not depend on the sizes of the chunks.
     order = keys.argsort(stable=True)[:count].sort().values
@@ -217,12 +218,7 @@ def read_chunks(
     def again() -> Iterator[Chunk]:
         nonlocal form, learn
         first = 0
-        pieces: Iterable[object]
-        if isinstance(source, np.memmap):
-            pieces = _pieces_of_file(source)
-        else:
-            pieces = source() if callable(source) else cast("Iterable[object]", source)
-        for chunk in pieces:
+        for chunk in pieces_of(source):
             x, own = parts_of(chunk)
             if hasattr(x, "__len__") and len(x) == 0:
                 continue
@@ -243,6 +239,13 @@ def read_chunks(
         raise ValueError("`sample_weight` should not be all 0. Found no sample with a weight.")
     assert form is not None
     return Chunks(again, form, n_samples)
+
+
+def pieces_of(source: object) -> Iterable[object]:
+    """Return the chunks of a source from its beginning; those of a file are copies, which bounds the memory."""
+    if isinstance(source, np.memmap):
+        return _pieces_of_file(source)
+    return source() if callable(source) else cast("Iterable[object]", source)
 
 
 def _pieces_of_file(array: np.memmap[Any, Any]) -> Iterator[object]:

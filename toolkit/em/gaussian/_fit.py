@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 
 from toolkit._checks import integer, number
-from toolkit._data import Rows, rows_of
+from toolkit._data import Rows, rows_of, smallest
 from toolkit.blocks import no_graph
 from toolkit.em._rounding import ROUNDING
 from toolkit.em._seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds
@@ -463,21 +463,14 @@ def _seeding_sample(
         # Those without weight come last. Copies: a source may fill the same memory again.
         kept.append((torch.where(own > 0, keys, 2.0), part.clone(), own.clone()))
         if sum(len(keys) for keys, _, _ in kept) > 2 * size:
-            kept = [_smallest(kept, size)]
-    _, samples, weights = _smallest(kept, size)
+            kept = [smallest(kept, size)]
+    _, samples, weights = smallest(kept, size)
     if data.group is not None:
         gathered: list[Any] = [None] * get_world_size(data.group)
         all_gather_object(gathered, (samples.cpu(), weights.cpu()), group=data.group)
         samples = torch.cat([part for part, _ in gathered]).to(samples.device)
         weights = torch.cat([part for _, part in gathered]).to(samples.device)
     return samples, weights
-
-
-def _smallest(kept: list[tuple[Tensor, Tensor, Tensor]], size: int) -> tuple[Tensor, Tensor, Tensor]:
-    keys, samples, weights = (torch.cat(parts) for parts in zip(*kept, strict=True))
-    # In their order, so that nothing depends on how they were cut into chunks.
-    order = keys.argsort()[:size].sort().values
-    return keys[order], samples[order], weights[order]
 
 
 def _to_device(found: Fit, device: torch.device) -> Fit:

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from toolkit._data import Chunk, Rows, give_back_pages, parts_of, rows_of
+from toolkit._data import Chunk, Rows, parts_of, pieces_of, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import structure_of
 
@@ -172,8 +171,6 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
     Raises:
         TypeError: If the source can be read only once, or weights are integers.
     """
-    if isinstance(source, np.memmap):
-        return _rows_of_file(source)
     if not callable(source) and iter(source) is source:
         raise TypeError(
             "Chunks should come from something that can be read again for each pass, such as a list or a DataLoader. "
@@ -182,7 +179,7 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
 
     def rows(length: int) -> Iterator[Chunk]:
         n_features, start = None, 0
-        for piece in source() if callable(source) else source:
+        for piece in pieces_of(source):
             values, weights = parts_of(piece)
             x = torch.as_tensor(values)
             x = x if x.dtype in FLOATS else x.to(torch.float64)
@@ -215,21 +212,6 @@ def check_weights(weights: Tensor, n_samples: int) -> Tensor:
     if not bool(((weights >= 0) & weights.isfinite()).all()):
         raise ValueError("`sample_weight` should be finite and not negative. Found others.")
     return weights
-
-
-def _rows_of_file(array: np.memmap[Any, Any]) -> Rows:
-    """Return what reads a memory-mapped array (N, D) and gives its pages back, so that memory stays bounded."""
-
-    def rows(length: int) -> Iterator[Chunk]:
-        step = max(length, 2**22 // max(1, array.shape[1] * array.itemsize))
-        for start in range(0, max(len(array), 1), step):
-            x = torch.from_numpy(np.array(array[start : start + step]))
-            x = x if x.dtype in FLOATS else x.to(torch.float64)
-            give_back_pages(array)
-            check_finite(x, start)
-            yield from rows_of(x, None)(length)
-
-    return rows
 
 
 def total_over_ranks(group: ProcessGroup | None, *parts: Tensor) -> list[Tensor]:
