@@ -425,7 +425,7 @@ def test_narrow_components_leave_the_expansion():
     x = torch.cat([samples(50, 2, 1), 5 + 1e-6 * samples(50, 2, 1, seed=1)])
     labels = torch.arange(100)[:, None] // 50 == torch.arange(2)
     before = m_step(x, labels.to(F64), covariance_type="full")
-    data = fused.prepare(x, "full", 2)
+    data = _samples.prepare(x, "full", 2)
     framed = fused._Framed.of(before, data)
     assert framed.mean_squared_distance(data.scatter) > fused._EXPANDED[F64]
     assert difference(em_step(before, x)[0], before) < 1e-6  # what float64 keeps of 5 + 1e-6 z

@@ -31,7 +31,6 @@ from toolkit.em.gaussian.missing import (
 from toolkit.em.gaussian.online import (
     IncrementalState,
     OnlineState,
-    Statistics,
     incremental_start,
     incremental_step,
     online_start,
@@ -57,6 +56,7 @@ from toolkit.em.gaussian.parsimonious import (
 )
 from toolkit.em.gaussian.prior import Prior
 from toolkit.em.gaussian.selection import Candidate, Criterion, Selection, aic, bic, icl, select, spikes
+from toolkit.em.gaussian.statistics import Statistics
 from toolkit.em.gradient import gradient_em
 from toolkit.em.information import (
     ErrorMethod,

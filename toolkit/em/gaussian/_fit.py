@@ -23,7 +23,7 @@ from toolkit.em._rounding import ROUNDING
 from toolkit.em._seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds
 from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
 from toolkit.em.covariance import CovarianceType, structure_of
-from toolkit.em.gaussian._fused import MomentsPrior, maximise, rounding_error
+from toolkit.em.gaussian._fused import maximise, rounding_error
 from toolkit.em.gaussian._ranks import led, pass_over_ranks
 from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, heats
 from toolkit.em.gaussian._samples import (
@@ -35,6 +35,7 @@ from toolkit.em.gaussian._samples import (
     prepare,
 )
 from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.gaussian.statistics import MomentsPrior
 
 __all__ = [
     "Fit",

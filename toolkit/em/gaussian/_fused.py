@@ -31,7 +31,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -44,8 +43,9 @@ from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, soft_counts, structure_of
 from toolkit.em.gaussian._samples import Prepared, prepare, total_over_ranks
 from toolkit.em.gaussian.parameters import GaussianParameters, check_features
+from toolkit.em.gaussian.statistics import MomentsPrior, Statistics
 
-__all__ = ["Expansion", "Moments", "MomentsPrior", "Prepared", "accumulate", "em_step", "maximise", "prepare"]
+__all__ = ["Expansion", "Moments", "accumulate", "em_step", "maximise", "statistics_of"]
 
 # The largest mean squared distance of the data from a component, in units of its covariance, for which the expansion is
 # used. The log-likelihood loses about a twentieth of a machine epsilon times it: 3e-6 nats, and 1e-11.
@@ -66,15 +66,6 @@ _DEPTH = {torch.float32: 40.0, torch.float64: 600.0}
 
 # The most features of features that are written at once.
 _GROUP = 320
-
-
-class MomentsPrior(Protocol):
-    """A prior whose mode can be found from weighted moments."""
-
-    def maximise(
-        self, counts: Tensor, means: Tensor, scatter: Tensor, covariance_type: CovarianceType
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights, means and covariances at the mode, from counts, means and scatter about the means."""
 
 
 @dataclass(frozen=True)
@@ -197,27 +188,19 @@ def maximise(
     Raises:
         ValueError: If a covariance is singular.
     """
-    structure = structure_of(kind)
+    return statistics_of(moments, data, kind).maximise(reg_covar=reg_covar, prior=prior)
+
+
+def statistics_of(moments: Moments, data: Prepared, kind: CovarianceType) -> Statistics:
+    """Return the statistics of the samples, in their own coordinates, from the moments of prepared data."""
     counts = soft_counts(moments.counts)
     shifts = moments.first / counts[:, None]
     # An empty component is left at the centre, wherever its moments were taken about.
     means = torch.where((moments.counts < counts)[:, None], 0.0, moments.origins + shifts)
-    scatter = moments.second - structure.products(counts[:, None] * shifts, shifts)
-    means = data.from_frame(means)
+    scatter = moments.second - structure_of(kind).products(counts[:, None] * shifts, shifts)
     if data.scale is not None:
         scatter = data.scale @ scatter @ data.scale.mT
-    if prior is None:
-        log_weights = counts.log() - counts.sum().log()
-        covariances = structure.estimate(scatter, counts[:, None].expand(means.shape))
-    else:
-        weights, means, covariances = prior.maximise(moments.counts, means, scatter, kind)
-        log_weights = weights.log()
-    return GaussianParameters(
-        log_weights=log_weights,
-        means=means,
-        precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
-        covariance_type=kind,
-    )
+    return Statistics(counts=moments.counts, means=data.from_frame(means), scatter=scatter, covariance_type=kind)
 
 
 def _is_about_means(framed: _Framed, distance: float) -> bool:

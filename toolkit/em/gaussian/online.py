@@ -27,11 +27,11 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
-from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
-from toolkit.em.gaussian._fused import accumulate
+from toolkit.em.gaussian._fused import accumulate, statistics_of
 from toolkit.em.gaussian._samples import prepare
 from toolkit.em.gaussian.parameters import GaussianParameters, check_features
 from toolkit.em.gaussian.prior import Prior
+from toolkit.em.gaussian.statistics import Statistics
 
 __all__ = [
     "IncrementalState",
@@ -42,85 +42,6 @@ __all__ = [
     "online_start",
     "online_step",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Statistics:
-    """What the M-step needs of samples weighed by responsibilities, float64.
-
-    Attributes:
-        counts: (K,): sums of responsibilities.
-        means: (K, D): of the samples, weighed by responsibilities; any finite value where the count is 0.
-        scatter: Sums of second moments about `means`: (K, D, D) for full, their sum over components (D, D) for tied,
-            (K, D) for diag, (K,) summed over features for spherical.
-        covariance_type: The type.
-    """
-
-    counts: Tensor
-    means: Tensor
-    scatter: Tensor
-    covariance_type: CovarianceType
-
-    @classmethod
-    def implied_by(cls, parameters: GaussianParameters) -> Statistics:
-        """Return the statistics, with a total count of 1, whose M-step gives these parameters back."""
-        weights, means = parameters.weights, parameters.means
-        totals = structure_of(parameters.covariance_type).totals(weights[:, None].expand(means.shape))
-        scatter = totals * parameters.covariances
-        return cls(counts=weights, means=means, scatter=scatter, covariance_type=parameters.covariance_type)
-
-    def scaled(self, factor: float) -> Statistics:
-        """Return the statistics as if each sample had this weight."""
-        return dataclasses.replace(self, counts=factor * self.counts, scatter=factor * self.scatter)
-
-    def merged(self, other: Statistics) -> Statistics:
-        """Return the statistics of the samples of both.
-
-        References:
-            Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983, equation 2.1.
-        """
-        counts = self.counts + other.counts
-        share = other.counts / soft_counts(counts)
-        steps = other.means - self.means
-        between = structure_of(self.covariance_type).products((self.counts * share)[:, None] * steps, steps)
-        return dataclasses.replace(
-            self,
-            counts=counts,
-            means=self.means + share[:, None] * steps,
-            scatter=self.scatter + other.scatter + between,
-        )
-
-    def maximise(self, *, reg_covar: float = 0.0, prior: Prior | None = None) -> GaussianParameters:
-        """Return the M-step.
-
-        Raises:
-            ValueError: If a covariance is singular, or `reg_covar` is negative or not finite.
-        """
-        reg_covar = number("reg_covar", reg_covar, least=0)
-        kind, structure = self.covariance_type, structure_of(self.covariance_type)
-        if prior is not None:
-            weights, means, covariances = prior.maximise(self.counts, self.means, self.scatter, kind)
-        else:
-            counts = soft_counts(self.counts)
-            weights, means = counts / counts.sum(), self.means
-            covariances = structure.estimate(self.scatter, counts[:, None].expand(means.shape))
-        return GaussianParameters(
-            log_weights=weights.log(),
-            means=means,
-            precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
-            covariance_type=kind,
-        )
-
-    def expected_log_joint(self, parameters: GaussianParameters) -> Tensor:
-        """Return the expected complete-data log-likelihood, a scalar in nats, summed over the samples."""
-        shifts = self.means - parameters.means
-        about = structure_of(self.covariance_type).products(self.counts[:, None] * shifts, shifts)
-        moments, precisions = self.scatter + about, parameters.precisions
-        volumes = parameters.log_determinants - 0.5 * parameters.n_features * math.log(2 * math.pi)
-        # A component without weight has the log-weight minus infinity, and no samples.
-        constants = torch.where(self.counts > 0, self.counts * (parameters.log_weights + volumes), 0.0)
-        total: Tensor = constants.sum() - 0.5 * (moments * precisions).sum()
-        return total
 
 
 # --- online EM -------------------------------------------------------------------------------------------------------
@@ -424,17 +345,7 @@ def _reduce(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | N
         return Statistics.implied_by(parameters), 0.0, math.nan
     data = prepare(x, kind, parameters.n_components, sample_weight=sample_weight)
     moments = accumulate(parameters, data)
-    shifts = moments.first / soft_counts(moments.counts)[:, None]
-    scatter = moments.second - structure_of(kind).products(moments.counts[:, None] * shifts, shifts)
-    if data.scale is not None:
-        scatter = data.scale @ scatter @ data.scale.mT
-    statistics = Statistics(
-        counts=moments.counts,
-        means=data.from_frame(moments.origins + shifts),
-        scatter=scatter,
-        covariance_type=kind,
-    )
-    return statistics, weight, float(moments.log_likelihood)
+    return statistics_of(moments, data, kind), weight, float(moments.log_likelihood)
 
 
 def _check(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | None) -> None:

@@ -32,7 +32,7 @@ from toolkit.em.covariance.models import (
     n_free_parameters,
 )
 from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error
+from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.gaussian._samples import Prepared, prepare
 from toolkit.em.gaussian.parameters import GaussianParameters
 
@@ -438,13 +438,9 @@ def _maximise(
     reg_covar: float,
 ) -> ParsimoniousParameters:
     """Return the M-step from the moments of prepared data, float64."""
-    counts = soft_counts(moments.counts)
-    shifts = moments.first / counts[:, None]
-    means = torch.where((moments.counts < counts)[:, None], 0.0, moments.origins + shifts)
-    structure, n_features = model.structure, means.shape[1]
-    scatter = moments.second - structure.products(counts[:, None] * shifts, shifts)
-    if data.scale is not None:
-        scatter = data.scale @ scatter @ data.scale.mT
+    structure, statistics = model.structure, statistics_of(moments, data, model.structure.name)
+    counts, means, scatter = soft_counts(statistics.counts), statistics.means, statistics.scatter
+    n_features = means.shape[1]
     added = structure.regularise(torch.zeros_like(scatter), reg_covar)
     scatter = scatter + structure.totals(counts[:, None].expand(means.shape)) * added
     if structure.is_shared:
@@ -453,7 +449,7 @@ def _maximise(
         scatter = (scatter / n_features)[:, None].expand(-1, n_features)
     return ParsimoniousParameters(
         log_weights=counts.log() - counts.sum().log(),
-        means=data.from_frame(means),
+        means=means,
         structure=covariances_from_scatter(
             model.name, counts, scatter, start=before, inner_steps=(4 if before is None else 1) * _INNER_STEPS_OF_EM
         ),
