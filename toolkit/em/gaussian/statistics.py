@@ -85,7 +85,7 @@ class Statistics:
         Raises:
             ValueError: If a covariance is singular, or `reg_covar` is negative or not finite.
         """
-        if not isinstance(reg_covar, Tensor) or not reg_covar.dim():
+        if not isinstance(reg_covar, Tensor):
             reg_covar = number("reg_covar", reg_covar, least=0)
         kind, structure = self.covariance_type, structure_of(self.covariance_type)
         if prior is not None:
