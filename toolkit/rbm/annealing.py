@@ -481,7 +481,8 @@ def _centred(joint: Joint, reference: Tensor) -> tuple[Joint, Tensor, Tensor | N
     differences of large numbers.
 
     Returns:
-        The machine, its reference, and what to take from visible units, float64; None: nothing, they are not Gaussian.
+        The machine, its reference, and the shift to subtract from visible units, float64; None if they are not
+        Gaussian.
     """
     if not isinstance(joint.visible, Gaussian):
         return joint, reference.to(joint.weights), None

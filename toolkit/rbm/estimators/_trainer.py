@@ -36,10 +36,10 @@ class Trainer(Protocol):
         """Update the parameters."""
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the next steps depend on."""
+        """Return the state that the next steps depend on."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
 
 
 class ExactTrainer:
@@ -86,13 +86,13 @@ class ExactTrainer:
                 parameter.sub_(learning_rate * (gradient[name] + decay.get(name, 0.0)))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the next steps depend on."""
+        """Return the state that the next steps depend on."""
         if self._offsets is None:
             return {}
         return {"visible_offset": self._offsets.visible.clone(), "hidden_offset": self._offsets.hidden.clone()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from there."""
+        """Continue from a state."""
         if state:
             self._offsets = Offsets(state["visible_offset"], state["hidden_offset"])
 
