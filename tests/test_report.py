@@ -328,7 +328,7 @@ MADE = {"ratio": 0.0, "cosine": None, "leak": 9.66}  # of a straight-through est
             "Opening the block turns the gradient by 30° and makes it 2 times as long, before the first step and once "
             "the model is trained.",
         ),
-        ("cuts", TURNED, "is trained. While it is in place no gradient reaches bias, ws[1] at all."),
+        ("cuts", TURNED, "is trained. With the block in place no gradient reaches bias, ws[1] at all."),
         (
             "makes",
             MADE,
