@@ -1,7 +1,7 @@
 """Audits of published packages, as they are: what their own stops do, by closed forms and by the packages' claims.
 
 None of them is needed otherwise. Tried: vector-quantize-pytorch 1.32.0, pytorch-metric-learning 2.9.0, torchrl 0.14.1
-with tensordict 0.15.3; a test whose package is missing is skipped.
+with tensordict 0.15.3, pyro-ppl 1.9.2, torchdiffeq 0.2.5; a test whose package is missing is skipped.
 """
 
 import pytest
@@ -96,13 +96,81 @@ def test_the_maximum_that_a_contrastive_loss_subtracts_is_redundant(name):
     assert effect.verdict.kind == "redundant"
 
 
-def test_a_memory_of_past_batches_makes_two_runs_differ_and_the_audit_says_so():
+def test_a_memory_of_past_batches_is_filled_by_no_audit():
     losses = pytest.importorskip("pytorch_metric_learning.losses")
     net, x, labels = nn.Linear(5, 6), torch.randn(8, 5), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     remembering = losses.CrossBatchMemory(losses.NTXentLoss(), 6, memory_size=16)
-    found = audit(lambda: remembering(net(x), labels), net)
-    assert not found.valid
-    assert found.reason == "the program is not deterministic, two plain runs differ"
+
+    def loss():
+        return remembering(net(x), labels)
+
+    loss()
+    memory = remembering.embedding_memory.clone()
+    found = audit(loss, net)
+    assert found.valid, found.reason
+    assert remembering.queue_idx == 8
+    assert torch.equal(remembering.embedding_memory, memory)
+    assert _is_bitwise_plain(found, loss, dict(net.named_parameters()))
+
+
+# --- probabilistic programs and differential equations -----------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_baseline_in_the_parameter_store_of_pyro_is_put_back():
+    pyro = pytest.importorskip("pyro")
+    from pyro.distributions import Normal
+    from pyro.infer import TraceGraph_ELBO
+
+    pyro.clear_param_store()
+    data = torch.randn(20) + 1
+
+    def model():
+        mean = pyro.sample("mean", Normal(0.0, 2.0))
+        with pyro.plate("data", len(data)):
+            pyro.sample("x", Normal(mean, 1.0), obs=data)
+
+    def guide():
+        where = Normal(pyro.param("loc", torch.tensor(0.1)), 0.5).has_rsample_(False)
+        pyro.sample("mean", where, infer={"baseline": {"use_decaying_avg_baseline": True}})
+
+    class Caught(Exception):
+        """Holds the loss that was to be differentiated."""
+
+    def catch(self, *args, **kwargs):
+        raise Caught(self)
+
+    def loss():  # the estimator differentiates it by itself
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.Tensor, "backward", catch)
+            with pytest.raises(Caught) as caught:
+                TraceGraph_ELBO().loss_and_grads(model, guide)
+        return caught.value.args[0]
+
+    loss()
+    found = audit(loss, {"loc": pyro.param("loc")})
+    assert found.valid, found.reason
+    assert any("state in the globals of a package" in remark for remark in found.remarks)
+    (score,) = [found[place] for place, kind in found.kinds.items() if kind == "detach()"]
+    assert score.verdict.kind == "partial"
+
+
+def test_the_adjoint_of_a_differential_equation_is_not_blamed():
+    torchdiffeq = pytest.importorskip("torchdiffeq")
+
+    class Flow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, t, y):
+            return self.linear(y).tanh()
+
+    flow, y0, times = Flow(), torch.randn(4, 2), torch.tensor([0.0, 1.0])
+    found = audit(lambda: torchdiffeq.odeint_adjoint(flow, y0, times)[-1].square().mean(), flow)
+    assert found.valid, found.reason
+    assert {effect.verdict.kind for effect in found.effects} == {"no-op"}
+    assert not found.unopened
 
 
 # --- reinforcement learning --------------------------------------------------------------------------------------
