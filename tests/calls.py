@@ -95,8 +95,9 @@ def _generator() -> torch.Generator:
 
 # --- what the calls are given ------------------------------------------------------------------------------------
 
-MODEL = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3)).eval()
-INPUTS, LABELS = torch.tensor([[0.2, 0.6], [0.7, 0.3]]), torch.tensor([0, 2])
+MODEL = adv.mlp(2, 3, widths=[3], generator=_generator()).eval()
+INPUTS = torch.tensor([[0.2, 0.6], [0.7, 0.3]])
+LABELS = MODEL(INPUTS).argmax(1)  # not broken before an attack begins
 BALL: Any = {"epsilon": 0.2, "norm": "linf", "bounds": (0, 1)}
 IMAGES = torch.rand(2, 1, 3, 3, generator=_generator())
 
@@ -152,6 +153,12 @@ def _trainer(**changed: Any) -> rbm.FusedTrainer:
     return rbm.FusedTrainer(machine, **options)
 
 
+def _trained(**changed: Any) -> nn.Module:
+    trainer = _trainer(**changed)
+    trainer.step(ROWS, learning_rate=0.1)
+    return trainer.rbm
+
+
 class Call:
     """A function and what it is called with; what was drawn from a generator before is drawn anew for each call."""
 
@@ -195,7 +202,7 @@ CALLS: dict[str, Call] = {
     "adversarial.TRADES": Call(adv.TRADES, step_size=0.5),
     "adversarial.TRADES.example": Call(adv.TRADES().example, **EXAMPLE),
     "adversarial.VAT": Call(adv.VAT, iterations=2, xi=0.1),
-    "adversarial.VAT.example": Call(adv.VAT().example, **EXAMPLE),
+    "adversarial.VAT.example": Call(adv.VAT(iterations=1).example, **EXAMPLE),
     "adversarial.alp_loss": Call(adv.alp_loss, **LOSS, weight=0.5),
     "adversarial.apgd": Call(adv.apgd, **ATTACKED, steps=3),
     "adversarial.awp_loss": Call(adv.awp_loss, model=MODEL, loss=lambda model: model(INPUTS).sum(), gamma=0.1),
@@ -231,7 +238,7 @@ CALLS: dict[str, Call] = {
     "adversarial.rs_fgsm": Call(adv.rs_fgsm, **ATTACKED, step_size=0.1),
     "adversarial.small_cnn": Call(adv.small_cnn, n_classes=2, image_size=4, widths=[2], strides=[1]),
     "adversarial.square": Call(
-        adv.square, model=lambda x: x.flatten(1), x=IMAGES, labels=LABELS, epsilon=0.2, queries=5
+        adv.square, model=lambda x: x.flatten(1), x=IMAGES, labels=IMAGES.flatten(1).argmax(1), epsilon=0.2, queries=5
     ),
     "adversarial.trades_loss": Call(adv.trades_loss, **LOSS),
     "adversarial.train": Call(
@@ -412,7 +419,7 @@ CALLS: dict[str, Call] = {
     "rbm.Categorical.relaxed_sample": Call(
         rbm.Categorical(torch.zeros(6), 3).relaxed_sample, x=torch.zeros(2, 6), temperature=0.5
     ),
-    "rbm.FusedTrainer": Call(_trainer, batch_size=2, steps=1, fast_rate=0.1, offset_rate=0.5),
+    "rbm.FusedTrainer": Call(_trained, batch_size=2, steps=1, fast_rate=0.1, offset_rate=0.5),
     "rbm.FusedTrainer.step": Call(_trainer().step, data=ROWS, learning_rate=0.1),
     "rbm.Gaussian.sample": Call(LANGEVIN["rbm"].joint.visible.sample, x=torch.zeros(2, 3)),
     "rbm.Gaussian.relaxed_sample": Call(

@@ -328,7 +328,7 @@ def test_attack_leaves_everything_as_it_was(norm: str, breaks: bool, mode: str) 
 
 REFUSED = {
     "steps": ({"steps": 0}, "`steps` should be a positive integer. Found 0."),
-    "restarts": ({"restarts": 2}, "`generator` should be given for several restarts"),
+    "restarts": ({"restarts": 2, "random_start": False}, "`random_start` should be True for several restarts"),
     "loss": ({"loss": "ce"}, "`loss` should be 'margin', 'dlr' or a function. Found 'ce'."),
     "until": ({"until": "dawn"}, "`until` should be one of 'success', 'end'. Found 'dawn'."),
     "classes": (

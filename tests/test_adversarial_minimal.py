@@ -435,7 +435,6 @@ REFUSED = {
     "pull": (partial(fab, pull=math.nan), "`pull` should be from 0 to 1. Found nan"),
     "retreat": (partial(fab, retreat=-1.0), "`retreat` should be from 0 to 1. Found -1.0"),
     "extrapolation": (partial(fab, extrapolation=0.9), "`extrapolation` should be from 1 to 2. Found 0.9"),
-    "restarts": (partial(fab, restarts=2), "`generator` should be given for several restarts"),
     "epsilon": (partial(fab, epsilon=-1.0), "`epsilon` should be finite and not negative. Found -1"),
 }
 

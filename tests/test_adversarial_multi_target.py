@@ -267,7 +267,6 @@ REFUSED = {
     "steps -1": ({"steps": -1}, "`steps` should be an integer from 0. Found -1."),
     "n_targets": ({"n_targets": 0}, "`n_targets` should be a positive integer. Found 0."),
     "at_once": ({"at_once": 0}, "`at_once` should be a positive integer. Found 0."),
-    "restarts": ({"restarts": 2}, "`generator` should be given for several restarts"),
     "no restarts": ({"restarts": 0}, "`restarts` should be a positive integer. Found 0."),
     "norm": ({"norm": "l7"}, "`norm` should be one of 'linf', 'l2', 'l1'. Found 'l7'."),
     "labels": ({"labels": torch.tensor([0])}, "`labels` should have shape (3,). Found (1,)."),

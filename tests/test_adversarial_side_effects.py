@@ -432,7 +432,11 @@ WRONG = {
     ),
     "one bound": ({"bounds": 1.0}, TypeError, "the least and the greatest value of an input, or None. Found float"),
     "bounds in the wrong order": ({"bounds": (1, 0)}, ValueError, "the least value before the greatest. Found 1 and 0"),
-    "seed for a generator": ({"generator": 0}, TypeError, "`generator` should be a torch.Generator. Found int"),
+    "seed for a generator": (
+        {"generator": 0},
+        TypeError,
+        "`generator` should be a torch.Generator, or None. Found int",
+    ),
     "loss by name": ({"loss": "ce"}, TypeError, "`loss` should be a function of logits and labels. Found str"),
     "dtype by name": (
         {"gradient_dtype": "bfloat16"},

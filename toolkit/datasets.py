@@ -98,7 +98,7 @@ def two_gaussians(
     *,
     separation: float,
     n_features: int = 2,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
     dtype: torch.dtype = torch.float64,
 ) -> Dataset:
     """Draw from two equally likely unit Gaussians with means `separation` apart on the first axis.

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit._checks import integer
+from toolkit._random import own_generator
 
 __all__ = ["random_crop_flip"]
 
 
-def random_crop_flip(x: Tensor, *, padding: int = 4, flip: bool = True, generator: torch.Generator) -> Tensor:
+def random_crop_flip(x: Tensor, *, padding: int = 4, flip: bool = True, generator: torch.Generator | None) -> Tensor:
     """Return each image moved at random by up to `padding` pixels and, every second time, mirrored.
 
     The image is framed with zeros, a window of its own size is cut out of the frame, each of the ``(2 padding + 1)^2``
@@ -43,7 +44,7 @@ def random_crop_flip(x: Tensor, *, padding: int = 4, flip: bool = True, generato
     """
     if x.dim() != 4:
         raise ValueError(f"`x` should have shape (N, C, H, W). Found {tuple(x.shape)}.")
-    padding = integer("padding", padding, 0)
+    padding, generator = integer("padding", padding, 0), own_generator(generator)
     places = 2 * padding + 1
     chosen = torch.randint(places**2 * (2 if flip else 1), x.shape[:1], generator=generator, device=generator.device)
     chosen = chosen.to(x.device)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer
+from toolkit._random import own_generator
 from toolkit.blocks import no_graph
 
 __all__ = ["Normalize", "mlp", "preactivation_resnet18", "small_cnn"]
@@ -83,7 +84,7 @@ def mlp(
     *,
     widths: Sequence[int] = (128, 128),
     activation: Activation = nn.ReLU,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> nn.Sequential:
     """Return a perceptron: linear layers with an activation between them.
 
@@ -93,6 +94,7 @@ def mlp(
         widths: Units of the hidden layers. None of them makes a linear classifier.
         activation: Makes the module that follows each hidden layer.
         generator: Draws weights and biases uniformly from ``[-1, 1] / sqrt(inputs of a unit)``, as torch's layers do.
+            None: torch's global generator.
 
     Returns:
         A model from (N, D) to logits.
@@ -116,7 +118,7 @@ def mlp(
             layers += [nn.Linear(n_features, width), activation()]
             n_features = width
         layers.append(nn.Linear(n_features, n_classes))
-    return _drawn(nn.Sequential(*layers), generator)
+    return _drawn(nn.Sequential(*layers), own_generator(generator))
 
 
 def small_cnn(
@@ -127,7 +129,7 @@ def small_cnn(
     widths: Sequence[int] = (32, 64),
     strides: Sequence[int] = (1, 2),
     activation: Activation = nn.ReLU,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> nn.Sequential:
     """Return a convolutional network for small images, such as digits: 3 x 3 convolutions and a linear layer.
 
@@ -163,7 +165,7 @@ def small_cnn(
             layers += [nn.Conv2d(in_channels, width, 3, stride, padding=1), activation()]
             in_channels, image_size = width, (image_size - 1) // stride + 1
         layers += [nn.Flatten(), nn.Linear(in_channels * image_size**2, n_classes)]
-    return _drawn(nn.Sequential(*layers), generator)
+    return _drawn(nn.Sequential(*layers), own_generator(generator))
 
 
 def preactivation_resnet18(
@@ -172,7 +174,7 @@ def preactivation_resnet18(
     *,
     width: int = 64,
     activation: Activation = nn.ReLU,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> nn.Sequential:
     """Return a residual network of 18 layers in the form for small images, with its activations before the weights.
 
@@ -223,6 +225,7 @@ def preactivation_resnet18(
             nn.Flatten(),
             nn.Linear(channels, n_classes),
         )
+    generator = own_generator(generator)
     model = _drawn(model, generator)
     for module in model.modules():
         if isinstance(module, nn.Conv2d):

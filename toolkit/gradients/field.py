@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer
+from toolkit._random import seeded_generator
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
 from toolkit.gradients._program import CONSTANT, Parameters, Program, differentiated
 from toolkit.gradients.verdict import equal
@@ -133,7 +134,7 @@ class Field:
         norm = self.jacobian.norm().item()
         return (self.jacobian - self.jacobian.T).norm().item() / norm if norm else 0.0
 
-    def estimate_asymmetry(self, *, probes: int = 16, generator: torch.Generator | None = None) -> float:
+    def estimate_asymmetry(self, *, probes: int = 16, generator: torch.Generator | int | None = 0) -> float:
         """Estimate `asymmetry` by two products with each of some random vectors.
 
         ``|A|^2 = E |A v|^2`` for any matrix A and standard normal v. The relative error falls as one over the square
@@ -141,7 +142,7 @@ class Field:
 
         Args:
             probes: The number of vectors.
-            generator: Draws the vectors on the CPU; None: a new generator with seed 0.
+            generator: Draws the vectors on the CPU. An integer seeds a new generator; None: torch's global generator.
 
         Raises:
             ValueError: If `probes` is not positive.
@@ -151,10 +152,10 @@ class Field:
             Hutchinson, "A stochastic estimator of the trace of the influence matrix", 1990.
         """
         probes = integer("probes", probes)
-        generator = generator or torch.Generator().manual_seed(0)
+        draws = seeded_generator(generator)
         difference = norm = 0.0
         for _ in range(probes):
-            vector = torch.randn(self.size, generator=generator, dtype=torch.float64).to(self.gradient)
+            vector = torch.randn(self.size, generator=draws, dtype=torch.float64).to(self.gradient)
             pushed = self.jvp(vector)
             difference += (pushed - self.vjp(vector)).square().sum().item()
             norm += pushed.square().sum().item()

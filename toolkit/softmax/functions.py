@@ -294,7 +294,7 @@ def _checked(input: Tensor, argument: str, dim: object = 0, dims: str = "an inte
     if not isinstance(input, Tensor) or not input.is_floating_point():
         found = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise TypeError(f"`{argument}` should be a floating-point tensor. Found {found}.")
-    place = index(dim)
+    place = dim if type(dim) is int else index(dim)
     if place is None:
         raise TypeError(f"`dim` should be {dims}. Found {dim!r}.")
     return place

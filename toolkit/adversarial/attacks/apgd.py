@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer
+from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial.attacks._setting import Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, dlr_loss, margin_loss, targeted_dlr_loss
 from toolkit.adversarial.balls import Bounds, Norm
@@ -39,6 +40,7 @@ def apgd(
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
     restarts: int = 1,
+    random_start: bool | None = None,
     gradient_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -75,9 +77,10 @@ def apgd(
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: As in `pgd`.
-        restarts: Number of ascents. All start at points of their own, so more than one needs a `generator`.
+        restarts: Number of ascents. All start at points of their own.
+        random_start: As in `pgd`.
         gradient_dtype: As in `pgd`.
-        generator: Where given, starts are drawn from the ball. None starts at `x`; the attack is then deterministic.
+        generator: As in `pgd`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`: with ``until="success"`` the first one on which
@@ -101,8 +104,7 @@ def apgd(
     """
     steps = integer("steps", steps)
     restarts = integer("restarts", restarts)
-    if restarts > 1 and generator is None:
-        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    draws = own_generator(generator) if starts_at_random(random_start, generator, restarts) else None
     if not callable(loss) and loss not in ("margin", "dlr"):
         raise ValueError(f"`loss` should be 'margin', 'dlr' or a function. Found {loss!r}.")
     choice("until", until, ("success", "end"))
@@ -124,7 +126,7 @@ def apgd(
             rows = (~found.succeeded).nonzero()[:, 0]
             if len(rows):
                 part = attack if len(rows) == len(x) else attack.rows(rows)
-                start = part.x if generator is None else part.ball.sample(generator)
+                start = part.x if draws is None else part.ball.sample(draws)
                 _ascend(_Climb.start(part, rows, start, length[rows]), steps, loss, until, _NEW[norm], found)
         return attack.ball.settle(found.examples)
 

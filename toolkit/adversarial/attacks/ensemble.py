@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer
+from toolkit._random import seeded_generator
 from toolkit.adversarial.attacks._setting import NoGradientError, Setting, setting
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.fab import fab
@@ -124,7 +125,7 @@ def evaluate_robustness(
     mask: Tensor | None = None,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | int | None = 0,
 ) -> Evaluation:
     """Run attacks one after the other, each on the rows that are still classified correctly.
 
@@ -145,7 +146,8 @@ def evaluate_robustness(
             mask=, generator=)`` with the rows that are left. A tuple of attacks goes on as long as each of them breaks
             a row. None: `standard_attacks`.
         batch_size: Rows, or pairs of a row and a class, at once.
-        generator: Of all that is drawn. None: a new one with seed 0, so that the same call gives the same figures.
+        generator: Of all that is drawn. An integer seeds a new one: by default the same call gives the same figures.
+            None: torch's global generator.
 
     Returns:
         Which rows are robust, the examples, and what each attack did.
@@ -171,7 +173,7 @@ def evaluate_robustness(
     if attacks is not None and not (isinstance(attacks, Mapping) and attacks):
         found = "none" if isinstance(attacks, Mapping) else type(attacks).__name__
         raise TypeError(f"`attacks` should be a mapping of names to attacks, at least one. Found {found}.")
-    generator = torch.Generator().manual_seed(0) if generator is None else generator
+    draws = seeded_generator(generator)
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=None, bounds=bounds, mask=mask) as whole:
         arguments = _Arguments(whole.x, epsilon, bounds, mask)
         if norm == "linf" and bounds is not None and len(whole.x):
@@ -183,7 +185,7 @@ def evaluate_robustness(
                     stacklevel=2,
                 )
         parts = [
-            _Standing(whole.rows(rows), arguments.of(rows), norm, generator)
+            _Standing(whole.rows(rows), arguments.of(rows), norm, draws)
             for rows in torch.arange(len(whole.x), device=whole.x.device).split(batch_size)
         ]
         broken: dict[str, int] = {}
@@ -221,7 +223,7 @@ def robust_accuracy(
     mask: Tensor | None = None,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | int | None = 0,
 ) -> float:
     """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
 
@@ -237,7 +239,7 @@ def robust_accuracy(
         mask: Where an input may change.
         attacks: Name to attack.
         batch_size: Rows at once.
-        generator: Of all that is drawn; None draws the same every time.
+        generator: As in `evaluate_robustness`.
 
     Raises:
         TypeError: As in `pgd`.
@@ -278,7 +280,7 @@ def ensemble(
     mask: Tensor | None = None,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | int | None = 0,
 ) -> Tensor:
     """Return the adversarial examples of an ensemble of attacks: `evaluate_robustness` as an attack like the others.
 
@@ -292,7 +294,7 @@ def ensemble(
         mask: Where an input may change.
         attacks: Name to attack.
         batch_size: Rows at once.
-        generator: Of all that is drawn; None draws the same every time.
+        generator: As in `evaluate_robustness`.
 
     Returns:
         Examples with the shape, dtype and device of `x`: where a row was broken, the one that did it; else the

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import inner
 from toolkit.adversarial.attacks._minimal import Nearest, Search, minimal_search, rivals
 from toolkit.adversarial.attacks.losses import Loss
@@ -63,14 +64,14 @@ def fab(
         steps: Number of steps per class and restart.
         n_classes: How many classes to consider, those with the largest logits at `x`, the label included.
         restarts: Number of walks to each class. The first starts at `x`, the others at random in a ball of half the
-            distance found so far, so more than one needs a `generator`. More are never worse.
+            distance found so far. More are never worse.
         pull: Largest alpha, from 0 to 1.
         extrapolation: Eta, at least 1.
         retreat: The part of an adversarial displacement that the walk goes on from, from 0 to 1.
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: True where an input may change, broadcast to `x`; None: everywhere.
-        generator: Draws the starts of the restarts.
+        generator: Draws the starts of the restarts. None: torch's global generator, if there are any.
 
     Returns:
         As in `deepfool`.
@@ -95,8 +96,7 @@ def fab(
     pull = number("pull", pull, least=0, most=1)
     retreat = number("retreat", retreat, least=0, most=1)
     extrapolation = number("extrapolation", extrapolation, least=1, most=2)
-    if restarts > 1 and generator is None:
-        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    draws = own_generator(generator) if restarts > 1 else None
     with minimal_search(
         model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
     ) as search:
@@ -106,8 +106,8 @@ def fab(
         for restart in range(restarts):
             for loss in losses:
                 example = search.attack.x
-                if restart and generator is not None:
-                    example = _start(search, nearest, bounds, mask, generator)
+                if restart and draws is not None:
+                    example = _start(search, nearest, bounds, mask, draws)
                 for _ in range(steps):
                     nearest, example = _step(search, nearest, example, loss, pull, extrapolation, retreat)
             # After every restart, so that more of them are never worse.

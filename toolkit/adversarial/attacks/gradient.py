@@ -1,7 +1,8 @@
 """Attacks that follow the gradient: one step (FGSM, RS-FGSM) and many (PGD, MI-FGSM), in a ball and inside a box.
 
 An attack searches an input near `x` on which the model errs. It leaves nothing behind: no parameter's ``.grad``, no
-module's mode, no running statistic and no global random state is different afterwards, also when the model raises.
+module's mode and no running statistic is different afterwards, also when the model raises. The global random state is
+what it was, unless the attack itself draws and has no `generator`.
 
 N samples, each of shape (...), C classes.
 """
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial.attacks._setting import Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, margin_loss
 from toolkit.adversarial.balls import Bounds, Norm
@@ -94,7 +96,7 @@ def rs_fgsm(
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
     loss: Loss | None = None,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Move every input once, from a start that is drawn uniformly from the ball: the attack of fast training.
 
@@ -109,7 +111,7 @@ def rs_fgsm(
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: As in `pgd`.
         loss: As in `pgd`.
-        generator: Draws the start.
+        generator: Draws the start. None: torch's global generator.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
@@ -128,8 +130,9 @@ def rs_fgsm(
         >>> bool(((example - x).abs() <= 0.25).all())
         True
     """
+    draws = own_generator(generator)
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
-        return attack.ball.settle(_ascend(attack, loss, 1, _stride(attack, step_size, epsilon, 1.25), generator))
+        return attack.ball.settle(_ascend(attack, loss, 1, _stride(attack, step_size, epsilon, 1.25), draws))
 
 
 def pgd(
@@ -146,6 +149,7 @@ def pgd(
     mask: Tensor | None = None,
     loss: Loss | None = None,
     restarts: int = 1,
+    random_start: bool | None = None,
     gradient_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -177,12 +181,14 @@ def pgd(
             each sample. None: everywhere.
         loss: Logits and labels to the losses (N,) to be raised, or lowered towards `targets`. None: `margin_loss`.
         restarts: Number of ascents, of which the one with the greatest last loss is kept for every sample. All start at
-            points of their own, so more than one needs a `generator`.
+            points of their own.
+        random_start: Start at points drawn uniformly from the ball, instead of at `x`, where the attack is
+            deterministic and its rows do not depend on each other. None: if there are several `restarts`, or a
+            `generator`.
         gradient_dtype: `torch.bfloat16` runs the model in it where gradients are taken: on much hardware several times
             faster, and the steps need little more than signs. Examples, projection and bounds stay in the dtype of `x`.
             None: as it is.
-        generator: Where given, starts are drawn uniformly from the ball. None starts at `x`; the attack is then
-            deterministic and its rows do not depend on each other.
+        generator: Draws the starts. None: torch's global generator, if they are drawn at all.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic; a
@@ -193,7 +199,7 @@ def pgd(
             `gradient_dtype` is given and `model` is not a `torch.nn.Module`.
         ValueError: If `norm` is unknown, `steps` or `restarts` is not positive, `epsilon` or `step_size` is negative,
             not finite or of another shape, `x` lies outside of `bounds`, there is not one label per sample, `loss` does
-            not return one value per sample, or there are `restarts` without a generator.
+            not return one value per sample, or there are `restarts` without a `random_start`.
 
     References:
         Madry, Makelov, Schmidt, Tsipras and Vladu, "Towards deep learning models resistant to adversarial attacks",
@@ -207,8 +213,7 @@ def pgd(
     """
     steps = integer("steps", steps)
     restarts = integer("restarts", restarts)
-    if restarts > 1 and generator is None:
-        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    draws = own_generator(generator) if starts_at_random(random_start, generator, restarts) else None
     with setting(
         model,
         x,
@@ -221,9 +226,9 @@ def pgd(
         gradient_dtype=gradient_dtype,
     ) as attack:
         stride = _stride(attack, step_size, epsilon, 2.5 / steps)
-        best = _ascend(attack, loss, steps, stride, generator)
+        best = _ascend(attack, loss, steps, stride, draws)
         for _ in range(restarts - 1):
-            best = _stronger(attack, loss, best, _ascend(attack, loss, steps, stride, generator))
+            best = _stronger(attack, loss, best, _ascend(attack, loss, steps, stride, draws))
         return attack.ball.settle(best)
 
 
@@ -241,6 +246,7 @@ def mi_fgsm(
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
     loss: Loss | None = None,
+    random_start: bool | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Ascend along a running sum of gradients: the iterative fast gradient method with momentum.
@@ -261,6 +267,7 @@ def mi_fgsm(
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: As in `pgd`.
         loss: As in `pgd`.
+        random_start: As in `pgd`.
         generator: As in `pgd`.
 
     Returns:
@@ -281,9 +288,10 @@ def mi_fgsm(
     """
     steps = integer("steps", steps)
     momentum = number("momentum", momentum, least=0)
+    draws = own_generator(generator) if starts_at_random(random_start, generator) else None
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
         stride = _stride(attack, step_size, epsilon, 1 / steps)
-        example = _start(attack, generator)
+        example = _start(attack, draws)
         heading = torch.zeros_like(example)
         for _ in range(steps):
             point, gradient, _ = attack.gradient(example, loss)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer
+from toolkit._random import own_generator
 from toolkit.adversarial.attacks._setting import Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import class_index, difference_loss
 from toolkit.adversarial.balls import Bounds, Norm
@@ -66,13 +67,13 @@ def multi_target(
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps in each ascent.
         n_targets: T; the classes that are tried are those with the largest logits at `x`. At most C - 1 are.
-        restarts: Number of ascents for each class. All but the first are random, so more than one needs a `generator`.
+        restarts: Number of ascents for each class. All but the first are random.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: As in `pgd`.
         at_once: Number of pairs that the model is run on at once, which bounds the memory. All T pairs of a sample
             stay together, so it is never less than T. None: the larger of N and 1024.
         gradient_dtype: As in `pgd`.
-        generator: Draws starts, and the coordinates that move.
+        generator: Draws starts, and the coordinates that move. None: torch's global generator, if there are `restarts`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, the values of `x` where the model errs there
@@ -96,8 +97,7 @@ def multi_target(
     """
     steps = integer("steps", steps, 0)
     restarts = integer("restarts", restarts)
-    if restarts > 1 and generator is None:
-        raise ValueError("`generator` should be given for several restarts, which else would all be the same.")
+    draws = own_generator(generator) if restarts > 1 else None
     return _search(
         model,
         x,
@@ -111,7 +111,7 @@ def multi_target(
         mask=mask,
         at_once=at_once,
         gradient_dtype=gradient_dtype,
-        generator=generator,
+        generator=draws,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import ORDER, reach_together
 from toolkit.adversarial.attacks._minimal import strength
 from toolkit.adversarial.attacks._setting import Setting, setting
@@ -38,7 +39,7 @@ def square(
     targets: Tensor | None = None,
     bounds: Bounds = (0, 1),
     mask: Tensor | None = None,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
 ) -> Tensor:
     r"""Search at random, by squares, with the logits alone: no gradient is taken, so none can mislead or be missing.
 
@@ -67,7 +68,7 @@ def square(
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: True where an input may change, broadcast to `x`; None: everywhere.
-        generator: Draws windows and signs.
+        generator: Draws windows and signs. None: torch's global generator.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic;
@@ -89,7 +90,7 @@ def square(
         >>> decide(example).argmax(1)
         tensor([1])
     """
-    queries = integer("queries", queries)
+    queries, generator = integer("queries", queries), own_generator(generator)
     proportion = number("proportion", proportion, above=0, most=1)
     with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
         shape = _image_shape(attack.x)

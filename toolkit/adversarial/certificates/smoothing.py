@@ -14,6 +14,7 @@ from scipy.stats import beta, norm
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import own_generator
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.certificates._arguments import check_inputs
 from toolkit.blocks import no_graph
@@ -46,7 +47,7 @@ def certify_smoothing(
     samples: int,
     samples_selection: int = 100,
     confidence: float = 0.999,
-    generator: torch.Generator,
+    generator: torch.Generator | None,
     batch_size: int = 1000,
 ) -> SmoothedCertificate:
     """Certify the smoothed classifier ``g(x) = argmax_c P(model(x + sigma * noise) = c)`` in L2, with normal noise.
@@ -73,6 +74,7 @@ def certify_smoothing(
         samples_selection: Draws that choose the class.
         confidence: Probability with which the radius of one sample holds, between 0 and 1.
         generator: Source of the noise. Samples draw one after the other, so results depend on their order.
+            None: torch's global generator.
         batch_size: Number of noisy inputs in one call of the model.
 
     Raises:
@@ -97,7 +99,7 @@ def certify_smoothing(
     check_inputs("x", x)
     sigma, confidence = number("sigma", sigma, above=0), number("confidence", confidence, above=0, below=1)
     samples, batch_size = integer("samples", samples), integer("batch_size", batch_size)
-    samples_selection = integer("samples_selection", samples_selection)
+    samples_selection, generator = integer("samples_selection", samples_selection), own_generator(generator)
     predictions, agreeing = [], []
     with no_graph(), untouched(model):
         for row in x:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import own_generator
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
 from toolkit.adversarial.balls.box import draw, features, norm_of, wide
@@ -103,7 +104,7 @@ def vat_direction(model: Model, x: Tensor) -> Tensor:
 
 
 def power_direction(
-    model: Model, x: Tensor, *, iterations: int = 1, xi: float | None = None, generator: torch.Generator
+    model: Model, x: Tensor, *, iterations: int = 1, xi: float | None = None, generator: torch.Generator | None
 ) -> Tensor:
     """Return an approximation of `vat_direction` by power iteration: what the paper does.
 
@@ -120,7 +121,7 @@ def power_direction(
         iterations: Number of products with H.
         xi: Length of the probe. None: the third root of the roundoff, 5e-3 in single precision. Much smaller ones are
             all rounding error: the difference of two answers is of size xi.
-        generator: Draws the start.
+        generator: Draws the start. None: torch's global generator.
 
     Returns:
         Directions of Euclidean norm 1, (N, ...), with the sign that the start gave them; zero where the model is flat.
@@ -131,7 +132,7 @@ def power_direction(
     References:
         Miyato et al., "Virtual adversarial training", 2018, section 3.3 and algorithm 1.
     """
-    iterations = integer("iterations", iterations)
+    iterations, generator = integer("iterations", iterations), own_generator(generator)
     xi = torch.finfo(x.dtype).eps ** (1 / 3) if xi is None else xi
     xi = number("xi", xi, above=0)
     with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):

@@ -1,0 +1,44 @@
+"""Where random numbers come from: one meaning of `generator` in every room."""
+
+from __future__ import annotations
+
+import torch
+
+from toolkit._checks import index
+
+__all__ = ["own_generator", "seeded_generator", "starts_at_random"]
+
+
+def own_generator(generator: torch.Generator | None) -> torch.Generator:
+    """Return the generator to draw from.
+
+    None: a new one, whose seed is drawn from torch's global generator. `torch.manual_seed` then decides, every call
+    draws anew, and a function that restores the global random state after it ran a model still moves it on.
+
+    Raises:
+        TypeError: If `generator` is anything else.
+    """
+    if generator is None:
+        return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` should be a torch.Generator, or None. Found {type(generator).__name__}.")
+    return generator
+
+
+def seeded_generator(generator: torch.Generator | int | None) -> torch.Generator:
+    """Return the generator to draw from, a new one for an integer, for functions whose default is a seed."""
+    seed = index(generator)
+    return own_generator(generator) if seed is None else torch.Generator().manual_seed(seed)  # type: ignore[arg-type]
+
+
+def starts_at_random(random_start: bool | None, generator: torch.Generator | None, restarts: int = 1) -> bool:
+    """Return whether an attack starts at random points: as it is told, or else if something asks for randomness.
+
+    Raises:
+        ValueError: If several restarts would all be the same.
+    """
+    if random_start is False and restarts > 1:
+        raise ValueError(
+            "`random_start` should be True for several restarts, which else would be the same. Found False."
+        )
+    return generator is not None or restarts > 1 if random_start is None else random_start
