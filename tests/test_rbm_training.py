@@ -956,7 +956,7 @@ WRONG = [
     ({"learning_rate": lambda part: "a"}, "`learning_rate` should return finite numbers, .* Found 'a' at 0"),
     ({"average_from": "a"}, "`average_from` should be at least 0 and less than 1. Found 'a'"),
     ({"generator": 3}, "`generator` should be a torch.Generator, or None. Found 3"),
-    ({"callback": "foo"}, "`callback` should be a function, or None. Found 'foo'"),
+    ({"callback": "foo"}, "`callback` should be a function, or None. Found str"),
     ({"checkpoint": "."}, "`checkpoint` should be a file, not a folder. Found '.'"),
     ({"checkpoint": 3}, "`checkpoint` should be a path, or None. Found 3"),
     ({"data": "abc"}, "`data` should be a tensor, an array, or give chunks.* Found a str"),

@@ -1,8 +1,8 @@
 """Checkpoints: one file that holds all that training depends on, and is whole or not there at all.
 
-It is a safetensors file: tensors by name (``parameters.<name>``, ``average.<name>`` of the mean of parameters if one is
-kept, ``rank<r>.<name>`` of what each rank has of its own), and all else as JSON in the metadata, under the name of the
-room that wrote it.
+It is a safetensors file: tensors by name (``parameters.<name>``, ``average.<name>`` for a mean of the parameters,
+``rank<r>.<name>`` for the tensors of one rank), and all else as JSON in the metadata, under the name of the room that
+wrote it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 
-__all__ = ["alike", "fingerprint", "read_checkpoint", "write_checkpoint"]
+__all__ = ["alike", "as_json", "fingerprint", "read_checkpoint", "write_checkpoint"]
 
-_FORMAT = 3
+_FORMAT = 4
 
 _PIECE_BYTES = 2**20  # of rows that are looked at together
 _SEED = 2718281828  # of weights; from a seed such as 0 data are drawn, too, and the signs have to know nothing of them
@@ -65,6 +66,17 @@ def fingerprint(rows: Tensor, *, most: int = 2**28) -> dict[str, Any]:
     if not rows.is_floating_point():
         return {"exact": exact.hexdigest(), "sums": [], "within": 0.0}
     return {"exact": exact.hexdigest(), "sums": sums.tolist(), "within": _rounding(rows.dtype) * norm}
+
+
+def as_json(value: Any) -> Any:
+    """Return a setting as JSON, by which `alike` knows it again; of a small tensor with its values, to be read."""
+    if isinstance(value, Tensor):
+        return fingerprint(value) | ({"values": value.tolist()} if value.numel() <= 100 else {})
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, tuple):
+        return list(value)
+    return value if isinstance(value, int | float | str | list | None) else str(value)
 
 
 def alike(a: Any, b: Any) -> bool:

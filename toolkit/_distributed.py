@@ -6,7 +6,8 @@ two ranks hold the same ones. A group of None is this process alone, and costs n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ __all__ = [
     "same_on_all",
     "scatter",
     "shard",
+    "together",
     "world_of",
 ]
 
@@ -113,6 +115,17 @@ def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
     for rank, report in enumerate(reports):
         if report is not None:
             raise RuntimeError(f"Rank {rank} stopped. {report}")
+
+
+@contextmanager
+def together(group: ProcessGroup | None) -> Iterator[None]:
+    """Raise on all ranks if the body raises on any, as `raise_together` does; none leaves before all are through."""
+    error = None
+    try:
+        yield
+    except Exception as found:
+        error = found
+    raise_together(error, group)
 
 
 def same_on_all(values: dict[str, Any], group: ProcessGroup | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from torch import Tensor
 
@@ -26,11 +26,21 @@ class DivergenceError(ArithmeticError):
         self.update, self.last_good, self.name = update, last_good, name
 
 
-def not_finite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of the first tensor that has a NaN or an infinity."""
+def not_finite(tensors: Iterable[tuple[str, Tensor]], *, infinite: Collection[str] = ()) -> str | None:
+    """Return the name of the first tensor that has a NaN or an infinity.
+
+    Args:
+        tensors: With their names.
+        infinite: Names of tensors that may have infinities: of these only a NaN counts.
+    """
     with no_graph():
         for name, tensor in tensors:
+            if not tensor.is_floating_point():
+                continue
+            if name in infinite:
+                if bool(tensor.isnan().any()):
+                    return name
             # One sum says that all is finite. If it does not, it may itself have left the range.
-            if tensor.is_floating_point() and not math.isfinite(tensor.sum()) and not bool(tensor.isfinite().all()):
+            elif not math.isfinite(tensor.sum()) and not bool(tensor.isfinite().all()):
                 return name
     return None

@@ -22,6 +22,7 @@ from torch import Tensor
 from toolkit._checks import choice, integer, number
 from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, is_chunked
 from toolkit._progress import Progress
+from toolkit._run import Course
 from toolkit.blocks import no_graph
 from toolkit.rbm.annealing import ais
 from toolkit.rbm.estimators._rows import Check, Epoch, Rows, read_rows
@@ -30,7 +31,7 @@ from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS
 from toolkit.rbm.machine.model import RBM, HiddenUnits, VisibleUnits
 from toolkit.rbm.training import DivergenceError, linear_decay
 from toolkit.rbm.training.fused import FusedTrainer
-from toolkit.rbm.training.loop import run_training
+from toolkit.rbm.training.loop import Plan, run_training
 
 __all__ = ["BaseRBM", "Callback", "Schedule"]
 
@@ -206,20 +207,22 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                     self.callback(epoch, rbm)
 
             if epochs:
-                run_training(
-                    cast(FusedTrainer, trainer),
-                    Epoch(rows, generator, batch_size, self._to_training),
+                course = Course(
                     epochs=epochs,
-                    learning_rate=linear_decay(rate) if self.schedule == "linear" else rate,
-                    generator=generator,
-                    n_rows=rows.n_rows,
-                    average_from=None if self.average_from is None else float(self.average_from),
                     checkpoint=self.checkpoint,
                     checkpoint_every=n_batches,
                     callback=after,
-                    belongs_to=self._belongs_to(),
                     resumed=lambda update: progress.say(f"goes on from update {update} of {epochs * n_batches}"),
                 )
+                plan = Plan(
+                    linear_decay(rate) if self.schedule == "linear" else rate,
+                    generator,
+                    rows.n_rows,
+                    average_from=self.average_from,
+                    belongs_to=self._belongs_to(),
+                )
+                data = Epoch(rows, generator, batch_size, self._to_training)
+                run_training(cast(FusedTrainer, trainer), data, course, plan)
         self.n_iter_ = epochs
         self._set(rbm, trainer)
         return self
@@ -623,6 +626,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if self.n_chains is not None:
             integer("n_chains", self.n_chains, 1)
         integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
+        if not isinstance(self.checkpoint, str | os.PathLike | None):
+            raise ValueError(f"`checkpoint` should be a path, or None. Found {self.checkpoint!r}.")
         number("weight_decay", self.weight_decay, least=0)
         for name in ("learning_rate", "fast_rate"):
             if getattr(self, name) is not None or name not in self._automatic:

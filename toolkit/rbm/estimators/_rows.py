@@ -20,7 +20,7 @@ from torch import Tensor
 
 from toolkit._checkpoint import fingerprint
 from toolkit._data import Form, from_numpy, give_back_pages, is_chunked
-from toolkit.rbm.training._batches import generators_of
+from toolkit._run import generators_of
 
 if TYPE_CHECKING:
     from sklearn.base import BaseEstimator

@@ -20,9 +20,10 @@ from torch.distributed import ProcessGroup
 from toolkit._checkpoint import fingerprint
 from toolkit._data import from_numpy, give_back_pages
 from toolkit._distributed import exchange, raise_together, rank_of
+from toolkit._run import generators_of
 from toolkit.rbm.machine.model import RBM
 
-__all__ = ["NO_ROWS", "Chunks", "Data", "batches", "check_data", "chunks_of", "generators_of"]
+__all__ = ["NO_ROWS", "Chunks", "Data", "batches", "check_data", "chunks_of"]
 
 Data: TypeAlias = Tensor | np.ndarray[Any, Any] | Iterable[Any] | Callable[[], Iterable[Any]]
 
@@ -116,15 +117,6 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
         streams=(torch.default_generator, *generators_of(source)),
         fingerprint=getattr(source, "fingerprint", None),  # of an estimator's rows
     )
-
-
-def generators_of(source: object) -> tuple[torch.Generator, ...]:
-    """Return the generators that a source of chunks draws from: of a DataLoader its own, and those of its samplers."""
-    batch_sampler = getattr(source, "batch_sampler", None)
-    owners = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = (getattr(owner, "generator", None) for owner in owners)
-    own = [generator for generator in found if isinstance(generator, torch.Generator)]
-    return (*own, *getattr(source, "streams", ()))
 
 
 def batches(
