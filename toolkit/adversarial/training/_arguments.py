@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,24 +12,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from toolkit._checkpoint import fingerprint
-from toolkit._checks import choice, integer, number, real
+from toolkit._checks import choice, integer, number
+from toolkit._divergence import not_finite
+from toolkit._run import rate_at
 from toolkit.adversarial.training import schedules
 from toolkit.adversarial.training._batches import check_scale, pair_of
-from toolkit.adversarial.training._evaluation import HeldOut
+from toolkit.adversarial.training._evaluation import HeldOut, Score
+from toolkit.adversarial.training._model import infinite_buffers, named, trained
+from toolkit.adversarial.training._optimizers import Descent, MakeOptimizer, make_optimizer
 from toolkit.adversarial.training.methods import METHODS, BallArguments, Method
 from toolkit.adversarial.training.schedules import Schedule
 
-__all__ = [
-    "check_arguments",
-    "check_files",
-    "check_group",
-    "factor_at",
-    "method_of",
-    "name_of",
-    "name_of_score",
-    "schedule_of",
-    "score_of",
-]
+__all__ = ["Plan", "check_group", "check_model", "descent_of", "method_of", "name_of", "score_of"]
 
 _SCHEDULES: dict[str, Callable[[], Schedule]] = {
     "constant": schedules.constant,
@@ -51,8 +43,20 @@ def method_of(method: str | Method) -> Method:
     return METHODS[method]()
 
 
-def schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
-    """Return a schedule, or the one of this name, and by what it is known in a checkpoint; raise if it is neither."""
+def descent_of(
+    model: nn.Module, optimizer: str | MakeOptimizer, learning_rate: float | None, schedule: str | Schedule
+) -> Descent:
+    """Return the optimiser of a model with its rates; raise if an argument makes none."""
+    if learning_rate is not None:
+        learning_rate = number("learning_rate", learning_rate, above=0)
+    factor, name = _schedule_of(schedule)
+    parameters = trained(model)
+    made, rates = make_optimizer(optimizer, parameters, learning_rate)
+    return Descent(parameters, made, rates, factor, name)
+
+
+def _schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
+    """Return a schedule, or the one of this name, and its name in a checkpoint; raise if it is neither."""
     if isinstance(schedule, str):
         if schedule not in _SCHEDULES:
             names = ", ".join(map(repr, _SCHEDULES))
@@ -61,23 +65,12 @@ def schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
     if not callable(schedule):
         raise TypeError(f"`schedule` should be a name or a function. Found {type(schedule).__name__}.")
     # By its values a function is known better than by its name, which many may share.
-    values = [factor_at(schedule, part / 64) for part in range(64)]
+    values = [rate_at("schedule", schedule, part / 64) for part in range(64)]
     return schedule, [name_of(schedule), fingerprint(torch.tensor(values, dtype=torch.float64))]
 
 
-def factor_at(schedule: Schedule, part: float) -> float:
-    """Return the value of a schedule; raise if it is no rate."""
-    found = schedule(part)
-    factor = real(found)
-    if factor is None or not 0 <= factor < math.inf:
-        raise ValueError(f"`schedule` should return finite numbers, not negative. Found {found!r} at {part:.4g}.")
-    return factor
-
-
-def score_of(
-    evaluate: object, ball: BallArguments, group: ProcessGroup | None
-) -> Callable[[nn.Module], Mapping[str, float]] | None:
-    """Return what evaluates a model, of held-out data or a function; raise if it is neither."""
+def score_of(evaluate: object, ball: BallArguments, group: ProcessGroup | None) -> Score | None:
+    """Return the function that scores a model, on held-out data or as it was given; raise if `evaluate` is neither."""
     if evaluate is None:
         return None
     pair = pair_of(evaluate, None)
@@ -92,61 +85,90 @@ def score_of(
     return evaluate
 
 
-def name_of_score(score: Callable[..., Any]) -> Any:
-    """Return by what an evaluation is known in a checkpoint: the held-out data, or a name."""
-    if isinstance(score, HeldOut):
-        return [fingerprint(score.inputs), fingerprint(score.labels)]
-    return name_of(score)
-
-
 def name_of(function: Callable[..., Any]) -> str:
-    """Return by what a function is known in a checkpoint: its name, and of a `partial` its arguments, too."""
+    """Return the name of a function in a checkpoint; that of a `partial` has its arguments, too."""
     if isinstance(function, partial):
         return f"{name_of(function.func)} with {function.args} {function.keywords}"
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
     return f"{module}.{name}"
 
 
-def check_arguments(
-    epsilon: float,
-    epochs: int,
-    batch_size: int,
-    epsilon_warmup: float,
-    average: float | None,
-    evaluate_every: int,
-    keep: str,
-    patience: int | None,
-    evaluate: object,
-) -> None:
-    """Raise a ValueError if an argument that decides the course of training is out of its range."""
-    counts = {"epochs": epochs, "batch_size": batch_size, "evaluate_every": evaluate_every}
-    for name, value in (counts if patience is None else counts | {"patience": patience}).items():
-        integer(name, value, 1)
-    number("epsilon", epsilon, least=0)
-    number("epsilon_warmup", epsilon_warmup, least=0, most=1)
-    if average is not None:
-        number("average", average, least=0, below=1)
-    choice("keep", keep, ("last", "best"))
-    if evaluate is None and (keep == "best" or patience is not None):
-        raise ValueError("`evaluate` should be given to find the best epoch. Found None.")
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The method, the ball and the evaluations of a run: the arguments of `train` of the same names.
+
+    Attributes:
+        method: The training method.
+        ball: Radius, norm and bounds.
+        epsilon_warmup: The part of training in which the radius rises.
+        average: The decay of the running mean of the parameters. None: no mean.
+        evaluate: A model -> its scores. None: no evaluation.
+        evaluate_every: Epochs from one evaluation to the next.
+        keep: ``"last"`` or ``"best"``.
+        patience: Evaluations without a better score after which training stops. None: it does not.
+    """
+
+    method: Method
+    ball: BallArguments
+    epsilon_warmup: float
+    average: float | None
+    evaluate: Score | None
+    evaluate_every: int
+    keep: str
+    patience: int | None
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError if a value is out of its range."""
+        plain: dict[str, float] = {
+            "evaluate_every": integer("evaluate_every", self.evaluate_every),
+            "epsilon_warmup": number("epsilon_warmup", self.epsilon_warmup, least=0, most=1),
+        }
+        if self.patience is not None:
+            plain["patience"] = integer("patience", self.patience)
+        if self.average is not None:
+            plain["average"] = number("average", self.average, least=0, below=1)
+        for name, value in plain.items():  # of any type of numbers, and from here on of Python's
+            object.__setattr__(self, name, value)
+        choice("keep", self.keep, ("last", "best"))
+        if self.evaluate is None and self.ranks_epochs:
+            raise ValueError("`evaluate` should be given to find the best epoch. Found None.")
+
+    @property
+    def ranks_epochs(self) -> bool:
+        """Whether a robust score is needed, to find the best epoch."""
+        return self.keep == "best" or self.patience is not None
+
+    def ball_of(self, update: int, total: int) -> BallArguments:
+        """Return the ball of an update, from 1, of so many in all."""
+        share = min(1.0, update / (total * self.epsilon_warmup)) if self.epsilon_warmup else 1.0
+        return {**self.ball, "epsilon": self.ball["epsilon"] * share}
+
+    def settings(self) -> dict[str, Any]:
+        """Return all of it by name, as JSON."""
+        held = self.evaluate
+        known = [fingerprint(held.inputs), fingerprint(held.labels)] if isinstance(held, HeldOut) else None
+        return {
+            "method": repr(self.method),
+            "epsilon": self.ball["epsilon"],
+            "norm": self.ball["norm"],
+            "bounds": repr(self.ball["bounds"]),
+            "epsilon_warmup": self.epsilon_warmup,
+            "average": self.average,
+            "evaluate": known if held is None or known is not None else name_of(held),
+            "evaluate_every": self.evaluate_every,
+            "keep": self.keep,
+            "patience": self.patience,
+        }
 
 
 def check_group(group: object) -> None:
-    """Raise a TypeError if what should be the ranks is no group of them."""
+    """Raise a TypeError if `group` is not a torch.distributed process group."""
     if group is not None and not isinstance(group, ProcessGroup):
         raise TypeError(f"`group` should be a torch.distributed.ProcessGroup, or None. Found {type(group).__name__}.")
 
 
-def check_files(
-    model: nn.Module,
-    generator: torch.Generator,
-    learning_rate: float | None,
-    checkpoint: str | os.PathLike[str] | None,
-    checkpoint_every: int,
-    augment: Callable[..., Tensor] | None,
-    callback: Callable[[int, int], None] | None,
-) -> None:
-    """Raise if a model, a generator, a function or a file is none, or a count or rate is out of its range."""
+def check_model(model: nn.Module, generator: torch.Generator, augment: Callable[..., Tensor] | None) -> None:
+    """Raise unless a model can be trained: it is finite, has parameters to train, and a generator of its own."""
     for name, value, kind in (("model", model, nn.Module), ("generator", generator, torch.Generator)):
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` should be a torch.{kind.__name__}. Found {type(value).__name__}.")
@@ -155,14 +177,10 @@ def check_files(
             "`generator` should be one of your own, as `torch.Generator().manual_seed(0)` makes one: torch's global "
             "ones are left as they were. Found a global one."
         )
-    for name, function in (("augment", augment), ("callback", callback)):
-        if function is not None and not callable(function):
-            raise TypeError(f"`{name}` should be a function, or None. Found {type(function).__name__}.")
-    integer("checkpoint_every", checkpoint_every, 1)
-    if learning_rate is not None:
-        number("learning_rate", learning_rate, above=0)
-    if checkpoint is not None:
-        if not isinstance(checkpoint, str | os.PathLike):
-            raise TypeError(f"`checkpoint` should be a path, or None. Found {checkpoint!r}.")
-        if Path(checkpoint).is_dir() or not Path(checkpoint).absolute().parent.is_dir():
-            raise ValueError(f"`checkpoint` should be a file in a folder that exists. Found {str(checkpoint)!r}.")
+    if augment is not None and not callable(augment):
+        raise TypeError(f"`augment` should be a function, or None. Found {type(augment).__name__}.")
+    if not trained(model):
+        raise ValueError("`model` should have parameters that require gradients. Found none.")
+    spoilt = not_finite(named(model), infinite=infinite_buffers(model))
+    if spoilt is not None:
+        raise ValueError(f"`model` should be finite. Found that `{spoilt}` is not.")

@@ -16,10 +16,11 @@ from torch.distributed import ProcessGroup
 
 from toolkit._checkpoint import fingerprint
 from toolkit._distributed import rank_of, world_of
+from toolkit._run import generators_of, seed_of
 from toolkit.adversarial.training.methods import BallArguments
 from toolkit.blocks import constants
 
-__all__ = ["Batches", "Part", "as_input", "batches_of", "check_scale", "pair_of", "seed_of"]
+__all__ = ["Batches", "Part", "as_input", "batches_of", "check_scale", "pair_of"]
 
 # Told the first inputs and labels of an epoch, as they come.
 First = Callable[[Tensor, Tensor], None]
@@ -48,14 +49,13 @@ class Batches:
     """The batches of an epoch, which can be read once more from the same seed.
 
     Attributes:
-        read: Gives those from a number on, in the order that a generator chooses. Of data that are not in memory the
-            first batch is told, also if it is left out.
+        read: Gives them in the order that a generator chooses. Of data that are not in memory the first batch is told.
         n_batches: How many an epoch has.
         streams: Generators, beside that one, that the source draws from.
         known: By what the data are known again. None: they are not in memory.
     """
 
-    read: Callable[[torch.Generator, int, First], Iterator[Part]]
+    read: Callable[[torch.Generator, First], Iterator[Part]]
     n_batches: int
     streams: tuple[torch.Generator, ...]
     known: list[dict[str, Any]] | None
@@ -110,9 +110,9 @@ def batches_of(
     if n_batches == 0:
         raise ValueError("`data` should have at least one batch. Found none.")
     return Batches(
-        read=lambda order, start, first: _from_iterable(data, order, start, first, model, ball, augment, group),
+        read=lambda order, first: _from_iterable(data, order, first, model, ball, augment, group),
         n_batches=n_batches,
-        streams=_generators_of(data),
+        streams=generators_of(data),
         known=None,
     )
 
@@ -162,11 +162,6 @@ def check_scale(name: str, inputs: Tensor, ball: BallArguments, augment: Callabl
         )
 
 
-def seed_of(generator: torch.Generator) -> int:
-    """Draw a seed for another generator."""
-    return int(torch.empty((), dtype=torch.int64, device=generator.device).random_(generator=generator))
-
-
 def as_input(raw: Tensor, model: nn.Module) -> Tensor:
     """Return raw inputs as the model takes them: constants in its dtype, on its device, and bytes divided by 255."""
     raw = constants(raw)
@@ -202,11 +197,11 @@ def _in_memory(
         else torch.preserve_format
     )
 
-    def read(order: torch.Generator, start: int, _: First) -> Iterator[Part]:
+    def read(order: torch.Generator, _: First) -> Iterator[Part]:
         rows = torch.randperm(len(inputs), generator=order, device=order.device)
         seeds = [seed_of(order) for _ in range(n_batches)]
         # Batches of nearly equal sizes: a last one of a few rows would be a noisy step as long as the others.
-        for chosen, seed in list(zip(rows.tensor_split(n_batches), seeds, strict=True))[start:]:
+        for chosen, seed in zip(rows.tensor_split(n_batches), seeds, strict=True):
             total, own = len(chosen), slice(rank, None, world)
             chosen = chosen.to(inputs.device)
             # What is drawn for a row must not depend on the rank that has it, so all rows are changed on each.
@@ -222,14 +217,13 @@ def _in_memory(
 def _from_iterable(
     source: Iterable[Any],
     order: torch.Generator,
-    start: int,
     first: First,
     model: nn.Module,
     ball: BallArguments,
     augment: Callable[..., Tensor] | None,
     group: ProcessGroup | None,
 ) -> Iterator[Part]:
-    """Yield the batches of an iterable. Torch's own generator has a new seed for each, also for those left out."""
+    """Yield the batches of an iterable. Torch's own generator has a new seed for each."""
     torch.default_generator.manual_seed(seed_of(order))
     reader = iter(source)
     for number in itertools.count():
@@ -238,13 +232,9 @@ def _from_iterable(
         batch = next(reader, None)
         if batch is None:
             return
-        if number and number < start:
-            continue
         x, labels = _pair_of_batch(batch)
         if not number:
             first(x, labels)
-            if start:
-                continue
         check_scale("data", x, ball, augment)
         # To look at labels on a device is to wait for it: that is done once an epoch.
         ends = (int(labels.min()), int(labels.max())) if labels.device.type == "cpu" or not number else ()
@@ -260,12 +250,3 @@ def _pair_of_batch(batch: object) -> tuple[Tensor, Tensor]:
         if pair is not None:
             return pair
     raise TypeError(f"`data` should give batches (inputs, labels), a pair of tensors. Found {type(batch).__name__}.")
-
-
-def _generators_of(source: object) -> tuple[torch.Generator, ...]:
-    """Return the generators that a DataLoader draws from: its own, and those of its samplers."""
-    batch_sampler = getattr(source, "batch_sampler", None)
-    owners = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    unique = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
-    return tuple(unique.values())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from toolkit._distributed import exchange, rank_of, world_of
+from toolkit._distributed import exchange, gather, rank_of, scatter, together, world_of
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks.gradient import fgsm, pgd
 from toolkit.adversarial.training._batches import as_input
@@ -25,7 +25,9 @@ from toolkit.adversarial.training._terms import Attack
 from toolkit.adversarial.training.methods import BallArguments
 from toolkit.blocks import no_graph
 
-__all__ = ["CatastrophicOverfittingWarning", "Collapse", "HeldOut", "warn"]
+__all__ = ["CatastrophicOverfittingWarning", "Collapse", "HeldOut", "Score", "scores_of", "warn"]
+
+Score = Callable[[nn.Module], Mapping[str, float]]
 
 _STEPS, _RESTARTS = 20, 2  # of PGD: they find what one step misses
 _ROWS = 256  # that are attacked together
@@ -82,6 +84,26 @@ class HeldOut:
         return partial(pgd, **self.ball, steps=_STEPS, restarts=_RESTARTS, generator=draws)
 
 
+def scores_of(score: Score, model: nn.Module, group: ProcessGroup | None) -> dict[str, float]:
+    """Return the scores of a model in evaluation mode, the first rank's on all; it is left as it was.
+
+    Raises:
+        TypeError: If `score` returns something else.
+    """
+    with untouched(model), no_graph():
+        found = score(model)
+    scores: dict[str, float] = {}
+    with together(group):
+        try:
+            scores = {name: float(value) for name, value in found.items()}
+        except (AttributeError, TypeError, ValueError):
+            kind = repr(found) if isinstance(found, Mapping) else type(found).__name__
+            raise TypeError(f"`evaluate` should return scores, a number by name. Found {kind}.") from None
+    every = gather(scores, group)
+    first: dict[str, float] = scatter(None if every is None else [every[0]] * len(every), group)
+    return first
+
+
 class Collapse:
     """Looks for catastrophic overfitting: accuracy after FGSM rises, and under PGD it falls to next to nothing.
 
@@ -118,15 +140,12 @@ def warn(epoch: int, scores: Mapping[str, float], best: float) -> None:
     )
 
 
-_HERE = str(Path(__file__).parent) + os.sep
+_HERE = str(Path(__file__).parents[2]) + os.sep
 
 
 def _lines_above() -> int:
-    """Return how many calls above `warn` the code of this folder is left."""
+    """Return how many calls above `warn` the code of this library is left."""
     level, frame = 0, sys._getframe(1)
     while frame.f_back is not None and os.path.normcase(frame.f_code.co_filename).startswith(os.path.normcase(_HERE)):
         level, frame = level + 1, frame.f_back
     return level + 1
-
-
-Evaluate = Callable[[nn.Module], Mapping[str, float]]

@@ -1,23 +1,38 @@
-"""A model while it is trained: its tensors as they are written, what of them has to be finite, and its modes."""
+"""A model while it is trained: its tensors as they are written, its modes, and its statistics on several ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, all_reduce
 
-from toolkit._divergence import not_finite
+from toolkit._distributed import from_first_rank, world_of
 from toolkit.blocks import no_graph
 
-__all__ = ["global_generator", "infinite_buffers", "named", "not_sound", "undisturbed"]
+__all__ = [
+    "average_statistics",
+    "infinite_buffers",
+    "named",
+    "trained",
+    "undisturbed",
+    "warn_of_local_statistics",
+    "without_gradients",
+]
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and the buffers of a model, each once, and of an expanded one the part that has memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, _with_memory(tensor)
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require gradients."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
@@ -32,13 +47,6 @@ def infinite_buffers(model: nn.Module) -> frozenset[str]:
         for name, buffer in model.named_buffers()
         if buffer.is_floating_point() and id(buffer) not in statistics and bool(buffer.isinf().any())
     )
-
-
-def not_sound(tensors: Mapping[str, Tensor], infinite: frozenset[str]) -> str | None:
-    """Return the name of the first tensor that has a NaN, or an infinity that it may not have."""
-    name = not_finite((name, tensor) for name, tensor in tensors.items() if name not in infinite)
-    with no_graph():
-        return name or next((name for name in tensors if name in infinite and bool(tensors[name].isnan().any())), None)
 
 
 @contextmanager
@@ -57,9 +65,46 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def global_generator(device: torch.device) -> torch.Generator:
-    """Return torch's own generator of a device, from which modules such as dropout draw."""
-    return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Leave no gradient in the parameters that are trained, however training ends."""
+    try:
+        yield
+    finally:
+        for parameter in trained(model):
+            parameter.grad = None
+
+
+def average_statistics(model: nn.Module, infinite: frozenset[str], group: ProcessGroup | None) -> None:
+    """Give all ranks the mean of their running statistics, and the first one's buffers where there is no mean."""
+    if group is None:
+        return
+    parameters = dict(model.named_parameters())
+    with no_graph():
+        for name, buffer in named(model):
+            if name in parameters:
+                continue
+            first = buffer.clone()
+            from_first_rank([first], group)
+            if buffer.is_floating_point() and name not in infinite:
+                # The mean of what they differ by: a constant stays as it is to the bit, also the least of numbers.
+                change = buffer - first
+                all_reduce(change, group=group)
+                first += change / world_of(group)
+            buffer.copy_(first)
+
+
+def warn_of_local_statistics(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Tell the caller of `train` that batch normalisation sees the rows of its rank alone, where that is so."""
+    if group is None or world_of(group) == 1:
+        return
+    norms = nn.modules.batchnorm._BatchNorm
+    if any(isinstance(m, norms) and m.training and not isinstance(m, nn.SyncBatchNorm) for m in model.modules()):
+        warnings.warn(
+            "Batch normalisation sees the rows of its rank alone, so that ranks do not train quite as one process "
+            "would. On GPUs `torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)` makes it see all rows.",
+            stacklevel=3,
+        )
 
 
 def _with_memory(tensor: Tensor) -> Tensor:

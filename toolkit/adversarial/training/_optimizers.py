@@ -1,16 +1,21 @@
-"""Optimisers of the trainer: made by name, and their state as tensors and numbers that a checkpoint can hold."""
+"""Optimisers of the trainer: made by name, their rates, and their state as a checkpoint can hold it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup, all_reduce
 
+from toolkit._checkpoint import as_json
+from toolkit._run import rate_at
+from toolkit.adversarial.training.schedules import Schedule
 from toolkit.blocks import no_graph
 
-__all__ = ["MakeOptimizer", "load_state", "make_optimizer", "set_rates", "settings_of", "state_of"]
+__all__ = ["Descent", "MakeOptimizer", "make_optimizer"]
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -50,48 +55,84 @@ def make_optimizer(
     return made, [float(group["lr"]) for group in made.param_groups]
 
 
-def set_rates(optimizer: torch.optim.Optimizer, rates: list[float], factor: float) -> None:
-    """Give every group of parameters its rate times a factor."""
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            with no_graph():
-                group["lr"].fill_(rate * factor)
-        else:
-            group["lr"] = rate * factor
+@dataclass(frozen=True)
+class Descent:
+    """The steps of training: an optimiser, its rates, and their schedule.
+
+    Attributes:
+        parameters: Those that are trained.
+        optimizer: Of these parameters.
+        rates: The rate of each of its groups before any schedule.
+        schedule: The part of training that is done -> the factor of all rates.
+        schedule_name: Its name in a checkpoint.
+    """
+
+    parameters: list[nn.Parameter]
+    optimizer: torch.optim.Optimizer
+    rates: list[float]
+    schedule: Schedule
+    schedule_name: Any
+
+    def set_rates(self, done: float) -> None:
+        """Give every group of parameters its rate when a part of training is done."""
+        factor = rate_at("schedule", self.schedule, done)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                with no_graph():
+                    group["lr"].fill_(rate * factor)
+            else:
+                group["lr"] = rate * factor
+
+    def update(self, loss: Tensor, rows: int, group: ProcessGroup | None) -> None:
+        """Move the parameters against the gradient of the mean loss of all ranks' rows."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        if group is not None:
+            _add_up(self.parameters, rows, group)
+        self.optimizer.step()
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings of the optimiser and the schedule, as JSON."""
+        groups = [
+            {name: as_json(value) for name, value in sorted(group.items()) if name not in ("params", "lr")}
+            | {"lr": rate, "parameters": len(group["params"])}
+            for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True)
+        ]
+        kind = type(self.optimizer).__name__
+        return {"optimizer": {"kind": kind, "groups": groups}, "schedule": self.schedule_name}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return the state of the optimiser: its tensors, and its numbers, by ``<parameter>.<name>``."""
+        tensors: dict[str, Tensor] = {}
+        numbers: dict[str, Any] = {}
+        for index, values in self.optimizer.state_dict()["state"].items():
+            for name, value in values.items():
+                (tensors if isinstance(value, Tensor) else numbers)[f"{index}.{name}"] = value
+        return tensors, numbers
+
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Give the optimiser the state that `state` returned."""
+        state: dict[int, dict[str, Any]] = {}
+        for key, value in [*tensors.items(), *numbers.items()]:
+            index, name = key.split(".", 1)
+            state.setdefault(int(index), {})[name] = value
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
-def settings_of(optimizer: torch.optim.Optimizer, rates: list[float]) -> dict[str, Any]:
-    """Return what decides the steps of an optimiser, as JSON."""
-    groups = [
-        {name: _plain(value) for name, value in sorted(group.items()) if name not in ("params", "lr")}
-        | {"lr": rate, "parameters": len(group["params"])}
-        for group, rate in zip(optimizer.param_groups, rates, strict=True)
-    ]
-    return {"kind": type(optimizer).__name__, "groups": groups}
-
-
-def state_of(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what an optimiser carries from step to step: its tensors, and all else, by ``<parameter>.<name>``."""
-    tensors: dict[str, Tensor] = {}
-    numbers: dict[str, Any] = {}
-    for index, values in optimizer.state_dict()["state"].items():
-        for name, value in values.items():
-            (tensors if isinstance(value, Tensor) else numbers)[f"{index}.{name}"] = value
-    return tensors, numbers
-
-
-def load_state(optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-    """Give an optimiser what `state_of` returned."""
-    state: dict[int, dict[str, Any]] = {}
-    for key, value in [*tensors.items(), *numbers.items()]:
-        index, name = key.split(".", 1)
-        state.setdefault(int(index), {})[name] = value
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return list(value)
-    if isinstance(value, Tensor):
-        return value.tolist()
-    return value if isinstance(value, int | float | str | list | None) else repr(value)
+def _add_up(parameters: list[nn.Parameter], rows: int, group: ProcessGroup) -> None:
+    """Give all ranks the gradient of the mean over the rows of all of them, by one reduction."""
+    wide = torch.float32
+    for parameter in parameters:
+        wide = torch.promote_types(wide, parameter.dtype)
+    device = parameters[0].device
+    with no_graph():
+        parts = [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        has = torch.tensor([float(p.grad is not None) for p in parameters], dtype=wide, device=device)
+        flat = torch.cat([*(part.reshape(-1).to(wide) * rows for part in parts), has, has.new_tensor([float(rows)])])
+        all_reduce(flat, group=group)
+        *slices, has, total = flat.split([*(part.numel() for part in parts), len(parts), 1])
+        for number, (parameter, part) in enumerate(zip(parameters, slices, strict=True)):
+            # A parameter that no rank has used keeps no gradient, so that the optimiser passes it over.
+            if parameter.grad is not None or bool(has[number] > 0):
+                parameter.grad = (part / total).reshape(parameter.shape).to(parameter.dtype)
