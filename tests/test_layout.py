@@ -10,6 +10,8 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -74,6 +76,36 @@ def imports_against_the_arrows(module: Module) -> Iterator[str]:
         ours = imported.split(".")[0] in ("toolkit", "experiments", "tests", "benchmarks")
         if ours and not re.fullmatch(allowed, imported):
             yield f"imports {imported}"
+
+
+def parts_that_import_each_other(modules: list[Module]) -> list[str]:
+    """Return a circle of modules, or of rooms, each of which imports the next; nothing if there is none."""
+    graph: dict[str, set[str]] = {}
+    for module in modules:
+        for imported in _imports(module):
+            pairs = zip(module.name.split("."), imported.split("."), strict=False)
+            shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            one, other = (".".join(name.split(".")[: shared + 1]) for name in (module.name, imported))
+            graph.setdefault(one, set()).add(other)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def test_no_parts_import_each_other() -> None:
+    assert parts_that_import_each_other(MODULES) == []
+
+
+def test_parts_that_import_each_other_are_noticed() -> None:
+    texts = {
+        "toolkit.rbm.chains.gibbs": "",
+        "toolkit.rbm.chains.langevin": "from toolkit.rbm.surrogates.divergence import X",
+        "toolkit.rbm.surrogates.divergence": "from toolkit.rbm.chains.gibbs import gibbs",
+    }
+    found = parts_that_import_each_other([Module(name, ast.parse(text)) for name, text in texts.items()])
+    assert set(found) == {"toolkit.rbm.chains", "toolkit.rbm.surrogates"}
 
 
 def torch_in_the_report(module: Module) -> Iterator[str]:

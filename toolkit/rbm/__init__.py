@@ -15,11 +15,7 @@ from toolkit.rbm.annealing import (
 from toolkit.rbm.chains.gibbs import (
     gibbs,
 )
-from toolkit.rbm.chains.langevin import (
-    HiddenInMoves,
-    gibbs_langevin,
-    langevin_contrastive_divergence,
-)
+from toolkit.rbm.chains.langevin import HiddenInMoves, gibbs_langevin
 from toolkit.rbm.chains.tempering import (
     Swaps,
     TemperedState,
@@ -30,7 +26,6 @@ from toolkit.rbm.chains.tempering import (
     parallel_tempering,
     spread_temperatures,
     swap_probabilities,
-    tempered_contrastive_divergence,
     tempered_start,
     trajectory_tempering,
 )
@@ -89,6 +84,7 @@ from toolkit.rbm.surrogates.fast_weights import (
     fast_persistent_contrastive_divergence,
     updated_fast_weights,
 )
+from toolkit.rbm.surrogates.samplers import langevin_contrastive_divergence, tempered_contrastive_divergence
 from toolkit.rbm.training import (
     DivergenceError,
     FusedTrainer,

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer, number
-from toolkit.blocks import is_blocked, no_graph, stop_gradient
+from toolkit.blocks import no_graph
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Gaussian
 from toolkit.rbm.machine.model import RBM
-from toolkit.rbm.surrogates.divergence import NEGATIVE_SAMPLES, PERSISTENT_CHAINS
 
-__all__ = ["HiddenInMoves", "gibbs_langevin", "langevin_contrastive_divergence"]
+__all__ = ["HiddenInMoves", "gibbs_langevin"]
 
 HiddenInMoves: TypeAlias = Literal["drawn", "summed_out"]
 
@@ -131,79 +129,6 @@ def gibbs_langevin(
                 accepted = torch.empty_like(accepting).uniform_(generator=generator) < accepting
             visible = torch.where(accepted, proposal, visible)
     return visible, (probability if adjusted else torch.ones_like(probability)).to(exact)
-
-
-def langevin_contrastive_divergence(
-    rbm: RBM | Joint,
-    data: Tensor,
-    chains: Tensor,
-    *,
-    steps: int,
-    step_size: float | Sequence[float] | Tensor,
-    moves: int = 1,
-    hidden: HiddenInMoves = "drawn",
-    adjusted: bool = False,
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, Tensor]:
-    r"""Return the surrogate of contrastive divergence with chains of `gibbs_langevin`, and the chains.
-
-    .. math::
-        L = \frac1N \sum_n F(v_n) - \frac1M \sum_m F(\operatorname{sg}(v_m^{(k)}))
-
-    The chains may start at the data (contrastive divergence), at noise (as Liao and others do, so that the same number
-    of steps later draws from the machine, starting at noise), or at the ends of the last call (persistent).
-
-    The path from the start to the negative samples is differentiable in the parameters at every move, so the leak
-    without the block is large: the surrogate then also raises the energy by moving the samples.
-
-    Args:
-        rbm: The machine, whose visible units are Gaussian.
-        data: (N, V).
-        chains: (M, V), the start of the chains.
-        steps: As in `gibbs_langevin`.
-        step_size: As in `gibbs_langevin`.
-        moves: As in `gibbs_langevin`.
-        hidden: As in `gibbs_langevin`.
-        adjusted: As in `gibbs_langevin`.
-        generator: As in `gibbs_langevin`.
-
-    Returns:
-        The surrogate, a scalar in nats per sample, and the chains, (M, V), constants.
-
-    Raises:
-        ValueError: If `data` or `chains` has no rows or not V columns; and as for `gibbs_langevin`.
-        TypeError: If `data` or `chains` does not have the type of the parameters.
-
-    References:
-        Liao, Kornblith, Ren, Fleet & Hinton, "Gaussian-Bernoulli RBMs without tears", 2022, section 3.
-
-    Example:
-        >>> rbm = RBM(3, 2, visible="gaussian", generator=torch.Generator().manual_seed(0))
-        >>> generator = torch.Generator().manual_seed(1)
-        >>> loss, chains = langevin_contrastive_divergence(
-        ...     rbm, torch.eye(3), torch.randn(5, 3), steps=4, step_size=[2, 1, 0.5, 0.2], generator=generator)
-        >>> loss.backward()
-    """
-    if isinstance(rbm, RBM):
-        rbm.check_rows(data, "data")
-        rbm.check_rows(chains, "chains")
-    joint, _ = _gaussian(rbm)
-    # No graph while no gradient could flow through it.
-    blocked = is_blocked(NEGATIVE_SAMPLES) and is_blocked(PERSISTENT_CHAINS)
-    with no_graph() if blocked else nullcontext():
-        moved, _ = gibbs_langevin(
-            joint,
-            chains,
-            steps=steps,
-            step_size=step_size,
-            moves=moves,
-            hidden=hidden,
-            adjusted=adjusted,
-            generator=generator,
-        )
-    negative = stop_gradient(moved, NEGATIVE_SAMPLES)
-    loss = joint.free_energy(data).mean() - joint.free_energy(negative).mean()
-    return loss, stop_gradient(moved, PERSISTENT_CHAINS)
 
 
 def _mean_given_all(joint: Joint, visible: Tensor) -> Tensor:

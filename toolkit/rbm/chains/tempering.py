@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -21,12 +20,11 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from toolkit._checks import choice, integer
-from toolkit.blocks import is_blocked, no_graph, stop_gradient
+from toolkit.blocks import no_graph
 from toolkit.rbm.chains.units import UNITS, Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Layer
 from toolkit.rbm.machine.model import RBM
-from toolkit.rbm.surrogates.divergence import NEGATIVE_SAMPLES, PERSISTENT_CHAINS
 
 __all__ = [
     "Swaps",
@@ -38,7 +36,6 @@ __all__ = [
     "parallel_tempering",
     "spread_temperatures",
     "swap_probabilities",
-    "tempered_contrastive_divergence",
     "tempered_start",
     "trajectory_tempering",
 ]
@@ -230,82 +227,6 @@ def swap_probabilities(
     reference = _check_reference(reference, joint)
     with no_graph():
         return _joint_probabilities(joint, betas, visible, hidden, joint.to_hidden(visible), reference)
-
-
-def tempered_contrastive_divergence(
-    rbm: RBM | Joint,
-    data: Tensor,
-    state: TemperedState,
-    *,
-    inverse_temperatures: Tensor | Sequence[float],
-    steps: int,
-    reference: Tensor | None = None,
-    swaps: Swaps = "joint",
-    chain: Chain = "sampled",
-    generator: torch.Generator | None = None,
-) -> tuple[Tensor, TemperedState, Tensor]:
-    r"""Return the surrogate of persistent contrastive divergence with tempered chains, and the chains.
-
-    .. math::
-        L = \frac1N \sum_n F(v_n) - \frac1M \sum_m F(\operatorname{sg}(v_{Tm}))
-
-    :math:`v_{Tm}` are the chains at :math:`\beta = 1` after `steps` steps of `parallel_tempering`. The gradient is
-    `cd_gradient` with these negative samples.
-
-    Args:
-        rbm: The machine.
-        data: (N, V).
-        state: From `tempered_start`, or of the last call.
-        inverse_temperatures: (T,), as in `parallel_tempering`; the last is 1.
-        steps: The number of steps before the update.
-        reference: As in `parallel_tempering`.
-        swaps: As in `parallel_tempering`.
-        chain: As in `parallel_tempering`.
-        generator: Draws units and swaps. None: torch's default generator.
-
-    Returns:
-        The surrogate, a scalar in nats per sample; the new state, of constants; and the mean probabilities of swaps,
-        (T - 1,).
-
-    Raises:
-        ValueError: If `data` has no rows or not V columns, the last temperature is not 1; and as for
-            `parallel_tempering`.
-        TypeError: If `data` does not have the type of the parameters.
-
-    References:
-        Desjardins, Courville, Bengio, Vincent & Delalleau, "Tempered Markov chain Monte Carlo for training of
-        restricted Boltzmann machines", 2010.
-
-    Example:
-        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
-        >>> state = tempered_start(rbm, n_temperatures=2, n_chains=5, generator=generator)
-        >>> loss, state, swap_rates = tempered_contrastive_divergence(
-        ...     rbm, torch.eye(3), state, inverse_temperatures=[0, 1], steps=1, generator=generator)
-        >>> loss.backward()
-    """
-    if isinstance(rbm, RBM):
-        rbm.check_rows(data, "data")
-    joint = _joint_of(rbm)
-    last = float(inverse_temperatures[-1])
-    if last != 1:
-        raise ValueError(f"`inverse_temperatures` should end with 1, the model. Found {last}.")
-    # No graph while no gradient could flow through it.
-    blocked = is_blocked(NEGATIVE_SAMPLES) and is_blocked(PERSISTENT_CHAINS)
-    with no_graph() if blocked else nullcontext():
-        moved, swap_rates = parallel_tempering(
-            joint,
-            state,
-            inverse_temperatures=inverse_temperatures,
-            steps=steps,
-            reference=reference,
-            swaps=swaps,
-            chain=chain,
-            generator=generator,
-        )
-    negative = stop_gradient(moved.visible[-1], NEGATIVE_SAMPLES)
-    loss = joint.free_energy(data).mean() - joint.free_energy(negative).mean()
-    visible, hidden = stop_gradient((moved.visible, moved.hidden), PERSISTENT_CHAINS)
-    return loss, dataclasses.replace(moved, visible=visible, hidden=hidden), swap_rates
 
 
 # --- temperatures: how good they are, and better ones -------------------------------------------------------------
