@@ -54,7 +54,7 @@ def name_in_graph(name: Block | str) -> str:
 def _at_trace_time(function: F) -> F:
     """Let Dynamo run a function while it traces, and take its result for a constant.
 
-    What `torch.compiler.assume_constant_result` does, without the second that importing Dynamo takes.
+    As `torch.compiler.assume_constant_result`, without the second that importing Dynamo takes.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

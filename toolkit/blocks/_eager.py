@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
@@ -31,8 +32,8 @@ class GradientFlowError(RuntimeError):
     """
 
 
-def stop_eagerly(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
-    """Return a tree of tensors as the block gives it out: see `stop_gradient`."""
+def stop_eagerly(input: T, name: Block | str | None, on_flow: OnFlow, traced_as: Callable[..., Any] | None = None) -> T:
+    """Return a tree of tensors as the block gives it out: see `stop_gradient`. A trace calls `traced_as`."""
     state = this_thread()
     label = None if name is None else register(name, state.prefix)
     check_on_flow(on_flow)
@@ -48,7 +49,8 @@ def stop_eagerly(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
 
     def stop(tensor: Any) -> Any:
         if isinstance(tensor, torch.fx.Proxy):
-            return _stop_in_trace(tensor, label, on_flow)
+            assert traced_as is not None
+            return _stop_in_trace(tensor, label, on_flow, traced_as)
         if key in state.open:
             return let_pass(state, key, tensor)
         stopped = None
@@ -71,12 +73,12 @@ def stop_eagerly(input: T, name: Block | str | None, on_flow: OnFlow) -> T:
     return map_tensors(stop, input)  # type: ignore[no-any-return]
 
 
-def _stop_in_trace(proxy: torch.fx.Proxy, label: str | None, on_flow: OnFlow) -> torch.fx.Proxy:
-    from toolkit.blocks import stop_gradient  # what the graph calls
-
+def _stop_in_trace(
+    proxy: torch.fx.Proxy, label: str | None, on_flow: OnFlow, function: Callable[..., Any]
+) -> torch.fx.Proxy:
     node = (label or ANNOTATION).replace(".", "_")
     options = {"name": label} if on_flow == "stop" else {"name": label, "on_flow": on_flow}
-    return proxy.tracer.create_proxy("call_function", stop_gradient, (proxy,), options, name=node)
+    return proxy.tracer.create_proxy("call_function", function, (proxy,), options, name=node)
 
 
 class _Refusal(torch.autograd.Function):
@@ -108,9 +110,9 @@ class _Refusal(torch.autograd.Function):
         return _Refusal.apply(input, name, site), in_dims[0]  # type: ignore[no-untyped-call]
 
     @staticmethod
-    def _raise(name: str, site: str, what: str) -> NoReturn:
+    def _raise(name: str, site: str, derivative: str) -> NoReturn:
         where = "at" if name == site else f"{name!r} at"
-        raise GradientFlowError(f"No derivative should arrive at the block {where} {site}. Found a {what}.")
+        raise GradientFlowError(f"No derivative should arrive at the block {where} {site}. Found a {derivative}.")
 
 
 def check_on_flow(on_flow: str) -> None:

@@ -15,7 +15,7 @@ class Block:
 
     Attributes:
         name: ``"<module>.<quantity>"``, for example ``"em.responsibilities"``.
-        why: One sentence: what the quantity is held constant for. Empty for an ad-hoc block.
+        why: The reason to hold the quantity constant, in one sentence. Empty for an ad-hoc block.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""The switch: which blocks are open and what stands in the place of the others, in each thread and in compiled code.
+"""The switch: the blocks that are open and the gates of a comparison, in each thread and in compiled code.
 
-What is rebound here is read as ``_switch.quiet``, never imported by its name.
+Names that are rebound here are read as ``_switch.quiet``, never imported.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from toolkit.blocks._tensors import alias, carries_gradient
 
 
 class Gates(ABC):
-    """What a comparison puts in the place of every block while it runs (see `gated`)."""
+    """The substitute of a comparison for every block while it runs (see `gated`)."""
 
     @abstractmethod
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
@@ -47,7 +47,7 @@ Watch = Callable[[Tensor, str, Site], None]
 
 @dataclass(frozen=True)
 class State:
-    """What differs from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names.
+    """The differences from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names.
 
     It is made of changes, one for each ``with`` that is entered, so that any of them can be taken back: generators
     need not leave theirs in the opposite order.
@@ -73,7 +73,7 @@ _active = 0
 # Of all threads, so that a block that is met in another one than its comparison does not go unnoticed.
 _gates: dict[object, Gates] = {}
 
-# What compiled code sees. Rebound, never mutated, so that Dynamo's guard notices.
+# For compiled code. Rebound, never mutated, so that Dynamo's guard notices.
 open_when_compiled: frozenset[str] = frozenset()
 prefix_when_compiled = ""
 _prefixes: dict[object, str] = {}
@@ -121,7 +121,7 @@ def watched(watch: Watch) -> Iterator[None]:
 
 
 def stop_at(input: Tensor, site: Site) -> Tensor | None:
-    """Return what a place that does not call `stop_gradient` makes of a tensor; None while it is plainly blocked."""
+    """Return the result of a place that does not call `stop_gradient` itself; None while it is plainly blocked."""
     state, key = current.get(), str(site)
     if key in state.open:
         return let_pass(state, key, input)
@@ -187,7 +187,7 @@ def set_prefix_when_compiled(token: object, prefix: str | None) -> None:
 
 @contextmanager
 def entered(change: Callable[[State], State], opened: Collection[str] = ()) -> Iterator[None]:
-    """Change this thread's state, and keep count of what is open in any thread for compiled code."""
+    """Change this thread's state, and count the blocks that are open in any thread for compiled code."""
     _count(+1, opened)
     current.set(_changed((*current.get().changes, change)))
     try:

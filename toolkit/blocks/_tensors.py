@@ -28,7 +28,7 @@ __all__ = [
     "without_tangents",
 ]
 
-# What has no derivative and passes. Sizes of programs with dynamic shapes are numbers, too.
+# Leaves without a derivative pass. Sizes of programs with dynamic shapes are numbers, too.
 _CONSTANTS = (
     int, float, complex, str, bytes, np.generic, torch.dtype, torch.device, torch.SymInt, torch.SymFloat, torch.SymBool
 )  # fmt: skip
@@ -63,7 +63,7 @@ class _DropTangents(TorchFunctionMode):
 
 
 def constants(result: Any) -> Any:
-    """Return what an operation gave back, without its gradients and tangents."""
+    """Return the result of an operation without its gradients and tangents."""
     with forward_ad._set_fwd_grad_enabled(True):  # without forward mode `detach` is a view like any other
         return tree_map_only(Tensor, lambda tensor: tensor.detach() if carries_gradient(tensor) else tensor, result)
 
@@ -90,7 +90,7 @@ def carries_gradient(input: Tensor) -> bool:
 
 
 def alias(input: Tensor) -> Tensor:
-    """Return a new tensor on the same memory that passes the gradient: what an open block gives back.
+    """Return a new tensor on the same memory that passes the gradient: the result of an open block.
 
     Not `input` itself: the extra node keeps the order in which autograd adds contributions the same for an open block
     and for an open gate, so that both give the same bits.
@@ -101,7 +101,7 @@ def alias(input: Tensor) -> Tensor:
 
 
 def map_tensors(function: Callable[[Any], Any], input: Any) -> Any:
-    """Rebuild a tree with `function` applied to its tensors. See `stop_gradient` for what a tree is."""
+    """Rebuild a tree with `function` applied to its tensors. See `stop_gradient` for the kinds of trees."""
     if isinstance(input, (Tensor, torch.fx.Proxy)):
         return function(input)
     kind = type(input)

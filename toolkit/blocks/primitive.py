@@ -52,7 +52,7 @@ def block(name: str, why: str) -> Block:
 
     Args:
         name: ``"<module>.<quantity>"``.
-        why: One sentence that says what the quantity is held constant for.
+        why: The reason to hold the quantity constant, in one sentence.
 
     Raises:
         ValueError: If the name is empty or taken, or the reason is empty.
@@ -92,18 +92,18 @@ def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow 
 
     Args:
         input: A tensor of any kind, or a tree of tensors: a dict, list, tuple, namedtuple, deque, dataclass, or a class
-            that is registered with `torch.utils._pytree`, of such trees. What has no derivative passes: tensors of
+            that is registered with `torch.utils._pytree`, of such trees. Leaves without a derivative pass: tensors of
             integers and booleans, numbers, NumPy arrays, strings, bytes, dtypes, devices, None. A
             `torch.nn.Parameter` comes back as a `Tensor`.
         name: The block. A string names an ad-hoc block, prefixed by `scope`, or a declared one. Without a name the
             block is known by its place in the source: ``file:line:column``, with the file as seen from the current
             folder, or else from where Python imports it.
-        on_flow: What a derivative meets that arrives here. ``"stop"``: it ends. ``"error"``: a `GradientFlowError` is
+        on_flow: The fate of a derivative that arrives here. ``"stop"``: it ends. ``"error"``: a `GradientFlowError` is
             raised, with the block and its place, for a path on which no derivative should ever come (TensorFlow's
             ``prevent_gradient``). It is raised in the backward pass, and in forward mode as soon as a tangent comes.
-            A comparison shows what arrives at such a block, and raises nothing. Compiled code has no such block:
-            ``torch.compile`` runs it in between its graphs, or refuses with ``fullgraph=True``; ``torch.export``
-            refuses.
+            A comparison shows the derivatives that arrive at such a block, and raises nothing. Compiled code has no
+            such block: ``torch.compile`` runs it in between its graphs, or refuses with ``fullgraph=True``;
+            ``torch.export`` refuses.
 
     Raises:
         TypeError: If `input` holds anything else; the message names the type.
@@ -126,7 +126,7 @@ def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow 
         and not compiler._is_exporting_flag  # `is_exporting()` without the call: a tenth of a `detach`
     ):
         return input.detach()  # type: ignore[attr-defined, no-any-return]
-    return stop_eagerly(input, name, on_flow)
+    return stop_eagerly(input, name, on_flow, stop_gradient)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -244,7 +244,8 @@ def traced_blocks(program: Any) -> dict[torch.fx.Node, Block | None]:
     """Return the nodes of a traced program that are blocks, in graph order, with the block that each of them is.
 
     Args:
-        program: A `torch.fx.Graph`, or what has one: a `torch.fx.GraphModule`, a `torch.export.ExportedProgram`.
+        program: A `torch.fx.Graph`, or an object that has one: a `torch.fx.GraphModule`, a
+            `torch.export.ExportedProgram`.
 
     Returns:
         Node -> block; None for a block without a name.
