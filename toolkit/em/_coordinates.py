@@ -28,4 +28,4 @@ class Layout:
 
 def flat(leaves: Mapping[str, Tensor]) -> Tensor:
     """Return leaves as a vector (P,), float64."""
-    return torch.cat([leaf.reshape(-1).double() for leaf in leaves.values()])
+    return torch.cat([leaf.reshape(-1) for leaf in leaves.values()]).double()

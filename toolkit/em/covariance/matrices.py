@@ -142,12 +142,7 @@ class _Full(_Matrices):
         return sound
 
     def quadratics(self, n_features: int, most: int) -> list[Quadratics]:
-        groups: list[list[tuple[slice, int]]] = [[]]
-        for rows, first in _blocks(n_features):
-            if groups[-1] and _size([*groups[-1], (rows, first)], n_features) > most:
-                groups.append([])
-            groups[-1].append((rows, first))
-        return [Quadratics(_size(group, n_features), functools.partial(_write, group)) for group in groups]
+        return _groups(n_features, most)
 
     def coefficients(self, factor: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
         precisions = factor @ factor.mT
@@ -229,6 +224,16 @@ TIED = _Tied()
 
 
 # --- quadratic features: products in blocks ---
+
+
+@functools.lru_cache(maxsize=64)
+def _groups(n_features: int, most: int) -> list[Quadratics]:
+    groups: list[list[tuple[slice, int]]] = [[]]
+    for block in _blocks(n_features):
+        if groups[-1] and _size([*groups[-1], block], n_features) > most:
+            groups.append([])
+        groups[-1].append(block)
+    return [Quadratics(_size(group, n_features), functools.partial(_write, group)) for group in groups]
 
 
 def _blocks(n_features: int) -> Iterator[tuple[slice, int]]:

@@ -207,7 +207,8 @@ class Structure(ABC):
             counts: (..., K, D): sums of responsibilities over the samples in which each feature was seen.
             added: What a prior adds to the counts.
         """
-        return scatter / (self.totals(counts) + added)
+        totals = self.totals(counts)
+        return scatter / (totals + added if added else totals)
 
     def regularise(self, covariances: Tensor, reg_covar: float | Tensor) -> Tensor:
         """Return the covariances with `reg_covar` added to every variance, or with a matrix added."""

@@ -227,7 +227,7 @@ def m_step(
     centre = x.mean(0)
     means = centre + responsibilities.mT @ (x - centre) / counts[:, None]
     differences = x.mT.contiguous() - means[:, :, None]
-    scatter = structure.moments(responsibilities.mT[:, None] * differences, differences)
+    scatter = structure.moments(responsibilities.mT.contiguous()[:, None] * differences, differences)
     covariances = structure.estimate(scatter, counts[:, None].expand(means.shape))
     return GaussianParameters(
         log_weights=counts.log() - counts.sum().log(),
