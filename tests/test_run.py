@@ -87,9 +87,10 @@ class Line(Run[Tensor]):
         return {"line": self.line, "count": self.count, "mask": self.mask}
 
     def batches(self) -> Iterator[Tensor]:
-        self.first = fingerprint(self.rows[:1])
         for chosen in torch.randperm(len(self.rows), generator=self.order).split(SIZE):
-            yield self.rows[chosen] + 0.01 * torch.randn(len(chosen), 1, generator=self.noise, dtype=F64)
+            batch = self.rows[chosen] + 0.01 * torch.randn(len(chosen), 1, generator=self.noise, dtype=F64)
+            self.first = self.first or fingerprint(batch)  # with its noise, which has to be the same again
+            yield batch
 
     def step(self, batch: Tensor) -> None:
         x = torch.stack([batch[:, 0], torch.ones(len(batch), dtype=F64)], 1)
@@ -328,6 +329,17 @@ def test_a_line_that_diverges_goes_back_to_the_last_good_one(tmp_path):
     tensors, facts = checkpoint_module.read_checkpoint(path, room="line")
     assert facts["update"] == 60
     assert torch.equal(tensors["parameters.line"], kept[60]["line"])
+
+
+def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
+    with pytest.raises(Stop):
+        run(tmp_path / "c", callback=stopping_at(5))
+    line = Line(Course(epochs=3, checkpoint=tmp_path / "c"), points(), generator(5))
+    line.course = Course(epochs=3, checkpoint=tmp_path / "c", callback=lambda *_: line.line.fill_(math.nan))
+    with pytest.raises(DivergenceError, match=r"`line` is not finite after update 18; after update 4 all was well"):
+        line.train()
+    kept, _ = checkpoint_module.read_checkpoint(tmp_path / "c", room="line")
+    assert torch.equal(line.line, kept["parameters.line"])
 
 
 def test_a_mask_may_have_infinities_and_no_nan():
