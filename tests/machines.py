@@ -18,14 +18,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-
-TESTS = Path(__file__).parent
-ROOT = TESTS.parent
+from folders import ROOT, TESTS
 
 # Files in which nothing is added up, and those whose programs are compiled for the processor that is really there.
 _OTHERS = {
-    *("audit_command", "audit_packages", "blocks_compiled", "config", "contributing", "layout", "lint", "packaging"),
-    *("peers", "portability", "report", "results"),
+    *("audit_command", "audit_packages", "blocks_compiled", "config", "contributing", "layout", "lint", "mutants"),
+    *("packaging", "peers", "portability", "public_names", "report", "results"),
 }
 
 
@@ -91,13 +89,13 @@ RISKIEST = ("no-vectors-reversed-sums", "avx2-two-threads")
 
 def numerical() -> list[str]:
     """Return the files of tests that add up numbers, and where the examples are."""
-    files = [path for path in sorted(TESTS.glob("test_*.py")) if path.stem.removeprefix("test_") not in _OTHERS]
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if path.stem.removeprefix("test_") not in _OTHERS]
     return [*(str(path.relative_to(ROOT)) for path in files), "toolkit", "README.md", "docs"]
 
 
 def marked() -> list[str]:
     """Return the files that have tests which are a rounding error away from another answer."""
-    files = [path for path in sorted(TESTS.glob("test_*.py")) if "@pytest.mark.portable" in path.read_text()]
+    files = [path for path in sorted(TESTS.rglob("test_*.py")) if "@pytest.mark.portable" in path.read_text()]
     return [str(path.relative_to(ROOT)) for path in files]
 
 

@@ -2,12 +2,12 @@
 
 import tomllib
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from contract import relative_error
+from folders import CONFIGS
 from pydantic import ValidationError
 from torch import nn
 
@@ -17,7 +17,7 @@ from toolkit import unblock
 from toolkit.adversarial import EXAMPLE, robust_loss_linear
 from toolkit.datasets import two_gaussians
 
-FOLDER = Path(__file__).parent.parent / "configs"
+FOLDER = CONFIGS
 CONFIGS = sorted(
     path.stem
     for path in FOLDER.glob("adversarial_*.toml")

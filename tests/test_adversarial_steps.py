@@ -1,12 +1,12 @@
 """The experiment on the number of steps: what is measured for each, and against what."""
 
 import tomllib
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from contract import relative_error
+from folders import CONFIGS
 
 from experiments._training import train
 from experiments.adversarial_steps import Config, run, worst_examples
@@ -14,7 +14,7 @@ from toolkit import unblock
 from toolkit.adversarial import EXAMPLE, certify_linear
 from toolkit.datasets import Dataset, digits
 
-FILE = Path(__file__).parent.parent / "configs" / "adversarial_steps.toml"
+FILE = CONFIGS / "adversarial_steps.toml"
 
 
 def config(**changes: object) -> Config:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 from contract import finite_differences, relative_error
+from folders import CONFIGS
 from sklearn.datasets import load_digits
 from torch import Tensor
 
@@ -37,7 +38,7 @@ from toolkit.adversarial.training.trades import nearby_pgd
 from toolkit.adversarial.training.vat import virtual_example
 from toolkit.adversarial.training.weights import weight_perturbation
 
-FOLDER = Path(__file__).parent.parent / "configs"
+FOLDER = CONFIGS
 CONFIGS = sorted(
     path.stem
     for path in FOLDER.glob("adversarial_*.toml")

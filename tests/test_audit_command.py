@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from folders import ROOT
 
 from toolkit.__main__ import main
 from toolkit.gradients import audit
 from toolkit.gradients._page import stop_span
 
-ROOT = Path(__file__).parent.parent
 DETACH = torch.Tensor.detach
 
 PROGRAM = '''\

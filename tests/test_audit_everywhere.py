@@ -20,11 +20,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # which replaces `torch.manual_seed`, and comes with the first transform of `torch.func`
+from folders import ROOT
 from torch import nn
 
 from toolkit.gradients import audit
 
-ROOT = Path(__file__).parent.parent
 CLASSES = (torch.Tensor, nn.Parameter, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
 
 

@@ -1,7 +1,6 @@
 """The experiments on gradient EM: where training ends with the block and without it, from every kind of start."""
 
-from pathlib import Path
-
+import folders
 import pytest
 import torch
 from contract import relative_error
@@ -12,7 +11,7 @@ from experiments.em import Config, run
 from toolkit import datasets, unblock
 from toolkit.em import fit, from_unconstrained, start
 
-CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("em_*.toml"))
+CONFIGS = sorted(folders.CONFIGS.glob("em_*.toml"))
 TRAINED = [path for path in CONFIGS if load_config(path).config.experiment == "em"]
 BLOCK = "em.responsibilities"
 LOST = "log-likelihood lost, against EM from the same start (nats per sample)"

@@ -1,12 +1,12 @@
 """Two Gaussians moved apart: the population's leaky solutions by quadrature, against integrals and closed forms."""
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from contract import relative_error
+from folders import CONFIGS
 from scipy.integrate import quad
 from scipy.optimize import minimize
 
@@ -16,7 +16,6 @@ from experiments.em_separation import Config, log_likelihoods, population, run
 from toolkit import unblock
 from toolkit.em import GaussianParameters, to_unconstrained
 
-CONFIGS = Path(__file__).parent.parent / "configs"
 BLOCK = "em.responsibilities"
 
 LOST = "log-likelihood lost (nats per sample)"

@@ -13,12 +13,12 @@ import weakref
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from folders import ROOT
 from sklearn.isotonic import isotonic_regression
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -642,7 +642,7 @@ def test_pictures_are_the_same_in_every_run(capsys: pytest.CaptureFixture[str]) 
         "    return (z * stop_gradient(p['c'], 's') * p['a']).sum()\n"
         "found = graph(loss, p); shown = [found.svg(), found.to_dot(), found.blocks, found.parameters]; print(shown)"
     )
-    root = Path(__file__).parent.parent
+    root = ROOT
     environment = {**os.environ, "PYTHONHASHSEED": "1", "PYTHONPATH": str(root)}
     there = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True)
     exec(compile(script, "<string>", "exec"), here := {"__name__": "__main__"})

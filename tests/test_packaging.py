@@ -9,13 +9,13 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from folders import ROOT
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import experiments
 import toolkit
 
-ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PINS = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if not line.startswith("#")

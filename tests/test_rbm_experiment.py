@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from contract import relative_error
+from folders import CONFIGS
 from sklearn.datasets import load_digits
 from sklearn.neural_network import BernoulliRBM
 
@@ -34,7 +35,7 @@ from toolkit.rbm import (
     persistent_contrastive_divergence,
 )
 
-FOLDER = Path(__file__).parent.parent / "configs"
+FOLDER = CONFIGS
 CONFIGS = [file for file in sorted(FOLDER.glob("rbm_*.toml")) if tomllib.loads(file.read_text())["experiment"] == "rbm"]
 MNIST = FOLDER / "own_data" / "rbm_mnist.toml"
 

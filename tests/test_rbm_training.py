@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from folders import ROOT, TESTS
 from scipy import sparse
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -425,12 +426,12 @@ run(checkpoint=sys.argv[1], checkpoint_every=1, epochs=10**9, average_from=None,
 @pytest.mark.skipif(sys.platform == "win32", reason="kills without asking")
 def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp_path):
     """Killed twice, in the second process while it goes on, where it does little else than writing checkpoints."""
-    path, tests = tmp_path / "c", Path(__file__).parent
+    path = tmp_path / "c"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for wait in (0.0037, 0.0191):
         before = path.stat().st_mtime_ns if path.exists() else 0
         process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(path), str(tests), str(tests.parent)],
+            [sys.executable, "-c", KILLED, *map(str, (path, Path(__file__).parent, TESTS, ROOT))],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -1168,11 +1169,11 @@ as_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def ranks(request, tmp_path_factory) -> tuple[list[dict], Path]:
-    folder, tests = tmp_path_factory.mktemp("ranks"), Path(__file__).parent
+    folder = tmp_path_factory.mktemp("ranks")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(request.param), str(folder), str(tests), str(tests.parent)],
+            [sys.executable, "-c", RANK, *map(str, (rank, request.param, folder, Path(__file__).parent, TESTS, ROOT))],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,
@@ -1333,7 +1334,7 @@ def test_memory_stays_bounded(kind, tmp_path):
         array[first : first + 10_000] = np.random.default_rng(first).integers(2, size=(10_000, 784), dtype=np.uint8)
     array.flush()
     del array
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", BOUNDED, kind, str(tmp_path / "x.npy"), str(tmp_path / "checkpoint")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert float(run.stdout) < 15

@@ -6,15 +6,14 @@ import subprocess
 import sys
 import textwrap
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 import toy
+from folders import ROOT
 
 from experiments._results import environment, finished_seeds, read_all, results_folder, write_record
 
-ROOT = Path(__file__).parent.parent
 GRADIENTS = {"first/blocked/weight": np.arange(3.0)}
 
 

@@ -8,11 +8,11 @@ import random
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from click.testing import CliRunner
+from folders import ROOT
 
 from experiments.__main__ import main
 from experiments._report import write_report
@@ -22,7 +22,6 @@ from toolkit import audit, stop_gradient
 from toolkit.gradients import AliasWarning, alias_guard, mode_lint
 from toolkit.testing import assert_blocked, assert_flows
 
-ROOT = Path(__file__).parent.parent
 PROGRAMS = {program.path.stem: program for program in read_programs(ROOT / "docs" / "zoo")}
 
 every_program = pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
