@@ -10,12 +10,13 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # OpenMP threads that spin while they wait make small models up to ten times slower on two cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help run test test-portable report docs bench clean clean-venv
+.PHONY: help run test test-portable mutants report docs bench clean clean-venv
 
 help:
 	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
 	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
 	@echo 'make test-portable  the numerical tests, as on other machines'
+	@echo 'make mutants     break lines of the project, each of which a test has to notice'
 	@echo 'make report      draw the report again, from the records in results/'
 	@echo 'make docs        build the documentation into docs/_build/'
 	@echo 'make bench       measure this project beside its peers'
@@ -41,6 +42,9 @@ test: $(VENV)/installed-test
 
 test-portable: $(VENV)/installed-test
 	$(BIN)/python tests/machines.py
+
+mutants: $(VENV)/installed-test
+	$(BIN)/python tests/mutants.py
 
 docs: $(VENV)/installed-docs
 	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs docs/_build

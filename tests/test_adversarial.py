@@ -16,7 +16,7 @@ from scipy.optimize import brentq
 from torch import Tensor, nn
 
 from toolkit import stop_gradient, unblock
-from toolkit.adversarial import EXAMPLE, adversarial_loss, fgsm, margin_loss, pgd
+from toolkit.adversarial import EXAMPLE, adversarial_loss, fgsm, margin_loss, mi_fgsm, pgd
 from toolkit.gradients import compare
 from toolkit.gradients.memory import measure_memory
 
@@ -529,6 +529,20 @@ def test_linf_leaks_nothing_to_the_bit(steps: int) -> None:
 def test_l2_leaks(steps: int) -> None:
     blocked, opened = gradient_through("l2", steps=steps), gradient_through("l2", steps=steps, opened=(EXAMPLE,))
     assert relative_error(opened, blocked) > 1e-3
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3, 1.0])
+def test_momentum_is_that_of_the_paper(momentum: float) -> None:
+    """Dong et al., 2018, equations 6 and 7, with their step in L2: epsilon / steps, which never leaves the ball."""
+    (x, labels), model = inputs(), network({name: value.detach() for name, value in network_parameters().items()})
+    found = mi_fgsm(model, x, labels, epsilon=0.6, norm="l2", steps=4, momentum=momentum, bounds=None)
+    example, heading = x.clone(), torch.zeros_like(x)
+    for _ in range(4):
+        point = example.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(torch.nn.functional.cross_entropy(model(point), labels, reduction="sum"), point)
+        heading = momentum * heading + slope / slope.abs().sum(1, keepdim=True)
+        example = example + 0.15 * heading / heading.norm(dim=1, keepdim=True)
+    torch.testing.assert_close(found, example, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("generator_seed", [None, 0], ids=["from x", "random start"])

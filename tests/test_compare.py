@@ -597,6 +597,17 @@ def test_attribution_is_by_paths() -> None:
     assert parts == {(): 2, ("path.a",): 10, ("path.b",): 3, ("path.a", "path.b"): 7}
 
 
+def test_a_gradient_belongs_to_whoever_asked_for_it() -> None:
+    x = torch.tensor([1.5, -0.5], dtype=torch.float64, requires_grad=True)
+    comparison = compare(lambda: (x * stop_gradient(x, "test_compare.own")).sum(), {"x": x})
+    for blocks, factor in (((), 1), (("test_compare.own",), 2)):
+        for _ in range(2):
+            found = comparison.gradient(blocks)["x"]
+            assert found.equal(factor * x.detach())
+            found.zero_()
+    assert comparison.blocked["x"].equal(x.detach())
+
+
 @pytest.mark.portable
 def test_single_toggles_mislead_about_the_magic_box() -> None:
     """An enumerated expectation of DiCE (Foerster et al. 2018): sum of stopped p, times exp(l - stopped l), times f.

@@ -10,7 +10,7 @@ import pytest
 from folders import ROOT
 
 # What is asked of the whole project, or of every algorithm.
-COMMON = ["block_contract", "config", "experiments", "imports", "layout", "peers", "public_names"]
+COMMON = ["block_contract", "config", "experiments", "imports", "layout", "mutants", "peers", "public_names"]
 
 # Of the tests that are asked of every algorithm, those of the others have run already, in the project itself.
 OTHERS_ARE_LEFT_OUT = """

@@ -311,6 +311,12 @@ def test_coordinates_and_covariances_round_trip(kind):
         assert not there.precisions_cholesky.tril(-1).any()
 
 
+@pytest.mark.parametrize(("kind", "count"), [("spherical", 13), ("diag", 21), ("tied", 26), ("full", 41)])
+def test_number_of_parameters(kind, count):
+    """One weight, ten coordinates of means, and the entries of two symmetric matrices, or one, or their diagonals."""
+    assert mixture(kind, 5, 2).n_parameters == count
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -297,6 +297,25 @@ def test_reductions_are_those_of_torch(reduction):
     torch.testing.assert_close(cross_entropy(x, LABELS, reduction=reduction), expected, rtol=1e-14, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_losses_within_two_forward_derivatives_are_the_same():
+    """There they are plain operations. Along t the second derivative is the variance of t under the softmax."""
+    x = torch.tensor([[0.3, -1.2, 2.0], [1e3, 1e3, -1.0]], dtype=torch.float64)
+    t = torch.tensor([[1.0, -0.5, 0.25], [0.5, 2.0, 1.0]], dtype=torch.float64)
+    labels = torch.tensor([2, 0])
+
+    def slope(x):
+        return torch.func.jvp(lambda x: cross_entropy(x, labels, reduction="none"), (x,), (t,))
+
+    (losses, slopes), (same, curvature) = torch.func.jvp(slope, (x,), (t,))
+    y = x.softmax(1)
+    mean = (y * t).sum(1)
+    torch.testing.assert_close(losses, torch.nn.functional.cross_entropy(x, labels, reduction="none"))
+    torch.testing.assert_close(slopes, mean - t.gather(1, labels[:, None])[:, 0])
+    torch.testing.assert_close(same, slopes)
+    torch.testing.assert_close(curvature, (y * t.square()).sum(1) - mean.square())
+
+
 def test_the_shift_comes_before_the_label_is_subtracted():
     large = torch.tensor([1e8, 1e8])
     assert cross_entropy(large, torch.tensor(1)).item() == pytest.approx(math.log(2), rel=1e-7)

@@ -1,0 +1,338 @@
+"""Mutants: copies of the project with one line broken. The tests have to kill each; `make mutants` tries them all.
+
+    python tests/mutants.py [ROOM ...]
+
+Mutants live in a temporary folder, never in the checkout. A mutant is dead as soon as a test fails that passes without
+it. Lines are found by their text in any file of the project: a line that is gone, or there twice, is an error.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from folders import ROOT
+
+SOURCES = ("toolkit", "experiments")
+
+# Room -> (the text of one line or of a part of it, the broken text, the files of tests that notice).
+TABLE: dict[str, list[tuple[str, str, str]]] = {
+    "blocks": [
+        ("        and on_flow is _STOP\n", "", "test_blocks_on_flow"),
+        ("torch.no_grad(), without_tangents()) if region", "torch.no_grad(),) if region", "test_blocks"),
+        ("- reached - _compiled_open\n", "- _compiled_open - _compiled_open\n", "test_blocks"),
+        ("if name in _blocks and _blocks[name].why:", "if name in _blocks:", "test_blocks"),
+        ("return dict(sorted(_blocks.items()))", "return dict(_blocks)", "test_blocks"),
+        ("return key not in state.open and (state.gates is None", "return (state.gates is None", "test_blocks"),
+    ],
+    "gradients": [
+        ("(opened + squares - added) / 2", "(opened + squares + added) / 2", "test_verdict test_compare"),
+        ("ratio = math.sqrt(open / blocked)", "ratio = math.sqrt(blocked / open)", "test_compare"),
+        ("if cut := leak.reached - self._answers.plain.reached:", "if cut := frozenset[str]():", "test_compare"),
+        ("        if made.any():", "        if made.all():", "test_verdict"),
+        ("return name in self._open\n", "return name not in self._open\n", "test_compare"),
+        (
+            "gradient.clone() for name, gradient in self.plain",
+            "gradient for name, gradient in self.plain",
+            "test_compare",
+        ),
+        ("(self.jacobian - self.jacobian.T).norm()", "(self.jacobian + self.jacobian.T).norm()", "test_field"),
+        ("torch.argsort(eigenvalues.real, descending=True)", "torch.argsort(eigenvalues.real)", "test_field"),
+        ("graph = live.now\n", "graph = live.peak\n", "test_memory"),
+        ("None if i in outputs else cotangent for i", "cotangent for i", "test_grad"),
+        ("elif not gradient.isfinite().all():", "elif gradient.isfinite().all():", "test_testing"),
+    ],
+    "lint": [
+        ("if held.changed and held.has(leaf):", "if held.has(leaf):", "test_lint"),
+        ("if held.changed and held.is_alive:", "if held.changed:", "test_lint"),
+        (
+            "argument.alias_info is not None and argument.alias_info.is_write",
+            "argument.alias_info is not None",
+            "test_lint",
+        ),
+        ('self.kinds[place] == ".data"', 'self.kinds[place] == "detach"', "test_audit"),
+    ],
+    "softmax": [
+        ("shift = stop_gradient(finite_maximum(x, dim), SHIFT)", "shift = finite_maximum(x, dim)", "test_softmax"),
+        (
+            "log_sum_in_plain_operations(x, dim).clamp(min=0) - x.gather",
+            "log_sum_in_plain_operations(x, dim) + x.gather",
+            "test_softmax",
+        ),
+        ("(total if shift is None else shift + total)", "total", "test_softmax"),
+        ("slope = cotangent * margin.sigmoid()", "slope = cotangent * margin.tanh()", "test_softmax_linear"),
+        (
+            "shift.sub_(larger).exp_()).add_(e.sum(1))",
+            "shift.sub_(larger).exp_()).add_(e.sum())",
+            "test_softmax_linear",
+        ),
+        ("losses.sum() / (~ignored).sum()", "losses.mean()", "test_softmax_linear"),
+        (
+            "masked_fill(~where[:, start:stop], -math.inf)",
+            "masked_fill(where[:, start:stop], -math.inf)",
+            "test_softmax_linear",
+        ),
+    ],
+    "em": [
+        (
+            "return stop_gradient(log_joint.log_softmax(-1), RESPONSIBILITIES)",
+            "return log_joint.log_softmax(-1)",
+            "test_em",
+        ),
+        ("expectation(log_r.exp(), log_joint - log_r)", "expectation(log_r.exp(), log_joint)", "test_em"),
+        ("k - 1 + k * d + covariances", "k + k * d + covariances", "test_em"),
+        (
+            "self.log_weights + self.log_determinants - 0.5 * self.n_features",
+            "self.log_weights - 0.5 * self.n_features",
+            "test_em",
+        ),
+        (
+            "means = centre + responsibilities.mT @ (x - centre)",
+            "means = responsibilities.mT @ (x - centre)",
+            "test_em",
+        ),
+        ("n_parameters * math.log(n_samples)", "2 * n_parameters", "test_em_selection"),
+        ("self.shrinkage * seen / (self.shrinkage + seen)", "self.shrinkage * seen / (1 + seen)", "test_em_prior"),
+        (
+            "(self.scale + scatter + outer) / (nu + counts + d + 2)",
+            "(self.scale + scatter + outer) / (nu + counts + d)",
+            "test_em_prior",
+        ),
+        (
+            "complete_information(mixture, x, sample_weight) - missing_information",
+            "complete_information(mixture, x, sample_weight) + missing_information",
+            "test_em_information",
+        ),
+        (
+            "directions = basis @ vectors / (1 - rates).sqrt()",
+            "directions = basis @ vectors / (1 - rates)",
+            "test_em_information",
+        ),
+        ("tail = (degrees / 2 + half)", "tail = (degrees / 2)", "test_em_families_truth"),
+        ("k * (d * q - q * (q - 1) // 2)", "k * d * q", "test_em_families"),
+        (
+            "share = other.counts / soft_counts(counts)",
+            "share = 0.5 * other.counts / soft_counts(counts)",
+            "test_em_online",
+        ),
+        ("** -state.exponent, state.least_step)", "** -1, state.least_step)", "test_em_online"),
+        (
+            "converged = tol > 0 and gained[-1] - gained[-2] <= tol",
+            "converged = gained[-1] - gained[-2] <= tol",
+            "test_em_acceleration",
+        ),
+    ],
+    "rbm": [
+        (
+            "return joint.free_energy(data).mean() - joint.free_energy(negative).mean()",
+            "return joint.free_energy(negative).mean() - joint.free_energy(data).mean()",
+            "test_rbm_divergence",
+        ),
+        (
+            "return energy_difference(joint, data, negative, energy)\n",
+            "return energy_difference(joint, negative, data, energy)\n",
+            "test_rbm_divergence",
+        ),
+        (
+            "x * (self.bias + x / 2) * (-self.log_variance).exp()",
+            "x * (self.bias + x) * (-self.log_variance).exp()",
+            "test_rbm_units",
+        ),
+        (
+            "moved = weights - torch.outer(b - held_b, lam)",
+            "moved = weights + torch.outer(b - held_b, lam)",
+            "test_block_contract",
+        ),
+        ("surrogate = (start - held) @ free_energy", "surrogate = (start + held) @ free_energy", "test_rbm_bias"),
+        (
+            "(before.square() - after.square()) * (size / 8)",
+            "(before.square() - after.square()) * (size / 4)",
+            "test_rbm_langevin",
+        ),
+        (
+            "reference + per_unit * (self.visible.bias - reference)",
+            "per_unit * (self.visible.bias - reference)",
+            "test_rbm_tempering",
+        ),
+        (
+            "self._sign * (float(self.log_weights.logsumexp(0)) - math.log(self.chains))",
+            "self._sign * float(self.log_weights.logsumexp(0))",
+            "test_rbm_evaluation",
+        ),
+        ("middle + math.log(self.upper.chains / self.lower.chains)", "middle", "test_rbm_evaluation"),
+        ("initial * min(1.0, (1 - part) / (1 - hold))", "initial * (1 - part) / (1 - hold)", "test_rbm_training"),
+    ],
+    "adversarial": [
+        (
+            "_stride(attack, step_size, epsilon, 2.5 / steps)",
+            "_stride(attack, step_size, epsilon, 1 / steps)",
+            "test_adversarial",
+        ),
+        (
+            "too_far=is_positive(error * -displacement.sign())",
+            "too_far=is_positive(error * displacement.sign())",
+            "test_adversarial_balls",
+        ),
+        (
+            "offset = self.radius * share ** (1 / dimensions) * towards",
+            "offset = self.radius * share * towards",
+            "test_adversarial",
+        ),
+        (
+            "heading = momentum * heading + _of_unit_sum(gradient)",
+            "heading = heading + _of_unit_sum(gradient)",
+            "test_adversarial",
+        ),
+        (
+            "return _ratio(difference, largest[:, 0] - largest[:, 2])",
+            "return _ratio(difference, largest[:, 0] - largest[:, 1])",
+            "test_adversarial_apgd",
+        ),
+        (
+            "(cross_entropy(clean, labels) + beta * divergence(clean, moved)).mean()",
+            "(cross_entropy(clean, labels) + divergence(clean, moved)).mean()",
+            "test_adversarial_methods",
+        ),
+        ("beta * weight * divergence(clean, moved)", "beta * divergence(clean, moved)", "test_adversarial_methods"),
+        (
+            "weight * (moved_slope - slope).square()",
+            "weight * (moved_slope + slope).square()",
+            "test_adversarial_methods",
+        ),
+        ("certified = probability > 0.5", "certified = probability > 0.4", "test_adversarial_certificates_smoothing"),
+        (
+            "beta.ppf(1 - confidence, np.maximum(count, 1)",
+            "beta.ppf(confidence, np.maximum(count, 1)",
+            "test_adversarial_certificates_smoothing",
+        ),
+        ("margins.append(", "margins.append(-", "test_adversarial_linear"),
+        (
+            "torch.where(attack.succeeds(logits), 1 - shrinkage, 1 + shrinkage)",
+            "torch.where(attack.succeeds(logits), 1 + shrinkage, 1 - shrinkage)",
+            "test_adversarial_minimal",
+        ),
+    ],
+    "experiments": [
+        ("if key not in _WITHOUT_EFFECT}", "if key in _WITHOUT_EFFECT}", "test_results test_report"),
+        ("done = set() if force else finished_seeds(folder)", "done = set[int]()", "test_experiments"),
+        (
+            "if not math.isfinite(value):\n            diverged_at",
+            "if math.isnan(value):\n            diverged_at",
+            "test_experiments",
+        ),
+        (
+            "step % config.evaluate_every == 0 or step == config.steps",
+            "step % config.evaluate_every == 0",
+            "test_experiments",
+        ),
+        ('better = "higher is better" if newest', 'better = "lower is better" if newest', "test_report"),
+        (
+            'for name in moved if name.startswith(f"{network}.") and moved[name]]',
+            "for name in moved if moved[name]]",
+            "test_zoo",
+        ),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One line of a room broken, and the files of tests that have to notice."""
+
+    room: str
+    line: str
+    broken: str
+    tests: tuple[str, ...]
+
+    def file(self, root: Path) -> Path:
+        """Return the file in which the line stands."""
+        counts = {path: path.read_text("utf-8").count(self.line) for path in sources(root)}
+        found = [path for path, count in counts.items() for _ in range(count)]
+        if len(found) != 1:
+            raise LookupError(f"The line of a mutant should occur once. Found {self.line!r} {len(found)} times.")
+        return found[0]
+
+    def killer(self, root: Path) -> str:
+        """Break the line below `root`, return the first test that fails, and mend the line."""
+        file = self.file(root)
+        whole = file.read_text("utf-8")
+        file.write_text(whole.replace(self.line, self.broken), "utf-8")
+        try:
+            return first_failure(root, self.tests)
+        finally:
+            file.write_text(whole, "utf-8")
+
+
+MUTANTS = [
+    Mutant(room, line, broken, tuple(tests.split())) for room, rows in TABLE.items() for line, broken, tests in rows
+]
+
+
+def sources(root: Path) -> list[Path]:
+    """Return the files that mutants may break."""
+    return [path for source in SOURCES for path in sorted((root / source).rglob("*.py"))]
+
+
+def first_failure(root: Path, tests: tuple[str, ...]) -> str:
+    """Return the first test that fails below `root`, or nothing if all of these files pass."""
+    files = [str(path) for name in tests for path in (root / "tests").rglob(f"{name}.py")]
+    options = ["-x", "-q", "-rfE", "-m", "not slow", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "600"]
+    # Without kept bytecode: a line may be broken and mended within the second that Python tells versions apart by.
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    command = [sys.executable, "-m", "pytest", *options, *files]
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
+    if done.returncode == 0:
+        return ""
+    failed = [line.split(" ")[1] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if done.returncode != 1 or not failed:
+        raise RuntimeError(f"Tests should run and fail. They did not run:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return failed[0]
+
+
+def copied(root: Path) -> Path:
+    """Copy the project into a new folder."""
+    for name in (*SOURCES, "tests", "configs", "docs"):
+        shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__", "_build"))
+    for name in ("pyproject.toml", "conftest.py", "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "constraints.txt"):
+        shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def main(rooms: list[str]) -> int:
+    """Try the mutants of the rooms named, or all, one a core at a time; return how many survive."""
+    if unknown := set(rooms) - set(TABLE):
+        sys.exit(f"A room should be one of {', '.join(TABLE)}. Found {', '.join(sorted(unknown))}.")
+    chosen = [mutant for mutant in MUTANTS if not rooms or mutant.room in rooms]
+    copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def tried(mutant: Mutant) -> tuple[str, float]:
+        root, started = copies.get(), time.perf_counter()
+        try:
+            return mutant.killer(root), time.perf_counter() - started
+        finally:
+            copies.put(root)
+
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        for number in range(os.cpu_count() or 1):
+            copies.put(copied(Path(folder) / str(number)))
+        if broken := first_failure(copied(Path(folder) / "whole"), tuple(sorted({t for m in chosen for t in m.tests}))):
+            sys.exit(f"The tests should pass without a mutant. Found {broken} failing.")
+        survivors = 0
+        for mutant, (killer, seconds) in zip(chosen, pool.map(tried, chosen), strict=True):
+            survivors += not killer
+            fate = f"killed by {killer}" if killer else "SURVIVES"
+            print(f"{mutant.room}: {mutant.broken.strip()!r} {fate} ({seconds:.0f} s)", flush=True)
+    print(f"{len(chosen)} mutants, {survivors} survive")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
