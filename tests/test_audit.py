@@ -6,10 +6,12 @@ import itertools
 import json
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from folders import ROOT
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +34,8 @@ ORIGINALS = [
     )
     for name in names
 ]
+
+HERE = Path(__file__).relative_to(ROOT)
 
 
 @pytest.fixture(autouse=True)
@@ -175,8 +179,8 @@ def test_places_have_file_line_and_column(pair):
     found = audit(lambda: loss()[0], pair.a)
     line = loss()[1]
     assert [effect.site for effect in found.effects] == [
-        f"tests/test_audit.py:{line}:21",
-        f"tests/test_audit.py:{line}:42",
+        f"{HERE}:{line}:21",
+        f"{HERE}:{line}:42",
     ]
 
 
@@ -227,7 +231,7 @@ def test_escapes_are_listed_with_their_places(pair):
     found = audit(loss, pair.a)
     assert found.valid
     assert [escape.kind for escape in found.escapes] == ["item()", "float()", "numpy()", "tolist()"]
-    assert all(escape.site.startswith("tests/test_audit.py:") for escape in found.escapes)
+    assert all(escape.site.startswith(f"{HERE}:") for escape in found.escapes)
 
 
 def test_a_parameter_made_of_a_result_is_listed(pair):
@@ -431,7 +435,7 @@ def test_a_checkpoint_that_records_nothing_is_listed(pair):
     assert found.blocked["pair.b.weight"].eq(0).all()
     (escape,) = found.escapes
     assert escape.kind == "checkpoint(use_reentrant=True)"
-    assert escape.site == f"tests/test_audit.py:{loss(pair.x)[1] - 1}:16"
+    assert escape.site == f"{HERE}:{loss(pair.x)[1] - 1}:16"
 
 
 def _scale_in_no_grad(x):
@@ -668,7 +672,7 @@ def test_a_container_of_a_package_is_named_by_its_caller(pair, tmp_path, monkeyp
 
     found = audit(lambda: (pair.a(pair.x) * package.Box(pair.a(pair.x)).detach().t).sum(), pair.a)
     (effect,) = found.effects
-    assert effect.site.startswith("tests/test_audit.py:")
+    assert effect.site.startswith(f"{HERE}:")
 
 
 def test_a_container_whose_method_is_decorated_is_named_by_its_caller(pair, tmp_path, monkeypatch):
