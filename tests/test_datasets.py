@@ -90,7 +90,7 @@ def test_bars_and_stripes_are_all_of_them_once(side: int) -> None:
 def test_bars_and_stripes_at_the_largest_size_that_is_allowed() -> None:
     assert bars_and_stripes(12).inputs.shape == (2**13 - 2, 144)
     for side in (1, 13):
-        with pytest.raises(ValueError, match=rf"`side` should be between 2 and 12\. Found {side}\."):
+        with pytest.raises(ValueError, match=rf"`side` should be an integer from 2 to 12\. Found {side}\."):
             bars_and_stripes(side)
 
 

@@ -45,18 +45,23 @@ def number(
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
+    infinite: bool = False,
 ) -> float:
-    """Return a finite number of any kind as a Python float; `least` and `most` are allowed, `above` and `below` not.
+    """Return a number of any kind as a Python float; `least` and `most` are allowed, `above` and `below` not.
+
+    It is finite, unless `infinite`.
 
     Raises:
         ValueError: If `value` is not a number, not finite, or out of its range.
     """
     found = real(value)
-    if found is not None and math.isfinite(found):
+    if found is not None and (math.isfinite(found) or (infinite and found == math.inf)):
         high_enough = (least is None or found >= least) and (above is None or found > above)
         if high_enough and (most is None or found <= most) and (below is None or found < below):
             return found
-    raise ValueError(f"`{name}` should be {_range(least, above, most, below)}. Found {value!r}.")
+    expected = _range(least, above, most, below)
+    expected = expected.removesuffix(" and finite") if infinite else expected
+    raise ValueError(f"`{name}` should be {expected}. Found {value!r}.")
 
 
 def real(value: object) -> float | None:

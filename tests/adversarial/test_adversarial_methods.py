@@ -674,7 +674,7 @@ REFUSED = {
     ),
     "xi": (
         lambda model, x, labels: power_direction(model, x, xi=0.0, generator=torch.Generator()),
-        "`xi` should be finite and positive. Found 0.0.",
+        "`xi` should be positive and finite. Found 0.0.",
     ),
     "iterations": (
         lambda model, x, labels: power_direction(model, x, iterations=0, generator=torch.Generator()),

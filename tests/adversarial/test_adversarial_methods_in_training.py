@@ -85,8 +85,8 @@ REFUSED: list[tuple[type[Method], str, object, str]] = [
         for value in ("a", -0.5, float("inf"), float("nan"), None, True)
     ),
     (methods.VAT, "iterations", 0, "`iterations` should be a positive integer. Found 0."),
-    (methods.VAT, "xi", 0.0, "`xi` should be finite and positive. Found 0.0."),
-    (methods.VAT, "xi", "a", "`xi` should be finite and positive. Found 'a'."),
+    (methods.VAT, "xi", 0.0, "`xi` should be positive and finite. Found 0.0."),
+    (methods.VAT, "xi", "a", "`xi` should be positive and finite. Found 'a'."),
     (methods.Free, "replays", 0, "`replays` should be a positive integer. Found 0."),
     (
         methods.AWP,

@@ -320,7 +320,10 @@ def test_number_of_parameters(kind, count):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"covariance_type": "ful"}, "`covariance_type` should be one of full, tied, diag, spherical. Found 'ful'."),
+        (
+            {"covariance_type": "ful"},
+            "`covariance_type` should be one of 'full', 'tied', 'diag', 'spherical'. Found 'ful'.",
+        ),
         ({"log_weights": torch.zeros(2)}, r"`log_weights` should have shape \(3,\). Found \(2,\)."),
         ({"means": torch.zeros(3)}, r"`means` should have shape \(K, D\). Found \(3,\)."),
         ({"precisions_cholesky": torch.zeros(2, 2)}, r"`precisions_cholesky` should have shape \(3, 2, 2\)"),

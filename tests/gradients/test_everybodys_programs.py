@@ -1917,7 +1917,7 @@ def test_long_tables_have_the_largest_leak_first():
     assert [row[0] for row in found.rows(order="leak")[1:]] == by_leak
     assert [row[0] for row in found.rows(order="program")[1:]] == in_order
     assert [line.split()[0] for line in str(found).splitlines()[2:27]] == by_leak
-    with pytest.raises(ValueError, match=r"`order` should be 'auto', 'program' or 'leak'\. Found 'name'"):
+    with pytest.raises(ValueError, match=r"`order` should be one of 'auto', 'program', 'leak'\. Found 'name'"):
         found.rows(order="name")
 
 

@@ -453,7 +453,7 @@ MISTAKES: dict[str, tuple[type[Exception], str, tuple[object, ...], dict[str, ob
     "labels": (ValueError, r"`labels` should have shape \(3,\). Found \(2,\)", (H, W, Y[:2]), {}),
     "bias": (ValueError, r"`bias` should have shape \(5,\). Found \(4,\)", (H, W, Y), {"bias": torch.zeros(4)}),
     "where": (ValueError, r"broadcasts to \(3, 5\). Found \(2, 5\)", (H, W, Y), {"where": torch.ones(2, 5).bool()}),
-    "reduction": (ValueError, "'mean', 'sum' or 'none'. Found 'max'", (H, W, Y), {"reduction": "max"}),
+    "reduction": (ValueError, "one of 'mean', 'sum', 'none'. Found 'max'", (H, W, Y), {"reduction": "max"}),
     "chunk size": (ValueError, "`chunk_size` should be a positive integer. Found 0", (H, W, Y), {"chunk_size": 0}),
     "label above": (ValueError, "`labels` should lie from 0 to 4. Found 5", (H, W, Y + 5), {}),
     "label below": (ValueError, "`labels` should lie from 0 to 4. Found -100", (H, W, Y - 100), {}),

@@ -212,7 +212,7 @@ def covariances_from_scatter(
                 [0.0000, 5.2000]])
     """
     chosen = model_of(model)
-    inner_steps = integer("inner_steps", inner_steps)
+    inner_steps = integer("inner_steps", inner_steps, 0)
     diagonals = not chosen.structure.is_matrix and scatter.ndim == 2
     if counts.ndim != 1 or not (diagonals or (scatter.ndim == 3 and scatter.shape[1] == scatter.shape[2])):
         raise ValueError(

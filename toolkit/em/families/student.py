@@ -165,7 +165,7 @@ class StudentMixture(Components):
         n_components = check_start(x, n_components, sample_weight)
         check_finite(x)
         if degrees_of_freedom is not None:
-            degrees_of_freedom = number("degrees_of_freedom", degrees_of_freedom, above=0)
+            degrees_of_freedom = number("degrees_of_freedom", degrees_of_freedom, above=0, infinite=True)
         reg_covar = number("reg_covar", reg_covar, least=0)
         labels, weights = partition(_clipped(x), n_components, sample_weight, generator)
         hard = torch.nn.functional.one_hot(labels, n_components).to(x) * weights[:, None]
