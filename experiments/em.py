@@ -38,7 +38,7 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em.acceleration import maximise_likelihood
+from toolkit.em.engine.acceleration import maximise_likelihood
 
 __all__ = ["Config", "distribution", "principal_components", "run"]
 

@@ -43,7 +43,7 @@ from experiments._config import ExperimentConfig
 from experiments._training import Event, Objective, Run, Sweep
 from toolkit import datasets
 from toolkit.em import GaussianParameters, from_unconstrained, log_density, start, surrogate, to_unconstrained
-from toolkit.em.acceleration import maximise_likelihood
+from toolkit.em.engine.acceleration import maximise_likelihood
 
 __all__ = ["Config", "Measure", "log_likelihoods", "population", "run"]
 

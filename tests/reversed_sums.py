@@ -102,7 +102,7 @@ def _replaced(args: tuple[Any, ...], new: dict[int, Tensor]) -> tuple[Any, ...]:
 @contextmanager
 def reversed_sums() -> Iterator[None]:
     """Add in reverse, and cut the data of EM into other chunks."""
-    from toolkit.em.gaussian import _samples
+    from toolkit.em.engine import samples as _samples
 
     length = dict(_samples._CHUNK_BYTES)
     _samples._CHUNK_BYTES.update(cpu=2**15)

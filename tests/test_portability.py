@@ -8,7 +8,7 @@ import torch
 from machines import MACHINES, RISKIEST, marked, numerical
 from reversed_sums import ReversedSums, reversed_sums
 
-from toolkit.em.gaussian import _samples
+from toolkit.em.engine import samples as _samples
 
 
 @pytest.mark.slow

@@ -35,8 +35,8 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em.gaussian import _fused as fused
-from toolkit.em.gaussian import _samples
+from toolkit.em.engine import fused
+from toolkit.em.engine import samples as _samples
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

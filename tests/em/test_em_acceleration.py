@@ -21,12 +21,12 @@ from toolkit.em import (
     start,
     to_unconstrained,
 )
-from toolkit.em._rounding import leaders
-from toolkit.em.acceleration import Climb, climb, maximise_likelihood
-from toolkit.em.families import PoissonMixture
-from toolkit.em.gaussian._fit import _best_of, climb_prepared
-from toolkit.em.gaussian._restarts import Mixtures, climb_together
-from toolkit.em.gaussian._samples import prepare
+from toolkit.em.engine.acceleration import Climb, climb, maximise_likelihood
+from toolkit.em.engine.fit import _best_of, climb_prepared
+from toolkit.em.engine.restarts import Mixtures, climb_together
+from toolkit.em.engine.rounding import leaders
+from toolkit.em.engine.samples import prepare
+from toolkit.em.models import PoissonMixture
 
 F64 = torch.float64
 METHODS = ["none", "squarem", "anderson"]

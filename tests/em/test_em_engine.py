@@ -30,13 +30,13 @@ from toolkit.em import (
     m_step,
     start,
 )
-from toolkit.em._seeding import nearest
 from toolkit.em.covariance.matrices import FULL, quadratic_form, symmetric_products
-from toolkit.em.gaussian import _fused as fused
-from toolkit.em.gaussian import _samples
-from toolkit.em.gaussian._fit import climb_prepared
-from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, climb_together
-from toolkit.em.gaussian._samples import check_rows, prepare
+from toolkit.em.engine import fused
+from toolkit.em.engine import samples as _samples
+from toolkit.em.engine.fit import climb_prepared
+from toolkit.em.engine.restarts import NARROWEST, Mixtures, climb_together
+from toolkit.em.engine.samples import check_rows, prepare
+from toolkit.em.engine.seeding import nearest
 
 F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
@@ -392,7 +392,7 @@ def test_memory_stays_bounded(tmp_path):
 RANK = """
 import contextlib, sys, torch, torch.distributed as dist
 from toolkit.em import fit, start
-from toolkit.em.gaussian import _samples
+from toolkit.em.engine import samples as _samples
 sys.path.insert(0, sys.argv[1])
 from reversed_sums import ReversedSums
 torch.set_num_threads(1)
@@ -643,7 +643,7 @@ def far_and_narrow() -> tuple[Tensor, list[GaussianParameters]]:
 @pytest.mark.parametrize("accelerate", ["none", "anderson"])
 def test_a_start_that_together_is_lost_to_rounding_goes_on_alone(accelerate, monkeypatch):
     x, starts = far_and_narrow()
-    monkeypatch.setattr("toolkit.em.gaussian._fit.choose_starts", lambda *_, **__: starts)
+    monkeypatch.setattr("toolkit.em.engine.fit.choose_starts", lambda *_, **__: starts)
     found = fit(x, 2, n_init=2, accelerate=accelerate)
     expected = fit(x, 2, init=starts[1], accelerate=accelerate)
     assert found.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-6)
@@ -691,7 +691,7 @@ def test_restarts_of_weighted_samples():
 
 
 def test_a_large_sample_is_seeded_by_a_part_of_it(monkeypatch):
-    from toolkit.em.gaussian import _fit
+    from toolkit.em.engine import fit as _fit
 
     monkeypatch.setattr(_fit, "_SEEDING", 100)
     x = samples(2000)

@@ -20,8 +20,8 @@ from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step
 from toolkit.em.estimators import mixture as estimator
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture
-from toolkit.em.gaussian.parsimonious import COVARIANCE_MODELS, n_free_parameters
-from toolkit.em.gaussian.prior import Prior
+from toolkit.em.models.parsimonious import COVARIANCE_MODELS, n_free_parameters
+from toolkit.em.models.prior import Prior
 
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 ATTRIBUTES = ["weights_", "means_", "covariances_", "precisions_", "precisions_cholesky_"]

@@ -15,8 +15,8 @@ from torch.func import grad, jacrev, vmap
 
 from toolkit import unblock
 from toolkit.em import RESPONSIBILITIES, e_step, evidence_lower_bound, log_density, log_likelihood, surrogate
-from toolkit.em.acceleration import maximise_likelihood
-from toolkit.em.families import (
+from toolkit.em.engine.acceleration import maximise_likelihood
+from toolkit.em.models import (
     BernoulliMixture,
     CategoricalMixture,
     DistributionMixture,

@@ -18,7 +18,7 @@ from torch import distributions as dist
 from torch.overrides import TorchFunctionMode
 
 from toolkit.em import GaussianParameters, e_step, from_unconstrained, log_density, log_likelihood, m_step, surrogate
-from toolkit.em.families import (
+from toolkit.em.models import (
     BernoulliMixture,
     CategoricalMixture,
     DistributionMixture,
@@ -28,7 +28,7 @@ from toolkit.em.families import (
     discrete,
     fit_family,
 )
-from toolkit.em.families import student as t
+from toolkit.em.models import student as t
 
 F64 = torch.float64
 NAN, INF = math.nan, math.inf

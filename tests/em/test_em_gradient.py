@@ -21,9 +21,9 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em.acceleration import maximise_likelihood
-from toolkit.em.families import PoissonMixture
+from toolkit.em.engine.acceleration import maximise_likelihood
 from toolkit.em.gradient import gradient_em
+from toolkit.em.models import PoissonMixture
 
 F64 = torch.float64
 

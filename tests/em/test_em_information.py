@@ -18,8 +18,7 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em.acceleration import maximise_likelihood
-from toolkit.em.families import BernoulliMixture, CategoricalMixture, PoissonMixture, StudentMixture
+from toolkit.em.engine.acceleration import maximise_likelihood
 from toolkit.em.information import (
     complete_information,
     em_jacobian,
@@ -30,6 +29,7 @@ from toolkit.em.information import (
     standard_errors,
 )
 from toolkit.em.mixture import Family
+from toolkit.em.models import BernoulliMixture, CategoricalMixture, PoissonMixture, StudentMixture
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -39,9 +39,9 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em.acceleration import maximise_likelihood
-from toolkit.em.gaussian import missing as missing_module
-from toolkit.em.gaussian.missing import (
+from toolkit.em.engine.acceleration import maximise_likelihood
+from toolkit.em.models import missing as missing_module
+from toolkit.em.models.missing import (
     MissingGaussian,
     draw_missing,
     em_step_missing,
@@ -51,7 +51,7 @@ from toolkit.em.gaussian.missing import (
     start_missing,
     surrogate_missing,
 )
-from toolkit.em.gaussian.prior import Prior
+from toolkit.em.models.prior import Prior
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 

@@ -12,8 +12,8 @@ from test_em import COVARIANCE_TYPES, F64, difference, every_type, generator, mi
 from torch import Tensor
 
 from toolkit.em import GaussianParameters, e_step, em_step, log_likelihood, m_step, start
-from toolkit.em.gaussian import _samples as samples_module
-from toolkit.em.gaussian.online import (
+from toolkit.em.engine import samples as samples_module
+from toolkit.em.models.online import (
     IncrementalState,
     OnlineState,
     Statistics,
@@ -22,7 +22,7 @@ from toolkit.em.gaussian.online import (
     online_start,
     online_step,
 )
-from toolkit.em.gaussian.prior import Prior
+from toolkit.em.models.prior import Prior
 
 
 def by_definition(x: Tensor, responsibilities: Tensor, kind: str) -> Statistics:

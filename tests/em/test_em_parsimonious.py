@@ -16,9 +16,9 @@ from torch.func import grad, jacrev, vmap
 
 from toolkit import datasets
 from toolkit.em import RESPONSIBILITIES, GaussianParameters, e_step, em_step, log_likelihood, m_step, start, surrogate
-from toolkit.em.acceleration import maximise_likelihood
 from toolkit.em.covariance import models as steps
-from toolkit.em.gaussian.parsimonious import (
+from toolkit.em.engine.acceleration import maximise_likelihood
+from toolkit.em.models.parsimonious import (
     COVARIANCE_MODELS,
     Climber,
     ParsimoniousCovariances,

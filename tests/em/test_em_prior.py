@@ -26,7 +26,7 @@ from toolkit.em import (
     surrogate,
     to_unconstrained,
 )
-from toolkit.em.gaussian.prior import Prior
+from toolkit.em.models.prior import Prior
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from toolkit import datasets
 from toolkit.em import GaussianParameters, e_step, log_likelihood
-from toolkit.em.gaussian._agglomeration import Agglomeration
-from toolkit.em.gaussian.parsimonious import (
+from toolkit.em.models._agglomeration import Agglomeration
+from toolkit.em.models.parsimonious import (
     COVARIANCE_MODELS,
     Climber,
     ParsimoniousParameters,
@@ -21,7 +21,7 @@ from toolkit.em.gaussian.parsimonious import (
     fit_parsimonious,
     n_free_parameters,
 )
-from toolkit.em.gaussian.selection import Candidate, Selection, aic, bic, icl, select, spikes
+from toolkit.em.models.selection import Candidate, Selection, aic, bic, icl, select, spikes
 
 F64 = torch.float64
 

@@ -1,42 +1,19 @@
-"""Expectation maximisation: mixtures and hidden Markov models, by closed-form steps and by a blocked surrogate."""
+"""Expectation maximisation: mixtures and hidden Markov models, by closed-form steps and by a blocked surrogate.
+
+`mixture` has the E-step, the block and the surrogates; `gaussian` and `hmm` the models; `gradient` and `information`
+make use of the block. Behind them: `covariance`, the structures; `engine`, the fast pass and the climb; `models`, other
+mixtures; `estimators`, the faces for users of scikit-learn.
+"""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from toolkit.em import hmm
-from toolkit.em.acceleration import Accelerate, Climb, climb, maximise_likelihood
-from toolkit.em.families import (
-    BernoulliMixture,
-    CategoricalMixture,
-    DistributionMixture,
-    FactorAnalysers,
-    NoiseType,
-    PoissonMixture,
-    ScatterType,
-    StudentMixture,
-    fit_family,
-)
-from toolkit.em.gaussian._fit import Fit, Init, fit, start
-from toolkit.em.gaussian._fused import em_step
-from toolkit.em.gaussian.missing import (
-    MissingGaussian,
-    draw_missing,
-    em_step_missing,
-    fit_missing,
-    impute,
-    marginal_log_joint,
-    start_missing,
-    surrogate_missing,
-)
-from toolkit.em.gaussian.online import (
-    IncrementalState,
-    OnlineState,
-    incremental_start,
-    incremental_step,
-    online_start,
-    online_step,
-)
-from toolkit.em.gaussian.parameters import (
+from toolkit.em.engine.acceleration import Accelerate, Climb, climb, maximise_likelihood
+from toolkit.em.engine.fit import Fit, Init, fit, start
+from toolkit.em.engine.fused import em_step
+from toolkit.em.engine.statistics import Statistics
+from toolkit.em.gaussian import (
     COVARIANCE_TYPES,
     CovarianceType,
     GaussianParameters,
@@ -45,18 +22,6 @@ from toolkit.em.gaussian.parameters import (
     precisions_cholesky,
     to_unconstrained,
 )
-from toolkit.em.gaussian.parsimonious import (
-    COVARIANCE_MODELS,
-    CovarianceModel,
-    ParsimoniousCovariances,
-    ParsimoniousParameters,
-    covariances_from_scatter,
-    fit_parsimonious,
-    n_free_parameters,
-)
-from toolkit.em.gaussian.prior import Prior
-from toolkit.em.gaussian.selection import Candidate, Criterion, Selection, aic, bic, icl, select, spikes
-from toolkit.em.gaussian.statistics import Statistics
 from toolkit.em.gradient import gradient_em
 from toolkit.em.information import (
     ErrorMethod,
@@ -78,6 +43,46 @@ from toolkit.em.mixture import (
     log_likelihood,
     surrogate,
 )
+from toolkit.em.models import (
+    BernoulliMixture,
+    CategoricalMixture,
+    DistributionMixture,
+    FactorAnalysers,
+    NoiseType,
+    PoissonMixture,
+    ScatterType,
+    StudentMixture,
+    fit_family,
+)
+from toolkit.em.models.missing import (
+    MissingGaussian,
+    draw_missing,
+    em_step_missing,
+    fit_missing,
+    impute,
+    marginal_log_joint,
+    start_missing,
+    surrogate_missing,
+)
+from toolkit.em.models.online import (
+    IncrementalState,
+    OnlineState,
+    incremental_start,
+    incremental_step,
+    online_start,
+    online_step,
+)
+from toolkit.em.models.parsimonious import (
+    COVARIANCE_MODELS,
+    CovarianceModel,
+    ParsimoniousCovariances,
+    ParsimoniousParameters,
+    covariances_from_scatter,
+    fit_parsimonious,
+    n_free_parameters,
+)
+from toolkit.em.models.prior import Prior
+from toolkit.em.models.selection import Candidate, Criterion, Selection, aic, bic, icl, select, spikes
 
 if TYPE_CHECKING:
     from toolkit.em.estimators import BaseMixture, CategoricalHMM, CollapseWarning, GaussianHMM, GaussianMixture

@@ -31,8 +31,8 @@ from torch.func import hessian, jacfwd
 
 from toolkit._checks import choice
 from toolkit.blocks import no_graph, unblock
-from toolkit.em._coordinates import Layout, flat
-from toolkit.em.acceleration import check_samples
+from toolkit.em.engine.acceleration import check_samples
+from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.mixture import RESPONSIBILITIES, Family, e_step, log_density
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.gaussian import GaussianParameters
 
 # How many times `reg_covar` a variance of the whole mixture must be to count as resolved.
 _RESOLVED = 100.0

@@ -12,15 +12,15 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from toolkit._data import Rows
-from toolkit.em.acceleration import Accelerate, Climb
+from toolkit.em.engine.acceleration import Accelerate, Climb
+from toolkit.em.engine.fit import climb_prepared
+from toolkit.em.engine.restarts import Mixtures, heats
+from toolkit.em.engine.samples import prepare
 from toolkit.em.estimators._collapse import collapsed_components
-from toolkit.em.gaussian._fit import climb_prepared
-from toolkit.em.gaussian._restarts import Mixtures, heats
-from toolkit.em.gaussian._samples import prepare
-from toolkit.em.gaussian.missing import fit_missing, marginal_log_joint
-from toolkit.em.gaussian.parameters import CovarianceType, GaussianParameters
-from toolkit.em.gaussian.parsimonious import Climber, CovarianceModel
-from toolkit.em.gaussian.prior import Prior
+from toolkit.em.gaussian import CovarianceType, GaussianParameters
+from toolkit.em.models.missing import fit_missing, marginal_log_joint
+from toolkit.em.models.parsimonious import Climber, CovarianceModel
+from toolkit.em.models.prior import Prior
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class GaussianEngine:
         return climb_prepared(start, data=self.prepared, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
 
     def heats(self, starts: list[GaussianParameters], options: Options) -> list[tuple[GaussianParameters, int]]:
-        """Return points from which to go on, and the steps taken to them: see `toolkit.em.gaussian._restarts.heats`.
+        """Return points from which to go on, and the steps taken to them: see `toolkit.em.engine.restarts.heats`.
 
         With plain steps the point is the start, so that the history is whole.
         """

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._seeding import nearest
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
-from toolkit.em.gaussian._fit import Init, choose_starts
-from toolkit.em.gaussian.missing import start_missing
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.engine.fit import Init, choose_starts
+from toolkit.em.engine.seeding import nearest
+from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.models.missing import start_missing
 
 InitParams = Literal["kmeans", "k-means++", "random", "random_from_data"]
 

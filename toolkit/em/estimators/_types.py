@@ -11,8 +11,8 @@ import torch
 
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, models
 from toolkit.em.covariance.models import CovarianceModel
-from toolkit.em.gaussian.parameters import GaussianParameters
-from toolkit.em.gaussian.parsimonious import ParsimoniousParameters
+from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.models.parsimonious import ParsimoniousParameters
 
 # The models that are scikit-learn's types under another name.
 _TYPES: dict[CovarianceModel, CovarianceType] = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}

@@ -22,9 +22,9 @@ from toolkit._data import Array, Form, RandomState, from_numpy, generator_of, re
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em import hmm
-from toolkit.em.acceleration import Accelerate, Climb, ranked
 from toolkit.em.covariance import CovarianceType, structure_of
-from toolkit.em.gaussian._fit import Init, start
+from toolkit.em.engine.acceleration import Accelerate, Climb, ranked
+from toolkit.em.engine.fit import Init, start
 
 __all__ = ["BaseHMM", "CategoricalHMM", "GaussianHMM"]
 

@@ -40,8 +40,8 @@ from toolkit._data import (
 )
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
-from toolkit.em.acceleration import Accelerate, Climb, ranked
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
+from toolkit.em.engine.acceleration import Accelerate, Climb, ranked
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._engine import (
     Engine,
@@ -53,13 +53,13 @@ from toolkit.em.estimators._engine import (
 )
 from toolkit.em.estimators._start import InitParams, check_given, starts_by
 from toolkit.em.estimators._types import as_gaussian, engine_type, gaussian_type, model_of, start_type
-from toolkit.em.gaussian.missing import MissingGaussian, impute
-from toolkit.em.gaussian.online import OnlineState, online_start, online_step
-from toolkit.em.gaussian.parameters import GaussianParameters
-from toolkit.em.gaussian.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
-from toolkit.em.gaussian.prior import Prior
+from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.information import ErrorMethod, standard_errors
 from toolkit.em.mixture import Mixture
+from toolkit.em.models.missing import MissingGaussian, impute
+from toolkit.em.models.online import OnlineState, online_start, online_step
+from toolkit.em.models.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
+from toolkit.em.models.prior import Prior
 
 __all__ = ["BaseMixture", "CollapseWarning", "GaussianMixture"]
 

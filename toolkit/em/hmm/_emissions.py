@@ -20,7 +20,7 @@ from torch import Tensor
 from toolkit._checks import number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
-from toolkit.em.gaussian.parameters import (
+from toolkit.em.gaussian import (
     GaussianParameters,
     from_unconstrained,
     precisions_cholesky,

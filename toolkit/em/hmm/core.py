@@ -35,9 +35,9 @@ from torch import Tensor
 
 from toolkit._checks import number
 from toolkit.blocks import no_graph, stop_recording
-from toolkit.em._coordinates import Layout, flat
-from toolkit.em._rounding import ROUNDING
-from toolkit.em.acceleration import Accelerate, Climb, climb
+from toolkit.em.engine.acceleration import Accelerate, Climb, climb
+from toolkit.em.engine.coordinates import Layout, flat
+from toolkit.em.engine.rounding import ROUNDING
 from toolkit.em.hmm._emissions import (
     CategoricalEmissions,
     Emissions,

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
-from toolkit.em.gaussian._fused import accumulate, statistics_of
-from toolkit.em.gaussian._samples import prepare
-from toolkit.em.gaussian.parameters import GaussianParameters, check_features
-from toolkit.em.gaussian.prior import Prior
-from toolkit.em.gaussian.statistics import Statistics
+from toolkit.em.engine.fused import accumulate, statistics_of
+from toolkit.em.engine.samples import prepare
+from toolkit.em.engine.statistics import Statistics
+from toolkit.em.gaussian import GaussianParameters, check_features
+from toolkit.em.models.prior import Prior
 
 __all__ = [
     "IncrementalState",

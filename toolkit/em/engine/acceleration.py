@@ -22,8 +22,8 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
-from toolkit.em._coordinates import Layout, flat
-from toolkit.em._rounding import ROUNDING, leaders
+from toolkit.em.engine.coordinates import Layout, flat
+from toolkit.em.engine.rounding import ROUNDING, leaders
 from toolkit.em.mixture import Family, e_step
 
 __all__ = ["Accelerate", "Climb", "climb", "maximise_likelihood"]

@@ -22,7 +22,9 @@ from torch.special import polygamma
 from toolkit._checks import choice, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import Structure, structure_of
-from toolkit.em.families._common import (
+from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, to_unconstrained
+from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.models._common import (
     Components,
     check_shape,
     check_start,
@@ -32,8 +34,6 @@ from toolkit.em.families._common import (
     raise_row,
     shares,
 )
-from toolkit.em.gaussian.parameters import GaussianParameters, from_unconstrained, m_step, to_unconstrained
-from toolkit.em.mixture import RESPONSIBILITIES, e_step
 
 __all__ = ["ScatterType", "StudentMixture"]
 
@@ -74,7 +74,7 @@ class StudentMixture(Components):
         Liu & Rubin, "ML estimation of the t distribution using EM and its extensions, ECM and ECME", 1995, section 4.
 
     Example:
-        >>> from toolkit.em.families import StudentMixture
+        >>> from toolkit.em.models import StudentMixture
         >>> one = StudentMixture.from_scatters(
         ...     weights=torch.ones(1), means=torch.zeros(1, 1), scatters=torch.ones(1, 1),
         ...     degrees_of_freedom=torch.ones(1), covariance_type="diag")

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, broadcast_object_list, get_rank
 
 from toolkit.em.covariance import Structure, structure_of
-from toolkit.em.gaussian._fused import Expansion, Moments, accumulate, expanded_sums
-from toolkit.em.gaussian._samples import Prepared
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.engine.fused import Expansion, Moments, accumulate, expanded_sums
+from toolkit.em.engine.samples import Prepared
+from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["led", "pass_over_ranks", "sums_over_ranks"]
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer
-from toolkit.em._seeding import LLOYD_STEPS, device_of, lloyd, seeds
 from toolkit.em.covariance import soft_counts
+from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
 
 __all__ = [
     "FAR",

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._seeding import nearest
 from toolkit.em.covariance import CovarianceType, structure_of
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.engine.seeding import nearest
+from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Agglomeration"]
 

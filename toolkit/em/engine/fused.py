@@ -41,9 +41,9 @@ from toolkit._checks import number
 from toolkit._data import Chunk
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, soft_counts, structure_of
-from toolkit.em.gaussian._samples import Prepared, prepare, total_over_ranks
-from toolkit.em.gaussian.parameters import GaussianParameters, check_features
-from toolkit.em.gaussian.statistics import MomentsPrior, Statistics
+from toolkit.em.engine.samples import Prepared, prepare, total_over_ranks
+from toolkit.em.engine.statistics import MomentsPrior, Statistics
+from toolkit.em.gaussian import GaussianParameters, check_features
 
 __all__ = ["Expansion", "Moments", "accumulate", "em_step", "maximise", "statistics_of"]
 

@@ -1,7 +1,7 @@
 r"""Samples in the coordinates of the fast pass, wherever they are: in memory, in a file, in chunks, on several ranks.
 
 Any centre and scale give the same EM steps (they are affinely equivariant). The mean and the Cholesky factor of the
-covariance are chosen, because there the expansion of `toolkit.em.gaussian._fused` cancels least.
+covariance are chosen, because there the expansion of `toolkit.em.engine.fused` cancels least.
 
 B samples of a chunk, D features, K components.
 """

@@ -3,7 +3,7 @@ r"""Many starts of one Gaussian mixture at once: seeding, Lloyd's steps and EM s
 For small data a step costs what its calls cost, whatever they work on; for large data the matrix products of many
 components are more efficient than those of few. Both make R starts together much cheaper than R starts in turn.
 
-Everything is in the coordinates of the pass (`toolkit.em.gaussian._samples`), in which EM is the same.
+Everything is in the coordinates of the pass (`toolkit.em.engine.samples`), in which EM is the same.
 
 N samples, D features, K components, R starts.
 """
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import ROUNDING, leaders
-from toolkit.em.acceleration import Accelerate, Climb
 from toolkit.em.covariance import Structure, soft_counts, structure_of
-from toolkit.em.gaussian._fused import Expansion, expansion_error
-from toolkit.em.gaussian._ranks import sums_over_ranks
-from toolkit.em.gaussian._samples import Prepared
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.engine.acceleration import Accelerate, Climb
+from toolkit.em.engine.fused import Expansion, expansion_error
+from toolkit.em.engine.ranks import sums_over_ranks
+from toolkit.em.engine.rounding import ROUNDING, leaders
+from toolkit.em.engine.samples import Prepared
+from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["NARROWEST", "Heat", "Mixtures", "climb_together", "heats"]
 

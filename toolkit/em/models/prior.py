@@ -28,7 +28,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Prior"]
 

@@ -19,14 +19,13 @@ from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of, smallest
 from toolkit.blocks import no_graph
-from toolkit.em._rounding import ROUNDING
-from toolkit.em._seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds
-from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
 from toolkit.em.covariance import CovarianceType, structure_of
-from toolkit.em.gaussian._fused import maximise, rounding_error
-from toolkit.em.gaussian._ranks import led, pass_over_ranks
-from toolkit.em.gaussian._restarts import NARROWEST, Mixtures, heats
-from toolkit.em.gaussian._samples import (
+from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
+from toolkit.em.engine.fused import maximise, rounding_error
+from toolkit.em.engine.ranks import led, pass_over_ranks
+from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
+from toolkit.em.engine.rounding import ROUNDING
+from toolkit.em.engine.samples import (
     FLOATS,
     Prepared,
     check_finite,
@@ -34,8 +33,9 @@ from toolkit.em.gaussian._samples import (
     check_weights,
     prepare,
 )
-from toolkit.em.gaussian.parameters import GaussianParameters
-from toolkit.em.gaussian.statistics import MomentsPrior
+from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds
+from toolkit.em.engine.statistics import MomentsPrior
+from toolkit.em.gaussian import GaussianParameters
 
 __all__ = [
     "Fit",
@@ -63,7 +63,7 @@ _LARGEST_RIDGE = 1e6
 
 
 class GaussianPrior(MomentsPrior, Protocol):
-    """A prior of a Gaussian mixture: see `toolkit.em.gaussian.prior`."""
+    """A prior of a Gaussian mixture: see `toolkit.em.models.prior`."""
 
     def log_density(self, parameters: GaussianParameters) -> Tensor:
         """Return its log-density, nats."""

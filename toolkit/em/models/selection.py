@@ -29,15 +29,15 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
-from toolkit.em.acceleration import Accelerate
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.covariance.models import COVARIANCE_MODELS, CovarianceModel, model_of, n_free_parameters
-from toolkit.em.gaussian._agglomeration import Agglomeration
-from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian._restarts import NARROWEST
-from toolkit.em.gaussian.parameters import GaussianParameters
-from toolkit.em.gaussian.parsimonious import Climber, ParsimoniousParameters, check_samples
+from toolkit.em.engine.acceleration import Accelerate
+from toolkit.em.engine.fit import Init, start
+from toolkit.em.engine.restarts import NARROWEST
+from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.mixture import Mixture
+from toolkit.em.models._agglomeration import Agglomeration
+from toolkit.em.models.parsimonious import Climber, ParsimoniousParameters, check_samples
 
 __all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select", "spikes"]
 

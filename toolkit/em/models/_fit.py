@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.blocks import no_graph
-from toolkit.em.acceleration import Accelerate, Climb, maximise_posterior, ranked
+from toolkit.em.engine.acceleration import Accelerate, Climb, maximise_posterior, ranked
 from toolkit.em.mixture import Family, log_likelihood
 
 __all__ = ["Kind", "fit_family"]
@@ -74,7 +74,7 @@ def fit_family(
         ValueError: If an argument is out of range, or an EM step fails (a singular scatter, say).
 
     Example:
-        >>> from toolkit.em.families import PoissonMixture
+        >>> from toolkit.em.models import PoissonMixture
         >>> x = torch.tensor([[0.0], [1.0], [2.0], [30.0], [34.0]])
         >>> found = fit_family(PoissonMixture, x, 2, generator=torch.Generator().manual_seed(0))
         >>> found.parameters.rates.sort(0).values.T, found.converged

@@ -27,13 +27,13 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em._seeding import LLOYD_STEPS, lloyd
-from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
-from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian.parameters import GaussianParameters, check_features
-from toolkit.em.gaussian.prior import Prior
+from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
+from toolkit.em.engine.fit import Init, start
+from toolkit.em.engine.seeding import LLOYD_STEPS, lloyd
+from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.models.prior import Prior
 
 __all__ = [
     "MissingGaussian",

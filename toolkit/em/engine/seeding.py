@@ -86,7 +86,7 @@ def lloyd(
 def nearest(points: Tensor, means: Tensor, seen: Tensor | None = None) -> Tensor:
     """Return the index of the nearest mean of each sample, in the features that are seen: (R, N).
 
-    Distances that differ by rounding count as equal, and the first mean comes first: see `toolkit.em._rounding`.
+    Distances that differ by rounding count as equal, and the first mean comes first: see `toolkit.em.engine.rounding`.
 
     Args:
         points: As in `lloyd`.

@@ -23,8 +23,8 @@ from torch.nn.functional import logsigmoid
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
-from toolkit.em._seeding import device_of, seeds
-from toolkit.em.families._common import (
+from toolkit.em.engine.seeding import device_of, seeds
+from toolkit.em.models._common import (
     Components,
     check_shape,
     check_start,
@@ -67,7 +67,7 @@ class BernoulliMixture(Components):
         Bishop, "Pattern recognition and machine learning", 2006, equations 9.48 to 9.60.
 
     Example:
-        >>> from toolkit.em.families import BernoulliMixture
+        >>> from toolkit.em.models import BernoulliMixture
         >>> two = BernoulliMixture.from_probabilities(
         ...     weights=torch.tensor([0.5, 0.5]), probabilities=torch.tensor([[0.0, 0.5], [0.5, 1.0]]))
         >>> two.log_joint(torch.tensor([[0.0, 1.0], [1.0, 1.0]])).exp()
@@ -225,7 +225,7 @@ class PoissonMixture(Components):
         Loader, "Fast and accurate computation of binomial probabilities", 2000, section 2 (the deviance).
 
     Example:
-        >>> from toolkit.em.families import PoissonMixture
+        >>> from toolkit.em.models import PoissonMixture
         >>> two = PoissonMixture.from_rates(weights=torch.tensor([0.5, 0.5]), rates=torch.tensor([[0.0], [2.0]]))
         >>> two.log_joint(torch.tensor([[0.0], [2.0]])).exp()
         tensor([[0.5000, 0.0677],
@@ -402,7 +402,7 @@ class CategoricalMixture(Components):
         equations 11 to 15.
 
     Example:
-        >>> from toolkit.em.families import CategoricalMixture
+        >>> from toolkit.em.models import CategoricalMixture
         >>> colour, size = torch.tensor([[0.5, 0.25, 0.25], [0.0, 0.0, 1.0]]), torch.tensor([[0.5, 0.5], [0.1, 0.9]])
         >>> two = CategoricalMixture.from_probabilities(
         ...     weights=torch.tensor([0.5, 0.5]), probabilities=[colour, size])

@@ -21,8 +21,8 @@ from torch.distributions import Distribution
 
 from toolkit._checks import integer
 from toolkit.blocks import carries_gradient, constants, no_graph
-from toolkit.em._seeding import device_of
-from toolkit.em.families._common import (
+from toolkit.em.engine.seeding import device_of
+from toolkit.em.models._common import (
     Components,
     clamp_coordinates,
     is_wrapped,
@@ -30,7 +30,7 @@ from toolkit.em.families._common import (
     partition,
     shares,
 )
-from toolkit.em.families._common import check_start as check_samples
+from toolkit.em.models._common import check_start as check_samples
 
 __all__ = ["Build", "DistributionMixture"]
 
@@ -63,7 +63,7 @@ class DistributionMixture(Components):
         (generalised EM). Nocedal & Wright, "Numerical optimization", 2006, equation 6.17 (BFGS).
 
     Example:
-        >>> from toolkit.em.families import DistributionMixture
+        >>> from toolkit.em.models import DistributionMixture
         >>> two = DistributionMixture(
         ...     log_weights=torch.tensor([0.5, 0.5]).log(), parameters={"log_rate": torch.tensor([0.0, 1.0])},
         ...     build=lambda p: torch.distributions.Exponential(p["log_rate"].exp()))

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
-from toolkit.em.acceleration import Accelerate, Climb, climb_family, ranked
 from toolkit.em.covariance import Structure, soft_counts
 from toolkit.em.covariance.models import (
     COVARIANCE_MODELS,
@@ -31,10 +30,11 @@ from toolkit.em.covariance.models import (
     model_of,
     n_free_parameters,
 )
-from toolkit.em.gaussian._fit import Init, start
-from toolkit.em.gaussian._fused import Moments, accumulate, rounding_error, statistics_of
-from toolkit.em.gaussian._samples import Prepared, prepare
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
+from toolkit.em.engine.fit import Init, start
+from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
+from toolkit.em.engine.samples import Prepared, prepare
+from toolkit.em.gaussian import GaussianParameters
 
 __all__ = [
     "COVARIANCE_MODELS",

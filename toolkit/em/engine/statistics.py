@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit._checks import number
 from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
-from toolkit.em.gaussian.parameters import GaussianParameters
+from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["MomentsPrior", "Statistics"]
 

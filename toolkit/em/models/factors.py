@@ -20,7 +20,8 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em.families._common import (
+from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.models._common import (
     Components,
     check_shape,
     check_start,
@@ -29,8 +30,7 @@ from toolkit.em.families._common import (
     partition,
     shares,
 )
-from toolkit.em.families.student import centres, check_finite, standard_normal
-from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.models.student import centres, check_finite, standard_normal
 
 __all__ = ["FactorAnalysers", "NoiseType"]
 
@@ -63,7 +63,7 @@ class FactorAnalysers(Components):
         "Mixtures of probabilistic principal component analyzers", 1999, appendix C.
 
     Example:
-        >>> from toolkit.em.families import FactorAnalysers
+        >>> from toolkit.em.models import FactorAnalysers
         >>> one = FactorAnalysers(
         ...     log_weights=torch.zeros(1), means=torch.zeros(1, 2), loadings=torch.tensor([[[1.0], [2.0]]]),
         ...     noise=torch.ones(1), noise_type="isotropic")

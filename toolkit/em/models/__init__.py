@@ -1,0 +1,23 @@
+"""Mixtures beyond plain Gaussians.
+
+Of other families: counts, heavy tails, low-rank covariances, and distributions given. Of Gaussians: missing values,
+streams, priors, parsimonious covariances, and the choice among them.
+"""
+
+from toolkit.em.models._fit import fit_family
+from toolkit.em.models.custom import DistributionMixture
+from toolkit.em.models.discrete import BernoulliMixture, CategoricalMixture, PoissonMixture
+from toolkit.em.models.factors import FactorAnalysers, NoiseType
+from toolkit.em.models.student import ScatterType, StudentMixture
+
+__all__ = [
+    "BernoulliMixture",
+    "CategoricalMixture",
+    "DistributionMixture",
+    "FactorAnalysers",
+    "NoiseType",
+    "PoissonMixture",
+    "ScatterType",
+    "StudentMixture",
+    "fit_family",
+]
