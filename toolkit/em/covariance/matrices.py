@@ -204,7 +204,7 @@ class _Tied(_Matrices):
         return means[..., :0], means @ factor @ factor.mT
 
     def second_moments(self, sums: Tensor, n_features: int) -> Tensor:
-        raise NotImplementedError("What is quadratic is the same for all components, and known before the pass.")
+        raise NotImplementedError("The quadratic part is the same for all components, and known before the pass.")
 
     def products(self, left: Tensor, right: Tensor) -> Tensor:
         return left.mT @ right

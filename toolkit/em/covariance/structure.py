@@ -1,4 +1,4 @@
-r"""What a covariance structure has to say: its shapes, density, M-step, count of parameters and free coordinates.
+r"""The interface of a covariance structure: shapes, density, M-step, count of parameters and free coordinates.
 
 A *factor* is the upper triangular :math:`P` with :math:`\Sigma^{-1} = P P^\top`, so that :math:`P^\top (x - \mu)` is
 standard normal. A *scatter* is :math:`W_k = \sum_n r_{nk} (x_n - \mu_k)(x_n - \mu_k)^\top`. Factors, scatters,
@@ -36,7 +36,7 @@ class Quadratics:
 
 
 class Structure(ABC):
-    """How the covariances of K components are shaped, and what they share.
+    """The shape, the density and the M-step of the covariances of K components.
 
     Leading dimensions are batches, except where a method says (K, ...).
 
@@ -193,11 +193,11 @@ class Structure(ABC):
 
     @abstractmethod
     def totals(self, counts: Tensor) -> Tensor:
-        """Return by what a scatter is divided, given the count of each feature (..., K, D)."""
+        """Return the divisor of a scatter, given the count of each feature (..., K, D)."""
 
     @abstractmethod
     def prior_count(self, n_components: int, n_features: int) -> int:
-        """Return what the mode of a conjugate prior adds to `totals` beside its degrees of freedom."""
+        """Return the number that the mode of a conjugate prior adds to `totals` beside its degrees of freedom."""
 
     def estimate(self, scatter: Tensor, counts: Tensor, *, added: float = 0.0) -> Tensor:
         """Return the covariances that are most likely given the scatter: the M-step.
@@ -205,7 +205,7 @@ class Structure(ABC):
         Args:
             scatter: Shaped by the structure; plus the prior's, if there is one.
             counts: (..., K, D): sums of responsibilities over the samples in which each feature was seen.
-            added: What a prior adds to the counts.
+            added: The number that a prior adds to `totals`.
         """
         totals = self.totals(counts)
         return scatter / (totals + added if added else totals)

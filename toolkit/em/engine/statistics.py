@@ -31,7 +31,7 @@ class MomentsPrior(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Statistics:
-    """What the M-step needs of samples weighed by responsibilities, float64.
+    """Sufficient statistics of samples weighed by responsibilities, float64.
 
     Attributes:
         counts: (K,): sums of responsibilities.
