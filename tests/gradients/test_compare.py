@@ -1148,7 +1148,8 @@ def test_many_cut_parameters_do_not_stretch_the_table() -> None:
     comparison = compare(lambda: head(stop_gradient(net(inputs), "stretch")).sum())
     (effect,) = comparison.effects
     assert sum("weight" in name for name in effect.verdict.parameters) == 12
-    assert max(len(line) for line in str(comparison).splitlines()) <= 110
+    # Beside the place, whose path is as long as it is.
+    assert max(len(line.replace(effect.site, "")) for line in str(comparison).splitlines()) <= 80
 
 
 def test_html_escapes_what_it_shows() -> None:
