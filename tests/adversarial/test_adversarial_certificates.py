@@ -841,7 +841,7 @@ REFUSED = {
         network(3, 2),
         {"time_limit": -1.0},
         ValueError,
-        "`time_limit` should be positive and finite. Found -1.0.",
+        "`time_limit` should be positive. Found -1.0.",
     ),
     "epsilon": (network(3, 2), {"epsilon": -1.0}, ValueError, "`epsilon` should be finite and not negative."),
     "labels": (

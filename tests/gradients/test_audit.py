@@ -687,7 +687,7 @@ def test_a_container_whose_method_is_decorated_is_named_by_its_caller(pair, tmp_
     from decorated_container import Box
 
     found = audit(lambda: (pair.a(pair.x) * Box(pair.a(pair.x)).detach().t).sum(), pair.a)
-    assert found.effects[0].site.startswith("tests/test_audit.py:")
+    assert "test_audit.py:" in found.effects[0].site
     found = audit(lambda: (pair.a(pair.x) * Box(pair.a(pair.x)).stopped().t).sum(), pair.a)
     assert found.effects[0].site.startswith("decorated_container.py:6:")
 
@@ -716,7 +716,7 @@ def test_what_a_cache_kept_of_an_earlier_call_is_told(pair):
     assert warm.effects == []
     (remark,) = warm.remarks
     assert remark.startswith("kept from an earlier call, and not audited: the results of ")
-    assert remark.endswith("held")
+    assert "<locals>.held" in remark
 
 
 def _in_an_attribute(net, x, kept):

@@ -140,6 +140,7 @@ def tempered_contrastive_divergence(
         restricted Boltzmann machines", 2010.
 
     Example:
+        >>> from toolkit.rbm import tempered_start
         >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
         >>> state = tempered_start(rbm, n_temperatures=2, n_chains=5, generator=generator)
         >>> loss, state, swap_rates = tempered_contrastive_divergence(
