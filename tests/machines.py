@@ -22,7 +22,7 @@ from folders import ROOT, TESTS
 
 # Files in which nothing is added up, and those whose programs are compiled for the processor that is really there.
 _OTHERS = {
-    *("audit_command", "audit_packages", "blocks_compiled", "config", "contributing", "layout", "lint", "mutants"),
+    *("audit_command", "audit_packages", "blocks_compiled", "config", "contributing", "layout", "mutants"),
     *("packaging", "peers", "portability", "public_names", "report", "results"),
 }
 
