@@ -1,4 +1,4 @@
-"""Linear programs of a ReLU network, whose bounds hold whatever the tolerances of the solver: proofs of last resort.
+"""Linear programs of a ReLU network, for proofs that do not depend on the tolerances of a solver.
 
 D inputs, K rectifiers that may be on or off, R rows, V variables.
 """
@@ -29,20 +29,21 @@ class Program:
     """The network of one sample as linear constraints, and searches over the states of its rectifiers.
 
     The variables are the displacement (in L1 its positive and its negative part), in units of its range, and the
-    outputs of the rectifiers that may be on or off. Everything else is an affine function of them and is put in. A
-    rectifier has two rows: ``output - input >= 0``, an equation while it is taken to be on, and ``output <= line``,
-    where the line joins the ends. While it is taken to be off the upper bound of its output is 0.
+    outputs of the rectifiers that may be on or off. All other units are affine functions of these variables and are
+    substituted. A rectifier has two rows: ``output - input >= 0``, an equation while it is taken to be on, and ``output
+    <= line``, where the line joins the ends of its graph. While it is taken to be off, its output is at most 0.
     """
 
     def __init__(self, chain: list[Affine], ball: BallAndBox, hidden: list[Interval]) -> None:
-        """Write the program down.
+        """Build the program.
 
         Args:
             chain: The layers before the margins, whose units should be of the order of 1.
-            ball: Of one sample.
+            ball: The ball of one sample.
             hidden: Bounds before each rectifier, (M,) each, that hold in spite of rounding.
         """
-        self._rounding = rounding_of(chain, ball)
+        # An affine function of several layers is rounded in each of them.
+        self._rounding = (len(chain) + 1) * rounding_of(chain, ball)
         open_units = [((low < 0) & (high > 0)).numpy() for low, high in hidden]
         self._n_open = int(sum(units.sum() for units in open_units))
         start, (down, up) = ball.start[0].numpy(), (side[0].numpy() for side in ball.enclosing())
@@ -76,11 +77,11 @@ class Program:
             state[units], constant[units], size[units] = output, 0, high
         self._state, self._constant, self._size = state, constant, size
         blocks = [_stacked(rises, len(state[0])), _stacked(under_lines, len(state[0]))]
-        whole = np.zeros((0, n_inputs + self._n_open))
         if ball.norm == "l1":
-            radius = float(ball.radius[0])
-            whole = np.concatenate([np.tile(self._range, 2), np.zeros(self._n_open)])[None]
-            blocks.append((whole, np.array([radius]), np.array([radius])))
+            radius = ball.radius[0].numpy()
+            unit = _powers_of_two(radius)
+            length = np.concatenate([np.tile(self._range, 2) / unit, np.zeros(self._n_open)])
+            blocks.append((length[None], radius / unit, radius / unit))
         self._rows, limits, self._sizes = (np.concatenate(parts) for parts in zip(*blocks, strict=True))
         is_rise = np.arange(len(limits)) < self._n_open
         self._row_lower, self._row_upper = np.where(is_rise, limits, -np.inf), np.where(is_rise, np.inf, limits)
@@ -103,11 +104,11 @@ class Program:
         Cases with the least bound come first. Each is split at the rectifier that costs its bound most.
 
         Args:
-            weight: Of the outputs of the last rectifiers, (M,).
-            bias: A number.
-            enough: The bound above which a case is closed; asked again for every case.
-            visit: Given the displacement, (D,), at which each program has its least value.
-            time_limit: In seconds; None for no limit.
+            weight: Weights of the last rectifiers' outputs, (M,).
+            bias: The constant of the function.
+            enough: Returns the bound above which a case is closed; called for every case.
+            visit: Called with the displacement, (D,), at which each program has its least value.
+            time_limit: Seconds; None for no limit.
         """
         cost = weight @ self._state
         scale = float(_powers_of_two(np.abs(cost).max(initial=0)))
