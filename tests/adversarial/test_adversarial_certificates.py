@@ -251,6 +251,23 @@ def test_verdicts_do_not_depend_on_the_units_of_a_model(norm: str) -> None:
 
 
 @pytest.mark.parametrize("norm", ["linf", "l1"])
+@pytest.mark.parametrize("unit", [1e-8, 1e8])
+def test_programs_do_not_depend_on_the_units_of_inputs(norm: str, unit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(INSIDE, "_CASES", 0)
+    for seed in range(4):
+        model = network(4, 8, 8, 3, seed=seed)
+        x, _ = batch(6, 4, 3, seed)
+        labels, epsilon = own_labels(model, x), 2 * REACHED[norm]
+        expected = verify_relu(model, x, labels, epsilon=epsilon, norm=norm)
+        scaled = copy.deepcopy(model)
+        with torch.no_grad():
+            scaled[0].weight.div_(unit)
+        found = verify_relu(scaled, unit * x, labels, epsilon=unit * epsilon, norm=norm, bounds=(0, unit))
+        assert torch.equal(found.robust, expected.robust)
+        assert torch.equal(found.broken, expected.broken)
+
+
+@pytest.mark.parametrize("norm", ["linf", "l1"])
 def test_a_solver_that_answers_anything_proves_nothing_false(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(0)
     weak_dual = Program._weak_dual
