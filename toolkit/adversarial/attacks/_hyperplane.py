@@ -22,18 +22,18 @@ def shortest_move(norm: Norm, point: Tensor, slope: Tensor, gain: Tensor, lower:
 
     The conditions of Karush, Kuhn and Tucker give ``|d_i| = min(t r_i, room_i)``, where the rate r_i is 1 in Linf and
     ``|slope_i|`` in L2, and t is such that the gain is reached; in L1 the steepest coordinates use up their room one
-    after the other. Where the box lets no point reach the hyperplane it is the way to the corner nearest to it.
+    after the other. If the hyperplane does not meet the box, d leads to the corner nearest to it.
 
     Args:
-        norm: In which the move is short.
-        point: From where, (N, ...), inside of the box.
+        norm: The norm in which d is shortest.
+        point: Start of the move, (N, ...), inside of the box.
         slope: Normal of the hyperplane, (N, ...).
-        gain: (N,), of either sign.
+        gain: Change of ``slope . x`` to reach, (N,), of either sign.
         lower: Least value in the box.
         upper: Greatest value in the box.
 
     Returns:
-        (N, ...), in at least single precision, differentiable in everything but the set of coordinates on the box.
+        The move d, (N, ...), in at least single precision. The set of coordinates on the box is not differentiated.
     """
     dtype = wide(point)
     slope, gain, start = slope.to(dtype), gain.to(dtype), point.to(dtype)
@@ -63,17 +63,17 @@ def inner(slope: Tensor, offset: Tensor) -> Tensor:
 def reach_together(rate: Tensor, room: Tensor, need: Tensor, price: Tensor | None = None) -> Tensor:
     """Return ``min(t * rate, room)`` with the t at which ``sum price * min(t * rate, room) = need``, exactly.
 
-    Each round finds the t at which the free coordinates gain what is missing, and holds those that leave their room. It
-    only grows, so what is held stays held, and the last round is exact (at most D rounds, a few in practice).
+    Each round finds the t at which the free coordinates gain the missing part, and holds those that leave their room.
+    As t only grows, held coordinates stay held, and the last round is exact (at most D rounds, a few in practice).
 
     Args:
-        rate: Not negative, (N, ...).
-        room: Not negative, (N, ...).
-        need: (N or 1, 1, ...). Where it cannot be met, all rooms are used up.
-        price: Not negative, (N, ...). None: ones.
+        rate: Length per unit of t, not negative, (N, ...).
+        room: Greatest length, not negative, (N, ...).
+        need: The sum to reach, (N or 1, 1, ...). Where it is out of reach, all rooms are used up.
+        price: Weights of the sum, not negative, (N, ...). None: all weights are 1.
     """
     paid = rate if price is None else rate * price
-    full = torch.where(rate == 0, 0, room)  # also where it is infinite
+    full = torch.where(rate == 0, 0, room)  # also where the room is infinite
     with no_graph():
         held = full == 0
     while True:
@@ -97,6 +97,6 @@ def _greedy(size: Tensor, room: Tensor, need: Tensor) -> Tensor:
     before = torch.cat([torch.zeros_like(need), gains.cumsum(1)[:, :-1]], 1)
     missing = (need - before).clamp(min=0)
     flat = size == 0
-    # What is not used up is a quotient; what is used up is the room itself, free of rounding.
+    # A room that is used up in part is a quotient; one that is used up is the room itself, free of rounding.
     length = torch.where(gains <= missing, room, missing / torch.where(flat, 1, size)).masked_fill(flat, 0)
     return torch.zeros_like(length).scatter(1, order, length)

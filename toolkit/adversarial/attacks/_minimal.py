@@ -1,4 +1,4 @@
-"""What attacks share that look for the nearest adversarial example: the record of it, and the last stretch to it.
+"""Shared parts of minimum-norm attacks: the record of the nearest adversarial example, and the last stretch to it.
 
 N samples, each of shape (...), C classes.
 """
@@ -25,12 +25,12 @@ __all__ = ["Nearest", "Planes", "Search", "check_only_l2", "minimal_search", "ri
 
 @dataclass(frozen=True)
 class Nearest:
-    """The nearest adversarial example so far of every sample; where there is none, the strongest point so far.
+    """The nearest adversarial example so far of every sample, or the strongest point so far if none was found.
 
     Attributes:
-        example: (N, ...).
-        distance: From the clean input, (N,), float64; infinite where no adversarial example was found.
-        strength: By how much the attack has what it wants there, in logits, (N,).
+        example: The example or point, (N, ...).
+        distance: Distance from the clean input, (N,), float64; infinite where no adversarial example was found.
+        strength: Margin by which the attack succeeds at `example`, in logits, (N,).
     """
 
     example: Tensor
@@ -39,7 +39,7 @@ class Nearest:
 
     @property
     def is_found(self) -> Tensor:
-        """Where there is an adversarial example, (N,)."""
+        """Whether an adversarial example was found, (N,)."""
         return self.distance < torch.inf
 
     def rows(self, index: Tensor) -> Nearest:
@@ -47,7 +47,7 @@ class Nearest:
         return Nearest(self.example[index], self.distance[index], self.strength[index])
 
     def put(self, index: Tensor, some: Nearest) -> Nearest:
-        """Return the record with that of some samples replaced."""
+        """Return the record with the entries of some samples replaced."""
         return Nearest(
             self.example.index_copy(0, index, some.example),
             self.distance.index_copy(0, index, some.distance),
@@ -59,10 +59,10 @@ class Planes(NamedTuple):
     """K boundaries of the model as linearised at a point.
 
     Attributes:
-        point: (N, ...).
-        logits: (N, C).
+        point: Point of the linearisation, (N, ...).
+        logits: Logits there, (N, C).
         values: K times (N,), each above 0 beyond its boundary.
-        slopes: K times (N, ...).
+        slopes: Gradients of the values, K times (N, ...).
     """
 
     point: Tensor
@@ -77,9 +77,9 @@ class Search:
 
     Attributes:
         attack: The setting, whose ball is the box.
-        norm: In which it is to be near.
-        ball: In which the result has to lie.
-        radius: Of the ball, (N,), float64; infinite for none.
+        norm: Norm of the distance to minimise.
+        ball: The ball in which the result has to lie.
+        radius: Radius of `ball`, (N,), float64; infinite if the distance has no limit.
     """
 
     attack: Setting
@@ -92,7 +92,7 @@ class Search:
         return replace(self, attack=self.attack.rows(index), ball=self.ball.rows(index), radius=self.radius[index])
 
     def start(self) -> tuple[Nearest, Tensor]:
-        """Return the record in which there is only the clean input, and the logits (N, C) there."""
+        """Return the record that holds only the clean inputs, and their logits (N, C)."""
         attack = self.attack
         logits = attack.model(attack.x)
         with no_graph():
@@ -105,7 +105,7 @@ class Search:
         return size
 
     def offer(self, nearest: Nearest, example: Tensor, logits: Tensor | None = None) -> Nearest:
-        """Return the record with `example` in the place of those that it is better than."""
+        """Return the record with `example` in the place of worse entries."""
         attack = self.attack
         logits = attack.model(example) if logits is None else logits
         found = strength(attack, logits)
@@ -131,7 +131,7 @@ class Search:
         return shortest_move(self.norm, point, slope, gain, self.attack.ball.lower, self.attack.ball.upper)
 
     def margin(self, logits: Tensor, slope: Tensor, point: Tensor) -> Tensor:
-        """Return how far beyond a boundary one has to aim, in logits, (N,), to be beyond it after rounding."""
+        """Return the smallest logit margin (N,) to aim at beyond a boundary, so as to be beyond it after rounding."""
         with no_graph():
             rounding = torch.finfo(point.dtype).eps
             spread = norm_of(slope.to(wide(slope)) * point.to(wide(slope))).flatten()
@@ -141,9 +141,9 @@ class Search:
         """Return the record after the last stretch: to the boundary, and along it.
 
         The way from the clean input to the example is shortened until it just crosses the boundary, and the clean input
-        is projected onto the boundary as linearised there, which for a linear model is the exact optimum. First onto
-        the nearest of the boundaries to all `classes`, (N, K), if given, because a descent may have gone to another;
-        then, twice, onto the one that was crossed. A point is taken only if it is adversarial and nearer.
+        is projected onto the boundary as linearised there, which for a linear model is the exact optimum. The first
+        projection is onto the nearest of the boundaries to all `classes`, (N, K), if given, because a descent may have
+        gone to another; the next two are onto the crossed one. A point is taken only if it is adversarial and nearer.
         """
         for rivals in (None, None) if classes is None else (classes, None, None):
             nearest = self._shorten(nearest)
@@ -156,8 +156,8 @@ class Search:
         """Return the boundaries to `classes`, (N, K), as linearised at `example`.
 
         Args:
-            example: (N, ...).
-            classes: None: the one boundary to what the attack wants.
+            example: Point of the linearisation, (N, ...).
+            classes: Classes beyond the boundaries. None: only the boundary at which the attack succeeds.
         """
         if classes is None:
             point, slope, logits, value = self.linearise(example)
@@ -177,9 +177,9 @@ class Search:
         return Planes(point, logits, values, slopes)
 
     def to_nearest_plane(self, start: Tensor, planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the shortest of the moves from `start` to one of the boundaries, its slope and what it gains, (N,).
+        """Return the shortest move from `start` to one of the boundaries, its slope and its gain, (N,).
 
-        A boundary that `start` seems to be beyond of is none to go to. Without any the move is zero.
+        Boundaries that `start` seems to be beyond already are left out. If no boundary remains, the move is zero.
         """
         column = (-1, *[1] * (start.dim() - 1))
         best = torch.full_like(self.radius, torch.inf)
@@ -190,7 +190,7 @@ class Search:
             way = self.to_plane(start, candidate, need.clamp(min=0))
             with no_graph():
                 share = inner(candidate, way) / need
-                # What the box puts out of reach comes last, and then what is least out of reach first.
+                # Boundaries out of the box's reach come last, the nearest of them first.
                 size = torch.where(share < 0.999, 1e30 * (2 - share), self.length(way))
                 shorter = (size < best) & (need > 0)
                 best = torch.where(shorter, size, best)
@@ -202,11 +202,11 @@ class Search:
     def linearise(
         self, example: Tensor, loss: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return point, slope (N, ...), logits (N, C) and value (N,) of what is to be raised above 0.
+        """Return point, slope (N, ...), logits (N, C) and value (N,) of the function to raise above 0.
 
         Args:
-            example: (N, ...).
-            loss: Logits and `goal` to values (N,). None: `strength`.
+            example: Point of the linearisation, (N, ...).
+            loss: Function of logits and `goal` that returns values (N,). None: `strength`.
         """
         attack = self.attack
         loss = loss or (lambda logits, _: strength(attack, logits))
@@ -214,7 +214,7 @@ class Search:
         return point, slope.to(wide(slope)), logits, loss(logits, attack.goal)
 
     def finish(self, nearest: Nearest) -> Tensor:
-        """Return the examples, projected into the ball where they are out of it."""
+        """Return the examples, each projected into its ball if outside."""
         example = nearest.example
         if self.radius.isinf().all():
             return example
@@ -267,9 +267,9 @@ def minimal_search(
         x: Clean inputs.
         labels: (N,).
         epsilon: Radius of the ball in which the result has to lie; None for the whole box.
-        norm: Of the distance and of the ball.
+        norm: Norm of the distance and of the ball.
         targets: (N,) or None.
-        bounds: Of the box.
+        bounds: Bounds of the box.
         mask: Where an input may change.
 
     Raises:
@@ -286,12 +286,12 @@ def minimal_search(
 
 
 def strength(attack: Setting, logits: Tensor) -> Tensor:
-    """Return by how much the attack has what it wants, (N,): the best other class over the label, or the reverse."""
+    """Return the margin by which the attack succeeds, (N,): best other class over label, or target over best other."""
     return attack.sign * difference_loss(logits.to(wide(logits)), attack.goal)
 
 
 def rivals(attack: Setting, logits: Tensor, n_classes: int) -> Tensor | None:
-    """Return the classes to move to, (N, K): those with the largest logits, without the label; None with targets."""
+    """Return the K classes (N, K) other than the label with the largest logits; None if there are targets."""
     if attack.targets is not None:
         return None
     others = logits.scatter(1, attack.labels.long()[:, None], -torch.inf)
@@ -299,7 +299,7 @@ def rivals(attack: Setting, logits: Tensor, n_classes: int) -> Tensor | None:
 
 
 def check_only_l2(attack: str, norm: str) -> None:
-    """Raise a ValueError unless the norm is that of the only distance that an attack minimises."""
+    """Raise ValueError unless `norm` is ``"l2"``, the only one that the attack minimises."""
     if norm != "l2":
         raise ValueError(
             f"`norm` should be 'l2' for `{attack}`, which minimises the Euclidean distance. Found {norm!r}."

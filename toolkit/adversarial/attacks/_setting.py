@@ -1,4 +1,4 @@
-"""The frame that all attacks share: what is attacked, inside of which set, and what has to be as before afterwards.
+"""The frame that all attacks share: the batch under attack, the set of allowed examples, and the state to restore.
 
 N samples, each of shape (...), C classes.
 """
@@ -37,16 +37,16 @@ class NoGradientError(RuntimeError):
 
 @dataclass(frozen=True)
 class Setting:
-    """One batch under attack. An attack gets it from `setting` and leaves through `finish`.
+    """One batch under attack, as `setting` prepares it.
 
     Attributes:
         model: Inputs (N, ...) to logits (N, C), in evaluation mode.
         x: Clean inputs, (N, ...).
         labels: (N,), integers.
         targets: (N,), the classes to move towards; None moves away from `labels`.
-        ball: The set that examples have to lie in.
-        slopes: The model as gradients are taken of it: `model`, or its copy in another dtype.
-        checked: Holds something once the model's logits have been looked at.
+        ball: The set in which examples have to lie.
+        slopes: The model whose gradients are taken: `model`, or its copy in another dtype.
+        checked: Not empty once the model's logits have been checked.
     """
 
     model: Callable[[Tensor], Tensor]
@@ -59,7 +59,7 @@ class Setting:
 
     @property
     def goal(self) -> Tensor:
-        """The classes that the loss is about, (N,): `targets` if there are, else `labels`."""
+        """The classes of the loss, (N,): `targets` if given, else `labels`."""
         return self.labels if self.targets is None else self.targets
 
     @property
@@ -70,17 +70,17 @@ class Setting:
     def logits(self, example: Tensor) -> Tensor:
         """Return the logits (N, C) at an example, as constants."""
         with no_graph():
-            return self._looked_at(self.model(example.clone()))  # it may begin with an in-place operation
+            return self._looked_at(self.model(example.clone()))  # the model may begin with an in-place operation
 
     def gradient(self, example: Tensor, loss: Loss | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the point, the gradient there of the loss of every sample by its own input, and the logits.
+        """Return the point, the gradient of every sample's loss by its own input there, and the logits.
 
-        The point is `example`, as something to step from. Gradient and logits are recorded only if the attack is (its
-        block is open).
+        The point is `example`, to take the next step from. Autograd records gradient and logits only while the block of
+        the attack is open.
 
         Args:
-            example: (N, ...).
-            loss: Logits and `goal` to losses (N,). None: `margin_loss`, without a graph of it.
+            example: Inputs to differentiate at, (N, ...).
+            loss: Function of logits and `goal` that returns losses (N,). None: `margin_loss`, its slope in closed form.
 
         Raises:
             NoGradientError: If the logits cannot be differentiated by the input.
@@ -106,7 +106,7 @@ class Setting:
         return point, differentiate(outputs, point, slope, recorded=recorded), logits
 
     def _looked_at(self, logits: Tensor) -> Tensor:
-        """Return the logits; raise, at the first look, if they or the classes are not what they should be."""
+        """Return the logits; the first time, raise if they are not a tensor or a class is out of range."""
         if "logits" not in self.checked:
             if not isinstance(logits, Tensor):
                 raise TypeError(f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}.")
@@ -117,7 +117,7 @@ class Setting:
         return logits
 
     def succeeds(self, logits: Tensor) -> Tensor:
-        """Return where the attack has what it wants, (N,) Boolean: another class than the label, or the target."""
+        """Return whether the attack succeeds, (N,) Boolean: the prediction is not the label, or is the target."""
         predicted = logits.argmax(1)
         return predicted != self.labels if self.targets is None else predicted == self.targets
 
@@ -125,7 +125,7 @@ class Setting:
         """Return the length of a step, `factor` times a value, (N or 1, 1, ...), negative if the loss is to be lowered.
 
         Raises:
-            ValueError: If it is negative, not finite or of another shape.
+            ValueError: If `value` is negative, not finite or of another shape.
         """
         return (self.sign * factor * per_sample(name, value, self.x)).to(self.x.dtype)
 
@@ -148,24 +148,24 @@ def setting(
     mask: Tensor | None = None,
     gradient_dtype: torch.dtype | None = None,
 ) -> Iterator[Setting]:
-    """Prepare an attack, and leave nothing behind but what it returns.
+    """Prepare an attack whose only effect is the value it returns.
 
-    While the block `EXAMPLE` is in place nothing is recorded inside.
+    While the block `EXAMPLE` is in place, autograd records nothing inside.
 
     Args:
         model: As in `pgd`, and so are the other arguments.
         x: Clean inputs.
         labels: (N,).
         epsilon: Radius of the ball; None for the whole box.
-        norm: Of the ball.
+        norm: Norm of the ball.
         targets: (N,) or None.
-        bounds: Of the box.
+        bounds: Bounds of the box.
         mask: Where an input may change.
-        gradient_dtype: The dtype in which the model is run where gradients are taken. None: as it is.
+        gradient_dtype: The dtype in which the model is run to take gradients. None: the model's own dtype.
 
     Raises:
-        TypeError: As in `make_ball`; if labels or targets are not integers, or `gradient_dtype` is given for a model
-            that is not a `torch.nn.Module`.
+        TypeError: As in `make_ball`; if `labels` or `targets` are not integers, or `gradient_dtype` is given for a
+            model that is not a `torch.nn.Module`.
         ValueError: As in `make_ball`, or if there is not one label, or target, per sample.
     """
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
@@ -179,10 +179,10 @@ def setting(
 
 
 def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bool, kept: bool = False) -> Tensor:
-    """Return ``slope . d outputs / d point``, in the shape of `point`; `kept` if more of the same graph is wanted.
+    """Return ``slope . d outputs / d point``, in the shape of `point`; `kept` retains the graph for further calls.
 
     Raises:
-        NoGradientError: If autograd sees no way from one to the other.
+        NoGradientError: If autograd finds no path from `outputs` to `point`.
     """
     if not outputs.requires_grad:
         raise NoGradientError
@@ -219,7 +219,7 @@ def _check_classes(name: str, classes: Tensor | None, x: Tensor) -> None:
 
 
 def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return the model in another dtype, with images laid out as convolutions in half precision like them best."""
+    """Return the model in another dtype, with images in the memory format that suits half-precision convolutions."""
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"`gradient_dtype` should be a floating-point torch.dtype. Found {dtype!r}.")
     if not isinstance(model, nn.Module):

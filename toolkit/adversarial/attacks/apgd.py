@@ -1,4 +1,4 @@
-"""Projected gradient steps that choose their own length: APGD, the core of AutoAttack.
+"""APGD, the core of AutoAttack: projected gradient steps that choose their own length.
 
 N samples, each of shape (...), C classes.
 """
@@ -22,7 +22,7 @@ from toolkit.blocks import no_graph
 
 __all__ = ["apgd"]
 
-_NEW: dict[str, float] = {"linf": 0.75, "l2": 0.75, "l1": 1.0}  # share of a step that does not go on as before
+_NEW: dict[str, float] = {"linf": 0.75, "l2": 0.75, "l1": 1.0}  # weight of a new step; the rest is momentum
 _RISING = 0.75  # share of the steps since the last checkpoint that have to raise the loss
 
 
@@ -51,17 +51,17 @@ def apgd(
         ``x_{t+1} = project(x_t + 3/4 (u - x_t) + 1/4 (x_t - x_{t-1}))``.
 
     At checkpoints, which become more frequent, a sample halves its length and goes back to its best point if fewer
-    than three quarters of its steps since the last one raised the loss, or if the length stayed at the last one and
-    the best loss has not risen since. So nothing is left to tune. Every sample has a length and a best point of its
-    own.
+    than three quarters of its steps since the last checkpoint raised the loss, or if the length stayed at the last
+    checkpoint and the best loss has not risen since. No step size is left to tune. Every sample has a length and a best
+    point of its own.
 
-    The loss is the log odds against the label by default, and not the cross entropy: it is a rising function of it, so
-    it has the same best points, and the same steps, but its gradient does not vanish where the softmax rounds to 1.
-    The loss "dlr" does not have to be protected: it has no scale.
+    The default loss is the log odds against the label rather than the cross entropy. As a rising function of the cross
+    entropy it has the same best points and the same steps, but its gradient does not vanish where the softmax rounds
+    to 1. The loss ``"dlr"`` needs no such form, because it has no scale.
 
     In L1 a step goes towards the farthest point of the set, as in `pgd`, which is sparse by itself, and without
     momentum. The paper on L1 (Croce and Hein, "Mind the box: L1-APGD for sparse adversarial attacks on image
-    classifiers", 2021) steps along a share of the gradient's coordinates that it adapts; that is not what is done here.
+    classifiers", 2021) steps along an adaptive share of the gradient's coordinates, unlike this implementation.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
@@ -70,23 +70,23 @@ def apgd(
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps.
-        loss: ``"margin"`` is `margin_loss`; ``"dlr"`` is `dlr_loss`, with targets `targeted_dlr_loss`. Or a function
-            of logits and labels to the losses (N,) to be raised, or of logits and targets to those to be lowered.
+        loss: ``"margin"`` for `margin_loss`; ``"dlr"`` for `dlr_loss`, or `targeted_dlr_loss` with targets. Or a
+            function of logits and labels that returns the losses (N,) to raise, or of logits and targets: to lower.
         until: ``"success"``, to evaluate: a sample is left as soon as the attack has succeeded, which saves most of
             the time. ``"end"``, to train: all steps are taken, and the greatest loss counts.
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: As in `pgd`.
-        restarts: Number of ascents. All start at points of their own.
+        restarts: Number of ascents, each from a start of its own.
         random_start: As in `pgd`.
         gradient_dtype: As in `pgd`.
         generator: As in `pgd`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`: with ``until="success"`` the first one on which
-        the attack succeeds, and else the one with the greatest loss, over all steps and ascents. A constant while the
-        block `EXAMPLE` is in place; while it is open they are differentiated through the steps that led to them, at
-        the lengths that were chosen.
+        the attack succeeds, and else the one with the greatest loss, over all steps and ascents. They are constants
+        while the block `EXAMPLE` is in place. While it is open they are differentiated through the steps that led to
+        them; the lengths of the steps are constants.
 
     Raises:
         TypeError: As in `pgd`.
@@ -132,12 +132,12 @@ def apgd(
 
 
 class _Found:
-    """What is known of every sample so far.
+    """The best example of every sample so far.
 
     Attributes:
         examples: The best example, (N, ...).
-        losses: The loss there, (N,); raised whether there are targets or not.
-        succeeded: Where nothing more is looked for, (N,).
+        losses: The loss there, (N,), with the sign that makes larger better, with or without targets.
+        succeeded: Whether the search is over, (N,).
     """
 
     def __init__(self, examples: Tensor, losses: Tensor, succeeded: Tensor) -> None:
@@ -145,12 +145,12 @@ class _Found:
 
     @classmethod
     def at(cls, attack: Setting) -> _Found:
-        """Return that nothing is known yet."""
+        """Return the record before the first step."""
         losses = torch.full(attack.x.shape[:1], -torch.inf, device=attack.x.device, dtype=attack.x.dtype)
         return cls(attack.x.clone(), losses, torch.zeros_like(losses, dtype=torch.bool))
 
     def keep(self, rows: Tensor, examples: Tensor, losses: Tensor, succeeded: Tensor) -> None:
-        """Take what is a success, or better than what is known."""
+        """Keep the examples that succeed or have a greater loss than the record."""
         better = (succeeded | (losses > self.losses[rows])).nonzero()[:, 0]
         index = rows[better]
         self.examples = self.examples.index_copy(0, index, examples[better])
@@ -165,14 +165,14 @@ class _Climb:
     Attributes:
         attack: The samples.
         rows: Their numbers, (M,).
-        point: Where they are, (M, ...).
-        before: Where they were a step ago, (M, ...).
+        point: Their current points, (M, ...).
+        before: Their points a step ago, (M, ...).
         best: The best point so far, (M, ...).
-        slope: The gradient there, (M, ...).
-        length: Of a step, negative to lower the loss, (M, 1, ...).
+        slope: The gradient at `best`, (M, ...).
+        length: Length of a step, negative to lower the loss, (M, 1, ...).
         last: The loss a step ago, (M,).
         greatest: The greatest loss so far, (M,).
-        reference: What it was at the last checkpoint, (M,).
+        reference: The greatest loss at the last checkpoint, (M,).
         kept: Whether the length stayed at the last checkpoint, (M,).
         rises: The number of steps that raised the loss since then, (M,).
     """
@@ -192,14 +192,14 @@ class _Climb:
 
     @classmethod
     def start(cls, attack: Setting, rows: Tensor, start: Tensor, length: Tensor) -> _Climb:
-        """Return samples at their start, of which nothing is known."""
+        """Return samples at their start, before their first step."""
         least = torch.full(start.shape[:1], -torch.inf, device=start.device, dtype=start.dtype)
         none = torch.zeros_like(least)
         slope = torch.zeros_like(start)
         return cls(attack, rows, start, start, start, slope, length, least, least, least, none > 0, none)
 
     def take(self, index: Tensor) -> _Climb:
-        """Return some of them."""
+        """Return some of the samples."""
         return _Climb(self.attack.rows(index), *(getattr(self, field.name)[index] for field in fields(self)[1:]))
 
 
@@ -243,10 +243,10 @@ def _ascend(climb: _Climb, steps: int, loss: str | Loss, until: str, share: floa
 
 
 def _check(climb: _Climb, gradient: Tensor, n_steps: int) -> Tensor:
-    """Halve the length of the samples whose steps stopped helping, and bring these back to their best point.
+    """Halve the step length of samples that stopped improving, and move them back to their best point.
 
     Returns:
-        The gradient where they are then.
+        The gradient at the points after that.
     """
     stalled = climb.kept & (climb.greatest <= climb.reference)
     halved = (climb.rises < _RISING * n_steps) | stalled
@@ -259,7 +259,7 @@ def _check(climb: _Climb, gradient: Tensor, n_steps: int) -> Tensor:
 
 
 def _checkpoints(steps: int) -> dict[int, int]:
-    """Return the steps at which to look back, and for each the one before.
+    """Return the checkpoints: the steps at which to look back, each with the checkpoint before.
 
     The first is at 22 % of the steps; each gap is 3 % smaller than the one before, but at least 6 %.
     """

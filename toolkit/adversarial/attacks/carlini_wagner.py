@@ -38,10 +38,10 @@ def carlini_wagner(
 
     :math:`\min_{x'} |x' - x|_2^2 + c \max(z_y - \max_{j \ne y} z_j, 0)` at `x'`, by Adam with a rate that falls to
     zero in a straight line. The box is kept by clipping rather than by the paper's tanh, which cannot reach its faces.
-    The weight c is searched for every sample: where a descent has met an adversarial point it is halved or brought to
-    the middle (on a logarithmic scale) of what failed and what succeeded, and else multiplied by ten. The first is
-    twice the smallest that suffices for the model as linearised at `x`, so nothing depends on the scale of the
-    logits. A sample whose descent has not got anywhere for a third of its steps waits for the next c.
+    The weight c is searched for every sample; it succeeds if its descent meets an adversarial point. It is multiplied
+    by ten until one succeeds, or halved until one fails, and then is the geometric mean of the last of both. The first
+    is twice the smallest that suffices for the model as linearised at `x`, so nothing depends on the scale of the
+    logits. A sample whose descent made no progress for a third of its steps waits for the next c.
 
     The nearest adversarial point of all steps and searches is kept, and in the end brought onto the boundary as in
     `deepfool`. Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are
@@ -52,11 +52,11 @@ def carlini_wagner(
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
         epsilon: As in `deepfool`.
-        norm: ``"l2"``, the only one that the method has here.
+        norm: ``"l2"``, the only norm of the method here.
         steps: Largest number of Adam's steps per search.
         searches: Number of weights c that are tried for every sample.
-        learning_rate: Adam's, at first: about by how much a coordinate changes per step, in the units of `x`.
-        n_classes: How many classes to consider in the last stretch, those with the largest logits at `x`, the label
+        learning_rate: Adam's first rate: about the change of a coordinate per step, in the units of `x`.
+        n_classes: Number of classes to consider in the last stretch: those with the largest logits at `x`, the label
             included.
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
@@ -117,7 +117,7 @@ def _first_weight(search: Search) -> Tensor:
 def _descend(
     search: Search, nearest: Nearest, weight: Tensor, *, steps: int, learning_rate: float
 ) -> tuple[Tensor, Nearest]:
-    """Return where a descent has met an adversarial point, (N,), and the record after it."""
+    """Return whether a descent has met an adversarial point, (N,), and the record after it."""
     found = torch.zeros_like(nearest.is_found)
     index = torch.arange(len(weight), device=weight.device)
     part, record = search, nearest

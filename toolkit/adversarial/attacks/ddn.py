@@ -52,10 +52,10 @@ def ddn(
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
         epsilon: As in `deepfool`.
-        norm: ``"l2"``, the only one that the method has.
+        norm: ``"l2"``, the only norm of the method.
         steps: Number of gradient steps.
         shrinkage: Gamma in the paper, between 0 and 1.
-        n_classes: How many classes to consider in the last stretch, those with the largest logits at `x`, the label
+        n_classes: Number of classes to consider in the last stretch: those with the largest logits at `x`, the label
             included.
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.

@@ -53,7 +53,7 @@ def deepfool(
         norm: ``"linf"``, ``"l2"`` or ``"l1"``; of the distance and of the ball.
         steps: Largest number of steps. Rows that are done are dropped.
         overshoot: The part of a step by which the next starts beyond the boundary, at least 0.
-        n_classes: How many classes to consider, those with the largest logits at `x`, the label included; each costs a
+        n_classes: Number of classes to consider: those with the largest logits at `x`, the label included. Each costs a
             backward pass per step.
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
@@ -61,7 +61,7 @@ def deepfool(
 
     Returns:
         The nearest adversarial examples found, with the shape, dtype and device of `x`: `x` itself where the model errs
-        already, and where none was found the point that came closest to it in logits.
+        already, and the point that came closest to an error in logits where no adversarial example was found.
 
     Raises:
         TypeError: As in `pgd`.

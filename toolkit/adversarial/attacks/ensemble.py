@@ -1,9 +1,9 @@
-"""An ensemble of attacks, each on what the ones before it left standing: how robustness is measured.
+"""An ensemble of attacks, each on the rows that all before it left standing: how robustness is measured.
 
-The attacks differ in what can deceive them. A gradient can be wrong over the length of a step (`linearised` and
+The attacks fail for different reasons. A gradient can be wrong over the length of a step (`linearised` and
 `multi_target` stand against each other), the steps can get stuck (`apgd` chooses their length, with two losses), the
-shortest way can be longer than the steepest (`fab`), and the gradient can be masked altogether (`square` never asks for
-it). What all leave standing is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` are exact.
+shortest way can be longer than the steepest (`fab`), and the gradient can be masked altogether (`square` takes none).
+The share that no attack breaks is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` are exact.
 
 N samples, each of shape (...), C classes.
 """
@@ -44,12 +44,12 @@ Stages = tuple[Attack, ...]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an ensemble found out about a model.
+    """The robustness of a model as measured by an ensemble of attacks.
 
     Attributes:
         correct: (N,) Boolean; whether the clean input gets its label.
-        robust: (N,) Boolean; whether it does, and no attack changed that.
-        examples: (N, ...); where a row was broken, the example that did it; else the strongest that was tried.
+        robust: (N,) Boolean; whether the clean input gets its label, and no attack broke it.
+        examples: (N, ...); where a row was broken, the example that broke it; else the strongest example tried.
         broken: Name of each attack, in order, to the number of rows that it broke first.
         seconds: Name of each attack to its processor time.
         skipped: Names of the attacks that could not be run, because the model has no gradient by its input.
@@ -64,12 +64,12 @@ class Evaluation:
 
     @property
     def clean_accuracy(self) -> float:
-        """The share of rows that are right where nothing is changed; NaN if there are none."""
+        """The share of rows whose clean input is classified correctly; NaN without rows."""
         return self.correct.double().mean().item()
 
     @property
     def robust_accuracy(self) -> float:
-        """The share of rows that no attack broke; NaN if there are none."""
+        """The share of rows that are correct and that no attack broke; NaN without rows."""
         return self.robust.double().mean().item()
 
     def __str__(self) -> str:
@@ -90,9 +90,9 @@ class Evaluation:
 def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
     """Return the attacks of an ensemble by name, the cheap ones first.
 
-    Most of them come with a longer form. It is run only where the short one has broken a row that all before it had
-    left standing: that is the sign that there is more to be found in this way. A model whose gradients are honest never
-    pays for thousands of queries; one whose gradients are masked does.
+    Most attacks come with a longer form. The longer form runs only if the short one has broken a row that all attacks
+    before it had left standing: a sign that this kind of attack can find more. A model whose gradients are honest never
+    pays for thousands of queries; a model whose gradients are masked does.
 
     Args:
         n_classes: C. The difference of logits ratio is defined for three classes and more.
@@ -129,10 +129,10 @@ def evaluate_robustness(
 ) -> Evaluation:
     """Run attacks one after the other, each on the rows that are still classified correctly.
 
-    What an attack returns is brought into the ball and the box, rounded inwards, and judged there by the model in
-    evaluation mode: a row counts as broken only for an example that keeps every promise. A logit that is not a number
-    breaks a row too. Attacks by gradients are skipped where the model has none by its input, and `Evaluation.skipped`
-    says so; `square` is then run with all its queries.
+    The examples of an attack are brought into the ball and the box, rounded inwards, and judged there by the model in
+    evaluation mode, so only an example inside of both can break a row. A NaN among the logits breaks a row too.
+    Gradient attacks are skipped if the model has no gradient by its input, and are then listed in
+    `Evaluation.skipped`; `square` is then run with all its queries.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). A `torch.nn.Module` is run in evaluation mode, module by module.
@@ -143,14 +143,14 @@ def evaluate_robustness(
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: True where an input may change, broadcast to `x`; None: everywhere.
         attacks: Name to attack, in order; each is called as ``attack(model, x, labels, epsilon=, norm=, bounds=,
-            mask=, generator=)`` with the rows that are left. A tuple of attacks goes on as long as each of them breaks
+            mask=, generator=)`` with the rows still standing. A tuple of attacks goes on as long as each of them breaks
             a row. None: `standard_attacks`.
         batch_size: Rows, or pairs of a row and a class, at once.
-        generator: Of all that is drawn. An integer seeds a new one: by default the same call gives the same figures.
+        generator: Draws all random numbers. An integer seeds a new one: by default the same call gives the same result.
             None: torch's global generator.
 
     Returns:
-        Which rows are robust, the examples, and what each attack did.
+        The robust rows, the examples, and the count of rows that each attack broke.
 
     Raises:
         TypeError: As in `pgd`, or if `attacks` is not a mapping of names to functions.
@@ -195,7 +195,7 @@ def evaluate_robustness(
             for name, attack in (standard_attacks(part.n_classes, batch_size) if attacks is None else attacks).items():
                 start = time.process_time()
                 try:
-                    # Where others could not be run, what is left of them runs in full.
+                    # Where other attacks could not be run, the remaining ones run in full.
                     count = part.attack_in(_stages(name, attack), until_in_vain=not skipped)
                 except NoGradientError:
                     count = 0
@@ -235,7 +235,7 @@ def robust_accuracy(
         labels: (N,).
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Of the box; None for no box.
+        bounds: Bounds of the box; None for no box.
         mask: Where an input may change.
         attacks: Name to attack.
         batch_size: Rows at once.
@@ -290,15 +290,15 @@ def ensemble(
         labels: (N,).
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Of the box; None for no box.
+        bounds: Bounds of the box; None for no box.
         mask: Where an input may change.
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
 
     Returns:
-        Examples with the shape, dtype and device of `x`: where a row was broken, the one that did it; else the
-        strongest that was tried. A constant while the block `EXAMPLE` is in place.
+        Examples with the shape, dtype and device of `x`: where a row was broken, the example that broke it; else the
+        strongest example tried. A constant while the block `EXAMPLE` is in place.
 
     Raises:
         TypeError: As in `pgd`.
@@ -335,7 +335,7 @@ class _Arguments:
         self.mask = None if mask is None else mask.to(x.device).expand(x.shape)
 
     def of(self, index: Tensor) -> dict[str, Any]:
-        """Return those of some rows, by name."""
+        """Return the arguments of some rows, by name."""
         return {"epsilon": self.epsilon[index], "bounds": _rows(self.bounds, index), "mask": _rows(self.mask, index)}
 
 
@@ -358,7 +358,7 @@ class _Standing:
         self._strength = difference_loss(logits, batch.labels)
 
     def attack_in(self, stages: Stages, *, until_in_vain: bool) -> int:
-        """Attack the rows that stand; return how many fall. What was in vain is not gone on with, if so asked."""
+        """Attack the standing rows in stages, up to the first in vain if so asked; return the number of broken rows."""
         total = 0
         for stage in stages:
             fallen = self.attack(stage)
@@ -368,7 +368,7 @@ class _Standing:
         return total
 
     def attack(self, attack: Attack) -> int:
-        """Attack the rows that stand; return how many of them fall."""
+        """Attack the standing rows, and return the number of broken ones."""
         rows = self.robust.nonzero()[:, 0]
         if not len(rows):
             return 0

@@ -62,16 +62,16 @@ def fab(
         epsilon: As in `deepfool`.
         norm: ``"linf"``, ``"l2"`` or ``"l1"``; of the distance and of the ball.
         steps: Number of steps per class and restart.
-        n_classes: How many classes to consider, those with the largest logits at `x`, the label included.
+        n_classes: Number of classes to consider: those with the largest logits at `x`, the label included.
         restarts: Number of walks to each class. The first starts at `x`, the others at random in a ball of half the
-            distance found so far. More are never worse.
+            distance found so far. More restarts are never worse.
         pull: Largest alpha, from 0 to 1.
         extrapolation: Eta, at least 1.
         retreat: The part of an adversarial displacement that the walk goes on from, from 0 to 1.
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: True where an input may change, broadcast to `x`; None: everywhere.
-        generator: Draws the starts of the restarts. None: torch's global generator, if there are any.
+        generator: Draws the starts after the first, if any. None: torch's global generator.
 
     Returns:
         As in `deepfool`.

@@ -1,8 +1,8 @@
 """Attacks that follow the gradient: one step (FGSM, RS-FGSM) and many (PGD, MI-FGSM), in a ball and inside a box.
 
-An attack searches an input near `x` on which the model errs. It leaves nothing behind: no parameter's ``.grad``, no
+An attack searches for an input near `x` on which the model errs. It has no side effects: no parameter's ``.grad``, no
 module's mode and no running statistic is different afterwards, also when the model raises. The global random state is
-what it was, unless the attack itself draws and has no `generator`.
+unchanged too, unless the attack itself draws and has no `generator`.
 
 N samples, each of shape (...), C classes.
 """
@@ -161,9 +161,9 @@ def pgd(
 
     While the block `EXAMPLE` is in place no graph outlives a step, so memory does not grow with `steps`. While it is
     open the steps themselves are differentiated. In Linf that adds exactly nothing, because the sign has derivative
-    zero; in L2 it adds what the parameters do to the direction of the steps. The examples are the same, bit for bit,
-    as long as torch evaluates a backward formula in the same way when it records it. It does not for SiLU and group
-    normalisation: with these they agree to rounding.
+    zero; in L2 it adds the effect of the parameters on the direction of the steps. The examples are the same, bit for
+    bit, as long as torch evaluates a backward formula in the same way when it records the formula. For SiLU and group
+    normalisation torch does not, and the examples agree to rounding.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module. A callable that is
@@ -179,16 +179,17 @@ def pgd(
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
         mask: True where an input may change, broadcast to `x` as torch broadcasts: a mask of shape (N,) is not one for
             each sample. None: everywhere.
-        loss: Logits and labels to the losses (N,) to be raised, or lowered towards `targets`. None: `margin_loss`.
-        restarts: Number of ascents, of which the one with the greatest last loss is kept for every sample. All start at
-            points of their own.
+        loss: Function of logits and labels that returns the losses (N,) to raise; with `targets`, of logits and targets
+            that returns the losses to lower. None: `margin_loss`.
+        restarts: Number of ascents, each from a start of its own. For every sample the one with the greatest last loss
+            is kept.
         random_start: Start at points drawn uniformly from the ball, instead of at `x`, where the attack is
             deterministic and its rows do not depend on each other. None: if there are several `restarts`, or a
             `generator`.
         gradient_dtype: `torch.bfloat16` runs the model in it where gradients are taken: on much hardware several times
             faster, and the steps need little more than signs. Examples, projection and bounds stay in the dtype of `x`.
-            None: as it is.
-        generator: Draws the starts. None: torch's global generator, if they are drawn at all.
+            None: the model's own dtype.
+        generator: Draws the starts, if they are random. None: torch's global generator.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic; a

@@ -27,9 +27,9 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Return by how much the other classes together beat the label, in nats per sample.
 
-    ``logsumexp_{j != y} z_j - z_y = log((1 - p_y) / p_y)``. Its gradient is that of the cross entropy divided by
-    ``1 - p_y``: the same signs and the same direction, so an attack takes the same steps. But where the softmax rounds
-    p_y to 1 the gradient of the cross entropy loses the label's part and points elsewhere, and this one does not.
+    ``logsumexp_{j != y} z_j - z_y = log((1 - p_y) / p_y)``. Its gradient is the gradient of the cross entropy, divided
+    by ``1 - p_y``: the same signs and the same direction, so an attack takes the same steps. But where the softmax
+    rounds p_y to 1, the gradient of the cross entropy loses the label's part and points elsewhere; this one does not.
 
     Args:
         logits: (N, C), at least two classes.
@@ -167,5 +167,5 @@ def _check_classes(logits: Tensor, least: int) -> None:
 
 
 def _ratio(difference: Tensor, scale: Tensor) -> Tensor:
-    """Return the quotient, 0 with zero gradient where all that goes into the scale is equal."""
+    """Return the quotient; 0 with zero gradient where the scale is 0, because its logits are equal."""
     return torch.where(scale > 0, difference / torch.where(scale > 0, scale, 1), 0)

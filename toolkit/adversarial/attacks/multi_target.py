@@ -25,7 +25,7 @@ from toolkit.blocks import no_graph, variable
 
 __all__ = ["linearised", "multi_target"]
 
-_AT_ONCE = 1024  # pairs that are run at once unless more samples are given: enough to hide what a call costs
+_AT_ONCE = 1024  # pairs that are run at once unless more samples are given: enough to hide the cost of a call
 
 
 def multi_target(
@@ -53,9 +53,9 @@ def multi_target(
     gradient does not vanish where the softmax rounds to 1.
 
     Further ascents begin at `x` and at a point of the ball in turn, and each of their steps moves a random half of the
-    coordinates: where all move at once they undo what each of them gains alone. On small ReLU networks, whose errors
-    mixed-integer programs know, that finds the rarest of them several times as often as plain ascents from random
-    points.
+    coordinates, because coordinates that all move at once undo each other's gains. On small ReLU networks, whose errors
+    are known from mixed-integer programs, such ascents find the rarest errors several times as often as plain ascents
+    from random points.
 
     A sample is left as soon as one of its classes beats the label, and a class as soon as its ascent stands still.
 
@@ -73,13 +73,14 @@ def multi_target(
         at_once: Number of pairs that the model is run on at once, which bounds the memory. All T pairs of a sample
             stay together, so it is never less than T. None: the larger of N and 1024.
         gradient_dtype: As in `pgd`.
-        generator: Draws starts, and the coordinates that move. None: torch's global generator, if there are `restarts`.
+        generator: Draws starts, and the coordinates that move, of the ascents after the first. None: torch's global
+            generator.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, the values of `x` where the model errs there
-        already. Where the model never errs they have the largest ``max_t z_t - z_y`` that was met. A constant while
-        the block `EXAMPLE` is in place; while it is open they are differentiated through the steps that led to them,
-        the linearised one included. Which of them are kept is a constant.
+        already. Where the model never errs they have the largest ``max_t z_t - z_y`` that was met. They are constants
+        while the block `EXAMPLE` is in place. While it is open they are differentiated through the steps that led to
+        them, the linearised one included; the choice among them is a constant.
 
     Raises:
         TypeError: As in `pgd`.
@@ -142,7 +143,7 @@ def linearised(
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         n_targets: T.
-        bounds: Of the box.
+        bounds: Bounds of the box.
         mask: Where an input may change.
         at_once: Number of pairs that the model is run on at once.
         gradient_dtype: As in `pgd`.
@@ -232,18 +233,18 @@ def _search(
 
 
 class _Found:
-    """What is known of every sample so far.
+    """The best example of every sample so far.
 
     Attributes:
         examples: The best example, (N, ...).
-        values: By how much another class beats the label there, (N,).
+        values: Margin of the best other class over the label there, (N,).
     """
 
     def __init__(self, examples: Tensor, values: Tensor) -> None:
         self.examples, self.values = examples, values
 
     def keep(self, samples: Tensor, examples: Tensor, values: Tensor) -> None:
-        """Take the examples that are better than what is known. There may be several for a sample."""
+        """Keep the examples with a greater margin than the record. A sample may have several."""
         order = values.argsort(descending=True, stable=True)
         order = order[samples[order].argsort(stable=True)]  # by sample, the best of each first
         first = torch.ones_like(order, dtype=torch.bool)
@@ -305,7 +306,7 @@ class _Pairs:
 def _ascend(
     pairs: _Pairs, example: Tensor, steps: int, found: _Found, generator: torch.Generator | None = None
 ) -> None:
-    """Climb from the given points, and keep in `found` what is better than what is there.
+    """Climb from the given points, and keep better examples in `found`.
 
     With a generator each step moves a random half of the coordinates, the same for all pairs.
     """

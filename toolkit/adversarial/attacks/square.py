@@ -1,4 +1,4 @@
-"""Square: a black-box attack that changes one random square at a time and keeps what helps.
+"""Square: a black-box attack that changes one random square at a time and keeps the changes that help.
 
 N samples of C channels, H rows and W columns.
 """
@@ -45,17 +45,16 @@ def square(
 
     In Linf every pixel of a square is set to the same corner of the ball, drawn for each channel; the start is stripes
     one pixel wide. In L2 and L1 the length is given to bumps that fall off from their centres, at first a grid of them;
-    a step takes the length that lies in one random window away and adds it to another, as a new bump. What lowers
-    ``z_y - max_{j != y} z_j`` is kept (towards a target: what raises the target's lead). The windows cover
-    `proportion` of the image at first, and less and less of it. A sample is dropped from the batch as soon as it
-    is adversarial.
+    a step moves the length inside of one random window to another, as a new bump. A change is kept if it lowers
+    ``z_y - max_{j != y} z_j`` (with targets: if it raises the target's lead). The windows cover `proportion` of the
+    image at first, and less and less of it. A sample is dropped from the batch as soon as it is adversarial.
 
     Inputs (N, C, H, W) are images; (N, D) is an image of one channel where D is a square number, else a row of D
     pixels whose squares are segments; (N, C, L) is such a row with C channels. Others are taken as one row.
 
-    All random numbers are drawn for all samples, whether they are needed or not: what happens to a sample does not
-    depend on how fast the others are broken. While the block `EXAMPLE` is open, an example moves with its `x` where it
-    is not on the box; the search itself has no derivative.
+    All random numbers are drawn for all samples, needed or not, so the result for a sample does not depend on how fast
+    the others are broken. While the block `EXAMPLE` is open, an example moves with its `x` where it is not on the box;
+    the search itself has no derivative.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). It need not be differentiable.
@@ -63,7 +62,7 @@ def square(
         labels: (N,).
         epsilon: Radius of the ball; one for all, or (N,).
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        queries: Largest number of times that the model is asked about a sample, the clean input included.
+        queries: Largest number of evaluations of the model per sample, the clean input included.
         proportion: Share of the pixels that is changed at first, above 0 and at most 1.
         targets: (N,); the classes to move towards. None moves away from `labels`.
         bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
@@ -144,7 +143,7 @@ def _window(proportion: float, query: int, queries: int, shape: tuple[int, int, 
 
 
 def _draw(x: Tensor, shape: tuple[int, int, int], generator: torch.Generator) -> Tensor:
-    """Return what a step may need, (N, 5 + C), uniform in 0 to 1: two positions, whether to turn, and signs."""
+    """Return the random numbers of a step, (N, 5 + C), uniform in 0 to 1: for two positions, a turn, and signs."""
     drawn = torch.rand(len(x), 5 + shape[0], generator=generator, dtype=torch.float64, device=generator.device)
     return drawn.to(x.device)
 
@@ -215,7 +214,7 @@ def _onto_sphere(part: Setting, offset: Tensor, norm: Norm) -> Tensor:
     offset = offset.view_as(part.x).to(ball.down.dtype)
     if norm == "l2":
         size = norm_of(offset)
-        far = 1e3 * ball.radius.to(offset.dtype) / size.masked_fill(size == 0, 1)  # its projection only shrinks
+        far = 1e3 * ball.radius.to(offset.dtype) / size.masked_fill(size == 0, 1)  # the ball's projection only shrinks
         return ball.project((part.x.to(offset.dtype) + far * offset).to(part.x.dtype))
     room = torch.where(offset > 0, ball.up, -ball.down)
     length = reach_together(offset.abs(), room, ball.radius.to(offset.dtype))
