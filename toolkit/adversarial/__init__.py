@@ -4,9 +4,9 @@
   nearest example (`deepfool`, `fab`, `ddn`, `carlini_wagner`), without gradients (`square`), and all of them in turn
   (`ensemble`, `robust_accuracy`, `evaluate_robustness`).
 - `training`: a surrogate for each method of training with the blocks it needs, and `train`, which runs any of them.
-- `certificates`: what no attack can do. Exact for linear models and small ReLU networks, bounds for larger ones, radii
-  that hold with a stated confidence for any model.
-- `balls`: threat models in Linf, L2 and L1 inside of a box. `networks`, `augmentation`: what is trained, on what.
+- `certificates`: limits that no attack can pass. Exact for linear models and small ReLU networks, bounds for larger
+  ones, radii that hold with a stated confidence for any model.
+- `balls`: threat models in Linf, L2 and L1 inside of a box. `networks`: models to train; `augmentation`: their images.
 """
 
 from toolkit.adversarial.attacks._setting import EXAMPLE

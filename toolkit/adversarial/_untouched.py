@@ -1,4 +1,4 @@
-"""What an attack or a certificate leaves as it was: modes, buffers and the global random states."""
+"""The state that attacks and certificates restore: modes, buffers and the global random states."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _Buffers = dict[str, Tensor | None]
 def untouched(model: object) -> Iterator[None]:
     """Run every module of `model` in evaluation mode, and leave no trace in it, also after an error.
 
-    Given back are the mode of each module, its buffers (a model may count its calls), and the state of torch's global
+    The mode of each module is restored, its buffers (a model may count its calls), and the state of torch's global
     generators, from which a model may draw even in evaluation mode. Modes are set one by one rather than by
     ``model.eval()`` and ``model.train()``: a model may be partly in evaluation mode (frozen batch normalisation), and
     its ``train`` may do more than set flags.
 
-    Meanwhile the model works on copies of its buffers. What is recorded here may be differentiated after a training
-    pass, and that moves the statistics of batch normalisation in place, unseen by autograd.
+    Meanwhile the model works on copies of its buffers. A graph recorded here may be differentiated after a training
+    pass, which moves the statistics of batch normalisation in place, unseen by autograd.
 
     Args:
-        model: What is not a `torch.nn.Module` has no modes and no buffers.
+        model: The model. A callable that is not a `torch.nn.Module` has no modes and no buffers.
     """
     modules = list(model.modules()) if isinstance(model, nn.Module) else []
     modes = [module.training for module in modules]
@@ -53,7 +53,7 @@ def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:
 
 
 def _copies(kept: list[tuple[_Buffers, str, Tensor | None]]) -> Iterator[tuple[_Buffers, str, Tensor]]:
-    """Return a copy of every buffer; one that several modules share stays shared."""
+    """Return a copy of every buffer; a buffer that several modules share stays shared."""
     copies: dict[int, Tensor] = {}
     with no_graph():
         for buffers, name, buffer in kept:

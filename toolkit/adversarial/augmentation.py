@@ -1,4 +1,4 @@
-"""Random changes of training images that do not change what they show.
+"""Random changes of training images that keep their classes.
 
 N samples, C channels, H x W pixels.
 """
@@ -24,7 +24,7 @@ def random_crop_flip(x: Tensor, *, padding: int = 4, flip: bool = True, generato
     Args:
         x: Images, (N, C, H, W), of any dtype.
         padding: Width of the frame, in pixels.
-        flip: Whether to mirror. Not for digits, nor for what is told apart by its sides.
+        flip: Whether to mirror. Not for digits, nor for other classes that a mirror image confuses.
         generator: Draws one number for each image in turn, so that the first n images do not depend on how many
             follow.
 

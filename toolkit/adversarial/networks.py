@@ -25,16 +25,16 @@ Activation = Callable[[], nn.Module]
 class Normalize(nn.Module):
     """Scale every channel as a network expects it: ``(x - mean) / std``.
 
-    Put in front of a network it becomes a part of what is attacked. Then the radius of the ball and the bounds of the
-    box are those of pixels in [0, 1], and not of numbers that differ from channel to channel.
+    In front of a network it becomes a part of the attacked model. The radius of the ball and the bounds of the box are
+    then in units of pixels in [0, 1], and not of numbers that differ from channel to channel.
 
     Args:
-        mean: What is subtracted from each channel, (C,); one number for all.
-        std: What each channel is divided by, (C,), positive.
+        mean: Mean to subtract from each channel, (C,); one number for all.
+        std: Standard deviation to divide each channel by, (C,), positive.
 
     Attributes:
         mean: (C,), a buffer: it moves with the module, and no optimiser sees it.
-        std: (C,), likewise.
+        std: (C,), a buffer as well.
 
     Raises:
         ValueError: If the sizes differ, a number is not finite, or a `std` is not positive.
@@ -74,7 +74,7 @@ class Normalize(nn.Module):
         return (x - self.mean.reshape(shape)) / self.std.reshape(shape)
 
     def extra_repr(self) -> str:
-        """Return what is subtracted and what is divided by."""
+        """Return the mean and the standard deviation in words."""
         return f"mean={self.mean.tolist()}, std={self.std.tolist()}"
 
 
@@ -91,7 +91,7 @@ def mlp(
     Args:
         n_features: D.
         n_classes: Number of logits.
-        widths: Units of the hidden layers. None of them makes a linear classifier.
+        widths: Units of the hidden layers. An empty sequence makes a linear classifier.
         activation: Makes the module that follows each hidden layer.
         generator: Draws weights and biases uniformly from ``[-1, 1] / sqrt(inputs of a unit)``, as torch's layers do.
             None: torch's global generator.
@@ -138,7 +138,7 @@ def small_cnn(
         in_channels: C.
         image_size: H, which is also W.
         widths: Channels of the convolutions. Each pads its input with one ring of zeros.
-        strides: Steps of the convolutions, as many.
+        strides: Strides of the convolutions, as many as `widths`.
         activation: Makes the module that follows each convolution.
         generator: As in `mlp`.
 
@@ -180,16 +180,16 @@ def preactivation_resnet18(
 
     A convolution, four stages of two blocks, the last activation, the mean over the pixels and a linear layer. A block
     is ``x + conv(a(norm(conv(a(norm(x))))))``. The first block of a stage but the first halves height and width and
-    doubles the channels; the identity is then a convolution of size 1 of the activated input. What differs from the
-    network for large images is the stem: one 3 x 3 convolution that keeps the size.
+    doubles the channels; the identity is then a convolution of size 1 of the activated input. The stem differs from the
+    network for large images: it is one 3 x 3 convolution that keeps the size.
 
     Args:
         n_classes: Number of logits.
         in_channels: C.
         width: Channels of the first stage: 64 makes the network of the literature, 11 million parameters.
         activation: Makes each activation.
-        generator: Draws the convolutions from a normal distribution of variance 2 over what an output feeds, ``9 * its
-            channels``, and the linear layer as in `mlp`, with biases of zero.
+        generator: Draws the convolutions from a normal distribution of variance 2 / fan-out, and the linear layer as in
+            `mlp`, with biases of zero. None: torch's global generator.
 
     Returns:
         A model from (N, C, H, W) to logits. Images may have any size.
@@ -259,7 +259,7 @@ class _PreactivationBlock(nn.Module):
 
 
 def _drawn(model: nn.Sequential, generator: torch.Generator) -> nn.Sequential:
-    """Return a model that was made on the meta device, where layers draw nothing, with the values they start with."""
+    """Return a model that was made on the meta device, where layers draw nothing, with initial values drawn."""
     model.to_empty(device="cpu")
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):

@@ -25,7 +25,7 @@ Norm = Literal["linf", "l2", "l1"]
 
 
 class Ball(Protocol):
-    """What an attack asks of a threat model. Every tensor has the shape and dtype of the clean inputs, (N, ...)."""
+    """The threat model of an attack. Every tensor has the shape and dtype of the clean inputs, (N, ...)."""
 
     @property
     def x(self) -> Tensor:
@@ -55,7 +55,7 @@ class Ball(Protocol):
         """Draw a start from the ball, uniformly, and bring it into the box."""
 
     def settle(self, example: Tensor) -> Tensor:
-        """Return the projected `example`, moved towards the clean input by the roundings that took it out."""
+        """Return the projected `example`, moved towards the clean input by the roundings that left the set."""
 
     def rows(self, index: Tensor) -> Ball:
         """Return the ball of some samples, by their indices or a Boolean tensor, (N,)."""
@@ -84,7 +84,7 @@ def make_ball(
     if x.dim() < 2:
         raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
     choice("norm", norm, _BALLS)
-    # A radius that is finite, but beyond any difference of two inputs: infinity minus infinity is not a number.
+    # A finite radius beyond any difference of two inputs: infinity minus infinity would be NaN.
     radius = per_sample("epsilon", torch.finfo(x.dtype).max / 4 if epsilon is None else epsilon, x)
     with no_graph():
         lower, upper = box(x, bounds)

@@ -11,11 +11,11 @@ __all__ = ["add_inward", "follow", "is_positive", "laid_out_as", "round_inward",
 
 
 def add_inward(x: Tensor, displacement: Tensor) -> Tensor:
-    """Return ``x + displacement``, rounded towards x: exactly no farther from x than asked.
+    """Return ``x + displacement``, rounded towards x: never farther from x than the exact sum.
 
     Args:
-        x: Any floating-point type.
-        displacement: Of the same type, broadcast to `x`.
+        x: Start, of any floating-point dtype.
+        displacement: Displacement, of the same dtype, broadcast to `x`.
     """
     total = x + displacement
     # Knuth's two-sum (The Art of Computer Programming 2, section 4.2.2, theorem B): total + error is the exact sum.
@@ -32,7 +32,7 @@ def to_dtype_inward(displacement: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def follow(value: Tensor, source: Tensor) -> Tensor:
-    """Return `value`, to the bit, with the derivative of `source`: for a change that is only a rounding."""
+    """Return `value`, to the bit, with the derivative of `source`, from which it differs only by a rounding."""
     if not carries_gradient(source):
         return value
     with no_graph():
@@ -51,19 +51,19 @@ def round_inward(value: float | Tensor, x: Tensor, inwards: float) -> Tensor:
 def shrink(example: Tensor, x: Tensor, radius: Tensor, order: int) -> Tensor:
     """Return `example`, moved towards `x` by the roundings that took it out of the ball.
 
-    It is shrunk in float64, then rounded towards the clean input. What is inside stays as it is, to the bit.
+    It is shrunk in float64, then rounded towards the clean input. Samples inside stay the same, to the bit.
 
     Args:
-        example: Within the ball up to rounding, (N, ...).
-        x: Its centre, (N, ...).
-        radius: Float64, (N or 1, 1, ...).
-        order: Of the norm, 1 or 2.
+        example: Points in the ball up to rounding, (N, ...).
+        x: Centre of the ball, (N, ...).
+        radius: Radius, float64, (N or 1, 1, ...).
+        order: Order of the norm, 1 or 2.
     """
     with no_graph():
         offset = example.double() - x.double()
         slack = (x[:1].numel() + 8) * torch.finfo(torch.float64).eps  # rounding of the norm itself
         size = torch.linalg.vector_norm(offset, order, tuple(range(1, x.dim())), keepdim=True)
-        # What is shrunk is shrunk a little further than it has to be, so that it would not be shrunk again.
+        # The factor is a little smaller than necessary, so that a second call would not shrink again.
         offset = offset * (radius * (1 - 2 * slack) / size.masked_fill(size == 0, 1))
         inside = add_inward(x, to_dtype_inward(offset, x.dtype))
         inside = torch.where(size > radius * (1 - slack), inside, example)

@@ -1,4 +1,4 @@
-"""What all threat models share: sizes per sample, the box, the mask, and norms over the features of a sample.
+"""Shared parts of all threat models: sizes per sample, the box, the mask, and norms over the features of a sample.
 
 N samples, each of shape (...) with D features in all.
 """
@@ -23,7 +23,7 @@ def per_sample(argument: str, value: object, x: Tensor) -> Tensor:
     """Return a size as float64 of shape (N or 1, 1, ...), to be broadcast against `x`.
 
     Raises:
-        TypeError: If it is no number, nor a sequence or tensor of them.
+        TypeError: If `value` is not a number, nor a sequence or tensor of numbers.
         ValueError: If a value is negative or not finite, or there is neither one for all nor one per sample.
     """
     with no_graph():
@@ -47,7 +47,7 @@ def per_sample(argument: str, value: object, x: Tensor) -> Tensor:
 
 
 def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest value of every coordinate: the bounds, rounded inwards, but never beyond `x`.
+    """Return the least and greatest value of every coordinate: the bounds, rounded inwards but no further than `x`.
 
     Raises:
         TypeError: If `bounds` is not a pair.
@@ -77,7 +77,7 @@ def free(x: Tensor, mask: Tensor | None) -> Tensor | None:
 
     Raises:
         TypeError: If `mask` is not a Boolean tensor.
-        ValueError: If it does not broadcast to `x`.
+        ValueError: If `mask` does not broadcast to `x`.
     """
     if mask is None:
         return None
@@ -96,7 +96,7 @@ def draw(distribution: Callable[..., Tensor], like: Tensor, generator: torch.Gen
     """Draw on the generator's device, so that a seed means the same on every device.
 
     Raises:
-        TypeError: If `generator` is not one.
+        TypeError: If `generator` is not a `torch.Generator`.
     """
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"`generator` should be a torch.Generator. Found {type(generator).__name__}.")
@@ -110,7 +110,7 @@ def wide(tensor: Tensor) -> torch.dtype:
 
 
 def features(tensor: Tensor) -> tuple[int, ...]:
-    """Return all dimensions but that of the samples."""
+    """Return all dimensions but the first, which counts samples."""
     return tuple(range(1, tensor.dim()))
 
 

@@ -46,7 +46,7 @@ class L1Ball:
         return cls(x, radius, lower, upper, *room(x, lower, upper), free)
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Return the unit vector of the coordinate with the largest gradient, shared evenly by those that tie."""
+        """Return the unit vector of the coordinate with the largest gradient, shared evenly among ties."""
         gradient = self._masked(gradient)
         size = gradient.abs()
         largest = (size == size.flatten(1).amax(1).view(_column(size))) & (size > 0)
@@ -56,10 +56,10 @@ class L1Ball:
     def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
         """Return the point at a distance of at most `stride` on the way to `farthest`, from a point of the set.
 
-        It needs no projection, because the set is convex. A plain step would move one coordinate, which soon meets the
-        box and is then in the way, or all of them a little, most of which the projection takes away again. This one
-        goes to where the linearised function is largest, and stands still only where no point of the set is better to
-        first order.
+        It needs no projection, because the set is convex. A steepest step would move one coordinate, which soon meets
+        the box. A plain gradient step would move all of them a little, and the projection would undo most of it. This
+        step heads for the maximum of the linearised function, and stands still only where no point of the set is better
+        to first order.
 
         References:
             Frank and Wolfe, "An algorithm for quadratic programming", 1956 (steps towards the vertex).
@@ -98,7 +98,7 @@ class L1Ball:
         return torch.clamp((self.x.to(shrunk.dtype) + signs * shrunk).to(self.x.dtype), self.lower, self.upper)
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        """Draw uniformly from the ball; what falls out of the box is brought to its face."""
+        """Draw uniformly from the ball, and clip to the box."""
         with no_graph():
             # Of D + 1 exponential draws, D divided by the sum of all are uniform in the simplex.
             size = self._masked(self._exponential(self.x, generator))
@@ -108,7 +108,7 @@ class L1Ball:
         return self.project((self.x + self.radius * signs * share).to(self.x.dtype))
 
     def settle(self, example: Tensor) -> Tensor:
-        """Shrink what is out of the ball by a rounding, in float64, then round towards the clean input."""
+        """Shrink examples that are out of the ball by a rounding, in float64, then round towards the clean input."""
         return shrink(example, self.x, self.radius, 1)
 
     def rows(self, index: Tensor) -> L1Ball:
@@ -126,7 +126,7 @@ class L1Ball:
         return -torch.log1p(-draw(torch.rand, like, generator))
 
     def _greedy(self, gradient: Tensor) -> Tensor:
-        """Return the displacement in the set that raises a linear function most. Which way it goes is a constant."""
+        """Return the displacement in the set that raises a linear function most; its direction is a constant."""
         gradient = self._masked(gradient.to(self.down.dtype))
         budget = self.radius.to(self.down.dtype).flatten(1)
         limit = torch.where(gradient > 0, self.up, torch.where(gradient < 0, -self.down, 0)).clamp(min=0).flatten(1)
@@ -138,10 +138,10 @@ class L1Ball:
         return torch.zeros_like(limit).scatter(1, order, length).view_as(gradient) * gradient.sign()
 
     def _threshold(self, size: Tensor, limit: Tensor) -> Tensor:
-        """Return the lambda of `project`, (N, 1, ...), 0 for what lies in the ball.
+        """Return the lambda of `project`, (N, 1, ...), 0 for samples in the ball.
 
-        It is differentiated as the solution of ``sum_free (|v_i| - lambda) + sum_held u_i = epsilon``, where free are
-        the coordinates between 0 and their limit, and held those at their limit.
+        It is differentiated as the solution of ``sum_free (|v_i| - lambda) + sum_held u_i = epsilon``, with free
+        coordinates between 0 and their limit, and held coordinates at their limit.
         """
         radius = self.radius.to(size.dtype)
         with no_graph():

@@ -76,7 +76,7 @@ class L2Ball:
         return torch.clamp((x + self._scale(offset) * offset).to(self.x.dtype), self.lower, self.upper)
 
     def sample(self, generator: torch.Generator) -> Tensor:
-        """Draw uniformly from the ball; what falls out of the box is brought to its face."""
+        """Draw uniformly from the ball, and clip to the box."""
         with no_graph():
             towards = self.direction(draw(torch.randn, self.x, generator))
             share = draw(torch.rand, self.radius.expand(len(self.x), *self.radius.shape[1:]), generator)
@@ -91,9 +91,9 @@ class L2Ball:
     def farthest(self, gradient: Tensor) -> Tensor:
         """Return the point of the set at which a linear function with this gradient is largest, up to rounding.
 
-        It is ``x + clip(t * gradient)``, where t is such that the displacement has length epsilon; where none is, it is
-        the corner of the box. Between the values of t at which a coordinate meets the box, the squared length is
-        ``|held|^2 + t^2 |free|^2``, so t is found by sorting them.
+        It is ``x + clip(t * gradient)`` with the t at which the displacement has length epsilon, or the corner of the
+        box if no t reaches that length. Between the values of t at which a coordinate meets the box, the squared length
+        is ``|held|^2 + t^2 |free|^2``, so t is found by sorting these values.
         """
         with no_graph():
             towards = self.direction(gradient).double()
@@ -105,7 +105,7 @@ class L2Ball:
             free = squares.flip(1).cumsum(1).flip(1)
             held = F.pad(limit.gather(1, order).square().cumsum(1), (1, -1))
             target = self.radius.square().expand(len(slope), *self.radius.shape[1:]).flatten(1)
-            # The number of coordinates that meet the box before the length is epsilon; what has no slope never does.
+            # The number of coordinates that meet the box before the length is epsilon; without slope none ever does.
             n_held = ((held + meets.square() * free < target) & (meets < math.inf)).sum(1, keepdim=True)
             last = n_held.clamp(max=max(0, slope.shape[1] - 1))
             factor = ((target - held.gather(1, last)).clamp(min=0) / free.gather(1, last)).sqrt()
@@ -115,7 +115,7 @@ class L2Ball:
             return self.settle(torch.clamp(moved.to(self.x.dtype), self.lower, self.upper))
 
     def settle(self, example: Tensor) -> Tensor:
-        """Shrink what is out of the ball by a rounding, in float64, then round towards the clean input."""
+        """Shrink examples that are out of the ball by a rounding, in float64, then round towards the clean input."""
         return shrink(example, self.x, self.radius, 2)
 
     def rows(self, index: Tensor) -> L2Ball:
@@ -128,9 +128,9 @@ class L2Ball:
         """Return the s of `project`: ``s^2 = (epsilon^2 - |held|^2) / |free|^2``, at most 1.
 
         Held are the coordinates of ``s v`` that lie on the box, free the others. Starting with none held, each round
-        puts the free ones on the sphere and holds those that leave the box. The scale only grows, so what is held
-        stays held, and a few rounds are enough (at most D, as in Michelot 1986). A coordinate is held once s is
-        beyond the share of it that fits the box, so no rounds are differentiated but the last.
+        scales the free ones to reach the sphere and holds those that leave the box. The scale only grows, so held
+        coordinates stay held, and a few rounds are enough (at most D, as in Michelot 1986). A coordinate is held once s
+        is beyond the share of it that fits the box, so only the last round is differentiated.
         """
         tiny = torch.finfo(offset.dtype).tiny
         squares, on_box = offset.square(), torch.clamp(offset, self.down, self.up).square()

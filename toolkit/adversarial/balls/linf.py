@@ -33,7 +33,7 @@ class LinfBall:
 
     @classmethod
     def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> LinfBall:
-        """Return the ball around `x`, cut by the box. What may not change has radius 0."""
+        """Return the ball around `x`, cut by the box. Masked coordinates have radius 0."""
         with no_graph():
             radius = to_dtype_inward(radius, x.dtype)
             if free is not None:
@@ -42,7 +42,7 @@ class LinfBall:
         return cls(x, torch.maximum(follow(least, x), lower), torch.minimum(follow(most, x), upper))
 
     def direction(self, gradient: Tensor) -> Tensor:
-        """Return the signs. Their derivative is zero, so nothing is ever differentiated through such a step."""
+        """Return the signs of the gradient. Their derivative is zero, so no gradient ever flows through them."""
         return gradient.sign()
 
     def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
