@@ -1,4 +1,4 @@
-"""Arguments of the trainer: read, checked, and named, so that a checkpoint can tell that they are the same."""
+"""Arguments of the trainer: read, checked, and named, so that they can be compared with a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _SCHEDULES: dict[str, Callable[[], Schedule]] = {
 
 
 def method_of(method: str | Method) -> Method:
-    """Return a method, or the one of this name with its default settings; raise if it is neither."""
+    """Return the method, or the method of this name with its default settings; raise for anything else."""
     if isinstance(method, Method):
         return method
     if not isinstance(method, str):
@@ -46,7 +46,7 @@ def method_of(method: str | Method) -> Method:
 def descent_of(
     model: nn.Module, optimizer: str | MakeOptimizer, learning_rate: float | None, schedule: str | Schedule
 ) -> Descent:
-    """Return the optimiser of a model with its rates; raise if an argument makes none."""
+    """Return the optimiser of a model with its rates; raise if an argument is invalid."""
     if learning_rate is not None:
         learning_rate = number("learning_rate", learning_rate, above=0)
     factor, name = _schedule_of(schedule)
@@ -56,7 +56,7 @@ def descent_of(
 
 
 def _schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
-    """Return a schedule, or the one of this name, and its name in a checkpoint; raise if it is neither."""
+    """Return the schedule, or the schedule of this name, and its name in a checkpoint; raise for anything else."""
     if isinstance(schedule, str):
         if schedule not in _SCHEDULES:
             names = ", ".join(map(repr, _SCHEDULES))
@@ -64,13 +64,13 @@ def _schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
         return _SCHEDULES[schedule](), schedule
     if not callable(schedule):
         raise TypeError(f"`schedule` should be a name or a function. Found {type(schedule).__name__}.")
-    # By its values a function is known better than by its name, which many may share.
+    # The values of a function identify it better than its name, which many may share.
     values = [rate_at("schedule", schedule, part / 64) for part in range(64)]
     return schedule, [name_of(schedule), fingerprint(torch.tensor(values, dtype=torch.float64))]
 
 
 def score_of(evaluate: object, ball: BallArguments, group: ProcessGroup | None) -> Score | None:
-    """Return the function that scores a model, on held-out data or as it was given; raise if `evaluate` is neither."""
+    """Return the given score function, or one on the held-out data given; raise if `evaluate` is neither."""
     if evaluate is None:
         return None
     pair = pair_of(evaluate, None)
@@ -86,7 +86,7 @@ def score_of(evaluate: object, ball: BallArguments, group: ProcessGroup | None) 
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Return the name of a function in a checkpoint; that of a `partial` has its arguments, too."""
+    """Return the name of a function in a checkpoint; the name of a `partial` includes its arguments."""
     if isinstance(function, partial):
         return f"{name_of(function.func)} with {function.args} {function.keywords}"
     module, name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
@@ -102,10 +102,10 @@ class Plan:
         ball: Radius, norm and bounds.
         epsilon_warmup: The part of training in which the radius rises.
         average: The decay of the running mean of the parameters. None: no mean.
-        evaluate: A model -> its scores. None: no evaluation.
+        evaluate: Function of a model that returns its scores. None: no evaluation.
         evaluate_every: Epochs from one evaluation to the next.
         keep: ``"last"`` or ``"best"``.
-        patience: Evaluations without a better score after which training stops. None: it does not.
+        patience: Evaluations without a better score after which training stops. None: no early stop.
     """
 
     method: Method
@@ -139,12 +139,12 @@ class Plan:
         return self.keep == "best" or self.patience is not None
 
     def ball_of(self, update: int, total: int) -> BallArguments:
-        """Return the ball of an update, from 1, of so many in all."""
+        """Return the ball of an update, counted from 1, of `total` updates."""
         share = min(1.0, update / (total * self.epsilon_warmup)) if self.epsilon_warmup else 1.0
         return {**self.ball, "epsilon": self.ball["epsilon"] * share}
 
     def settings(self) -> dict[str, Any]:
-        """Return all of it by name, as JSON."""
+        """Return all attributes by name, as JSON."""
         held = self.evaluate
         known = [fingerprint(held.inputs), fingerprint(held.labels)] if isinstance(held, HeldOut) else None
         return {
@@ -168,7 +168,7 @@ def check_group(group: object) -> None:
 
 
 def check_model(model: nn.Module, generator: torch.Generator, augment: Callable[..., Tensor] | None) -> None:
-    """Raise unless a model can be trained: it is finite, has parameters to train, and a generator of its own."""
+    """Raise unless a model can be trained: it is finite, has parameters to train, and `generator` is not global."""
     for name, value, kind in (("model", model, nn.Module), ("generator", generator, torch.Generator)):
         if not isinstance(value, kind):
             raise TypeError(f"`{name}` should be a torch.{kind.__name__}. Found {type(value).__name__}.")

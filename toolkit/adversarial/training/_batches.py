@@ -22,20 +22,20 @@ from toolkit.blocks import constants
 
 __all__ = ["Batches", "Part", "as_input", "batches_of", "check_scale", "pair_of"]
 
-# Told the first inputs and labels of an epoch, as they come.
+# Called with the first inputs and labels of an epoch, as they come.
 First = Callable[[Tensor, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The rows of a batch that are this rank's.
+    """The rows of a batch on this rank.
 
     Attributes:
-        x: (B, ...).
-        labels: (B,).
-        total: How many rows the joined batch has, of which rank r has r, r + ranks, r + 2 ranks and so on. None: it is
-            known to no one; each rank has its own batches.
-        ends: The least and the greatest label, of the batch or of all data; nothing where they were not looked at.
+        x: Inputs, (B, ...).
+        labels: Labels, (B,).
+        total: Number of rows of the joined batch, of which rank r has r, r + ranks, r + 2 ranks and so on. None:
+            unknown, because each rank has its own batches.
+        ends: The least and the greatest label, of the batch or of all data; empty if the labels were not read.
     """
 
     x: Tensor
@@ -49,10 +49,11 @@ class Batches:
     """The batches of an epoch, which can be read once more from the same seed.
 
     Attributes:
-        read: Gives them in the order that a generator chooses. Of data that are not in memory the first batch is told.
-        n_batches: How many an epoch has.
-        streams: Generators, beside that one, that the source draws from.
-        known: By what the data are known again. None: they are not in memory.
+        read: Yields the batches in the order that a generator chooses. The first one of data not in memory is passed to
+            its second argument.
+        n_batches: Number of batches of an epoch.
+        streams: Further generators from which the source draws.
+        known: Fingerprint of the data. None: the data are not in memory.
     """
 
     read: Callable[[torch.Generator, First], Iterator[Part]]
@@ -72,20 +73,20 @@ def batches_of(
     group: ProcessGroup | None,
     noted: bool,
 ) -> Batches:
-    """Return the batches of what `train` takes for data.
+    """Return the batches of the data of `train`.
 
     Args:
-        data: As of `train`.
-        labels: As of `train`.
+        data: As in `train`.
+        labels: As in `train`.
         batch_size: The most rows of a batch, of all ranks together, of data in memory.
-        model: Whose dtype and device inputs get.
-        ball: Within which they are attacked.
-        augment: As of `train`.
+        model: The model, whose dtype and device inputs get.
+        ball: The ball in which inputs are attacked.
+        augment: As in `train`.
         group: The ranks.
-        noted: Whether data in memory have to be known again.
+        noted: Whether data in memory need a fingerprint.
 
     Raises:
-        TypeError: If `data` is no data.
+        TypeError: If `data` has none of the types of `train`.
         ValueError: If there is not one label per sample, there are no samples, or not one for each rank, or bytes come
             with the ball of inputs to 255.
     """
@@ -118,10 +119,10 @@ def batches_of(
 
 
 def pair_of(data: object, labels: object) -> tuple[Tensor, Tensor] | None:
-    """Return inputs and labels that are in memory, or None if they are not.
+    """Return inputs and labels if they are in memory, else None.
 
     Raises:
-        TypeError: If they are in memory and of another type.
+        TypeError: If inputs or labels in memory have another type.
         ValueError: If there are no samples or not one label for each.
     """
     if labels is None and isinstance(getattr(data, "inputs", None), Tensor):
@@ -143,9 +144,9 @@ def pair_of(data: object, labels: object) -> tuple[Tensor, Tensor] | None:
 
 
 def check_scale(name: str, inputs: Tensor, ball: BallArguments, augment: Callable[..., Tensor] | None = None) -> None:
-    """Raise a ValueError if inputs are bytes, which are scaled to [0, 1], and the ball is one of inputs to 255.
+    """Raise ValueError if inputs are bytes, which are scaled to [0, 1], but the ball is in units of 0 to 255.
 
-    What `augment` returns may have another scale.
+    The inputs that `augment` returns may have another scale.
     """
     if inputs.dtype != torch.uint8 or augment is not None:
         return
@@ -163,7 +164,7 @@ def check_scale(name: str, inputs: Tensor, ball: BallArguments, augment: Callabl
 
 
 def as_input(raw: Tensor, model: nn.Module) -> Tensor:
-    """Return raw inputs as the model takes them: constants in its dtype, on its device, and bytes divided by 255."""
+    """Return raw inputs as the model takes them: constants in its dtype and on its device, bytes divided by 255."""
     raw = constants(raw)
     parameter = next((p for p in model.parameters() if p.is_floating_point()), None)
     device = raw.device if parameter is None else parameter.device
@@ -204,7 +205,7 @@ def _in_memory(
         for chosen, seed in zip(rows.tensor_split(n_batches), seeds, strict=True):
             total, own = len(chosen), slice(rank, None, world)
             chosen = chosen.to(inputs.device)
-            # What is drawn for a row must not depend on the rank that has it, so all rows are changed on each.
+            # The draws for a row must not depend on its rank, so every rank augments all rows.
             x = as_input(constants(inputs)[chosen if augment is not None else chosen[own]], model)
             if augment is not None:
                 x = augment(x, generator=torch.Generator(order.device).manual_seed(seed))[own]
@@ -223,7 +224,7 @@ def _from_iterable(
     augment: Callable[..., Tensor] | None,
     group: ProcessGroup | None,
 ) -> Iterator[Part]:
-    """Yield the batches of an iterable. Torch's own generator has a new seed for each."""
+    """Yield the batches of an iterable. Torch's global generator gets a new seed for each batch."""
     torch.default_generator.manual_seed(seed_of(order))
     reader = iter(source)
     for number in itertools.count():
@@ -236,7 +237,7 @@ def _from_iterable(
         if not number:
             first(x, labels)
         check_scale("data", x, ball, augment)
-        # To look at labels on a device is to wait for it: that is done once an epoch.
+        # Reading labels on a device waits for the device, so it happens once an epoch.
         ends = (int(labels.min()), int(labels.max())) if labels.device.type == "cpu" or not number else ()
         x = as_input(x, model)
         if augment is not None:

@@ -1,4 +1,4 @@
-"""Held-out scores of a model that is trained, and what they say about the attack that it is trained against.
+"""Held-out scores of a model in training, and the detection of catastrophic overfitting to its attack.
 
 N samples, each of shape (...).
 """
@@ -29,15 +29,15 @@ __all__ = ["CatastrophicOverfittingWarning", "Collapse", "HeldOut", "Score", "sc
 
 Score = Callable[[nn.Module], Mapping[str, float]]
 
-_STEPS, _RESTARTS = 20, 2  # of PGD: they find what one step misses
-_ROWS = 256  # that are attacked together
+_STEPS, _RESTARTS = 20, 2  # of PGD: enough to find examples that one step misses
+_ROWS = 256  # attacked together
 
 
 class CatastrophicOverfittingWarning(UserWarning):
     """A model has become robust to the single step that it is trained against, and to nothing else.
 
     Attributes:
-        epoch: The epoch after which this was found, from 1.
+        epoch: The epoch after which the overfitting was found, from 1.
     """
 
     def __init__(self, message: str, *, epoch: int) -> None:
@@ -47,12 +47,12 @@ class CatastrophicOverfittingWarning(UserWarning):
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Scores on samples that are held out: shares of them that are still recognised.
+    """Accuracies on held-out samples, clean and under attack.
 
     Attributes:
         inputs: (N, ...), as `train` takes data.
         labels: (N,).
-        ball: Within which they are attacked.
+        ball: The ball in which inputs are attacked.
         group: The ranks, which share the samples among them.
     """
 
@@ -79,16 +79,16 @@ class HeldOut:
         return {name: n / len(self.inputs) for name, n in (("clean", clean), ("fgsm", single), ("robust", many))}
 
     def _pgd(self, number: int) -> Attack:
-        # The same starts in every epoch: scores then differ by what the model has learnt, and not by luck.
+        # The same starts in every epoch: scores then differ only because of the model, and not by luck.
         draws = torch.Generator().manual_seed(number)
         return partial(pgd, **self.ball, steps=_STEPS, restarts=_RESTARTS, generator=draws)
 
 
 def scores_of(score: Score, model: nn.Module, group: ProcessGroup | None) -> dict[str, float]:
-    """Return the scores of a model in evaluation mode, the first rank's on all; it is left as it was.
+    """Return the scores of a model in evaluation mode, those of the first rank on all; the model stays unchanged.
 
     Raises:
-        TypeError: If `score` returns something else.
+        TypeError: If `score` does not return scores by name.
     """
     with untouched(model), no_graph():
         found = score(model)
@@ -105,9 +105,9 @@ def scores_of(score: Score, model: nn.Module, group: ProcessGroup | None) -> dic
 
 
 class Collapse:
-    """Looks for catastrophic overfitting: accuracy after FGSM rises, and under PGD it falls to next to nothing.
+    """Detects catastrophic overfitting: accuracy under FGSM rises, and accuracy under PGD falls to almost nothing.
 
-    In a model that is robust the two are a few hundredths apart.
+    In a robust model the two accuracies are a few hundredths apart.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Collapse:
         self.found = False
 
     def look(self, scores: Mapping[str, float]) -> bool:
-        """Say whether robustness has collapsed, the first time that it has."""
+        """Return whether robustness has collapsed; True only once."""
         if self.found or "robust" not in scores or "fgsm" not in scores:
             return False
         if scores["robust"] >= self.best.get("robust", 0.0):
@@ -127,7 +127,7 @@ class Collapse:
 
 
 def warn(epoch: int, scores: Mapping[str, float], best: float) -> None:
-    """Tell of catastrophic overfitting, at the line that called the library."""
+    """Warn of catastrophic overfitting, at the line that called the library."""
     warnings.warn(
         CatastrophicOverfittingWarning(
             f"Catastrophic overfitting by epoch {epoch}: held-out accuracy is {scores['fgsm']:.2f} under FGSM, and "
@@ -144,7 +144,7 @@ _HERE = str(Path(__file__).parents[2]) + os.sep
 
 
 def _lines_above() -> int:
-    """Return how many calls above `warn` the code of this library is left."""
+    """Return the number of calls between `warn` and the code that called this library."""
     level, frame = 0, sys._getframe(1)
     while frame.f_back is not None and os.path.normcase(frame.f_code.co_filename).startswith(os.path.normcase(_HERE)):
         level, frame = level + 1, frame.f_back

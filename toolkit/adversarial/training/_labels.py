@@ -1,4 +1,4 @@
-"""Labels that are none of a model's classes, found before torch indexes with them: on a GPU that ends the process."""
+"""A check of labels against a model's classes, before torch indexes with them: on a GPU that ends the process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["LabelCheck"]
 
 
 class LabelCheck:
-    """Compares labels with the classes of a model, whose number its first answer shows.
+    """Compares labels with the classes of a model, counted in its first output.
 
     Args:
-        model: Whose classes they are.
-        least: The least label that a sample may have; None if labels are no classes.
+        model: The model.
+        least: The least label that a sample may have; None if labels are not classes.
     """
 
     def __init__(self, model: nn.Module, least: int | None) -> None:
@@ -25,10 +25,10 @@ class LabelCheck:
 
     @contextmanager
     def of(self, ends: tuple[int, ...]) -> Iterator[None]:
-        """Raise a ValueError, inside of the body if the model has not answered before, unless labels are classes.
+        """Raise ValueError unless labels are classes: before the body, or inside it at the first output of the model.
 
         Args:
-            ends: The least and the greatest label; nothing if they are not known.
+            ends: The least and the greatest label; empty if unknown.
         """
         if self.n_classes is not None:
             self._check(ends)

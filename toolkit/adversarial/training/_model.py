@@ -1,4 +1,4 @@
-"""A model while it is trained: its tensors as they are written, its modes, and its statistics on several ranks."""
+"""A model in training: its tensors as they are written, its modes, and its statistics on several ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and the buffers of a model, each once, and of an expanded one the part that has memory."""
+    """Yield the parameters and the buffers of a model, each once; of an expanded tensor, the part that has memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         yield name, _with_memory(tensor)
 
@@ -38,7 +38,7 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def infinite_buffers(model: nn.Module) -> frozenset[str]:
     """Return the names of the buffers that hold an infinity on purpose, as the mask of causal attention does.
 
-    The statistics of normalisation are none of them: once infinite, they would stay so.
+    Statistics of normalisation are left out, because they would stay infinite.
     """
     norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
     statistics = {id(buffer) for module in norms for buffer in module.buffers(recurse=False)}
@@ -51,7 +51,7 @@ def infinite_buffers(model: nn.Module) -> frozenset[str]:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Train a model, and give back the modes of its modules and the states of torch's global generators."""
+    """Put a model in training mode; afterwards restore the modes of its modules and the global random states."""
     modes = [(module, module.training) for module in model.modules()]
     devices = sorted({tensor.device.index for _, tensor in named(model) if tensor.is_cuda})
     try:
@@ -76,7 +76,7 @@ def without_gradients(model: nn.Module) -> Iterator[None]:
 
 
 def average_statistics(model: nn.Module, infinite: frozenset[str], group: ProcessGroup | None) -> None:
-    """Give all ranks the mean of their running statistics, and the first one's buffers where there is no mean."""
+    """Give all ranks the mean of their running statistics, and the first rank's buffers that have no mean."""
     if group is None:
         return
     parameters = dict(model.named_parameters())
@@ -87,7 +87,7 @@ def average_statistics(model: nn.Module, infinite: frozenset[str], group: Proces
             first = buffer.clone()
             from_first_rank([first], group)
             if buffer.is_floating_point() and name not in infinite:
-                # The mean of what they differ by: a constant stays as it is to the bit, also the least of numbers.
+                # The mean of the differences: a constant keeps its bits, even the smallest number.
                 change = buffer - first
                 all_reduce(change, group=group)
                 first += change / world_of(group)
@@ -95,7 +95,7 @@ def average_statistics(model: nn.Module, infinite: frozenset[str], group: Proces
 
 
 def warn_of_local_statistics(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Tell the caller of `train` that batch normalisation sees the rows of its rank alone, where that is so."""
+    """Warn the caller of `train` if batch normalisation sees only the rows of its rank."""
     if group is None or world_of(group) == 1:
         return
     norms = nn.modules.batchnorm._BatchNorm

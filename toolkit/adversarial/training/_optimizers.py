@@ -1,4 +1,4 @@
-"""Optimisers of the trainer: made by name, their rates, and their state as a checkpoint can hold it."""
+"""Optimisers of the trainer: their names, their rates, and their state for a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def make_optimizer(
     """Return the optimiser of these parameters, and the rate of each of its groups before any schedule.
 
     Raises:
-        TypeError: If `optimizer` is no name and makes no optimiser.
-        ValueError: If it is an unknown name.
+        TypeError: If `optimizer` is neither a name nor a function that returns an optimiser.
+        ValueError: If `optimizer` is an unknown name.
     """
     if isinstance(optimizer, str):
         if optimizer not in _DEFAULT_RATES:
@@ -60,11 +60,11 @@ class Descent:
     """The steps of training: an optimiser, its rates, and their schedule.
 
     Attributes:
-        parameters: Those that are trained.
-        optimizer: Of these parameters.
-        rates: The rate of each of its groups before any schedule.
-        schedule: The part of training that is done -> the factor of all rates.
-        schedule_name: Its name in a checkpoint.
+        parameters: The trained parameters.
+        optimizer: The optimiser of these parameters.
+        rates: The rate of each parameter group before any schedule.
+        schedule: Function of the part of training done that returns the factor of all rates.
+        schedule_name: The name of the schedule in a checkpoint.
     """
 
     parameters: list[nn.Parameter]
@@ -74,7 +74,7 @@ class Descent:
     schedule_name: Any
 
     def set_rates(self, done: float) -> None:
-        """Give every group of parameters its rate when a part of training is done."""
+        """Set the rate of every parameter group for the part of training that is done."""
         factor = rate_at("schedule", self.schedule, done)
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             if isinstance(group["lr"], Tensor):
@@ -121,7 +121,7 @@ class Descent:
 
 
 def _add_up(parameters: list[nn.Parameter], rows: int, group: ProcessGroup) -> None:
-    """Give all ranks the gradient of the mean over the rows of all of them, by one reduction."""
+    """Give all ranks the gradient of the mean over the rows of all ranks, by one reduction."""
     wide = torch.float32
     for parameter in parameters:
         wide = torch.promote_types(wide, parameter.dtype)

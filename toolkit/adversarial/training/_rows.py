@@ -1,6 +1,6 @@
-"""Random numbers of the rows of a batch that several ranks share: each row gets what it would get on one rank.
+"""Random numbers of the rows of a batch that several ranks share: each row gets the numbers it would get on one rank.
 
-N rows of the joined batch, of which n are this rank's.
+N rows of the joined batch, n of them on this rank.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _SIZE_AT = {torch.rand: 0, torch.randn: 0, torch.randint: None}
 
 
 class RowsOfBatch(TorchFunctionMode):
-    """While it is entered, what one generator draws for n rows is drawn for all N, and this rank's are kept.
+    """Makes a generator's draws for n rows draws for all N rows, of which this rank's are kept.
 
     Drawing for rows that others have is cheap beside the gradients of an attack, and a generator cannot be moved ahead
     by a number of rows: how many numbers it uses for a normal draw is torch's own affair.
 
     Args:
-        generator: Whose draws these are; others draw as ever.
+        generator: The generator whose draws change; other generators draw as usual.
         rows: This rank's rows of the N.
         total: N.
     """
@@ -36,7 +36,7 @@ class RowsOfBatch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run an operation of torch; a draw of n rows as one of N."""
+        """Run an operation of torch, with a draw of n rows replaced by a draw of N."""
         kwargs = dict(kwargs or {})
         if func not in _SIZE_AT or kwargs.get("generator") is not self.generator:
             return func(*args, **kwargs)
@@ -50,7 +50,7 @@ class RowsOfBatch(TorchFunctionMode):
 def _split(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], tuple[int, ...]]:
-    """Return the arguments before the size, and the size, which is taken out of `kwargs` where it is there."""
+    """Return the arguments before the size, and the size, which is removed from `kwargs` if it is there."""
     if "size" in kwargs:
         return args, tuple(kwargs.pop("size"))
     if func is torch.randint or (args and isinstance(args[0], tuple | list)):

@@ -1,4 +1,4 @@
-"""What several training methods are made of: terms of their losses, and how examples get into them.
+"""Shared parts of training methods: terms of their losses, and the way of examples into them.
 
 N samples, each of shape (...), C classes.
 """
@@ -58,7 +58,7 @@ def divergence(clean: Tensor, moved: Tensor) -> Tensor:
 
 
 def divergence_from(clean: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return `divergence` as a function of the moved logits, with what belongs to the clean ones computed once."""
+    """Return `divergence` as a function of the moved logits, with the terms of the clean ones computed once."""
     most_likely = clean.argmax(1, keepdim=True)
     probability = clean.softmax(1).scatter(1, most_likely, 0.0)
     relative = clean - clean.gather(1, most_likely)
@@ -78,10 +78,10 @@ def _log_total(relative: Tensor, reference: Tensor) -> Tensor:
 
 
 def found_by(attack: Attack, model: Model, x: Tensor, labels: Tensor, **arguments: object) -> Tensor:
-    """Return the examples of an attack, as constants while the block `EXAMPLE` is in place, whoever wrote the attack.
+    """Return the examples of any attack, as constants while the block `EXAMPLE` is in place.
 
     Raises:
-        ValueError: If they have another shape than `x`.
+        ValueError: If the examples have another shape than `x`.
     """
     example = attack(model, x, labels, **arguments)
     if example.shape != x.shape:
@@ -92,7 +92,7 @@ def found_by(attack: Attack, model: Model, x: Tensor, labels: Tensor, **argument
 
 
 def given(example: Tensor) -> Attack:
-    """Return the attack that finds this example."""
+    """Return an attack that always finds this example."""
 
     def attack(model: Model, x: Tensor, labels: Tensor, **_: object) -> Tensor:
         return example
@@ -101,10 +101,10 @@ def given(example: Tensor) -> Attack:
 
 
 def clean_and_moved(model: Model, x: Tensor, example: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logits of both, (N, C) each, from one forward pass.
+    """Return the logits at clean inputs and at examples, (N, C) each, from one forward pass.
 
-    One pass for both is faster than two. And in training mode batch normalisation then sees them as one batch and
-    moves its running statistics once.
+    One pass is faster than two. In training mode batch normalisation then sees both as one batch and updates its
+    running statistics once.
     """
     clean, moved = model(torch.cat([x, example.to(x.dtype)])).split(len(x))
     return clean, moved

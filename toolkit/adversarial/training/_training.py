@@ -27,7 +27,7 @@ from toolkit.blocks import no_graph
 
 __all__ = ["History", "Training"]
 
-_LARGEST_LOSS = 1e8  # nats per sample: Adam can take huge steps for ever and stay finite
+_LARGEST_LOSS = 1e8  # nats per sample: Adam can take huge steps forever and stay finite
 
 
 @dataclass
@@ -36,11 +36,11 @@ class History:
 
     Attributes:
         losses: The mean of the method's surrogate in each epoch, in nats per sample.
-        seconds: How long each epoch took, without its evaluation.
+        seconds: Duration of each epoch, without its evaluation.
         evaluated: The epochs after which the model was evaluated, from 1.
-        scores: The scores after these epochs; of held-out data ``clean``, ``fgsm`` and ``robust``, shares of them.
+        scores: The scores after these epochs; for held-out data the accuracies ``clean``, ``fgsm`` and ``robust``.
         best: The epoch with the highest robust score, from 1; None without such scores.
-        updates: How many batches were trained on, those before an interruption among them.
+        updates: Number of updates, those before an interruption included.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class History:
 
 
 class Training(Run[tuple[Part, int]]):
-    """Training of a model: a batch comes with a seed, from which all that is drawn for it follows."""
+    """Training of a model: a batch comes with a seed, which determines all draws for it."""
 
     room = "adversarial"
     same = "`checkpoint` should be of the same model, method, settings and data, or a new file."
@@ -88,7 +88,7 @@ class Training(Run[tuple[Part, int]]):
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are that are trained."""
+        """The device of the trained parameters."""
         return self.descent.parameters[0].device
 
     # --- the steps ---------------------------------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class Training(Run[tuple[Part, int]]):
             self.first = [fingerprint(x), fingerprint(labels)]
 
     def step(self, batch: tuple[Part, int]) -> None:
-        """Train on one batch, and average the model if it is to be."""
+        """Train on one batch, and average the model if `average` is given."""
         part, seed = batch
         self.descent.set_rates(self.update / self.total)
         with torch.enable_grad(), self.labels.of(part.ends), self._drawing(part, seed):
@@ -133,7 +133,7 @@ class Training(Run[tuple[Part, int]]):
 
     @contextmanager
     def _drawing(self, part: Part, seed: int) -> Iterator[None]:
-        """Seed all that is drawn for a batch. Of a batch that ranks share each row gets its draws of a single rank."""
+        """Seed all draws for a batch. In a batch that ranks share, each row gets the draws it would get on one rank."""
         rank, world = rank_of(self.group), world_of(self.group)
         own = (seed + rank) % 2**63
         global_generator(self.device).manual_seed(own)
@@ -160,7 +160,7 @@ class Training(Run[tuple[Part, int]]):
     # --- the ends of epochs ------------------------------------------------------------------------------------------
 
     def close_epoch(self) -> None:
-        """Write down the mean loss of an epoch, and evaluate the model if it is time to."""
+        """Record the mean loss of an epoch, and evaluate the model if an evaluation is due."""
         self.check()
         average_statistics(self.model, self.infinite, self.group)
         seconds = self.spent + time.perf_counter() - self.started
@@ -194,7 +194,7 @@ class Training(Run[tuple[Part, int]]):
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Give the model its running mean for a while, if there is one; then its own values, to the bit."""
+        """Give the model its running mean, if any, inside the body; then restore its own values, to the bit."""
         own = self.copies() if self.mean else {}
         self.set(self.mean)
         try:
@@ -203,13 +203,13 @@ class Training(Run[tuple[Part, int]]):
             self.set(own)
 
     def result(self) -> Mapping[str, Tensor]:
-        """Return the model of the best epoch if it is kept, or the running mean if there is one."""
+        """Return the tensors of the best epoch if they are kept, or the running mean if there is one."""
         return self.best or self.mean
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return the optimiser's state, the best epoch, and all that is known of epochs."""
+        """Return the optimiser's state, the best epoch, and the history of epochs."""
         tensors, numbers = self.descent.state()
         kept = {"optimizer": tensors, "best": self.best}
         return {f"{kind}.{name}": tensor for kind, parts in kept.items() for name, tensor in parts.items()}, {
@@ -226,7 +226,7 @@ class Training(Run[tuple[Part, int]]):
         return {"sums": self.sums, **{f"kept.{name}": tensor for name, tensor in self.kept.items()}}
 
     def load(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Restore these."""
+        """Restore `state` and `own_state`."""
         self.best, self.kept = (
             {name: tensor.to(self.device) for name, tensor in with_prefix(tensors, prefix).items()}
             for prefix in ("best.", "kept.")

@@ -24,7 +24,7 @@ class Replay:
     Attributes:
         loss: The mean cross entropy at the example, a scalar in nats per sample.
         example: Perturbed inputs, (N, ...), a leaf: ``loss.backward()`` leaves the gradient in its ``.grad``.
-        ball: Where examples have to lie.
+        ball: The set in which examples have to lie.
         stride: Length of the next step, (N or 1, 1, ...).
     """
 
@@ -37,10 +37,10 @@ class Replay:
         """Return the perturbation for the next pass: a step of length epsilon up the gradient, kept in the ball.
 
         Args:
-            gradient: Of the loss by the example, (N, ...). None: the one that ``loss.backward()`` left.
+            gradient: Gradient of the loss by the example, (N, ...). None: the gradient that ``loss.backward()`` left.
 
         Raises:
-            RuntimeError: If there is none, because the backward pass has not run.
+            RuntimeError: If there is no gradient, because the backward pass has not run.
         """
         gradient = self.example.grad if gradient is None else gradient
         if gradient is None:
@@ -61,12 +61,13 @@ def free_loss(
 ) -> Replay:
     """Return the loss at perturbed inputs, prepared so that its backward pass gives the next perturbation as well.
 
-    Free adversarial training replays every batch m times: ``loss.backward()`` gives the gradient by the weights, which
-    take a step, and by the inputs, and the perturbation takes one of length epsilon in the ball. It is kept for the
-    next replay and for the next batch. So an epoch of m replays costs what m epochs of standard training do.
+    Free adversarial training replays every batch m times. ``loss.backward()`` gives two gradients: the weights take a
+    step by theirs, and the perturbation takes one of length epsilon in the ball by the gradient of the inputs. The
+    perturbation is kept for the next replay and for the next batch. So an epoch of m replays costs m epochs of standard
+    training.
 
-    With the block `EXAMPLE` in place the gradient by the weights is that of the cross entropy at the example. The
-    perturbation was made by earlier weights; opening the block changes something only if it still has their graph.
+    With the block `EXAMPLE` in place the gradient by the weights is the gradient of the cross entropy at the example.
+    The perturbation was made by earlier weights; opening the block matters only if it still has their graph.
 
     In training mode batch normalisation updates its running statistics in every replay, as in the paper.
 

@@ -24,8 +24,8 @@ def adversarial_loss(
 
     It stands for the robust loss ``E max_{x' in ball(x)} L(theta, x')``. With the block `EXAMPLE` in place its gradient
     is ``dL/dtheta`` at the example found. By Danskin's theorem that is the gradient of the robust loss, if the attack
-    found the maximum. What an open block adds, ``(dx'/dtheta)^T dL/dx'``, is zero there, because the example can only
-    move along the surface of the ball, at a right angle to ``dL/dx'``.
+    found the maximum. The term that an open block adds, ``(dx'/dtheta)^T dL/dx'``, is zero there, because the example
+    can only move along the surface of the ball, at a right angle to ``dL/dx'``.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). The examples are judged in the mode that the model is in.

@@ -26,8 +26,8 @@ __all__ = ["boosted_cross_entropy", "mart_loss"]
 def mart_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 5.0, attack: Attack) -> Tensor:
     """Return the surrogate of MART: ``mean(BCE(p(x'), y) + beta * KL(p(x) || p(x')) * (1 - p_y(x)))``.
 
-    BCE is the `boosted_cross_entropy`. Samples that are wrong already when clean count most in the second term. With
-    the block `EXAMPLE` in place the gradient is that of the written mean at the examples found: the clean distribution
+    BCE is the `boosted_cross_entropy`. Samples whose clean inputs are misclassified count most in the second term. With
+    the block `EXAMPLE` in place the gradient is the gradient of this mean at the examples found: the clean distribution
     and the weight ``1 - p_y(x)`` move with the model, as in the code of the paper's authors.
 
     Every term is taken from the logits in a form that keeps its digits, ``1 - p_y = sigmoid(margin_loss)`` say, so that

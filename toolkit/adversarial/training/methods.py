@@ -1,4 +1,4 @@
-"""Training methods as values: what a trainer minimises in each step, with the settings that belong to the method.
+"""Training methods as values: the surrogate that a trainer minimises in each step, with the settings of the method.
 
 Every method has the same `Method.loss`; the radius and the norm of the ball come with each call, so that a schedule
 may change them.
@@ -73,7 +73,7 @@ class BallArguments(TypedDict):
     bounds: Bounds
 
 
-# What a method keeps from one step to the next.
+# Tensors that a method keeps from one step to the next.
 State = Mapping[str, Tensor]
 # Differentiates a loss by the parameters (and by every leaf that it reaches), and moves the parameters.
 Update = Callable[[Tensor], None]
@@ -81,7 +81,7 @@ Update = Callable[[Tensor], None]
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """What a trainer asks of a training method."""
+    """A training method, as the trainer calls it."""
 
     @property
     def least_label(self) -> int | None:
@@ -91,7 +91,7 @@ class Method(ABC):
     def example(
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
     ) -> Tensor:
-        """Return the examples that the loss is taken at, (N, ...); `x` where a method needs none."""
+        """Return the examples at which the loss is taken, (N, ...); `x` if the method needs no examples."""
         return x
 
     @abstractmethod
@@ -108,7 +108,7 @@ class Method(ABC):
             x: Clean inputs, (N, ...).
             labels: (N,).
             ball: ``{"epsilon": ..., "norm": ..., "bounds": ...}``.
-            generator: Draws what the method draws.
+            generator: Draws the random numbers of the method.
         """
         example = self.example(model, x, labels, ball=ball, generator=generator)
         return self.loss_at(model, x, labels, example, ball=ball)
@@ -124,7 +124,7 @@ class Method(ABC):
         update: Update,
         state: State,
     ) -> tuple[Tensor, State]:
-        """Train on one batch, and return the loss (of the last update) and what is kept for the next batch.
+        """Train on one batch, and return the loss (of the last update) and the state for the next batch.
 
         Args:
             model: As in `loss`, and so are the other arguments.
@@ -132,9 +132,9 @@ class Method(ABC):
             labels: (N,).
             ball: As in `loss`.
             generator: As in `loss`.
-            update: Called with a loss as often as the method moves the parameters: it is to clear their gradients, run
-                the backward pass, add up gradients of several processes and step the optimiser.
-            state: What the step before returned; empty in the first.
+            update: Called with the loss for each move of the parameters. It should clear their gradients, run the
+                backward pass, add up gradients of several processes and step the optimiser.
+            state: State that the step before returned; empty in the first step.
         """
         loss = self.loss(model, x, labels, ball=ball, generator=generator)
         update(loss)
@@ -171,7 +171,7 @@ class _Attacked(Method):
 
 @dataclass(frozen=True)
 class FGSM(_Attacked):
-    """Adversarial training with one step of length epsilon from the clean input. Cheap, and overfits to itself.
+    """Adversarial training with one step of length epsilon from the clean input. Cheap, but overfits to that step.
 
     See `toolkit.adversarial.fgsm`.
     """
@@ -310,7 +310,7 @@ class ALP(PGD):
     """Cross entropy of clean inputs and of examples of PGD, and the distance of their logits. See `alp_loss`.
 
     Attributes:
-        weight: Of the squared distance.
+        weight: Weight of the squared distance.
     """
 
     weight: float = 0.5
@@ -326,13 +326,13 @@ class ALP(PGD):
 
 @dataclass(frozen=True)
 class VAT(Method):
-    """Cross entropy of clean inputs that have a label, and `vat_loss` of all. See `vat_loss`.
+    """Cross entropy of the labelled clean inputs, and `vat_loss` of all inputs.
 
     A sample without a label has the label -1.
 
     Attributes:
-        weight: Of the smoothness: alpha of the paper.
-        iterations: Power iterations that find the direction. None: the exact direction.
+        weight: Weight of `vat_loss`: alpha of the paper.
+        iterations: Number of power iterations that find the direction. None: the exact direction.
         xi: Length of the probe of power iteration; see `power_direction`.
     """
 
@@ -349,7 +349,7 @@ class VAT(Method):
 
     @property
     def least_label(self) -> int:
-        """The label of a sample without one."""
+        """The label -1 of samples without a label."""
         return -1
 
     def example(
@@ -375,7 +375,7 @@ class CURE(Method):
 
     Attributes:
         h: Length of the finite difference in units of epsilon. 1 measures the curvature across the ball.
-        weight: Of the curvature.
+        weight: Weight of the curvature.
     """
 
     h: float = 1.0
@@ -386,7 +386,7 @@ class CURE(Method):
         number("weight", self.weight, least=0)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
-        """Return `cure_loss`, which finds its direction itself: there is no example."""
+        """Return `cure_loss`, which finds its own direction; `example` is not used."""
         return cure_loss(model, x, labels, h=times(self.h, ball["epsilon"]), weight=self.weight, norm=ball["norm"])
 
 
@@ -395,8 +395,8 @@ class LLR(Method):
     """Cross entropy of clean inputs, and its distance from linear in the ball. See `llr_loss`.
 
     Attributes:
-        weight: Of the distance from the tangent.
-        slope_weight: Of the change along the tangent.
+        weight: Weight of the distance from the tangent.
+        slope_weight: Weight of the change along the tangent.
         steps: Number of gradient steps of the attack on the distance.
         step_size: Length of a step in units of epsilon. None: ``2.5 / steps``.
         gradient_dtype: Dtype in which the attack takes its gradients. None: as the model is.
@@ -465,7 +465,7 @@ class Free(Method):
     ) -> tuple[Tensor, State]:
         """Update the weights `replays` times on one batch, and keep ``{"perturbation": (N, ...)}`` for the next.
 
-        A smaller batch uses the first rows of it and leaves the others, a larger one adds rows of zeros.
+        A smaller batch uses and updates the first rows of the perturbation; a larger batch adds rows of zeros.
         """
         kept = state.get("perturbation", x[:0])
         missing = max(0, len(x) - len(kept))
@@ -481,11 +481,11 @@ class Free(Method):
 class AWP(Method):
     """Any other method, with its loss taken at the worst weights nearby. See `awp_loss`.
 
-    The examples are those of the weights themselves; the weights are then perturbed against the loss at these examples.
+    Examples are found at the unperturbed weights; the weights are then perturbed against the loss at these examples.
 
     Attributes:
-        method: Whose loss it is.
-        gamma: Largest length of the perturbation of a weight, relative to that of the weight.
+        method: The method whose loss is taken.
+        gamma: Largest length of the perturbation of a weight, relative to the length of the weight.
     """
 
     method: Method = field(default_factory=PGD)
@@ -501,7 +501,7 @@ class AWP(Method):
 
     @property
     def least_label(self) -> int | None:
-        """The method's."""
+        """The least label of the method."""
         return self.method.least_label
 
     def example(
@@ -520,7 +520,7 @@ class AWP(Method):
 
 
 def _check_steps(method: PGD | TRADES | LLR) -> None:
-    """Raise if the steps of an attack are none, or a dtype of gradients is."""
+    """Raise ValueError or TypeError if `steps`, `step_size` or `gradient_dtype` of the method is invalid."""
     integer("steps", method.steps)
     if method.step_size is not None:
         number("step_size", method.step_size, least=0)

@@ -16,7 +16,7 @@ __all__ = ["alp_loss"]
 def alp_loss(model: Model, x: Tensor, labels: Tensor, *, weight: float, attack: Attack) -> Tensor:
     """Return ``mean((-log p_y(x) - log p_y(x')) / 2 + weight * |z(x) - z(x')|_2^2)`` with logits z.
 
-    With the block `EXAMPLE` in place its gradient is that of the written mean at the examples found; both sides of a
+    With the block `EXAMPLE` in place its gradient is the gradient of this mean at the examples found; both sides of a
     pair move.
 
     Clean inputs and examples share one forward pass, so that in training mode batch normalisation updates its running
@@ -26,7 +26,7 @@ def alp_loss(model: Model, x: Tensor, labels: Tensor, *, weight: float, attack: 
         model: Inputs (N, ...) to logits (N, C). The loss is taken in the mode that the model is in.
         x: Clean inputs, (N, ...).
         labels: (N,).
-        weight: Of the squared distance, not negative.
+        weight: Weight of the squared distance, not negative.
         attack: Called as ``attack(model, x, labels)``; returns examples of the shape of `x`.
 
     Returns:

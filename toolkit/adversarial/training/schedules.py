@@ -1,4 +1,4 @@
-"""Schedules: by what a learning rate is multiplied while training goes on, from its beginning, 0, to its end, 1."""
+"""Schedules: factors of a learning rate over the part of training that is done, from 0 to 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from toolkit._checks import number
 
 __all__ = ["Schedule", "constant", "cosine", "one_cycle", "piecewise"]
 
-# The part of training that is done, from 0 to 1 -> what the learning rate is multiplied by.
+# The part of training that is done, from 0 to 1 -> the factor of the learning rate.
 Schedule: TypeAlias = Callable[[float], float]
 
 
@@ -30,9 +30,9 @@ def one_cycle(*, peak: float = 0.3, first: float = 1 / 25, last: float = 4e-6) -
     Rates that are high in the middle and annealed at the end train a robust network in few epochs.
 
     Args:
-        peak: The part of training at which it is 1, between 0 and 1.
-        first: Its value at the beginning, from 0 to 1.
-        last: Its value at the end, from 0 to 1.
+        peak: The part of training at which the schedule is 1, between 0 and 1.
+        first: Value at the beginning, from 0 to 1.
+        last: Value at the end, from 0 to 1.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -61,7 +61,7 @@ def cosine(*, last: float = 0.0) -> Schedule:
     r"""Return a schedule that falls from 1 as half a cosine does, :math:`l + (1 - l) (1 + \cos \pi t) / 2`.
 
     Args:
-        last: :math:`l`, its value at the end, from 0 to 1.
+        last: :math:`l`, the value at the end, from 0 to 1.
 
     Raises:
         ValueError: If `last` is out of its range.
@@ -82,7 +82,7 @@ def piecewise(milestones: Sequence[float] = (0.5, 0.75), *, factor: float = 0.1)
 
     Args:
         milestones: Parts of training, each between 0 and 1, rising.
-        factor: Between 0 and 1.
+        factor: Factor at each milestone, between 0 and 1.
 
     Raises:
         ValueError: If the milestones do not rise, or an argument is out of its range.

@@ -32,7 +32,7 @@ def cure_loss(
     ``mean(l(x) + weight * |grad l(x + h z) - grad l(x)|_2^2)`` with the cross entropy l of every sample and its
     gradient by the input, where z is the steepest direction of unit norm: ``sign(grad l(x))`` in Linf, and
     ``grad l(x) / |grad l(x)|_2`` in L2. With the block `CURVATURE_DIRECTION` in place z is a constant. Opened, it adds
-    exactly nothing in Linf, because the sign has derivative zero; in L2 it adds what the parameters do to z.
+    exactly nothing in Linf, because the sign has derivative zero; in L2 it adds the effect of the parameters on z.
 
     The first term is taken in the mode that the model is in, with one update of running statistics; the gradients are
     taken in evaluation mode, in which the samples do not depend on each other and nothing is updated.
@@ -43,7 +43,7 @@ def cure_loss(
         labels: (N,).
         h: Length of the finite difference in the norm. The paper's step of Euclidean length h corresponds to
             ``h / sqrt(D)`` in Linf. One for all, or (N,).
-        weight: Of the curvature, not negative.
+        weight: Weight of the curvature, not negative.
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
 
     Returns:
@@ -80,7 +80,7 @@ def llr_loss(
 
     ``mean(l(x) + weight * |l(x + d) - l(x) - d . grad l(x)| + slope_weight * |d . grad l(x)|)``, where d is the
     displacement at which the loss is farthest from its tangent (`linearity_pgd`). With the block `EXAMPLE` in place the
-    gradient is that of the written mean with d held constant; the gradient by the input is differentiated.
+    gradient is the gradient of this mean with d held constant; the gradient by the input is differentiated.
 
     The first term is taken in the mode that the model is in, with one update of running statistics; the others are
     taken in evaluation mode, in which the samples do not depend on each other and nothing is updated.
@@ -89,8 +89,8 @@ def llr_loss(
         model: Inputs (N, ...) to logits (N, C), twice differentiable (with ReLU almost everywhere).
         x: Clean inputs, (N, ...).
         labels: (N,).
-        weight: Of the distance from the tangent, not negative: lambda of the paper.
-        slope_weight: Of the change along the tangent, not negative: mu of the paper.
+        weight: Weight of the distance from the tangent, not negative: lambda of the paper.
+        slope_weight: Weight of the change along the tangent, not negative: mu of the paper.
         attack: Called as ``attack(model, x, labels)``; returns examples ``x + d``. For example
             ``partial(linearity_pgd, epsilon=0.1, steps=10, generator=generator)``.
 
@@ -136,7 +136,7 @@ def linearity_pgd(
     gradient_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Search the point of the ball at which the cross entropy is farthest from its tangent at `x`.
+    """Search for the point of the ball at which the cross entropy is farthest from its tangent at `x`.
 
     Projected gradient ascent of ``|l(x + d) - l(x) - d . grad l(x)|``.
 

@@ -37,8 +37,8 @@ def trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, a
     """Return the surrogate of TRADES: ``mean(-log p_y(x) + beta * KL(p(x) || p(x')))``.
 
     It stands for ``E[-log p_y(x) + beta * max_{x' in ball(x)} KL(p(x) || p(x'))]``. With the block `EXAMPLE` in place
-    its gradient is that of the written mean at the example found, in which the clean distribution p(x) moves as well,
-    as in the code of the paper's authors. See `held_trades_loss` for the other choice.
+    its gradient is the gradient of the written mean at the example found, in which the clean distribution p(x) moves as
+    well, as in the code of the paper's authors. See `held_trades_loss` for the other choice.
 
     Clean inputs and examples share one forward pass. In training mode batch normalisation sees them as one batch and
     updates its running statistics once.
@@ -144,9 +144,9 @@ def nearby_pgd(
 ) -> Tensor:
     """Ascend a loss as `pgd` does, but from a point close to `x`: for losses that have no slope at `x` itself.
 
-    With a generator the start is ``x + start * n``, n standard normal, as TRADES has it. Without one it is a step of
-    length `start` up the slope of the label's margin, so that the attack is deterministic and its rows do not depend
-    on each other.
+    With a generator the start is ``x + start * n``, n standard normal, as in TRADES. Without a generator the start is
+    one step of length `start` up the slope of the label's margin, so that the attack is deterministic and its rows do
+    not depend on each other.
 
     Args:
         model: As in `pgd`, and so are the other arguments.
@@ -156,13 +156,13 @@ def nearby_pgd(
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``.
-        start: How far from `x` the ascent starts, in the units of `x`: the standard deviation of the noise, or the
-            length of the first step in the norm.
+        start: Distance of the start from `x`, in the units of `x`: the standard deviation of the noise, or the length
+            of the first step in the norm.
         bounds: Least and greatest value of an input; None for no box.
         mask: True where an input may change, broadcast to `x`; None: everywhere.
         loss: Logits and labels to the losses (N,) to be raised. None: `margin_loss`.
         gradient_dtype: As in `pgd`.
-        generator: Draws the start.
+        generator: Draws the start. None: a deterministic start.
 
     Returns:
         Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.

@@ -69,72 +69,72 @@ def train(
     r"""Train a model to be right in a ball around every input: `Method.step` for every batch of every epoch.
 
     In every epoch each sample is in one batch, in a new random order. Batches have nearly the same size, `batch_size`
-    rows at most. All that is random, the model's own dropout too, is drawn from `generator`; torch's global generators
-    are as before afterwards, and so are the modes of the modules. Gradients are cleared, also after an error.
+    rows at most. All random numbers, the model's own dropout included, are drawn from `generator`. Torch's global
+    generators and the modes of the modules are restored at the end. Gradients are cleared, also after an error.
 
-    With a `checkpoint`, a call that finds the file goes on from it and ends with the same bits as one that was never
-    interrupted; one that finds a finished run returns at once. All that decides the result has to be as it was and is
-    compared, functions by their names: the data (all of them up to 256 MiB, of larger ones and of batches that are
-    given some), the seed, the settings, and the shapes of the model. The last digits of floating-point numbers may be
-    others, as another processor computes them.
+    With a `checkpoint`, a call that finds the file resumes from it and ends with the same bits as an uninterrupted run;
+    a call that finds a finished run returns at once. The data, the seed, the settings and the shapes of the model are
+    compared with the checkpoint and have to be the same. Functions are compared by their names, data in full up to
+    256 MiB, and larger data or given batches by some of their rows. The last digits of floating-point numbers may
+    differ, as between processors.
 
-    On several ranks each calls this function with the same arguments and its `group`. Data in memory are the same on
-    all of them, and every rank takes its part of each batch, with the random numbers that its rows would have had on
-    one rank; a DataLoader gives each rank its own part. Gradients are added in one reduction for each update, so that
-    the model is, up to rounding, the one of a single process. Batch normalisation sees the rows of its rank alone,
+    On several ranks each rank calls this function with the same arguments and its `group`. Data in memory are the same
+    on all ranks, and every rank takes its part of each batch, with the random numbers that its rows would have had on
+    one rank; a DataLoader gives each rank its own part. Gradients are added in one reduction for each update, so the
+    model is the same as from a single process, up to rounding. Batch normalisation sees only the rows of its rank,
     unless it is a `torch.nn.SyncBatchNorm`, and running statistics are averaged over ranks after each epoch.
 
     Args:
-        model: Inputs (N, ...) to logits (N, C). Trained in place. If it is in training mode, parts of it that are in
-            evaluation mode (frozen batch normalisation) stay so; if it is not, all of it is trained in training mode.
-            Parameters that do not require gradients are left alone.
+        model: Inputs (N, ...) to logits (N, C). Trained in place. If it is in training mode, its modules in evaluation
+            mode (frozen batch normalisation) stay so; otherwise all modules are trained in training mode. Parameters
+            that do not require gradients are left alone.
         data: Inputs (N, ...) with `labels`; a data set with the attributes `inputs` and `labels`; a pair of these; or
-            an iterable with a length that gives batches (inputs, labels) anew for each epoch, a DataLoader say. They
+            an iterable with a length that gives batches (inputs, labels) anew for each epoch, a DataLoader say. Inputs
             are floating point, or bytes from 0 to 255, which stay bytes and are divided by 255 batch by batch: radius
-            and bounds are those of inputs from 0 to 1.
+            and bounds are then in units of inputs from 0 to 1.
         labels: (N,), integers.
-        method: What is minimised: a `Method`, or its name (``"standard"``, ``"fgsm"``, ``"rs_fgsm"``, ``"pgd"``,
+        method: The training method: a `Method`, or its name (``"standard"``, ``"fgsm"``, ``"rs_fgsm"``, ``"pgd"``,
             ``"trades"``, ...) for its default settings.
         epsilon: Radius of the ball.
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input; None for no box.
-        epochs: How often the data are read.
-        batch_size: The most rows of a batch, of all ranks together. Of no meaning where batches are given.
+        epochs: Number of passes over the data.
+        batch_size: The most rows of a batch, of all ranks together. Not used if `data` gives batches.
         optimizer: ``"adam"``; ``"sgd"``, with Nesterov momentum 0.9 and weight decay 5e-4; or a function of parameters
             that returns a `torch.optim.Optimizer`.
-        learning_rate: Its rate where `schedule` is 1. None: 0.002 for Adam, 0.1 for SGD, that of an optimiser given.
-        schedule: What the rate is multiplied by: ``"one_cycle"``, ``"cosine"``, ``"piecewise"``, ``"constant"``, or a
-            function of the part of training that is done, from 0 to 1.
+        learning_rate: The rate where `schedule` is 1. None: 0.002 for Adam, 0.1 for SGD, or the given optimiser's rate.
+        schedule: The factor of the rate: ``"one_cycle"``, ``"cosine"``, ``"piecewise"``, ``"constant"``, or a function
+            of the part of training that is done, from 0 to 1.
         epsilon_warmup: The part of training, from 0 to 1, in which the radius rises from 0 to `epsilon` in a straight
             line.
         average: If given, the model is evaluated with, and ends with, a running mean of its parameters (and
-            statistics), in which those of k updates ago weigh ``average**k`` as much as the last ones, 0.995 say.
+            statistics), in which the values of k updates ago weigh ``average**k`` as much as the last ones, 0.995 say.
         augment: Called with inputs (N, ...), scaled, and ``generator=``; returns inputs. `random_crop_flip` is one.
-        generator: Chooses the order of samples and seeds all else, on any device. Not torch's global one.
+        generator: Draws the order of samples and all seeds, on any device. Not torch's global generator.
         evaluate: Held-out data, as `data` in memory; or a function of the model that returns scores by name, of which
-            the one called ``"robust"`` decides which epoch is best. It is called with the model in evaluation mode and
-            with nothing recorded, and leaves no trace in its modes, its buffers and the global generators. What takes
-            gradients itself does so in ``torch.enable_grad()``. On ranks it is called on each; those of the first
-            count.
-        evaluate_every: Epochs from one evaluation to the next; there is one at the end, too.
-        keep: Which parameters the model ends with: those of the last epoch, or of the one with the best robust score.
-            Robust accuracy of held-out data often falls late in training (Rice et al. 2020).
+            the score ``"robust"`` decides which epoch is best. The function is called with the model in evaluation mode
+            and without recording; modes, buffers and the global generators are restored afterwards. If it takes
+            gradients, it should do so in ``torch.enable_grad()``. On several ranks it is called on each, and the scores
+            of the first rank count.
+        evaluate_every: Epochs from one evaluation to the next; the last epoch is evaluated as well.
+        keep: ``"last"`` to end with the parameters of the last epoch, ``"best"`` with those of the best robust score:
+            robust accuracy on held-out data often falls late in training (Rice et al. 2020).
         patience: If given, training stops after so many evaluations without a better robust score.
-        checkpoint: A file to write to, and to go on from.
-        checkpoint_every: Updates from one checkpoint to the next; there is one at the end, too.
+        checkpoint: The file to write to, and to resume from.
+        checkpoint_every: Updates from one checkpoint to the next; another one is written at the end.
         group: The ranks. None: this process alone.
-        callback: Called after each update with the number of updates, and of the epoch, from 1.
+        callback: Called after each update with the number of updates and the number of the epoch, from 1.
 
     Returns:
-        Losses, times and scores, those before an interruption among them.
+        Losses, times and scores, those before an interruption included.
 
     Raises:
-        DivergenceError: If a parameter or a statistic is not finite, or the loss is not, or above 1e8. The model has
-            its last good ones again, and the last checkpoint stays. A buffer that has infinities from the start, such
-            as a mask, may keep them.
-        TypeError: If an argument is of another type than it should be, or `evaluate` returns no scores.
-        ValueError: If an argument is out of its range, a label is none of the classes, bytes come with the radius or
-            the bounds of inputs to 255, or the checkpoint is of something else.
+        DivergenceError: If a parameter, a statistic or the loss is not finite, or the loss is above 1e8. The last good
+            parameters and statistics are restored, and the last checkpoint stays. A buffer that has infinities from the
+            start, such as a mask, may keep them.
+        TypeError: If an argument has the wrong type, or `evaluate` returns no scores.
+        ValueError: If an argument is out of its range, a label is not one of the classes, bytes come with a radius or
+            bounds in units of 0 to 255, or the checkpoint belongs to another run.
         RuntimeError: If another rank has raised.
 
     Warns:

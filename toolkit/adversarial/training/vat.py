@@ -56,14 +56,14 @@ def vat_direction(model: Model, x: Tensor) -> Tensor:
 
     For small r, ``KL(p(x) || p(x + r)) = r^T H r / 2`` with ``H = J^T (diag(p) - p p^T) J``, where J is the Jacobian of
     the logits, (C, D). The direction is the eigenvector of the largest eigenvalue of H. H is (D, D), but its rank is
-    less than C: with ``H = B^T B`` the eigenvector is ``B^T u``, where u is that of the Gram matrix ``B B^T``, which is
-    only (C - 1, C - 1). B takes C - 1 backward passes and no power iteration.
+    less than C: with ``H = B^T B`` the eigenvector is ``B^T u``, where u is the eigenvector of the Gram matrix
+    ``B B^T``, which is only (C - 1, C - 1). B takes C - 1 backward passes and no power iteration.
 
-    The gradients are those of the differences ``z_j - z_m`` to the most likely class m, weighed by ``sqrt(p_j)``
+    The rows of B are gradients of the differences ``z_j - z_m`` to the most likely class m, weighed by ``sqrt(p_j)``
     relative to the largest of them, so nothing rounds to zero where the model is confident. An eigenvector has no
-    sign; this one points to where the most likely class loses.
+    sign; the one returned points to where the most likely class loses.
 
-    The model runs in evaluation mode and is left as it was. While the block `VIRTUAL_DIRECTION` is in place nothing is
+    The model runs in evaluation mode and is restored. While the block `VIRTUAL_DIRECTION` is in place nothing is
     recorded; open, the eigenvector is differentiated (once, and where its eigenvalue is simple).
 
     Args:
@@ -106,21 +106,21 @@ def vat_direction(model: Model, x: Tensor) -> Tensor:
 def power_direction(
     model: Model, x: Tensor, *, iterations: int = 1, xi: float | None = None, generator: torch.Generator | None
 ) -> Tensor:
-    """Return an approximation of `vat_direction` by power iteration: what the paper does.
+    """Return an approximation of `vat_direction` by power iteration, as in the paper.
 
     From a random unit vector, ``d <- grad_d KL(p(x) || p(x + xi d))``, normalised: one product with H up to terms of
     order xi, and one backward pass, an iteration. It costs less than `vat_direction` if there are many classes, and
     comes as close as the second eigenvalue of H lets it.
 
-    The model runs in evaluation mode and is left as it was. While the block `VIRTUAL_DIRECTION` is in place nothing is
+    The model runs in evaluation mode and is restored. While the block `VIRTUAL_DIRECTION` is in place nothing is
     recorded; open, the iterations are differentiated.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: (N, ...).
         iterations: Number of products with H.
-        xi: Length of the probe. None: the third root of the roundoff, 5e-3 in single precision. Much smaller ones are
-            all rounding error: the difference of two answers is of size xi.
+        xi: Length of the probe. None: the third root of the roundoff, 5e-3 in single precision. Much smaller probes
+            give only rounding error: the difference of two answers is of size xi.
         generator: Draws the start. None: torch's global generator.
 
     Returns:

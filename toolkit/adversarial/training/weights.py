@@ -25,21 +25,20 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
     """Return the loss at the weights that `weight_perturbation` finds: ``loss(w + v)``.
 
     It stands for ``max_{v : |v_l| <= gamma |w_l|} loss(w + v)``. With the block `WEIGHT_PERTURBATION` in place its
-    gradient is that of the loss at ``w + v``, by w.
+    gradient is the gradient of the loss at ``w + v``, by w.
 
-    Batch normalisation in training mode updates its running statistics once, from the forward pass at the weights
-    themselves, which are those that are kept; the pass at the perturbed ones works on copies. Both passes draw the same
-    dropout masks.
+    Batch normalisation in training mode updates its running statistics once, from the forward pass at the unperturbed
+    weights, which are kept; the pass at the perturbed weights works on copies. Both passes draw the same dropout masks.
 
     Args:
         model: Any module. Its parameters are read, and never written.
-        loss: A model to a scalar. It is called with two modules that compute what `model` does, one with its weights
-            and one with the perturbed ones, and should be the same function of both: examples are made once, outside of
-            it.
-        gamma: Largest length of the perturbation of a weight, relative to that of the weight.
+        loss: Function of a model that returns a scalar. It is called with two modules that compute the same function as
+            `model`, one with its weights and one with the perturbed weights, and should treat both alike: examples are
+            made once, outside of `loss`.
+        gamma: Largest length of the perturbation of a weight, relative to the length of the weight.
 
     Returns:
-        A scalar; the loss itself of a model none of whose weights is perturbed.
+        A scalar; the loss itself if the model has no weights to perturb.
 
     Raises:
         TypeError: If `model` is not a `torch.nn.Module`.
@@ -74,16 +73,16 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
     perturbed weights are new tensors, to be used with `reweighted` or `torch.func.functional_call`: to add the
     perturbation in place and subtract it later would leave a rounding in most of the weights.
 
-    No parameter's ``.grad`` and no global random state changes. What `loss` does to buffers, it does: in training mode
-    batch normalisation updates its running statistics, as in any forward pass.
+    No parameter's ``.grad`` and no global random state changes. Changes that `loss` makes to buffers stay: in training
+    mode batch normalisation updates its running statistics, as in any forward pass.
 
     Args:
         model: Any module.
-        loss: A model to a scalar; called once, with `model`.
+        loss: Function of a model that returns a scalar; called once, with `model`.
         gamma: As in `awp_loss`.
 
     Returns:
-        Name -> perturbed weights, of parameters with at least two dimensions that are trained; biases and the scales of
+        Perturbed weights by name, for trained parameters with at least two dimensions; biases and the scales of
         normalisation stay. The perturbation is a constant while the block `WEIGHT_PERTURBATION` is in place.
 
     Raises:
@@ -98,13 +97,13 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
 
 
 def reweighted(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module that computes what `model` does, with other weights and with copies of its buffers.
+    """Return a module that computes as `model`, with other weights and with copies of its buffers.
 
     It shares the submodules of `model`, so it is in the same mode. It is a way to call the model, not to keep it.
 
     Args:
         model: Any module.
-        weights: Name -> value of those parameters that are replaced.
+        weights: Values of the replaced parameters, by name.
     """
     with no_graph():
         buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -112,7 +111,7 @@ def reweighted(model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
 
 
 class _Reweighted(nn.Module):
-    """A module that computes what `model` does with other tensors in the place of some of its own."""
+    """A module that computes as `model`, with other tensors in the place of some of its own."""
 
     def __init__(self, model: nn.Module, values: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -126,7 +125,7 @@ class _Reweighted(nn.Module):
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return those parameters that are perturbed."""
+    """Return the parameters to perturb."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` should be a torch.nn.Module. Found {type(model).__name__}.")
     return {name: value for name, value in model.named_parameters() if value.dim() > 1 and value.requires_grad}
@@ -138,7 +137,7 @@ def _ascended(
     evaluate: Callable[[], tuple[Mapping[str, Tensor], Tensor]],
     gamma: float,
 ) -> dict[str, Tensor]:
-    """Return weights after a step of ascent; `evaluate` returns what to differentiate by, and the loss."""
+    """Return weights after a step of ascent; `evaluate` returns the weights to differentiate by, and the loss."""
     devices = sorted({value.device.index for value in model.parameters() if value.is_cuda})
     with stop_recording(WEIGHT_PERTURBATION):
         recorded = torch.is_grad_enabled()
