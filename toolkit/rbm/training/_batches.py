@@ -1,7 +1,7 @@
-"""Batches of data, wherever the data are: in memory, in a file, or given chunk by chunk.
+"""Batches of data in memory, in a file, or given chunk by chunk.
 
-An epoch is chunk after chunk, and of each the rows in a random order; what does not fill a batch waits for the next
-chunk. Data in memory are one chunk. So at most one chunk and one batch are held, and data keep their type.
+An epoch goes through the chunks, and through the rows of each in a random order; rows that do not fill a batch wait for
+the next chunk. Data in memory are one chunk. So at most one chunk and one batch are held, and data keep their type.
 
 N rows in all, B rows of a chunk, C columns of the visible layer.
 """
@@ -33,7 +33,7 @@ _CHUNK_BYTES = 2**21  # of a file at a time,
 _BLOCK_BYTES = 2**16  # in pieces from all over it: neighbours in a file are often alike
 _GATHERED = 2**17  # numbers of batches that are gathered together
 _CHECKED_AT_ONCE = 2**18  # numbers: their copies in the machine's type stay small
-_PLACES, _ROWS_AT_EACH = 64, 16  # all over a file, by which it is known again
+_PLACES, _ROWS_AT_EACH = 64, 16  # all over a file, for its fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class Chunks:
     """Data as chunks.
 
     Attributes:
-        read: Gives the chunks (B, C) of an epoch. A generator chooses their order, where there is a choice; the second
-            argument says whether to look at the values.
+        read: Yields the chunks (B, C) of an epoch. A generator chooses their order, where there is a choice; the second
+            argument says whether to check the values.
         n_rows: N; None if it is not known.
-        streams: Generators, beside that one, that the source draws from.
-        fingerprint: Gives by what the data are known again, as JSON; None if that would take a pass over what is not
-            in memory.
+        streams: Further generators from which the source draws.
+        fingerprint: Returns the fingerprint of the data, as JSON; None if it would take another pass over data that are
+            not in memory.
     """
 
     read: Callable[[torch.Generator, bool], Iterator[Tensor]]
@@ -56,17 +56,17 @@ class Chunks:
 
 
 def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = False) -> Chunks:
-    """Return data as chunks. Values in memory are looked at here, others when they are first read.
+    """Return data as chunks. Values in memory are checked here, others when they are first read.
 
     Args:
-        data: What `train` takes.
-        rbm: The machine that they are data of.
+        data: As in `train`.
+        rbm: The machine to train on the data.
         n_rows: N, if it is known.
         once: Whether there is one epoch, so that an iterator will do.
 
     Raises:
-        TypeError: If `data` is no data, or can be read only once and has to be read more often.
-        ValueError: If data in memory are not the machine's, or not N rows.
+        TypeError: If `data` has none of the types of `train`, or can be read only once and has to be read more often.
+        ValueError: If data in memory do not fit the machine, or are not N rows.
     """
     if isinstance(data, np.memmap | np.ndarray | Tensor) and n_rows not in (None, len(data) if data.ndim else 0):
         raise ValueError(f"`n_rows` should be how many rows there are, or None. Found {n_rows}, and {len(data)} rows.")
@@ -93,7 +93,7 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
             "`data` should be something that can be read again for each epoch, such as a list or a DataLoader, unless "
             f"`epochs` is 1. Found a {type(source).__name__}, which can be read once."
         )
-    sampler = getattr(source, "sampler", None)  # of a DataLoader: on several ranks it knows this one's part
+    sampler = getattr(source, "sampler", None)  # of a DataLoader: on several ranks it knows the part of this rank
     if n_rows is None and isinstance(sampler, Sized):
         n_rows, size = len(sampler), getattr(source, "batch_size", None)
         if getattr(source, "drop_last", False) and size:
@@ -122,21 +122,21 @@ def chunks_of(data: Data, rbm: RBM, *, n_rows: int | None = None, once: bool = F
 def batches(
     chunks: Chunks, rbm: RBM, *, batch_size: int, order: torch.Generator, check: bool, group: ProcessGroup | None
 ) -> Iterator[tuple[Tensor, int]]:
-    """Yield the batches of an epoch, and how many rows all ranks have in each.
+    """Yield the batches of an epoch, each with the number of its rows on all ranks.
 
-    All ranks yield equally often. One that has too few rows to fill its batches of a chunk spreads them over these, and
-    one without rows yields empty batches.
+    All ranks yield equally often. A rank with too few rows to fill its batches of a chunk spreads them over the
+    batches, and a rank without rows yields empty batches.
 
     Args:
         chunks: This rank's data.
-        rbm: The machine that they are data of.
+        rbm: The machine to train on the data.
         batch_size: The most rows of a batch, on each rank.
-        order: Chooses the order of chunks, and of the rows of each.
-        check: Whether to look at values that have not been seen in memory.
+        order: Draws the order of chunks, and of the rows of each.
+        check: Whether to check values that have not been checked in memory.
         group: The ranks.
 
     Raises:
-        ValueError: If no rank has any rows, or a chunk is not the machine's.
+        ValueError: If no rank has any rows, or a chunk does not fit the machine.
         RuntimeError: If another rank has raised.
     """
     reader = chunks.read(order, check)
@@ -175,17 +175,17 @@ def batches(
 
 
 def check_data(rows: Tensor, rbm: RBM, start: int = 0, *, values: bool = True) -> None:
-    """Raise unless these rows, the first of which is row `start` of all, are what the machine has an energy for.
+    """Raise unless these rows, counted from `start`, have the shape and the values of the machine's visible units.
 
     Args:
         rows: (B, C), of any real type. Zeros and ones may be probabilities in a floating-point type.
         rbm: The machine.
-        start: How many rows there are before these.
-        values: Whether to look at the values, in bounded memory.
+        start: Number of rows before these.
+        values: Whether to check the values, in bounded memory.
 
     Raises:
         TypeError: If the numbers are complex.
-        ValueError: If the shape is another one, or a value is.
+        ValueError: If the shape or a value does not fit the machine.
     """
     if rows.layout is not torch.strided:
         raise TypeError(f"`data` should be a dense tensor. Found {rows.layout}.")
@@ -208,7 +208,7 @@ def _check_kind(shape: tuple[int, ...], dtype: torch.dtype, rbm: RBM) -> None:
 
 
 def _error(rows: Tensor, rbm: RBM) -> str | None:
-    """Return what is wrong with the values, if anything is."""
+    """Return the error in the values, or None if they are valid."""
     if rbm.visible_units == "bernoulli" and not rows.is_floating_point():
         low, high = (int(value) for value in rows.aminmax())
         if low >= 0 and high <= 1:
@@ -225,7 +225,7 @@ def _error(rows: Tensor, rbm: RBM) -> str | None:
 
 
 def _size(n: int, number: int, n_batches: int, batch_size: int) -> int:
-    """Return how many of n rows are in a batch: it is full, or all share what cannot fill them."""
+    """Return the number of n rows in a batch: `batch_size`, or a share of rows too few to fill the batches."""
     return batch_size if n >= n_batches * batch_size else n // n_batches + (number < n % n_batches)
 
 
@@ -242,7 +242,7 @@ def _take(held: Tensor, chunk: Tensor | None, where: Tensor | None, first: int, 
 
 
 def _rows_of(piece: Any) -> Tensor:
-    """Return the rows of what a source gives: an array or a tensor, alone or as the one part of a tuple."""
+    """Return the rows of a piece: an array or a tensor, alone or as the only part of a tuple."""
     if isinstance(piece, tuple | list) and len(piece) and isinstance(piece[0], Tensor | np.ndarray):
         if len(piece) > 1:
             raise ValueError(f"A chunk should be one array or tensor, without labels. Found {len(piece)} parts.")
@@ -251,7 +251,7 @@ def _rows_of(piece: Any) -> Tensor:
 
 
 def _tensor_of(piece: Any) -> Tensor:
-    """Return a tensor of what may be numbers."""
+    """Return a piece, of any type, as a tensor."""
     try:
         return from_numpy(piece) if isinstance(piece, np.ndarray) else torch.as_tensor(piece)
     except (TypeError, ValueError, RuntimeError):
@@ -260,7 +260,7 @@ def _tensor_of(piece: Any) -> Tensor:
 
 
 def _chunks_of_file(array: np.memmap[Any, Any], rbm: RBM) -> Chunks:
-    """Return what reads a file in chunks, each of them blocks from all over it, and gives its pages back."""
+    """Return the chunks of a file, each made of blocks from all over the file, whose pages are given back."""
     dtype = array.dtype.newbyteorder("=")
     _check_kind(array.shape, _tensor_of(np.empty(0, dtype)).dtype, rbm)
     n_rows, row_bytes = len(array), array.itemsize * rbm.n_columns

@@ -1,6 +1,6 @@
-r"""How a fused trainer gets the two phases of an update: chains go on, and both sides get their hidden means.
+r"""The two phases of an update of a fused trainer: chains move on, and both sides get their hidden means.
 
-The kernel of Bernoulli units works in buffers; the other takes its draws from the layers, of whatever kind. Both carry
+The kernel of Bernoulli units works in buffers; the kernel of layers takes its draws from layers of any kind. Both carry
 persistent chains as hidden states.
 
 N data of one batch, M chains, T temperatures, V columns of the visible layer, H hidden units.
@@ -26,8 +26,8 @@ class Phases:
     """Both sides of an update: rows of negative samples first, then the data. A trainer may write to all of it.
 
     Attributes:
-        visible: (M + N, V).
-        statistic: (M + N, V), what the weights multiply; the same memory where it is the same.
+        visible: (M + N, V), the visible states.
+        statistic: (M + N, V), the factor of the weights in the energy; the memory of `visible` if they are equal.
         hidden: (M + N, H), the hidden means.
         share: (M + N,), the part of each row in the update.
         n_negative: M.
@@ -51,7 +51,7 @@ class Phases:
 
 
 class Kernel(Protocol):
-    """What a trainer asks of a kernel."""
+    """The interface of kernels to a trainer."""
 
     n_chains: int
     """M; 0 if the chains start at the data."""
@@ -68,7 +68,7 @@ class Kernel(Protocol):
         """Move the chains on, and return both sides of the update."""
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the next phases depend on, not copied."""
+        """Return the state on which the next phases depend, not copied."""
 
 
 class Swaps:
@@ -85,7 +85,7 @@ class Swaps:
         self.turn = torch.zeros((), dtype=torch.int64)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what the next swaps and the rates depend on; not copied."""
+        """Return the state on which the next swaps and the rates depend, not copied."""
         return {"swaps.tried": self.tried, "swaps.accepted": self.accepted, "swaps.turn": self.turn}
 
     @property
@@ -94,13 +94,13 @@ class Swaps:
         return self.accepted / self.tried
 
     def rows(self, difference: Tensor, generator: torch.Generator | None) -> Tensor:
-        r"""Return which of the T M rows each temperature goes on with.
+        r"""Return the indices of the T M rows with which the temperatures go on.
 
         A swap is accepted with probability :math:`\min(1, e^{(\beta_i - \beta_j) (D_i - D_j)})`.
 
         Args:
             difference: (T, M), :math:`D = E - E_0` of the joint states.
-            generator: Draws what is accepted.
+            generator: Draws the acceptances.
 
         Returns:
             (T M,).
@@ -131,10 +131,10 @@ class BernoulliKernel:
         rbm: The machine.
         batch_size: The most data of a batch.
         steps: Gibbs steps of an update.
-        states: (M, H) or (T, M, H), hidden states of the chains, which are moved on in place; None: from the data.
-        betas: (T,), or None.
+        states: (M, H) or (T, M, H), hidden states of the chains, moved on in place. None: the chains start at the data.
+        betas: (T,), inverse temperatures, or None.
         reference: (V,), the visible biases at inverse temperature 0.
-        product_dtype: Of the matrix products.
+        product_dtype: Dtype of the matrix products.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class BernoulliKernel:
             return out if betas is None else out.mul_(betas).add_(self._reference)
 
         def draw(mean: Tensor, out: Tensor) -> None:
-            if self._narrow:  # has too few numbers between 0 and 1 to draw from
+            if self._narrow:  # the dtype has too few numbers between 0 and 1 to draw from
                 uniform = torch.empty(out.shape, dtype=torch.float32, device=out.device).uniform_(generator=generator)
                 out.copy_(uniform.lt_(mean))
             else:
@@ -316,7 +316,7 @@ class _Views(NamedTuple):
 
 
 class LayerKernel:
-    """Phases of a machine of any units, by the draws of its layers. Arguments as those of `BernoulliKernel`."""
+    """Phases of a machine of any units, by the draws of its layers. Its arguments are as in `BernoulliKernel`."""
 
     def __init__(
         self,

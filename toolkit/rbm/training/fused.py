@@ -24,22 +24,22 @@ _FAST_DECAY = 0.95  # of the fast weights at each update, Tieleman & Hinton 2009
 class FusedTrainer:
     r"""Stochastic gradient descent on contrastive divergence, in place: :math:`\theta \leftarrow \theta - \eta g`.
 
-    :math:`g` is `cd_gradient`, which is what autograd gives for the blocked surrogate; here both sides of it come
-    from one product :math:`[v_-; v_+]^\top [-\tfrac1M h_-; \tfrac1N h_+]`, which is :math:`-g`, and every intermediate
-    result has its buffer. Each side is a mean over its own rows, so a last, smaller batch is weighted right.
+    :math:`g` is `cd_gradient`, the same gradient as by autograd of the blocked surrogate. Here both sides come from one
+    product :math:`[v_-; v_+]^\top [-\tfrac1M h_-; \tfrac1N h_+]`, which is :math:`-g`, and every intermediate result
+    has its buffer. Each side is a mean over its own rows, so a last, smaller batch is weighted correctly.
 
-    Where the negative samples come from:
+    The source of the negative samples:
 
     - Without `chains`: k Gibbs steps from the data, CD-k. It draws as `contrastive_divergence` does: the same generator
       gives the same update.
-    - With `chains`: k steps from where the last update left them, persistent CD-k. The chains are carried as *hidden*
-      states, so that a mean :math:`E[h \mid v_-]` serves the update and the next draw: five matrix products (V, H,
-      batch) for k = 1 instead of six.
+    - With `chains`: k steps from the chains' last states, persistent CD-k. The chains are carried as *hidden* states,
+      so that a mean :math:`E[h \mid v_-]` serves the update and the next draw: five matrix products (V, H, batch) for
+      k = 1 instead of six.
     - With `chains` and `inverse_temperatures`: parallel tempering. Each of the M chains has a copy at every
       temperature; neighbours are swapped by their joint energies after every step, and those at :math:`\beta = 1` are
       the negative samples.
-    - With `chains` and `fast_rate`: the chains belong to a machine with weights added that learn fast and decay, which
-      drives them on.
+    - With `chains` and `fast_rate`: the chains belong to a machine with additional fast weights, which learn fast and
+      decay, and so make the chains mix.
 
     Args:
         rbm: The machine, of any kind of units; all its parameters are updated, also those without ``requires_grad``.
@@ -50,21 +50,21 @@ class FusedTrainer:
         inverse_temperatures: (T,), :math:`\beta`, increasing, the last one 1; evenly spaced from 0, say. See
             `toolkit.rbm.Joint.annealed`.
         reference: (V,), visible biases of the machine at :math:`\beta = 0`. None: 0, or those of a Gaussian machine.
-        fast_rate: The learning rate of the fast weights, which lose a twentieth at every update. None: none.
-        offset_rate: The update is that of centred coordinates, whose offsets are running means of both layers given the
-            data; this is the part of each batch in them, 1 for the batch alone. None: plain coordinates.
+        fast_rate: The learning rate of the fast weights, which lose a twentieth at every update. None: no fast weights.
+        offset_rate: The weight of each batch in the offsets of centred coordinates, which are running means of both
+            layers given the data; 1 for the batch alone. None: plain coordinates.
         weight_decay: :math:`\lambda` in :math:`g + \lambda W`, in the coordinates of the update; biases do not decay.
-        product_dtype: The type of the matrix products that draw samples, ``torch.bfloat16`` where the processor is
+        product_dtype: The dtype of the matrix products that draw samples, ``torch.bfloat16`` where the processor is
             faster with it: zeros and ones are exact there, weights are rounded; the update's own product keeps the
-            type of the parameters. None: theirs. Only for Bernoulli units.
-        generator: Draws the chains, on the machine's device. None: torch's default one.
-        group: Processes that hold parts of each batch and of the chains; each calls `step` with its own rows, which may
-            be none, and all get the same update: that of the joined rows. None: this process alone.
+            dtype of the parameters. None: the dtype of the parameters. Only for Bernoulli units.
+        generator: Draws the chains, on the machine's device. None: torch's default generator.
+        group: Processes that hold parts of each batch and of the chains. Each calls `step` with its own rows, zero or
+            more, and all get the same update, the update of the joined rows. None: this process alone.
 
     Raises:
-        ValueError: If `batch_size` or `steps` is not positive, `chains` or `reference` does not have its shape or has
-            states that there are not, a rate is out of its range, inverse temperatures do not increase to 1, or options
-            do not go together.
+        ValueError: If `batch_size` or `steps` is not positive, `chains` or `reference` has the wrong shape or has
+            values that its units cannot have, a rate is out of its range, inverse temperatures do not increase to 1, or
+            options exclude each other.
 
     References:
         Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
@@ -154,14 +154,14 @@ class FusedTrainer:
 
     @property
     def swap_rates(self) -> Tensor | None:
-        """(T - 1,), how often neighbours have been swapped of how often that was tried; None without temperatures."""
+        """(T - 1,), the accepted part of the swaps of neighbouring temperatures; None without temperatures."""
         return self._kernel.swap_rates
 
     def step(self, data: Tensor, *, learning_rate: float) -> None:
         """Update the parameters, and the chains.
 
         Args:
-            data: (N, V), of any type (``uint8`` saves memory), N at most `batch_size`; values are not looked at.
+            data: (N, V), of any type (``uint8`` saves memory), N at most `batch_size`; values are not checked.
             learning_rate: The step size.
 
         Raises:
@@ -189,7 +189,7 @@ class FusedTrainer:
                 self._apply(learning_rate)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return all that the next steps depend on, but for the machine's parameters: tensors, copied."""
+        """Return copies of all tensors on which the next steps depend, except for the machine's parameters."""
         state = {f"kernel.{name}": value.clone() for name, value in self._kernel.state().items()}
         if self._offsets is not None:
             state["visible_offset"], state["hidden_offset"] = (offset.clone() for offset in self._offsets)
@@ -201,10 +201,10 @@ class FusedTrainer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state_dict` of a trainer with the same options has returned, bit for bit.
+        """Resume, bit for bit, from the `state_dict` of a trainer with the same options.
 
         Raises:
-            ValueError: If the state is that of a trainer with other options.
+            ValueError: If the state belongs to a trainer with other options.
         """
         own = self.state_dict()
         wrong = sorted(own.keys() ^ state.keys()) or [
@@ -234,7 +234,7 @@ class FusedTrainer:
         phases.share[phases.n_negative :] = 1 / n
 
     def _move_offsets(self, phases: Phases) -> None:
-        """Bring the offsets nearer to the means of the batch, and write the rows as distances from them."""
+        """Move the offsets towards the means of the batch, and subtract them from the rows."""
         assert self._offsets is not None
         assert self.offset_rate is not None
         positive, share = slice(phases.n_negative, None), phases.share[phases.n_negative :]
@@ -253,11 +253,11 @@ class FusedTrainer:
         phases.hidden.sub_(self._offsets[1])
 
     def _biases(self, phases: Phases) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weighted hidden rows, and what the statistic and the hidden rows are weighted by for the biases.
+        """Return the weighted hidden rows, and the weights of the statistic and of the hidden rows for the biases.
 
-        In centred coordinates the biases also move with the weights: with C the update of W, those of the plain biases
-        are that of the centred ones less C lambda, and less C^T mu. The shares add up to 0, so that it makes no
-        difference for the rest that rows are distances from the offsets.
+        In centred coordinates the biases also move with the weights. With C the update of W, the updates of the plain
+        biases are the updates of the centred biases less C lambda, and less C^T mu. The shares add up to 0, so the
+        offsets in the rows do not change the rest.
         """
         share = phases.share
         weighted = phases.hidden * share[:, None]
@@ -268,7 +268,7 @@ class FusedTrainer:
         return weighted, of_statistic, torch.addcmul(share, share, phases.statistic @ visible_offset, value=-1)
 
     def _decay(self, learning_rate: float) -> float:
-        """Move the biases as the decay of the weights asks in centred coordinates; return what is left of W."""
+        """Move the biases with the decay of the weights in centred coordinates; return the remaining part of W."""
         if not self.weight_decay:
             return 1.0
         if self._offsets is not None:
@@ -301,7 +301,7 @@ class FusedTrainer:
             all_reduce(self._flat, group=self.group)
 
     def _apply(self, learning_rate: float) -> None:
-        """Update the parameters, and the fast weights, by what is in the buffer."""
+        """Update the parameters, and the fast weights, by the buffer."""
         assert self._update is not None
         left = self._decay(learning_rate)
         self.rbm.weights.mul_(left)

@@ -36,7 +36,7 @@ _SETTINGS = (
     "product_dtype",
 )
 
-_FIRST_BYTES = 2**20  # of the first chunk of an epoch, by which data are known again
+_FIRST_BYTES = 2**20  # of the first chunk of an epoch, for the fingerprint of data
 _AVERAGED = 2**10  # more parameters in a mean gain little, and the mean of very many stops to move in float32
 
 
@@ -55,52 +55,52 @@ def train(
 ) -> int:
     r"""Train a machine: `FusedTrainer.step` for every batch of every epoch.
 
-    In every epoch each row is in one batch, and rows are in a new random order: that of a permutation where all are in
-    memory; where they are not, chunks are, and of a file blocks from all over it are read together. Batches have
-    `trainer.batch_size` rows, and the last one the rest.
+    In every epoch each row is in one batch, and rows are in a new random order: a permutation of all rows in memory, or
+    of the rows of each chunk. A chunk of a file joins blocks from all over the file. Batches have `trainer.batch_size`
+    rows, and the last batch the remaining rows.
 
-    With a `checkpoint`, a call that finds the file goes on from it, and ends with the same bits as one that was never
-    interrupted. The learning rate may be another than before, and so may `epochs`, but not fewer than are done: a mean
-    of parameters then begins anew, from a part that may be another, and where it goes on at the earliest. All else has
-    to be as it was, the seeds of the generators too, and is compared; of data in memory all rows are up to 256 MiB, of
-    larger ones and of a file some from all over them, and of chunks the first one of an epoch. So chunks should be
-    the same ones if they are read again with the same states of torch's generators. The last digits of
-    floating-point numbers may be others, as another processor computes them.
+    With a `checkpoint`, a call that finds the file resumes from it, and ends with the same bits as an uninterrupted
+    run. The learning rate may change, and so may `epochs`, but not below the epochs done. With other `epochs` the mean
+    of parameters begins anew, from the new `average_from` and at the earliest where the run resumes. All other settings
+    and the seeds of the generators have to be the same, and are compared. So are data: in memory all rows up to
+    256 MiB, of larger data and of a file some rows from all over them, and of chunks the first one of an epoch. So
+    chunks should be the same if they are read again with the same states of torch's generators. The last digits of
+    floating-point numbers may differ, as between processors.
 
-    On several ranks (`FusedTrainer` with a `group`) each calls this function with its own part of the data, which may
-    be none, its own chains and its own generators: see `shard` and `rank_generator`. Parameters are those of the first
-    rank at the start, and the same on all ranks from then on. What is wrong with the arguments, the data or the state
-    of one rank is raised on all.
+    On several ranks (`FusedTrainer` with a `group`) each rank calls this function with its own part of the data, which
+    may be empty, its own chains and its own generators: see `shard` and `rank_generator`. All ranks start with the
+    parameters of the first rank, and keep the same parameters from then on. An error in the arguments, the data or the
+    state of one rank is raised on all.
 
     Args:
         trainer: Makes the updates.
-        data: (N, C), a tensor or an array, of any type, which it keeps (``uint8`` saves memory). Zeros and ones may be
+        data: (N, C), a tensor or an array, of any type, which stays (``uint8`` saves memory). Zeros and ones may be
             probabilities, grey values say, in a floating-point type. A memory-mapped array is read in chunks of 2 MiB.
-            Or chunks of it, (B, C): an iterable that can be read again for each epoch, such as a list or a DataLoader,
-            or a function that returns one; a plain iterator if `epochs` is 1. One of them is held at a time.
-        epochs: How often the data are read.
-        learning_rate: The step size, or how it depends on the part of training that is done, from 0 to 1:
-            `linear_decay`, `cosine_decay`, or any function.
-        generator: Chooses the order of the rows; on any device. None: torch's default one.
-        n_rows: N of this rank; needed with chunks, unless of a DataLoader, if the part of training that is done is. It
-            is compared with the rows of the first epoch.
-        average_from: If given, the machine ends with the mean of its parameters over the part of training from here to
-            the end, 0.5 for its second half: that of up to 1024 times or a few more, evenly spaced.
-        checkpoint: A file to write to, and to go on from.
-        checkpoint_every: Updates from one checkpoint to the next; there is one at the end, too.
-        callback: Called after each update with the number of updates, and of the epoch, from 1.
+            Or chunks (B, C) of such data: an iterable that can be read again for each epoch, such as a list or a
+            DataLoader, or a function that returns one; a plain iterator if `epochs` is 1. One chunk is held at a time.
+        epochs: Number of passes over the data.
+        learning_rate: The step size, or a function that returns it for the part of training that is done, from 0 to 1:
+            `linear_decay`, `cosine_decay`, or any other.
+        generator: Draws the order of the rows; on any device. None: torch's default generator.
+        n_rows: N of this rank. Needed with chunks, unless from a DataLoader, if anything depends on the part of
+            training that is done. It is compared with the rows of the first epoch.
+        average_from: If given, the machine ends with the mean of its parameters over training from this part to the
+            end, 0.5 for the second half: the mean of fewer than 2048 values, evenly spaced.
+        checkpoint: The file to write to, and to resume from.
+        checkpoint_every: Updates from one checkpoint to the next; another one is written at the end.
+        callback: Called after each update with the number of updates and the number of the epoch, from 1.
 
     Returns:
-        The number of updates, those before an interruption among them.
+        The number of updates, those before an interruption included.
 
     Raises:
-        DivergenceError: If a parameter, or a tensor of the trainer's state, is not finite. Both are looked at every
-            hundred updates, before each checkpoint, and at the end. The machine then has its last finite parameters
-            again, and the last checkpoint stays.
-        TypeError: If `data` is no data, or can be read only once and has to be read more often; if `generator`,
-            `checkpoint` or `callback` is something else.
-        ValueError: If an argument is out of its range; if data are empty, of another shape, not finite, or not what
-            the machine's visible units can be (by the end of the first epoch, without another pass over data that are
+        DivergenceError: If a parameter, or a tensor of the trainer's state, is not finite. Both are checked every
+            hundred updates, before each checkpoint, and at the end. The machine's last finite parameters are restored,
+            and the last checkpoint stays.
+        TypeError: If `data` has none of these types, or can be read only once and has to be read more often; if
+            `generator`, `checkpoint` or `callback` has the wrong type.
+        ValueError: If an argument is out of its range; if data are empty, of another shape, not finite, or not possible
+            values of the visible units (found by the end of the first epoch, without another pass over data that are
             not in memory); or if the checkpoint is of another machine, trainer, seed or data, or of more epochs.
         RuntimeError: If another rank has raised.
 
@@ -135,8 +135,8 @@ class Plan:
     """Rates, orders and means of a run: the arguments of `train` of the same names, checked.
 
     Attributes:
-        learning_rate: The step size, or how it depends on the part of training that is done.
-        generator: Chooses the order of the rows.
+        learning_rate: The step size, or a function of the part of training that is done.
+        generator: Draws the order of the rows.
         n_rows: N of this rank, if the caller knows it.
         average_from: The part of training from which on parameters are averaged.
         belongs_to: An estimator's parameters, by name, as JSON: a checkpoint is compared with them, and not with seeds.
@@ -149,7 +149,7 @@ class Plan:
     belongs_to: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        """Raise a TypeError or a ValueError if a value is out of its range."""
+        """Raise TypeError or ValueError if a value has the wrong type or is out of its range."""
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise TypeError(f"`generator` should be a torch.Generator, or None. Found {self.generator!r}.")
         if not callable(self.learning_rate):
@@ -172,7 +172,7 @@ class Plan:
 
 
 def run_training(trainer: FusedTrainer, data: Data, course: Course, plan: Plan) -> int:
-    """Train as `train` does, by settings that are checked."""
+    """Train as `train` does, with settings that are checked already."""
     with together(course.group):
         chunks = chunks_of(data, trainer.rbm, n_rows=plan.n_rows, once=course.epochs == 1)
         if not_finite(trainer.rbm.named_parameters()) is not None:
@@ -273,7 +273,7 @@ class _Training(Run[tuple[Tensor, int]]):
             self.mean, self.n_averaged = {}, 0
 
     def _average_every(self, start: float) -> int:
-        """Return how many updates lie between two parameters that are averaged."""
+        """Return the number of updates from one averaged value of the parameters to the next."""
         joined = self.trainer.batch_size * world_of(self.group)
         updates = (1 - start) * self.course.epochs * (self.n_rows or 0) / joined
         return max(1, math.floor(updates / _AVERAGED))
@@ -290,7 +290,7 @@ class _Training(Run[tuple[Tensor, int]]):
 
 
 def _settings(trainer: FusedTrainer, n_rows: int | None, plan: Plan) -> dict[str, Any]:
-    """Return the settings of a run by name, as JSON: with others its position would mean something else."""
+    """Return the settings of a run by name, as JSON: the position of a run is valid only with the same settings."""
     settings = {
         "machine": str(trainer.rbm),
         "batch_size": trainer.batch_size,

@@ -15,7 +15,7 @@ Schedule: TypeAlias = Callable[[float], float]
 
 
 def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
-    r"""Return a learning rate that stays, and then falls to zero in a straight line.
+    r"""Return a learning rate that is constant at first, and then falls linearly to zero.
 
     .. math::
         \eta(t) = \eta_0 \min\Bigl(1, \frac{1 - t}{1 - t_0}\Bigr)
@@ -24,7 +24,7 @@ def linear_decay(initial: float, *, hold: float = 0.0) -> Schedule:
 
     Args:
         initial: :math:`\eta_0`, positive.
-        hold: :math:`t_0`, the part of training before it falls, less than 1.
+        hold: :math:`t_0`, the part of training before the rate falls, less than 1.
 
     Raises:
         ValueError: If an argument is out of its range.
@@ -48,7 +48,7 @@ def cosine_decay(initial: float) -> Schedule:
         initial: :math:`\eta_0`, positive.
 
     Raises:
-        ValueError: If it is not positive.
+        ValueError: If `initial` is not positive.
 
     References:
         Loshchilov & Hutter, "SGDR: stochastic gradient descent with warm restarts", 2017, equation 5, one period.
