@@ -32,10 +32,10 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print plain JSON.")
 @click.option("--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page.")
 def audit(program: str, as_json: bool, page_path: Path | None) -> None:
-    """Find what stops a gradient in a program, and say what each such place does.
+    """Find the places that stop a gradient in a program, and the effect of each.
 
     FUNCTION is called without arguments. It returns the loss, a function that runs the program and returns a scalar
-    tensor; or the loss and what to differentiate by: a module, a dict, or a list of tensors.
+    tensor; or the loss and the parameters to differentiate by: a module, a dict, or a list of tensors.
 
     Ends with 0; with 1 if the audit is not valid, and with 2 if there is nothing to audit.
     """
@@ -45,7 +45,7 @@ def audit(program: str, as_json: bool, page_path: Path | None) -> None:
         _stop(f"The program should be FILE:FUNCTION. Found {program!r}.")
     if not file.is_file():
         _stop(f"The program should be in a file. Found none at {path}.")
-    with contextlib.redirect_stdout(sys.stderr):  # what the program prints is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # the program's own output is no part of the answer
         loss, params = _loss_of(_imported(file), name, path)
         from toolkit.gradients.audit import audit as audited
 

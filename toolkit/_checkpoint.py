@@ -1,4 +1,4 @@
-"""Checkpoints: one file that holds all that training depends on, and is whole or not there at all.
+"""Checkpoints: one file with the whole state of training, which is complete or not there at all.
 
 It is a safetensors file: tensors by name (``parameters.<name>``, ``average.<name>`` for a mean of the parameters,
 ``rank<r>.<name>`` for the tensors of one rank), and all else as JSON in the metadata, under the name of the room that
@@ -32,16 +32,16 @@ _SEED = 2718281828  # of weights; from a seed such as 0 data are drawn, too, and
 
 
 def fingerprint(rows: Tensor, *, most: int = 2**28) -> dict[str, Any]:
-    r"""Return by what `alike` knows rows again, as JSON: all of them, or some from all over if there are too many.
+    r"""Return the fingerprint of rows, as JSON, for `alike`: of all rows, or of some from all over if there are many.
 
-    Of floating-point rows these are their type, their shape, where they are not finite, and two sums
+    For floating-point rows it holds their type, their shape, the places of entries that are not finite, and two sums
     :math:`\sum_i w_i x_i` over all entries. The weights, :math:`1/2 \le |w_i| \le 1` of either sign, are drawn from a
     fixed seed: a changed entry moves both sums by half of its change or more, and rows that change places move them,
     too. Rows of another type are hashed.
 
     Args:
         rows: (N, *), on any device.
-        most: The most bytes that are looked at, if a row has no more.
+        most: The most bytes to read, if a row has no more.
     """
     length = max(1, rows[:1].numel() * rows.element_size())
     chosen = rows[:: max(1, -(-len(rows) * length // most))]
@@ -69,7 +69,7 @@ def fingerprint(rows: Tensor, *, most: int = 2**28) -> dict[str, Any]:
 
 
 def as_json(value: Any) -> Any:
-    """Return a setting as JSON, by which `alike` knows it again; of a small tensor with its values, to be read."""
+    """Return a setting as JSON, to compare by `alike`; a small tensor with its values, so that they can be read."""
     if isinstance(value, Tensor):
         return fingerprint(value) | ({"values": value.tolist()} if value.numel() <= 100 else {})
     if isinstance(value, np.generic):
@@ -80,9 +80,9 @@ def as_json(value: Any) -> Any:
 
 
 def alike(a: Any, b: Any) -> bool:
-    """Say whether two values as JSON are the same but for rounding: fingerprints, numbers, and what is made of them.
+    """Return whether two JSON values are equal up to rounding: fingerprints, numbers, and containers of both.
 
-    All else, integers too, has to be the same.
+    All other values, integers too, have to be equal.
     """
     if isinstance(a, float) and isinstance(b, float):
         return a == b or math.isclose(a, b, rel_tol=_rounding(torch.float64))
@@ -99,7 +99,7 @@ def alike(a: Any, b: Any) -> bool:
 
 
 def _rounding(dtype: torch.dtype) -> float:
-    r"""Return by how much, in units of the norm of the data, rounding may move a sum of a fingerprint.
+    r"""Return the greatest change of a fingerprint's sum by rounding, in units of the norm of the data.
 
     Changes of up to 16 ulps in every entry, one of the last operation and some of matrix products before it, have at
     most :math:`16 \epsilon` times the norm of the data. With weights of random sign, none above 1, a sum moves by more
@@ -113,13 +113,13 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def write_checkpoint(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any], *, room: str) -> None:
-    """Write a checkpoint in the place of the one before; a process that is killed leaves that one or this one.
+    """Replace a checkpoint by a new one; a process that is killed leaves the old one or the new one, complete.
 
     Args:
-        path: The file. Beside it, for a moment, stands one whose name ends with ``.unfinished``.
-        tensors: By name.
-        facts: What else there is to know, as JSON.
-        room: Who trains: a part of this library, such as ``"rbm"``.
+        path: The file. While it is written, a file whose name ends with ``.unfinished`` stands beside it.
+        tensors: Tensors by name.
+        facts: All other state, as JSON.
+        room: The part of this library that trains, such as ``"rbm"``.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     with no_graph():

@@ -49,7 +49,7 @@ def number(
 ) -> float:
     """Return a number of any kind as a Python float; `least` and `most` are allowed, `above` and `below` not.
 
-    It is finite, unless `infinite`.
+    The number has to be finite, unless `infinite`.
 
     Raises:
         ValueError: If `value` is not a number, not finite, or out of its range.

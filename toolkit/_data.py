@@ -43,8 +43,8 @@ class Form:
 
     Attributes:
         numpy: Whether results are arrays instead of tensors.
-        dtype: Its floating-point type: float32 or float64.
-        device: Its device.
+        dtype: Floating-point dtype of results: float32 or float64.
+        device: Device of results.
     """
 
     numpy: bool

@@ -1,4 +1,4 @@
-"""Ranks that train one machine together: what each of them holds, and how they agree.
+"""Ranks that train one machine together: the share of each rank, and their agreement.
 
 The parameters are the same on all ranks. Rows of data, persistent chains and streams of random numbers are split: no
 two ranks hold the same ones. A group of None is this process alone, and costs nothing.
@@ -51,19 +51,19 @@ def rank_of(group: ProcessGroup | None) -> int:
 
 
 def world_of(group: ProcessGroup | None) -> int:
-    """Return how many processes the group has."""
+    """Return the number of processes in the group."""
     return 1 if group is None else get_world_size(group)
 
 
 def shard(rows: Rows, group: ProcessGroup | None) -> Rows:
-    r"""Return this rank's part of rows that all ranks know: of data, or of persistent chains.
+    r"""Return this rank's part of rows that all ranks know: data, or persistent chains.
 
     Every row goes to exactly one rank, in order, and no rank has more than one row more than another. Chains are split,
     not copied, so that M of them on any number of ranks are M draws.
 
     Args:
         rows: (N, \*), a tensor or an array, memory-mapped ones included; the part is a view of it.
-        group: The ranks. None: all rows are this process's.
+        group: The ranks. None: this process alone, which gets all rows.
 
     Example:
         >>> shard(torch.arange(5), None).tolist()
@@ -75,14 +75,14 @@ def shard(rows: Rows, group: ProcessGroup | None) -> Rows:
 
 
 def rank_generator(seed: int, group: ProcessGroup | None, *, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a generator of this rank's own: that of `seed` + its number.
+    """Return a generator of this rank alone, with the seed `seed` + rank.
 
-    Ranks that drew the same numbers for different chains would have chains that depend on each other.
+    If ranks drew the same numbers, their chains would depend on each other.
 
     Args:
         seed: The seed of the first rank.
         group: The ranks. None: this process alone.
-        device: Where it draws.
+        device: The device on which it draws.
 
     Example:
         >>> rank_generator(3, None).initial_seed()
@@ -92,7 +92,7 @@ def rank_generator(seed: int, group: ProcessGroup | None, *, device: torch.devic
 
 
 def exchange(numbers: Sequence[int], group: ProcessGroup | None, device: torch.device) -> list[list[int]]:
-    """Return the numbers of every rank, as many of each, by one reduction."""
+    """Return the numbers of every rank, equally many of each, by one reduction."""
     if group is None:
         return [list(numbers)]
     table = torch.zeros(get_world_size(group), len(numbers), dtype=torch.int64, device=device)
@@ -103,7 +103,7 @@ def exchange(numbers: Sequence[int], group: ProcessGroup | None, device: torch.d
 
 
 def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
-    """Raise on all ranks if there is an error on any: its own where it has one, else one that tells the rank's."""
+    """Raise on all ranks if any rank has an error: its own error, or else one that names the failed rank."""
     if group is None:
         if error is not None:
             raise error
@@ -119,7 +119,7 @@ def raise_together(error: Exception | None, group: ProcessGroup | None) -> None:
 
 @contextmanager
 def together(group: ProcessGroup | None) -> Iterator[None]:
-    """Raise on all ranks if the body raises on any, as `raise_together` does; none leaves before all are through."""
+    """Raise on all ranks if the body raises on any, as `raise_together` does; no rank leaves before all are done."""
     error = None
     try:
         yield
@@ -129,7 +129,7 @@ def together(group: ProcessGroup | None) -> Iterator[None]:
 
 
 def same_on_all(values: dict[str, Any], group: ProcessGroup | None) -> None:
-    """Raise a ValueError unless all ranks have the same values, as JSON, of these arguments."""
+    """Raise ValueError unless these arguments, as JSON, have the same values on all ranks."""
     if group is None:
         return
     found: list[Any] = [None] * get_world_size(group)
@@ -142,7 +142,7 @@ def same_on_all(values: dict[str, Any], group: ProcessGroup | None) -> None:
 
 
 def from_first_rank(tensors: Iterable[Tensor], group: ProcessGroup | None) -> None:
-    """Overwrite these tensors by those of the first rank."""
+    """Overwrite these tensors with the first rank's."""
     if group is not None:
         with no_graph():
             for tensor in tensors:
@@ -150,7 +150,7 @@ def from_first_rank(tensors: Iterable[Tensor], group: ProcessGroup | None) -> No
 
 
 def gather(value: Any, group: ProcessGroup | None) -> list[Any] | None:
-    """Return the values of all ranks, on the first one; None on others."""
+    """Return the values of all ranks on the first rank, None on the others."""
     if group is None:
         return [value]
     values: list[Any] | None = [None] * get_world_size(group) if get_rank(group) == 0 else None
@@ -159,7 +159,7 @@ def gather(value: Any, group: ProcessGroup | None) -> list[Any] | None:
 
 
 def scatter(values: Sequence[Any] | None, group: ProcessGroup | None) -> Any:
-    """Return this rank's of the values that the first one has."""
+    """Return this rank's entry of the values on the first rank."""
     if group is None:
         assert values is not None
         return values[0]

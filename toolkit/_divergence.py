@@ -1,4 +1,4 @@
-"""What stops training that has left the finite numbers."""
+"""The error that stops training when values are no longer finite."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["DivergenceError", "not_finite"]
 
 
 class DivergenceError(ArithmeticError):
-    """Training has left the finite numbers.
+    """Training has diverged.
 
     Attributes:
-        update: The update after which this was found.
-        last_good: The update after which all was finite; the model has its parameters of then.
-        name: What is not finite: a parameter, or a part of the state of training.
+        update: The update after which the divergence was found.
+        last_good: The last update found good; the model's parameters after that update are restored.
+        name: The name of the diverged parameter, or of the diverged part of the state of training.
     """
 
     def __init__(self, message: str, *, update: int, last_good: int, name: str) -> None:
@@ -27,11 +27,11 @@ class DivergenceError(ArithmeticError):
 
 
 def not_finite(tensors: Iterable[tuple[str, Tensor]], *, infinite: Collection[str] = ()) -> str | None:
-    """Return the name of the first tensor that has a NaN or an infinity.
+    """Return the name of the first tensor that has a NaN or an infinity, or None.
 
     Args:
-        tensors: With their names.
-        infinite: Names of tensors that may have infinities: of these only a NaN counts.
+        tensors: Pairs of name and tensor.
+        infinite: Names of tensors that may have infinities, in which only a NaN counts.
     """
     with no_graph():
         for name, tensor in tensors:
@@ -40,7 +40,7 @@ def not_finite(tensors: Iterable[tuple[str, Tensor]], *, infinite: Collection[st
             if name in infinite:
                 if bool(tensor.isnan().any()):
                     return name
-            # One sum says that all is finite. If it does not, it may itself have left the range.
+            # A finite sum means that all entries are finite. Any other sum may itself have overflowed.
             elif not math.isfinite(tensor.sum()) and not bool(tensor.isfinite().all()):
                 return name
     return None

@@ -1,4 +1,4 @@
-"""Shows how a fit gets on: a line that moves in a terminal, lines one below the other elsewhere, or nothing."""
+"""The progress of a fit: a line that is updated in a terminal, lines one below the other elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Callback = Callable[[int, float], None]
 class Progress:
     """Shows the steps of one fit, and passes them on.
 
-    Silent fits do not import what draws.
+    Silent fits do not import the library that draws.
 
     Example:
         >>> with Progress(verbose=1, interval=10, callback=None) as progress:
@@ -63,11 +63,11 @@ class Progress:
 
     @property
     def listener(self) -> Callback | None:
-        """What a fit should call, or None if nobody listens."""
+        """The callback for a fit, or None if nobody listens."""
         return self if self._verbose or self._callback is not None else None
 
     def begin(self, what: str) -> None:
-        """Say what begins."""
+        """Show the part of the fit that begins."""
         self._what, self._shown, self._since = what, float("nan"), time.perf_counter()
         if self._console is not None:
             self._console.print(what)
@@ -91,12 +91,12 @@ class Progress:
             self._shown = log_likelihood
 
     def end(self, how: str, log_likelihood: float) -> None:
-        """Say how it ended."""
+        """Show the end of the part that began."""
         if self._console is not None:
             self._console.print(f"  {how} at {log_likelihood:.6f} {self._measure}{self._time()}")
 
     def say(self, what: str) -> None:
-        """Say what happened instead."""
+        """Show a message in the place of an end."""
         if self._console is not None:
             self._console.print(f"  {what}")
 

@@ -1,4 +1,4 @@
-"""Where random numbers come from: one meaning of `generator` in every room."""
+"""The source of random numbers: one meaning of `generator` in every room."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def seeded_generator(generator: torch.Generator | int | None) -> torch.Generator
 
 
 def starts_at_random(random_start: bool | None, generator: torch.Generator | None, restarts: int = 1) -> bool:
-    """Return whether an attack starts at random points: as it is told, or else if something asks for randomness.
+    """Return `random_start` if given, else whether there are several restarts or a generator.
 
     Raises:
-        ValueError: If several restarts would all be the same.
+        ValueError: If several restarts would all start at the same point.
     """
     if random_start is False and restarts > 1:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Resumable runs: one training loop, which each kind of training fills in.
 
-The core counts updates, averages the parameters, finds divergence, writes checkpoints, goes on from one to the same
-bits, and keeps ranks together. A kind of run says what is trained, on which batches, and by which step.
+The core counts updates, averages the parameters, finds divergence, writes checkpoints, resumes from them to the same
+bits, and keeps ranks together. A kind of run has the trained tensors, their batches, and the step.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ Batch = TypeVar("Batch")
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How long a run is, where it is saved, who is told, and on which ranks it runs.
+    """The length of a run, its checkpoint, its callbacks and its ranks.
 
     Attributes:
-        epochs: How often the data are read.
-        checkpoint: The file to write to, and to go on from. None: no file.
-        checkpoint_every: Updates from one checkpoint to the next; there is one at the end, too.
-        callback: Called after each update with the number of updates, and of the epoch, from 1. None: no one is told.
-        resumed: Called with the number of updates that are done if the run goes on from a checkpoint.
+        epochs: Number of passes over the data.
+        checkpoint: The file to write to, and to resume from. None: no file.
+        checkpoint_every: Updates from one checkpoint to the next; another one is written at the end.
+        callback: Called after each update with the number of updates and the number of the epoch, from 1; or None.
+        resumed: Called with the number of updates done, if the run resumes from a checkpoint.
         group: The ranks. None: this process alone.
 
     Raises:
@@ -102,23 +102,23 @@ class _Saved(NamedTuple):
 
 
 class Run(ABC, Generic[Batch]):
-    """Training that may be killed at any time, and then goes on to the same bits.
+    """Training that may be killed at any time, and then resumes to the same bits.
 
-    A kind of run has `tensors`, `batches` and `step`, and more where it needs more: `fault` and `is_suspect` for
-    divergence, `close_epoch`, `state`, `own_state` and `load` for checkpoints, `result`. `train` does the rest.
+    A kind of run defines `tensors`, `batches` and `step`, and where necessary `fault` and `is_suspect` for divergence,
+    `close_epoch`, `state`, `own_state` and `load` for checkpoints, and `result`. `train` does the rest.
 
     An epoch is read from a seed and from the states that the generators had at its start. A checkpoint holds both, so
-    the part of the epoch that is done can be read once more, compared, and skipped.
+    the finished part of the epoch can be read once more, compared, and skipped.
 
     Attributes:
-        epoch: Epochs that are over.
-        batch: Updates of the epoch that is not over.
-        update: Updates in all.
+        epoch: Number of finished epochs.
+        batch: Number of updates of the current epoch.
+        update: Number of updates in all.
         stopped: Whether training ends with this epoch.
-        order: Seeded anew for each epoch; draws the order of its batches.
-        first: By what the first rows of an epoch are known again, where the data as a whole are not; set by `batches`.
+        order: Generator, seeded anew for each epoch, that draws the order of its batches.
+        first: Fingerprint of the first rows of an epoch, if the data as a whole have none; set by `batches`.
         mean: The running mean of the tensors, by name; empty before the first `average`.
-        n_averaged: How often `average` was called.
+        n_averaged: Number of calls of `average`.
     """
 
     # The name of the kind in its checkpoints, and the beginning of the error about a checkpoint of another run.
@@ -141,14 +141,15 @@ class Run(ABC, Generic[Batch]):
         settings: Mapping[str, Any],
         own_settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Take the tensors of the first rank.
+        """Give all ranks the tensors of the first rank.
 
         Args:
-            course: How long, how often saved, and on which ranks.
+            course: Length, checkpoint, callbacks and ranks of the run.
             generator: Draws the seed of each epoch.
-            streams: Generators, beside that one, that batches and steps draw from.
-            settings: All that decides the result, by name, as JSON: compared with a checkpoint, and between ranks.
-            own_settings: The same, of this rank alone.
+            streams: Further generators from which batches and steps draw.
+            settings: All settings that decide the result, by name, as JSON: compared with a checkpoint, and between
+                ranks.
+            own_settings: Such settings of this rank alone.
         """
         self.course, self.path, self.group, self.generator = course, course.path, course.group, generator
         self.settings, self.own_settings = dict(settings), dict(own_settings or {})
@@ -170,7 +171,7 @@ class Run(ABC, Generic[Batch]):
     @property
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
-        """What is trained, by name: the same on all ranks, and written in place."""
+        """The trained tensors, by name: the same on all ranks, and written in place."""
 
     @abstractmethod
     def batches(self) -> Iterator[Batch]:
@@ -184,11 +185,11 @@ class Run(ABC, Generic[Batch]):
         """Finish an epoch, which `epoch` counts already."""
 
     def is_suspect(self) -> bool:
-        """Say, at no cost, whether to look for divergence at once; the same on all ranks."""
+        """Return, at no cost, whether to check for divergence at once; the same on all ranks."""
         return False
 
     def fault(self) -> tuple[str, str] | None:
-        """Return the name of a tensor that has diverged and what it is (``"not finite"``), or None if all is well."""
+        """Return the name of a diverged tensor and its state (``"not finite"``), or None if all tensors are good."""
         name = not_finite(self.tensors.items(), infinite=self.infinite)
         return None if name is None else (name, "not finite")
 
@@ -204,17 +205,17 @@ class Run(ABC, Generic[Batch]):
         """Restore `state` and `own_state`; the position of the run is restored already."""
 
     def compare(self, facts: Mapping[str, Any]) -> None:
-        """Raise a ValueError if the facts of a checkpoint are not of this run; its settings are."""
+        """Raise ValueError if the facts of a checkpoint are of another run; its settings are compared already."""
 
     def result(self) -> Mapping[str, Tensor]:
-        """Return the values that the tensors end with; nothing if they stay."""
+        """Return the final values of the tensors, by name; empty to keep the current ones."""
         return self.mean
 
     # --- training ----------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where ranks exchange numbers."""
+        """The device on which ranks exchange numbers."""
         return next(iter(self.tensors.values())).device
 
     def train(self) -> None:
@@ -222,7 +223,7 @@ class Run(ABC, Generic[Batch]):
 
         Raises:
             DivergenceError: If training diverges.
-            ValueError: If the checkpoint is of something else, or settings differ between ranks.
+            ValueError: If the checkpoint is of another run, or settings differ between ranks.
             RuntimeError: If another rank has raised.
         """
         same = {"epochs": self.course.epochs, "checkpoint": self.path is not None}
@@ -267,16 +268,16 @@ class Run(ABC, Generic[Batch]):
             return {name: tensor.clone() for name, tensor in self.tensors.items()}
 
     def set(self, values: Mapping[str, Tensor]) -> None:
-        """Give the tensors these values; none of them if there are no values."""
+        """Set the tensors to these values; an empty mapping changes nothing."""
         with no_graph():
             for name, tensor in self.tensors.items() if values else ():
                 tensor.copy_(values[name])
 
     def average(self, weight: float) -> None:
-        """Take the tensors into their mean, in at least single precision; of integers and masks it has those of now.
+        """Update the mean of the tensors, in at least single precision; integers and masks enter with current values.
 
         Args:
-            weight: Of the tensors as they are now; the mean so far has the rest. The first ones are the mean.
+            weight: Weight of the current tensors; the mean so far has the rest. The first call starts the mean.
         """
         self.n_averaged += 1
         with no_graph():
@@ -291,7 +292,7 @@ class Run(ABC, Generic[Batch]):
     # --- divergence --------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Keep the tensors if all is well; otherwise bring back the last ones that were kept, and raise.
+        """Keep a copy of the tensors if all are good; otherwise restore the last copy, and raise.
 
         Raises:
             DivergenceError: On all ranks, if one has diverged.
@@ -324,7 +325,7 @@ class Run(ABC, Generic[Batch]):
             self._save()
 
     def _save(self) -> None:
-        """Write the checkpoint of all ranks, if all is well and it is not there yet."""
+        """Write the checkpoint of all ranks, if all tensors are good and it is not written yet."""
         if self.path is None or self._saved == (self.epoch, self.batch):
             return
         self.check()
@@ -338,7 +339,7 @@ class Run(ABC, Generic[Batch]):
         self._saved = self.epoch, self.batch
 
     def _resume(self) -> None:
-        """Go on from the checkpoint, if there is one."""
+        """Resume from the checkpoint, if there is one."""
         if self.path is None:
             return
         parts = None
@@ -367,7 +368,7 @@ class Run(ABC, Generic[Batch]):
         ]
 
     def _compare(self, saved: _Saved) -> None:
-        """Raise a ValueError unless a checkpoint is of this run, as far as can be said without reading the data."""
+        """Raise ValueError unless a checkpoint is of this run, as far as that is known without reading the data."""
         before = saved.facts["settings"] | saved.own["settings"]
         for name, value in (self.settings | self.own_settings).items():
             if not alike(before.get(name), value):
@@ -380,10 +381,10 @@ class Run(ABC, Generic[Batch]):
                 raise self.refusal(name, found, expected)
 
     def _read_again(self, saved: _Saved) -> Iterator[Batch]:
-        """Return the remaining batches of an epoch, after those trained on are read once more; of a whole epoch one is.
+        """Read the trained batches of an epoch again, at least one, and return the remaining ones.
 
         Raises:
-            ValueError: If they are not those of the checkpoint.
+            ValueError: If the batches read again are not the batches of the checkpoint.
         """
         done, self.seed = saved.facts["batch"], saved.own["seed"]
         self._at_start = with_prefix(saved.tensors, "start.")
@@ -436,7 +437,7 @@ class Run(ABC, Generic[Batch]):
             stream.set_state(states[str(number)])
 
     def refusal(self, name: str, found: Any, expected: Any) -> ValueError:
-        """Return the error that says where a checkpoint is of another run."""
+        """Return the error that names a difference between a checkpoint and this run."""
         found, expected = (
             value.get("values", value) if isinstance(value, dict) else value for value in (found, expected)
         )
@@ -452,7 +453,7 @@ def seed_of(generator: torch.Generator) -> int:
 
 
 def generators_of(source: object) -> tuple[torch.Generator, ...]:
-    """Return the generators that a source of batches draws from: of a DataLoader its own, and those of its samplers."""
+    """Return the generators that a source of batches draws from: a DataLoader's own, and those of its samplers."""
     batch_sampler = getattr(source, "batch_sampler", None)
     owners = (source, getattr(source, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     found = (getattr(owner, "generator", None) for owner in owners)
@@ -466,12 +467,12 @@ def global_generator(device: torch.device) -> torch.Generator:
 
 
 def rate_at(name: str, schedule: Callable[[float], float], part: float) -> float:
-    """Return the value of a schedule when a part of training is done; raise a ValueError if it is no rate.
+    """Return the value of a schedule at a part of training; raise ValueError if the value is not a rate.
 
     Args:
-        name: Of the argument that is the schedule.
-        schedule: The part of training that is done, from 0 to 1 -> a number.
-        part: The part.
+        name: Name of the argument that is the schedule.
+        schedule: Function of the part of training that is done, from 0 to 1, that returns a number.
+        part: The part of training that is done.
     """
     found = schedule(part)
     rate = real(found)
