@@ -391,7 +391,7 @@ NO_PROSE = re.compile(
 # How often "what" may stand in 1,000 words: a noun is shorter and clearer. Rooms above the common ceiling have their
 # own, which only falls.
 CEILING = 1.5
-HIGHER_CEILINGS = {"toolkit": 7, "toolkit/adversarial": 5.5, "toolkit/em": 7, "toolkit/rbm": 3}
+HIGHER_CEILINGS = {"toolkit/em": 7}
 
 
 def prose_of(path: Path) -> str:

@@ -80,7 +80,7 @@ def choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def _plain(value: Any) -> object:
-    """Return the Python scalar of a scalar of NumPy or torch; None for a truth value; anything else as it is."""
+    """Return the Python scalar of a scalar of NumPy or torch; None for a truth value; anything else unchanged."""
     if getattr(value, "ndim", None) == 0 and not getattr(value, "requires_grad", False):
         value = value.item()
     return None if isinstance(value, bool) else value

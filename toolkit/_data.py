@@ -148,7 +148,7 @@ class Chunks:
         kept: list[tuple[Tensor, Tensor, Tensor]] = []
         for x, weights in self.again():
             w = x.new_ones(len(x), dtype=torch.float64) if weights is None else weights
-            # If all samples are taken there is no draw: the start is then that of the same samples in one piece.
+            # If all samples are taken nothing is drawn, so the start is the same as for the samples in one piece.
             keys = torch.zeros_like(w) if self.n_samples <= count else _keys(w, generator)
             kept.append((keys, x.clone(), w.clone()))  # a source may fill the same memory again
             if sum(len(keys) for keys, _, _ in kept) > 2 * count:

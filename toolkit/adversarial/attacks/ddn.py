@@ -40,9 +40,9 @@ def ddn(
     ``d <- d + alpha_t grad / |grad|_2``, brought to the sphere of radius ``r``, where r is multiplied by
     ``1 - shrinkage`` after a point that is adversarial and by ``1 + shrinkage`` after one that is not; alpha falls to a
     hundredth on a half cosine. Both lengths start at the distance to the boundary of the model as linearised at `x`
-    (the paper starts at 1), so that nothing depends on the scale of inputs or logits. The gradient is that of
-    `margin_loss`, which has the direction of the cross entropy's and does not vanish. In the end examples are brought
-    onto the boundary as in `deepfool`.
+    (the paper starts at 1), so that nothing depends on the scale of inputs or logits. The gradient is taken of
+    `margin_loss`: it has the direction of the cross entropy's gradient and does not vanish. In the end examples are
+    brought onto the boundary as in `deepfool`.
 
     Deterministic, and rows do not depend on each other. While the block `EXAMPLE` is open, steps are differentiated;
     which point of the walk is the nearest is constant.

@@ -211,7 +211,7 @@ class PGD(_Attacked):
         steps: Number of gradient steps.
         step_size: Length of a step in units of epsilon. None: ``2.5 / steps``.
         random_start: Start at a random point of the ball, instead of at the clean input.
-        gradient_dtype: Dtype in which the attack takes its gradients. None: as the model is.
+        gradient_dtype: Dtype in which the attack takes its gradients. None: the dtype of the model.
     """
 
     steps: int = 10
@@ -243,7 +243,7 @@ class TRADES(Method):
         steps: Number of gradient steps of the attack on the divergence.
         step_size: Length of a step in units of epsilon. None: ``2.5 / steps``.
         start: Standard deviation of the noise that the attack starts with, in the units of the inputs.
-        gradient_dtype: Dtype in which the attack takes its gradients. None: as the model is.
+        gradient_dtype: Dtype in which the attack takes its gradients. None: the dtype of the model.
     """
 
     beta: float = 6.0
@@ -399,7 +399,7 @@ class LLR(Method):
         slope_weight: Weight of the change along the tangent.
         steps: Number of gradient steps of the attack on the distance.
         step_size: Length of a step in units of epsilon. None: ``2.5 / steps``.
-        gradient_dtype: Dtype in which the attack takes its gradients. None: as the model is.
+        gradient_dtype: Dtype in which the attack takes its gradients. None: the dtype of the model.
     """
 
     weight: float = 4.0

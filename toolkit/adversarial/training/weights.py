@@ -58,7 +58,7 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
         return loss(model)
 
     def at_the_weights() -> tuple[dict[str, Tensor], Tensor]:
-        # The slope is by the weights that the loss is taken at, and not by those that made an example that is not held:
+        # The slope is by the weights at which the loss is taken, and not by the weights that made an open example:
         # else the perturbation, and so the value of the loss, would depend on whether the block of the example is open.
         places = {name: weight.view_as(weight) for name, weight in weights.items()}
         return places, loss(_Reweighted(model, places))
