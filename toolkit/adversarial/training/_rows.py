@@ -17,10 +17,10 @@ _SIZE_AT = {torch.rand: 0, torch.randn: 0, torch.randint: None}
 
 
 class RowsOfBatch(TorchFunctionMode):
-    """Makes a generator's draws for n rows draws for all N rows, of which this rank's are kept.
+    """Turns a generator's draws for n rows into draws for all N rows, and keeps this rank's.
 
     Drawing for rows that others have is cheap beside the gradients of an attack, and a generator cannot be moved ahead
-    by a number of rows: how many numbers it uses for a normal draw is torch's own affair.
+    by a number of rows: the count of numbers behind a normal draw is internal to torch.
 
     Args:
         generator: The generator whose draws change; other generators draw as usual.
