@@ -1,8 +1,8 @@
 """Expectation maximisation: mixtures and hidden Markov models, by closed-form steps and by a blocked surrogate.
 
 `mixture` has the E-step, the block and the surrogates; `gaussian` and `hmm` the models; `gradient` and `information`
-make use of the block. Behind them: `covariance`, the structures; `engine`, the fast pass and the climb; `models`, other
-mixtures; `estimators`, the faces for users of scikit-learn.
+make use of the block. Behind them: `covariance`, the structures; `engine`, the fast pass and the accelerated iteration;
+`models`, other mixtures; `estimators`, the classes for users of scikit-learn.
 """
 
 import importlib
@@ -169,7 +169,7 @@ __all__ = [
     "to_unconstrained",
 ]
 
-# scikit-learn takes as long to import as all the rest of this package.
+# Importing scikit-learn takes as long as importing the rest of this package.
 _ESTIMATORS = {"BaseMixture", "CategoricalHMM", "CollapseWarning", "GaussianHMM", "GaussianMixture"}
 
 

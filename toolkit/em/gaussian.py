@@ -1,7 +1,7 @@
 r"""Mixtures of Gaussians: parameters, densities, the closed-form M-step, and coordinates for gradient EM.
 
-The shapes by covariance type are scikit-learn's. `precisions_cholesky` is the upper triangular :math:`P` with
-:math:`\Sigma^{-1} = P P^\top`, so that :math:`P^\top (x - \mu)` is standard normal:
+The shape of the covariances depends on their type, as in scikit-learn. `precisions_cholesky` is the upper triangular
+:math:`P` with :math:`\Sigma^{-1} = P P^\top`, so that :math:`P^\top (x - \mu)` is standard normal:
 
 =============  ===================  ============================================
 type           shape                covariance
@@ -105,13 +105,13 @@ class GaussianParameters:
 
     @property
     def n_parameters(self) -> int:
-        """How many numbers are free, for BIC and AIC."""
+        """Number of free parameters, for BIC and AIC."""
         k, d = self.means.shape
         return k - 1 + k * d + self._structure.n_parameters(k, d)
 
     @property
     def weights(self) -> Tensor:
-        """(K,), which sum to 1."""
+        """Weights of the components, (K,); they sum to 1."""
         return self.log_weights.exp()
 
     @property
@@ -121,14 +121,14 @@ class GaussianParameters:
 
     @property
     def covariances(self) -> Tensor:
-        """Shaped by the type."""
+        """Covariances, shaped by the type."""
         return self._structure.covariances(self.precisions_cholesky)
 
     def log_joint(self, x: Tensor) -> Tensor:
         r"""Return :math:`a_{nk} = \log \pi_k - \frac D2 \log 2\pi + \log|P_k| - \frac12 |P_k^\top (x_n - \mu_k)|^2`.
 
-        The difference is taken before anything is multiplied, so an offset of the data costs no accuracy. The price
-        is (K, D, N) of memory; `em_step` does without.
+        Means are subtracted before any product, so an offset of the data costs no accuracy. The differences take
+        (K, D, N) of memory; `em_step` needs no such array.
 
         Args:
             x: (N, D).
@@ -150,7 +150,7 @@ class GaussianParameters:
         return self._structure.log_determinants(self.precisions_cholesky, self.n_features)
 
     def whiten(self, differences: Tensor) -> Tensor:
-        """Return the transpose of P times differences (K, D, N): standard normal, if they are from the means."""
+        """Return the factors' transposes times differences (K, D, N); differences from the means become white."""
         return self._structure.whiten(self.precisions_cholesky, differences)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> GaussianParameters:
@@ -166,7 +166,7 @@ class GaussianParameters:
         return from_unconstrained(values, self.covariance_type)
 
     def as_type(self, covariance_type: CovarianceType) -> GaussianParameters:
-        """Return the mixture as one of a wider type, or of a narrower one: that of its diagonals, or of their means."""
+        """Return the mixture in another covariance type; a narrower type takes the diagonals, or their means."""
         if covariance_type == self.covariance_type:
             return self
         factor = self._structure.to_matrices(self.precisions_cholesky, *self.means.shape)
@@ -240,8 +240,8 @@ def m_step(
 def precisions_cholesky(covariances: Tensor, covariance_type: CovarianceType) -> Tensor:
     """Return the upper triangular factors of the inverse covariances.
 
-    A covariance counts as singular when rounding decides its inverse: when a variable, given those before it, has
-    less than D machine epsilons of its variance left.
+    A covariance counts as singular when rounding decides its inverse: when the conditional variance of a feature, given
+    the features before it, is less than D machine epsilons of its variance.
 
     Args:
         covariances: Shaped by the type.
@@ -258,15 +258,15 @@ def precisions_cholesky(covariances: Tensor, covariance_type: CovarianceType) ->
 
 
 def to_unconstrained(parameters: GaussianParameters) -> dict[str, Tensor]:
-    """Return coordinates in which every real value is a mixture, for gradients, optimisers and acceleration.
+    """Return unconstrained coordinates of a mixture, for gradients, optimisers and acceleration.
 
     Args:
         parameters: The mixture.
 
     Returns:
         ``log_weights`` (K,), free up to a common constant; ``means`` (K, D); ``log_cholesky``: the logarithms of the
-        diagonal of the precisions' factor and then, for full and tied, what is above it, row by row. Its shape is
-        (K, D(D+1)/2), (D(D+1)/2,), (K, D) or (K,).
+        diagonal of the precisions' factor, then, for full and tied, the entries above the diagonal, row by row. Its
+        shape is (K, D(D+1)/2), (D(D+1)/2,), (K, D) or (K,).
 
     Example:
         >>> two = from_unconstrained(
@@ -279,7 +279,7 @@ def to_unconstrained(parameters: GaussianParameters) -> dict[str, Tensor]:
 
 
 def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: CovarianceType) -> GaussianParameters:
-    """Return the mixture at these coordinates: the inverse of `to_unconstrained`, up to the constant of log-weights.
+    """Return the mixture at these coordinates: the inverse of `to_unconstrained`, with normalised weights.
 
     Args:
         unconstrained: ``log_weights``, ``means`` and ``log_cholesky``, as `to_unconstrained` returns them.
@@ -298,6 +298,6 @@ def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: Cov
 
 
 def check_features(parameters: GaussianParameters, x: Tensor) -> None:
-    """Raise a ValueError unless the samples have the mixture's features; one feature would broadcast."""
+    """Raise a ValueError unless the samples have as many features as the mixture; one feature would broadcast."""
     if x.ndim != 2 or x.shape[1] != parameters.n_features:
         raise ValueError(f"`x` should have shape (N, {parameters.n_features}). Found {tuple(x.shape)}.")

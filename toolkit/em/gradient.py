@@ -4,9 +4,9 @@ An E-step fixes the responsibilities :math:`\bar r`. Then the optimiser raises t
 
 .. math:: Q(\theta) = \frac{1}{\sum_n w_n} \sum_{nk} w_n \bar r_{nk} \log \pi_k f_k(x_n)
 
-by a step or several, and the next E-step follows. Where the E-step was taken, the gradient of Q is that of the
-log-likelihood (Fisher), because the block `em.responsibilities` holds :math:`\bar r`. With the block open it is that of
-the conditional classification likelihood, and ends somewhere else.
+by one or several steps, and the next E-step follows. At the parameters of the E-step the gradient of Q is that of the
+log-likelihood (Fisher), because the block `em.responsibilities` holds :math:`\bar r`. With the block open the gradient
+is that of the conditional classification likelihood, whose maximum is a different one.
 
 N samples, D features, K components, B samples of a batch.
 """
@@ -45,35 +45,35 @@ def gradient_em(
 ) -> Climb[F]:
     """Raise the likelihood of a mixture by an optimiser's steps on the blocked surrogate.
 
-    What it is for: a model whose M-step is not wanted or not known, minibatches, or a mixture as a part of something
-    that is trained by gradients anyway. Where the M-step is known, `climb` is faster by orders of magnitude.
+    Use it for a model without a known M-step, for minibatches, or for a mixture inside a model that is trained by
+    gradients. Where the M-step is known, `climb` is faster by orders of magnitude.
 
     **Second-order methods.** Q has the gradient of the log-likelihood, but neither its value nor its Hessian (Louis),
-    and every E-step makes another Q. So what an optimiser evaluates several times for one step has the responsibilities
-    held: L-BFGS with its line search maximises one fixed Q, which is the M-step, and forgets its curvature at the next
-    E-step. It needs all samples. A Newton method for the likelihood itself should differentiate `log_likelihood`.
+    and every E-step makes another Q. All evaluations of one optimiser step therefore use the same responsibilities. So
+    L-BFGS with its line search maximises one fixed Q, which is the M-step, and its curvature is cleared at the next
+    E-step. L-BFGS needs all samples. A Newton method for the likelihood itself should differentiate `log_likelihood`.
 
     Args:
-        start: The mixture to start from. It is not changed, nor is any ``.grad`` of anything.
-        x: (N, D), or what else the mixture takes; the first dimension counts the samples.
-        optimizer: Makes the optimiser of a list of leaves: ``lambda leaves: torch.optim.Adam(leaves, lr=0.05)``.
+        start: The mixture to start from. Neither it nor any ``.grad`` is changed.
+        x: (N, D), or another shape that the mixture takes; the first dimension counts the samples.
+        optimizer: Returns the optimiser of a list of leaves: ``lambda leaves: torch.optim.Adam(leaves, lr=0.05)``.
         steps: E-steps.
         sample_weight: (N,), not negative, not all 0. None: all 1.
-        batch_size: B, samples of one E-step and its inner steps, drawn without replacement until all have been. None:
-            all samples.
+        batch_size: B, samples of one E-step and its inner steps, drawn without replacement in each pass. None: all
+            samples.
         generator: Randomness of the batches. None is torch's global generator.
         inner_steps: Steps of the optimiser for each E-step.
-        callback: Called with the number of E-steps done, and the log-likelihood of all samples, wherever that is known:
-            after every step, or with minibatches once in N / B steps; and at the end.
+        callback: Called with the number of E-steps done and the log-likelihood of all samples: after every step, or
+            with minibatches once in N / B steps; and at the end.
 
     Returns:
-        The highest point at which the log-likelihood of all samples was evaluated; ``n_iter`` is `steps`; ``history``
-        has all these log-likelihoods and may fall; ``converged`` is False, because nothing is asked about it.
+        The highest point at which the log-likelihood of all samples was evaluated. ``n_iter`` is `steps`; ``history``
+        has all these log-likelihoods and may fall; ``converged`` is always False, as convergence is not tested.
 
     Raises:
         TypeError: If `x` or `sample_weight` is no tensor, or `optimizer` no function.
-        ValueError: If an argument is out of range, L-BFGS is given minibatches, or the log-likelihood is not finite any
-            more: the steps are too long.
+        ValueError: If an argument is out of range, L-BFGS is given minibatches, or the log-likelihood becomes
+            non-finite because the steps are too long.
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 3
@@ -115,7 +115,7 @@ def gradient_em(
 
 
 class _Training(Generic[F]):
-    """The leaves that an optimiser moves, the objective it is given, and the best point so far."""
+    """The leaves that an optimiser moves, its objective, and the best point so far."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class _Training(Generic[F]):
         self.history: list[float] = []
 
     def e_step(self, step: int, rows: Tensor | None) -> Callable[[], Tensor]:
-        """Return minus Q as an optimiser wants it; its first evaluation is the E-step."""
+        """Return the closure of minus Q for an optimiser; the first evaluation is the E-step."""
         x, weights = (self._x, self._weights) if rows is None else (self._x[rows], self._weights[rows])
         held: Tensor | None = None
 
@@ -178,7 +178,7 @@ class _Training(Generic[F]):
         return self._start.with_unconstrained(self.leaves)
 
     def _differentiate(self, loss: Tensor) -> None:
-        """Set the gradients of the leaves, and of nothing else that the loss may depend on."""
+        """Set the gradients of the leaves, and of no other tensor that the loss may depend on."""
         leaves = list(self.leaves.values())
         for leaf, slope in zip(leaves, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
             leaf.grad = slope
@@ -187,7 +187,7 @@ class _Training(Generic[F]):
 def _batches(
     x: Tensor, batch_size: int | None, generator: torch.Generator | None
 ) -> Iterator[tuple[Tensor | None, bool]]:
-    """Yield the rows of batch after batch, each sample once in a pass, and whether a pass begins."""
+    """Yield the rows of each batch, each sample once in a pass, and whether a pass begins."""
     device = x.device if generator is None else generator.device
     while True:
         if batch_size is None:
@@ -199,7 +199,7 @@ def _batches(
 
 
 def _relative(x: Tensor, sample_weight: Tensor | None) -> Tensor:
-    """Return the weights relative to their mean, float64: those of a batch need not have mean 1."""
+    """Return the weights over their mean, float64; the weights of a batch need not have mean 1."""
     weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
     return weights / weights.mean()
 

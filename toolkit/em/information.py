@@ -1,4 +1,4 @@
-r"""What EM knows about its own precision: information matrices, the rate of convergence, and standard errors.
+r"""Precision of estimates by EM: information matrices, the rate of convergence, and standard errors.
 
 With :math:`a_{nk} = \log \pi_k f_k(x_n)`, responsibilities :math:`r_{nk}` and weights :math:`w_n`, in the coordinates
 :math:`\theta` without constraints, all summed over the samples:
@@ -11,13 +11,13 @@ complete              :math:`I_c = -\sum_{nk} w_n \bar r_{nk} \nabla^2 a_{nk}`, 
 missing               :math:`I_m = \sum_n w_n \mathrm{Cov}_{k \sim r_n}(\nabla a_{nk})`
 ====================  ==============================================================================================
 
-Louis: :math:`I_o = I_c - I_m`. The complete information is minus the Hessian of the blocked surrogate, which so has the
-right gradient and too much curvature: by what the labels of the samples would have told. Dempster, Laird and Rubin: at
-a maximum the Jacobian of the EM map is :math:`J = I_c^{-1} I_m`, the fraction of missing information, so its largest
-eigenvalue is EM's rate of convergence. Meng and Rubin read this backwards: :math:`I_o^{-1} = (1 - J)^{-1} I_c^{-1}`,
-standard errors out of the EM map.
+Louis: :math:`I_o = I_c - I_m`. The complete information is minus the Hessian of the blocked surrogate. So the surrogate
+has the right gradient and too much curvature; the excess is the information in the samples' unknown labels. Dempster,
+Laird and Rubin: at a maximum the Jacobian of the EM map is :math:`J = I_c^{-1} I_m`, the fraction of missing
+information, so its largest eigenvalue is EM's rate of convergence. Meng and Rubin solve for the covariance,
+:math:`I_o^{-1} = (1 - J)^{-1} I_c^{-1}`: standard errors from the EM map.
 
-N samples, K components, P coordinates, Q of them that matter, M natural parameters.
+N samples, K components, P coordinates, Q directions that are not redundant, M natural parameters.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ ErrorMethod = Literal["sem", "louis", "sandwich"]
 
 F = TypeVar("F", bound=Family)
 
-# Attributes in which a mixture's parameters are spoken of, of those families that have them.
+# Attributes that are natural parameters, in the families that have them.
 _NATURAL = ("weights", "means", "covariances", "scatters", "degrees_of_freedom", "rates", "probabilities")
 
 # Eigenvalues of the complete information, scaled to a unit diagonal, below which a direction is redundant.
 _REDUNDANT = 1e-9
 
-# The relative error of the covariance from which on the EM map is not taken for its witness.
+# The relative error of the covariance above which the EM map does not confirm it.
 _SEM_ERROR = 0.02
 
-# Numbers that one batch of samples may need for its derivatives.
+# The most numbers that the derivatives of one batch of samples may take.
 _BATCH_NUMBERS = 2**23
 
 
@@ -68,8 +68,8 @@ def observed_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
     """Return minus the Hessian of the log-likelihood, exactly, summed over the samples.
 
     Args:
-        mixture: Where, usually at a maximum.
-        x: (N, D), or what else the mixture takes; the first dimension counts the samples.
+        mixture: The parameters, usually at a maximum of the likelihood.
+        x: (N, D), or another shape that the mixture takes; the first dimension counts the samples.
         sample_weight: (N,), not negative: numbers of copies. None: all 1.
 
     Returns:
@@ -95,7 +95,7 @@ def observed_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
 def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """Return minus the Hessian of the expected complete-data log-likelihood, the responsibilities held.
 
-    It is what the observed information would be, on average, were the components of the samples known; and minus the
+    It is the observed information of samples with known components, averaged by the responsibilities; and minus the
     Hessian of the blocked `surrogate`, times the sum of the weights.
 
     Args:
@@ -126,7 +126,7 @@ def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
 
 @no_graph()
 def missing_information(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
-    """Return the covariance of the complete-data score given the samples: what not knowing the components costs.
+    """Return the covariance of the complete-data score given the samples: the information lost with the labels.
 
     Args:
         mixture: As in `observed_information`.
@@ -167,7 +167,7 @@ def louis_information(mixture: Family, x: Tensor, sample_weight: Tensor | None =
         sample_weight: As in `observed_information`.
 
     Returns:
-        (P, P), as in `observed_information`, of which this is a witness.
+        (P, P): `observed_information`, computed in another way.
 
     Raises:
         TypeError: As in `observed_information`.
@@ -181,13 +181,13 @@ def louis_information(mixture: Family, x: Tensor, sample_weight: Tensor | None =
 
 @no_graph()
 def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
-    """Return the derivative of the coordinates after one EM step by those before it.
+    """Return the derivative of the coordinates after one EM step by the coordinates before it.
 
-    The block `em.responsibilities` is opened for it: with the block in place the M-step sees constants, and its
-    derivative is exactly 0.
+    The block `em.responsibilities` is opened for this derivative. With the block in place the M-step sees constants,
+    and the derivative is exactly 0.
 
     Args:
-        mixture: Where. At a maximum the eigenvalues are the fractions of missing information.
+        mixture: The parameters. At a maximum the eigenvalues are the fractions of missing information.
         x: As in `observed_information`.
         sample_weight: As in `observed_information`.
 
@@ -219,9 +219,10 @@ def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None)
 def missing_information_rate(mixture: Family, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
     """Return the fractions of missing information; at a maximum the largest is EM's rate of convergence.
 
-    They are the eigenvalues of ``complete^-1 missing``, with those directions left out in which the coordinates are
-    redundant. Near 1: the samples say next to nothing about some direction, and EM needs 1 / (1 - rate) steps for
-    every factor e. The rate is that of an EM that has only the components to guess, and whose M-step is exact.
+    They are the eigenvalues of ``complete^-1 missing`` over the directions in which the coordinates are not redundant.
+    A rate near 1 means that the samples hold next to no information about some direction, and that EM needs
+    ``1 / (1 - rate)`` steps for every factor e. The rate assumes an exact M-step, and no latent variables but the
+    components.
 
     Args:
         mixture: As in `observed_information`.
@@ -254,30 +255,30 @@ def standard_errors(
 ) -> dict[str, Tensor]:
     r"""Return the standard errors of a fitted mixture's parameters.
 
-    The covariance of the coordinates is carried over to the natural parameters by the delta method, to first order in
-    1/N. Redundant coordinates, as the common constant of log-weights, do not matter.
+    The delta method carries the covariance of the coordinates over to the natural parameters, to first order in 1/N.
+    Redundant coordinates, such as the common constant of log-weights, do not matter.
 
     - ``"louis"``: :math:`I_o^{-1}`, by Louis' identity.
     - ``"sem"``: :math:`(1 - J)^{-1} I_c^{-1}`: the same numbers at a maximum, from the EM map. The M-step must be
-      differentiable and maximise the expected log-joint. One that has more to guess than the components, as those of
-      Student components and of factor analysers, or takes a step only, is refused.
-    - ``"sandwich"``: :math:`I_o^{-1} S I_o^{-1}`, with S the sum of squares of the scores. The others believe that the
-      data come from such a mixture; this does not (Huber).
+      differentiable and maximise the expected log-joint. A family with more latent variables (Student components,
+      factor analysers), or whose M-step only improves, is refused.
+    - ``"sandwich"``: :math:`I_o^{-1} S I_o^{-1}`, with S the sum of the scores' outer products. It does not assume that
+      the data come from such a mixture, as the other two do (Huber).
 
     Args:
         mixture: A maximum of the likelihood, found with a small `tol`.
         x: As in `observed_information`.
         method: ``"louis"``, ``"sem"`` or ``"sandwich"``.
         sample_weight: As in `observed_information`.
-        natural: Takes the mixture to the parameters wanted, by name. None: those of weights, means, covariances,
-            scatters, degrees of freedom, rates and probabilities that the mixture has.
+        natural: Takes the mixture to the parameters of interest, by name. None: the mixture's weights, means,
+            covariances, scatters, degrees of freedom, rates and probabilities, as far as it has them.
 
     Returns:
-        Name -> standard errors, in the shape of the parameters, float64. 0 for what is not estimated.
+        Name -> standard errors, in the shape of the parameters, float64; 0 for parameters that are not estimated.
 
     Raises:
         TypeError: As in `observed_information`.
-        ValueError: As in `observed_information`, or if the method is unknown, the mixture is at no maximum, or its
+        ValueError: As in `observed_information`, or if the method is unknown, the mixture is not at a maximum, or its
             M-step does not fit ``"sem"``.
 
     References:
@@ -371,7 +372,7 @@ def _check_maximum(rate: float) -> None:
 
 
 def _check_m_step(difference: Tensor, rate: float) -> None:
-    # What the covariance may be wrong by, relatively, is this difference over what information is left.
+    # The relative error of the covariance is this difference over the information that is left.
     error = float(torch.linalg.matrix_norm(difference, 2)) / (1 - rate)
     if not error < _SEM_ERROR:
         raise ValueError(
@@ -403,7 +404,7 @@ class _Coordinates(Generic[F]):
         return self._like.with_unconstrained(self._layout.leaves(position))
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield samples and their weights, so many that the derivatives of all log-joints fit the memory."""
+        """Yield batches of samples and weights, small enough that the derivatives of all log-joints fit the memory."""
         n_components = self.mixture(self.position).log_joint(self.x[:1]).shape[1]
         per_sample = n_components * len(self.position) * (1 + self.x[0].numel())
         size = max(1, _BATCH_NUMBERS // per_sample)

@@ -1,9 +1,9 @@
-r"""What every finite mixture shares: the E-step, the log-likelihood, and the surrogates that gradient EM ascends.
+r"""The core of every finite mixture: the E-step, the log-likelihood, and the surrogates that gradient EM ascends.
 
 With the joint log-density :math:`a_{nk} = \log \pi_k f_k(x_n)`, its normaliser over the components is the
 log-density :math:`\ell_n = \log \sum_k e^{a_{nk}}`, and its softmax the responsibilities :math:`r_{nk}`.
 
-The block `em.responsibilities` holds what the E-step hands over. What it does depends on the surrogate:
+The block `em.responsibilities` holds the output of the E-step constant. Its effect depends on the surrogate:
 
 ==========================  ==========================  ======================================================
 program                     gradient with the block     leak without it
@@ -55,7 +55,7 @@ class Mixture(Protocol):
 class Family(Mixture, Protocol):
     """A mixture that can be fitted: it has a closed-form M-step, and coordinates without constraints.
 
-    Every method returns new parameters; what is not estimated (degrees of freedom that are given, say) is carried over.
+    Every method returns new parameters. Parameters that are not estimated (given degrees of freedom, say) are kept.
     """
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
@@ -65,7 +65,7 @@ class Family(Mixture, Protocol):
         """
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return coordinates in which every real value is a mixture."""
+        """Return unconstrained coordinates: every real vector of them is a mixture."""
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
         """Return the mixture at these coordinates."""
@@ -90,7 +90,7 @@ def log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = N
     Args:
         mixture: The parameters.
         x: (N, D).
-        sample_weight: (N,), not negative; the mean over the samples is weighted by it. None: all 1.
+        sample_weight: (N,), not negative: weights of the mean over the samples. None: all 1.
 
     Returns:
         Scalar, nats per sample.
@@ -104,11 +104,11 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
     Args:
         mixture: The parameters.
         x: (N, D).
-        sample_weight: (N,): weighs the log-likelihood. The responsibilities are those of the samples, not weighted.
+        sample_weight: (N,): weighs the log-likelihood, not the responsibilities. None: all 1.
 
     Returns:
-        Responsibilities (N, K), which sum to 1 over the components and are held constant by `em.responsibilities`,
-        and the log-likelihood: a scalar, nats per sample, which carries its gradient.
+        Responsibilities (N, K), which sum to 1 over the components and are held constant by `em.responsibilities`; and
+        the log-likelihood, a differentiable scalar in nats per sample.
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
@@ -156,12 +156,12 @@ def evidence_lower_bound(
 ) -> Tensor:
     r"""Return :math:`\frac1N \sum_{nk} \bar r_{nk} (\log \pi_k f_k(x_n) - \log \bar r_{nk})`, the bound at its contact.
 
-    At the exact responsibilities the bound touches the log-likelihood, and is stationary in them. So its value *and*
-    its gradient are those of the log-likelihood, and opening the block leaks exactly nothing. The entropy that
-    `surrogate` leaves out is what makes the difference.
+    At the exact responsibilities the bound touches the log-likelihood, and is stationary in the responsibilities. So
+    its value *and* its gradient are those of the log-likelihood, and opening the block leaks exactly nothing. The
+    difference to `surrogate` is the entropy, which `surrogate` leaves out.
 
-    That holds at the exact responsibilities only. At an inverse temperature :math:`\beta`, as in annealing, they are
-    :math:`q \propto (\pi_k f_k)^\beta`; the bound does not touch, and the leak is
+    Softened responsibilities do leak. At an inverse temperature :math:`\beta`, as in annealing, the responsibilities
+    are :math:`q \propto (\pi_k f_k)^\beta`. The bound then lies below the log-likelihood, and the leak is
     :math:`\beta (1 - \beta) \frac1N \sum_n \mathrm{Cov}_{k \sim q_n}(a_{nk}, \nabla a_{nk})`.
 
     Args:
@@ -184,12 +184,12 @@ def evidence_lower_bound(
 
 
 def log_responsibilities(log_joint: Tensor) -> Tensor:
-    """Return the logarithms of the responsibilities (N, K), blocked, from the log-joint (N, K): the E-step's output."""
+    """Return the logarithms of the responsibilities (N, K), blocked, from the log-joint (N, K)."""
     return stop_gradient(log_joint.log_softmax(-1), RESPONSIBILITIES)
 
 
 def expectation(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Return the expectation over the last dimension; what has probability 0 may be infinite."""
+    """Return the expectation over the last dimension; values of probability 0 may be infinite."""
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(-1)
 
 
