@@ -1,4 +1,4 @@
-"""Mixtures and hidden Markov models as scikit-learn's users know them: thin faces of the functional core."""
+"""Mixtures and hidden Markov models as scikit-learn estimators: thin classes over the functional core."""
 
 from toolkit.em.estimators.hmm import BaseHMM, CategoricalHMM, GaussianHMM
 from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture

@@ -1,4 +1,4 @@
-"""Finds the components that have shrunk onto too few samples: what a likelihood without bound looks like.
+"""Finds degenerate components: those that have shrunk onto too few samples, where the likelihood has no bound.
 
 D features, K components.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit.blocks import no_graph
 from toolkit.em.gaussian import GaussianParameters
 
-# How many times `reg_covar` a variance of the whole mixture must be to count as resolved.
+# The least variance of the whole mixture, in units of `reg_covar`, that counts as resolved.
 _RESOLVED = 100.0
 
 
@@ -19,12 +19,12 @@ _RESOLVED = 100.0
 def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> list[int]:
     """Return the components that are empty, or whose variance in some direction comes from `reg_covar` alone.
 
-    Directions in which the whole mixture has no variance, a constant feature say, do not count. The mixture knows the
-    data's covariance: after an M-step it is its own.
+    Directions in which the whole mixture has no variance, a constant feature say, do not count. After an M-step the
+    covariance of the mixture is that of the data.
 
     Args:
         parameters: A fitted mixture.
-        reg_covar: What was added to every variance.
+        reg_covar: The number that was added to every variance.
 
     Returns:
         Their indices, in order.
@@ -48,7 +48,7 @@ def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> li
         return _indices(empty)
     directions = vectors[:, resolved]
     own = directions.mT @ covariances @ directions
-    # Twice: half of the variance is then the data's own.
+    # Twice `reg_covar`: half of the variance is then the data's own.
     held_up = torch.linalg.eigvalsh(own).amin(-1) <= 2 * reg_covar
     scaled = directions / values[resolved].sqrt()
     singular = torch.linalg.eigvalsh(scaled.mT @ covariances @ scaled).amin(-1) <= smallest

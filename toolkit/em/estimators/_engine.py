@@ -1,4 +1,4 @@
-"""What the estimator climbs with: one EM map for each kind of covariance, on data that are prepared once.
+"""EM maps of the estimator: one for each kind of covariance, on data that are prepared once.
 
 N samples, D features, K components.
 """
@@ -25,7 +25,7 @@ from toolkit.em.models.prior import Prior
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How to climb: as in `climb`."""
+    """Options of an EM iteration, as in `climb`."""
 
     accelerate: Accelerate
     tol: float
@@ -34,14 +34,14 @@ class Options:
 
 
 class Engine(Protocol):
-    """Climbs from a start on the data that it holds."""
+    """The EM iteration of one kind of covariance, on prepared data."""
 
     def climb(self, start: GaussianParameters, options: Options) -> Climb[Any]:
         """Return the highest point found, float64."""
 
 
 class GaussianEngine:
-    """The four types, by the fast pass; with a prior the value is ``log-likelihood + log-prior / N``."""
+    """The four types, by the fast pass; with a prior the objective is ``log-likelihood + log-prior / N``."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class GaussianEngine:
         return climb_prepared(start, data=self.prepared, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
 
     def heats(self, starts: list[GaussianParameters], options: Options) -> list[tuple[GaussianParameters, int]]:
-        """Return points from which to go on, and the steps taken to them: see `toolkit.em.engine.restarts.heats`.
+        """Return the points to continue from, and the steps taken to each: see `toolkit.em.engine.restarts.heats`.
 
-        With plain steps the point is the start, so that the history is whole.
+        With plain steps each point is its start, so that the history is whole.
         """
 
         def are_sound(mixtures: Mixtures) -> list[bool]:
@@ -133,7 +133,7 @@ class MissingEngine:
 
 @dataclass(frozen=True)
 class Marginal:
-    """A mixture of whole samples, seen where there is something to see."""
+    """A mixture of complete samples, with the marginal density of the observed values."""
 
     parameters: GaussianParameters
 

@@ -1,4 +1,4 @@
-"""Where the estimator's fits start: responsibilities or means by `init_params`, and what the user has given instead.
+"""Starts of the estimator's fits: responsibilities or means by `init_params`, or the parameters given by the user.
 
 N samples, D features, K components.
 """
@@ -41,19 +41,19 @@ def starts_by(
     sample_weight: Tensor | None = None,
     means: Tensor | None = None,
 ) -> Iterator[Callable[[], GaussianParameters]]:
-    """Yield what makes the starts that scikit-learn's names describe: responsibilities, and one M-step from them.
+    """Yield functions that make the starts named as in scikit-learn: one M-step from responsibilities.
 
-    ``"kmeans"``: those of k-means. ``"random"``: uniform draws. ``"random_from_data"``, ``"k-means++"``: samples are
-    the means, and all samples belong to the nearest. With `means` they belong to the nearest of those, whatever
-    `init_params` says: a mean that was given and a covariance that was found elsewhere do not belong together.
+    ``"kmeans"``: the clusters of k-means. ``"random"``: uniform draws. ``"random_from_data"``, ``"k-means++"``: some
+    samples are the means, and each sample belongs to the nearest mean. With `means` each sample belongs to the nearest
+    of these, whatever `init_params` says, so that covariances fit the given means.
 
-    A component whose samples have no covariance of their own, being too few, gets that of all samples about their
-    means: a variance of `reg_covar` alone would hold it at one sample for good.
+    A component with too few samples for a covariance of its own gets the covariance of all samples about their means.
+    With a variance of `reg_covar` alone the component would stay at one sample.
 
     Args:
         x: (N, D), finite, or NaN where missing: see `start_missing`.
         n_components: K.
-        n_starts: How many.
+        n_starts: Number of starts.
         covariance_type: As in `fit`.
         init_params: One of the four.
         reg_covar: Added to every variance.
@@ -62,8 +62,8 @@ def starts_by(
         means: (K, D), or None.
 
     Returns:
-        Functions that give a mixture in float64, or raise a ValueError if all samples lie at the means and `reg_covar`
-        is 0.
+        Functions that return a mixture in float64, or raise a ValueError if all samples lie at the means and
+        `reg_covar` is 0.
     """
     seeded = means is None and init_params != "random"
     if bool(x.isnan().any()):
@@ -84,7 +84,7 @@ def starts_by(
     if means is not None:
         return iter([partial(near, means, keep=True)] * n_starts)
     if seeded:
-        # Only the means are wanted: whatever the regularisation, they can be had.
+        # Only the means are needed, and they exist whatever the regularisation.
         found = choose_starts(
             x,
             sample_weight,
@@ -117,7 +117,7 @@ def _start_at(
     covariance_type: CovarianceType,
     reg_covar: float,
 ) -> GaussianParameters:
-    """Return the M-step from the samples nearest to each origin, which may be kept as the mean."""
+    """Return the M-step from the samples nearest to each origin; the origins may be kept as means."""
     moved = _m_step(x, None, origins, covariance_type, reg_covar, sample_weight)
     return dataclasses.replace(moved, means=origins) if keep else moved
 
@@ -166,7 +166,7 @@ def _m_step(
             counts[k] += shares.sum()
             first[k] += shares @ differences
             second[k] += wide.moments((shares[:, None] * differences).mT[None], differences.mT[None])[0]
-    # One sample's worth at least, as an empty component is otherwise lost before the first step.
+    # A count of at least one sample: an empty component would be lost before the first step.
     total = counts.sum()
     weights = torch.maximum(counts, total / len(x))
     safe = torch.where(counts > 0, counts, 1.0)
@@ -182,7 +182,7 @@ def _m_step(
 
 
 def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, structure: Structure) -> Tensor:
-    """Return covariances from the components' `wide` scatter; where a component has none of its own, the common one."""
+    """Return covariances from the components' `wide` scatter; the common one where a component is degenerate."""
     n_components, n_features = len(scatter), scatter.shape[-1]
     pooled = structure.pool(scatter.sum(0, keepdim=True))
     common = structure.estimate(pooled, total.expand(1, n_features))
@@ -194,7 +194,7 @@ def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, structure: Stru
 
 
 def _parts(x: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield rows, their samples and their weights, float64, of a size that memory does not notice."""
+    """Yield slices of rows, their samples and their weights, float64, in small parts."""
     for i in range(0, len(x), _CHUNK):
         part = x[i : i + _CHUNK].double()
         weights = part.new_ones(len(part)) if sample_weight is None else sample_weight[i : i + _CHUNK]
@@ -208,7 +208,7 @@ def check_given(
     shape: tuple[int, int],
     kind: CovarianceType,
 ) -> Tensor | None:
-    """Return the precisions' Cholesky factor, or None; raise a ValueError if something given cannot be used."""
+    """Return the precisions' Cholesky factor, or None; raise a ValueError if a given parameter is invalid."""
     k, d = shape
     if weights is not None:
         _check_shape("weights_init", weights, (k,))

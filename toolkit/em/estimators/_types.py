@@ -1,4 +1,4 @@
-"""The names of covariances: scikit-learn's four types, mclust's fourteen models, and mixtures as one or the other.
+"""The names of covariances: scikit-learn's four types, mclust's fourteen models, and conversions of mixtures.
 
 D features, K components.
 """
@@ -24,7 +24,7 @@ def gaussian_type(covariance: CovarianceType | CovarianceModel) -> CovarianceTyp
 
 
 def engine_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType | None:
-    """Return the type of which a model is another name, or None."""
+    """Return the type that is equal to a model, or None."""
     return gaussian_type(covariance) or _TYPES.get(cast(CovarianceModel, covariance))
 
 
@@ -34,7 +34,7 @@ def start_type(covariance: CovarianceType | CovarianceModel) -> CovarianceType:
 
 
 def model_of(covariance: CovarianceType | CovarianceModel) -> CovarianceModel:
-    """Return the model of which a type is another name, or the model itself."""
+    """Return the model that is equal to a type, or the model itself."""
     names = {kind: model for model, kind in _TYPES.items()}
     return names.get(cast(CovarianceType, covariance)) or cast(CovarianceModel, covariance)
 

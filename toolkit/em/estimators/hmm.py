@@ -1,4 +1,4 @@
-"""Estimators of hidden Markov models: the thin face that users of scikit-learn and hmmlearn expect.
+"""Estimators of hidden Markov models: thin classes for users of scikit-learn and hmmlearn.
 
 S sequences, N steps in all, D features, M symbols, K states.
 """
@@ -30,14 +30,14 @@ __all__ = ["BaseHMM", "CategoricalHMM", "GaussianHMM"]
 
 Decoder = Literal["viterbi", "map"]
 
-# What probabilities that a user has set may miss 1 by.
+# The largest difference to 1 of the sum of probabilities that a user has set.
 _SUM_TOLERANCE = 1e-6
 
 
 class BaseHMM(BaseEstimator):  # type: ignore[misc]
-    """What the estimators share: everything but the emissions.
+    """Base of the estimators: everything but the emissions.
 
-    A model is what its attributes say: whoever sets all of them needs no `fit`.
+    The attributes define the model: with all of them set, no `fit` is needed.
     """
 
     _letters: dict[str, str]
@@ -52,7 +52,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
     startprob_: Array
     transmat_: Array
 
-    # --- what a subclass says ---
+    # --- hooks of a subclass ---
 
     def _read(self, x: object, *, reset: bool) -> tuple[Tensor, Form]:
         """Return data as a tensor, and their form."""
@@ -63,7 +63,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         raise NotImplementedError
 
     def _start_emissions(self, x: Tensor, generator: torch.Generator) -> hmm.Emissions:
-        """Return emissions to start from: attributes, where `init_params` does not ask for new ones."""
+        """Return emissions to start from: the attributes, except those named in `init_params`."""
         raise NotImplementedError
 
     def _set_emissions(self, emissions: Any, form: Form) -> None:
@@ -80,7 +80,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         )
 
     def _shape(self, samples: Tensor) -> Tensor:
-        """Return drawn data in the shape that `fit` takes them."""
+        """Return drawn data in the shape that `fit` takes."""
         return samples
 
     # --- fit ---
@@ -98,7 +98,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
             The estimator.
 
         Warns:
-            ConvergenceWarning: If `max_iter` steps did not suffice.
+            ConvergenceWarning: If the fit has not converged after `max_iter` steps.
 
         Raises:
             ValueError: If a parameter is out of range, the data do not fit, or a covariance becomes singular.
@@ -194,14 +194,14 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         return self.score_samples(X, lengths)[1]
 
     def decode(self, X: object, lengths: object = None, algorithm: Decoder | None = None) -> tuple[float, Array]:
-        """Return the best states (N,) and how good they are.
+        """Return the score of the best states, and the states (N,).
 
         Args:
             X: As in `fit`.
             lengths: As in `fit`.
             algorithm: ``"viterbi"``: the most probable paths, with the log of their joint density. ``"map"``: each
-                step's most probable state, with the number of steps at which it is expected to be right. None: what
-                the estimator says.
+                step's most probable state, with the expected number of correct states. None: the estimator's
+                `algorithm`.
         """
         algorithm = algorithm or self.algorithm
         choice("algorithm", algorithm, get_args(Decoder))
@@ -228,9 +228,9 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         """Draw one sequence.
 
         Args:
-            n_samples: Its length.
-            random_state: None: the estimator's.
-            currstate: The first state. None: it is drawn.
+            n_samples: Length of the sequence.
+            random_state: As in the class. None: the estimator's.
+            currstate: The first state. None: drawn from `startprob_`.
 
         Returns:
             Data, (N, D) or (N, 1), and states (N,).
@@ -244,7 +244,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         return form.give(self._shape(x)), form.give(states)
 
     def get_stationary_distribution(self) -> Array:
-        """Return the distribution of states (K,) that a transition leaves as it is."""
+        """Return the stationary distribution of states, (K,): a transition leaves it unchanged."""
         k = int(self.n_components)
         transition = self._probabilities("transmat_", (k, k))
         system = torch.cat([transition.mT - torch.eye(k, dtype=torch.float64), transition.new_ones(1, k)])
@@ -328,9 +328,9 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
 class GaussianHMM(BaseHMM):
     r"""A hidden Markov model whose states emit Gaussian vectors, fitted by Baum-Welch.
 
-    Parameters, attributes and methods are those that users of hmmlearn know. What differs: `tol` bounds what is left
-    to gain in nats per step, and steps are accelerated (``accelerate="none"`` are plain ones); variances have no prior,
-    but `reg_covar` is added to them; `covars_` is shaped by the type, when read and when set.
+    Parameters, attributes and methods are those of hmmlearn, with these differences. `tol` bounds the remaining gain in
+    nats per step, and steps are accelerated unless ``accelerate="none"``. Variances have no prior, but `reg_covar` is
+    added to them. `covars_` is shaped by the type, when read and when set.
 
     Args:
         n_components: K.
@@ -341,10 +341,10 @@ class GaussianHMM(BaseHMM):
         algorithm: How `predict` decodes: ``"viterbi"`` or ``"map"``.
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
         max_iter: The most EM steps. 0 sets the attributes to the start.
-        tol: The fit has converged when what is left to gain is about this, in nats per step.
+        tol: The fit has converged when the remaining gain is about `tol`, in nats per step.
         n_init: Fits from this many starts, of which the best is kept.
-        params: What is estimated: s (start), t (transitions), m (means), c (covariances).
-        init_params: What is initialised; the other attributes must be set.
+        params: Parameters to estimate: s (start), t (transitions), m (means), c (covariances).
+        init_params: Parameters to initialise, by the same letters; the other attributes must be set.
         init: How means are initialised: ``"kmeans"``, ``"k-means++"`` or ``"random_from_data"``.
         accelerate: ``"anderson"``, ``"squarem"`` or ``"none"``.
         verbose: 1 shows progress, 2 also the time.
@@ -478,8 +478,8 @@ class CategoricalHMM(BaseHMM):
         max_iter: As in `GaussianHMM`.
         tol: As in `GaussianHMM`.
         n_init: As in `GaussianHMM`.
-        params: What is estimated: s (start), t (transitions), e (emissions).
-        init_params: What is initialised; the other attributes must be set.
+        params: Parameters to estimate: s (start), t (transitions), e (emissions).
+        init_params: Parameters to initialise, by the same letters; the other attributes must be set.
         accelerate: As in `GaussianHMM`.
         verbose: As in `GaussianHMM`.
         callback: As in `GaussianHMM`.

@@ -1,6 +1,6 @@
 """Mixtures as scikit-learn estimators: its parameters and attributes, for arrays and for tensors.
 
-What stands behind is the functional core of `toolkit.em`; nothing here knows how a step is made.
+The work is done by the functional core of `toolkit.em`; this module has no formula of an EM step.
 
 N samples, D features, K components.
 """
@@ -63,20 +63,20 @@ from toolkit.em.models.prior import Prior
 
 __all__ = ["BaseMixture", "CollapseWarning", "GaussianMixture"]
 
-# Numbers of a batch's (K, D, B) array: what a prediction needs beside its input and output.
+# The most numbers in a batch's (K, D, B) array, the working memory of a prediction.
 _BATCH = 2**20
 
-# Bytes of samples up to which a copy of them, feature by feature, is kept between the steps: it makes them faster.
+# Bytes of samples up to which a transposed copy is kept between the steps, which makes the steps faster.
 _CACHED = 2**28
 
-# Bytes of a memory-mapped array up to which it is read as any other.
+# Bytes of a memory-mapped array up to which it is read into memory as a whole.
 _MAPPED = 2**26
 
 # Steps of EM on the first batch of `partial_fit`, and samples for each component before the first step changes it.
 _FIRST_STEPS = 5
 _BURN_IN = 20.0
 
-# The most samples that a start is made of.
+# The most samples that a start is computed from.
 _SAMPLED = 2**16
 
 
@@ -85,10 +85,10 @@ class CollapseWarning(UserWarning):
 
 
 class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
-    """What mixtures share once they are fitted.
+    """Base of the mixtures: their methods after a fit.
 
-    A subclass has the parameters `n_components` and `random_state`, sets `weights_` in `fit`, and says by four hooks
-    what its components are.
+    A subclass has the parameters `n_components` and `random_state`, sets `weights_` in `fit`, and defines its
+    components by four hooks.
     """
 
     n_components: int
@@ -98,7 +98,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
     # --- hooks ---
 
     def _mixture(self) -> Mixture:
-        """Return the fitted mixture, float64, from its public attributes: a user may have set them."""
+        """Return the fitted mixture, float64, from its public attributes, which a user may have set."""
         raise NotImplementedError
 
     def _n_parameters(self) -> int:
@@ -113,7 +113,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
         """Return the samples for a fitted model in parts, and the form of an answer."""
         return read_parts(self, x, missing=False)
 
-    # --- what all have ---
+    # --- methods of all mixtures ---
 
     def fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
         """Fit the mixture."""
@@ -128,7 +128,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
             sample_weight: (N,), or None.
 
         Returns:
-            (N,), integers: what `predict` gives afterwards.
+            (N,), integers: the result of `predict` after the fit.
         """
         return self.fit(X, y, sample_weight).predict(X)
 
@@ -183,7 +183,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
         Args:
             X: (N, D).
             y: Ignored.
-            sample_weight: (N,): weighs the mean over samples.
+            sample_weight: (N,): weights of the mean over samples.
 
         Raises:
             NotFittedError: If the mixture is not fitted.
@@ -215,7 +215,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
     def icl(self, X: object, sample_weight: object = None) -> float:
         r"""Return the integrated completed likelihood: BIC plus twice the entropy of the responsibilities.
 
-        It asks for components that do not overlap, where BIC asks for the density. The lower the better.
+        ICL prefers components that do not overlap; BIC judges the density alone. The lower the better.
 
         Args:
             X: (N, D).
@@ -233,7 +233,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
         """Draw samples from the mixture, ordered by component.
 
         Args:
-            n_samples: How many. An integer `random_state` draws the same ones in each call.
+            n_samples: Number of samples. An integer `random_state` gives the same samples in each call.
 
         Returns:
             Samples (N, D), and the component of each, (N,).
@@ -256,7 +256,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
     @no_graph()
     def _answer(self, x: object, question: Callable[[Tensor], Tensor]) -> Array:
-        """Return the answer to a question about log-joints (B, K), asked of all samples batch by batch."""
+        """Return a function of the log-joints (B, K) for all samples, computed batch by batch."""
         check_is_fitted(self, "weights_")
         parts, form = self._read(x)
         mixture = self._mixture()
@@ -289,7 +289,7 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def natural_parameters(parameters: GaussianParameters) -> dict[str, Tensor]:
-    """Return what the attributes are named after."""
+    """Return weights, means and covariances, the parameters that the attributes hold."""
     return {"weights": parameters.weights, "means": parameters.means, "covariances": parameters.covariances}
 
 
@@ -300,7 +300,7 @@ def tensor(values: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Data:
-    """Samples to fit: all of them, (N, D) or what gives their rows, with weights; and those that starts are made of."""
+    """Samples to fit, (N, D) or a reader of their rows, with weights; and the samples that starts are computed from."""
 
     x: Tensor | Rows
     weights: Tensor | None
@@ -312,7 +312,7 @@ class Data:
 
 @dataclass(frozen=True)
 class OnlineFit:
-    """Where `partial_fit` is, the form of its first batch, and the log-likelihood of each batch before its step."""
+    """State of `partial_fit`, the form of its first batch, and the log-likelihood of each batch before its step."""
 
     state: OnlineState
     form: Form
@@ -320,7 +320,7 @@ class OnlineFit:
 
 
 def _learns_online(mixture: GaussianMixture) -> bool:
-    """Say whether it has `partial_fit`; scikit-learn asks by ``hasattr``."""
+    """Say whether an estimator has `partial_fit`, for ``hasattr`` in scikit-learn."""
     if engine_type(mixture.covariance_type) is None or mixture.missing:
         raise AttributeError(
             f"`partial_fit` is there for the types {', '.join(COVARIANCE_TYPES)} without missing values. "
@@ -332,45 +332,47 @@ def _learns_online(mixture: GaussianMixture) -> bool:
 class GaussianMixture(BaseMixture):
     r"""A mixture of Gaussians, fitted by EM.
 
-    Parameters, attributes and methods are those of ``sklearn.mixture.GaussianMixture``, and mean the same except for:
+    Parameters, attributes and methods are those of ``sklearn.mixture.GaussianMixture``, with the same meaning except
+    for:
 
-    - **The end.** `tol` bounds what is left to gain, not the last step's gain, because steps are accelerated; and its
+    - **Convergence.** `tol` bounds the remaining gain, not the last step's gain, because steps are accelerated; its
       default is lower. ``accelerate="none", tol=1e-3, max_iter=100`` are scikit-learn's steps and its defaults.
-    - **`lower_bound_`** is the log-likelihood of the parameters that are returned, not of those one step before.
-    - **Starts** from samples have the covariance of the samples near them, where scikit-learn's have `reg_covar`.
-    - **Restarts.** Of `n_init` fits the best is kept among those in which no component collapsed, if there are any: the
-      likelihood of a component on one sample has no bound, so that the highest need not be the best.
+    - **`lower_bound_`** is the log-likelihood of the returned parameters, not of the parameters one step before.
+    - **Starts** from samples have the covariance of the samples near each mean; scikit-learn's have `reg_covar`.
+    - **Restarts.** The best of `n_init` fits is chosen among the fits without a degenerate component, if there are any.
+      The likelihood of a component on one sample has no bound, so the highest likelihood need not be the best fit.
 
-    What is added: `sample_weight`, tensors on any device, chunks of samples, missing values, priors, the other models
-    of covariance, `partial_fit`, `icl`, `standard_errors`.
+    Added are `sample_weight`, tensors on any device, chunks of samples, missing values, priors, the other models of
+    covariance, `partial_fit`, `icl`, `standard_errors`.
 
     Args:
         n_components: K.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``, or one of mclust's fourteen models, such
             as ``"VEV"``: whether components differ in volume, shape and orientation (E: equal, V: varying, I: aligned
             with the axes), for samples in memory. Covariances of a model are matrices (K, D, D).
-        tol: The fit has converged when what is left to gain is about this, in nats per sample. With
-            ``accelerate="none"``: when a step gains no more; 0 takes all `max_iter` steps.
+        tol: The fit has converged when the remaining gain is about `tol`, in nats per sample. With
+            ``accelerate="none"``: when one step gains no more than `tol`; 0 takes all `max_iter` steps.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
-        n_init: Fits from this many starts, of which the best is kept. Without a prior or missing values the four types
-            climb from all starts together until each gains little, and the three best go on; with
+        n_init: Number of starts, of which the best fit is kept. For the four types without a prior or missing values,
+            all starts are iterated together until each gains little, and the three best go on; with
             ``accelerate="none"`` all go on.
         init_params: ``"kmeans"``: one M-step from the clusters of k-means. ``"k-means++"``, ``"random_from_data"``: the
             means are samples, far from each other or at random. ``"random"``: one M-step from random responsibilities.
         weights_init: (K,), which sum to 1. None: by `init_params`.
-        means_init: (K, D). None: by `init_params`. What is not given is estimated from the samples nearest to them.
+        means_init: (K, D). None: by `init_params`. The other parameters are estimated from the samples nearest to each
+            mean.
         precisions_init: Inverse covariances, shaped by the type. None: by `init_params`.
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
         warm_start: Whether `fit` goes on from the last fit's parameters; `n_init` is then ignored.
         verbose: 1 shows progress, 2 also the time.
         verbose_interval: Steps between two lines of progress where it is not drawn in a terminal.
-        accelerate: ``"anderson"`` or ``"squarem"``: extrapolate the steps, and take what raises the likelihood.
-            ``"none"``: plain EM.
-        missing: Whether NaN is a missing value. What was seen is then fitted exactly, and predictions are made from
-            what is seen; a sample without any value says nothing. For the four types, and samples in memory.
+        accelerate: ``"anderson"`` or ``"squarem"``: extrapolate the steps, and take jumps that do not lower the
+            likelihood. ``"none"``: plain EM.
+        missing: Whether NaN is a missing value. Fits and predictions then use the exact density of the observed values;
+            a sample without any value has no effect on the parameters. For the four types, and samples in memory.
         prior: Maximise the posterior density given a `Prior`, ``"default"`` being `Prior.default` of the samples.
-            `lower_bound_` and `history_` then are log-likelihood plus log-prior over N. For the four types.
+            `lower_bound_` and `history_` are then the log-likelihood plus the log-prior over N. For the four types.
         learning_decay: The step of batch t in `partial_fit` is ``(t + learning_offset) ** -learning_decay``: above 0.5
             and at most 1 to converge, 0 to follow samples that drift.
         learning_offset: See `learning_decay`.
@@ -380,16 +382,16 @@ class GaussianMixture(BaseMixture):
         weights_: (K,).
         means_: (K, D).
         covariances_: Shaped by the type.
-        precisions_: Their inverses.
-        precisions_cholesky_: Upper triangular factors of these.
+        precisions_: Inverse covariances.
+        precisions_cholesky_: Upper triangular factors of the precisions.
         converged_: Whether the fit converged.
-        n_iter_: EM steps that it took.
+        n_iter_: EM steps that the fit took.
         lower_bound_: Log-likelihood of the attributes, nats per sample.
-        history_: Log-likelihood at the start and after each step that was taken, (n,). It never falls. Of several
-            starts, since the others were dropped.
-        lower_bounds_: The same without the start, as a list.
-        collapsed_: The components that only `reg_covar` keeps from being singular, or that have no sample left, as
-            indices. A `CollapseWarning` names them.
+        history_: Log-likelihood at the start and after each step that was taken, (n,). It never falls. With several
+            starts it begins where the others were dropped.
+        lower_bounds_: `history_` without the start, as a list.
+        collapsed_: Indices of the degenerate components: those that only `reg_covar` keeps from being singular, or that
+            have no sample left. A `CollapseWarning` names them.
         n_features_in_: D.
         feature_names_in_: (D,), if the samples came with names.
 
@@ -457,7 +459,7 @@ class GaussianMixture(BaseMixture):
         """Maximise the log-likelihood by EM.
 
         Args:
-            X: (N, D), N at least 2 and K: an array, a tensor, or what scikit-learn reads as an array.
+            X: (N, D), N at least 2 and K: an array, a tensor, or any object that scikit-learn reads as an array.
             y: Ignored.
             sample_weight: (N,), not negative: how often each sample counts. None: once each.
 
@@ -465,8 +467,8 @@ class GaussianMixture(BaseMixture):
             The estimator.
 
         Warns:
-            ConvergenceWarning: If `max_iter` steps did not suffice.
-            CollapseWarning: If a component collapsed.
+            ConvergenceWarning: If the fit has not converged after `max_iter` steps.
+            CollapseWarning: If a component is degenerate.
 
         Raises:
             TypeError: If `X` is sparse or complex.
@@ -499,10 +501,10 @@ class GaussianMixture(BaseMixture):
     def partial_fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
         """Take one step of online EM by a batch of samples, which are not kept.
 
-        The first batch also makes the start, by `init_params` and a few steps of EM, and nothing moves until there were
-        20 samples a component. Unless `fit` came before: then its result is the start, and counts as the batches of
-        this size that its samples would have been. Later batches may have any size. `lower_bound_` is the
-        log-likelihood of the batch before its step, and `history_` all of them; `n_iter_` counts the batches.
+        The first batch also makes the start, by `init_params` and a few steps of EM, and the parameters stay there
+        until 20 samples a component were seen. After `fit`, the start is the result of `fit`, which counts as its
+        samples in batches of this size. Later batches may have any size. `lower_bound_` is the log-likelihood of the
+        batch before its step, `history_` has the values of all batches, and `n_iter_` counts the batches.
 
         Args:
             X: (B, D), at least `n_components` samples in the first batch; or chunks, each of which is a batch.
@@ -514,7 +516,7 @@ class GaussianMixture(BaseMixture):
 
         Raises:
             TypeError: If `X` is sparse or complex.
-            AttributeError: For a covariance model that is none of the four types, and for missing values.
+            AttributeError: For a covariance model that is not one of the four types, and for missing values.
             ValueError: If a parameter is out of range, `X` or `sample_weight` has another shape or is not finite, or a
                 covariance becomes singular.
 
@@ -539,24 +541,23 @@ class GaussianMixture(BaseMixture):
         sample_weight: object = None,
         method: ErrorMethod = "louis",
     ) -> dict[str, Array]:
-        """Return the standard errors of the estimates: by what the samples leave open, to first order in 1/N.
+        """Return the standard errors of the estimates, to first order in 1/N.
 
-        They believe that the fit is at a maximum of the likelihood: use a small `tol`, a small `reg_covar`, and no
-        prior.
+        The fit is assumed to be at a maximum of the likelihood: use a small `tol`, a small `reg_covar`, and no prior.
 
         Args:
             X: (N, D), the samples that were fitted.
-            sample_weight: (N,), the weights that they were fitted with.
-            method: ``"louis"`` or ``"sem"``, which believe that the samples come from such a mixture, or
-                ``"sandwich"``, which does not: see `toolkit.em.information.standard_errors`.
+            sample_weight: (N,), the weights that were used in the fit.
+            method: ``"louis"`` or ``"sem"``, which assume that the samples come from such a mixture, or ``"sandwich"``,
+                which does not: see `toolkit.em.information.standard_errors`.
 
         Returns:
             ``weights``, ``means`` and ``covariances`` -> their standard errors, of the same shapes.
 
         Raises:
             NotFittedError: If the mixture is not fitted.
-            ValueError: If the fit is at no maximum, the method is unknown, or the covariance model is none of the four
-                types.
+            ValueError: If the fit is not at a maximum, the method is unknown, or the covariance model is not one of the
+                four types.
 
         References:
             Louis, "Finding the observed information matrix when using the EM algorithm", 1982, section 3. Meng & Rubin,
@@ -587,13 +588,13 @@ class GaussianMixture(BaseMixture):
 
     @no_graph()
     def impute(self, X: object) -> Array:
-        """Return the samples with each missing value replaced by its expectation given the seen ones.
+        """Return the samples with each missing value replaced by its expectation given the observed values.
 
         Args:
             X: (N, D), NaN where missing.
 
         Returns:
-            (N, D). What was seen is as it was.
+            (N, D). Observed values are unchanged.
 
         Raises:
             NotFittedError: If the mixture is not fitted.
@@ -689,7 +690,7 @@ class GaussianMixture(BaseMixture):
         samples, form = read(self, x, reset=True, missing=bool(self.missing), least=2)
         weights = read_weights(sample_weight, len(samples), samples)
         if weights is not None and not bool(weights.all()):
-            # A sample of no weight is no sample, neither for the start.
+            # A sample of weight 0 does not count, not even for the start.
             samples, weights = samples[weights > 0], weights[weights > 0]
         return Data(samples, weights, *choose(samples, weights, _SAMPLED, generator), form, len(samples))
 
@@ -720,7 +721,7 @@ class GaussianMixture(BaseMixture):
         )
 
     def _starts(self, data: Data, generator: torch.Generator) -> tuple[list[GaussianParameters], int]:
-        """Return the starts, float64, and how many others were singular; raise the last one's error if all were."""
+        """Return the starts, float64, and the number of singular ones; raise the last error if all were singular."""
         x, kind = data.sampled, start_type(self.covariance_type)
         given = {
             name: None if (value := getattr(self, f"{name}_init")) is None else tensor(value).to(x.device)
@@ -766,7 +767,7 @@ class GaussianMixture(BaseMixture):
     def _climb(
         self, engine: Engine, starts: list[GaussianParameters], progress: Progress
     ) -> tuple[list[Climb[Any]], int]:
-        """Return the climbs from the starts, or from the best of them, and how many others became singular."""
+        """Return the fits from the starts, or from the best of them, and the number of those that became singular."""
         options = Options(
             accelerate=self.accelerate,
             tol=float(self.tol),
@@ -785,7 +786,7 @@ class GaussianMixture(BaseMixture):
             try:
                 found = engine.climb(point, dataclasses.replace(options, max_iter=options.max_iter - n_iter))
             except ValueError as singular:
-                # Another start may be better than one in which a component becomes singular.
+                # Another start may not lead to a singular component.
                 error, n_singular = singular, n_singular + 1
                 progress.say("became singular")
             else:
@@ -811,7 +812,7 @@ class GaussianMixture(BaseMixture):
         self.n_iter_ = state.n_steps
 
     def _begin(self, x: Tensor, weights: Tensor | None, form: Form) -> OnlineState:
-        """Return where online EM begins: at the last fit, or after a few steps on the first batch."""
+        """Return the first state of online EM: the last fit, or the result of a few steps on the first batch."""
         kind = cast(CovarianceType, engine_type(self.covariance_type))
         if weights is not None:
             x, weights = x[weights > 0], weights[weights > 0]
@@ -843,7 +844,7 @@ class GaussianMixture(BaseMixture):
         )
 
     def _last(self, x: Tensor) -> GaussianParameters:
-        """Return the parameters of the last fit, to go on from them."""
+        """Return the parameters of the last fit, for a warm start."""
         last = self._parameters().to(x.device)
         if getattr(self, "_fitted_as", self.covariance_type) != self.covariance_type:
             raise ValueError(
@@ -858,7 +859,7 @@ class GaussianMixture(BaseMixture):
         return last.as_type(start_type(self.covariance_type))
 
     def _best(self, fits: list[Climb[Any]], dtype: torch.dtype) -> Climb[Any]:
-        """Return the highest fit that has no collapsed component, if there is one."""
+        """Return the fit of highest likelihood without a degenerate component, if there is one."""
         sound = [not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)) for found in fits]
         return ranked(fits, dtype, sound=sound, count=1)[0]
 
@@ -874,14 +875,14 @@ class GaussianMixture(BaseMixture):
         self.precisions_ = form.give(parameters.precisions)
         self.precisions_cholesky_ = form.give(parameters.precisions_cholesky)
         self.converged_ = found.converged
-        # A fit that finds nothing to gain has taken the step that says so.
+        # A fit without any gain has still taken the step that tests for it.
         self.n_iter_ = max(found.n_iter, min(1, int(self.max_iter)))
         self.lower_bound_ = found.history[-1]
         self.history_ = np.array(found.history)
         self.lower_bounds_ = list(found.history[1:])
 
     def _warn(self, n_failures: int) -> None:
-        """Warn of what a user should know about the fit."""
+        """Warn of failed starts, degenerate components and missing convergence."""
         if not self.converged_ and self.max_iter > 0:
             warnings.warn(
                 f"The fit did not converge in {self.max_iter} steps: more than `tol` may be left to gain, {self.tol} "
