@@ -1,4 +1,4 @@
-r"""What the states of a hidden Markov model emit: Gaussian vectors, or symbols.
+r"""Emissions of the states of a hidden Markov model: Gaussian vectors, or symbols.
 
 Each kind comes twice: as parameters with differentiable `log_prob` and `m_step`, which are the specification; and, from
 `prepare`, as data that are laid out for the fast pass of `toolkit.em.hmm._recursions`.
@@ -30,10 +30,11 @@ from toolkit.em.hmm._recursions import Plan, smallest_exponent
 
 __all__ = ["CategoricalEmissions", "Emissions", "GaussianEmissions", "Pass", "Prepared"]
 
-# Largest mean of the squared terms of a distance, of which the expansion loses a tenth of an epsilon's share.
+# Largest mean of the squared terms of a distance for which the expansion is used; it loses about a tenth of an epsilon
+# of that.
 _NARROW = {torch.float32: 30.0, torch.float64: 1e5}
 
-# Slots of one product of posteriors with expanded data: in float32 its sum is that of so many.
+# Slots of one product of posteriors with expanded data; a longer float32 sum would lose digits.
 _TILE = 2**12
 
 # The most quadratic features that are written at once.
@@ -41,7 +42,7 @@ _GROUP = 320
 
 
 class Pass(Protocol):
-    """Emissions at one value of their parameters, at work on prepared data."""
+    """One pass of the emissions, with fixed parameters, over prepared data."""
 
     def log_prob(self, chunk: int, begin: int, end: int) -> Tensor:
         """Return the log-probabilities or log-densities of some slots of a chunk, (K, end - begin)."""
@@ -53,7 +54,7 @@ class Pass(Protocol):
         """Add a chunk's posteriors (K, N) to the statistics of the M-step."""
 
     def finish(self, *, prior: float | Tensor, reg_covar: float, update: str) -> Emissions:
-        """Return the M-step's emissions: of these kinds (see `hmm.fit`)."""
+        """Return the emissions of the M-step, updating only these kinds (see `hmm.fit`)."""
 
 
 class Prepared(Protocol):
@@ -64,14 +65,14 @@ class Prepared(Protocol):
 
 
 class Emissions(Protocol):
-    """What the states emit."""
+    """The emission distributions of K states."""
 
     @property
     def n_states(self) -> int:
         """K."""
 
     def check(self, x: Tensor) -> None:
-        """Raise an error unless `x` is data of this kind: N steps in the first dimension."""
+        """Raise an error unless `x` is data of this kind, with N steps in the first dimension."""
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Return the log-probability or log-density of each step in each state, (N, K), nats."""
@@ -83,10 +84,10 @@ class Emissions(Protocol):
         """
 
     def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw what states (N,) emit."""
+        """Draw an emission of each state (N,)."""
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return coordinates in which every real value is allowed."""
+        """Return unconstrained coordinates: every real value is allowed."""
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
         """Return the emissions at these coordinates."""
@@ -164,12 +165,12 @@ class GaussianEmissions:
     def m_step(self, x: Tensor, posteriors: Tensor, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> Self:
         r"""Return means :math:`\sum_n \gamma_{nk} x_n / N_k` and the covariances about them.
 
-        A state without posteriors keeps what it has.
+        A state without posteriors keeps its mean and covariance.
 
         Args:
             x: (N, D).
             posteriors: (N, K).
-            prior: Ignored: it is for symbols.
+            prior: Ignored; only symbols have a prior.
             reg_covar: Added to every variance. 0 is maximum likelihood.
 
         Raises:
@@ -186,7 +187,7 @@ class GaussianEmissions:
         return self._estimate(posteriors.sum(0), means, scatter, reg_covar)
 
     def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw what states (N,) emit, (N, D)."""
+        """Draw an emission of each state (N,), (N, D)."""
         shape = (len(states), self.n_features)
         device = self.means.device if generator is None else generator.device
         noise = torch.randn(shape, generator=generator, dtype=self.means.dtype, device=device).to(self.means.device)
@@ -223,14 +224,14 @@ class GaussianEmissions:
         )
 
     def _estimate(self, counts: Tensor, means: Tensor, scatter: Tensor, reg_covar: float, update: str = "e") -> Self:
-        """Return the emissions of these counts (K,), means and `separate` scatter about them; keep empty states'."""
+        """Return the emissions of counts (K,), means and `separate` scatter about them; empty states keep theirs."""
         kind, structure = self.covariance_type, structure_of(self.covariance_type)
         empty, safe = counts <= torch.finfo(counts.dtype).eps, soft_counts(counts)
         means = torch.where(empty[:, None], self.means, means)
         if not set(update) & set("ec"):
             return dataclasses.replace(self, means=means if "m" in update else self.means)
         if not set(update) & set("em"):
-            # The best covariance about means that stay where they are.
+            # The best covariance about the present means.
             shifts, means = means - self.means, self.means
             scatter = scatter + structure.separate.products(counts[:, None] * shifts, shifts)
         scatter = scatter.sum(0) if structure.is_shared else scatter
@@ -276,10 +277,10 @@ class PreparedGaussian:
 
 
 class GaussianPass:
-    """Gaussian emissions at work.
+    """One pass of Gaussian emissions.
 
-    The log-density is linear in :math:`(x_i x_j, x_i, 1)`, and so are the statistics: one matrix product each. When
-    that expansion would cancel too far (`_NARROW`), differences from the means are taken instead.
+    The log-density and the statistics are linear in the quadratic features :math:`(x_i x_j, x_i, 1)`: one matrix
+    product each. Where that expansion would cancel too far (`_NARROW`), differences from the means are taken instead.
     """
 
     def __init__(self, data: PreparedGaussian, emissions: GaussianEmissions) -> None:
@@ -289,7 +290,8 @@ class GaussianPass:
         k, d = self._means.shape
         log_determinants = emissions._mixture().log_determinants.expand(k)
         self._constant = log_determinants - 0.5 * d * math.log(2 * math.pi)
-        # What is shared is not left out: states are compared with the data, not with each other alone.
+        # Terms that all states share are kept: the log-density itself is needed, not only its differences between
+        # states.
         self._structure: Structure = structure.separate
         factor = emissions.precisions_cholesky
         self._factor = factor.expand(k, *factor.shape) if structure.is_shared else factor
@@ -361,7 +363,7 @@ def scaled(log_prob: Tensor, out: Tensor) -> Tensor:
     """Write the exponentials of (K, B) as (n_times, K, n_rows), divided by each slot's largest; return its log (B,)."""
     n_times, k, n_rows = out.shape
     largest = log_prob.amax(0)
-    # Clamped: the exponential of what would be denormal is an order of magnitude slower.
+    # Clamped: an exponential with a denormal result is an order of magnitude slower.
     relative = log_prob.sub_(largest).clamp_(min=smallest_exponent(out.dtype))
     torch.exp(relative.view(k, n_times, n_rows).transpose(0, 1), out=out)
     return largest
@@ -375,10 +377,11 @@ class CategoricalEmissions:
     """A distribution over symbols 0 to M - 1 for each state.
 
     Attributes:
-        log_probabilities: (K, M), nats. Each row's probabilities sum to 1; minus infinity is a symbol that never comes.
+        log_probabilities: (K, M), nats. Each row's probabilities sum to 1; minus infinity is a symbol that is never
+            emitted.
 
     Raises:
-        ValueError: If the shape is another one.
+        ValueError: If `log_probabilities` does not have shape (K, M).
 
     Example:
         >>> weather = CategoricalEmissions(log_probabilities=torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log())
@@ -421,13 +424,13 @@ class CategoricalEmissions:
         return self.log_probabilities.mT[x]
 
     def m_step(self, x: Tensor, posteriors: Tensor, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> Self:
-        """Return the frequencies of symbols (N,) under posteriors (N, K); a state without any keeps what it has.
+        """Return the frequencies of symbols (N,) under posteriors (N, K); a state without any keeps its probabilities.
 
         Args:
             x: (N,), int64.
             posteriors: (N, K).
             prior: Dirichlet concentrations, one or (K, M) or (M,). 1 is maximum likelihood.
-            reg_covar: Ignored: it is for Gaussians.
+            reg_covar: Ignored; only Gaussians have covariances.
         """
         check_prior("prior", prior)
         number("reg_covar", reg_covar, least=0)
@@ -435,7 +438,7 @@ class CategoricalEmissions:
         return self._estimate(counts, prior)
 
     def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draw what states (N,) emit, (N,) int64."""
+        """Draw a symbol of each state (N,), (N,) int64."""
         return draw(self.log_probabilities.exp()[states], generator)
 
     def unconstrained(self) -> dict[str, Tensor]:
@@ -471,7 +474,7 @@ class PreparedSymbols:
 
 
 class CategoricalPass:
-    """Categorical emissions at work: look-ups, and counts."""
+    """One pass of categorical emissions: look-ups, and counts."""
 
     def __init__(self, data: PreparedSymbols, emissions: CategoricalEmissions) -> None:
         self._data, self._emissions = data, emissions
@@ -511,12 +514,12 @@ def check_prior(name: str, value: float | Tensor) -> None:
 def normalise(counts: Tensor, log_before: Tensor, prior: float | Tensor) -> Tensor:
     """Return the logs of the most probable distributions, given counts and a Dirichlet prior, along the last dimension.
 
-    What was impossible stays impossible, whatever the prior. Rows without any counts keep what they have.
+    Probabilities of 0 stay 0, whatever the prior. Rows without any counts keep their probabilities.
     """
     impossible = log_before == -math.inf
     added = (counts + (prior - 1)).clamp(min=0).masked_fill(impossible, 0.0)
     total = added.sum(-1, keepdim=True)
-    # Of 0 neither the logarithm nor its slope is taken: both would be infinite, where only the first should be.
+    # The logarithm of 0 is filled in, as its derivative would be infinite.
     positive = added > 0
     logs = torch.where(positive, added, 1.0).log() - torch.where(total > 0, total, 1.0).log()
     return torch.where(total > 0, logs.masked_fill(~positive, -math.inf), log_before)
@@ -528,7 +531,7 @@ def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     cumulative = probabilities.cumsum(-1)
     uniform = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64, device=device)
     threshold = uniform.to(cumulative) * cumulative[..., -1]
-    # What has probability 0 is never drawn, also not by a draw of 0 or by rounding: ties go to the right.
+    # An index of probability 0 is never drawn, not even by a draw of 0 or by rounding: ties go to the right.
     index = torch.searchsorted(cumulative, threshold[..., None], right=True)[..., 0]
     last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(-1)
     return torch.minimum(index, last)

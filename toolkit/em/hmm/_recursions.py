@@ -1,21 +1,21 @@
 r"""Forward-backward over many sequences at once, or over one long sequence in parallel, in bounded memory.
 
-The plain recursions stand in `hmm.e_step`; this is their fast twin. What makes it fast:
+The plain recursions are in `hmm.e_step`; this is the fast twin. Reasons for its speed:
 
 - **Rows side by side.** A row is a sequence, or a block of one. The rows are sorted by length and walk together: a
   step of all of them is one (K, K) @ (K, R) product. Rows that have ended drop out, so nothing is padded.
 - **Blocks.** A long sequence is cut. One pass carries the K one-hot vectors through all blocks together, which gives
-  each block's transfer matrix; a tree of products gives what reaches each block from both sides; then the blocks are
-  rows like others, and any part of them can be computed by itself. So a chunk of them is all that is ever in memory.
+  each block's transfer matrix. A tree of products gives the variables that enter each block from both sides. Then the
+  blocks are rows like others, and can be computed chunk by chunk. So only one chunk is in memory at a time.
 - **Probabilities, not logarithms.** Emissions are divided by the largest of their step, forward variables by their
   sum, and backward variables by the same sums.
 
-What keeps it exact: scaled probabilities lose a path whose share falls below the smallest number. If that path comes
-back, its backward variable is large by as much as its forward variable was small. So backward variables within a
-bound (`_LARGEST`) prove that nothing that matters was lost, and blocks whose ends meet prove the same of the tree. A
-sequence without that proof is reported as unsound, for the caller to repeat in logarithms.
+Exactness is checked: scaled probabilities lose a path whose share falls below the smallest number. If that path becomes
+likely again, its backward variable is as large as its forward variable was small. So backward variables within a bound
+(`_LARGEST`) prove that no relevant path was lost, and blocks whose ends meet prove the same of the tree. A sequence
+without that proof is reported as unsound, for the caller to repeat in logarithms.
 
-S sequences, N steps in all, R rows, K states. Of a chunk with N slots, slot after slot is a time and then a row.
+S sequences, N steps in all, R rows, K states. The N slots of a chunk are ordered by time, then by row.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ __all__ = [
     "smallest_exponent",
 ]
 
-# What a call costs beside its arithmetic, seconds; multiply-adds a second of small matrices. They need not be precise.
+# Overhead of a call in seconds, and multiply-adds a second of small matrices. Rough values are enough.
 _CALL = 1.5e-6
 _RATE = 4e9
 
-# Bytes of one array of a chunk, which has four of them: of whole sequences, which take as many calls whatever their
-# number, and of blocks. And bytes of emissions that are kept between two passes over blocks.
+# Bytes of one of the four arrays of a chunk: of whole sequences, whose number of calls does not depend on how many they
+# are, and of blocks. And bytes of emissions that are kept between two passes over blocks.
 _CHUNK_BYTES = {"cpu": 2**25, "cuda": 2**28}
 _CUT_BYTES = {"cpu": 2**22, "cuda": 2**28}
 _KEPT_BYTES = {"cpu": 2**26, "cuda": 2**29}
 
-# Bytes of one array of a sequence from which it is cut whatever that costs, so that memory has a bound.
+# Bytes of one array of a sequence above which the sequence is always cut, to bound the memory.
 _WHOLE_BYTES = 2**29
 
 # Largest backward variable that proves forward variables complete, and how far the ends of blocks may be apart.
@@ -66,18 +66,18 @@ _RESCALE = {torch.float32: 2, torch.float64: 8}
 # Steps between two corrections of the backward variables' rounding errors, which multiply.
 _CORRECT = 64
 
-# Below these the exponential is denormal, and slow.
+# Below these exponents the exponential is denormal, and slow.
 _SMALLEST_EXPONENT = {torch.float32: -87.0, torch.float64: -700.0}
 
 
 def smallest_exponent(dtype: torch.dtype) -> float:
-    """Return the log of about the smallest emission, relative to its step's largest, that is told from 0."""
+    """Return the log of about the smallest emission, relative to its step's largest, that is not rounded to 0."""
     return _SMALLEST_EXPONENT[dtype]
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Times at which the same rows walk: slots ``offset`` to ``offset + n_times * n_rows``."""
+    """Times with the same active rows: slots ``offset`` to ``offset + n_times * n_rows``."""
 
     offset: int
     n_times: int
@@ -91,13 +91,13 @@ class Segment:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Rows that walk side by side, longest first.
+    """Rows that are processed side by side, longest first.
 
     Attributes:
-        blocks: (R,): which block of the plan each row is.
+        blocks: (R,): the block of the plan in each row.
         lengths: Steps of each row, never rising.
-        sequences: (R,): which sequence it belongs to.
-        is_first: (R,): whether it is its sequence's first block.
+        sequences: (R,): the sequence of each row.
+        is_first: (R,): whether a row is the first block of its sequence.
         steps: (N,): the step of the data in each slot.
         segments: Where the slots of each time lie.
         is_cut: Whether rows are parts of sequences.
@@ -131,16 +131,16 @@ class Chunk:
         return [flat[n_states * s.offset : n_states * s.end].view(s.n_times, n_states, s.n_rows) for s in self.segments]
 
     def times(self, flat: Tensor, n_states: int) -> list[Tensor]:
-        """Return the times (K, n_rows) of such an array."""
+        """Return the times (K, n_rows) of an array that has K entries for each slot."""
         return [time for part in self.split(flat, n_states) for time in part.unbind(0)]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How sequences are cut into blocks, and these gathered in chunks.
+    """The division of sequences into blocks, and of blocks into chunks.
 
     Attributes:
-        chunks: All of them hold each step once.
+        chunks: The chunks, which together hold each step once.
         chains: The blocks of each sequence that is cut, in order: (sequence, first block, block after the last).
         n_blocks: Blocks in all.
         n_sequences: S.
@@ -153,9 +153,9 @@ class Plan:
 
 
 class Workspace:
-    """Memory that is used again from chunk to chunk and from step to step: getting it anew costs as much as filling it.
+    """Memory that is reused between chunks and steps, as allocation costs as much as filling it.
 
-    What `take` returns is valid until the same name is taken again.
+    The result of `take` is valid until the same name is taken again.
     """
 
     def __init__(self) -> None:
@@ -171,13 +171,13 @@ class Workspace:
 
 @dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """What `forward_backward` found.
+    """The result of `forward_backward`.
 
     Attributes:
         log_likelihoods: (S,), float64, nats per sequence.
         start: (K,), float64: sum of the first steps' posteriors.
         transitions: (K, K), float64: expected numbers of transitions.
-        sound: (S,), bool. A sequence that is not sound spoils all the other fields.
+        sound: (S,), bool. With any unsound sequence the other fields are invalid.
     """
 
     log_likelihoods: Tensor
@@ -187,7 +187,7 @@ class ForwardBackward:
 
 
 # Fills (n_times, K, n_rows) with emission probabilities divided by the largest of each step, for slots from `begin` of
-# chunk `chunk`, and returns the log of these largest ones, (n_times, n_rows).
+# chunk `chunk`, and returns the logs of the divisors, (n_times, n_rows).
 Emit = Callable[[int, int, Tensor], Tensor]
 # Takes a chunk's number and its posteriors (K, N).
 Consume = Callable[[int, Tensor], None]
@@ -203,15 +203,16 @@ def plan(
     only: Sequence[int] | None = None,
     rate: float = _RATE,
 ) -> Plan:
-    """Decide how sequences of these lengths are walked through.
+    """Return the plan for sequences of these lengths.
 
     Args:
         lengths: (S,), positive.
         n_states: K.
-        device: Where the indices shall be.
+        device: Device of the indices.
         item_size: Bytes of a number.
-        block: Steps of a block; sequences longer than that are cut. 0: none is. None: what is estimated to be fastest.
-        only: The sequences to walk through. None: all.
+        block: Steps of a block; longer sequences are cut. 0: no sequence is cut. None: the length that is estimated to
+            be fastest.
+        only: The sequences to include. None: all.
         rate: Multiply-adds a second of small matrices.
     """
     starts = [0, *itertools.accumulate(lengths)]
@@ -251,7 +252,7 @@ def _block_size(lengths: Sequence[int], n_states: int, rate: float) -> int:
 
 
 def _fill(rows: list[tuple[int, int, int, bool]], ids: range, most: int) -> Iterator[list[int]]:
-    """Gather rows in chunks of at most so many slots, or one row."""
+    """Yield chunks of rows, of at most `most` slots or of one row."""
     part: list[int] = []
     size = 0
     for i in ids:
@@ -308,17 +309,17 @@ def forward_backward(
         log_transition: (K, K), rows sum to 1.
         plan: The sequences.
         emit: The emissions.
-        consume: Is given the posteriors, weighted; they are overwritten by the next chunk's. None: only the
-            log-likelihoods are wanted.
+        consume: Called with the weighted posteriors, which the next chunk overwrites. None: only log-likelihoods are
+            computed.
         weights: (S,). None: all 1.
-        workspace: What an earlier call used.
+        workspace: The workspace of an earlier call, for reuse.
     """
     start, transition = log_start.exp(), log_transition.exp()
     k, dtype, device = len(start), start.dtype, start.device
     workspace = workspace or Workspace()
     emissions = _Emissions(plan, emit, start, workspace)
     ends = _Ends.of(plan, start, transition, emissions)
-    # Where every state follows every other, no path that was lost comes back with more than this.
+    # Where every transition is likelier than this, no lost path becomes relevant again.
     forgets = bool(transition.min() > _LARGEST[dtype] ** -0.25)
     totals = ForwardBackward(
         log_likelihoods=torch.zeros(plan.n_sequences, dtype=torch.float64, device=device),
@@ -358,7 +359,7 @@ def _add_per_sequence(totals: Tensor, chunk: Chunk, values: Tensor) -> None:
 
 
 def _mark(sound: Tensor, chunk: Chunk, flat: Tensor, n_states: int) -> None:
-    """Mark sequences as unsound of which a number is too large, or not a number, or (a scale) not positive."""
+    """Mark sequences as unsound if a variable is too large or NaN, or a scale is not positive."""
     largest = _LARGEST[flat.dtype]
     for segment, part in zip(chunk.segments, chunk.split(flat, n_states), strict=True):
         fine = part < largest if n_states > 1 else (part > 0) & (part < largest)
@@ -367,7 +368,7 @@ def _mark(sound: Tensor, chunk: Chunk, flat: Tensor, n_states: int) -> None:
 
 
 class _Emissions:
-    """A chunk's emissions, kept from the pass that makes the blocks' ends to the one that uses them if they are few."""
+    """A chunk's emissions; if they are few, they are kept from the pass that makes the blocks' ends to the next."""
 
     def __init__(self, plan: Plan, emit: Emit, start: Tensor, workspace: Workspace) -> None:
         self._chunks, self._emit, self._k = plan.chunks, emit, len(start)
@@ -386,7 +387,7 @@ class _Emissions:
         flat = self._workspace.take(f"b{name}", self._k * chunk.n_slots, self._like)
         shift = self._workspace.take(f"shift{name}", chunk.n_slots, self._like)
         for segment, part in zip(chunk.segments, chunk.split(flat, self._k), strict=True):
-            # A part of a chunk at a time: what is computed on the way to an emission stays in the cache.
+            # A part of a chunk at a time, so that intermediate results stay in the cache.
             n_times = max(1, 2**16 // (self._k * segment.n_rows))
             for t in range(0, segment.n_times, n_times):
                 values = part[t : t + n_times]
@@ -414,7 +415,7 @@ class _Walk:
         self.counts = [n for segment in chunk.segments for n in [segment.n_rows] * segment.n_times]
 
     def forward(self, entering: Tensor) -> None:
-        """Walk forwards. `entering` (K, R): the distribution of the first step's state given all before it."""
+        """Run forwards. `entering` (K, R): the distribution of the first step's state given all steps before it."""
         transposed = self.transition.mT.contiguous()
         mm, total = torch.mm, torch.sum
         before: Tensor | None = None
@@ -446,7 +447,7 @@ class _Walk:
         return torch.cat(parts, 1)
 
     def backward(self, after: Tensor, before: Tensor, weights: Tensor | None) -> None:
-        """Walk backwards.
+        """Run backwards.
 
         `after` (K, R) are the backward variables of the last steps, `before` (K, R) the forward variables of the step
         before the first one, 0 where there is none. Emissions are overwritten.
@@ -489,7 +490,7 @@ class _Walk:
 
 
 class _Ends:
-    """What reaches each block of a cut sequence from both sides; in logarithms, since there are few of them."""
+    """Variables that enter each block of a cut sequence from both sides; few, and so kept in logarithms."""
 
     def __init__(self, plan: Plan, before: Tensor, after: Tensor) -> None:
         self._plan = plan
@@ -523,7 +524,7 @@ class _Ends:
             self._left[chunk.blocks] = walk.last().mT
 
     def after(self, chunk: Chunk, walk: _Walk) -> Tensor:
-        """Return the backward variables of the rows' last steps, (K, R): with the forward ones they sum to 1."""
+        """Return the backward variables of the rows' last steps, (K, R); times the forward variables they sum to 1."""
         if not chunk.is_cut:
             return walk.shift.new_ones(walk.k, chunk.n_rows)
         left, ahead = self._left[chunk.blocks], self._after[chunk.blocks]
@@ -547,9 +548,9 @@ class _Ends:
 
 
 def _log_transfer(chunk: Chunk, flat_b: Tensor, transition: Tensor) -> Tensor:
-    """Return the log of what each row makes of each one-hot vector before it: (R, K from, K to).
+    """Return the log of the transfer matrix of each row: (R, K from, K to).
 
-    A first block has no step before it: it begins with the state of its own first step.
+    The matrix of a first block begins with the state of the block's own first step.
     """
     k, every = len(transition), _RESCALE[flat_b.dtype]
     b = chunk.times(flat_b, k)
@@ -578,7 +579,7 @@ def _log_transfer(chunk: Chunk, flat_b: Tensor, transition: Tensor) -> Tensor:
 
 
 def _reach(log_transfer: Tensor, log_start: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what reaches each block from the left and from the right, by a tree of products.
+    """Return the variables that enter each block from the left and from the right, by a tree of products.
 
     Args:
         log_transfer: (n, K, K).
@@ -606,9 +607,9 @@ def _reach(log_transfer: Tensor, log_start: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _log_product(left: Tensor, right: Tensor) -> Tensor:
-    """Return the log of the products of matrices (n, K, K) that are given by their logs.
+    """Return the logs of the products of matrices (n, K, K), from the logs of the matrices.
 
-    Rows have scales of their own, so that what underflows is small in its own row.
+    Each row has its own scale, so that only entries that are small in their row underflow.
     """
     scale = _finite(right.amax(2, keepdim=True))
     weights = left + scale.mT

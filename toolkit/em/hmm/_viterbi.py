@@ -1,9 +1,9 @@
 r"""The most probable paths of many sequences at once, or of one long sequence in blocks.
 
-Scores are logarithms, and sums of probabilities are maxima. A long sequence is cut: each block's transfer matrix says
-what the best path through it scores from each state before it to each state at its end. The states at the ends are
-chosen from right to left by these matrices, so that blocks agree also where paths tie; then all blocks are walked
-through side by side, each between its two ends.
+Scores are logarithms, and sums of probabilities are maxima. A long sequence is cut: each block's transfer matrix has
+the score of the best path from each state before the block to each state at its end. The states at the ends are chosen
+from right to left by these matrices, so that blocks agree also where paths tie. Then all blocks are traced side by
+side, each between its two ends.
 
 S sequences, N steps in all, R rows, K states.
 """
@@ -44,7 +44,7 @@ def best_paths(
     Args:
         log_start: (K,), float64.
         log_transition: (K, K).
-        prepare: Takes a plan, and returns what gives the logs of emissions of its chunks.
+        prepare: Takes a plan, and returns a function of the logs of emissions of its chunks.
         lengths: (S,), positive.
         block: As in `plan`.
     """
@@ -65,7 +65,7 @@ def best_paths(
             scores[sequence] = _choose_ends(transfer[begin:end], log_start, ends[begin:end], before[begin:end])
     for number, chunk in enumerate(whole.chunks):
         b = _emissions(number, chunk, log_prob, log_start)
-        # What comes before a row: nothing, or the state at which the block before it ends.
+        # The state before a row: none, or the last state of the block before it.
         entering = torch.where(chunk.is_first, log_start[:, None], log_transition[before[chunk.blocks]].mT)
         best = _walk(chunk.times(b, k), entering, log_transition)
         found, last = _trace(chunk, best, log_transition, ends[chunk.blocks] if chunk.is_cut else None)
@@ -127,7 +127,7 @@ def _trace(chunk: Chunk, best: list[Tensor], log_transition: Tensor, ends: Tenso
 def _transfer(chunk: Chunk, flat_b: Tensor, log_transition: Tensor) -> Tensor:
     """Return the score of the best path through each row between each two states, (R, K before it, K at its end).
 
-    A first block has no state before it: it begins with its own first state.
+    The matrix of a first block begins with the block's own first state.
     """
     k, b = len(log_transition), chunk.times(flat_b, len(log_transition))
     own = torch.full_like(log_transition, -math.inf).fill_diagonal_(0.0)

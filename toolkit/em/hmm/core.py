@@ -4,16 +4,16 @@ A path of states :math:`z_1 \dots z_T` has the joint log-density
 
 .. math:: a(z) = \log \pi_{z_1} + \sum_{t>1} \log A_{z_{t-1} z_t} + \sum_t \log b_{z_t}(x_t),
 
-and a sequence the log-likelihood :math:`\ell = \log \sum_z e^{a(z)}`. The E-step's output is what its M-step needs of
-the distribution of paths :math:`r = e^{a - \ell}`: the posteriors :math:`\gamma_{tk}` of states, and the expected
-numbers :math:`\xi_{ij}` of transitions.
+and a sequence the log-likelihood :math:`\ell = \log \sum_z e^{a(z)}`. The E-step returns the statistics of the
+distribution of paths :math:`r = e^{a - \ell}` that the M-step needs: the posteriors :math:`\gamma_{tk}` of states, and
+the expected numbers :math:`\xi_{ij}` of transitions.
 
 The block `em.responsibilities` holds them constant. With it the gradient of `surrogate` is that of the log-likelihood
 (Fisher's identity). Without it the surrogate is :math:`\ell - H(r)`, and the leak is minus the gradient of the entropy
 of the *paths*: EM by gradients then seeks parameters under which the path is certain.
 
-What is public here is differentiable and in logarithms: the specification. `posteriors`, `em_step`, `fit` and
-`viterbi` are its fast twins, without a gradient.
+The differentiable functions work in logarithms, and are the specification. `posteriors`, `em_step`, `fit` and `viterbi`
+are fast twins without a gradient.
 
 Sequences stand one after the other in `x`; `lengths` says where each ends. S sequences, N steps in all, T steps of the
 longest, D features, M symbols, K states.
@@ -80,9 +80,9 @@ class HMMParameters:
 
     Attributes:
         log_start: (K,), nats: the first state's distribution.
-        log_transition: (K, K), nats: row i is the distribution of the state after i. Minus infinity is a transition
-            that is forbidden: EM keeps it so.
-        emissions: What the states emit.
+        log_transition: (K, K), nats: row i is the distribution of the state after i. Minus infinity forbids a
+            transition, and EM keeps it forbidden.
+        emissions: The emission distributions of the states.
 
     Raises:
         ValueError: If the shapes do not fit together.
@@ -119,11 +119,11 @@ class HMMParameters:
         return len(self.log_start)
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return coordinates in which every finite value is a model; logs are free up to a constant in each row."""
+        """Return unconstrained coordinates; logarithms are free up to a constant in each row."""
         return {"log_start": self.log_start, "log_transition": self.log_transition, **self.emissions.unconstrained()}
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
-        """Return the model at these coordinates; minus infinity stays impossible."""
+        """Return the model at these coordinates; probabilities of 0 stay 0."""
         rest = {name: value for name, value in values.items() if name not in ("log_start", "log_transition")}
         return dataclasses.replace(
             self,
@@ -144,13 +144,13 @@ class HMMParameters:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Posteriors:
-    """The E-step's output; with sequence weights, times the weight of the sequence.
+    """The output of the E-step; with sequence weights, times the weight of the sequence.
 
     Attributes:
         states: (N, K): probability of each state at each step, given the whole sequence.
-        start: (K,): sum of those at the sequences' first steps.
+        start: (K,): sum of `states` over the sequences' first steps.
         transitions: (K, K): expected numbers of transitions.
-        log_likelihoods: (S,), nats per sequence; never weighted.
+        log_likelihoods: (S,), nats per sequence, not weighted.
     """
 
     states: Tensor
@@ -186,7 +186,7 @@ class DirichletPrior:
         )
 
     def log_density(self, parameters: HMMParameters) -> Tensor:
-        """Return the log of the prior density up to a constant, nats; what is impossible has no share."""
+        """Return the log of the prior density up to a constant, nats; probabilities of 0 are left out."""
         terms = [(self.start, parameters.log_start), (self.transition, parameters.log_transition)]
         if isinstance(parameters.emissions, CategoricalEmissions):
             terms.append((self.emission, parameters.emissions.log_probabilities))
@@ -206,7 +206,7 @@ def log_likelihoods(parameters: HMMParameters, x: Tensor, lengths: Sequence[int]
         (S,), nats per sequence. Minus infinity if no path is possible.
 
     Raises:
-        ValueError: If `x` or `lengths` do not fit.
+        ValueError: If `x` does not fit the emissions, or `lengths` do not fit `x`.
 
     References:
         Rabiner, "A tutorial on hidden Markov models and selected applications in speech recognition", 1989,
@@ -249,8 +249,8 @@ def e_step(
 ) -> Posteriors:
     r"""Return posteriors of states and expected transitions, held constant by the block `em.responsibilities`.
 
-    With the block in place no graph is built for them; the log-likelihoods carry their gradient. It is in logarithms
-    throughout, and takes (S, K, K) of memory; `posteriors` is its fast twin.
+    With the block in place no graph is built for the posteriors; the log-likelihoods are differentiable. The recursions
+    run in logarithms, and take (S, K, K) of memory; `posteriors` is the fast twin.
 
     Args:
         parameters: The model.
@@ -279,7 +279,7 @@ def expected_log_joint(parameters: HMMParameters, x: Tensor, posteriors: Posteri
     Args:
         parameters: The model.
         x: As in `log_likelihoods`.
-        posteriors: Of any parameters. Those of `posteriors(parameters, x, lengths)` make this the blocked surrogate,
+        posteriors: From any parameters. With `posteriors(parameters, x, lengths)` the result is the blocked surrogate,
             at the speed of the fast pass.
 
     Returns:
@@ -341,11 +341,11 @@ def m_step(
 ) -> HMMParameters:
     """Return the parameters that maximise `expected_log_joint` under given posteriors, times the prior.
 
-    Differentiable. What is impossible stays impossible; a state that is never visited, or never left, keeps what it
-    has there.
+    Differentiable. Probabilities of 0 stay 0. A state that is never visited keeps its emissions, and a state that is
+    never left keeps its transitions.
 
     Args:
-        parameters: Those of the E-step: says what is impossible, and what an empty state keeps.
+        parameters: Parameters of the E-step, for the probabilities of 0 and for the states without posteriors.
         x: As in `log_likelihoods`.
         posteriors: Of all sequences.
         prior: None: maximum likelihood.
@@ -373,7 +373,7 @@ def posteriors(
     *,
     sequence_weight: Tensor | None = None,
 ) -> Posteriors:
-    """Return what `e_step` returns, fast and without a gradient.
+    """Return the result of `e_step`, fast and without a gradient.
 
     Args:
         parameters: The model.
@@ -405,7 +405,7 @@ def em_step(
     """Return the parameters after one step of Baum-Welch, and the log-likelihood *before* it.
 
     The result is that of ``m_step(parameters, x, e_step(parameters, x, lengths))`` to rounding, in bounded memory:
-    what is kept of a step beside the data does not depend on their number.
+    beside the data, the memory of an EM step does not grow with N.
 
     Args:
         parameters: The model.
@@ -450,16 +450,15 @@ def fit(
         sequence_weight: (S,), not negative. None: all 1.
         prior: None: maximum likelihood.
         reg_covar: Added to every variance, for Gaussian emissions.
-        update: What is estimated: ``"s"`` start, ``"t"`` transitions, ``"e"`` emissions, ``"m"`` means alone, ``"c"``
-            covariances alone.
+        update: Parameters to estimate: ``"s"`` start, ``"t"`` transitions, ``"e"`` emissions, ``"m"`` means alone,
+            ``"c"`` covariances alone.
         accelerate: As in `climb`.
         tol: As in `climb`, nats per step.
         max_iter: As in `climb`.
         callback: As in `climb`.
 
     Returns:
-        The model found, in float64, and the climb's values: log-likelihood, plus the prior's log-density, in nats per
-        step.
+        The fit result: the model in float64, and log-likelihoods, plus the prior's log-density, in nats per step.
 
     Raises:
         ValueError: If an argument is out of range, or the start gives the data no probability.
@@ -540,7 +539,7 @@ def sample(
         parameters: The model.
         lengths: (S,), positive.
         generator: Randomness. None is torch's global generator.
-        first: (S,), int64: the first states. None: they are drawn.
+        first: (S,), int64: the first states. None: drawn from the model.
 
     Returns:
         Data, (N, D) or (N,), and states (N,), sequence after sequence.
@@ -553,9 +552,9 @@ def sample(
         raise ValueError(f"`first` should be {len(lengths)} states from 0 to {k - 1}. Found {first.tolist()}.")
     device = first.device if generator is None else generator.device
     uniform = torch.rand(sum(lengths), generator=generator, dtype=torch.float64, device=device).tolist()
-    # A chain has to be drawn step by step: bisection of lists is the fastest that Python has for it.
+    # A chain has to be drawn step by step; bisection of lists is the fastest way in Python.
     rows = [list(itertools.accumulate(row)) for row in parameters.log_transition.double().exp().tolist()]
-    # What has probability 0 at the end of a row is never drawn, also not by rounding.
+    # A state of probability 0 at the end of a row is never drawn, not even by rounding.
     last = [max(i for i in range(k) if i == 0 or row[i] > row[i - 1]) for row in rows]
     path: list[int] = []
     for state, length in zip(first.tolist(), lengths, strict=True):
@@ -596,12 +595,12 @@ def _per_step(values: Tensor, lengths: Sequence[int], weight: Tensor | None) -> 
 
 
 def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
-    """Return the sum of products; what has probability 0 may be infinite."""
+    """Return the sum of products; values of probability 0 may be infinite."""
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum()
 
 
 def _side_by_side(values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the steps (N, K) as (T, S, K), where ended sequences repeat their last, and which are alive, (T, S, 1)."""
+    """Return the steps (N, K) as (T, S, K), ended sequences repeating the last one, and which are alive (T, S, 1)."""
     device = values.device
     sizes = torch.tensor(lengths, device=device)
     times = torch.arange(max(lengths), device=device)[:, None]
@@ -677,10 +676,10 @@ _LOG_PROBABILITIES = ("log_start", "log_transition", "log_probabilities")
 def _coordinates(
     start: HMMParameters,
 ) -> tuple[Callable[[HMMParameters], Tensor], Callable[[Tensor], HMMParameters]]:
-    """Return the maps to and from a vector in which steps can be extrapolated.
+    """Return the maps to and from a vector of coordinates in which steps can be extrapolated.
 
-    Probabilities are there by their square roots: they often go to 0, where logarithms never come to rest. What is 0
-    at all points known is 0 wherever they are extrapolated to, so impossible stays impossible.
+    Coordinates of probabilities are their square roots: probabilities often go to 0, where logarithms never converge. A
+    probability that is 0 at all known points is 0 at every extrapolated point.
     """
     layout = Layout(start.unconstrained())
 
@@ -699,7 +698,7 @@ def _coordinates(
 
 @dataclass(frozen=True, eq=False)
 class _Arrangement:
-    """Sequences laid out for the fast pass, and chunks of those that are left to the slow one; both prepared."""
+    """Sequences prepared for the fast pass, and chunks of sequences prepared for the slow pass."""
 
     fast: Plan
     slow: tuple[Chunk, ...]
@@ -707,7 +706,7 @@ class _Arrangement:
 
 
 class _Engine:
-    """The fast pass over one set of sequences, and the slow one for those that it cannot vouch for."""
+    """The fast pass over one set of sequences, and the slow pass for the unsound ones."""
 
     def __init__(
         self, parameters: HMMParameters, x: Tensor, lengths: list[int], sequence_weight: Tensor | None
@@ -724,7 +723,7 @@ class _Engine:
     def step(
         self, parameters: HMMParameters, prior: DirichletPrior, reg_covar: float, update: str = "ste"
     ) -> tuple[HMMParameters, Tensor]:
-        """Return the parameters after a step of these kinds, in float64, and the log-likelihoods before it, (S,)."""
+        """Return the parameters after a step of the kinds in `update`, float64, and log-likelihoods before it, (S,)."""
         parameters = parameters.to(torch.float64)
 
         found, at_work = self._run(parameters, lambda at_work, _: at_work.consume)
@@ -765,7 +764,7 @@ class _Engine:
         parameters: HMMParameters,
         consumer: Callable[[Pass, Sequence[Chunk]], Consume] | None,
     ) -> tuple[ForwardBackward, Pass]:
-        """Run the fast pass; sequences that turn out to be unsound are repeated in logarithms, with the others."""
+        """Run the fast pass, then repeat unsound sequences in logarithms."""
         arrangement = self._whole
         bad: frozenset[int] = frozenset()
         while True:
@@ -796,7 +795,7 @@ class _Engine:
         found: ForwardBackward,
         consume: Callable[[Tensor], None] | None,
     ) -> None:
-        """Add the sequences of a chunk to what was found, in logarithms and float64."""
+        """Add the sequences of a chunk to the results, computed in logarithms and float64."""
         model = parameters.to(torch.float64)
         chosen = chunk.sequences.tolist()
         lengths = [self._lengths[s] for s in chosen]
@@ -809,7 +808,7 @@ class _Engine:
         states, start, transitions = _smooth(model, x, lengths, weight)
         found.start.add_(start)
         found.transitions.add_(transitions)
-        # From one sequence after the other to the order of the slots.
+        # Reorder from one sequence after the other to the order of the slots.
         shift = torch.zeros(len(self._lengths), dtype=torch.int64, device=x.device)
         shift[chunk.sequences] = torch.tensor(
             [begin - self._starts[s] for s, begin in zip(chosen, [0, *itertools.accumulate(lengths)], strict=False)],
@@ -818,7 +817,7 @@ class _Engine:
         consume(states[chunk.steps + shift[chunk.slot_sequences]].to(self.dtype).mT)
 
     def _arrange(self, parameters: HMMParameters, bad: frozenset[int]) -> _Arrangement:
-        """Lay out the data; the sequences in `bad` are left to the slow pass."""
+        """Lay out the data, with the sequences in `bad` for the slow pass."""
         k, device = parameters.n_states, self._x.device
         good = [s for s in range(len(self._lengths)) if s not in bad]
         fast = plan(self._lengths, k, device=device, item_size=self.dtype.itemsize, only=good)
