@@ -1,7 +1,7 @@
 """Mixtures beyond plain Gaussians.
 
-Of other families: counts, heavy tails, low-rank covariances, and distributions given. Of Gaussians: missing values,
-streams, priors, parsimonious covariances, and the choice among them.
+Other families: counts, heavy tails, low-rank covariances, and any `torch.distributions`. Gaussians: missing values,
+streams, priors, parsimonious covariances, and model selection.
 """
 
 from toolkit.em.models._fit import fit_family

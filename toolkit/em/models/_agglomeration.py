@@ -1,4 +1,4 @@
-"""Starts of mixtures by agglomeration: Ward's trees of the samples, cut into as many clusters as there are components.
+"""Starts of mixtures by agglomeration: Ward's trees of the samples, cut into K clusters.
 
 Where clusters are far from round, the best partition depends on the metric. So there are three trees: of the features
 as they are, of each in units of its standard deviation, and of the whitened data, in which all directions are alike.
@@ -20,7 +20,7 @@ from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Agglomeration"]
 
-# A tree takes memory and time of the square of the number of samples.
+# The memory and time of a tree grow with the square of the number of samples.
 _MOST_SAMPLES = 2000
 
 
@@ -28,7 +28,7 @@ _MOST_SAMPLES = 2000
 class Agglomeration:
     """Trees of at most 2,000 of the samples; `points` (N, D), centred, float64, are the samples in the metric of each.
 
-    `chosen` are the indices of the samples in the trees, and `merges` what scipy calls a linkage.
+    `chosen` are the indices of the samples in the trees, and `merges` the linkage matrices of scipy.
     """
 
     x: Tensor
@@ -39,7 +39,7 @@ class Agglomeration:
     @classmethod
     @no_graph()
     def of(cls, x: Tensor, generator: torch.Generator | None) -> Agglomeration:
-        """Grow the trees of samples (N, D); which are in them is random if there are too many.
+        """Grow the trees of samples (N, D); of too many samples a random subset is taken.
 
         References:
             Ward, "Hierarchical grouping to optimize an objective function", 1963.
@@ -57,17 +57,17 @@ class Agglomeration:
 
     @no_graph()
     def starts(self, n_components: int, kind: CovarianceType, reg_covar: float) -> list[GaussianParameters]:
-        """Return one mixture for each tree, with the means and shares of its clusters and one covariance for all.
+        """Return one mixture for each tree, with the means and shares of its clusters and one common covariance.
 
         Raises:
-            ValueError: If that covariance is singular.
+            ValueError: If the common covariance is singular.
         """
         from scipy.cluster.hierarchy import fcluster
 
         found = []
         for points, merges in zip(self.points, self.merges, strict=True):
             labels = torch.from_numpy(fcluster(merges.numpy(), n_components, "maxclust")).to(points.device).long() - 1
-            # Of samples that are all alike there are fewer clusters.
+            # Identical samples give fewer clusters.
             if int(labels.max()) + 1 == n_components:
                 found.append(self._mixture(_of_all(points, self.chosen, labels), n_components, kind, reg_covar))
         return found
@@ -94,13 +94,13 @@ def _metrics(centred: Tensor) -> tuple[Tensor, ...]:
         return (centred,)
     deviations = centred.square().mean(0).sqrt()
     standard = centred / torch.where(deviations > 0, deviations, 1.0)
-    # Directions in which there is nothing but rounding are left out.
+    # Directions without variance beyond rounding are left out.
     left, sizes, _ = torch.linalg.svd(standard, full_matrices=False)
     return centred, standard, left[:, sizes > 1e-8 * sizes[0]]
 
 
 def _of_all(points: Tensor, chosen: Tensor, labels: Tensor) -> Tensor:
-    """Return the cluster of every sample (N,), given those of the chosen: that of the nearest mean."""
+    """Return the cluster of every sample (N,), by the nearest mean of the chosen samples' clusters."""
     if len(chosen) == len(points):
         return labels
     n_clusters = int(labels.max()) + 1

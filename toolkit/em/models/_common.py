@@ -1,4 +1,4 @@
-"""What the families of components share: weights, checks of the data, seeds for a start, and draws.
+"""Common parts of the families: weights, checks of the data, seeds for a start, and draws.
 
 N samples, D features, K components.
 """
@@ -52,7 +52,7 @@ class Components:
 
     @property
     def weights(self) -> Tensor:
-        """(K,), which sum to 1."""
+        """Weights of the components, (K,); they sum to 1."""
         return self.log_weights.exp()
 
     def to(self, target: torch.dtype | torch.device) -> Self:
@@ -82,23 +82,23 @@ def shares(counts: Tensor) -> Tensor:
 
 
 def log_of(values: Tensor) -> Tensor:
-    """Return logarithms, minus infinity for 0, where the derivative is taken as 0 and not as infinite."""
+    """Return logarithms; those of 0 are minus infinity, with derivative 0."""
     positive = values > 0
     return torch.where(positive, values, 1.0).log().masked_fill(~positive, -torch.inf)
 
 
 def clamp_coordinates(values: Tensor, *, above: bool = False) -> Tensor:
-    """Return logarithms no further below (and above) 0 than matters, so that every coordinate is finite."""
+    """Return logarithms bounded from below (and above), so that every coordinate is finite."""
     return values.clamp(-FAR, FAR if above else None)
 
 
 def is_wrapped(*values: Tensor) -> bool:
-    """Say whether a tensor is one of `torch.func`'s, whose values cannot decide what to compute."""
+    """Say whether a tensor is wrapped by `torch.func`, so that its values cannot control the computation."""
     return any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in values)
 
 
 def check_shape(x: Tensor, n_features: int) -> None:
-    """Raise a ValueError unless the samples have these features; one feature would broadcast."""
+    """Raise a ValueError unless the samples have so many features; one feature would broadcast."""
     if x.ndim != 2 or x.shape[1] != n_features:
         raise ValueError(f"`x` should have shape (N, {n_features}). Found {tuple(x.shape)}.")
 

@@ -1,4 +1,4 @@
-"""Fits a mixture of any family: starts, climbs, and keeps the best.
+"""Fits a mixture of any family by accelerated EM from several starts, and returns the best.
 
 N samples, D features, K components.
 """
@@ -21,14 +21,14 @@ __all__ = ["Kind", "fit_family"]
 
 
 class Kind(Family, Protocol):
-    """A family that knows how to start, and what samples it takes."""
+    """A family with a start of its own and a check of the samples."""
 
     @classmethod
     def start(cls, x: Tensor, n_components: int, **options: Any) -> Self:
-        """Return a mixture to start from, given `sample_weight`, `generator` and what else the family takes."""
+        """Return a mixture to start from, given `sample_weight`, `generator` and the family's own options."""
 
     def check(self, x: Tensor) -> None:
-        """Raise a ValueError unless the samples are such as the family describes."""
+        """Raise a ValueError unless the samples are in the support of the family."""
 
 
 F = TypeVar("F", bound=Kind)
@@ -53,7 +53,7 @@ def fit_family(
 
     Args:
         family: `BernoulliMixture`, `PoissonMixture`, `CategoricalMixture`, `StudentMixture`, `FactorAnalysers`,
-            `DistributionMixture`, or what else has their methods.
+            `DistributionMixture`, or another class with the same methods.
         x: (N, D).
         n_components: K, at most N.
         n_init: Fits from this many starts, of which the best is returned.
@@ -63,11 +63,11 @@ def fit_family(
         max_iter: As in `climb`.
         generator: Randomness of the starts. None is torch's global generator.
         callback: As in `climb`.
-        **options: What else the family's `start` takes: `pseudo_count`, `covariance_type`, `n_factors`, ...
+        **options: Options of the family's `start`: `pseudo_count`, `covariance_type`, `n_factors`, ...
 
     Returns:
-        The mixture found, and how. With pseudo-counts `history` has the log-likelihood plus the log-prior over N, which
-        never falls, and `log_likelihood` is without the prior.
+        The fit result. With pseudo-counts `history` has the log-likelihood plus the log-prior over N, which never
+        falls, and `log_likelihood` is without the prior.
 
     Raises:
         TypeError: If `x` is no real tensor, or `family` no family.

@@ -1,9 +1,9 @@
-r"""Mixtures of any `torch.distributions`, fitted by generalised EM: the M-step climbs the surrogate by its gradient.
+r"""Mixtures of any `torch.distributions`, fitted by generalised EM: the M-step ascends the surrogate by its gradient.
 
-The user says how unconstrained parameters become a distribution; everything else follows from its ``log_prob``. The
-M-step is a quasi-Newton climb of each component's mean log-density, with the responsibilities held: BFGS, from the
-exact second derivatives where parameters are few. No step goes down, so the likelihood never falls, whether or not the
-climb has arrived.
+The user defines the map from unconstrained parameters to a distribution; everything else follows from its ``log_prob``.
+The M-step maximises each component's mean log-density by BFGS, with the responsibilities held; with few parameters BFGS
+begins with the exact second derivatives. No step goes down, so the likelihood never falls, even if the M-step stops
+before the maximum.
 
 N samples, K components, P parameters of one component.
 """
@@ -39,7 +39,7 @@ Build = Callable[[dict[str, Tensor]], Distribution]
 _BACKTRACKS = 15
 _ARMIJO = 1e-4
 
-# The most parameters of a component for which a climb begins with the exact second derivatives.
+# The most parameters of a component for which BFGS begins with the exact second derivatives.
 _EXACT = 16
 
 
@@ -49,11 +49,11 @@ class DistributionMixture(Components):
 
     Attributes:
         log_weights: (K,), nats; the weights sum to 1.
-        parameters: By name, (K, ...): every real value should be a distribution.
-        build: Makes the K distributions of the parameters: a `torch.distributions.Distribution` with ``batch_shape``
+        parameters: By name, (K, ...): every real value should give a valid distribution.
+        build: Returns the K distributions of the parameters: a `torch.distributions.Distribution` with ``batch_shape``
             (K,). Its ``event_shape`` is (D,), or () for one feature. Pass ``validate_args=False`` where the samples are
             known to be in the support, for use under `torch.func.vmap`.
-        max_steps: The most quasi-Newton steps of one M-step. Few are enough: each M-step goes on where the last ended.
+        max_steps: The most quasi-Newton steps of one M-step. Few are enough: each M-step continues from the last one.
 
     Raises:
         ValueError: If the shapes do not fit together.
@@ -112,10 +112,10 @@ class DistributionMixture(Components):
             x: (N, D), floating point.
             n_components: K, at most N.
             build: As in the class.
-            guess: Parameters of one component, from samples (n, D) that are thought to be its own: n is at least 1, so
-                that a variance, say, may be 0 and should be kept from it. Moments will do.
+            guess: Returns parameters of one component from samples (n, D) that are assigned to it; estimates by moments
+                are enough. As n may be 1, keep a variance, say, away from 0.
             max_steps: As in the class.
-            sample_weight: (N,), not negative. None: all 1. `guess` does not see it.
+            sample_weight: (N,), not negative. None: all 1. `guess` does not use it.
             generator: Randomness. None is torch's global generator.
 
         Raises:
@@ -128,7 +128,7 @@ class DistributionMixture(Components):
             raise ValueError("`x` should be finite. Found infinite or missing values.")
         labels, weights = partition(points, n_components, sample_weight, generator)
         counts = torch.zeros_like(points[:n_components, 0]).index_add(0, labels, weights)
-        # A part can be empty where samples are the same: all samples stand for it.
+        # A part can be empty if samples are equal; all samples then stand in for it.
         parts = [points[labels == k] if bool((labels == k).any()) else points for k in range(n_components)]
         guesses = [guess(part) for part in parts]
         return cls(
@@ -176,15 +176,15 @@ class DistributionMixture(Components):
             x: (N, D); with one feature (N,) will do.
 
         Raises:
-            ValueError: If `x` does not have the features of the distribution, or as the distribution does.
+            ValueError: If `x` does not have the features of the distribution, or whenever the distribution raises one.
         """
         return self.log_weights + self._log_prob(self.parameters, self._samples(x))
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
         r"""Return parameters whose held surrogate :math:`\sum_n r_{nk} \log f_k(x_n)` is at least as high, for each k.
 
-        Differentiable in the responsibilities, as the maximum is (by the implicit function theorem): where they carry a
-        gradient, one Newton step follows, which leaves a maximum where it is.
+        Differentiable in the responsibilities, as the maximum is (by the implicit function theorem): for
+        responsibilities that require a gradient one Newton step follows, which does not move a maximum.
 
         Args:
             x: (N, D); with one feature (N,) will do.
@@ -216,8 +216,8 @@ class DistributionMixture(Components):
     def sample(self, n: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
         """Draw `n` samples (n, D), and their components (n,).
 
-        Distributions draw from torch's global generators: these are seeded from `generator`, and restored. With None
-        they are drawn from as they are.
+        Distributions draw from torch's global generators. These are seeded from `generator` and restored afterwards;
+        with None they are used as they are.
         """
         labels, n = self._labels(n, generator), int(n)
         if generator is None:
@@ -244,7 +244,7 @@ class DistributionMixture(Components):
         return log_prob
 
     def _mean_log_prob(self, flat: Tensor, samples: Tensor, share: Tensor) -> Tensor:
-        """Return each component's mean log-density, (K,): what the M-step raises."""
+        """Return each component's mean log-density, (K,): the objective of the M-step."""
         log_prob = self._log_prob(self._tree(flat), samples)
         return (share * log_prob.masked_fill(share == 0, 0.0)).sum(0)
 
@@ -272,7 +272,7 @@ def _gradient(objective: Objective, point: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _newton(objective: Objective, point: Tensor, alive: Tensor) -> Tensor:
-    """Return a Newton step (K, P) in which the objective's dependence on anything else is differentiable."""
+    """Return a Newton step (K, P), differentiable in everything that the objective depends on."""
     _, gradient = _gradient(objective, point)
     identity = torch.eye(point.shape[1], dtype=point.dtype, device=point.device)
     hessian = torch.where(alive[:, None, None], _hessian(objective, point), identity)
@@ -281,19 +281,19 @@ def _newton(objective: Objective, point: Tensor, alive: Tensor) -> Tensor:
 
 
 def _hessian(objective: Objective, point: Tensor) -> Tensor:
-    """Return the second derivatives of K functions (K, P, P); each row of the point matters to its own alone."""
+    """Return the second derivatives of K functions (K, P, P); each depends on its own row of the point alone."""
     hessian: Tensor = torch.func.jacrev(lambda p: _gradient(objective, p)[1].sum(0))(point)
     return hessian.permute(1, 0, 2)
 
 
 @no_graph()
 def _climb(objective: Objective, point: Tensor, max_steps: int) -> Tensor:
-    """Climb K functions at once by BFGS, each with its own inverse Hessian and step length; none ever goes down."""
+    """Maximise K functions at once by BFGS, each with its own inverse Hessian and step length; none ever falls."""
     k, p = point.shape
     identity = torch.eye(p, dtype=point.dtype, device=point.device).expand(k, p, p)
     inverse, fresh = identity, torch.ones(k, dtype=torch.bool, device=point.device)
     if p <= _EXACT:
-        # Near the top, Newton's step is best; where the function is not concave, it leads nowhere.
+        # Near the maximum Newton's step is best; where the function is not concave, it is useless.
         root, failed = torch.linalg.cholesky_ex(-_hessian(objective, point))
         fresh = (failed != 0) | ~root.isfinite().all(-1).all(-1)
         inverse = torch.cholesky_inverse(torch.where(fresh[:, None, None], identity, root))
@@ -305,7 +305,7 @@ def _climb(objective: Objective, point: Tensor, max_steps: int) -> Tensor:
         target, new_values, new_gradient = _line_search(objective, point, values, gradient, direction, slope, fresh)
         step, change = target - point, gradient - new_gradient
         moved = (step != 0).any(1)
-        # What is to gain less than the rounding of a mean is not looked for.
+        # Gains below the rounding of a mean are not looked for.
         if not is_wrapped(moved) and not bool((moved & (slope > eps * (1 + values.abs()))).any()):
             return target
         inverse, fresh = _updated(inverse, fresh, step, change, identity)
@@ -322,12 +322,12 @@ def _line_search(
     slope: Tensor,
     fresh: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return point, values and gradient after a step of each component that raises its value, or none."""
-    # The first step has no curvature to go by: at most of length 1.
+    """Return point, values and gradient after a step of each component that raises its value, or stays."""
+    # The first step knows no curvature: its length is at most 1.
     length = torch.where(fresh, direction.norm(dim=1).clamp(min=1.0).reciprocal(), 1.0)
     best, best_values, best_gradient = point, values, gradient
     waiting = (slope > 0) & slope.isfinite()
-    # What is still to gain may be less than the rounding of the values: then a smaller gradient tells.
+    # The remaining gain may be less than the rounding of the values: a smaller gradient then decides.
     slack = 8 * torch.finfo(point.dtype).eps * (1 + values.abs())
     for _ in range(_BACKTRACKS):
         target = point + torch.where(waiting, length, 0.0)[:, None] * direction

@@ -1,9 +1,9 @@
 r"""Mixtures of counts: independent Bernoulli, Poisson or categorical features within each component.
 
-Within a component the features are independent, so that a missing entry is left out exactly: its factor of the density
-is 1. The entries that were not observed are NaN (for categories also any negative code).
+Within a component the features are independent, so a missing entry is left out exactly: its factor of the density is 1.
+Missing entries are NaN (for categories also any negative code).
 
-A prior is given as pseudo-counts: observations that every component is thought to have made before. MAP EM never lowers
+A prior is given as pseudo-counts: observations added to every component. MAP EM never lowers
 ``log_likelihood(mixture, x) + mixture.log_prior() / N``, where N is the sum of the sample weights.
 
 N samples, D features, K components, C categories of all features together.
@@ -38,7 +38,7 @@ from toolkit.em.models._common import (
 
 __all__ = ["BernoulliMixture", "CategoricalMixture", "PoissonMixture"]
 
-# How much of a start is the seed; the rest is the mean of the data, so that no start excludes a sample.
+# The share of the seed in a start; the rest is the mean of the data, so that no start excludes a sample.
 _SEED = 0.5
 
 # The largest count for which x log(rate) - rate - log x!, a difference of large numbers, keeps enough digits.
@@ -57,8 +57,8 @@ class BernoulliMixture(Components):
     Attributes:
         log_weights: (K,), nats; the weights sum to 1.
         logits: (K, D), the log-odds :math:`\log p_{kd} / (1 - p_{kd})`; infinite where a probability is 0 or 1.
-        pseudo_count: How many ones, and as many zeros, every component is thought to have seen of each feature: a
-            Beta(1 + c, 1 + c) prior. 0 is maximum likelihood.
+        pseudo_count: c, the number of ones and of zeros added to each feature of every component: a Beta(1 + c, 1 + c)
+            prior. 0 is maximum likelihood.
 
     Raises:
         ValueError: If the shapes do not fit together, or `pseudo_count` is negative.
@@ -169,7 +169,7 @@ class BernoulliMixture(Components):
         return log_joint.masked_fill(against > 0, -torch.inf)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
-        """Return shares of ones, weighted by the responsibilities (N, K). Who has none keeps its probabilities."""
+        """Return shares of ones, weighted by responsibilities (N, K); an empty component keeps its probabilities."""
         check_shape(x, self.n_features)
         ones, observed = _split(x, self.logits)
         of_one = responsibilities.mT @ ones + self.pseudo_count
@@ -208,14 +208,14 @@ class PoissonMixture(Components):
 
     .. math:: a_{nk} = \log \pi_k + \sum_d x_{nd} \log \lambda_{kd} - \lambda_{kd} - \log x_{nd}!, \quad 0 \log 0 = 0
 
-    Where counts are large this is a small difference of large numbers, and the deviance is computed instead.
+    For large counts the sum is a small difference of large numbers, and the deviance is computed instead.
 
     Attributes:
         log_weights: (K,), nats; the weights sum to 1.
         log_rates: (K, D); minus infinity where a rate is 0.
-        pseudo_count: How many samples at `prior_rates` every component is thought to have seen: a gamma prior of shape
+        pseudo_count: c, the number of samples at `prior_rates` added to every component: a gamma prior of shape
             :math:`1 + c\lambda_0` and rate c. 0 is maximum likelihood.
-        prior_rates: (D,), positive. Only None without pseudo-counts.
+        prior_rates: (D,), positive. None is allowed without pseudo-counts only.
 
     Raises:
         ValueError: If the shapes do not fit together, or `pseudo_count` is negative.
@@ -322,7 +322,7 @@ class PoissonMixture(Components):
     def log_joint(self, x: Tensor) -> Tensor:
         """Return the log of weight times probability, (N, K), nats; minus infinity where it is 0.
 
-        With large counts, (N, K, D) numbers are kept; otherwise it is one matrix product.
+        Large counts take (N, K, D) of memory; otherwise the log-joint is one matrix product.
 
         Args:
             x: (N, D) counts, or NaN where there is none. The values are not looked at; `check` does that.
@@ -344,7 +344,7 @@ class PoissonMixture(Components):
         return self.log_weights - deviances.sum(-1) - _stirling(counts).sum(1, keepdim=True)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
-        """Return means weighted by the responsibilities (N, K). Who has none keeps its rates."""
+        """Return means weighted by the responsibilities (N, K); an empty component keeps its rates."""
         check_shape(x, self.n_features)
         counts, observed = _split(x, self.log_rates)
         total = responsibilities.mT @ counts
@@ -390,9 +390,9 @@ class CategoricalMixture(Components):
     Attributes:
         log_weights: (K,), nats; the weights sum to 1.
         log_probabilities: (K, C), nats: first the categories of the first feature, then those of the second, ...
-        n_categories: How many categories each of the D features has; they sum to C.
-        pseudo_count: How many observations of each category every component is thought to have made: a Dirichlet(1 + c)
-            prior. 0 is maximum likelihood.
+        n_categories: Number of categories of each of the D features; they sum to C.
+        pseudo_count: c, the number of observations of each category added to every component: a Dirichlet(1 + c) prior.
+            0 is maximum likelihood.
 
     Raises:
         ValueError: If the shapes do not fit together, or `pseudo_count` is negative.
@@ -514,10 +514,10 @@ class CategoricalMixture(Components):
 
         Raises:
             ValueError: If `x` does not have the features of the mixture.
-            IndexError: If a code has no category; `check` says which.
+            IndexError: If a code has no category; `check` shows the sample.
         """
         check_shape(x, self.n_features)
-        # One more row, for what was not observed: it adds nothing.
+        # One more row, of zeros, for missing entries.
         table = torch.cat([self.log_probabilities.mT, torch.zeros_like(self.log_probabilities[:, :1].mT)])
         log_joint = self.log_weights
         for codes in _codes(x, self.n_categories).unbind(1):
@@ -525,7 +525,7 @@ class CategoricalMixture(Components):
         return log_joint
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
-        """Return the categories' shares, weighted by the responsibilities (N, K). Who has none keeps its own."""
+        """Return the categories' shares, weighted by the responsibilities (N, K); an empty component keeps its own."""
         check_shape(x, self.n_features)
         counts = responsibilities.new_zeros(sum(self.n_categories) + 1, self.n_components)
         for codes in _codes(x, self.n_categories).unbind(1):
@@ -569,7 +569,7 @@ class CategoricalMixture(Components):
 
 
 def _split(x: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the values in the parameters' type with 0 for NaN, and what was observed (N, D); None is everything."""
+    """Return the values in the parameters' type with 0 for NaN, and the mask of observed entries, None for all."""
     values = x.to(like.dtype)
     if not x.is_floating_point():
         return values, None
@@ -580,7 +580,7 @@ def _split(x: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _product(observed: Tensor | None, table: Tensor) -> Tensor:
-    """Return the sum of a table (K, D) over the features observed: (N, K), or (K,) if all are."""
+    """Return the sum of a table (K, D) over the observed features: (N, K), or (K,) if all are observed."""
     return table.sum(1) if observed is None else observed @ table.mT
 
 
@@ -594,7 +594,7 @@ def _half_deviance(counts: Tensor, log_rates: Tensor) -> Tensor:
     some, never = counts > 0, rates == 0
     safe_counts, safe_rates = torch.where(some, counts, 1.0), torch.where(never, 1.0, rates)
     excess = (safe_rates - safe_counts) / safe_counts
-    # Far off, log1p of an excess near -1 has lost the rate; the logarithms themselves have not.
+    # Far off, log1p of an excess near -1 has lost the rate; the difference of logarithms has not.
     far = excess < -0.5
     logs = torch.where(
         far,
@@ -617,7 +617,7 @@ def _stirling(counts: Tensor) -> Tensor:
 
 
 def _codes(x: Tensor, n_categories: Sequence[int]) -> Tensor:
-    """Return the columns of the side-by-side tables (N, D), the one after the last for what was not observed."""
+    """Return the columns of the side-by-side tables (N, D); missing entries get the column after the last."""
     offsets = torch.tensor([0, *n_categories]).cumsum(0).to(x.device)
     missing = x < 0
     if x.is_floating_point():
@@ -629,7 +629,7 @@ def _codes(x: Tensor, n_categories: Sequence[int]) -> Tensor:
 
 
 def _one_hot(codes: Tensor, n_categories: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return 0 and 1 (N, C); NaN for the features that were not observed."""
+    """Return 0 and 1 (N, C); NaN for missing features."""
     total = sum(n_categories)
     hot = torch.zeros(len(codes), total + 1, dtype=dtype, device=codes.device).scatter(1, codes, 1.0)[:, :-1]
     return torch.where(_totals(hot, n_categories) > 0, hot, torch.nan)
@@ -646,7 +646,7 @@ def _normalised(table: Tensor, n_categories: Sequence[int]) -> Tensor:
 
 
 def _filled(x: Tensor, sample_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return floating-point samples with the features' means for what was not observed, and the samples' weights."""
+    """Return floating-point samples with missing entries replaced by the features' means, and the samples' weights."""
     points = x.to(_float_type(x))
     weights = torch.ones_like(points[:, 0]) if sample_weight is None else sample_weight.to(points)
     missing = points.isnan()

@@ -1,8 +1,8 @@
 r"""Mixtures of factor analysers: covariances of low rank plus noise, for features too many for a full covariance.
 
 Given the component, :math:`x_n = \mu_k + \Lambda_k f + \epsilon` with q standard normal factors f and independent noise
-of variances :math:`\Psi_k`, so the covariance is :math:`\Lambda_k \Lambda_k^\top + \Psi_k`. It is never formed:
-everything is done by the q x q matrix :math:`M_k = I + \Lambda_k^\top \Psi_k^{-1} \Lambda_k`.
+of variances :math:`\Psi_k`, so the covariance is :math:`\Lambda_k \Lambda_k^\top + \Psi_k`. The covariance is never
+formed: all formulas use the q x q matrix :math:`M_k = I + \Lambda_k^\top \Psi_k^{-1} \Lambda_k`.
 
 N samples, D features, K components, q factors.
 """
@@ -52,7 +52,7 @@ class FactorAnalysers(Components):
         noise: Variances of the noise, positive: (K, D) for ``"diag"``, (D,) for ``"tied"``, (K,) for ``"isotropic"``.
         noise_type: ``"diag"``: each feature of each component its own (factor analysis). ``"tied"``: the components
             share it. ``"isotropic"``: one for all features of a component (probabilistic PCA).
-        noise_floor: The M-step's estimates of `noise` are not below it.
+        noise_floor: Lower bound of the M-step's estimates of `noise`.
 
     Raises:
         ValueError: If the type is unknown, the shapes do not fit together, or `noise_floor` is negative.
@@ -154,14 +154,14 @@ class FactorAnalysers(Components):
 
     @property
     def n_parameters(self) -> int:
-        """Free parameters: the weights but one, means, noise, and loadings up to a rotation; no more than if full."""
+        """Free parameters: the weights but one, means, noise, and loadings up to a rotation; at most those of full."""
         k, d, q = self.loadings.shape
         covariances = self.noise.numel() + k * (d * q - q * (q - 1) // 2)
         return k - 1 + k * d + min(covariances, k * d * (d + 1) // 2)
 
     @property
     def covariances(self) -> Tensor:
-        """(K, D, D): for looking at; nothing else here makes them."""
+        """Covariances, (K, D, D), for inspection; no other method forms them."""
         return self.loadings @ self.loadings.mT + torch.diag_embed(self._noise)
 
     def check(self, x: Tensor) -> None:
@@ -174,7 +174,7 @@ class FactorAnalysers(Components):
 
         With the expected factors :math:`\hat f = M^{-1} \Lambda^\top \Psi^{-1} (x - \mu)`, the squared distance is
         :math:`|\Psi^{-1/2} (x - \mu - \Lambda \hat f)|^2 + |\hat f|^2`: a sum, where Woodbury's identity has a
-        difference that cancels. It takes (K, D, N) of memory.
+        difference that cancels. The differences take (K, D, N) of memory.
 
         Args:
             x: (N, D).
@@ -206,9 +206,9 @@ class FactorAnalysers(Components):
     def complete_surrogate(self, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
         r"""Return the expected log-joint of samples, components **and factors**: the surrogate of both E-steps.
 
-        With both posteriors held by the block its gradient is that of the log-likelihood, as that of
-        `toolkit.em.surrogate` is, which integrates the factors. Opening it leaks minus the gradient of the entropies of
-        components and factors.
+        With both posteriors held by the block, the gradient is that of the log-likelihood. `toolkit.em.surrogate`,
+        which integrates over the factors, has the same gradient. The open block leaks minus the gradient of the
+        entropies of components and factors.
 
         Args:
             x: (N, D).
@@ -233,8 +233,9 @@ class FactorAnalysers(Components):
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
         r"""Return weighted means, then loadings and noise by one step with expected factors about these means.
 
-        Both raise :math:`\sum_n r_{nk} a_{nk}`, the factors integrated, so the likelihood never falls (AECM). The
-        factors are those of loadings and noise that this is called on. Who has no sample keeps its parameters.
+        Both raise :math:`\sum_n r_{nk} a_{nk}`, with the factors integrated out, so the likelihood never falls (AECM).
+        The expected factors use the loadings and noise before the step. A component without samples keeps its
+        parameters.
 
         With :math:`g` the factors' means and :math:`N_k = \sum_n r_{nk}`:
         :math:`\Lambda = (\sum r (x - \mu) g^\top)(\sum r g g^\top + N_k M^{-1})^{-1}`, and :math:`\Psi` is the diagonal
@@ -308,7 +309,7 @@ class FactorAnalysers(Components):
 
     @property
     def _noise(self) -> Tensor:
-        """Variances of the noise (K, D), whatever the type."""
+        """Variances of the noise, (K, D), for every type."""
         noise = self.noise[:, None] if self.noise_type == "isotropic" else self.noise
         return noise.expand(self.n_components, self.n_features)
 
@@ -349,7 +350,7 @@ def _principal(residuals: Tensor, q: int, generator: torch.Generator | None) -> 
 
 
 def _raise_without_noise(noise: Tensor) -> None:
-    # Under torch.func a value cannot be looked at; what follows is infinite there.
+    # Under torch.func no value can be read; the results are infinite there.
     if torch._C._functorch.is_functorch_wrapped_tensor(noise) or bool((noise > 0).all()):
         return
     raise ValueError(

@@ -1,16 +1,16 @@
-r"""Gaussian mixtures of samples with missing values (NaN): the exact likelihood of what was seen, and its EM.
+r"""Gaussian mixtures of samples with missing values (NaN): the exact likelihood of the observed values, and its EM.
 
-A sample counts with the marginal density of its seen features :math:`o`, so values must be missing at random. Given the
+A sample has the marginal density of its observed features :math:`o`, so values must be missing at random. Given the
 component, the missing features :math:`m` are normal, with the precision :math:`\Lambda_{mm}` and the mean
-:math:`\mu_m - \Lambda_{mm}^{-1} \Lambda_{mo} (x_o - \mu_o)`. The E-step hands over responsibilities *and* these two
-moments; the block `em.responsibilities` holds both.
+:math:`\mu_m - \Lambda_{mm}^{-1} \Lambda_{mo} (x_o - \mu_o)`. The E-step returns responsibilities *and* these two
+moments; the block `em.responsibilities` holds both constant.
 
 - full and tied: the M-step completes each sample by its conditional mean, and adds the conditional covariance.
-- diag and spherical: given the component, missing features know nothing of the seen ones. They drop out of the
-  expected log-likelihood, and the M-step averages over what was seen: fewer unknowns, faster convergence.
+- diag and spherical: given the component, missing features do not depend on the observed ones. They drop out of the
+  expected log-likelihood, and the M-step averages over the observed values: fewer unknowns, faster convergence.
 
-Samples are sorted by which features they lack. Each of these patterns is factored once, many patterns in one batch.
-A sample without any value has the log-density 0; it counts as a sample, and says nothing about the parameters.
+Samples are sorted by their pattern of missing features. Each pattern is factored once, many patterns in one batch. A
+sample without any value has the log-density 0; it counts as a sample, and has no effect on the parameters.
 
 N samples, D features, K components; P patterns with up to B samples each.
 """
@@ -46,7 +46,7 @@ __all__ = [
     "surrogate_missing",
 ]
 
-# Bytes of one (K, P, B, D) array, which bounds what a pass needs at a time, and the most samples of one pattern in it.
+# Bytes of one (K, P, B, D) array, which bounds the memory of a pass, and the most samples of one pattern in it.
 _CHUNK_BYTES = 2**21
 _LONGEST = 2048
 
@@ -56,7 +56,7 @@ class MissingGaussian:
     """A Gaussian mixture as a `Family` of samples with missing values, for `e_step`, `maximise_likelihood` and others.
 
     Attributes:
-        parameters: Those of the whole samples.
+        parameters: The mixture of complete samples.
 
     Example:
         >>> one = GaussianParameters.from_covariances(weights=torch.ones(1), means=torch.zeros(1, 2),
@@ -80,7 +80,7 @@ class MissingGaussian:
 
         Args:
             x: (N, D), NaN where missing.
-            responsibilities: (N, K), times the samples' weights if they have any.
+            responsibilities: (N, K), times the samples' weights if there are any.
 
         Raises:
             ValueError: If the shapes do not fit together, or a covariance is singular.
@@ -89,7 +89,7 @@ class MissingGaussian:
         return MissingGaussian(_maximise(self.parameters, moments, reg_covar=0.0, prior=None))
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return coordinates in which every real value is a mixture."""
+        """Return unconstrained coordinates."""
         return self.parameters.unconstrained()
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> MissingGaussian:
@@ -100,7 +100,7 @@ class MissingGaussian:
 def marginal_log_joint(parameters: GaussianParameters, x: Tensor) -> Tensor:
     r"""Return :math:`\log \pi_k + \log \mathcal N(x_{n, o} \mid \mu_{k, o}, \Sigma_{k, oo})`.
 
-    Differentiable, also by `x` where it is seen.
+    Differentiable, also by the observed values of `x`.
 
     Args:
         parameters: The mixture.
@@ -130,10 +130,10 @@ def surrogate_missing(parameters: GaussianParameters, x: Tensor, sample_weight: 
         - \tfrac12 (\hat x_{nk} - \mu_k)^\top \Lambda_k (\hat x_{nk} - \mu_k)
         - \tfrac12 \mathrm{tr}\, \Lambda_k \hat C_{nk}\right)
 
-    The responsibilities, the completed samples :math:`\hat x_{nk}` and the covariances :math:`\hat C_{nk}` of what was
-    completed are held constant by the block `em.responsibilities`. Then the **gradient** is that of the log-likelihood
-    of what was seen (Fisher's identity). As in `surrogate`, value and Hessian are not. For diag and spherical
-    covariances there is nothing to complete: the sums run over the seen features.
+    The block `em.responsibilities` holds the responsibilities, the completed samples :math:`\hat x_{nk}` and the
+    conditional covariances :math:`\hat C_{nk}` of the missing values constant. Then the **gradient** is that of the
+    log-likelihood of the observed values (Fisher's identity). As in `surrogate`, value and Hessian are not. For diag
+    and spherical covariances nothing is completed: the sums run over the observed features.
 
     Args:
         parameters: The mixture.
@@ -152,7 +152,7 @@ def surrogate_missing(parameters: GaussianParameters, x: Tensor, sample_weight: 
     responsibilities, _ = e_step(MissingGaussian(parameters), x)
     weights = x.new_ones(len(x)) if sample_weight is None else sample_weight
     moments = _expected_moments(parameters, x, responsibilities * weights[:, None])
-    # 0, but for its gradient: the moments are about the same means, held constant.
+    # Zero in value, not in gradient: the moments are about the same means, held constant.
     shifts = parameters.means - moments.origins
     factor = parameters.precisions_cholesky
     log_2pi = math.log(2 * math.pi)
@@ -181,16 +181,17 @@ def em_step_missing(
     reg_covar: float = 0.0,
     prior: Prior | None = None,
 ) -> tuple[GaussianParameters, Tensor]:
-    """Return the parameters after one EM step, and the log-likelihood of what was seen *before* it.
+    """Return the parameters after one EM step, and the log-likelihood of the observed values *before* it.
 
-    Without missing values it is `em_step`. It has no gradient: differentiate `MissingGaussian.m_step` instead.
+    Without missing values the step is `em_step`. The step has no gradient: differentiate `MissingGaussian.m_step`
+    instead.
 
     Args:
         parameters: The mixture.
         x: (N, D), float32 or float64, NaN where missing.
         sample_weight: (N,), finite, not negative, not all 0. None: all 1.
         reg_covar: Added to every variance. 0 is maximum likelihood, for which the log-likelihood never falls.
-        prior: What the M-step is drawn to. With it, ``log_likelihood + prior.log_density(parameters) / N`` never falls.
+        prior: A prior (MAP). With it, ``log_likelihood + prior.log_density(parameters) / N`` never falls.
 
     Returns:
         The new mixture, and a float64 scalar in nats per sample.
@@ -234,10 +235,10 @@ def fit_missing(
     generator: torch.Generator | None = None,
     callback: Callable[[int, float], None] | None = None,
 ) -> Climb[GaussianParameters]:
-    """Maximise the log-likelihood of what was seen, for samples with missing values.
+    """Maximise the log-likelihood of the observed values of samples with missing values.
 
     Args:
-        x: (N, D), float32 or float64, finite where it is seen, NaN where missing.
+        x: (N, D), float32 or float64, finite where observed, NaN where missing.
         n_components: K, at most the number of samples with a value.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         sample_weight: (N,), finite, not negative, not all 0. None: all 1.
@@ -246,14 +247,14 @@ def fit_missing(
         n_init: Fits from this many starts, of which the best is returned.
         init: How to start (see `start_missing`), or the start itself.
         reg_covar: Added to every variance, in the data's units squared.
-        prior: What the estimate is drawn to (MAP). None: maximum likelihood.
+        prior: A prior, for MAP estimates. None: maximum likelihood.
         accelerate: As in `climb`.
         generator: Randomness of the start. None is torch's global generator.
         callback: As in `climb`.
 
     Returns:
-        The mixture, in the type of `x`, and how it was found. With a prior the history is that of the log-likelihood
-        plus the log-prior over the sum of weights; `log_likelihood` is the log-likelihood alone.
+        The fit result, with the mixture in the type of `x`. With a prior, `history` has the log-likelihood plus the
+        log-prior over the sum of weights; `log_likelihood` is the log-likelihood alone.
 
     Raises:
         TypeError: If `x` is not a float32 or float64 tensor.
@@ -322,9 +323,10 @@ def start_missing(
     """Choose a start as `start` does, for samples with missing values.
 
     Means are chosen among the samples, completed by the features' means. For ``"kmeans"`` they are improved by Lloyd's
-    steps on what was seen: a sample goes to the mean that is nearest in its seen features, which is what k-means does
-    with missing values that are filled with the mean they belong to. The variances are those of what was seen about
-    the nearest means; correlations count missing values as 0, which keeps the covariance positive definite.
+    steps on the observed values: each sample goes to the mean that is nearest in the sample's observed features. This
+    equals k-means with missing values filled by the mean of their cluster. The variances are those of the observed
+    values about the nearest means; correlations count missing values as 0, which keeps the covariance positive
+    definite.
 
     Args:
         x: (N, D), NaN where missing.
@@ -375,17 +377,18 @@ def start_missing(
 
 
 def impute(parameters: GaussianParameters, x: Tensor) -> Tensor:
-    r"""Return the samples with missing values replaced by their expectation given the seen ones.
+    r"""Return the samples with missing values replaced by their expectation given the observed ones.
 
-    It is :math:`\sum_k r_{nk} (\mu_{k, m} - \Lambda_{k, mm}^{-1} \Lambda_{k, mo} (x_{n, o} - \mu_{k, o}))`, the best
-    guess in squared error. Its spread is too small for what is estimated afterwards: see `draw_missing`.
+    The expectation is
+    :math:`\sum_k r_{nk} (\mu_{k, m} - \Lambda_{k, mm}^{-1} \Lambda_{k, mo} (x_{n, o} - \mu_{k, o}))`, the best guess in
+    squared error. The spread of imputed values is too small for later estimates: see `draw_missing`.
 
     Args:
         parameters: The mixture.
         x: (N, D), NaN where missing.
 
     Returns:
-        (N, D). What was seen is as it was.
+        (N, D). Observed values are unchanged.
 
     Raises:
         ValueError: If `x` does not have the features of the means.
@@ -411,18 +414,18 @@ def impute(parameters: GaussianParameters, x: Tensor) -> Tensor:
 def draw_missing(
     parameters: GaussianParameters, x: Tensor, n_draws: int, *, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw missing values from their distribution given the seen ones, for multiple imputation.
+    """Draw missing values from their distribution given the observed ones, for multiple imputation.
 
-    A component is drawn by the responsibilities of each sample, then its missing features together.
+    For each sample, a component is drawn by the responsibilities, then all missing features together.
 
     Args:
         parameters: The mixture.
         x: (N, D), NaN where missing.
-        n_draws: How many times.
+        n_draws: Number of draws.
         generator: Randomness. None is torch's global generator.
 
     Returns:
-        (n_draws, N, D). What was seen is as it was.
+        (n_draws, N, D). Observed values are unchanged.
 
     Raises:
         ValueError: If `x` does not have the features of the means, or `n_draws` is not a positive integer.
@@ -460,9 +463,9 @@ class _Part:
 
     Attributes:
         x: (P, B, D), 0 where missing.
-        seen: (P, D): 1 where seen, 0 where missing.
+        seen: (P, D): 1 where observed, 0 where missing.
         weights: (P, B); 0 where padded.
-        rows: (P, B): which sample it is; any where padded.
+        rows: (P, B): the index of each sample; arbitrary where padded.
         real: (P, B): not padded.
     """
 
@@ -478,8 +481,8 @@ class _Incomplete:
     """Samples sorted by pattern.
 
     Attributes:
-        parts: Of bounded size.
-        order: (N,): where each sample is among the samples of all parts.
+        parts: The samples in parts of bounded size.
+        order: (N,): the place of each sample among the samples of all parts.
         total_weight: Sum of the weights.
     """
 
@@ -510,11 +513,11 @@ def _prepare(x: Tensor, sample_weight: Tensor | None, n_components: int) -> _Inc
 
 
 def _rows_by_pattern(missing: Tensor, n_components: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows (P, B) of which each has one pattern, and which of them are not padding."""
+    """Yield rows (P, B), one pattern each, and the mask of rows that are not padding."""
     n, d = missing.shape
     device = missing.device
     if torch._C._functorch.is_functorch_wrapped_tensor(missing) or n == 0:
-        # Under torch.func.vmap a value cannot be looked at: each sample is a pattern of its own.
+        # Under torch.func.vmap no value can be read: each sample is a pattern of its own.
         yield torch.arange(n, device=device)[:, None], torch.ones(n, 1, dtype=torch.bool, device=device)
         return
     codes = _codes(missing)
@@ -555,7 +558,7 @@ def _codes(missing: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Pass:
-    """A mixture beside the samples of one part.
+    """A mixture evaluated at the samples of one part.
 
     Attributes:
         differences: (K, P, B, D): from the means, 0 where missing.
@@ -625,7 +628,7 @@ class _Pass:
 
 @dataclass(frozen=True)
 class _Moments:
-    """What the M-step needs: sums weighed by responsibilities, of differences from `origins` (K, D).
+    """Statistics of the M-step: sums, weighted by responsibilities, of differences from `origins` (K, D).
 
     `counts` (K,); `first` (K, D); `second` (K, D, D) for full and tied, (K, D) for diag and spherical; `seen` (K, D):
     the counts of samples in which a feature is seen.
@@ -644,7 +647,7 @@ class _Moments:
 
 
 def _expected_moments(parameters: GaussianParameters, x: Tensor, responsibilities: Tensor) -> _Moments:
-    """Return the moments of samples completed under the parameters: the second output of the E-step, blocked."""
+    """Return the moments of samples completed under the parameters, the second output of the E-step, blocked."""
     check_features(parameters, x)
     if responsibilities.shape != (len(x), parameters.n_components):
         raise ValueError(
@@ -673,14 +676,14 @@ def _em_step(
 
 
 def _telling(part: _Part) -> Tensor:
-    """Return the weights (P, B) of samples that have any value: one without would only slow EM down."""
+    """Return the weights (P, B) with 0 for samples without any value, which would only slow EM down."""
     return part.weights * part.seen.amax(-1, keepdim=True)
 
 
 def _maximise(
     before: GaussianParameters, moments: _Moments, reg_covar: float, prior: Prior | None
 ) -> GaussianParameters:
-    """Return the M-step. A component without samples stays where it was; so does a feature that it has none of."""
+    """Return the M-step. A component without samples is kept, as is a feature of a component without values."""
     kind, structure = before.covariance_type, structure_of(before.covariance_type)
     counts = soft_counts(moments.counts)
     seen = counts[:, None].expand(moments.seen.shape) if structure.is_matrix else soft_counts(moments.seen)
@@ -708,7 +711,7 @@ def _maximise(
 
 
 def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:
-    """Return the covariance (D, D) of residuals that are 0 where missing, inflated to the variances of the seen."""
+    """Return the covariance (D, D) of residuals that are 0 where missing, scaled to the variances of observed ones."""
     share = seen.mean(0).rsqrt()
     covariance: Tensor = share[:, None] * (residuals.mT @ residuals / len(residuals)) * share
     return covariance
