@@ -1,8 +1,8 @@
-r"""Gaussian mixtures from batch after batch: online EM, which forgets, and incremental EM, which remembers each batch.
+r"""Gaussian mixtures fitted batch by batch: online EM, which forgets, and incremental EM, which keeps each batch.
 
-Both keep expected sufficient statistics instead of samples: what each component was responsible for, its mean, and the
-scatter about that mean. Statistics are merged without a difference of raw moments, so an offset of the data costs
-nothing. A batch is reduced to its statistics by the same pass as in `em_step`.
+Both keep expected sufficient statistics instead of samples: the count, the mean and the scatter of each component.
+Statistics are merged without a difference of raw moments, so an offset of the data costs nothing. A batch is reduced to
+its statistics by the same pass as in `em_step`.
 
 ==============  ==========================================  ==========================================================
 algorithm       statistics after a batch                    for
@@ -49,17 +49,18 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OnlineState:
-    """Where online EM is. Made by `online_start`, and anew by each `online_step`.
+    """The state of online EM, returned by `online_start` and by each `online_step`.
 
     Attributes:
         parameters: The mixture, float64.
-        statistics: Of the stream so far, for a total count of 1.
+        statistics: The statistics of the stream so far, for a total count of 1.
         n_steps: Batches seen.
         total_weight: Samples seen, or the sum of their weights.
-        log_likelihood: Of the last batch under the parameters before it, nats per sample; NaN before the first.
+        log_likelihood: The log-likelihood of the last batch under the parameters before it, nats per sample; NaN before
+            the first.
         averaged: The mean of weights, means and covariances over the last `n_averaged` steps; None before
             `average_from`.
-        n_averaged: How many steps are averaged.
+        n_averaged: Number of steps that are averaged.
         exponent: See `online_start`.
         offset: See `online_start`.
         least_step: See `online_start`.
@@ -108,16 +109,16 @@ def online_start(
         parameters: The mixture to begin with; a few batch steps on the first samples make a good one.
         exponent: The step size of batch t = 1, 2, ... is :math:`(t + \text{offset})^{-\text{exponent}}`. In (1/2, 1]
             for convergence; near 1/2 forgets a bad start faster.
-        offset: See `exponent`; not negative. 0 lets the first batch replace the start. A large one keeps the step
-            size small from the beginning, for a start that is trusted.
+        offset: See `exponent`; not negative. 0 lets the first batch replace the start. A large offset keeps the step
+            size small from the beginning, for a trusted start.
         least_step: The step size never gets smaller. 0 for convergence; a small positive one, :math:`\gamma`, follows
             data that drift, with a memory of about :math:`1 / \gamma` batches.
         burn_in: The parameters stay as they are, and only the statistics are updated, until this many samples were
             seen. For batches of few samples: twenty or more for each component.
-        average_from: Average the parameters over the steps after this one (Polyak and Ruppert): when the start is
-            forgotten, half of the steps say. None: do not.
+        average_from: Average the parameters over the steps after this one (Polyak and Ruppert): choose a step at which
+            the start is forgotten, half of all steps, say. None: no averaging.
         reg_covar: Added to every variance.
-        prior: What the M-step is drawn to; it counts against all samples seen so far.
+        prior: A prior for the M-step (MAP); its weight is relative to all samples seen so far.
 
     Raises:
         ValueError: If an argument is out of range.
@@ -156,11 +157,11 @@ def online_step(state: OnlineState, x: Tensor, *, sample_weight: Tensor | None =
 
     With the batch's mean statistics :math:`\bar s(x; \theta)` under the current parameters, and the step size
     :math:`\gamma_t`: :math:`s \leftarrow (1 - \gamma_t) s + \gamma_t \bar s(x; \theta)`, and :math:`\theta` is the
-    M-step of :math:`s`. The memory is that of the parameters and of a part of the batch.
+    M-step of :math:`s`. The memory holds the parameters and a part of the batch.
 
-    A batch of other weight than the average so far, by a factor :math:`\rho`, has the step size
-    :math:`1 - (1 - \gamma_t)^\rho`, as if it came in batches of that average: a small last batch does no harm, and one
-    of weight 0 nothing.
+    A batch whose weight is :math:`\rho` times the average so far has the step size :math:`1 - (1 - \gamma_t)^\rho`, as
+    if it came in batches of average weight. So a small last batch does no harm, and a batch of weight 0 changes
+    nothing.
 
     Args:
         state: The state before it.
@@ -191,7 +192,7 @@ def online_step(state: OnlineState, x: Tensor, *, sample_weight: Tensor | None =
     statistics = state.statistics.scaled(1 - step_size).merged(batch.scaled(step_size / weight))
     parameters = state.parameters
     if total_weight >= state.burn_in:
-        # Against the prior the statistics count as the samples that they stand for.
+        # Relative to the prior, the statistics count as all samples that they represent.
         whole = statistics if state.prior is None else statistics.scaled(total_weight)
         parameters = whole.maximise(reg_covar=state.reg_covar, prior=state.prior)
     averaged, n_averaged = state.averaged, state.n_averaged
@@ -211,7 +212,7 @@ def online_step(state: OnlineState, x: Tensor, *, sample_weight: Tensor | None =
 
 
 def _between(one: GaussianParameters, other: GaussianParameters, share: float) -> GaussianParameters:
-    """Return the mixture whose weights, means and covariances are between those of two."""
+    """Return the mixture with the weights, means and covariances of two mixtures interpolated."""
     return GaussianParameters.from_covariances(
         weights=one.weights.lerp(other.weights, share),
         means=one.means.lerp(other.means, share),
@@ -225,16 +226,16 @@ def _between(one: GaussianParameters, other: GaussianParameters, share: float) -
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class IncrementalState:
-    """Where incremental EM is. Made by `incremental_start`, and anew by each `incremental_step`.
+    """The state of incremental EM, returned by `incremental_start` and by each `incremental_step`.
 
     Attributes:
         parameters: The mixture, float64.
-        batches: The statistics of each batch, at the last time it was seen, and the entropy of its responsibilities
-            in nats, summed over its samples.
+        batches: For each batch, the statistics when it was last seen, and the entropy of its responsibilities in nats,
+            summed over its samples.
         total_weight: Samples in `batches`, or the sum of their weights.
-        free_energy: What never falls once each batch was seen, without `reg_covar`: expected complete-data
-            log-likelihood plus entropy, and the log-prior if there is one; nats per sample. It is a lower bound of the
-            log-likelihood (plus log-prior) of these batches.
+        free_energy: Expected complete-data log-likelihood plus entropy, and the log-prior if there is one; nats per
+            sample. A lower bound of the log-likelihood (plus log-prior) of these batches, which never falls once each
+            batch was seen, if `reg_covar` is 0.
         burn_in: See `incremental_start`.
         reg_covar: See `incremental_start`.
         prior: See `incremental_start`.
@@ -257,10 +258,10 @@ def incremental_start(
 
     Args:
         parameters: The mixture to begin with.
-        burn_in: The parameters stay as they are until the batches hold this many samples: too few for the first
-            M-step, and a component collapses.
+        burn_in: The parameters stay as they are until the batches hold this many samples. With too few for the first
+            M-step, components degenerate.
         reg_covar: Added to every variance.
-        prior: What the M-step is drawn to.
+        prior: A prior for the M-step (MAP).
 
     Raises:
         ValueError: If an argument is out of range.
@@ -283,12 +284,12 @@ def incremental_step(
 ) -> IncrementalState:
     """Return the state after the E-step of one batch, and the M-step of all batches seen.
 
-    The statistics that this batch left when it was seen before are replaced. So going over the same batches again and
-    again climbs the likelihood of all of them, with an M-step after each batch instead of each pass.
+    The earlier statistics of this batch are replaced. So repeated passes over the same batches raise the likelihood of
+    all of them, with an M-step after each batch instead of each pass.
 
     Args:
         state: The state before it.
-        key: Which batch it is: the same samples must come with the same key.
+        key: The key of the batch: the same samples must come with the same key.
         x: (B, D), float32 or float64, finite.
         sample_weight: (B,), finite, not negative. None: all 1.
 
@@ -310,7 +311,7 @@ def incremental_step(
     batch, weight, log_likelihood = _reduce(state.parameters, x, sample_weight)
     if weight == 0:
         return state
-    # The bound touches at the batch's own parameters: what its expectation lacks of its likelihood is the entropy.
+    # The bound touches at the batch's own parameters: there the likelihood is the expectation plus the entropy.
     entropy = weight * log_likelihood - float(batch.expected_log_joint(state.parameters))
     batches = {**state.batches, key: (batch, weight, entropy)}
     merged: Statistics | None = None

@@ -3,7 +3,7 @@ r"""The fourteen parsimonious Gaussian mixtures: covariances that share volume, 
 A model is named by three letters, for the volume, the shape and the orientation of the covariances. Each is equal for
 all components (E), varies between them (V), or is the identity (I): ``VEV`` has ellipsoids of equal shape, ``EEI``
 equal axis-aligned ones. ``VVV`` is scikit-learn's ``full``, ``EEE`` its ``tied``, ``VVI`` its ``diag`` and ``VII`` its
-``spherical``. `ParsimoniousCovariances` says how they are stored.
+``spherical``. `ParsimoniousCovariances` defines their parameters.
 
 N samples, D features, K components.
 """
@@ -46,12 +46,12 @@ __all__ = [
     "n_free_parameters",
 ]
 
-# Inner iterations of an EM step after the first: each starts where the last one ended, and a step that only improves
-# the surrogate is as good as one that maximises it (generalised EM).
+# Inner iterations of an EM step after the first: each starts where the last one ended, and a step need only improve the
+# surrogate (generalised EM).
 _INNER_STEPS_OF_EM = 3
 
-# Starts are compared after this many EM steps, and the best of them followed to the end, but for those that are at the
-# same likelihood: they are on the same way.
+# Starts are compared after this many EM steps, and the best are iterated to convergence; of starts with the same
+# likelihood one is enough.
 _SHORT_RUN = 10
 _FOLLOWED = 3
 _SAME = 1e-7
@@ -115,12 +115,12 @@ class ParsimoniousParameters:
 
     @property
     def weights(self) -> Tensor:
-        """(K,), which sum to 1."""
+        """Weights of the components, (K,); they sum to 1."""
         return self.log_weights.exp()
 
     @property
     def covariances(self) -> Tensor:
-        """(K, D, D)."""
+        """Covariances, (K, D, D)."""
         return self.structure.covariances.expand(self.n_components, -1, -1)
 
     @property
@@ -154,7 +154,7 @@ class ParsimoniousParameters:
     def m_step(self, x: Tensor, responsibilities: Tensor) -> ParsimoniousParameters:
         """Return the maximum-likelihood M-step of this model (see `covariances_from_scatter`).
 
-        Where it has no closed form it starts from these parameters, so it never ends below them.
+        An M-step without a closed form starts from these parameters, so the expected log-joint never falls.
 
         Args:
             x: (N, D).
@@ -238,10 +238,10 @@ def fit_parsimonious(
     accelerate: Accelerate = "anderson",
     generator: torch.Generator | None = None,
 ) -> Climb[ParsimoniousParameters]:
-    """Maximise the log-likelihood of one of the fourteen models by EM, accelerated unless told otherwise.
+    """Maximise the log-likelihood of one of the fourteen models by EM, accelerated by default.
 
-    Each of several starts is improved by ten EM steps. The best three climb on, or the next best where covariances
-    become singular, and the highest is returned.
+    Each of several starts is improved by ten EM steps. The best three go on, replaced by the next best where
+    covariances become singular, and the highest is returned.
 
     Args:
         x: (N, D), float32 or float64, finite. Arithmetic is in float64.
@@ -250,16 +250,16 @@ def fit_parsimonious(
         sample_weight: (N,), not negative, not all 0. None: all 1.
         tol: As in `climb`: nats per sample.
         max_iter: As in `climb`.
-        n_init: How many starts are tried.
+        n_init: Number of starts.
         init: How to start (see `start`), or the start itself.
-        reg_covar: A prior: `reg_covar` times the count is added to the diagonal of each component's scatter. It is the
-            same as adding it to every variance in the four models that scikit-learn has, and keeps what is shared
-            shared in the others. 0 is maximum likelihood.
+        reg_covar: A prior: `reg_covar` times the count is added to the diagonal of each component's scatter. In the
+            four models of scikit-learn this equals adding `reg_covar` to every variance; in the others it keeps the
+            constraints. 0 is maximum likelihood.
         accelerate: As in `climb`.
         generator: Randomness of the starts. None is torch's global generator.
 
     Returns:
-        The mixture in the data's floating-point type, and how it was found.
+        The fit result, with the mixture in the data's floating-point type.
 
     Raises:
         TypeError: If `x` is not a float32 or float64 tensor, or `sample_weight` no tensor.
@@ -301,13 +301,13 @@ def fit_parsimonious(
 
 @dataclass(frozen=True)
 class Search:
-    """What became of several starts.
+    """The results of several starts.
 
     Attributes:
-        best: The highest climb that was not refused. None if there is none.
-        refused: The highest climb that was refused.
+        best: The highest fit that was not refused. None if there is none.
+        refused: The highest fit that was refused.
         failures: The errors of starts from which covariances became singular.
-        n_refused: How many climbs were refused or failed.
+        n_refused: Number of fits that were refused or failed.
     """
 
     best: Climb[ParsimoniousParameters] | None
@@ -317,7 +317,7 @@ class Search:
 
 
 class Climber:
-    """EM steps of one model on one data set, which is prepared once."""
+    """EM for one model on one data set, which is prepared once."""
 
     def __init__(
         self,
@@ -329,7 +329,7 @@ class Climber:
     ) -> None:
         self.model, self.reg_covar = model_of(model), reg_covar
         structure = self.model.structure
-        # In float32 the likelihood's rounding ends a climb where EM is slow.
+        # In float32 the likelihood's rounding would end a fit where EM is slow.
         self.prepared = prepare(x.to(torch.float64), structure.name, n_components, sample_weight=sample_weight)
         if reg_covar == 0 and structure.shape_of_one(x.shape[1]):
             _raise_if_constant(self.prepared)
@@ -337,10 +337,10 @@ class Climber:
     def step(self, parameters: GaussianParameters | ParsimoniousParameters) -> tuple[ParsimoniousParameters, float]:
         """Return the parameters after one EM step, and the log-likelihood before it, nats per sample.
 
-        A mixture of another structure may be stepped from.
+        `parameters` may have another structure.
         """
         viewed = _viewed(parameters, self.model.structure)
-        # An extrapolated jump may be so long that it overflows.
+        # An extrapolated jump may overflow.
         if not bool(viewed.log_determinants.isfinite().all() and viewed.precisions.isfinite().all()):
             raise ValueError("The covariances should be finite and positive. Found some that overflow.")
         moments = accumulate(viewed, self.prepared)
@@ -356,7 +356,7 @@ class Climber:
         accelerate: Accelerate,
         callback: Callable[[int, float], None] | None = None,
     ) -> Climb[ParsimoniousParameters]:
-        """Climb from one start; the first step from a mixture of another structure is not counted."""
+        """Fit from one start; the first step from a mixture of another structure is not counted."""
         first = start if isinstance(start, ParsimoniousParameters) else self.step(start)[0]
 
         def error(parameters: ParsimoniousParameters) -> float:
@@ -375,7 +375,7 @@ class Climber:
         accelerate: Accelerate,
         refuse: Callable[[ParsimoniousParameters], bool] = lambda parameters: False,
     ) -> Search:
-        """Climb from the best of several starts after a short run, beside those that are singular or refused."""
+        """Fit from the best of several starts after a short run, except those that are singular or refused."""
         failures: list[str] = []
         shorts = []
         length = min(_SHORT_RUN, max_iter) if len(starts) > 1 else 0
@@ -410,7 +410,7 @@ class Climber:
 
 
 def _raise_if_constant(data: Prepared) -> None:
-    """Raise a ValueError if a feature is constant: by rounding its scatter need not be exactly 0."""
+    """Raise a ValueError if a feature is constant; by rounding, its scatter may differ from 0."""
     scatter = data.scatter
     if data.scale is not None:
         scatter = (data.scale @ scatter @ data.scale.mT).diagonal()
@@ -445,7 +445,7 @@ def _maximise(
     scatter = scatter + structure.totals(counts[:, None].expand(means.shape)) * added
     if structure.is_shared:
         scatter = scatter[None]
-    elif scatter.ndim == 1:  # only the trace is known, and all that counts
+    elif scatter.ndim == 1:  # only the trace is known, and it suffices
         scatter = (scatter / n_features)[:, None].expand(-1, n_features)
     return ParsimoniousParameters(
         log_weights=counts.log() - counts.sum().log(),

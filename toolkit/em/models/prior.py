@@ -32,25 +32,25 @@ from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Prior"]
 
-# What Fraley & Raftery chose: a hundredth of a sample's worth of belief in the mean.
+# The choice of Fraley & Raftery: the prior mean counts as a hundredth of a sample.
 _SHRINKAGE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prior:
-    r"""What is believed of a Gaussian mixture before its samples are seen.
+    r"""A conjugate prior of the parameters of a Gaussian mixture.
 
     MAP EM never lowers ``log_likelihood(parameters, x) + prior.log_density(parameters) / N``, in nats per sample, where
     N is the number of samples, or the sum of their weights. Its M-step is `maximise`.
 
-    Results are in the wider one of the types of the prior and of what it is given; `default` is float64.
+    Results have the wider of the floating-point types of prior and arguments; `default` is float64.
 
     Attributes:
-        concentration: (K,), at least 1 each. 1 has no effect, c is as if c - 1 samples more were seen.
-        mean: (D,): what the means are drawn to.
-        shrinkage: How many samples the belief in `mean` is worth; positive.
-        degrees_of_freedom: How many samples the belief in `scale` is worth: more than D - 1 for full and tied, positive
-            for diag and spherical.
+        concentration: (K,), at least 1 each. 1 has no effect; c counts as c - 1 more samples of the component.
+        mean: (D,): prior mean of the components' means.
+        shrinkage: Number of samples that `mean` counts as; positive.
+        degrees_of_freedom: Number of samples that `scale` counts as: more than D - 1 for full and tied, positive for
+            diag and spherical.
         scale: Sums of squares in the data's units squared: (D, D) for full and tied, (D,) for diag, () for spherical.
 
     Raises:
@@ -100,18 +100,18 @@ class Prior:
     ) -> Prior:
         r"""Return the weak prior that Fraley & Raftery propose, made of the data.
 
-        The weights are free, :math:`\alpha = 1`. The means are drawn to the data's mean, by :math:`\kappa = 0.01`
-        samples. The covariances have :math:`\nu = D + 2` and the data's covariance over :math:`K^{2/D}` as scale, so
-        that K ellipsoids fill the volume of one. For diag, each feature has its own variance here, so that the
-        features' units do not matter; for spherical it is the mean of the variances, as published.
+        The weights are free, :math:`\alpha = 1`. The prior mean is the data's mean, with :math:`\kappa = 0.01` samples.
+        The covariances have :math:`\nu = D + 2` and the data's covariance over :math:`K^{2/D}` as scale, so that K
+        ellipsoids fill the volume of one. For diag, each feature has its own variance here, so that the features' units
+        do not matter; for spherical it is the mean of the variances, as published.
 
-        Where features depend on each other, or are more than the samples, the covariance is replaced by its diagonal.
+        If features are linearly dependent, or more than the samples, the covariance is replaced by its diagonal.
         Missing values (NaN) are left out; correlations then count them as 0.
 
         Args:
             x: (N, D), finite or NaN.
             n_components: K.
-            covariance_type: Which scale to make.
+            covariance_type: The type, which sets the shape of the scale.
             sample_weight: (N,), not negative. None: all 1.
 
         Returns:
@@ -130,7 +130,7 @@ class Prior:
         mean, covariance = _mean_and_covariance(x.double(), sample_weight)
         d = x.shape[1]
         variances = covariance.diagonal()
-        # Where all values are the same, the mean of them may differ from them by rounding.
+        # The mean of equal values may differ from them by rounding.
         constant = variances <= (torch.finfo(torch.float64).eps * mean).square()
         if bool(constant.any()) or not bool(variances.isfinite().all()):
             feature = int((constant | ~variances.isfinite()).nonzero()[0])
@@ -171,8 +171,8 @@ class Prior:
                 sum over components (..., D, D) for tied, (..., K, D) for diag, (..., K) summed over features for
                 spherical.
             covariance_type: The type.
-            feature_counts: (..., K, D): how much of each feature was seen, where values are missing; for diag and
-                spherical. None: all of it.
+            feature_counts: (..., K, D): sums of the responsibilities over the samples in which each feature was
+                observed, for diag and spherical. None: no value is missing.
 
         Returns:
             Weights (..., K), means (..., K, D) and covariances, shaped as `scatter`.
@@ -240,7 +240,7 @@ class Prior:
     def _log_density_of_weights(self, log_weights: Tensor) -> Tensor:
         alpha = self.concentration
         normaliser = alpha.sum().lgamma() - alpha.lgamma().sum()
-        # A weight of 0 has density 1 where the prior does not mind.
+        # A weight of 0 has density 1 where its concentration is 1.
         return normaliser + torch.where(alpha == 1, 0.0, (alpha - 1) * log_weights).sum()
 
     def _log_density_of_spreads(self, parameters: GaussianParameters) -> Tensor:
@@ -283,7 +283,7 @@ def _is_positive_definite(scale: Tensor) -> bool:
 
 
 def _mean_and_covariance(x: Tensor, sample_weight: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the mean (D,) and covariance (D, D) of the values that are there; a positive semi-definite one."""
+    """Return the mean (D,) and the positive semi-definite covariance (D, D) of the observed values."""
     weights = x.new_ones(len(x), 1) if sample_weight is None else sample_weight.to(x)[:, None]
     seen = ~x.isnan() * weights
     # Twice, so that the rounding of a mean far from 0 does not count.
@@ -292,7 +292,7 @@ def _mean_and_covariance(x: Tensor, sample_weight: Tensor | None) -> tuple[Tenso
     mean = mean + (weights * centred).sum(0) / seen.sum(0)
     centred = torch.where(x.isnan(), 0.0, x - mean)
     covariance = (weights * centred).mT @ centred / weights.sum()
-    # Missing values counted as the mean; now each variance is that of the values that are there.
+    # Missing values counted as the mean; now each variance is that of the observed values.
     inflation = (weights.sum() / seen.sum(0)).sqrt()
     scaled = inflation[:, None] * covariance * inflation
     return mean, 0.5 * (scaled + scaled.mT)

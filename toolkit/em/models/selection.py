@@ -9,9 +9,9 @@ BIC    :math:`-2 N \ell + p \log N`
 ICL    BIC :math:`- 2 \sum_n \log \max_k r_{nk}`: overlapping components cost extra
 =====  ==============================================================================
 
-A likelihood of Gaussians without bounds has no maximum: a component may shrink onto a few samples, or onto values that
-were rounded alike, and raise it for ever. Such *spikes* win any search that looks at the likelihood alone. Here a fit
-whose covariance becomes singular, or far narrower than the others, is not chosen, and the table says so.
+The likelihood of a Gaussian mixture has no maximum: it grows without bound as a component shrinks onto a few samples,
+or onto values that were rounded alike. Such *degenerate components* (spikes) win any search by likelihood alone. Here a
+fit whose covariance becomes singular, or far narrower than the others, is not chosen, and is marked in the table.
 
 N samples, D features, K components.
 """
@@ -88,9 +88,9 @@ def _checked(log_likelihood: float, n_samples: float, n_parameters: int) -> tupl
 
 
 def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor | None = None) -> float:
-    r"""Return the integrated completed likelihood, to be minimised: BIC with each sample's likeliest component known.
+    r"""Return the integrated completed likelihood, to be minimised: BIC with each sample in its likeliest component.
 
-    It is BIC :math:`- 2 \sum_n \log \max_k r_{nk}`, at least BIC, and more the more the components overlap.
+    ICL is BIC :math:`- 2 \sum_n \log \max_k r_{nk}`, at least BIC, and grows with the overlap of the components.
 
     Args:
         mixture: At the maximum of its likelihood.
@@ -110,14 +110,15 @@ def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor
 
 
 def spikes(parameters: ParsimoniousParameters, narrowest: float = NARROWEST) -> tuple[int, ...]:
-    r"""Return the components that are far narrower in some direction than the components are on average.
+    r"""Return the degenerate components: those far narrower in some direction than the average component.
 
     The variance in each direction is measured in units of the average covariance :math:`\sum_k \pi_k \Sigma_k`, so the
-    answer is the same for any linear transformation of the data. Components that share shape and volume are no spikes.
+    answer is the same for any linear transformation of the data. Components that share shape and volume are not
+    degenerate.
 
     Args:
         parameters: The mixture.
-        narrowest: The least variance of a component that is none. 1e-3 is a width of 3 %.
+        narrowest: The least relative variance of a sound component. 1e-3 is a width of 3 %.
 
     Returns:
         Their indices, in order.
@@ -138,16 +139,16 @@ class Candidate:
     Attributes:
         model: The covariance model.
         n_components: K.
-        n_parameters: How many are free.
-        verdict: ``"sound"``; ``"spike"``: the best fit found has one, and no other start led to a sound fit;
+        n_parameters: Number of free parameters.
+        verdict: ``"sound"``; ``"spike"``: the best fit has a degenerate component, and no start led to a sound fit;
             ``"singular"``: a covariance became singular from every start.
         log_likelihood: Nats per sample. NaN if singular.
         bic: To be minimised, as `aic` and `icl`. NaN if singular.
         aic: See `bic`.
         icl: See `bic`.
-        converged: Whether the climb ended before its last step.
+        converged: Whether the fit converged before `max_iter` steps.
         n_iter: Evaluations of the EM map.
-        n_refused: Starts that led to a spike or a singular covariance, of those that were followed to the end.
+        n_refused: Number of fits with a degenerate component or a singular covariance, of those iterated to the end.
         note: What went wrong, in words. Empty if nothing did.
         parameters: The mixture. None if singular.
     """
@@ -167,7 +168,7 @@ class Candidate:
     parameters: ParsimoniousParameters | None = None
 
     def to_dict(self) -> dict[str, str | int | float | bool | None]:
-        """Return all but the mixture, in types that JSON knows; what is NaN is None."""
+        """Return all fields but the mixture, in types of JSON; None for NaN."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del values["parameters"]
         return {
@@ -177,11 +178,11 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What `select` compared; printed, it is a table.
+    """The result of `select`; it prints as a table.
 
     Attributes:
-        candidates: By number of components, then by model.
-        criterion: What `best` minimises.
+        candidates: The candidates, by number of components, then by model.
+        criterion: The criterion that `best` minimises.
         n_samples: N, or the sum of the weights.
     """
 
@@ -213,7 +214,7 @@ class Selection:
         return {(candidate.model, candidate.n_components): self._value(candidate) for candidate in self.candidates}
 
     def to_dict(self) -> dict[str, object]:
-        """Return the criterion, N and the candidates without their mixtures, in types that JSON knows."""
+        """Return the criterion, N and the candidates without their mixtures, in types of JSON."""
         return {
             "criterion": self.criterion,
             "n_samples": self.n_samples,
@@ -268,8 +269,8 @@ def select(
     """Fit every model with every number of components, and compare them.
 
     Starts are three partitions by Ward's method (of the features as they are, standardised, and whitened), and `n_init`
-    random ones. Each is improved by ten EM steps, and the best three climb to the maximum. For each that ends in a
-    spike or a singular covariance, the next best climbs. All models see the same starts.
+    random ones. Each is improved by ten EM steps, and the best three are iterated to the maximum. Each that ends with a
+    degenerate component or a singular covariance is replaced by the next best. All models use the same starts.
 
     Args:
         x: (N, D), float32 or float64, finite.
@@ -277,8 +278,8 @@ def select(
         models: The covariance models to try. None: all fourteen; of a single feature EII and VII, which the others
             then equal (mclust's E and V).
         criterion: ``"bic"``, ``"aic"`` or ``"icl"``.
-        n_init: Random starts for each, from 0.
-        init: How to choose them, in turn (see `start`).
+        n_init: Number of random starts for each candidate, from 0.
+        init: The ways to choose random starts, in turn (see `start`).
         narrowest: As in `spikes`. 0: only singular covariances are refused.
         sample_weight: (N,), not negative, not all 0: how often each sample counts. None: all 1.
         reg_covar: As in `fit_parsimonious`.
@@ -286,7 +287,7 @@ def select(
         max_iter: As in `climb`.
         accelerate: As in `climb`.
         generator: Randomness of the starts. None is torch's global generator.
-        callback: Is told of each candidate when it is done.
+        callback: Called with each candidate when it is done.
 
     Returns:
         The candidates, of which `Selection.best` is the chosen one.
@@ -340,7 +341,7 @@ def select(
 
 @dataclass(frozen=True, kw_only=True)
 class _Options:
-    """What all fits of a selection have in common (see `select`)."""
+    """The options of all fits of a selection (see `select`)."""
 
     n_init: int
     init: tuple[Init, ...]
@@ -359,7 +360,7 @@ def _starts(
     options: _Options,
     generator: torch.Generator | None,
 ) -> list[GaussianParameters] | str:
-    """Return the starts of all models of one kind, or why there are none."""
+    """Return the starts of all models of one kind, or the reason why there are none."""
     try:
         found = trees.starts(n_components, kind, options.reg_covar) if trees is not None and n_components > 1 else []
         for i in range(1 if n_components == 1 else options.n_init):

@@ -2,7 +2,7 @@ r"""Mixtures of Student's t: heavy tails, by a second latent variable that scale
 
 Given the component, :math:`u_{nk} \sim \mathrm{Gamma}(\nu_k / 2, \nu_k / 2)` and
 :math:`x_n \sim \mathcal N(\mu_k, \Sigma_k / u_{nk})`. The E-step weighs the samples twice: by responsibilities, and by
-the expected :math:`u_{nk}`, which is small for an outlier. Both are held by the block `em.responsibilities`.
+the expected :math:`u_{nk}`, which is small for an outlier. The block `em.responsibilities` holds both constant.
 
 N samples, D features, K components.
 """
@@ -39,7 +39,7 @@ __all__ = ["ScatterType", "StudentMixture"]
 
 ScatterType = Literal["full", "diag"]
 
-# Estimates of the degrees of freedom stay in here. Below the Cauchy distribution, a component that narrows onto a few
+# The range of estimated degrees of freedom. Below 1, the Cauchy distribution, a component that narrows onto a few
 # samples keeps tails heavy enough for all others. At the upper end the density is a Gaussian's to about D^2 / 10^6.
 _LEAST_DEGREES, _MOST_DEGREES = 1.0, 1e6
 
@@ -147,13 +147,14 @@ class StudentMixture(Components):
     ) -> Self:
         """Return the means of a few steps of k-means, all with the same scatter, that of the samples about them.
 
-        For k-means, features are kept near the range of nine tenths of their values, or outliers would be clusters.
+        For k-means, features are clipped near the range of nine tenths of their values; outliers would be clusters
+        otherwise.
 
         Args:
             x: (N, D), floating point, finite.
             n_components: K, at most N.
             covariance_type: ``"full"`` or ``"diag"``.
-            degrees_of_freedom: What they are, for all components. None: they are estimated, from 10.
+            degrees_of_freedom: One fixed value for all components. None: estimated, starting at 10.
             sample_weight: (N,), not negative. None: all 1.
             reg_covar: As in the class, in the data's units squared.
             generator: Randomness. None is torch's global generator.
@@ -229,14 +230,14 @@ class StudentMixture(Components):
     def e_step_of_scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
         r"""Return the expectations of :math:`u_{nk}` and :math:`\log u_{nk}` given sample and component, blocked.
 
-        With :math:`\alpha = (\nu + D) / 2` and :math:`\beta = (\nu + \delta) / 2` they are :math:`\alpha / \beta` and
-        :math:`\psi(\alpha) - \log \beta`; 1 and 0 for a Gaussian component.
+        With :math:`\alpha = (\nu + D) / 2` and :math:`\beta = (\nu + \delta) / 2` the expectations are
+        :math:`\alpha / \beta` and :math:`\psi(\alpha) - \log \beta`; 1 and 0 for a Gaussian component.
 
         Args:
             x: (N, D).
 
         Returns:
-            Two of (N, K), held constant by `em.responsibilities`.
+            Two tensors (N, K), held constant by `em.responsibilities`.
 
         References:
             Peel & McLachlan, 2000, equations 17 and 20.
@@ -249,9 +250,9 @@ class StudentMixture(Components):
         .. math:: \frac1N \sum_{nk} \bar r_{nk} \, \mathrm E_{u | x_n, k}
             \left[\log \pi_k \, \mathcal N(x_n | \mu_k, \Sigma_k / u) \, \mathrm{Gamma}(u | \nu_k/2, \nu_k/2)\right]
 
-        With both posteriors held by the block its gradient is that of the log-likelihood, as that of
-        `toolkit.em.surrogate` is, which integrates the scales. Opening it leaks minus the gradient of the entropies of
-        components and scales.
+        With both posteriors held by the block, the gradient is that of the log-likelihood. `toolkit.em.surrogate`,
+        which integrates over the scales, has the same gradient. The open block leaks minus the gradient of the
+        entropies of components and scales.
 
         Args:
             x: (N, D).
@@ -274,10 +275,10 @@ class StudentMixture(Components):
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
         r"""Return means and scatters by one step with expected scales, then the best degrees of freedom with these.
 
-        Means are weighted by :math:`r_{nk} u_{nk}`, and so are scatters, divided by the sum of these (not of
-        :math:`r_{nk}`: PX-EM, which is faster). Degrees of freedom maximise
-        :math:`\sum_n r_{nk} a_{nk}` itself, the scales integrated (ECME). Both raise it, so the likelihood never falls;
-        the scales are those of the parameters this is called on. Who has no sample keeps its parameters.
+        Means and scatters are weighted by :math:`r_{nk} u_{nk}`, and divided by the sum of these weights (not of
+        :math:`r_{nk}`: PX-EM, which is faster). Degrees of freedom maximise :math:`\sum_n r_{nk} a_{nk}` itself, with
+        the scales integrated out (ECME). Both steps raise this sum, so the likelihood never falls. The expected scales
+        use the parameters before the step. A component without samples keeps its parameters.
 
         Args:
             x: (N, D).
@@ -292,7 +293,7 @@ class StudentMixture(Components):
         """
         counts = responsibilities.sum(0)
         empty = counts <= 0
-        # What an empty component gets is thrown away, but must not be singular.
+        # The result of an empty component is discarded, but must not be singular.
         weights = torch.where(empty, 1.0, responsibilities * self.e_step_of_scales(x)[0])
         gaussian = m_step(x, weights, covariance_type=self.covariance_type, reg_covar=self.reg_covar)
         factors = self.precisions_cholesky
@@ -356,12 +357,12 @@ class StudentMixture(Components):
 
     @property
     def _finite_degrees(self) -> Tensor:
-        """Degrees of freedom with 1 for infinite ones, so that what is thrown away for those is no NaN."""
+        """Degrees of freedom with 1 for infinite ones, so that the discarded values of those are not NaN."""
         return self.degrees_of_freedom.masked_fill(self.degrees_of_freedom.isinf(), 1.0)
 
 
 def _expected_scales(distances: Tensor, degrees: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """Return expectations of the scales and of their logarithms, two of (N, K), blocked."""
+    """Return expectations of the scales and of their logarithms, both (N, K), blocked."""
     infinite = degrees.isinf()
     finite = degrees.masked_fill(infinite, 1.0)
     alpha, beta = (finite + d) / 2, (finite + distances) / 2
@@ -379,7 +380,7 @@ def _clipped(x: Tensor) -> Tensor:
 
 
 def centres(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the means of the samples (N, D) weighted by (N, K), and that of all for a component without any."""
+    """Return the means of the samples (N, D) weighted by (N, K); an empty component gets the mean of all."""
     counts = weights.sum(0)[:, None]
     centre = x.mean(0)
     return centre + weights.mT @ (x - centre) / torch.where(counts > 0, counts, 1.0)
@@ -441,7 +442,7 @@ def _slope_and_curvature(distances: Tensor, share: Tensor, degrees: Tensor, d: i
 
 
 def _mean_log_density(distances: Tensor, share: Tensor, degrees: Tensor, d: int) -> Tensor:
-    """Return what depends on the degrees of freedom of the mean log-density, (K,)."""
+    """Return the terms of the mean log-density that depend on the degrees of freedom, (K,)."""
     tail = (degrees + d) / 2 * (distances / degrees).log1p()
     return _log_normaliser(degrees / 2, d / 2) - (share * tail).sum(0)
 
@@ -451,7 +452,7 @@ def _best_degrees(distances: Tensor, share: Tensor, before: Tensor, d: int) -> T
     before = before.clamp(_LEAST_DEGREES, _MOST_DEGREES)
     root = _search_degrees(distances, share, before, d)
     slope, curvature = _slope_and_curvature(distances, share, root, d)
-    # At the root this step is 0, and its derivative is what the implicit function theorem says.
+    # At the root this step is 0, and its derivative is that of the implicit function theorem.
     inside = (curvature < 0) & (root > 1.001 * _LEAST_DEGREES) & (root < 0.999 * _MOST_DEGREES)
     step = torch.where(inside, -slope / torch.where(inside, curvature, -1.0), 0.0)
     return root * step.clamp(-1e-6, 1e-6).exp()
