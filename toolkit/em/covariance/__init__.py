@@ -1,4 +1,4 @@
-"""The structures that covariances may have, one class each: whoever needs a covariance's formula asks it.
+"""The structures of covariances, one class each: the only place of formulas that depend on the structure.
 
 A new structure is a file here with its class, and its name in the list below.
 """
@@ -34,7 +34,7 @@ def structure_of(covariance_type: str) -> Structure:
     """Return the structure of this name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no structure has this name.
     """
     choice("covariance_type", covariance_type, _STRUCTURES)
     return _STRUCTURES[covariance_type]

@@ -16,7 +16,7 @@ __all__ = ["DIAG", "SPHERICAL"]
 
 
 class _Axes(Structure):
-    """Variances, by the reciprocals of their square roots."""
+    """Variances; a factor holds the reciprocals of their square roots."""
 
     is_matrix = False
 

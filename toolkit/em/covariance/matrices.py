@@ -18,7 +18,7 @@ __all__ = ["FULL", "TIED", "quadratic_form", "symmetric_products"]
 
 
 class _Matrices(Structure):
-    """Covariances (D, D), by upper triangular factors of their inverses."""
+    """Covariances (D, D); a factor is the upper triangular factor of an inverse."""
 
     is_matrix = True
 
@@ -51,7 +51,7 @@ class _Matrices(Structure):
         inverse: Tensor = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False)
         rounding = covariances.shape[-1] * torch.finfo(lower.dtype).eps
         error = lost + rounding * covariances.diagonal(dim1=-2, dim2=-1)
-        # Where the errors are less than 1 in units of the covariance; a factor that failed is NaN, or anything.
+        # Sound where the errors are less than 1 in units of the covariance; a failed factor may be NaN or arbitrary.
         sound = ((inverse.square() * error[..., None, :]).sum((-1, -2)) < 1) & (failed == 0)
         if not bool(sound.all()):
             inverse = torch.where(sound[..., None, None], inverse, math.nan)
@@ -132,7 +132,7 @@ class _Full(_Matrices):
         return least
 
     def has_variance(self, covariances: Tensor, common: Tensor, least: float) -> Tensor:
-        # Relative to the common one: a direction in which nothing varies must not count.
+        # Relative to the common covariance: a direction without any variance must not count.
         values, vectors = torch.linalg.eigh(common)
         kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
         if not bool(kept.any()):
@@ -261,12 +261,12 @@ def _write(blocks: list[tuple[slice, int]], z: Tensor, out: Tensor) -> None:
 
 @functools.lru_cache(maxsize=64)
 def _layout(n_features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return i and j of the products of all blocks, side by side, how often each counts, and where (i, j) is."""
+    """Return i and j of the products of all blocks, side by side, their multiplicities, and the place of (i, j)."""
     every = torch.arange(n_features, device=device)
     blocks = [(every[rows], every[first:]) for rows, first in _blocks(n_features)]
     rows = torch.cat([i.repeat_interleave(len(j)) for i, j in blocks])
     columns = torch.cat([j.repeat(len(i)) for i, j in blocks])
-    # The product of i < j counts for (j, i) as well; one below the diagonal, which a block has too, counts nothing.
+    # The product of i < j counts for (j, i) as well; the products below the diagonal in a block do not count.
     counts = (columns >= rows).double() + (columns > rows).double()
     places = torch.empty(n_features, n_features, dtype=torch.int64, device=device)
     upper = (columns >= rows).nonzero()[:, 0]
@@ -294,7 +294,7 @@ def _above_diagonal(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def _places(size: int, device: torch.device) -> Tensor:
-    """Return where each entry of an upper triangular matrix is found in: diagonal, entries above it, a zero."""
+    """Return the place of each entry of an upper triangular matrix in: diagonal, entries above it, a zero."""
     rows, columns = _above_diagonal(size, device)
     places = torch.full((size, size), size + len(rows), device=device)
     places[rows, columns] = torch.arange(size, size + len(rows), device=device)

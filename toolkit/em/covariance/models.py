@@ -5,8 +5,8 @@ A covariance is :math:`\Sigma_k = \lambda_k Q_k A_k Q_k^\top`: a volume :math:`\
 for volume, shape and orientation: each is equal for all components (E), varies between them (V), or is the identity
 (I). ``VVV`` is scikit-learn's ``full``, ``EEE`` its ``tied``, ``VVI`` its ``diag`` and ``VII`` its ``spherical``.
 
-What is stored is :math:`\Sigma_k^{-1} = B_k \, \mathrm{diag}(e^{-v_k - s_k}) \, B_k^\top` with the log-volume
-:math:`v`, log-shapes :math:`s` that sum to 0, and axes :math:`B`:
+The stored parameters are those of :math:`\Sigma_k^{-1} = B_k \, \mathrm{diag}(e^{-v_k - s_k}) \, B_k^\top` with the
+log-volume :math:`v`, log-shapes :math:`s` that sum to 0, and axes :math:`B`:
 
 =======================  ====================================================================================
 models                   axes
@@ -17,7 +17,7 @@ EEE VEE EVV VVV          unit upper triangular: shape and orientation go togethe
                          matrix of determinant 1, and this factor of it is smooth also where eigenvalues meet
 =======================  ====================================================================================
 
-N samples, D features, K components; G is K for what varies and 1 for what all components share.
+N samples, D features, K components; G is K for parameters that vary, and 1 for parameters that all components share.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ CovarianceModel = Literal[
 ]
 COVARIANCE_MODELS: tuple[CovarianceModel, ...] = get_args(CovarianceModel)
 
-# Under vmap nothing can be looked at, so the number of inner iterations is fixed.
+# Under vmap no value can be read, so the number of inner iterations is fixed.
 _INNER_STEPS_UNSEEN = 100
 
 
@@ -103,16 +103,16 @@ class ParsimoniousCovariances:
 
     @property
     def factors(self) -> Tensor:
-        """Factors of the precisions, (G, D, D): precision = factor @ factor.T. Triangular only if the axes are."""
+        """Factors of the precisions, (G, D, D): precision = factor @ factor.T. Triangular only for triangular axes."""
         return self.axes * (-0.5 * self.log_variances).exp()[:, None, :]
 
     @property
     def covariances(self) -> Tensor:
-        """(G, D, D)."""
+        """Covariances, (G, D, D)."""
         return model_of(self.model).covariances(self.axes, self.log_variances)
 
     def decomposed(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return volumes (G,), shapes (G, D) and orientations (G, D, D), whatever the axes are.
+        """Return volumes (G,), shapes (G, D) and orientations (G, D, D), for any axes.
 
         The covariance is ``volume * orientation @ diag(shape) @ orientation.T``. For triangular axes the shapes ascend.
         """
@@ -127,11 +127,11 @@ class ParsimoniousCovariances:
         return self.log_volumes.exp(), shapes, orientations
 
     def unconstrained(self) -> dict[str, Tensor]:
-        """Return the free coordinates that the model has of these.
+        """Return the free coordinates of the model.
 
-        ``log_volumes`` (G,); ``log_shapes`` (G, D - 1), all but the last; ``axes`` (G, D(D-1)/2): what is above the
-        diagonal, of the axes if they are triangular, else of the skew-symmetric :math:`S` whose Cayley transform
-        :math:`(I - S)(I + S)^{-1}` is the orientation. The sign of an orientation's column means nothing; it is chosen
+        ``log_volumes`` (G,); ``log_shapes`` (G, D - 1), all but the last; ``axes`` (G, D(D-1)/2): the entries above the
+        diagonal of triangular axes, else of the skew-symmetric :math:`S` whose Cayley transform
+        :math:`(I - S)(I + S)^{-1}` is the orientation. The signs of an orientation's columns are arbitrary, and chosen
         such that S exists.
         """
         coordinates = {"log_volumes": self.log_volumes}
@@ -154,7 +154,7 @@ class ParsimoniousCovariances:
 
 
 def n_free_parameters(model: CovarianceModel, n_components: int, n_features: int) -> int:
-    """Return how many parameters are free: K - 1 weights, KD means, and those of the covariances.
+    """Return the number of free parameters: K - 1 weights, KD means, and those of the covariances.
 
     Args:
         model: One of the fourteen.
@@ -182,10 +182,11 @@ def covariances_from_scatter(
 ) -> ParsimoniousCovariances:
     r"""Return the M-step's covariances: the maximum of the expected log-joint, from sufficient statistics alone.
 
-    With :math:`N_k = \sum_n r_{nk}` and :math:`W_k = \sum_n r_{nk} (x_n - \mu_k)(x_n - \mu_k)^\top` they minimise
-    :math:`\sum_k N_k \log|\Sigma_k| + \mathrm{tr}(W_k \Sigma_k^{-1})` within the model. Five have no closed form:
+    With :math:`N_k = \sum_n r_{nk}` and :math:`W_k = \sum_n r_{nk} (x_n - \mu_k)(x_n - \mu_k)^\top` the covariances
+    minimise :math:`\sum_k N_k \log|\Sigma_k| + \mathrm{tr}(W_k \Sigma_k^{-1})` within the model. Five have no closed
+    form:
 
-    - VEI, VEE, VEV: volumes and what is shared are improved in turn;
+    - VEI, VEE, VEV: volumes and shared parameters are improved in turn;
     - EVE, VVE: the common orientation by quasi-Newton steps over the rotations, with a line search. There may be
       several local minima: without a `start` the lowest of those from K + 1 starts is returned.
 
@@ -193,8 +194,8 @@ def covariances_from_scatter(
         model: One of the fourteen.
         counts: (K,), positive.
         scatter: (K, D, D). The diagonals (K, D) are enough for axis-aligned models; the sum (1, D, D) is for EEE.
-        start: Where iterations start; the result is never worse.
-        inner_steps: The most iterations. They end earlier when nothing moves any more but by rounding.
+        start: Covariances at which iterations start; the result is never worse.
+        inner_steps: The most iterations. They end earlier when changes are within rounding.
 
     Raises:
         ValueError: If the model is unknown, the shapes do not fit together, or a covariance is singular.
@@ -245,7 +246,7 @@ class Model(ABC):
         self.name, self.structure, self.start = name, structure, start
 
     def n_parameters(self, n_components: int, n_features: int) -> int:
-        """Return how many numbers of all covariances are free."""
+        """Return the number of free parameters of all covariances."""
         volume, shape, orientation = ({"I": 0, "E": 1, "V": n_components}[letter] for letter in self.name)
         return volume + shape * (n_features - 1) + orientation * (n_features * (n_features - 1) // 2)
 
@@ -268,7 +269,7 @@ class Model(ABC):
 
     @abstractmethod
     def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
-        """Return the factors of the precisions as `structure` has them, for G or K components."""
+        """Return the factors of the precisions in the shape of `structure`, for G or K components."""
 
     @abstractmethod
     def m_step(
@@ -362,7 +363,7 @@ def model_of(model: str) -> Model:
     """Return the model of this name.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no model has this name.
     """
     choice("model", model, _MODELS)
     return _MODELS[model]
@@ -379,7 +380,7 @@ def _along(
     start: ParsimoniousCovariances | None,
     inner_steps: int,
 ) -> ParsimoniousCovariances:
-    """Return the volumes and shapes that are best for these axes (G, D, D), along which the scatter is (K, D)."""
+    """Return the best volumes and shapes for these axes (G, D, D), given the scatter along them (K, D)."""
     n_features = spread.shape[1]
     total = counts.sum()
     match model[:2]:
@@ -399,7 +400,7 @@ def _along(
         case "VV":
             log_volumes, log_shapes = _split((spread / counts[:, None]).log())
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
-    # Features may have scales of their own; along axes that are mixtures of them the largest decides what is rounding.
+    # Features may have different scales; along axes that mix features, the largest scale sets the rounding error.
     pooled = spread.sum(0) / total
     scale = pooled if not model_of(model).structure.is_matrix else pooled.max()
     _raise_if_unsound((found.log_variances.exp() > _least(spread) * scale).all(-1))
@@ -411,7 +412,7 @@ def _volumes_and_common_shape(
 ) -> tuple[Tensor, Tensor]:
     """Return log-volumes (K,) and log-shapes (1, D): each is best given the other, and together they are optimal.
 
-    As a function of the shape's logarithm what is minimised is convex: a sum of log-sum-exps.
+    The objective is convex in the shape's logarithm: a sum of log-sum-exps.
     """
 
     def shape(log_volumes: Tensor) -> Tensor:
@@ -467,11 +468,11 @@ def _volumes_and_common_matrix(
     first = scatter.diagonal(dim1=-2, dim2=-1).mean(1) / counts
     log_volumes = _iterate(improve, inner_steps, first.log() if start is None else start.log_volumes)
     pooled, factor = matrix(log_volumes)
-    TIED.factor(pooled)  # names what is singular
+    TIED.factor(pooled)  # names the singular components
     return log_volumes, factor @ factor.mT
 
 
-# The steps of a line search; the last is not to move.
+# The steps of a line search; the last is 0.
 _FRACTIONS = (1.0, 0.5, 0.25, 0.0625, 0.00390625, 0.0)
 _LONGEST_ROTATION = 0.5
 
@@ -502,11 +503,11 @@ def _spread_along(scatter: Tensor, axes: Tensor) -> Tensor:
 
 
 def _misfit(model: CovarianceModel, counts: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return what a common orientation minimises, (...), given the scatter along it (..., K, D), and weights (..., K).
+    r"""Return the objective of a common orientation (...), from the scatter along it (..., K, D), and weights (..., K).
 
-    It is twice the negative expected log-joint at the best volumes and shapes, up to a constant: for VVE
-    :math:`\sum_k N_k \sum_j \log m_{kj}`, for EVE :math:`N D \log \sum_k \prod_j m_{kj}^{1/D}`. Its derivative is
-    that of the weighted sum of :math:`\sum_j \log m_{kj}`.
+    The objective is twice the negative expected log-joint at the best volumes and shapes, up to a constant: for VVE
+    :math:`\sum_k N_k \sum_j \log m_{kj}`, for EVE :math:`N D \log \sum_k \prod_j m_{kj}^{1/D}`. The derivative is that
+    of the weighted sum of :math:`\sum_j \log m_{kj}`.
     """
     logs = spread.log().sum(-1)
     if model == "VVE":
@@ -517,10 +518,10 @@ def _misfit(model: CovarianceModel, counts: Tensor, spread: Tensor) -> tuple[Ten
 
 
 def _rotate(model: CovarianceModel, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return axes (R, D, D) after one quasi-Newton step each, and how far each has moved, (R,).
+    """Return axes (R, D, D) after one quasi-Newton step each, and the size of each move, (R,).
 
-    The Hessian is taken as it is where the axes diagonalise every scatter: there it is diagonal in the planes of
-    rotation.
+    The Hessian is approximated by its value for axes that diagonalise every scatter, where it is diagonal in the planes
+    of rotation.
     """
     rotated = axes.mT[:, None] @ scatter @ axes[:, None]
     spread = rotated.diagonal(dim1=-2, dim2=-1)
@@ -557,7 +558,7 @@ def _iterate(improve: Callable[[Tensor], Tensor], inner_steps: int, value: Tenso
 
 
 def _least(scatter: Tensor) -> float:
-    """Return the least variance in units of that of all components within which rounding does not decide."""
+    """Return the least variance, in units of that of all components, that rounding does not decide."""
     return 100 * scatter.shape[-1] * torch.finfo(scatter.dtype).eps
 
 
@@ -589,7 +590,7 @@ def _to_skew(axes: Tensor) -> Tensor:
 
     References:
         O'Dorney, "Minimizing the Cayley transform of an orthogonal matrix by multiplying by signature matrices", 2014:
-        signs for which it exists always do.
+        suitable signs always exist.
     """
     signed = axes * _signs(axes)[..., None, :]
     identity = identity_like(axes)

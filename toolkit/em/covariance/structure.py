@@ -27,8 +27,8 @@ class Quadratics:
     """Some of the quadratic features of samples.
 
     Attributes:
-        size: F, how many.
-        write: Takes samples (D, B), and writes their features into the second argument, (F, B).
+        size: F, the number of features.
+        write: Takes samples (D, B), and writes their quadratic features into the second argument, (F, B).
     """
 
     size: int
@@ -41,7 +41,7 @@ class Structure(ABC):
     Leading dimensions are batches, except where a method says (K, ...).
 
     Attributes:
-        name: What users call it.
+        name: The name in the public interface.
         is_matrix: Whether features may be correlated: a covariance is then a matrix.
         is_shared: Whether all components have the same covariance.
     """
@@ -58,7 +58,7 @@ class Structure(ABC):
 
     @abstractmethod
     def n_parameters_of_one(self, n_features: int) -> int:
-        """Return how many numbers of one component's covariance are free."""
+        """Return the number of free parameters of one component's covariance."""
 
     def shape(self, n_components: int, n_features: int) -> tuple[int, ...]:
         """Return the shape of all covariances."""
@@ -66,22 +66,22 @@ class Structure(ABC):
         return one if self.is_shared else (n_components, *one)
 
     def n_parameters(self, n_components: int, n_features: int) -> int:
-        """Return how many numbers of all covariances are free."""
+        """Return the number of free parameters of all covariances."""
         return (1 if self.is_shared else n_components) * self.n_parameters_of_one(n_features)
 
     def repeat(self, one: Tensor, n_components: int) -> Tensor:
-        """Return the covariances of components that all have this one."""
+        """Return the covariances of components that all have the covariance `one`."""
         return one if self.is_shared else one.expand(n_components, *one.shape)
 
     @property
     def separate(self) -> Structure:
-        """The structure in which each component has its own covariance: itself, unless covariances are shared."""
+        """The structure in which each component has its own covariance: this one, unless covariances are shared."""
         return self
 
     @property
     @abstractmethod
     def wide(self) -> Structure:
-        """The widest structure with the same correlations: full or diag. Its scatters `pool` to this one's."""
+        """The widest structure with the same correlations, full or diag; `pool` takes its scatters to this one."""
 
     @abstractmethod
     def pool(self, scatter: Tensor) -> Tensor:
@@ -97,7 +97,7 @@ class Structure(ABC):
 
     @abstractmethod
     def from_matrices(self, factor: Tensor) -> Tensor:
-        """Return factors from matrices (K, D, D): of their diagonals, or average variances, if need be."""
+        """Return factors from matrices (K, D, D): of their diagonals or average variances for narrower structures."""
 
     # --- density ---
 
@@ -123,12 +123,12 @@ class Structure(ABC):
 
         Args:
             covariances: Differences of a second moment and a squared mean.
-            lost: How much of each variance is rounding since that subtraction, (..., D), or (..., K) for spherical.
+            lost: Rounding error of each variance by that subtraction, (..., D), or (..., K) for spherical.
         """
 
     @abstractmethod
     def factor_of_precisions(self, precisions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the factors of precisions, and which of these are symmetric and positive definite."""
+        """Return the factors of precisions, and the mask of symmetric positive definite ones."""
 
     @abstractmethod
     def log_determinants(self, factor: Tensor, n_features: int) -> Tensor:
@@ -165,13 +165,13 @@ class Structure(ABC):
 
     @abstractmethod
     def has_variance(self, covariances: Tensor, common: Tensor, least: float) -> Tensor:
-        """Say which of `separate` covariances (K, ...) have more than this share of the common one's variance, (K,)."""
+        """Return the mask (K,) of `separate` covariances (K, ...) with more than this share of the common variance."""
 
     # --- the density as a linear function of quadratic features, features, and 1 ---
 
     @abstractmethod
     def quadratics(self, n_features: int, most: int) -> list[Quadratics]:
-        """Return the quadratic features in groups of about `most`; none if they are the same for all components."""
+        """Return the quadratic features in groups of about `most`; none if components share the coefficients."""
 
     @abstractmethod
     def coefficients(self, factor: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,8 +203,8 @@ class Structure(ABC):
         """Return the covariances that are most likely given the scatter: the M-step.
 
         Args:
-            scatter: Shaped by the structure; plus the prior's, if there is one.
-            counts: (..., K, D): sums of responsibilities over the samples in which each feature was seen.
+            scatter: Shaped by the structure; with the prior's scatter added, if there is one.
+            counts: (..., K, D): sums of responsibilities over the samples in which each feature was observed.
             added: The number that a prior adds to `totals`.
         """
         totals = self.totals(counts)
@@ -218,7 +218,7 @@ class Structure(ABC):
 
     @abstractmethod
     def pack(self, factor: Tensor) -> Tensor:
-        """Return coordinates in which every real value is a factor; the logs of diagonals come first."""
+        """Return unconstrained coordinates of a factor; the logs of diagonals come first."""
 
     @abstractmethod
     def unpack(self, coordinates: Tensor, n_features: int) -> Tensor:
@@ -226,7 +226,7 @@ class Structure(ABC):
 
 
 def soft_counts(sums: Tensor) -> Tensor:
-    """Return the sums of responsibilities, kept from 0: an empty component has no mean, but must not make NaN."""
+    """Return the sums of responsibilities, bounded away from 0, so that an empty component gives no NaN."""
     return sums.clamp(min=torch.finfo(sums.dtype).eps)
 
 
@@ -237,7 +237,7 @@ def identity_like(matrices: Tensor) -> Tensor:
 
 def raise_if_singular(sound: Tensor, name: str = "covariances", restricted: str = "covariance_type") -> None:
     """Raise a ValueError unless all covariances are sound, () or (K,)."""
-    # Under torch.func a value cannot be looked at; a singular covariance is NaN there.
+    # Under torch.func no value can be read; a singular covariance is NaN there.
     if torch._C._functorch.is_functorch_wrapped_tensor(sound) or bool(sound.all()):
         return
     components = "" if sound.ndim == 0 else f" of component {', '.join(map(str, (~sound).nonzero().ravel().tolist()))}"

@@ -1,1 +1,1 @@
-"""How EM climbs: samples in the coordinates of the pass, one pass for a step, many starts at once, acceleration."""
+"""The engine of EM: samples in the coordinates of the pass, one pass for a step, many starts at once, acceleration."""

@@ -1,12 +1,12 @@
-r"""Climbs to a maximum of the likelihood by EM steps, plain or extrapolated: SQUAREM and Anderson acceleration.
+r"""Maximises a likelihood by EM steps, plain or extrapolated: SQUAREM and Anderson acceleration.
 
 EM is a fixed-point iteration :math:`\theta \leftarrow G(\theta)` whose error shrinks at a linear rate: the largest
-fraction of missing information, near 1 where components overlap. Both methods look at residuals
-:math:`f = G(\theta) - \theta` of points they have been at, and jump to where these predict it to vanish. A jump is
-taken only if the likelihood is not lower there; otherwise the EM step is, which is known already. So the likelihood
-never falls, as in EM, wherever a jump leads.
+fraction of missing information, near 1 where components overlap. Both methods use the residuals
+:math:`f = G(\theta) - \theta` of earlier points, and jump to the point where these predict a residual of 0. A jump is
+taken only if the likelihood is not lower there; otherwise the EM step is taken, which is known already. So the
+likelihood never falls, as in EM, wherever a jump leads.
 
-N samples, D features, K components, P coordinates without constraints, M points remembered.
+N samples, D features, K components, P unconstrained coordinates, M points remembered.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ Accelerate = Literal["none", "squarem", "anderson"]
 P = TypeVar("P")
 F = TypeVar("F", bound=Family)
 
-# Points that Anderson's method remembers, and evaluations over which an accelerated climb must gain no more than `tol`.
+# Points that Anderson's method remembers, and evaluations whose total gain must be at most `tol` for convergence.
 _MEMORY = 8
 
-# Relative to the largest singular value squared, of Anderson's least squares.
+# The ridge of Anderson's least squares, relative to the largest squared singular value.
 _RIDGE = 1e-14
 
 
 @dataclass(frozen=True)
 class Climb(Generic[P]):
-    """Where a climb ended.
+    """The result of a fit by `climb`.
 
     Attributes:
         parameters: The highest point found.
-        log_likelihood: There, nats per sample.
-        converged: Whether it ended because too little was left to gain.
+        log_likelihood: The log-likelihood at `parameters`, nats per sample.
+        converged: Whether the fit ended because the remaining gain was too small.
         n_iter: Evaluations of the EM map after the one at the start. Jumps that were not taken count too.
-        history: The log-likelihood at the start and at each point moved to; it never falls.
+        history: The log-likelihood at the start and at each point that was taken; it never falls.
     """
 
     parameters: P
@@ -62,12 +62,12 @@ class Climb(Generic[P]):
 def ranked(
     climbs: Sequence[Climb[P]], dtype: torch.dtype, *, sound: Sequence[bool] | None = None, count: int | None = None
 ) -> list[Climb[P]]:
-    """Return the best climbs, best first: sound ones before others, then the higher (see `leaders`).
+    """Return the best fits, best first: sound ones before others, then by log-likelihood (see `leaders`).
 
     Args:
-        climbs: By the number of their start.
-        dtype: Of the data.
-        sound: Whether each has no degenerate component. None: all are sound.
+        climbs: The fits, in the order of their starts.
+        dtype: Floating-point type of the data.
+        sound: Whether each fit is free of degenerate components. None: all are sound.
         count: The most to return. None: all.
     """
     merits = zip(sound or [True] * len(climbs), (found.history[-1] for found in climbs), strict=True)
@@ -91,18 +91,18 @@ def climb(
     r"""Maximise a likelihood by its EM map.
 
     Anderson's method is the fastest near a maximum, where the map is nearly linear; SQUAREM is more robust far from
-    one. ``"anderson"`` falls back on SQUAREM for a while whenever its jump would not go uphill.
+    one. ``"anderson"`` falls back on SQUAREM for a while whenever a jump would lower the likelihood.
 
-    **When it ends.** Without acceleration, when a step gains no more than `tol`; still to gain is then
-    ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration,
-    when the last eight evaluations together gained no more than `tol`, or nothing but rounding; fewer, if `max_iter`
-    allows no more, must gain less in proportion. A jump aims at the maximum, so that its gain was nearly all there was,
-    and the rest is at most about `tol`, unless the climb has to cross a plateau, near a saddle. In all cases, when a
-    step lowers the log-likelihood by more than rounding.
+    **Convergence.** Without acceleration the fit ends when a step gains no more than `tol`; the remaining gain is then
+    ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration
+    the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; if
+    `max_iter` is less than eight, the bound is less in proportion. A jump aims at the maximum, so its gain is nearly
+    the whole remaining gain, and the rest is at most about `tol`, except on a plateau near a saddle. In all cases the
+    fit ends when a step lowers the log-likelihood by more than rounding.
 
     **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
     another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
-    errors: accelerated climbs end at the same maximum, to `tol`, not always after as many evaluations.
+    errors: accelerated fits end at the same maximum, to `tol`, but not always after as many evaluations.
 
     Args:
         em: Takes parameters to those after one EM step, and the log-likelihood *before* it, nats per sample.
@@ -110,12 +110,12 @@ def climb(
         pack: Takes parameters to a flat float64 vector (P,) of coordinates in which every real value is valid.
         unpack: The inverse of `pack`. Redundant coordinates are allowed.
         accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``.
-        tol: See above, nats per sample. 0: `max_iter` plain steps, or, accelerated, as high as rounding lets it see.
+        tol: See above, nats per sample. 0: `max_iter` plain steps, or, accelerated, until rounding hides any gain.
         max_iter: The most evaluations of `em` after the one at the start. 0 returns the start.
         rounding: Difference of two log-likelihoods, in units of 1 nat and their size, below which they count as equal:
             more than its default if the log-likelihood is computed in float32.
-        error: How far rounding may move the log-likelihood at a point, nats per sample, where it may be more than that.
-            No smaller fall ends a climb.
+        error: Takes parameters to the rounding error of their log-likelihood, nats per sample, where it may exceed
+            `rounding`. No smaller fall ends the fit.
         callback: Called after each evaluation with the number of evaluations after the start, and the log-likelihood,
             which is lower than before for a jump that is not taken.
 
@@ -199,12 +199,12 @@ def climb(
 def climb_family(
     em: Callable[[F], tuple[F, float]], start: F, *, check: Callable[[F], None] | None = None, **options: Any
 ) -> Climb[F]:
-    """Climb in the free coordinates of a mixture.
+    """Maximise a likelihood in the free coordinates of a mixture.
 
     Args:
         em: As in `climb`.
         start: Where to start.
-        check: Raises a ValueError where a jump should not lead. None: any finite coordinates will do.
+        check: Raises a ValueError for parameters that no jump may lead to. None: all finite coordinates are allowed.
         **options: As in `climb`.
     """
     leaves = start.unconstrained()
@@ -239,7 +239,7 @@ def maximise_likelihood(
 
     Args:
         start: The mixture to start from.
-        x: (N, D), or what else the mixture takes; the first dimension counts the samples.
+        x: (N, D), or another shape that the mixture takes; the first dimension counts the samples.
         sample_weight: (N,), not negative, not all 0. None: all 1.
         accelerate: As in `climb`.
         tol: As in `climb`.
@@ -249,7 +249,7 @@ def maximise_likelihood(
         callback: As in `climb`.
 
     Returns:
-        The mixture found, and how.
+        The fit result.
 
     Raises:
         TypeError: If `x` or `sample_weight` is no tensor.
@@ -309,7 +309,7 @@ def maximise_posterior(
 
 @dataclass(frozen=True)
 class _Point(Generic[P]):
-    """A point, and what one evaluation of the EM map says about it; positions are coordinates."""
+    """A point, and the results of one evaluation of the EM map there; positions are coordinates."""
 
     parameters: P
     position: Tensor
@@ -324,23 +324,23 @@ class _Point(Generic[P]):
         residual = image_position - position
         size = float(residual.norm())
         if not math.isfinite(size):
-            # A weight or a rate of exactly 0 has a logarithm of minus infinity, and stays there.
+            # The logarithm of a weight or a rate of exactly 0 is minus infinity, and stays so.
             residual = residual.nan_to_num(0.0, 0.0, 0.0)
             size = float(residual.norm())
         return cls(parameters, position, image, image_position, residual, size, value)
 
 
 def _is_taken(there: _Point[P], here: _Point[P], rounding: float) -> bool:
-    """Say whether a jump went uphill; where rounding decides, whether it came nearer to a fixed point."""
+    """Say whether a jump raised the value; where rounding decides, whether it came nearer to a fixed point."""
     gain = there.value - here.value
     return math.isfinite(there.value) and (gain > rounding or (gain >= -rounding and there.size < here.size))
 
 
 class _Method(Protocol):
-    """What proposes jumps. It is asked once at each point moved to."""
+    """A method of acceleration, which proposes one jump at each point that was taken."""
 
     def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
-        """Return where to go, or None: to the image. `stepped`: the last move was to the image of the point before."""
+        """Return the point to jump to, or None for the image. `stepped`: the last move was to the image of a point."""
 
     def judge(self, taken: bool) -> None:
         """Learn whether the last jump was taken."""
@@ -355,9 +355,9 @@ class _Plain:
 
 
 class _Squarem:
-    """Alternates an EM step with a jump along it and its change, as long as those of their ratio (scheme S3).
+    """Alternates EM steps with jumps along a step and its change, of a length from their ratio (scheme S3).
 
-    The published scheme takes one more EM step after each jump, to stabilise. Here the guard does that.
+    The published scheme stabilises by one more EM step after each jump. Here the test of each jump does that.
     """
 
     def __init__(self) -> None:
@@ -383,10 +383,10 @@ class _Squarem:
 
 
 class _Anderson:
-    """Goes to the point whose residual, were it linear between the last few points, would be smallest (type II).
+    """Jumps to the point whose residual, taken as linear between the last few points, is smallest (type II).
 
-    It finds any fixed point, a saddle as well. So it forgets all it knows when its jump does not go uphill, and leaves
-    the next jumps, twice as many each time, to SQUAREM, which only goes forward.
+    The method finds any fixed point, a saddle as well. So it forgets all points when a jump does not raise the value,
+    and leaves the next jumps, twice as many each time, to SQUAREM, which only goes forward.
     """
 
     def __init__(self) -> None:
@@ -454,7 +454,7 @@ def _check_finite(value: float) -> None:
 
 
 def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
-    """Raise a TypeError or ValueError unless there are samples, and weights of some of them."""
+    """Raise a TypeError or ValueError unless there are samples, and not all weights are 0."""
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
     if x.ndim == 0 or len(x) == 0:

@@ -14,7 +14,7 @@ __all__ = ["Layout", "flat"]
 
 
 class Layout:
-    """Where each of some named leaves is found in a flat vector (P,)."""
+    """The places of named leaves in a flat vector (P,)."""
 
     def __init__(self, leaves: Mapping[str, Tensor]) -> None:
         self._shapes = {name: leaf.shape for name, leaf in leaves.items()}

@@ -1,4 +1,4 @@
-"""Fits a Gaussian mixture by closed-form EM steps, from a start of one's own or some of the usual ones.
+"""Fits a Gaussian mixture by closed-form EM steps, from a given start or from the usual ones.
 
 N samples, D features, K components, R starts.
 """
@@ -49,16 +49,16 @@ __all__ = [
 
 Init = Literal["kmeans", "k-means++", "random_from_data"]
 
-# What `fit` found: the mixture in the data's floating-point type, and how.
+# The result of `fit`, with the mixture in the data's floating-point type.
 Fit: TypeAlias = Climb[GaussianParameters]
 
-# Chunks: what can be read again, or a function that begins to read.
+# Chunks: a re-iterable, or a function that returns a new iterator.
 _Source: TypeAlias = Iterable[Any] | Callable[[], Iterable[Any]]
 
-# The most samples that are looked at to choose a start.
+# The most samples that are used to choose a start.
 _SEEDING = 2**16
 
-# The largest variance that `reg_covar` may add in the coordinates of the pass, where the data have one of 1.
+# The largest variance that `reg_covar` may add in the coordinates of the pass, where the data have variance 1.
 _LARGEST_RIDGE = 1e6
 
 
@@ -91,38 +91,37 @@ def fit(
     """Maximise the log-likelihood of a Gaussian mixture by EM.
 
     Each step is `em_step`, or is extrapolated from several (see `climb`). A step that lowers the log-likelihood by more
-    than rounding, because `reg_covar` pulls away from maximum likelihood, is not taken, and ends the fit.
+    than rounding, because of `reg_covar`, is not taken, and ends the fit.
 
     Args:
         x: (N, D), float32 or float64, finite. Or chunks of it (B, D), arrays or tensors, alone or in pairs with their
-            weights (B,), from anything that can be read again for each pass: a list, a DataLoader, a memory-mapped
-            array, an object with ``__iter__``, a function that returns a new iterator. With ``cache=False`` they are
+            weights (B,), from any source that can be read again for each pass: a list, a DataLoader, a memory-mapped
+            array, an object with ``__iter__``, a function that returns a new iterator. With ``cache=False`` chunks are
             not kept.
         n_components: K, at most N.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         sample_weight: (N,), not negative: how often each sample counts. None: once.
-        tol: When the fit has converged, in nats per sample: see `climb`. 0 takes all `max_iter` plain steps.
+        tol: Bound of convergence, in nats per sample: see `climb`. 0 takes all `max_iter` plain steps.
         max_iter: The most EM steps. 0 returns the start.
-        n_init: Climbs from this many starts, and returns the highest point at which no component is a spike, one
-            that is less than 3 % as wide in some direction as the components are on average. Starts climb together,
-            in one pass over the data for each step, until they gain less than 1e-4, or for 100 steps; only the three
-            highest go on. With ``accelerate="none"`` all go on. The history begins where the starts were compared.
+        n_init: Number of starts. The result is the highest fit without a degenerate component, that is,
+            one less than 3 % as wide in some direction as the components are on average. All starts share one pass over
+            the data for each step, until each gains less than 1e-4, or for 100 steps; only the three highest go on.
+            With ``accelerate="none"`` all go on. The history begins where the starts were compared.
         init: How to start (see `start`), or the start itself.
         reg_covar: Added to every variance, in the data's units squared.
-        prior: If given, the posterior is climbed, and ``log-likelihood + log-density of the prior / N`` is what the
-            result reports.
+        prior: If given, the objective and the reported value are ``log-likelihood + log-density of the prior / N``.
         accelerate: ``"none"``, ``"squarem"`` or ``"anderson"``: see `climb`.
-        cache: Whether the data are kept a second time, in the order in which a pass reads them. If not, each pass
-            brings them into it again, chunk by chunk, and memory is bounded.
+        cache: Whether a second copy of the data is kept, in the order in which a pass reads them. If not, each pass
+            reorders them again, chunk by chunk, and memory is bounded.
         group: Ranks of `torch.distributed`, each of which calls this function with its own part of the samples, which
-            may be none. Sufficient statistics are summed over them, once in each step. The first rank alone decides,
-            so that all get the same result, bit for bit, whatever processors they run on.
+            may be none. Sufficient statistics are summed over the ranks, once in each step. The first rank alone
+            decides, so that all ranks get the same result, bit for bit, on any processors.
         callback: Called after each evaluation with the number of evaluations and the log-likelihood, on the first rank.
         generator: Randomness of the start. None is torch's global generator.
 
     Returns:
-        A `Climb`: `parameters` in the data's floating-point type, `log_likelihood` in nats per sample, `converged`,
-        `n_iter`, and `history`.
+        The fit result: `parameters` in the data's floating-point type, `log_likelihood` in nats per sample,
+        `converged`, `n_iter`, and `history`.
 
     Raises:
         TypeError: If `x` is no float32 or float64 tensor, or chunks that can be read only once.
@@ -207,15 +206,15 @@ def climb_prepared(
     max_iter: int,
     callback: Callable[[int, float], None] | None,
 ) -> Fit:
-    """Climb from one start on prepared data; float64.
+    """Fit from one start on prepared data; float64.
 
-    All of it happens in the coordinates of the pass, in which means have no offset, features have the same size, and
-    jumps are as long in one direction as in another.
+    The iteration runs in the coordinates of the pass, in which means have no offset, and all features and directions
+    have the same scale.
     """
     kind, pass_data = first.covariance_type, data.as_samples()
     structure = structure_of(kind)
     ridge, log_volume = data.ridge(reg_covar), data.log_volume
-    # What is tiny beside `reg_covar` would be swallowed by it in the coordinates of the pass.
+    # In the coordinates of the pass, `reg_covar` would hide variances that are tiny beside it.
     swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
     framed = _framed(first.to(torch.float64), data)
 
@@ -272,7 +271,7 @@ def _best_of(
     accelerate: Accelerate,
     **options: Any,
 ) -> Fit:
-    """Climb from all starts together, and then, unless steps are plain, from where the highest are to the end."""
+    """Iterate from all starts together, then, unless steps are plain, from the highest points to the end."""
     found = heats(starts, data, are_sound=_are_sound, accelerate=accelerate, **options)
     if not found:
         return _best_of_climbs(starts, data, ascend)
@@ -282,7 +281,7 @@ def _best_of(
         if accelerate == "none" and not singular:
             climbs.append(heat)
             continue
-        with contextlib.suppress(ValueError) if singular else contextlib.nullcontext():  # singular alone as well
+        with contextlib.suppress(ValueError) if singular else contextlib.nullcontext():  # singular by itself as well
             final = ascend(heat.parameters)
             climbs.append(dataclasses.replace(final, n_iter=heat.n_iter + final.n_iter))
     return _best(climbs, data)
@@ -291,7 +290,7 @@ def _best_of(
 def _best_of_climbs(
     starts: list[GaussianParameters], data: Prepared, ascend: Callable[[GaussianParameters], Fit]
 ) -> Fit:
-    """Climb from one start after the other, and return the best."""
+    """Fit from one start after the other, and return the best fit."""
     climbs = []
     for first in starts:
         with contextlib.suppress(ValueError):  # a covariance became singular
@@ -305,7 +304,7 @@ def _best_of_climbs(
 
 
 def _best(climbs: list[Fit], data: Prepared) -> Fit:
-    """Return the highest climb that does not end in a spike, if there is one."""
+    """Return the highest fit without a degenerate component, if there is one."""
     return ranked(
         climbs, data.dtype, sound=_are_sound(Mixtures.of([found.parameters for found in climbs], data)), count=1
     )[0]
@@ -327,10 +326,10 @@ def start(
     reg_covar: float = 1e-6,
     generator: torch.Generator | None = None,
 ) -> GaussianParameters:
-    """Choose the means, and give each the samples that are nearest to it.
+    """Choose the means, and assign each sample to the nearest one.
 
     The weights are the shares of the samples, at least one sample each. All components start with the same covariance,
-    that of the samples about their nearest mean: it is not singular where a cluster of few samples would be.
+    that of the samples about their nearest mean; the covariance of a cluster of few samples could be singular.
 
     Args:
         x: (N, D), float32 or float64, finite.
@@ -338,12 +337,13 @@ def start(
         covariance_type: As in `fit`.
         sample_weight: (N,), not negative: how often each sample counts.
         init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
-            from each other (Arthur & Vassilvitskii). ``"kmeans"``: those, improved by at most ten of Lloyd's steps.
+            from each other (Arthur & Vassilvitskii). ``"kmeans"``: the means of k-means++, improved by at most ten of
+            Lloyd's steps.
         reg_covar: Added to every variance.
         generator: Randomness. None is torch's global generator.
 
     Returns:
-        A mixture in float64, in which the squares of large offsets and small widths keep their digits.
+        A mixture in float64, for the digits of large offsets and small widths.
 
     Raises:
         TypeError: If `x` is not a float32 or float64 tensor.
@@ -452,7 +452,7 @@ def _seeding_sample(
     data: Prepared,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return all samples and weights, or so many of them, drawn at random, that a start can be chosen from."""
+    """Return all samples and weights, or a random subset of them that is large enough to choose a start."""
     if isinstance(x, Tensor) and len(x) <= _SEEDING and data.group is None:
         return x, sample_weight
     # Each sample gets a random key; those with the smallest keys are kept (a reservoir).
@@ -461,7 +461,7 @@ def _seeding_sample(
     for part, weights in rows(2**14):
         keys = torch.rand(len(part), generator=generator, device=device_of(generator, part), dtype=torch.float64)
         keys, own = keys.to(part.device), part.new_ones(len(part)) if weights is None else weights
-        # Those without weight come last. Copies: a source may fill the same memory again.
+        # Samples without weight come last. Copies: a source may fill the same memory again.
         kept.append((torch.where(own > 0, keys, 2.0), part.clone(), own.clone()))
         if sum(len(keys) for keys, _, _ in kept) > 2 * size:
             kept = [smallest(kept, size)]
@@ -485,14 +485,14 @@ def _agreed_rows(
     covariance_type: CovarianceType,
     group: ProcessGroup | None,
 ) -> Rows:
-    """Return what gives the rows, checked; over ranks, all raise what one of them finds, so that none waits."""
+    """Return the checked reader of the rows; an error on one rank is raised on all, so that none waits."""
     if group is None:
         return _checked_rows(x, sample_weight, n_components, group)
     rows, error = None, ""
     seen: tuple[object, ...] = ()
     try:
         rows = _checked_rows(x, sample_weight, n_components, group)
-        for part, _ in rows(2**14):  # the whole of it, so that what is not finite is found here
+        for part, _ in rows(2**14):  # all rows, to find values that are not finite here
             seen = (n_components, covariance_type, part.shape[1], str(part.dtype))
     except (TypeError, ValueError) as found:
         error = str(found)

@@ -1,28 +1,28 @@
 r"""The closed-form EM step as one pass over the data, with bounded memory.
 
-`em_step` is the fast twin of ``m_step(x, e_step(parameters, x)[0])``. What makes it fast:
+`em_step` is the fast twin of ``m_step(x, e_step(parameters, x)[0])``. Reasons for its speed:
 
-- **Features of features.** The log-joint is linear in :math:`\phi(x) = (x_i x_j, x_i, 1)`, and so are the sufficient
-  statistics: :math:`A = \Theta \phi`, :math:`S = R \phi^\top`. Both steps are one matrix product each, of half the
-  work because the symmetric products are there once. Tied covariances need only :math:`(x_i, 1)`: what is quadratic is
-  the same for all components, and its sum is known beforehand.
+- **Quadratic features.** The log-joint is linear in :math:`\phi(x) = (x_i x_j, x_i, 1)`, and so are the sufficient
+  statistics: :math:`A = \Theta \phi`, :math:`S = R \phi^\top`. Both steps are one matrix product each, of half the work
+  because each symmetric product is taken once. Tied covariances need only :math:`(x_i, 1)`: the quadratic term is the
+  same for all components, and its sum is known beforehand.
 - **One pass.** A chunk that fits the cache is expanded, weighed, and added up; nothing of size N x K is ever stored.
-  Where the features of features do not fit, they are written in groups, twice: that is cheaper than to read them back.
+  Quadratic features that do not fit are written in groups, twice, which is cheaper than to read them back.
 - **Components first.** Sums over components run along the long dimension of memory.
-- **No maximum.** A log-joint is at most the component's constant. So exponentials may be taken at a fixed shift, if it
-  is then seen that no sample was so far away that its densities vanish; otherwise the maximum is found after all.
+- **No maximum.** A log-joint is at most the component's constant. So exponentials are taken at a fixed shift; only if
+  the densities of a sample vanish, because it is far from all components, the maximum is computed after all.
 - **Powers of two.** Log-joints are computed in bits, because torch's `exp2` takes a third of the time of its `exp`.
-- **Clamped exponents.** Where a result would be denormal, the exponential is an order of magnitude slower. The clamp
-  changes responsibilities by less than the smallest normal number.
-- **Triangles.** For few components of many features the expansion costs more than it saves. There each component has
-  its own triangular product in the E-step and symmetric one in the M-step, which are half of the general ones.
+- **Clamped exponents.** An exponential with a denormal result is an order of magnitude slower. The clamp changes
+  responsibilities by less than the smallest normal number.
+- **Triangles.** For few components of many features the expansion costs more than it saves. Then each component has its
+  own triangular product in the E-step and symmetric product in the M-step, each half the work of a general product.
 
-What keeps it exact: data are centred, and whitened where covariances are correlated, so that the expansion cancels
-only as far as a component is narrower than the data. When the digits lost would show (`_EXPANDED`), float32 data are
-expanded in float64, and beyond that moments are taken about each component's own mean, which do not cancel. Sums are
-in float64 whatever the data are.
+Precision: data are centred, and whitened for structures with correlations, so the expansion cancels only as far as a
+component is narrower than the data. If too many digits would be lost (`_EXPANDED`), float32 data are expanded in
+float64, and beyond that moments are taken about each component's own mean, without cancellation. Sums are in float64
+for all data.
 
-B samples of a chunk, D features, K components, F features of features.
+B samples of a chunk, D features, K components, F quadratic features.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ __all__ = ["Expansion", "Moments", "accumulate", "em_step", "maximise", "statist
 # used. The log-likelihood loses about a twentieth of a machine epsilon times it: 3e-6 nats, and 1e-11.
 _EXPANDED = {torch.float32: 400.0, torch.float64: 1e6}
 
-# The largest for which differences from a component's mean are taken in float32, and the nats that this may lose.
+# The largest distance for which differences from a component's mean are taken in float32, and the nats that this may
+# lose.
 _SINGLE = 1e6
 _LOST_ABOUT_MEANS = 1e-6
 
@@ -60,17 +61,17 @@ _SMALLEST_EXPONENT = {torch.float32: -126.0, torch.float64: -1022.0}
 _LOG2_E = math.log2(math.e)
 
 # Densities are taken relative to the largest possible one times e^-shift, and a sample may be e^-depth below that.
-# Float32 needs the shift for its range; the digits that it costs every logarithm are why float64 has none.
+# Float32 needs the shift for its range; float64 has none, as the shift costs every logarithm digits.
 _SHIFT = {torch.float32: 40.0, torch.float64: 0.0}
 _DEPTH = {torch.float32: 40.0, torch.float64: 600.0}
 
-# The most features of features that are written at once.
+# The most quadratic features that are written at once.
 _GROUP = 320
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Sums over the samples, weighed by responsibilities, about `origins` (K, D).
+    """Sums over the samples, weighted by responsibilities, about `origins` (K, D).
 
     `counts` (K,); `first` (K, D); `second`: (K, D, D) for full, its sum over components (D, D) for tied, (K, D) for
     diag, its trace (K,) for spherical; `log_likelihood`: nats per sample.
@@ -90,7 +91,7 @@ def em_step(
     """Return the parameters after one EM step, and the log-likelihood *before* it.
 
     The result is that of ``m_step(x, e_step(parameters, x)[0])`` to rounding, in one pass and bounded memory. It has no
-    gradient: differentiate those two instead.
+    gradient: differentiate `m_step` and `e_step` instead.
 
     Args:
         parameters: The mixture.
@@ -127,7 +128,7 @@ def em_step(
 
 @no_graph()
 def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
-    """Return what the M-step needs to know of the data, in one pass: the E-step of prepared data."""
+    """Return the moments of the data that the M-step needs, in one pass: the E-step of prepared data."""
     framed = _Framed.of(parameters.to(torch.float64), data)
     distance = framed.mean_squared_distance(data.scatter)
     if _is_about_means(framed, distance):
@@ -142,7 +143,7 @@ def accumulate(parameters: GaussianParameters, data: Prepared) -> Moments:
 
 @no_graph()
 def rounding_error(parameters: GaussianParameters, data: Prepared) -> float:
-    """Return how far rounding may move the log-likelihood that a pass gives, nats per sample."""
+    """Return a bound of the rounding error of a pass's log-likelihood, nats per sample."""
     framed = _Framed.of(parameters.to(torch.float64), data)
     distance = framed.mean_squared_distance(data.scatter)
     if _is_about_means(framed, distance):
@@ -152,15 +153,15 @@ def rounding_error(parameters: GaussianParameters, data: Prepared) -> float:
 
 
 def expansion_error(factor: Tensor, structure: Structure, scatter: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return how far rounding may move the log-likelihoods of `expanded_sums`, nats per sample: (...,).
+    """Return a bound of the rounding errors of log-likelihoods of `expanded_sums`, nats per sample: (...,).
 
     Log-joints are sums whose largest terms are the shift and half the squared distance from the origin. On 320 mixtures
     of 1 to 16 features, with distances up to 1e6, steps at the maximum fell by at most two fifths of this.
 
     Args:
-        factor: Of the precisions in the coordinates of the pass, shaped by the structure.
+        factor: Factors of the precisions in the coordinates of the pass, shaped by the structure.
         structure: That of the covariances.
-        scatter: That of the data, in the coordinates of the pass.
+        scatter: Scatter of the data, in the coordinates of the pass.
         dtype: In which the pass is computed.
     """
     distances = structure.squared_distances(factor, scatter)
@@ -179,7 +180,7 @@ def maximise(
     """Return the mixture with these moments, or the mode given a prior, float64: the M-step of prepared data.
 
     Args:
-        moments: What `accumulate` returned.
+        moments: The result of `accumulate`.
         data: The data.
         kind: The type.
         reg_covar: Added to every variance; or a matrix (D, D) that is added to every covariance.
@@ -195,7 +196,7 @@ def statistics_of(moments: Moments, data: Prepared, kind: CovarianceType) -> Sta
     """Return the statistics of the samples, in their own coordinates, from the moments of prepared data."""
     counts = soft_counts(moments.counts)
     shifts = moments.first / counts[:, None]
-    # An empty component is left at the centre, wherever its moments were taken about.
+    # An empty component is put at the centre, whatever the origin of its moments.
     means = torch.where((moments.counts < counts)[:, None], 0.0, moments.origins + shifts)
     scatter = moments.second - structure_of(kind).products(counts[:, None] * shifts, shifts)
     if data.scale is not None:
@@ -239,7 +240,7 @@ class _Framed:
         )
 
     def mean_squared_distance(self, scatter: Tensor) -> float:
-        """Return how far the data are from the origin in units of the narrowest component: tr(precision scatter)."""
+        """Return the largest tr(precision scatter), the data's mean squared distance from the origin."""
         return float(self.structure.squared_distances(self.factor, scatter).max())
 
     def coefficients(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -249,7 +250,7 @@ class _Framed:
 
 
 class Expansion:
-    """Writes the features of features of a chunk, in groups of rows that fit the cache."""
+    """Writes the quadratic features of a chunk, in groups of rows that fit the cache."""
 
     def __init__(self, structure: Structure, n_features: int, length: int, *, like: Tensor) -> None:
         self.length = length
@@ -261,7 +262,7 @@ class Expansion:
         self.written: Tensor | None = None  # the chunk whose only group is in the buffer
 
     def write(self, group: int, z: Tensor) -> Tensor:
-        """Return the features of features of one group (F, B), which are overwritten by the next."""
+        """Return the quadratic features of one group (F, B), which are overwritten by the next."""
         size, length = self.sizes[group], z.shape[1]
         phi = self.buffer[: self.widths[group], :length]
         if z is self.written:
@@ -279,7 +280,7 @@ def _moments_by_expansion(framed: _Framed, data: Prepared, dtype: torch.dtype) -
     quadratic, linear, constant = framed.coefficients()
     n_features = framed.means.shape[1]
     theta = torch.cat([quadratic, linear, constant[:, None]], 1)
-    # What is tied leaves a part of the log-joint out, and so has no highest value.
+    # With shared covariances the common part of the log-joint is left out, so it has no highest value.
     structure = framed.structure
     highest = framed.constant.max() if not structure.is_shared else None
     sums, total = expanded_sums(structure, theta[None], highest, data, dtype)
@@ -301,15 +302,15 @@ def expanded_sums(
     dtype: torch.dtype,
     expansion: Expansion | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return sums of features of features by responsibility, and of log-densities, of R mixtures in one pass.
+    """Return sums of quadratic features by responsibility, and of log-densities, of R mixtures in one pass.
 
     Args:
         structure: That of the covariances.
-        theta: (R, K, F), float64: log-joints as functions of the features of features.
-        highest: Scalar: what no log-joint exceeds, or None if that is not known.
+        theta: (R, K, F), float64: log-joints as functions of the quadratic features.
+        highest: Scalar: an upper bound of the log-joints, or None if there is none.
         data: The data.
         dtype: In which the pass is computed.
-        expansion: One of an earlier pass, to which the data may be known already.
+        expansion: The expansion of an earlier pass, which may hold the data already.
 
     Returns:
         (R, K, F) and (R,), float64.
@@ -362,13 +363,13 @@ def expanded_sums(
                 statistic.addmm_(flat, phi.mT)
             else:
                 statistic += flat @ phi.mT
-    # Each rank adds its own shift: it depends on the type.
+    # Each rank adds its own shift, which depends on the type.
     sums, total = total_over_ranks(data.group, sums, total + weight * shift)
     return sums.view_as(theta), total
 
 
 def _log_joint(expansion: Expansion, coefficients: tuple[Tensor, ...], z: Tensor, out: Tensor) -> Tensor:
-    """Write the log-joints (K, B) of a chunk, in bits, and return the features of features of the last group."""
+    """Write the log-joints (K, B) of a chunk, in bits, and return the quadratic features of the last group."""
     for group, theta in enumerate(coefficients):
         phi = expansion.write(group, z)
         if group:
@@ -385,7 +386,7 @@ def _exponentials(joint: Tensor) -> Tensor:
 
 
 def _is_near(densities: Tensor) -> bool:
-    """Say whether no sample is so far from every component that its densities lose digits to the clamp."""
+    """Say whether every sample is near enough to a component for its densities to lose no digits to the clamp."""
     return float(densities.min()) > math.exp(-_DEPTH[densities.dtype])
 
 
@@ -403,7 +404,7 @@ def _in(dtype: torch.dtype, data: Prepared) -> Iterator[Chunk]:
 def _moments_by_triangles(framed: _Framed, data: Prepared, dtype: torch.dtype) -> Moments:
     """Return moments about the means of full covariances: products with a triangle, and products that are symmetric.
 
-    torch has neither as such; BLAS does, for float32 and float64 on the CPU.
+    These products are functions of BLAS, for float32 and float64 on the CPU, but not of torch.
     """
     n_components, n_features = framed.means.shape
     triangular, symmetric = (blas.strmm, blas.ssyrk) if dtype == torch.float32 else (blas.dtrmm, blas.dsyrk)

@@ -1,7 +1,7 @@
-"""A fit over ranks: the first rank decides, and all ranks add up their part of the data whenever it asks them to.
+"""A fit over ranks: the first rank decides, and all ranks sum over their part of the data on request.
 
-Ranks that decided by themselves would have to see the same bits, on whatever processors they run: one that stopped a
-step before the others would leave them waiting.
+If each rank decided, all would need the same bits, on any processors: a rank that stopped a step early would leave the
+others waiting.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _CPU = torch.device("cpu")
 
 
 def led(decide: Callable[[], T], data: Prepared, to_device: Callable[[T, torch.device], T]) -> T:
-    """Return on all ranks what the first rank decides.
+    """Return the decision of the first rank on all ranks.
 
     Args:
-        decide: What the first rank does. It looks at the data by `pass_over_ranks` and `sums_over_ranks` alone.
+        decide: Computes the result, on the first rank. It reads the data by `pass_over_ranks` and `sums_over_ranks`
+            alone.
         data: The data of this rank, in the coordinates of the pass.
-        to_device: Moves what was decided.
+        to_device: Moves the result to a device.
 
     Raises:
         Exception: Whatever `decide` raises, on the first rank. The others raise it too if it is a ValueError, and
@@ -72,7 +73,7 @@ def _tell(group: ProcessGroup, *message: object) -> None:
 
 
 def _serve(data: Prepared, group: ProcessGroup) -> Any:
-    """Do as the first rank says until it has decided."""
+    """Carry out the requests of the first rank until its decision."""
     while True:
         told: list[Any] = [None]
         broadcast_object_list(told, group=group, group_src=0)

@@ -1,7 +1,7 @@
 r"""Many starts of one Gaussian mixture at once: seeding, Lloyd's steps and EM steps of all of them in one pass.
 
-For small data a step costs what its calls cost, whatever they work on; for large data the matrix products of many
-components are more efficient than those of few. Both make R starts together much cheaper than R starts in turn.
+For small data the overhead of its calls dominates a step; for large data the matrix products of many components are
+more efficient than those of few. So R starts together are much cheaper than R starts in turn.
 
 Everything is in the coordinates of the pass (`toolkit.em.engine.samples`), in which EM is the same.
 
@@ -29,11 +29,11 @@ from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["NARROWEST", "Heat", "Mixtures", "climb_together", "heats"]
 
-# A component is a spike if in some direction its variance is less than this, in units of the average component's.
+# A component is degenerate if its variance in some direction is less than this, in units of the average component's.
 NARROWEST = 1e-3
 
-# Of several starts climbed together, as many are climbed to the end; the others are dropped when they gain less, or
-# after so many steps.
+# Of several starts iterated together, `FINALISTS` go on to the end; the others are dropped when they gain less than
+# `HEATS`, or after `HEAT_STEPS` steps.
 FINALISTS = 3
 HEATS = 1e-4
 HEAT_STEPS = 100
@@ -68,7 +68,7 @@ class Mixtures:
         )
 
     def one(self, index: int, data: Prepared) -> GaussianParameters:
-        """Return one of them, as a mixture of samples."""
+        """Return one mixture, as a mixture of samples."""
         return GaussianParameters(
             log_weights=self.log_weights[index],
             means=data.from_frame(self.means[index]),
@@ -79,7 +79,8 @@ class Mixtures:
     def narrowest(self) -> Tensor:
         """Return the least variance of a component in any direction, in units of the components' average: (R,).
 
-        It does not depend on the coordinates. What is far below 1 is a spike on a few samples.
+        The result does not depend on the coordinates. A value far below 1 means a degenerate component on a few
+        samples.
         """
         return self.structure.narrowest(self.log_weights.exp(), self.factor).amin(-1)
 
@@ -88,19 +89,19 @@ class Mixtures:
         return Mixtures(self.log_weights.clone(), self.means.clone(), self.factor.clone(), self.structure)
 
     def put(self, places: Tensor, others: Mixtures, which: Tensor) -> None:
-        """Replace those at `places` by some of the others."""
+        """Replace the mixtures at `places` by others."""
         self.log_weights[places] = others.log_weights[which]
         self.means[places] = others.means[which]
         self.factor[places] = others.factor[which]
 
     def __getitem__(self, which: Tensor) -> Mixtures:
-        """Return some of them."""
+        """Return some of the mixtures."""
         return Mixtures(self.log_weights[which], self.means[which], self.factor[which], self.structure)
 
 
 @dataclass(frozen=True)
 class Heat:
-    """A start, and where it came to among others; minus infinity is the log-likelihood of a singular covariance."""
+    """A start, and its result in the joint iteration; a singular covariance has log-likelihood minus infinity."""
 
     start: GaussianParameters
     reached: Climb[GaussianParameters]
@@ -116,24 +117,24 @@ def heats(
     max_iter: int,
     reg_covar: float,
 ) -> list[Heat]:
-    """Climb from all starts together, plainly, and return those from which to go on.
+    """Take plain EM steps from all starts together, and return the points to continue from.
 
-    A degenerate component can be as high as it likes, and says nothing about the data: such heats come last. With plain
-    steps the best one is all there is to say; otherwise the three best are, after so many steps that they can be told
-    from the others. So are starts that became singular: together they are expanded, which very narrow components do not
-    bear; alone they are not.
+    The likelihood of a degenerate component has no bound and no meaning: such results come last. With plain steps only
+    the best result is returned; otherwise the three best, after enough steps to tell them from the others. Starts that
+    became singular are returned as well: the joint iteration uses expansions, which are too imprecise for very narrow
+    components; a fit from one start takes differences from the means there.
 
     Args:
         starts: R mixtures of one structure.
         data: The data.
-        are_sound: Says of several mixtures which have no degenerate component.
-        accelerate: How to go on.
+        are_sound: Takes several mixtures to the mask of those without a degenerate component.
+        accelerate: The acceleration of the fits that follow.
         tol: As in `climb`.
         max_iter: As in `climb`.
         reg_covar: Added to every variance.
 
     Returns:
-        The best, best first, and then those that became singular. None if all did.
+        The best results, best first, then those that became singular. None if all became singular.
     """
     plain = accelerate == "none"
     mixtures, values, steps, converged = climb_together(
@@ -179,13 +180,13 @@ def climb_together(
         after, value = _step(now, data, ridge, expansion)
         stays = value >= last if step else value.isfinite()
         if step and not bool(stays.all()):
-            # Falls within rounding are none, as in `climb`.
+            # Falls within rounding do not count, as in `climb`.
             error = expansion_error(now.factor, now.structure, data.scatter, torch.float64)
             stays = stays | (value >= last - error.maximum(ROUNDING[torch.float64] * (1 + last.abs())))
         gains = value - last > tol if tol > 0 else stays
         over = ~gains | ~stays if step < max_iter else torch.ones_like(value, dtype=torch.bool)
         if bool(over.any()):
-            # Where the last step went down, the one before it is kept; where it went nowhere, nothing is.
+            # After a fall the point before it is kept; after a step without a value nothing is.
             higher = over & stays
             found.put(climbing[higher], now, higher)
             lower = over & (value < last) & ~stays
@@ -202,7 +203,7 @@ def climb_together(
 
 
 def _expansion_of_all(mixtures: Mixtures, data: Prepared) -> Expansion | None:
-    """Return the features of features of data that are one chunk, to be written only once; None if they are more."""
+    """Return the expansion into quadratic features if the data are one chunk, to write them only once, else None."""
     chunks = list(itertools.islice(data.chunks(), 2))
     if len(chunks) > 1:
         return None

@@ -1,7 +1,7 @@
-r"""Samples in the coordinates of the fast pass, wherever they are: in memory, in a file, in chunks, on several ranks.
+r"""Samples in the coordinates of the fast pass, from any source: memory, a file, chunks, several ranks.
 
 Any centre and scale give the same EM steps (they are affinely equivariant). The mean and the Cholesky factor of the
-covariance are chosen, because there the expansion of `toolkit.em.engine.fused` cancels least.
+covariance are chosen, with which the expansion of `toolkit.em.engine.fused` cancels least.
 
 B samples of a chunk, D features, K components.
 """
@@ -32,8 +32,8 @@ __all__ = [
     "total_over_ranks",
 ]
 
-# Bytes of a chunk's working set: so much that calls cost little, so little that caches hold most of it; or enough to
-# fill a GPU.
+# Bytes of a chunk's working set: large enough to hide the overhead of calls, small enough for caches; or enough to fill
+# a GPU.
 _CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
 
 FLOATS = (torch.float32, torch.float64)
@@ -48,10 +48,10 @@ class Prepared:
         scale: (D, D), float64, lower triangular: a sample is ``centre + scale @ z``. None: it is ``centre + z``.
         scatter: (D, D) for full and tied, else (D,), float64: the weighted mean of ``z z^T``, or of ``z * z``.
         total_weight: The sum of the weights over all ranks; the number of samples if there are none.
-        n_samples: How many samples have a weight, over all ranks.
-        dtype: Of the chunks.
+        n_samples: Number of samples with a weight, over all ranks.
+        dtype: Floating-point type of the chunks.
         group: The ranks that hold parts of the data; None: this process alone.
-        chunks: Gives the chunks (D, B) of this rank, with weights (B,) or None, anew each time it is called.
+        chunks: Function that iterates over the chunks (D, B) of this rank, with weights (B,) or None.
     """
 
     centre: Tensor
@@ -81,7 +81,7 @@ class Prepared:
         return factor if self.scale is None else torch.linalg.solve_triangular(self.scale.mT, factor, upper=True)
 
     def ridge(self, reg_covar: float) -> Tensor | float:
-        """Return what `reg_covar`, added to every variance of the samples, adds to a covariance of the coordinates."""
+        """Return the addition to covariances of coordinates for an addition of `reg_covar` to variances of samples."""
         if self.scale is None:
             return reg_covar
         whitening: Tensor = torch.linalg.inv(self.scale)
@@ -89,7 +89,7 @@ class Prepared:
 
     @functools.cached_property
     def log_volume(self) -> float:
-        """How much larger a log-density is in the coordinates of the pass, nats."""
+        """The increase of a log-density in the coordinates of the pass, nats."""
         return 0.0 if self.scale is None else float(self.scale.diagonal().log().sum())
 
     def as_samples(self) -> Prepared:
@@ -110,7 +110,7 @@ def prepare(
     """Return the data, centred, whitened where it helps, feature by feature, in chunks that fit a cache.
 
     Args:
-        x: (N, D), or what gives its rows.
+        x: (N, D), or a reader of its rows.
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``.
         n_components: K.
         sample_weight: (N,), not negative.
@@ -137,7 +137,7 @@ def prepare(
         for part, weights in rows(length):
             centred = part.to(torch.float64) - centre
             if weights is not None and not bool(weights.all()):
-                # What has no weight may be anywhere, but must not make an infinity.
+                # A sample of weight 0 may have any value, but must not give an infinity.
                 centred = centred.masked_fill((weights == 0)[:, None], 0.0)
             framed = centred.mT if unscale is None else unscale @ centred.mT
             # Copies of the weights as well: a source may fill the same memory again.
@@ -156,7 +156,7 @@ def prepare(
 
 
 def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
-    """Return how many samples of a chunk keep the working set of a pass in the cache."""
+    """Return the number of samples in a chunk that keeps the working set of a pass in the cache."""
     n_features, structure = like.shape[1], structure_of(covariance_type)
     expanded = 1 if structure.is_shared else min(structure.n_parameters_of_one(n_features), max(n_features, 128))
     per_sample = (expanded + 2 * n_features + 2 * n_components) * like.element_size()
@@ -164,9 +164,9 @@ def chunk_length(like: Tensor, covariance_type: str, n_components: int) -> int:
 
 
 def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: bool = False) -> Rows:
-    """Return what gives the chunks of a re-iterable of arrays, of tensors, or of pairs of samples and weights.
+    """Return the reader of a re-iterable of arrays, of tensors, or of pairs of samples and weights.
 
-    Each chunk is looked at when it comes: a sample that is not finite raises a ValueError that tells its row.
+    Each chunk is checked when it is read: a sample that is not finite raises a ValueError with its row.
 
     Raises:
         TypeError: If the source can be read only once, or weights are integers.
@@ -206,7 +206,7 @@ def check_finite(x: Tensor, start: int = 0) -> None:
 
 
 def check_weights(weights: Tensor, n_samples: int) -> Tensor:
-    """Return the weights of some samples, if they are weights."""
+    """Return the weights of some samples; raise an error if they are invalid."""
     if weights.shape != (n_samples,):
         raise ValueError(f"`sample_weight` should have shape ({n_samples},). Found {tuple(weights.shape)}.")
     if not bool(((weights >= 0) & weights.isfinite()).all()):
@@ -226,7 +226,7 @@ def total_over_ranks(group: ProcessGroup | None, *parts: Tensor) -> list[Tensor]
 def _moments(
     chunks: Iterator[Chunk], like: Tensor, correlated: bool, group: ProcessGroup | None
 ) -> tuple[float, int, Tensor, Tensor]:
-    """Return weight, samples that have any, weighted mean (D,) and covariance, (D, D) or its diagonal (D,), in float64.
+    """Return total weight, number of weighted samples, mean (D,) and covariance, (D, D) or its diagonal (D,), float64.
 
     One pass: the moments of each chunk about its own mean are merged (Chan, Golub & LeVeque 1983, equation 2.1).
     """
@@ -272,7 +272,7 @@ def _merge(a: _Sums, b: _Sums) -> _Sums:
 def _merge_ranks(
     weight: Tensor, mean: Tensor, scatter: Tensor, count: Tensor, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the moments of all ranks, and how many samples: the mean first, so that the scatter is about it."""
+    """Return the moments of all ranks, and the number of samples; the scatter is about the common mean."""
     total, first, counts = total_over_ranks(group, weight, weight * mean, count)
     common = first / total.clamp(min=torch.finfo(torch.float64).tiny)
     step = mean - common

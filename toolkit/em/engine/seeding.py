@@ -1,4 +1,4 @@
-"""Means to start from: samples that are far from each other, improved by Lloyd's steps; of several starts at once.
+"""Starting means: samples that are far from each other, improved by Lloyd's steps; for several starts at once.
 
 N samples, D features, K means, R starts.
 """
@@ -14,7 +14,7 @@ LLOYD_STEPS = 10
 
 
 def distinct(weights: Tensor, n_means: int, generator: torch.Generator | None) -> Tensor:
-    """Choose different samples (K,); those without weight are chosen only if there are not enough others.
+    """Choose different samples (K,); samples without weight only if there are not enough others.
 
     Args:
         weights: (N,).
@@ -28,7 +28,7 @@ def distinct(weights: Tensor, n_means: int, generator: torch.Generator | None) -
 def seeds(
     points: Tensor, n_means: int, weights: Tensor | None, generator: torch.Generator | None, *, n_starts: int = 1
 ) -> Tensor:
-    """Choose samples one by one, each with probability proportional to its squared distance from those before it.
+    """Choose samples one by one, each with probability proportional to its squared distance from the ones before.
 
     Args:
         points: (N, D), finite.
@@ -38,7 +38,7 @@ def seeds(
         n_starts: R.
 
     Returns:
-        Their indices, (R, K).
+        Indices of the samples, (R, K).
 
     References:
         Arthur & Vassilvitskii, "k-means++: the advantages of careful seeding", 2007, section 2.2.
@@ -60,14 +60,14 @@ def seeds(
 def lloyd(
     points: Tensor, means: Tensor, n_steps: int, *, weights: Tensor, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return means (R, K, D) after so many of Lloyd's steps, and the nearest mean of each sample (R, N).
+    """Return means (R, K, D) after at most `n_steps` of Lloyd's steps, and the nearest mean of each sample (R, N).
 
     Args:
         points: (N, D); 0 where a feature is missing.
         means: (R, K, D).
         n_steps: The most steps. They end earlier when no sample changes its mean.
         weights: (N,).
-        seen: (N, D): 1 where a feature is seen, 0 where it is missing. None: all are seen.
+        seen: (N, D): 1 where a feature is observed, 0 where it is missing. None: all are observed.
     """
     labels = torch.arange(means.shape[1], device=means.device)[:, None]
     weighted = weights[:, None] * points
@@ -84,7 +84,7 @@ def lloyd(
 
 
 def nearest(points: Tensor, means: Tensor, seen: Tensor | None = None) -> Tensor:
-    """Return the index of the nearest mean of each sample, in the features that are seen: (R, N).
+    """Return the index of the nearest mean of each sample, in the observed features: (R, N).
 
     Distances that differ by rounding count as equal, and the first mean comes first: see `toolkit.em.engine.rounding`.
 
@@ -113,5 +113,5 @@ def nearest(points: Tensor, means: Tensor, seen: Tensor | None = None) -> Tensor
 
 
 def device_of(generator: torch.Generator | None, x: Tensor) -> torch.device:
-    """Return where random numbers are drawn."""
+    """Return the device on which random numbers are drawn."""
     return x.device if generator is None else generator.device

@@ -31,11 +31,11 @@ class MomentsPrior(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Statistics:
-    """Sufficient statistics of samples weighed by responsibilities, float64.
+    """Sufficient statistics of samples weighted by responsibilities, float64.
 
     Attributes:
         counts: (K,): sums of responsibilities.
-        means: (K, D): of the samples, weighed by responsibilities; any finite value where the count is 0.
+        means: (K, D): means of the samples, weighted by responsibilities; any finite value where the count is 0.
         scatter: Sums of second moments about `means`: (K, D, D) for full, their sum over components (D, D) for tied,
             (K, D) for diag, (K,) summed over features for spherical.
         covariance_type: The type.
@@ -48,18 +48,18 @@ class Statistics:
 
     @classmethod
     def implied_by(cls, parameters: GaussianParameters) -> Statistics:
-        """Return the statistics, with a total count of 1, whose M-step gives these parameters back."""
+        """Return the statistics, with a total count of 1, whose M-step returns these parameters."""
         weights, means = parameters.weights, parameters.means
         totals = structure_of(parameters.covariance_type).totals(weights[:, None].expand(means.shape))
         scatter = totals * parameters.covariances
         return cls(counts=weights, means=means, scatter=scatter, covariance_type=parameters.covariance_type)
 
     def scaled(self, factor: float) -> Statistics:
-        """Return the statistics as if each sample had this weight."""
+        """Return the statistics with the weight of each sample multiplied by `factor`."""
         return dataclasses.replace(self, counts=factor * self.counts, scatter=factor * self.scatter)
 
     def merged(self, other: Statistics) -> Statistics:
-        """Return the statistics of the samples of both.
+        """Return the statistics of the samples of both together.
 
         References:
             Chan, Golub & LeVeque, "Algorithms for computing the sample variance", 1983, equation 2.1.

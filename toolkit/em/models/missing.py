@@ -707,7 +707,7 @@ def _maximise(
     )
 
 
-# --- how the fit starts, and what it is asked ------------------------------------------------------------------------
+# --- starts and checks of the arguments ------------------------------------------------------------------------------
 
 
 def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class Candidate:
         converged: Whether the fit converged before `max_iter` steps.
         n_iter: Evaluations of the EM map.
         n_refused: Number of fits with a degenerate component or a singular covariance, of those iterated to the end.
-        note: What went wrong, in words. Empty if nothing did.
+        note: The problem, in words. Empty for a sound fit.
         parameters: The mixture. None if singular.
     """
 
