@@ -51,7 +51,7 @@ def audit(program: str, as_json: bool, page_path: Path | None) -> None:
 
         found = _asked(f"{path}:{name}", lambda: audited(loss, params))
         if page_path is not None:
-            from toolkit.gradients._page import page
+            from toolkit.gradients.audit.page import page
 
             command = shlex.join(["python", "-m", "toolkit", *sys.argv[1:]])
             text = page(found, program, command)

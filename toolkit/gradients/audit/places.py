@@ -33,7 +33,7 @@ from toolkit.gradients._snapshot import INSTALLED, Snapshot
 
 __all__ = ["BareBlocks", "Escape"]
 
-_TOOLKIT = str(Path(__file__).parent.parent) + "/"
+_TOOLKIT = str(Path(__file__).parents[2]) + "/"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 # Parts of torch that are models, not internals: their stops concern the user.
 _MODELS = tuple(_TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/"))

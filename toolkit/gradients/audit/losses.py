@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Block, Site
-from toolkit.gradients._bare import BareBlocks, Escape
 from toolkit.gradients._endings import by_module
 from toolkit.gradients._program import Parameters
+from toolkit.gradients.audit.places import BareBlocks, Escape
 from toolkit.gradients.compare import Comparison, html_table, text_table
 from toolkit.gradients.graph import Graph, graph_of
 from toolkit.gradients.verdict import BlockEffect, are_close

@@ -1,0 +1,5 @@
+"""Audits of code that was not written with blocks: every ``detach``, ``no_grad`` and similar call, and its effect."""
+
+from toolkit.gradients.audit.losses import HIDDEN_CHANGE, Audit, Unopened, audit
+
+__all__ = ["HIDDEN_CHANGE", "Audit", "Unopened", "audit"]
