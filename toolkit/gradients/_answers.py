@@ -10,20 +10,34 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, is_foreign, reachable_nodes
-from toolkit.gradients._program import CONSTANT, Answer, Program, differentiated, leaves_of, reached
+from toolkit.gradients._program import (
+    CONSTANT,
+    Answer,
+    Parameters,
+    Program,
+    coarsest,
+    differentiated,
+    leaves_of,
+    reached,
+)
+from toolkit.gradients._snapshot import Snapshot
 from toolkit.gradients.verdict import are_close, equal, flat, rounding
 
-__all__ = ["Answers", "Leak", "Unrepeatable", "sentence"]
+__all__ = ["Answers", "Leak", "ProgramAnswers", "Unrepeatable", "answers_of", "sentence"]
+
+_MOVED = "state in the globals of a package was found only after some runs, and has changed since before them"
 
 
 @dataclass(frozen=True)
@@ -45,16 +59,81 @@ class Unrepeatable(RuntimeError):
     """A run of the program differs from the first run."""
 
 
-class Answers:
+class Answers(ABC):
     """Computes a program's gradient for sets of open blocks.
 
     Attributes:
-        program: The loss function and its state.
         params: Name -> parameter to differentiate by.
         plain: The result of a plain run.
         board: The blocks that the program reaches.
         remarks: Remarks for the reader.
         reason: The reason why this program cannot be analysed; empty if it can.
+    """
+
+    params: Mapping[str, Tensor]
+    plain: Answer
+    board: GateBoard
+    remarks: list[str]
+    reason: str
+    _versions: Mapping[str, int]
+
+    @property
+    @abstractmethod
+    def gated(self) -> Tensor | None:
+        """The loss with a gate for each block in its graph; None if gates cannot answer."""
+
+    @property
+    @abstractmethod
+    def precision(self) -> float:
+        """The coarsest rounding of the program, relative."""
+
+    @abstractmethod
+    def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
+        """Return parameter -> gradient while exactly these blocks are open."""
+
+    @abstractmethod
+    def leak(self, names: Sequence[str]) -> Leak:
+        """Return the leak of these blocks, opened together."""
+
+    @abstractmethod
+    def answers_at_once(self, open: Collection[str]) -> bool:
+        """Return whether gates can answer for these blocks."""
+
+    @abstractmethod
+    def arrivals(self, share: float) -> list[tuple[str, GradientEdge, Tensor]]:
+        """Return the cotangents that arrive at the gates of the blocked program, for a part of the loss."""
+
+    @abstractmethod
+    def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """Return the gradient at parameters scaled by about 1; None if it is not available."""
+
+    @abstractmethod
+    def quietly(self) -> AbstractContextManager[None]:
+        """Take derivatives without side effects; entered once for many."""
+
+    @cached_property
+    def flat_blocked(self) -> dict[str, Tensor]:
+        """Parameter -> gradient with every block in place, as a vector."""
+        return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
+
+    @contextmanager
+    def passing(self, open: Collection[str]) -> Iterator[None]:
+        """Let the gates of `open` pass in backward passes."""
+        with self.quietly(), self.board.backward(open):
+            yield
+
+    def check_unmodified(self) -> None:
+        """Raise RuntimeError if a parameter was modified since the plain run."""
+        for name, parameter in self.params.items():
+            if parameter._version != self._versions[name]:
+                raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
+
+
+class ProgramAnswers(Answers):
+    """Answers for a program that can be run again.
+
+    Attributes:
+        program: The loss function and its state.
         differs: Whether two plain runs were seen to differ.
     """
 
@@ -85,9 +164,12 @@ class Answers:
         return self._gated
 
     @cached_property
-    def flat_blocked(self) -> dict[str, Tensor]:
-        """Parameter -> gradient with every block in place, as a vector."""
-        return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
+    def precision(self) -> float:
+        """The coarsest rounding of the program, relative."""
+        if self._gated is not None:
+            return coarsest(self._gated, self.params)
+        with self.program.aside():
+            return coarsest(self.program.value(), self.params)
 
     def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly these blocks are open."""
@@ -230,12 +312,6 @@ class Answers:
             )
 
     @contextmanager
-    def passing(self, open: Collection[str]) -> Iterator[None]:
-        """Let the gates of `open` pass in backward passes."""
-        with self.quietly(), self.board.backward(open):
-            yield
-
-    @contextmanager
     def quietly(self) -> Iterator[None]:
         """Take derivatives without side effects; entered once for many."""
         if self._is_quiet:
@@ -247,12 +323,6 @@ class Answers:
                 yield
             finally:
                 self._is_quiet = False
-
-    def check_unmodified(self) -> None:
-        """Raise RuntimeError if a parameter was modified since the plain run."""
-        for name, parameter in self.params.items():
-            if parameter._version != self._versions[name]:
-                raise RuntimeError(f"`{name}` should be as it was when the comparison was made. Found it modified.")
 
     def leak(self, names: Sequence[str]) -> Leak:
         """Return the leak of these blocks, opened together."""
@@ -298,6 +368,24 @@ class Answers:
     @cached_property
     def _loss_rounding(self) -> float:
         return min(rounding(parameter.dtype) for parameter in self.params.values())
+
+
+def answers_of(
+    loss: Callable[[], Tensor],
+    params: Parameters,
+    around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
+    spare: Callable[[Collection[str]], bool] = lambda _: False,
+) -> ProgramAnswers:
+    """Run a loss function, and answer for it.
+
+    Every run except the plain one is inside of `around`. If a run with open blocks fails, `spare` may exempt the cause.
+    """
+    answers = ProgramAnswers(Program(loss, params, around), spare)
+    if answers.differs:  # by state in the globals of a package, perhaps
+        again = ProgramAnswers(Program(loss, params, around, everywhere=True), spare)
+        answers = answers if again.reason else again
+        answers.remarks += [] if again.reason else [_MOVED]
+    return answers
 
 
 def sentence(error: Exception) -> str:

@@ -17,7 +17,6 @@ from torch.autograd.graph import GradientEdge
 
 from toolkit.gradients._answers import Answers, Leak
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
-from toolkit.gradients._program import coarsest
 from toolkit.gradients.verdict import Verdict, flat, norm, rounding
 
 __all__ = ["Rounding"]
@@ -56,7 +55,7 @@ class Rounding:
                 noise = self._noise(names, leak, leaks)
                 told = beyond & (leaks > _MOST_NOISE * noise)
                 if not told.any():
-                    if self.precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
+                    if self._answers.precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
                         return Verdict("redundant")
                     size = max(opened.norm().item(), blocked.norm().item())
                     return Verdict("noise", noise=_MOST_NOISE * noise.norm().item() / size)
@@ -69,14 +68,6 @@ class Rounding:
             )
         return Verdict("partial")
 
-    @cached_property
-    def precision(self) -> float:
-        """The coarsest rounding of the program, relative."""
-        if self._answers.gated is not None:
-            return coarsest(self._answers.gated, self._params)
-        with self._answers.program.aside():
-            return coarsest(self._answers.program.value(), self._params)
-
     def _is_clear(self, names: Sequence[str], leak: Leak, rows: Tensor) -> bool:
         """Return whether a leak is more than rounding, as far as known without another run.
 
@@ -86,7 +77,7 @@ class Rounding:
         if not self._is_resolved:
             return False
         sizes = rows.sum(0).sqrt()
-        if sizes[0] > self.precision**0.6 * max(sizes[2].item(), sizes[3].item()):
+        if sizes[0] > self._answers.precision**0.6 * max(sizes[2].item(), sizes[3].item()):
             return True
         if not self._answers.answers_at_once(names):
             return False
@@ -98,7 +89,7 @@ class Rounding:
         with self._answers.passing(names):
             (part,) = torch.autograd.grad(edges, [self._params[last]], cotangents, retain_graph=True)
         moved = flat(part).double() * _PART - leak.parts[last].double()
-        return bool(norm([moved]) <= self.precision**0.5 * shares[last])
+        return bool(norm([moved]) <= self._answers.precision**0.5 * shares[last])
 
     @cached_property
     def _is_resolved(self) -> bool:
@@ -108,9 +99,9 @@ class Rounding:
         one that the program used last is checked.
         """
         if self._answers.gated is None:
-            again = self._answers.nudged(0, self.precision) or self._blocked
+            again = self._answers.nudged(0, self._answers.precision) or self._blocked
             moved = norm([flat(again[name]).double() - flat(g).double() for name, g in self._blocked.items()])
-            return bool(moved <= self.precision**0.5 * self._blocked_norm)
+            return bool(moved <= self._answers.precision**0.5 * self._blocked_norm)
         norms = {name: norm([self._blocked[name]]) for name in self._last_uses}
         large = [(use, name) for name, use in self._last_uses.items() if norms[name] > 0.1 * self._blocked_norm]
         if not large:
@@ -121,7 +112,7 @@ class Rounding:
             with self._answers.passing(()):
                 (part,) = torch.autograd.grad(self._answers.gated, [self._params[last]], share, retain_graph=True)
             moved = norm([flat(part).double() / share.double().item() - flat(self._blocked[last]).double()])
-            if not moved <= self.precision**0.5 * norms[last]:
+            if not moved <= self._answers.precision**0.5 * norms[last]:
                 return False
         return True
 
@@ -141,7 +132,7 @@ class Rounding:
         """Return for each parameter, (P,), whether its blocked gradient is only rounding."""
         moved = torch.zeros(len(self._params), dtype=torch.float64)
         for seed in range(3):  # a few digits may come out the same by chance
-            again = self._answers.nudged(seed, self.precision) or self._blocked
+            again = self._answers.nudged(seed, self._answers.precision) or self._blocked
             distances = [norm([flat(again[name]).double() - flat(g).double()]) for name, g in self._blocked.items()]
             moved = torch.maximum(moved, torch.tensor(distances, dtype=torch.float64))
         return moved >= 0.1 * self._squares.sqrt()
@@ -150,9 +141,9 @@ class Rounding:
         """Return (P,), the change of a leak of these sizes under a rounding of the parameters."""
         noise = torch.zeros(len(self._params), dtype=torch.float64)
         # A few digits may come out the same by chance, a gradient's may not.
-        low = self.precision > torch.finfo(torch.float32).eps
+        low = self._answers.precision > torch.finfo(torch.float32).eps
         for nudge in range(1 if self._is_resolved and not low else _NUDGES):
-            size = _nudge(self.precision, nudge)
+            size = _nudge(self._answers.precision, nudge)
             open, blocked = self._answers.nudged(nudge, size, names), self._answers.nudged(nudge, size)
             if open is None or blocked is None:
                 break

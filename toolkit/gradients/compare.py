@@ -7,7 +7,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,16 +16,11 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice
-from toolkit.blocks import Block, Site, declared_blocks
-from toolkit.gradients._answers import Answers, Leak, Unrepeatable, sentence
-from toolkit.gradients._endings import Endings
+from toolkit.blocks import Block, declared_blocks
+from toolkit.gradients._answers import Answers, Leak, Unrepeatable, answers_of, sentence
 from toolkit.gradients._gates import Meeting
-from toolkit.gradients._program import (
-    Parameters,
-    Program,
-)
+from toolkit.gradients._program import Parameters
 from toolkit.gradients._rounding import Rounding
-from toolkit.gradients._snapshot import Snapshot
 from toolkit.gradients.verdict import (
     BlockEffect,
     difference,
@@ -41,8 +36,6 @@ __all__ = ["Comparison", "compare"]
 
 # The number of subsets doubles with every block.
 _MOST_BLOCKS_ATTRIBUTED = 12
-
-_MOVED = "state in the globals of a package was found only after some runs, and has changed since before them"
 
 # Parameters named in a table; `BlockEffect.verdict` names all.
 _WIDEST_VERDICT = 40
@@ -69,7 +62,6 @@ class Comparison:
             together.
         remarks: Further remarks for the reader.
         reason: The reason why this program cannot be compared; empty if it can.
-        program: The loss function and its state.
     """
 
     loss: float
@@ -83,25 +75,13 @@ class Comparison:
 
     def __init__(
         self,
-        loss: Callable[[], Tensor],
-        params: Parameters,
-        blocks: Collection[Block | str] | None,
+        answers: Answers,
+        blocks: Collection[Block | str] | None = None,
         *,
-        around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
-        spare: Callable[[Collection[str]], bool] = lambda _: False,
         nested: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
-        """Run `loss`; see `compare`.
-
-        Every run except the plain one is inside of `around`. If a run with open blocks fails, `spare` may exempt the
-        cause. `nested` is filled with the nesting of blocks while the program runs.
-        """
-        answers = Answers(Program(loss, params, around), spare)
-        if answers.differs:  # by state in the globals of a package, perhaps
-            again = Answers(Program(loss, params, around, everywhere=True), spare)
-            answers = answers if again.reason else again
-            answers.remarks += [] if again.reason else [_MOVED]
-        self.program, self._answers = answers.program, answers
+        """Compare for these blocks; see `compare`. `nested`: block -> the blocks around it."""
+        self._answers = answers
         self._nested = nested
         self.loss, self.blocked = answers.plain.loss, answers.plain.gradients
         self.remarks, self.reason = answers.remarks, answers.reason
@@ -241,7 +221,7 @@ class Comparison:
         found: list[str] = []
         if self._together is None:
             return found
-        if not self.interaction <= self._rounding.precision**0.5:
+        if not self.interaction <= self._answers.precision**0.5:
             found.append(
                 "single effects mislead: all blocks together change the gradient by another "
                 f"{self.interaction:.0%} of its size, along paths that cross several of them (see attribution)"
@@ -270,25 +250,6 @@ class Comparison:
         if order == "leak" or (order == "auto" and len(effects) > _MOST_ROWS_UNSORTED):
             effects = sorted(effects, key=lambda effect: -effect.leak if effect.leak == effect.leak else -math.inf)
         return [("block", "verdict", "leak", "ratio", "cosine", "where"), *map(_row, [*effects, *self.sets])]
-
-    # --- how the program is run --------------------------------------------------------------------------------------
-
-    def endings(self, caller: Callable[[], Site | None]) -> dict[str, str]:
-        """Return parameter -> the end of its path, for parameters without a path to the loss with every block open."""
-        paths = self._answers.plain.reached
-        if len(paths) < len(self._answers.params) and self.meetings:
-            opened = [effect.name for effect in self.effects]
-            try:
-                paths |= self.program.answer(self._answers.params, opened).reached
-            except Exception:  # one by one, then
-                paths |= {name for effect in self.effects for name in effect.verdict.parameters}
-        missing = {name: parameter for name, parameter in self._answers.params.items() if name not in paths}
-        if not missing:
-            return {}
-        watch = Endings(missing, caller)
-        with self.program.aside(around=False), watch:
-            self.program.run()
-        return {name: watch.of(name) for name in missing}
 
     def _note_elsewhere(self) -> None:
         if self._answers.board.elsewhere:
@@ -442,7 +403,7 @@ def compare(
         >>> print(comparison["doc.scale"].verdict)
         partial
     """
-    comparison = Comparison(loss, params, blocks)
+    comparison = Comparison(answers_of(loss, params), blocks)
     if comparison.reason:
         raise RuntimeError(f"`loss` should do the same each time it runs. Found {comparison.reason}.")
     return comparison

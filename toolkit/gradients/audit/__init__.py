@@ -1,5 +1,6 @@
 """Audits of code that was not written with blocks: every ``detach``, ``no_grad`` and similar call, and its effect."""
 
-from toolkit.gradients.audit.losses import HIDDEN_CHANGE, Audit, Unopened, audit
+from toolkit.gradients.audit.answer import Audit, Unopened
+from toolkit.gradients.audit.losses import HIDDEN_CHANGE, audit
 
 __all__ = ["HIDDEN_CHANGE", "Audit", "Unopened", "audit"]

@@ -12,7 +12,7 @@ import re
 import torch
 
 from toolkit.blocks import Site
-from toolkit.gradients.audit.losses import Audit
+from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.verdict import BlockEffect, Difference, Verdict
 
 __all__ = ["page", "stop_span"]

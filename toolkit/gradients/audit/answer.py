@@ -1,0 +1,183 @@
+"""The answer of an audit: the effect of every place that stops a gradient, as numbers, text and a table."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from toolkit.blocks import Block, Site
+from toolkit.gradients._endings import by_module
+from toolkit.gradients.audit.places import BareBlocks, Escape
+from toolkit.gradients.compare import Comparison, html_table, text_table
+from toolkit.gradients.graph import Graph
+from toolkit.gradients.verdict import BlockEffect
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["Audit", "Unopened"]
+
+
+@dataclass(frozen=True)
+class Unopened:
+    """A place that stops the gradient and could not be opened.
+
+    Attributes:
+        kind: The call, for example ``"no_grad"``.
+        site: The place.
+        reason: The reason why it could not be opened.
+    """
+
+    kind: str
+    site: str
+    reason: str
+
+
+class Audit:
+    """The effect of every place of a program that stops a gradient. Made by `audit` and `audited`.
+
+    Attributes:
+        valid: Whether the audited program, with every place closed, gave the loss and all gradients of the plain
+            program bit for bit. If not, all other results are unreliable.
+        reason: The reason why the audit is not valid; empty if it is.
+        loss: The loss of the plain program.
+        blocked: Parameter -> gradient of the plain program.
+        effects: The effect of opening each place alone, in the order of the program. A place is named
+            ``file:line:column``; named blocks are included.
+        kinds: Place -> the call that stops the gradient.
+        unopened: Places that could not be opened, with reasons.
+        escapes: Places where a value leaves the graph for good (``.item()``, ``.numpy()``) and cannot be opened.
+        sites: Place -> its file, line, column and function; also for places that could not be opened.
+        remarks: Further remarks for the reader.
+        unreached: Parameter -> the end of its path, for parameters without a path to the loss even with every place
+            open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen.
+        sets: Effects of places that act only together, as `Comparison.sets`.
+        one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.
+    """
+
+    valid: bool
+    reason: str
+    loss: float
+    blocked: dict[str, Tensor]
+    effects: list[BlockEffect]
+    kinds: dict[str, str]
+    unopened: list[Unopened]
+    escapes: list[Escape]
+    sites: dict[str, Site]
+    remarks: list[str]
+    one_mode: list[str]
+    unreached: dict[str, str]
+    sets: list[BlockEffect]
+
+    def __init__(
+        self,
+        comparison: Comparison,
+        bare: BareBlocks,
+        *,
+        graph: Callable[[], Graph],
+        remarks: Iterable[str] = (),
+        closed: Mapping[str, str] = MappingProxyType({}),
+        unreached: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """Report a comparison of places.
+
+        Args:
+            comparison: The comparison.
+            bare: The places.
+            graph: Draws the graph.
+            remarks: Remarks for the reader beside those of the comparison.
+            closed: Place -> the reason why it was left closed, beside those that `bare` knows.
+            unreached: See `Audit`.
+        """
+        self._comparison, self._graph = comparison, graph
+        self.reason, self.valid = comparison.reason, not comparison.reason
+        self.loss, self.blocked, self.effects = comparison.loss, comparison.blocked, comparison.effects
+        self.kinds = {**dict.fromkeys(comparison.meetings, "stop_gradient"), **bare.kinds}
+        self.remarks = list(comparison.remarks)
+        if bare.elsewhere:
+            self.remarks.append(f"in another thread, and not looked into: {', '.join(bare.elsewhere)}")
+        self.remarks += remarks
+        reasons = {**comparison.unopened, **bare.real, **closed}
+        reasons |= {place: reason for place, reason in bare.partly.items() if place not in reasons}
+        self.unopened = [Unopened(self.kinds[place], place, reason) for place, reason in reasons.items()]
+        self.escapes = list(bare.escapes)
+        self.one_mode = list(bare.one_mode)
+        self.sets = comparison.sets
+        self.unreached = dict(unreached)
+        self.sites = {name: meeting.site for name, meeting in comparison.meetings.items()} | bare.sites
+
+    def gradient(self, open: Collection[Block | str]) -> dict[str, Tensor]:
+        """Return parameter -> gradient while exactly these places are open, as `Comparison.gradient`."""
+        return self._comparison.gradient(open)
+
+    def effect(self, open: Collection[Block | str]) -> BlockEffect:
+        """Return the effect of opening these places together, as `Comparison.effect`."""
+        return self._comparison.effect(open)
+
+    def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
+        """Split the gradient by the places that each path crosses, as `Comparison.attribution`."""
+        return self._comparison.attribution()
+
+    def __getitem__(self, place: Block | str) -> BlockEffect:
+        return self._comparison[place]
+
+    def graph(self) -> Graph:
+        """Return the autograd graph with these places as its cuts; the program of a loss function runs once more."""
+        return self._graph()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything but the gradients as plain JSON."""
+        return {
+            "valid": self.valid,
+            "reason": self.reason,
+            **self._comparison.to_dict(),
+            "loss": self.loss if math.isfinite(self.loss) else None,
+            "kinds": self.kinds,
+            "unopened": [vars(entry) for entry in self.unopened],
+            "remarks": self.remarks,
+            "escapes": [vars(entry) for entry in self.escapes],
+            "one_mode": self.one_mode,
+            "unreached": self.unreached,
+        }
+
+    def plot(self) -> Figure:
+        """Return a figure: for every place, size and direction of its gradient relative to the blocked one."""
+        return self._comparison.plot()
+
+    def __str__(self) -> str:
+        lines = [] if self.valid else [f"INVALID: {self.reason}"]
+        nothing = "nothing that could be opened stops a gradient" if self.unreached else "nothing stops a gradient"
+        table = text_table(self.rows()) if self.effects else nothing
+        return "\n".join([*lines, self._comparison.head(), table, *self._comparison.misleading(), *self.notes()])
+
+    def _repr_html_(self) -> str:
+        head = "" if self.valid else f"<p><strong>Invalid:</strong> {html.escape(self.reason)}</p>"
+        notes = [*self._comparison.misleading(), *self.notes()]
+        return head + html_table(self.rows()) + "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+
+    def __repr__(self) -> str:
+        state = "valid" if self.valid else f"INVALID: {self.reason}"
+        return f"Audit({state}, loss {self.loss:.6g}, {len(self.effects)} places, {len(self.unopened)} not opened)"
+
+    def rows(self, order: str = "auto") -> list[tuple[str, ...]]:
+        """Return the table of the effects as text, the names of its columns first; `order` as `Comparison.rows`."""
+        head, *rows = self._comparison.rows(order)
+        partly = {entry.site for entry in self.unopened}
+        kinds = {**self.kinds, **dict.fromkeys((found.name for found in self.sets), "together")}
+        named = [(name, kinds[name] + ", in part" * (name in partly), *cells) for name, *cells in rows]
+        return [tuple(row[:-1]) for row in [("where", "what", *head[1:]), *named]]
+
+    def notes(self) -> list[str]:
+        """Return a line for each place that could not be opened, and for each effect without a place."""
+        notes = self.remarks + [f"not opened: {entry.kind} at {entry.site}: {entry.reason}" for entry in self.unopened]
+        notes += [f"leaves the graph: {escape.kind} at {escape.site}" for escape in self.escapes]
+        return [*notes, *by_module(self.unreached, self.blocked)] + [
+            f"stops reverse mode alone: {self.kinds[site]} at {site}: a forward-mode derivative passes"
+            for site in self.one_mode
+        ]
