@@ -15,7 +15,7 @@ from sphinx.util.docutils import SphinxDirective
 from sphinx.writers.html5 import HTML5Translator
 
 if TYPE_CHECKING:
-    from experiments._zoo import Program
+    from toolkit.runner._zoo import Program
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -51,8 +51,8 @@ class Blocks(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a definition list."""
-        from experiments._listing import import_everything
         from toolkit import declared_blocks
+        from toolkit.runner._listing import import_everything
 
         import_everything()
         prefix = self.arguments[0] if self.arguments else ""
@@ -77,7 +77,7 @@ class Zoo(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """Return a section for each program."""
-        from experiments._zoo import examine, read_programs
+        from toolkit.runner._zoo import examine, read_programs
 
         with contextlib.chdir(ROOT):  # places are named as a reader of the repository has them
             return [self._section(program, examine(program)) for program in read_programs(Path(self.arguments[0]))]

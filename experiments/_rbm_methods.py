@@ -16,8 +16,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
-from experiments._training import Methods
 from toolkit.rbm import RBM, FusedTrainer
+from toolkit.runner import Methods
 
 __all__ = ["Estimator", "Measure", "Method", "batches", "methods"]
 

@@ -27,11 +27,10 @@ import torch.nn.functional as F
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 
-from experiments._config import ExperimentConfig
-from experiments._training import Objective, Run
 from toolkit.adversarial import adversarial_loss, certify_linear, pgd, robust_loss_linear
 from toolkit.adversarial.networks import mlp, small_cnn
 from toolkit.datasets import Dataset, digits, two_gaussians
+from toolkit.runner import ExperimentConfig, Objective, Run
 
 __all__ = ["Config", "best_robust_loss", "run"]
 

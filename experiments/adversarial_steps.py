@@ -29,13 +29,12 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from experiments._config import ExperimentConfig
-from experiments._training import Objective, Run, Sweep
 from toolkit.adversarial import adversarial_loss, pgd
 from toolkit.adversarial.balls import make_ball
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset, digits
 from toolkit.gradients.memory import measure_memory
+from toolkit.runner import ExperimentConfig, Objective, Run, Sweep
 
 __all__ = ["Config", "run", "worst_examples"]
 

@@ -26,9 +26,6 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from torch import Tensor, nn
 
-from experiments._adversarial_training_targets import TARGETS
-from experiments._config import ExperimentConfig
-from experiments._training import Methods, Objective, Run, Sweep
 from toolkit.adversarial import (
     evaluate_robustness,
     fgsm,
@@ -45,6 +42,9 @@ from toolkit.adversarial.balls import Norm
 from toolkit.adversarial.training.methods import AWP, METHODS, BallArguments, Free, Method
 from toolkit.adversarial.training.schedules import one_cycle
 from toolkit.datasets import Dataset, cifar10, digits, mnist
+from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
+
+from ._adversarial_training_targets import TARGETS
 
 __all__ = ["Choice", "Config", "run"]
 

@@ -25,8 +25,6 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributions import Categorical, Distribution, Independent, MixtureSameFamily, MultivariateNormal, Normal
 
-from experiments._config import ExperimentConfig
-from experiments._training import Event, Objective, Run
 from toolkit import datasets
 from toolkit.em import (
     CovarianceType,
@@ -39,6 +37,7 @@ from toolkit.em import (
     to_unconstrained,
 )
 from toolkit.em.engine.acceleration import maximise_likelihood
+from toolkit.runner import Event, ExperimentConfig, Objective, Run
 
 __all__ = ["Config", "distribution", "principal_components", "run"]
 

@@ -39,11 +39,10 @@ from pydantic import Field, model_validator
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 
-from experiments._config import ExperimentConfig
-from experiments._training import Event, Objective, Run, Sweep
 from toolkit import datasets
 from toolkit.em import GaussianParameters, from_unconstrained, log_density, start, surrogate, to_unconstrained
 from toolkit.em.engine.acceleration import maximise_likelihood
+from toolkit.runner import Event, ExperimentConfig, Objective, Run, Sweep
 
 __all__ = ["Config", "Measure", "log_likelihoods", "population", "run"]
 

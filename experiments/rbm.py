@@ -31,9 +31,6 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
-from experiments._config import ExperimentConfig
-from experiments._rbm_methods import Estimator, Measure, Method, batches, methods
-from experiments._training import Objective, Run
 from toolkit.datasets import bars_and_stripes, digits, idx
 from toolkit.rbm import (
     RBM,
@@ -48,6 +45,9 @@ from toolkit.rbm import (
     persistent_contrastive_divergence,
     reverse_ais,
 )
+from toolkit.runner import ExperimentConfig, Objective, Run
+
+from ._rbm_methods import Estimator, Measure, Method, batches, methods
 
 __all__ = ["Config", "run"]
 

@@ -33,8 +33,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from experiments._config import ExperimentConfig
-from experiments._training import Methods, Objective, Run, Sweep
 from toolkit.datasets import bars_and_stripes
 from toolkit.rbm import RBM
 from toolkit.rbm.bias import (
@@ -46,6 +44,7 @@ from toolkit.rbm.bias import (
     gradient_fields,
     visible_states,
 )
+from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
 __all__ = ["Config", "run"]
 

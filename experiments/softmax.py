@@ -22,10 +22,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from experiments._config import ExperimentConfig
-from experiments._training import Objective, Run
 from toolkit import block, stop_gradient
 from toolkit.datasets import digits
+from toolkit.runner import ExperimentConfig, Objective, Run
 from toolkit.softmax import cross_entropy
 
 __all__ = ["INNER", "OUTER", "Config", "calibration_error", "half_blocked_logsumexp", "maximum_likelihood", "run"]

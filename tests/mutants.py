@@ -220,8 +220,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_adversarial_minimal",
         ),
     ],
-    "experiments": [
-        ("if key not in _WITHOUT_EFFECT}", "if key in _WITHOUT_EFFECT}", "test_results test_report"),
+    "runner": [
+        ("if key not in _WITHOUT_EFFECT}", "if key in _WITHOUT_EFFECT}", "test_records test_report"),
         ("done = set() if force else finished_seeds(folder)", "done = set[int]()", "test_experiments"),
         (
             "if not math.isfinite(value):\n            diverged_at",

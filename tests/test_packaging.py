@@ -73,17 +73,19 @@ def test_every_import_is_a_declared_dependency():
     assert found - {"stopgrad"} <= declared | {"pydantic-core"}  # pydantic's own types, pinned by it
 
 
-def test_wheel_holds_both_packages_and_the_files_beside_them(tmp_path):
+def test_wheel_holds_one_package_with_experiments_configs_and_zoo_inside(tmp_path):
     builders = pytest.importorskip("hatchling.builders.wheel")
     (artifact,) = builders.WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     wheel = zipfile.ZipFile(artifact)
     names = set(wheel.namelist())
-    assert {name.split("/")[0] for name in names} == {"toolkit", "experiments", "stopgrad-0.1.0.dist-info"}
-    assert {"toolkit/py.typed", "experiments/py.typed", "experiments/_report.html.j2"} <= names
-    files = [path for room in ("toolkit", "experiments") for path in (ROOT / room).rglob("*.py")]
-    assert {path.relative_to(ROOT).as_posix() for path in files} <= names
+    assert {name.split("/")[0] for name in names} == {"toolkit", "stopgrad-0.1.0.dist-info"}
+    assert {"toolkit/py.typed", "toolkit/runner/_report.html.j2"} <= names
+    assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "toolkit").rglob("*.py")} <= names
+    rooms = [("experiments", "*.py"), ("configs", "*.toml"), ("docs/zoo", "*.py")]
+    beside = [path.relative_to(ROOT) for room, pattern in rooms for path in (ROOT / room).rglob(pattern)]
+    assert {f"toolkit/runner/bundled/{path.as_posix()}" for path in beside} <= names
     entry_points = wheel.read("stopgrad-0.1.0.dist-info/entry_points.txt").decode()
-    assert "stopgrad = experiments.__main__:main" in entry_points
+    assert "stopgrad = toolkit.runner._command:main" in entry_points
     metadata = wheel.read("stopgrad-0.1.0.dist-info/METADATA").decode()
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.11" in metadata
@@ -104,15 +106,15 @@ def _modules_after(program, *arguments):
 
 @pytest.mark.parametrize("verb", [[], ["run"], ["report"], ["list"]], ids=lambda verb: " ".join(verb) or "none")
 def test_help_imports_no_torch(verb):
-    modules = _modules_after("from experiments.__main__ import main; main()", *verb, "--help")
+    modules = _modules_after("from toolkit.runner._command import main; main()", *verb, "--help")
     assert "click" in modules
-    assert not modules & {"torch", "toolkit", "matplotlib", "numpy"}
+    assert not modules & {"torch", "toolkit.blocks", "pydantic", "matplotlib", "numpy"}
 
 
-def test_report_imports_neither_torch_nor_toolkit():
-    modules = _modules_after("import experiments._report, experiments._results")
+def test_report_imports_neither_torch_nor_an_algorithm():
+    modules = _modules_after("import toolkit.runner._report, toolkit.runner._records")
     assert "jinja2" in modules
-    assert not modules & {"torch", "toolkit", "scipy", "sklearn"}
+    assert not modules & {"torch", "toolkit.blocks", "toolkit.gradients", "scipy", "sklearn"}
 
 
 def test_the_core_imports_torch_and_nothing_that_it_does_not_need():
@@ -122,7 +124,7 @@ def test_the_core_imports_torch_and_nothing_that_it_does_not_need():
     assert not modules & {f"toolkit.{room}" for room in ("softmax", "em", "rbm", "adversarial", "datasets")}
 
 
-@pytest.mark.parametrize("command", [["-m", "experiments"], ["-c", "from experiments.__main__ import main; main()"]])
+@pytest.mark.parametrize("command", [["-m", "experiments"], ["-c", "from toolkit.runner._command import main; main()"]])
 def test_both_ways_in_offer_the_same_verbs(command):
     done = subprocess.run([sys.executable, *command, "--help"], cwd=ROOT, check=True, capture_output=True, text=True)
     verbs = re.findall(r"^  (\w+)  ", done.stdout.partition("Commands:")[2], re.MULTILINE)

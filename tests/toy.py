@@ -1,4 +1,4 @@
-"""A small experiment that tests put beside the real ones, and the real ones made short."""
+"""A small experiment, as a user puts one beside a config, and the real ones made short."""
 
 import re
 import textwrap
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import experiments
-from experiments import _compare
+from toolkit.runner import _comparison
 
 MODULE = '''
 """A toy: a straight line learns from its own predictions.
@@ -21,8 +20,7 @@ from typing import Annotated
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from experiments._config import ExperimentConfig
-from experiments._training import Event, Methods, Objective, Run, Sweep
+from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
 from toolkit import block, is_blocked, stop_gradient
 
 TARGET = block("{name}.target", "The target is a label: only the prediction moves.")
@@ -113,15 +111,13 @@ learning_rate = 0.1
 """
 
 
-def install(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch | None = None) -> Path:
+def install(name: str, folder: Path) -> Path:
     """Write experiment and config under a name that no other test uses, and return the config's path."""
-    modules = folder / "modules"
-    modules.mkdir(parents=True, exist_ok=True)
-    (modules / f"{name}.py").write_text(MODULE.format(name=name))
+    experiments = folder / "experiments"
+    experiments.mkdir(parents=True, exist_ok=True)
+    (experiments / f"{name}.py").write_text(MODULE.format(name=name))
     path = folder / f"{name}.toml"
     path.write_text(textwrap.dedent(CONFIG.format(name=name)).lstrip())
-    if monkeypatch is not None:
-        monkeypatch.setattr(experiments, "__path__", [*experiments.__path__, str(modules)])
     return path
 
 
@@ -131,7 +127,7 @@ LENGTHS = {"estimators": "[]", "clean_steps": "1", "worst_steps": "2", "swept_st
 
 def two_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the overrides that make a config as short as its record allows, and measure no longer than needed."""
-    monkeypatch.setattr(_compare, "_TIMING_SECONDS", 0)
+    monkeypatch.setattr(_comparison, "_TIMING_SECONDS", 0)
     own = [
         f"{key}={value}" for key, value in LENGTHS.items() if re.search(rf"^{key} =", path.read_text(), re.MULTILINE)
     ]

@@ -11,11 +11,11 @@ from folders import CONFIGS
 from pydantic import ValidationError
 from torch import nn
 
-from experiments._training import train
 from experiments.adversarial import Config, _Attack, best_robust_loss, run
 from toolkit import unblock
 from toolkit.adversarial import EXAMPLE, robust_loss_linear
 from toolkit.datasets import two_gaussians
+from toolkit.runner._training import train
 
 FOLDER = CONFIGS
 CONFIGS = sorted(

@@ -8,11 +8,11 @@ import torch.nn.functional as F
 from contract import relative_error
 from folders import CONFIGS
 
-from experiments._training import train
 from experiments.adversarial_steps import Config, run, worst_examples
 from toolkit import unblock
 from toolkit.adversarial import EXAMPLE, certify_linear
 from toolkit.datasets import Dataset, digits
+from toolkit.runner._training import train
 
 FILE = CONFIGS / "adversarial_steps.toml"
 

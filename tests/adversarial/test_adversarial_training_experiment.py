@@ -16,9 +16,6 @@ from folders import CONFIGS
 from sklearn.datasets import load_digits
 from torch import Tensor
 
-from experiments.__main__ import main
-from experiments._config import ConfigError, load_config
-from experiments._training import train, train_methods
 from experiments.adversarial_training import Config, _data, _network, _scores, run
 from toolkit import unblock
 from toolkit.adversarial import (
@@ -37,6 +34,9 @@ from toolkit.adversarial.training.methods import AWP, METHODS, PGD
 from toolkit.adversarial.training.trades import nearby_pgd
 from toolkit.adversarial.training.vat import virtual_example
 from toolkit.adversarial.training.weights import weight_perturbation
+from toolkit.runner._command import main
+from toolkit.runner._config import ConfigError, load_config
+from toolkit.runner._training import train, train_methods
 
 FOLDER = CONFIGS
 CONFIGS = sorted(

@@ -5,11 +5,11 @@ import pytest
 import torch
 from contract import relative_error
 
-from experiments._config import load_config
-from experiments._training import train
 from experiments.em import Config, run
 from toolkit import datasets, unblock
 from toolkit.em import fit, from_unconstrained, start
+from toolkit.runner._config import load_config
+from toolkit.runner._training import train
 
 CONFIGS = sorted(folders.CONFIGS.glob("em_*.toml"))
 TRAINED = [path for path in CONFIGS if load_config(path).config.experiment == "em"]

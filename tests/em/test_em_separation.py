@@ -10,11 +10,11 @@ from folders import CONFIGS
 from scipy.integrate import quad
 from scipy.optimize import minimize
 
-from experiments._config import ConfigError, load_config
-from experiments._training import train
 from experiments.em_separation import Config, log_likelihoods, population, run
 from toolkit import unblock
 from toolkit.em import GaussianParameters, to_unconstrained
+from toolkit.runner._config import ConfigError, load_config
+from toolkit.runner._training import train
 
 BLOCK = "em.responsibilities"
 

@@ -8,13 +8,13 @@ import torch
 from contract import relative_error
 from folders import CONFIGS
 
-from experiments._config import ConfigError, load_config
-from experiments._training import train, train_methods
 from experiments.rbm_bias import Config, run
 from toolkit import unblock
 from toolkit.datasets import bars_and_stripes
 from toolkit.rbm import RBM
 from toolkit.rbm.bias import CHAIN_DISTRIBUTION, CHAIN_ENERGY, data_distribution, gradient_fields
+from toolkit.runner._config import ConfigError, load_config
+from toolkit.runner._training import train, train_methods
 
 CONFIG = CONFIGS / "rbm_bias.toml"
 TERM, OPPOSITE = "bias with the third term, over that of CD-k", "bias with its opposite sign, over that of CD-k"

@@ -17,10 +17,7 @@ from sklearn.datasets import load_digits
 from sklearn.neural_network import BernoulliRBM
 
 from experiments import _rbm_methods
-from experiments.__main__ import main
-from experiments._config import ConfigError, load_config
 from experiments._rbm_methods import Method, batches
-from experiments._training import train, train_methods
 from experiments.rbm import Config, _images, run
 from toolkit import unblock
 from toolkit.rbm import (
@@ -34,6 +31,9 @@ from toolkit.rbm import (
     contrastive_divergence,
     persistent_contrastive_divergence,
 )
+from toolkit.runner._command import main
+from toolkit.runner._config import ConfigError, load_config
+from toolkit.runner._training import train, train_methods
 
 FOLDER = CONFIGS
 CONFIGS = [file for file in sorted(FOLDER.glob("rbm_*.toml")) if tomllib.loads(file.read_text())["experiment"] == "rbm"]
@@ -439,7 +439,7 @@ def test_without_its_files_a_config_ends_with_a_line_for_each(tmp_path):
 
 
 def test_a_folder_of_configs_leaves_out_those_that_need_files():
-    from experiments.__main__ import _files
+    from toolkit.runner._command import _files
 
     assert MNIST not in set(_files((FOLDER,)))
 

@@ -19,8 +19,7 @@ from typing import Any
 
 import torch
 
-from toolkit import Audit, audit
-from toolkit.gradients.audit import HIDDEN_CHANGE
+from toolkit.gradients.audit import HIDDEN_CHANGE, Audit, audit
 
 __all__ = ["Program", "complaints", "examine", "read_programs"]
 

@@ -6,8 +6,6 @@ This module does not import torch; an experiment's own `Config`, which does, is 
 from __future__ import annotations
 
 import difflib
-import importlib
-import pkgutil
 import re
 import tomllib
 from collections.abc import Collection, Iterable, Mapping
@@ -19,9 +17,9 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-import experiments
+from toolkit.runner._discovery import experiment_folders, import_experiment
 
-__all__ = ["ConfigError", "ExperimentConfig", "LoadedConfig", "experiment_names", "load_config"]
+__all__ = ["ConfigError", "ExperimentConfig", "LoadedConfig", "load_config"]
 
 BlockSet = str | list[str]
 
@@ -30,7 +28,7 @@ class ExperimentConfig(BaseModel):
     """Values common to all experiments. An experiment's own `Config` adds its fields.
 
     Attributes:
-        experiment: The module in `experiments/` that runs it.
+        experiment: The module in `experiments/`, beside the config or of this project, that runs it.
         title: One line for the report.
         finding: The block's effect by theory, in words for a reader who does not know stop-gradients.
         open: The variants that are compared with the blocked run: each is a block, or a list of blocks that are
@@ -95,11 +93,6 @@ class LoadedConfig:
     module: ModuleType
 
 
-def experiment_names() -> list[str]:
-    """Return the modules of `experiments/` that are experiments: those without a leading underscore."""
-    return sorted(info.name for info in pkgutil.iter_modules(experiments.__path__) if not info.name.startswith("_"))
-
-
 def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     """Read a config file, apply overrides, and check every value.
 
@@ -123,12 +116,13 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
             raise ConfigError(f"--set {override}: should be key=value")
         values[key.strip()] = _toml_value(text.strip())
         where.overridden[key.strip()] = override
+    known = experiment_folders(path)
     if "experiment" not in values:
-        raise ConfigError(f"{path}: experiment: missing; should be one of {', '.join(experiment_names())}")
+        raise ConfigError(f"{path}: experiment: missing; should be one of {', '.join(known)}")
     name = values["experiment"]
-    if name not in experiment_names():
-        raise ConfigError(f"{where('experiment')}: unknown experiment {name!r}{_suggest(name, experiment_names())}")
-    module = importlib.import_module(f"experiments.{name}")
+    if name not in known:
+        raise ConfigError(f"{where('experiment')}: unknown experiment {name!r}{_suggest(name, known)}")
+    module = import_experiment(name, known[name])
     config_class: type[ExperimentConfig] = module.Config
     try:
         config = config_class.model_validate(values)

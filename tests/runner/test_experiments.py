@@ -9,12 +9,12 @@ import torch
 import toy
 from click.testing import CliRunner
 
-from experiments.__main__ import main
-from experiments._compare import RunError, run_config
-from experiments._config import load_config
-from experiments._results import BLOCKED, read_all
-from experiments._rounding import OF_ONE_PASS
 from toolkit import compare, unblock
+from toolkit.runner._command import main
+from toolkit.runner._comparison import RunError, run_config
+from toolkit.runner._config import load_config
+from toolkit.runner._records import BLOCKED, read_all
+from toolkit.runner._rounding import OF_ONE_PASS
 
 CONFIGS = sorted(folders.CONFIGS.glob("*.toml"))
 
@@ -102,14 +102,14 @@ def test_gates_and_real_removal_agree_bit_for_bit(path, monkeypatch):
 
 
 def test_variants_with_another_first_loss_are_an_error(tmp_path, monkeypatch):
-    loaded = load_config(toy.install("toy_unfair", tmp_path, monkeypatch), ["kind=unfair"])
+    loaded = load_config(toy.install("toy_unfair", tmp_path), ["kind=unfair"])
     with pytest.raises(RunError, match="the first loss should not depend on a block"):
         run_config(loaded, tmp_path / "results")
     assert read_all(tmp_path / "results") == []
 
 
 def test_variants_whose_first_losses_are_rounded_otherwise_are_compared(tmp_path, monkeypatch):
-    loaded = load_config(toy.install("toy_rounds", tmp_path, monkeypatch), ["kind=rounds", "seeds=1"])
+    loaded = load_config(toy.install("toy_rounds", tmp_path), ["kind=rounds", "seeds=1"])
     run_config(loaded, tmp_path / "results")
     (found,) = read_all(tmp_path / "results")
     assert len({variant["first_loss"] for variant in found.records[0].data["variants"].values()}) == 2
@@ -126,14 +126,14 @@ def test_a_block_that_these_values_do_not_meet_ends_the_command_line_with_a_line
 
 
 def test_an_unfair_run_ends_the_command_line_with_code_1(tmp_path, monkeypatch):
-    path = toy.install("toy_unfair_cli", tmp_path, monkeypatch)
+    path = toy.install("toy_unfair_cli", tmp_path)
     done = CliRunner().invoke(main, ["run", str(path), "--set", "kind=unfair", "--results", str(tmp_path / "results")])
     assert done.exit_code == 1
     assert "so a difference would not be due to the block" in done.stderr
 
 
 def test_a_run_that_diverges_is_recorded_as_one(tmp_path, monkeypatch):
-    loaded = load_config(toy.install("toy_diverges", tmp_path, monkeypatch), ["kind=diverges", "seeds=1"])
+    loaded = load_config(toy.install("toy_diverges", tmp_path), ["kind=diverges", "seeds=1"])
     run_config(loaded, tmp_path / "results")
     ((record,),) = (found.records for found in read_all(tmp_path / "results"))
     assert record.data["variants"][BLOCKED]["diverged_at"] is None
@@ -141,7 +141,7 @@ def test_a_run_that_diverges_is_recorded_as_one(tmp_path, monkeypatch):
 
 
 def test_the_same_config_and_seed_give_the_same_record(tmp_path, monkeypatch):
-    path = toy.install("toy_again", tmp_path, monkeypatch)
+    path = toy.install("toy_again", tmp_path)
     for root in ("one", "two"):
         run_config(load_config(path, ["seeds=1"]), tmp_path / root)
     one, two = (read_all(tmp_path / root)[0].records[0] for root in ("one", "two"))
@@ -154,7 +154,7 @@ def test_the_same_config_and_seed_give_the_same_record(tmp_path, monkeypatch):
 
 
 def test_the_variant_with_the_block_is_plain_training(tmp_path, monkeypatch):
-    loaded = load_config(toy.install("toy_plain", tmp_path, monkeypatch), ["seeds=1"])
+    loaded = load_config(toy.install("toy_plain", tmp_path), ["seeds=1"])
     run_config(loaded, tmp_path / "results")
     ((record,),) = (found.records for found in read_all(tmp_path / "results"))
     run = loaded.module.run(loaded.config, 0)
@@ -166,7 +166,7 @@ def test_the_variant_with_the_block_is_plain_training(tmp_path, monkeypatch):
 
 
 def test_other_methods_are_trained_once_a_seed_and_recorded(tmp_path, monkeypatch):
-    loaded = load_config(toy.install("toy_methods", tmp_path, monkeypatch), ["kind=methods"])
+    loaded = load_config(toy.install("toy_methods", tmp_path), ["kind=methods"])
     told = []
     run_config(loaded, tmp_path / "results", on_method=told.append)
     (found,) = read_all(tmp_path / "results")
@@ -181,19 +181,19 @@ def test_other_methods_are_trained_once_a_seed_and_recorded(tmp_path, monkeypatc
 
 
 def test_a_method_has_a_value_for_every_step_or_one(tmp_path, monkeypatch):
-    loaded = load_config(toy.install("toy_stumbles", tmp_path, monkeypatch), ["kind=stumbles"])
+    loaded = load_config(toy.install("toy_stumbles", tmp_path), ["kind=stumbles"])
     with pytest.raises(ValueError, match=r"'stumble' should have 3 values of 'objective', or 1\. Found 2\."):
         run_config(loaded, tmp_path / "results")
 
 
 def test_a_method_is_told_on_the_way(tmp_path, monkeypatch):
-    path = toy.install("toy_tells", tmp_path, monkeypatch)
+    path = toy.install("toy_tells", tmp_path)
     done = CliRunner().invoke(main, ["run", str(path), "--set", "kind=methods", "--results", str(tmp_path / "results")])
     assert "toy_tells: seed 2 of 2 runs\ntoy_tells: walk <b>on</b>\ntoy_tells: jump\n" in done.stderr
 
 
 def test_references_are_no_reason_to_run_again(tmp_path, monkeypatch):
-    path = toy.install("toy_refers", tmp_path, monkeypatch)
+    path = toy.install("toy_refers", tmp_path)
     one, two = (
         run_config(load_config(path, ["seeds=1", *more]), tmp_path) for more in ([], ["references={a=1.0, b=2}"])
     )
@@ -201,7 +201,7 @@ def test_references_are_no_reason_to_run_again(tmp_path, monkeypatch):
 
 
 def test_force_runs_finished_seeds_again(tmp_path, monkeypatch):
-    path = toy.install("toy_force", tmp_path, monkeypatch)
+    path = toy.install("toy_force", tmp_path)
     results = tmp_path / "results"
     arguments = ["run", str(path), "--results", str(results)]
     assert CliRunner().invoke(main, arguments).exit_code == 0

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from experiments._config import ExperimentConfig
+from toolkit.runner._config import ExperimentConfig
 
 __all__ = ["Progress"]
 

@@ -15,12 +15,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from experiments._config import LoadedConfig
-from experiments._results import environment, finished_seeds, results_folder, variant_name, write_record
-from experiments._rounding import OF_ONE_PASS
-from experiments._training import Run, Training, train, train_methods
-from toolkit import compare, declared_blocks, unblock
-from toolkit.gradients import measure_memory
+from toolkit.blocks import declared_blocks, unblock
+from toolkit.gradients import compare, measure_memory
+from toolkit.runner._config import LoadedConfig
+from toolkit.runner._experiment import Run
+from toolkit.runner._records import environment, finished_seeds, results_folder, variant_name, write_record
+from toolkit.runner._rounding import OF_ONE_PASS
+from toolkit.runner._training import Training, train, train_methods
 
 __all__ = ["RunError", "run_config"]
 

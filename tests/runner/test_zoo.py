@@ -14,12 +14,12 @@ import torch
 from click.testing import CliRunner
 from folders import ROOT
 
-from experiments.__main__ import main
-from experiments._report import write_report
-from experiments._results import read_zoo, write_zoo
-from experiments._zoo import complaints, examine, read_programs
 from toolkit import audit, stop_gradient
 from toolkit.gradients import AliasWarning, alias_guard, mode_lint
+from toolkit.runner._command import main
+from toolkit.runner._records import read_zoo, write_zoo
+from toolkit.runner._report import write_report
+from toolkit.runner._zoo import complaints, examine, read_programs
 from toolkit.testing import assert_blocked, assert_flows
 
 PROGRAMS = {program.path.stem: program for program in read_programs(ROOT / "docs" / "zoo")}
@@ -452,9 +452,9 @@ def test_the_report_shows_every_bug_and_needs_no_torch(examined, tmp_path):
     write_zoo(tmp_path, examined)
     program = (
         "import sys\n"
-        "for name in ('torch', 'toolkit'):\n"
+        "for name in ('torch', 'toolkit.blocks', 'toolkit.gradients', 'pydantic'):\n"
         "    sys.modules[name] = None\n"
-        "from experiments.__main__ import main\n"
+        "from toolkit.runner._command import main\n"
         f"main(['report', '--results', {str(tmp_path)!r}])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

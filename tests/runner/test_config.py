@@ -1,17 +1,21 @@
 """Config files: what is read, and the one line that each mistake ends with."""
 
+import itertools
+
 import pytest
 import toy
 from click.testing import CliRunner
 
-from experiments.__main__ import main
-from experiments._config import ConfigError, experiment_names, load_config
+from toolkit.runner._command import main
+from toolkit.runner._config import ConfigError, load_config
+from toolkit.runner._discovery import experiment_folders
+
+NUMBERS = itertools.count()
 
 
 @pytest.fixture
-def config(request, tmp_path, monkeypatch):
-    name = "toy_" + "".join(letter if letter.isalnum() else "_" for letter in request.node.name)[:40]
-    return toy.install(name, tmp_path, monkeypatch)
+def config(tmp_path):
+    return toy.install(f"toy_config_{next(NUMBERS)}", tmp_path)
 
 
 def _edited(path, old, new):
@@ -113,7 +117,7 @@ def test_an_unknown_experiment_is_named_with_the_nearest_one(config):
 
 def test_a_missing_experiment_lists_all(config):
     _edited(config, f'experiment = "{config.stem}"', "")
-    assert ", ".join(experiment_names()) in _message(config)
+    assert ", ".join(experiment_folders(config)) in _message(config)
 
 
 def test_several_mistakes_are_one_line_each(config):

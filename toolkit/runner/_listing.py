@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import toolkit
-from experiments._config import experiment_names
+from toolkit.runner._discovery import experiment_folders, import_experiment
 
 __all__ = ["import_everything", "listing"]
 
@@ -19,16 +19,16 @@ def import_everything() -> None:
     for info in pkgutil.walk_packages(toolkit.__path__, "toolkit."):
         if not info.name.endswith("__main__"):
             importlib.import_module(info.name)
-    for name in experiment_names():
-        importlib.import_module(f"experiments.{name}")
+    for name, folder in experiment_folders().items():
+        import_experiment(name, folder)
 
 
 def listing(configs: Path) -> str:
     """Return the text, at most 80 columns wide where names allow."""
     import_everything()
     lines = ["Experiments"]
-    for name in experiment_names():
-        about = (importlib.import_module(f"experiments.{name}").__doc__ or "").strip().splitlines()[0]
+    for name, folder in experiment_folders().items():
+        about = (import_experiment(name, folder).__doc__ or "").strip().splitlines()[0]
         lines += _entry(name, about)
     lines += ["", "Blocks"]
     for block in toolkit.declared_blocks().values():

@@ -12,7 +12,7 @@ import pytest
 import toy
 from folders import ROOT
 
-from experiments._results import environment, finished_seeds, read_all, results_folder, write_record
+from toolkit.runner._records import environment, finished_seeds, read_all, results_folder, write_record
 
 GRADIENTS = {"first/blocked/weight": np.arange(3.0)}
 
@@ -93,9 +93,7 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path):
     config = toy.install("toy_killed", tmp_path)
     sign, results = tmp_path / "in-seed-1", tmp_path / "results"
     program = textwrap.dedent(f"""
-        import experiments
-        experiments.__path__ = [*experiments.__path__, {str(tmp_path / "modules")!r}]
-        from experiments.__main__ import main
+        from toolkit.runner._command import main
         main(["run", {str(config)!r}, "--results", {str(results)!r},
               "--set", "sign={sign}"])
     """)

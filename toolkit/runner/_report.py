@@ -18,7 +18,7 @@ import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments._figures import (
+from toolkit.runner._figures import (
     COLOURS,
     Arrow,
     Band,
@@ -35,8 +35,8 @@ from experiments._figures import (
     draw_sweep,
     significant,
 )
-from experiments._results import BLOCKED, ExperimentRecords, Record
-from experiments._rounding import OF_TRAINING
+from toolkit.runner._records import BLOCKED, ExperimentRecords, Record
+from toolkit.runner._rounding import OF_TRAINING
 
 __all__ = ["write_report"]
 
@@ -147,7 +147,7 @@ def write_report(experiments: Sequence[ExperimentRecords], page: Path, zoo: Sequ
         zoo: The record of the bug zoo. None: the page has no such section.
     """
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("experiments", "."), autoescape=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.PackageLoader("toolkit.runner", "."), autoescape=True, undefined=jinja2.StrictUndefined
     )
     views = [_view(experiment) for experiment in experiments]
     template = environment.get_template("_report.html.j2")

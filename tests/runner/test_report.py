@@ -14,11 +14,12 @@ import toy
 from click.testing import CliRunner
 from folders import ROOT
 
-from experiments.__main__ import main
-from experiments._compare import run_config
-from experiments._config import load_config
-from experiments._figures import Arrow, draw_arrows
-from experiments._report import (
+from toolkit.runner._command import main
+from toolkit.runner._comparison import run_config
+from toolkit.runner._config import load_config
+from toolkit.runner._figures import Arrow, draw_arrows
+from toolkit.runner._records import BLOCKED, Record, read_all
+from toolkit.runner._report import (
     _agreed,
     _brief,
     _command,
@@ -34,7 +35,6 @@ from experiments._report import (
     _verdict,
     write_report,
 )
-from experiments._results import BLOCKED, Record, read_all
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
@@ -60,12 +60,12 @@ class _Page(HTMLParser):
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as monkeypatch:
-        path = toy.install("toy_report", root, monkeypatch)
+        path = toy.install("toy_report", root)
         run_config(load_config(path), root / "results")
         run_config(load_config(path.rename(root / "toy_broken.toml"), ["kind=diverges"]), root / "results")
-        many = toy.install("toy_swept", root, monkeypatch)
+        many = toy.install("toy_swept", root)
         run_config(load_config(many, ["kind=swept", "seeds=12", "steps=2"]), root / "results")
-        beside = toy.install("toy_beside", root, monkeypatch)
+        beside = toy.install("toy_beside", root)
         run_config(
             load_config(beside, ["kind=methods", "references={'elsewhere <b>1999</b>' = 0.25}"]), root / "results"
         )
@@ -124,9 +124,9 @@ def test_a_run_that_broke_off_is_told(parsed):
 def test_the_report_needs_no_torch(results, tmp_path):
     program = textwrap.dedent(f"""
         import sys
-        for name in ("torch", "toolkit", "sklearn", "pydantic"):
+        for name in ("torch", "toolkit.blocks", "toolkit.gradients", "sklearn", "pydantic"):
             sys.modules[name] = None
-        from experiments.__main__ import main
+        from toolkit.runner._command import main
         main(["report", "--results", {str(results)!r}, "--output", {str(tmp_path / "page.html")!r}])
     """)
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
@@ -467,7 +467,7 @@ def test_records_from_before_there_were_events_are_still_drawn(results, tmp_path
 
 
 def test_an_event_has_one_limit():
-    from experiments._training import Event
+    from toolkit.runner import Event
 
     for limits in ({}, {"below": 1.0, "above": 2.0}):
         with pytest.raises(ValueError, match="An event should have one limit, `below` or `above`"):

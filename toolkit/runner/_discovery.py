@@ -1,0 +1,52 @@
+"""Finds experiments: in the folder `experiments` beside a config or above it, else among those of this project."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+import sys
+from pathlib import Path
+from types import ModuleType
+
+__all__ = ["BUNDLE", "experiment_folders", "import_experiment"]
+
+_INSTALLED = Path(__file__).with_name("bundled")
+
+BUNDLE = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2]
+"""The folder with this project's `experiments`, `configs` and `docs/zoo`: in the wheel, or the top of a checkout."""
+
+_ROOM = "experiments"
+
+
+def experiment_folders(config: Path | None = None) -> dict[str, Path]:
+    """Return name -> folder of the experiments that a config can name; None: of this project's own.
+
+    Modules with a leading underscore are no experiments; experiments share them.
+    """
+    folders = [BUNDLE / _ROOM]
+    if config is not None:
+        above = [folder / _ROOM for folder in config.resolve().parents]
+        folders += [folder for folder in above if folder.is_dir()][:1]
+    names = {name: folder for folder in folders for _, name, _ in pkgutil.iter_modules([str(folder)])}
+    return {name: names[name] for name in sorted(names) if not name.startswith("_")}
+
+
+def import_experiment(name: str, folder: Path) -> ModuleType:
+    """Import an experiment. Modules beside its folder can be imported from it."""
+    if str(folder.parent) not in sys.path:
+        sys.path.append(str(folder.parent))
+    return importlib.import_module(f"{_package(folder)}.{name}")
+
+
+def _package(folder: Path) -> str:
+    """Return the name of a folder of experiments as a package; a second folder gets a name of its own."""
+    spec = importlib.util.find_spec(_ROOM)
+    if spec is not None and str(folder) in map(str, spec.submodule_search_locations or ()):
+        return _ROOM
+    name = f"{_ROOM}_{hashlib.sha256(bytes(folder)).hexdigest()[:8]}"
+    if name not in sys.modules:
+        sys.modules[name] = package = ModuleType(name)
+        package.__path__ = [str(folder)]
+    return name
