@@ -15,7 +15,7 @@ N samples, D features, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -28,9 +28,10 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 
 from toolkit.adversarial import adversarial_loss, certify_linear, pgd, robust_loss_linear
-from toolkit.adversarial.networks import mlp, small_cnn
-from toolkit.datasets import Dataset, digits, two_gaussians
+from toolkit.datasets import Dataset, two_gaussians
 from toolkit.runner import ExperimentConfig, Objective, Run
+
+from ._digits import BALLS, Activation, Batches, Kind, gradient_of, network, on_device, split_digits
 
 __all__ = ["Config", "best_robust_loss", "run"]
 
@@ -61,9 +62,9 @@ class Config(ExperimentConfig):
     """
 
     data: Literal["digits", "two_gaussians"]
-    network: Literal["linear", "mlp", "cnn"]
+    network: Kind
     widths: list[Annotated[int, Field(ge=1)]] = Field(default_factory=list)
-    activation: Literal["relu", "tanh"] = "relu"
+    activation: Activation = "relu"
     norm: Literal["linf", "l2"]
     epsilon: Annotated[float, Field(ge=0)]
     attack_steps: Annotated[int, Field(ge=1)]
@@ -91,17 +92,17 @@ def run(config: Config, seed: int) -> Run:
 
 def _digits(config: Config, seed: int) -> Run:
     """Train a network; the target is the gradient at the examples as plain data, in a program without blocks."""
-    train, test = _split(_on_device(digits(dtype=getattr(torch, config.dtype)), config))
+    train, test = (on_device(part, config.device) for part in split_digits(getattr(torch, config.dtype)))
     generator = torch.Generator().manual_seed(seed)
     model = _network(config, train, generator)
-    batches = _Batches(train, config.batch_size, generator)
+    batches = Batches(train, config.batch_size, generator)
     attack = _Attack(config, seed, batches, (0.0, 1.0))
     _train_on_clean(model, batches, config)
 
     def at_constants() -> Mapping[str, Tensor]:
         with torch.no_grad():
             example = attack(model, batches.inputs, batches.labels)
-        return _gradient(F.cross_entropy(model(example), batches.labels), model)
+        return gradient_of(F.cross_entropy(model(example), batches.labels), dict(model.named_parameters()))
 
     @torch.no_grad()
     def under_attack() -> Mapping[str, float]:
@@ -112,7 +113,7 @@ def _digits(config: Config, seed: int) -> Run:
             "clean accuracy": _accuracy(model(test.inputs), test.labels),
         }
 
-    ball = f"{_BALLS[config.norm]} {config.epsilon:g}, PGD-{config.evaluation_steps}"
+    ball = f"{BALLS[config.norm]} {config.epsilon:g}, PGD-{config.evaluation_steps}"
     return Run(
         parameters=dict(model.named_parameters()),
         loss=lambda: adversarial_loss(model, batches.inputs, batches.labels, attack=attack),
@@ -127,7 +128,7 @@ def _digits(config: Config, seed: int) -> Run:
 def _two_gaussians(config: Config, seed: int) -> Run:
     """Train a linear classifier; the target is the gradient of its exact robust loss, by Danskin's theorem."""
     generator = torch.Generator().manual_seed(seed)
-    data = _on_device(
+    data = on_device(
         two_gaussians(
             config.n_samples,
             separation=config.separation,
@@ -135,13 +136,14 @@ def _two_gaussians(config: Config, seed: int) -> Run:
             generator=generator,
             dtype=getattr(torch, config.dtype),
         ),
-        config,
+        config.device,
     )
     model = _network(config, data, generator)
-    batches = _Batches(data, config.batch_size, generator)
+    batches = Batches(data, config.batch_size, generator)
     attack = _Attack(config, seed, batches, None)
     _train_on_clean(model, batches, config)
-    weight, bias = model.parameters()
+    parameters = dict(model.named_parameters())
+    weight, bias = parameters.values()
     exact = partial(robust_loss_linear, weight, bias, epsilon=config.epsilon, norm=config.norm, bounds=None)
 
     @torch.no_grad()
@@ -155,16 +157,16 @@ def _two_gaussians(config: Config, seed: int) -> Run:
         }
 
     return Run(
-        parameters=dict(model.named_parameters()),
+        parameters=parameters,
         loss=lambda: adversarial_loss(model, batches.inputs, batches.labels, attack=attack),
         objective=Objective(
-            label=f"exact robust loss (nats per sample, {_BALLS[config.norm]} {config.epsilon:g})",
+            label=f"exact robust loss (nats per sample, {BALLS[config.norm]} {config.epsilon:g})",
             higher_is_better=False,
             best=best_robust_loss(data, epsilon=config.epsilon, norm=config.norm),
         ),
         evaluate=exactly,
         optimizer=_optimizer(model, config),
-        target=lambda: _gradient(exact(batches.inputs, batches.labels), model),
+        target=lambda: gradient_of(exact(batches.inputs, batches.labels), parameters),
         after_step=batches.advance,
     )
 
@@ -199,35 +201,10 @@ def best_robust_loss(data: Dataset, *, epsilon: float, norm: str) -> float:
     return float(found.fun)
 
 
-_BALLS = {"linf": "Linf", "l2": "L2"}
-
-
-class _Batches:
-    """The batch of the current step, and a seeded source of the next ones."""
-
-    def __init__(self, data: Dataset, size: int, generator: torch.Generator) -> None:
-        self._data = data
-        self._indices = _shuffled(len(data.inputs), size, generator)
-        self.advance(0)
-
-    def advance(self, step: int) -> None:
-        """Advance to the next batch after `step` updates."""
-        chosen = next(self._indices).to(self._data.labels.device)
-        self.step, self.inputs, self.labels = step, self._data.inputs[chosen], self._data.labels[chosen]
-
-
-def _shuffled(n_samples: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Yield the indices of batches for ever: a new permutation every epoch, its incomplete batch dropped."""
-    size = min(size, n_samples)
-    while True:
-        order = torch.randperm(n_samples, generator=generator)
-        yield from order[: n_samples - n_samples % size].split(size)
-
-
 class _Attack:
     """The attack of a config. A random start depends on the seed and the step alone, so that a loss can be repeated."""
 
-    def __init__(self, config: Config, seed: int, batches: _Batches, bounds: tuple[float, float] | None) -> None:
+    def __init__(self, config: Config, seed: int, batches: Batches, bounds: tuple[float, float] | None) -> None:
         self._ball: dict[str, Any] = {"epsilon": config.epsilon, "norm": config.norm, "bounds": bounds}
         self._config, self._seed, self._batches = config, seed, batches
 
@@ -250,7 +227,7 @@ class _Attack:
         return partial(pgd, **self._ball, steps=steps)
 
 
-def _train_on_clean(model: nn.Module, batches: _Batches, config: Config) -> None:
+def _train_on_clean(model: nn.Module, batches: Batches, config: Config) -> None:
     optimizer = _optimizer(model, config)
     for _ in range(config.clean_steps):
         optimizer.zero_grad()
@@ -266,37 +243,8 @@ def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     )
 
 
-def _gradient(loss: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    parameters = dict(model.named_parameters())
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
-
-
-def _split(data: Dataset) -> tuple[Dataset, Dataset]:
-    """Return 70 % for training and 30 % held out: the same split for every seed."""
-    order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0)).to(data.inputs.device)
-    cut = round(0.7 * len(order))
-    train, test = (Dataset(data.inputs[part], data.labels[part], data.name) for part in (order[:cut], order[cut:]))
-    return train, test
-
-
-def _on_device(data: Dataset, config: Config) -> Dataset:
-    return Dataset(data.inputs.to(config.device), data.labels.to(config.device), data.name)
-
-
 def _network(config: Config, data: Dataset, generator: torch.Generator) -> nn.Module:
-    """Return the model, its parameters drawn from `generator`."""
-    features, classes = data.inputs.shape[1], int(data.labels.max()) + 1
-    activation = {"relu": nn.ReLU, "tanh": nn.Tanh}[config.activation]
-    made: dict[str, Any] = {"widths": config.widths, "activation": activation, "generator": generator}
-    if config.network == "linear":
-        (model,) = mlp(features, classes, widths=[], generator=generator)
-    elif config.network == "mlp":
-        model = mlp(features, classes, **made)
-    else:
-        side = math.isqrt(features)
-        layers = small_cnn(classes, image_size=side, strides=[2] * len(config.widths), **made)
-        model = nn.Sequential(nn.Unflatten(1, (1, side, side)), *layers)
-    return model.to(data.inputs)
+    return network(config.network, data, widths=config.widths, activation=config.activation, generator=generator)
 
 
 def _accuracy(logits: Tensor, labels: Tensor) -> float:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -31,10 +31,11 @@ from torch import Tensor, nn
 
 from toolkit.adversarial import adversarial_loss, pgd
 from toolkit.adversarial.balls import make_ball
-from toolkit.adversarial.networks import mlp
-from toolkit.datasets import Dataset, digits
+from toolkit.datasets import Dataset
 from toolkit.gradients.memory import measure_memory
 from toolkit.runner import ExperimentConfig, Objective, Run, Sweep
+
+from ._digits import Activation, Batches, gradient_of, network, on_device, split_digits
 
 __all__ = ["Config", "run", "worst_examples"]
 
@@ -61,7 +62,7 @@ class Config(ExperimentConfig):
     attack_steps: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
     epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     widths: list[Annotated[int, Field(ge=1)]]
-    activation: Literal["relu", "tanh"] = "tanh"
+    activation: Activation = "tanh"
     clean_steps: Annotated[int, Field(ge=0)] = 0
     batch_size: Annotated[int, Field(ge=1)] = 128
     evaluation_steps: Annotated[int, Field(ge=1)] = 40
@@ -74,14 +75,14 @@ def run(config: Config, seed: int) -> Run:
     train, test, first, worst = _problem(config.model_dump_json(), seed)
     template = _network(config, train, seed)
     networks = {k: {name: value.clone().requires_grad_() for name, value in first.items()} for k in config.attack_steps}
-    batches = _Batches(train, config.batch_size, seed)
+    batches = Batches(train, config.batch_size, torch.Generator().manual_seed(seed))
 
-    def loss_of(parameters: Parameters, steps: int, data: Dataset) -> Tensor:
+    def loss_of(parameters: Parameters, steps: int, data: Dataset | Batches) -> Tensor:
         attack = partial(pgd, epsilon=config.epsilon, norm="l2", steps=steps)
         return adversarial_loss(_model(template, parameters), data.inputs, data.labels, attack=attack)
 
     def robust_accuracies() -> list[float]:
-        return [_robust_accuracy(_model(template, network), test, config) for network in networks.values()]
+        return [_robust_accuracy(_model(template, parameters), test, config) for parameters in networks.values()]
 
     def evaluate() -> Mapping[str, float]:
         accuracies = robust_accuracies()
@@ -89,35 +90,35 @@ def run(config: Config, seed: int) -> Run:
 
     def target() -> Mapping[str, Tensor]:
         found = {}
-        for steps, network in networks.items():
-            model = _model(template, network)
+        for steps, parameters in networks.items():
+            model = _model(template, parameters)
             with torch.no_grad():
-                example = pgd(
-                    model, batches.now.inputs, batches.now.labels, epsilon=config.epsilon, norm="l2", steps=steps
-                )
-            gradient = _gradient(lambda: F.cross_entropy(model(example), batches.now.labels), network)  # noqa: B023
+                example = pgd(model, batches.inputs, batches.labels, epsilon=config.epsilon, norm="l2", steps=steps)
+            gradient = gradient_of(F.cross_entropy(model(example), batches.labels), parameters)
             found.update({_name(steps, name): value for name, value in gradient.items()})
         return found
 
     def sweep() -> Mapping[str, list[float]]:
         start = {name: value.clone().requires_grad_() for name, value in first.items()}
-        stated = _gradient(lambda: F.cross_entropy(_model(template, start)(worst), train.labels), start)
+        stated = gradient_of(F.cross_entropy(_model(template, start)(worst), train.labels), start)
         rows: dict[str, list[float]] = {}
         for steps in config.attack_steps:
             own = partial(loss_of, start, steps, train)
             row = {
-                "relative error of the first gradient to that of the worst case": _error(_gradient(own, start), stated),
+                "relative error of the first gradient to that of the worst case": _error(
+                    gradient_of(own(), start), stated
+                ),
                 "peak of memory of a gradient (MiB)": measure_memory(own).peak / 2**20,
-                "processor time of a gradient (ms)": 1e3 * _seconds(lambda: _gradient(own, start)),  # noqa: B023
+                "processor time of a gradient (ms)": 1e3 * _seconds(lambda: gradient_of(own(), start)),  # noqa: B023
             }
             for name, value in row.items():
                 rows.setdefault(name, []).append(value)
         return {"robust accuracy after training": robust_accuracies(), **rows}
 
-    parameters = {_name(k, name): value for k, network in networks.items() for name, value in network.items()}
+    parameters = {_name(k, name): value for k, own in networks.items() for name, value in own.items()}
     return Run(
         parameters=parameters,
-        loss=lambda: torch.stack([loss_of(networks[k], k, batches.now) for k in config.attack_steps]).sum(),
+        loss=lambda: torch.stack([loss_of(networks[k], k, batches) for k in config.attack_steps]).sum(),
         objective=Objective(
             label=f"robust accuracy on held-out digits (L2 {config.epsilon:g}), mean over the numbers of steps",
             higher_is_better=True,
@@ -164,13 +165,13 @@ def worst_examples(
 def _problem(config_json: str, seed: int) -> tuple[Dataset, Dataset, Parameters, Tensor]:
     """Return training data, held-out data, the parameters after clean training, and the worst examples there."""
     config = Config.model_validate_json(config_json)
-    train, test = _data(config)
+    train, test = (on_device(part, config.device) for part in split_digits(getattr(torch, config.dtype)))
     model = _network(config, train, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
-    batches = _Batches(train, config.batch_size, seed)
+    batches = Batches(train, config.batch_size, torch.Generator().manual_seed(seed))
     for step in range(config.clean_steps):
         optimizer.zero_grad()
-        F.cross_entropy(model(batches.now.inputs), batches.now.labels).backward()
+        F.cross_entropy(model(batches.inputs), batches.labels).backward()
         optimizer.step()
         batches.advance(step)
     worst = worst_examples(
@@ -184,45 +185,9 @@ def _problem(config_json: str, seed: int) -> tuple[Dataset, Dataset, Parameters,
     return train, test, {name: value.detach() for name, value in model.named_parameters()}, worst
 
 
-def _data(config: Config) -> tuple[Dataset, Dataset]:
-    """Return 70 % for training and 30 % held out: the same split for every seed."""
-    data = digits(dtype=getattr(torch, config.dtype))
-    order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0))
-    cut = round(0.7 * len(order))
-    train, test = (
-        Dataset(data.inputs[part].to(config.device), data.labels[part].to(config.device), data.name)
-        for part in (order[:cut], order[cut:])
-    )
-    return train, test
-
-
-class _Batches:
-    """The batch of the current step, a new permutation every epoch."""
-
-    def __init__(self, data: Dataset, size: int, seed: int) -> None:
-        self._data, self._size = data, min(size, len(data.inputs))
-        self._generator = torch.Generator().manual_seed(seed)
-        self._left: list[Tensor] = []
-        self.advance(0)
-
-    def advance(self, step: int) -> None:
-        """Advance to the next batch."""
-        if not self._left:
-            order = torch.randperm(len(self._data.inputs), generator=self._generator)
-            self._left = list(order[: len(order) - len(order) % self._size].split(self._size))
-        rows = self._left.pop().to(self._data.labels.device)
-        self.now = Dataset(self._data.inputs[rows], self._data.labels[rows], self._data.name)
-
-
 def _network(config: Config, data: Dataset, seed: int) -> nn.Module:
-    model = mlp(
-        data.inputs.shape[1],
-        int(data.labels.max()) + 1,
-        widths=config.widths,
-        activation={"relu": nn.ReLU, "tanh": nn.Tanh}[config.activation],
-        generator=torch.Generator().manual_seed(seed),
-    )
-    return model.to(data.inputs)
+    generator = torch.Generator().manual_seed(seed)
+    return network("mlp", data, widths=config.widths, activation=config.activation, generator=generator)
 
 
 def _model(template: nn.Module, parameters: Parameters) -> Callable[[Tensor], Tensor]:
@@ -235,10 +200,6 @@ def _model(template: nn.Module, parameters: Parameters) -> Callable[[Tensor], Te
 
 def _name(steps: int, name: str) -> str:
     return f"{steps} steps, {name}"
-
-
-def _gradient(loss: Callable[[], Tensor], parameters: Parameters) -> Parameters:
-    return dict(zip(parameters, torch.autograd.grad(loss(), list(parameters.values())), strict=True))
 
 
 def _error(found: Parameters, stated: Parameters) -> float:

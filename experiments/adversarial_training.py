@@ -18,7 +18,7 @@ N images, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Literal, Self
 
@@ -41,10 +41,11 @@ from toolkit.adversarial import train as train_method
 from toolkit.adversarial.balls import Norm
 from toolkit.adversarial.training.methods import AWP, METHODS, BallArguments, Free, Method
 from toolkit.adversarial.training.schedules import one_cycle
-from toolkit.datasets import Dataset, cifar10, digits, mnist
+from toolkit.datasets import Dataset, cifar10, mnist
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
 from ._adversarial_training_targets import TARGETS
+from ._digits import BALLS, Batches, on_device, split_digits
 
 __all__ = ["Choice", "Config", "run"]
 
@@ -52,8 +53,6 @@ _ENSEMBLE = "accuracy under the ensemble"
 _ONCE, _OFTEN = "accuracy after one step (FGSM)", "after many, too (PGD)"
 
 _TARGETED_STEPS = 10  # on digits its accuracy is at most one point above the ensemble's, at the cost of PGD
-
-_BALLS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
 
 _READERS: dict[str, Callable[..., Dataset]] = {"mnist": mnist, "cifar10": cifar10}
 
@@ -184,7 +183,7 @@ def run(config: Config, seed: int) -> Run:
     ball: BallArguments = {"epsilon": config.epsilon, "norm": config.norm, "bounds": (0.0, 1.0)}
     model = _network(config, data, seed)
     method = config.trained.make()
-    batches = _Batches(data, config, seed)
+    batches = _batches(data, config, seed)
     rate = one_cycle()
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate * rate(0.0), foreach=False)
 
@@ -220,7 +219,7 @@ def run(config: Config, seed: int) -> Run:
 
     sweep = Sweep(label="radius of the ball", values=tuple(config.ensemble), evaluate=by_radius)
     scores = partial(_scores, test=test, ball=ball, steps=config.evaluation_steps)
-    where = f"{_BALLS[config.norm]} {config.epsilon:.3g}"
+    where = f"{BALLS[config.norm]} {config.epsilon:.3g}"
     return Run(
         parameters=dict(model.named_parameters()),
         loss=loss,
@@ -317,28 +316,14 @@ def _images_at_once(data: Dataset) -> int:
     return max(1, _PIXELS_AT_ONCE // data.inputs[0].numel())
 
 
-class _Batches:
-    """The batch of the current step, a new permutation every epoch."""
+def _batches(data: Dataset, config: Config, seed: int) -> Batches:
+    generator, augment, dtype = torch.Generator().manual_seed(seed), _augmentation(config), getattr(torch, config.dtype)
 
-    def __init__(self, data: Dataset, config: Config, seed: int) -> None:
-        self._data, self._augment, self._dtype = data, _augmentation(config), getattr(torch, config.dtype)
-        self._generator = torch.Generator().manual_seed(seed)
-        self._indices = _shuffled(len(data.inputs), config.batch_size, self._generator)
-        self.advance(0)
+    def prepare(images: Tensor) -> Tensor:
+        pixels = _as_pixels(images, dtype)
+        return pixels if augment is None else augment(pixels, generator=generator)
 
-    def advance(self, step: int) -> None:
-        """Advance to the next batch after `step` updates."""
-        rows = next(self._indices).to(self._data.labels.device)
-        self.step, self.labels = step, self._data.labels[rows]
-        self.inputs = _as_pixels(self._data.inputs[rows], self._dtype)
-        if self._augment is not None:
-            self.inputs = self._augment(self.inputs, generator=self._generator)
-
-
-def _shuffled(n_images: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    size = min(size, n_images)
-    while True:
-        yield from torch.randperm(n_images, generator=generator)[: n_images - n_images % size].split(size)
+    return Batches(data, config.batch_size, generator, prepare)
 
 
 def _augmentation(config: Config) -> Callable[..., Tensor] | None:
@@ -354,10 +339,8 @@ def _data(config: Config) -> tuple[Dataset, Dataset]:
     dtype = getattr(torch, config.dtype)
     inputs = data.inputs if data.inputs.dtype == torch.uint8 else data.inputs.to(dtype)
     held_out = _as_pixels(test.inputs[: config.held_out], dtype)
-    return (
-        Dataset(inputs.to(config.device), data.labels.to(config.device), data.name),
-        Dataset(held_out.to(config.device), test.labels[: config.held_out].to(config.device), test.name),
-    )
+    parts = Dataset(inputs, data.labels, data.name), Dataset(held_out, test.labels[: config.held_out], test.name)
+    return on_device(parts[0], config.device), on_device(parts[1], config.device)
 
 
 @lru_cache(maxsize=2)  # both parts; every variant builds its run again
@@ -369,11 +352,8 @@ def _images(name: str, path: str | None, train: bool) -> Dataset:
         ValueError: If a file has the wrong format.
     """
     if path is None:
-        data = digits()
-        order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0))
-        cut = round(0.7 * len(order))
-        rows = order[:cut] if train else order[cut:]
-        return Dataset(data.inputs[rows].reshape(-1, 1, 8, 8), data.labels[rows], data.name)
+        part = split_digits()[0 if train else 1]
+        return Dataset(part.inputs.reshape(-1, 1, 8, 8), part.labels, part.name)
     data = _READERS[name](path, train=train)
     if data.inputs.dtype != torch.uint8:
         raise ValueError(f"images should have pixels of one byte; they have {data.inputs.dtype}")

@@ -1,0 +1,107 @@
+"""Parts that the experiments on images share: the split of the digits, batches, networks, gradients.
+
+N images, D pixels, C classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from toolkit.adversarial.networks import mlp, small_cnn
+from toolkit.datasets import Dataset, digits
+
+__all__ = ["BALLS", "Activation", "Batches", "Kind", "gradient_of", "network", "on_device", "split_digits"]
+
+Activation = Literal["relu", "tanh"]
+Kind = Literal["linear", "mlp", "cnn"]
+
+BALLS = {"linf": "Linf", "l2": "L2", "l1": "L1"}
+"""Names of norms in the report."""
+
+_ACTIVATIONS: dict[Activation, type[nn.Module]] = {"relu": nn.ReLU, "tanh": nn.Tanh}
+
+
+class Batches:
+    """The batch of the current step, and a seeded source of the next ones.
+
+    Args:
+        data: The images to draw from.
+        size: Images of a batch.
+        generator: Draws a new permutation every epoch.
+        prepare: Changes the images of each batch.
+    """
+
+    def __init__(
+        self,
+        data: Dataset,
+        size: int,
+        generator: torch.Generator,
+        prepare: Callable[[Tensor], Tensor] = lambda images: images,
+    ) -> None:
+        self._data, self._prepare = data, prepare
+        self._indices = _shuffled(len(data.inputs), size, generator)
+        self.advance(0)
+
+    def advance(self, step: int) -> None:
+        """Advance to the next batch after `step` updates."""
+        chosen = next(self._indices).to(self._data.labels.device)
+        self.step, self.labels = step, self._data.labels[chosen]
+        self.inputs = self._prepare(self._data.inputs[chosen])
+
+
+def _shuffled(n_images: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Yield the indices of batches for ever; the incomplete batch of an epoch is dropped."""
+    size = min(size, n_images)
+    while True:
+        order = torch.randperm(n_images, generator=generator)
+        yield from order[: n_images - n_images % size].split(size)
+
+
+def split_digits(dtype: torch.dtype = torch.float64) -> tuple[Dataset, Dataset]:
+    """Return 70 % of the digits for training and 30 % held out, (N, D): the same split for every seed."""
+    data = digits(dtype=dtype)
+    order = torch.randperm(len(data.inputs), generator=torch.Generator().manual_seed(0))
+    cut = round(0.7 * len(order))
+    train, test = (Dataset(data.inputs[part], data.labels[part], data.name) for part in (order[:cut], order[cut:]))
+    return train, test
+
+
+def on_device(data: Dataset, device: str) -> Dataset:
+    """Return the data on a device."""
+    return Dataset(data.inputs.to(device), data.labels.to(device), data.name)
+
+
+def network(
+    kind: Kind, data: Dataset, *, widths: Sequence[int], activation: Activation, generator: torch.Generator
+) -> nn.Module:
+    """Return a classifier of flat images, its parameters drawn from `generator`.
+
+    Args:
+        kind: ``"linear"``, ``"mlp"`` (fully connected) or ``"cnn"`` (3 x 3 convolutions with stride 2).
+        data: Its images, (N, D), and labels; the network has their dtype and device.
+        widths: Units, or channels, of the hidden layers.
+        activation: Between the layers.
+        generator: Draws the parameters.
+    """
+    features, classes = data.inputs.shape[1], int(data.labels.max()) + 1
+    made: dict[str, Any] = {"widths": widths, "activation": _ACTIVATIONS[activation], "generator": generator}
+    model: nn.Module
+    if kind == "linear":
+        (model,) = mlp(features, classes, widths=[], generator=generator)
+    elif kind == "mlp":
+        model = mlp(features, classes, **made)
+    else:
+        side = math.isqrt(features)
+        layers = small_cnn(classes, image_size=side, strides=[2] * len(widths), **made)
+        model = nn.Sequential(nn.Unflatten(1, (1, side, side)), *layers)
+    return model.to(data.inputs)
+
+
+def gradient_of(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return name -> gradient of a loss."""
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
