@@ -30,7 +30,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from toolkit.adversarial import adversarial_loss, pgd
-from toolkit.adversarial.balls import make_ball
+from toolkit.adversarial.balls import Ball
 from toolkit.datasets import Dataset
 from toolkit.gradients.memory import measure_memory
 from toolkit.runner import ExperimentConfig, Objective, Run, Sweep
@@ -145,7 +145,7 @@ def worst_examples(
     The first ascent starts at the sample, the others at random points of the ball. The steps shrink to zero, so that
     each ascent ends at a local maximum.
     """
-    ball = make_ball("l2", data.inputs, epsilon, (0, 1))
+    ball = Ball(epsilon, "l2").around(data.inputs)
     best, greatest = data.inputs, torch.full_like(data.inputs[:, 0], -torch.inf)
     for start in range(starts):
         example = data.inputs if start == 0 else ball.sample(generator)

@@ -62,11 +62,22 @@ def _public(module: ModuleType) -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function, none where Python does not know them."""
+    """Return the parameters of a function and its ``**options``, none where Python does not know them."""
     try:
-        return dict(inspect.signature(function).parameters)
+        parameters = dict(inspect.signature(function).parameters)
     except ValueError:
         return {}
+    return {**parameters, **_options_of(parameters.get("options"), getattr(function, "__globals__", {}))}
+
+
+def _options_of(options: inspect.Parameter | None, names: dict[str, Any]) -> dict[str, inspect.Parameter]:
+    """Return the keywords of ``**options: Unpack[Options]``."""
+    keywords = re.fullmatch(r"Unpack\[(\w+)\]", str(options.annotation)) if options else None
+    annotations = names[keywords[1]].__annotations__ if keywords else {}
+    return {
+        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=kind.__forward_arg__)
+        for name, kind in annotations.items()
+    }
 
 
 def numbers_of(function: Callable[..., Any]) -> dict[str, set[str]]:
@@ -187,6 +198,7 @@ CALLS: dict[str, Call] = {
     "adversarial.ALP": Call(adv.ALP, step_size=0.5),
     "adversarial.AWP": Call(adv.AWP),
     "adversarial.AWP.example": Call(adv.AWP().example, **EXAMPLE),
+    "adversarial.Ball": Call(adv.Ball, epsilon=0.1),
     "adversarial.CURE": Call(adv.CURE),
     "adversarial.FGSM.attack": Call(adv.FGSM().attack, ball=BALL),
     "adversarial.Free": Call(adv.Free),
@@ -206,17 +218,17 @@ CALLS: dict[str, Call] = {
     "adversarial.alp_loss": Call(adv.alp_loss, **LOSS, weight=0.5),
     "adversarial.apgd": Call(adv.apgd, **ATTACKED, steps=3),
     "adversarial.awp_loss": Call(adv.awp_loss, model=MODEL, loss=lambda model: model(INPUTS).sum(), gamma=0.1),
-    "adversarial.carlini_wagner": Call(adv.carlini_wagner, **ATTACKED, steps=3, searches=2),
+    "adversarial.carlini_wagner": Call(adv.carlini_wagner, **ATTACKED, n_classes=3, steps=3, searches=2),
     "adversarial.certify_crown": Call(adv.certify_crown, **ATTACKED),
     "adversarial.certify_interval": Call(adv.certify_interval, **ATTACKED),
     "adversarial.certify_linear": Call(adv.certify_linear, **LINEAR),
     "adversarial.certify_smoothing": Call(adv.certify_smoothing, model=MODEL, x=INPUTS, sigma=0.5, samples=20),
     "adversarial.cure_loss": Call(adv.cure_loss, model=MODEL, x=INPUTS, labels=LABELS, h=0.5, weight=0.5),
-    "adversarial.ddn": Call(adv.ddn, **ATTACKED, steps=3),
-    "adversarial.deepfool": Call(adv.deepfool, **ATTACKED, steps=3),
+    "adversarial.ddn": Call(adv.ddn, **ATTACKED, n_classes=3, steps=3),
+    "adversarial.deepfool": Call(adv.deepfool, **ATTACKED, n_classes=3, steps=3),
     "adversarial.ensemble": Call(adv.ensemble, **ATTACKED, attacks={"PGD": adv.pgd}),
     "adversarial.evaluate_robustness": Call(adv.evaluate_robustness, **ATTACKED, attacks={"PGD": adv.pgd}),
-    "adversarial.fab": Call(adv.fab, **ATTACKED, steps=3),
+    "adversarial.fab": Call(adv.fab, **ATTACKED, n_classes=3, steps=3),
     "adversarial.fgsm": Call(adv.fgsm, **ATTACKED),
     "adversarial.free_loss": Call(adv.free_loss, **ATTACKED, perturbation=torch.zeros(2, 2)),
     "adversarial.held_trades_loss": Call(adv.held_trades_loss, **LOSS),
@@ -251,6 +263,10 @@ CALLS: dict[str, Call] = {
         average=0.5,
         evaluate=lambda model: {"robust": 1.0},
         patience=2,
+        batch_size=2,
+        epsilon_warmup=0.5,
+        evaluate_every=1,
+        checkpoint_every=5,
     ),
     "adversarial.vat_loss": Call(adv.vat_loss, model=MODEL, x=INPUTS, epsilon=0.2),
     "adversarial.verify_relu": Call(adv.verify_relu, **ATTACKED, time_limit=100.0),

@@ -46,6 +46,10 @@ WITHOUT_EXAMPLE = {
 }  # fmt: skip
 
 
+# The most parameters of a function; ``**options``, the keywords that functions of a room share, are one.
+MOST_PARAMETERS = {"adversarial": 10}
+
+
 def functions(room: str) -> dict[str, Callable[..., object]]:
     """Return name -> function of the exports of a room."""
     module = importlib.import_module(f"toolkit.{room}")
@@ -76,6 +80,12 @@ def test_a_public_function_has_a_short_example() -> None:
 def test_a_function_of_an_algorithm_has_its_source() -> None:
     methods = {name: function for name, function in FUNCTIONS.items() if name.split(".")[0] not in WITHOUT_METHODS}
     assert {name for name, function in methods.items() if not has_source(function)} == OF_NO_PAPER
+
+
+@pytest.mark.parametrize("room", MOST_PARAMETERS)
+def test_no_function_has_too_many_parameters(room: str) -> None:
+    counts = {name: len(inspect.signature(function).parameters) for name, function in functions(room).items()}
+    assert {name: n for name, n in counts.items() if n > MOST_PARAMETERS[room]} == {}
 
 
 @pytest.mark.parametrize("lines", [0, 7])

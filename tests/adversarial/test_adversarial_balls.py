@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from toolkit import adversarial as adv
 from toolkit.adversarial import certify_linear
-from toolkit.adversarial.balls import make_ball
+from toolkit.adversarial.balls import Ball
 from toolkit.adversarial.balls._rounding import add_inward, follow, to_dtype_inward
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -32,7 +33,7 @@ def points(seed: int, *, epsilon: float = 0.7, norm: str = "l2") -> tuple[Tensor
 def test_projection_is_the_nearest_point(norm: str, epsilon: float, seed: int) -> None:
     """The definition of it for a convex set: ``(q - p) . (z - p) <= 0`` for every z in the set."""
     x, outside = points(seed)
-    ball = make_ball(norm, x, epsilon, (0, 1))
+    ball = Ball(epsilon, norm, (0, 1)).around(x)
     projected = ball.project(outside)
     generator = torch.Generator().manual_seed(seed + 100)
     for _ in range(60):
@@ -60,7 +61,7 @@ def _excess(offset: Tensor, epsilon: float, norm: str) -> float:
 @pytest.mark.parametrize("norm", NORMS)
 def test_projection_leaves_what_is_inside(norm: str) -> None:
     x, outside = points(0)
-    ball = make_ball(norm, x, 0.7, (0, 1))
+    ball = Ball(0.7, norm, (0, 1)).around(x)
     inside = x + 0.1 * (ball.project(outside) - x)
     torch.testing.assert_close(ball.project(inside), inside, rtol=0, atol=1e-16)
 
@@ -68,7 +69,7 @@ def test_projection_leaves_what_is_inside(norm: str) -> None:
 def test_projection_on_ball_and_box_together_goes_farther_than_one_after_the_other() -> None:
     """Half of the direction points out of the box; the other half can use the whole radius."""
     x = torch.tensor([[0.5, 1.0]], dtype=torch.float64)
-    ball = make_ball("l2", x, 0.25, (0, 1))
+    ball = Ball(0.25, "l2", (0, 1)).around(x)
     assert torch.equal(ball.project(torch.tensor([[1.5, 2.0]], dtype=torch.float64)), torch.tensor([[0.75, 1.0]]))
 
 
@@ -78,8 +79,8 @@ def test_bounds_may_differ_between_coordinates(norm: str) -> None:
     x, outside = x[:, :4], outside[:, :4]
     least = torch.tensor([-0.5, 0.0, -math.inf, 0.0])
     most = torch.tensor([math.inf, 1.0, 1.0, 2.0])
-    projected = make_ball(norm, x, 0.4, (least, most)).project(outside)
-    shifted = make_ball(norm, x, 0.4, (least.expand(6, 4), most.expand(6, 4))).project(outside)
+    projected = Ball(0.4, norm, (least, most)).around(x).project(outside)
+    shifted = Ball(0.4, norm, (least.expand(6, 4), most.expand(6, 4))).around(x).project(outside)
     assert torch.equal(projected, shifted)
     assert ((projected >= least) & (projected <= most)).all()
     assert _excess(projected - x, 0.4, norm) <= 1e-15
@@ -88,27 +89,27 @@ def test_bounds_may_differ_between_coordinates(norm: str) -> None:
 def test_without_bounds_there_is_only_the_ball() -> None:
     x, outside = points(2)
     expected = x + 0.3 * (outside - x) / (outside - x).norm(dim=1, keepdim=True)
-    torch.testing.assert_close(make_ball("l2", x, 0.3, None).project(outside), expected, rtol=0, atol=1e-15)
+    torch.testing.assert_close(Ball(0.3, "l2", None).around(x).project(outside), expected, rtol=0, atol=1e-15)
 
 
 def test_clean_value_out_of_the_box_by_a_rounding_is_accepted() -> None:
     x = torch.tensor([[-2.98e-8, 0.5, 1.0000001]])
-    ball = make_ball("linf", x, 0.0, (0, 1))
+    ball = Ball(0.0, "linf", (0, 1)).around(x)
     assert torch.equal(ball.project(x), x)
     with pytest.raises(ValueError, match="`x` should lie within `bounds`, 0 to 1"):
-        make_ball("linf", x - 1e-3, 0.1, (0, 1))
+        Ball(0.1, "linf", (0, 1)).around(x - 1e-3)
 
 
 def test_nan_is_refused() -> None:
     with pytest.raises(ValueError, match="Found values from nan to nan"):
-        make_ball("linf", torch.tensor([[math.nan, 0.5]]), 0.1, (0, 1))
+        Ball(0.1, "linf", (0, 1)).around(torch.tensor([[math.nan, 0.5]]))
 
 
 @pytest.mark.parametrize("bound", [0.1, 0.7, 1 / 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bounds_are_rounded_inwards(dtype: torch.dtype, bound: float) -> None:
     x = torch.zeros(1, 1, dtype=dtype)
-    ball = make_ball("linf", x, 10, (-bound, bound))
+    ball = Ball(10, "linf", (-bound, bound)).around(x)
     least, most = (Fraction(ball.project(value * torch.ones_like(x)).item()) for value in (-100, 100))
     assert -Fraction(bound) <= least < 0 < most <= Fraction(bound)
 
@@ -117,7 +118,7 @@ def test_bounds_are_rounded_inwards(dtype: torch.dtype, bound: float) -> None:
 @pytest.mark.parametrize("shape", [(0, 4), (3, 2, 2, 2), (2, 1)], ids=str)
 def test_shapes(shape: tuple[int, ...], norm: str) -> None:
     x = torch.full(shape, 0.5)
-    ball = make_ball(norm, x, 0.25, (0, 1))
+    ball = Ball(0.25, norm, (0, 1)).around(x)
     projected = ball.settle(ball.project(x + ball.direction(torch.ones(shape))))
     assert projected.shape == x.shape
     if norm == "l2" and len(x):
@@ -186,7 +187,7 @@ def test_farthest_point_is_the_worst_case_of_a_linear_function(
     x = x.to(dtype)
     slope = torch.randn(x.shape, generator=torch.Generator().manual_seed(4), dtype=dtype)
     slope[0, :3], slope[1] = 0, 0
-    reached = make_ball(norm, x, epsilon, bounds).farthest(slope)
+    reached = Ball(epsilon, norm, bounds).around(x).farthest(slope)
     assert _excess(reached.double() - x.double(), epsilon, norm) <= 0
     tolerance = 1e-12 if dtype == torch.float64 else 3e-6
     for row in range(len(x)):
@@ -202,8 +203,8 @@ def test_farthest_point_is_the_worst_case_of_a_linear_function(
 def test_masked_coordinates_stay_and_the_others_use_the_whole_radius(norm: str) -> None:
     x, outside = points(5)
     mask = torch.tensor([True, False, True] * 3)
-    ball = make_ball(norm, x, 0.3, None, mask)
-    kept = make_ball(norm, x[:, mask], 0.3, None)
+    ball = Ball(0.3, norm, None, mask).around(x)
+    kept = Ball(0.3, norm, None).around(x[:, mask])
     slope = outside - x
     for found, expected in [
         (ball.project(outside), kept.project(outside[:, mask])),
@@ -224,7 +225,7 @@ def test_masked_coordinates_stay_and_the_others_use_the_whole_radius(norm: str) 
 )
 def test_mask_is_refused(mask: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="`mask` should"):
-        make_ball("linf", points(0)[0], 0.1, None, mask)
+        Ball(0.1, "linf", None, mask).around(points(0)[0])
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -232,8 +233,8 @@ def test_rows_of_a_ball_are_the_balls_of_rows(norm: str) -> None:
     x, outside = points(6)
     epsilon = torch.linspace(0.1, 0.6, 6)
     index = torch.tensor([4, 1])
-    some = make_ball(norm, x, epsilon, (0, 1)).rows(index)
-    alone = make_ball(norm, x[index], epsilon[index], (0, 1))
+    some = Ball(epsilon, norm, (0, 1)).around(x).rows(index)
+    alone = Ball(epsilon[index], norm, (0, 1)).around(x[index])
     assert torch.equal(some.project(outside[index]), alone.project(outside[index]))
     assert torch.equal(some.x, x[index])
 
@@ -243,15 +244,15 @@ def test_rows_of_a_ball_are_the_balls_of_rows(norm: str) -> None:
 def test_no_radius_is_the_whole_box(norm: str, dtype: torch.dtype) -> None:
     x = points(7)[0].to(dtype)
     far = x + 3 * torch.where(x > 0.5, 1, -1).to(dtype)
-    assert torch.equal(make_ball(norm, x, None, (0, 1)).project(far), far.clamp(0, 1))
-    ball = make_ball(norm, x, None, None)
+    assert torch.equal(Ball(None, norm, (0, 1)).around(x).project(far), far.clamp(0, 1))
+    ball = Ball(None, norm, None).around(x)
     torch.testing.assert_close(ball.settle(ball.project(far)), far)
 
 
 def test_start_is_uniform_in_the_ball_of_sums() -> None:
     """A share r^D of the L1 ball lies within r of its centre, and each orthant has as much of it as the others."""
     x = torch.zeros(20_000, 3, dtype=torch.float64)
-    drawn = make_ball("l1", x, 0.5, None).sample(torch.Generator().manual_seed(0))
+    drawn = Ball(0.5, "l1", None).around(x).sample(torch.Generator().manual_seed(0))
     radius = drawn.abs().sum(1).sort().values / 0.5
     share = torch.linspace(0, 1, len(radius), dtype=torch.float64)
     assert (radius**3 - share).abs().max() < 1.6 / len(radius) ** 0.5  # Kolmogorov-Smirnov, one in a hundred
@@ -264,7 +265,43 @@ def test_start_is_uniform_in_the_ball_of_sums() -> None:
 def test_settling_twice_changes_nothing(norm: str, dtype: torch.dtype) -> None:
     """Else an example that just succeeds could be lost by being checked."""
     x, outside = (tensor.to(dtype) for tensor in points(8))
-    ball = make_ball(norm, x, 0.7, (0, 1))
+    ball = Ball(0.7, norm, (0, 1)).around(x)
     for example in (ball.project(outside), ball.farthest(outside - x), x + 0.1 * (ball.project(outside) - x)):
         settled = ball.settle(example)
         assert torch.equal(ball.settle(settled), settled)
+
+
+@pytest.mark.parametrize("attack", [adv.fgsm, adv.pgd, adv.apgd, adv.deepfool, adv.linearised, adv.ensemble])
+def test_a_ball_is_the_long_form_of_its_fields(attack):
+    model = adv.mlp(4, 3, widths=[5], generator=torch.Generator().manual_seed(0)).double()
+    x = torch.rand(3, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    short = {"epsilon": torch.tensor([0.1, 0.2, 0.3]), "norm": "l2", "bounds": (0, 2), "mask": torch.arange(4) > 0}
+    labels = model(x).argmax(1)
+    found = attack(model, x, labels, ball=Ball(**short))
+    assert torch.equal(found, attack(model, x, labels, **short))
+    assert not torch.equal(found, x)
+
+
+def test_a_ball_of_some_rows_is_theirs():
+    x, _ = points(0)
+    x = x.clamp(-3, 3)
+    least = torch.linspace(-5, -4, len(x), dtype=torch.float64)[:, None].expand_as(x)
+    ball = Ball(torch.arange(len(x)) / 9, "l2", (least, 5.0), x > 0)
+    some = ball.rows(torch.tensor([2, 0]), x).around(x[[2, 0]])
+    whole = ball.around(x).rows(torch.tensor([2, 0]))
+    for name in ("x", "radius", "lower", "upper"):
+        assert torch.equal(getattr(some, name), getattr(whole, name))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({}, "`epsilon` should be given, or a `ball`. Found neither."),
+        ({"ball": Ball(0.1), "norm": "l2"}, "`ball` should be given without its fields. Found `norm`."),
+        ({"ball": 0.1}, "`ball` should be a Ball. Found float."),
+        ({"epsilon": 0.1, "radius": 1}, "radius"),
+    ],
+)
+def test_what_names_no_ball_is_refused(options, error):
+    with pytest.raises(TypeError, match=error):
+        adv.pgd(torch.nn.Linear(2, 2), torch.rand(1, 2), torch.tensor([0]), **options)

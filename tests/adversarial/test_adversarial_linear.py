@@ -12,7 +12,7 @@ from scipy.optimize import linprog, minimize
 from torch import Tensor
 
 from toolkit.adversarial import certify_linear, fgsm, pgd, robust_loss_linear
-from toolkit.adversarial.balls import make_ball
+from toolkit.adversarial.balls import Ball
 from toolkit.adversarial.certificates import distance_linear
 from toolkit.datasets import digits
 
@@ -261,7 +261,7 @@ def test_robust_loss_is_the_loss_at_the_worst_case_and_so_is_its_gradient(
     settings = {"epsilon": 0.6, "norm": norm, "bounds": bounds}
     if norm == "l1":  # projected steps come near it only
         towards = (weight[1 - labels] - weight[labels]).detach()
-        example = make_ball(norm, x, 0.6, bounds).farthest(towards)
+        example = Ball(0.6, norm, bounds).around(x).farthest(towards)
     else:
         example = pgd(partial(F.linear, weight=weight, bias=bias), x, labels, steps=40, step_size=0.6, **settings)
     at_example = F.cross_entropy(F.linear(example, weight, bias), labels)

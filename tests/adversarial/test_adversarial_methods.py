@@ -644,6 +644,19 @@ def test_nearby_start_leaves_the_point_without_a_slope(norm: str, seed: int | No
     assert (loss(model(example), labels) > 100 * loss(model(start.clamp(0, 1)), labels)).all()
 
 
+@pytest.mark.parametrize("attack", [nearby_pgd, linearity_pgd])
+def test_a_random_start_without_a_generator_is_drawn_from_the_global_one(attack):
+    run = partial(attack, network(network_parameters()), *inputs(), epsilon=0.1, steps=1, step_size=0.01)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        seeded = [run(random_start=True) for _ in range(2)]
+        torch.manual_seed(0)
+        again = run(random_start=True)
+    assert torch.equal(again, seeded[0])
+    assert not torch.equal(*seeded)
+    assert torch.equal(run(), run(random_start=False, generator=torch.Generator()))
+
+
 def test_noise_of_the_nearby_start_is_that_of_the_generator() -> None:
     flat = lambda x: torch.zeros(len(x), 2, dtype=x.dtype) + 0 * x.sum(1, keepdim=True)  # noqa: E731
     x = torch.full((5000, 4), 0.5, dtype=torch.float64)

@@ -9,7 +9,8 @@
 - `balls`: threat models in Linf, L2 and L1 inside of a box. `networks`: models to train; `augmentation`: their images.
 """
 
-from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.attacks._minimal import MinimalOptions
+from toolkit.adversarial.attacks._setting import EXAMPLE, AttackOptions, GradientOptions
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.carlini_wagner import carlini_wagner
 from toolkit.adversarial.attacks.ddn import ddn
@@ -21,6 +22,7 @@ from toolkit.adversarial.attacks.losses import difference_loss, dlr_loss, margin
 from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
 from toolkit.adversarial.augmentation import random_crop_flip
+from toolkit.adversarial.balls import Ball, BallOptions
 from toolkit.adversarial.certificates.bounds import (
     certify_crown,
     certify_interval,
@@ -55,7 +57,13 @@ from toolkit.adversarial.training.methods import (
 from toolkit.adversarial.training.pairing import alp_loss
 from toolkit.adversarial.training.smoothness import CURVATURE_DIRECTION, cure_loss, llr_loss
 from toolkit.adversarial.training.trades import CLEAN_DISTRIBUTION, held_trades_loss, trades_loss
-from toolkit.adversarial.training.trainer import CatastrophicOverfittingWarning, DivergenceError, History, train
+from toolkit.adversarial.training.trainer import (
+    CatastrophicOverfittingWarning,
+    DivergenceError,
+    History,
+    TrainingOptions,
+    train,
+)
 from toolkit.adversarial.training.vat import (
     VIRTUAL_CLEAN,
     VIRTUAL_DIRECTION,
@@ -84,17 +92,23 @@ __all__ = [
     "VIRTUAL_CLEAN",
     "VIRTUAL_DIRECTION",
     "WEIGHT_PERTURBATION",
+    "AttackOptions",
+    "Ball",
+    "BallOptions",
     "CatastrophicOverfittingWarning",
     "DivergenceError",
     "Evaluation",
     "Free",
+    "GradientOptions",
     "HeldTRADES",
     "History",
     "Method",
+    "MinimalOptions",
     "Normalize",
     "Replay",
     "SmoothedCertificate",
     "Standard",
+    "TrainingOptions",
     "Verification",
     "adversarial_loss",
     "alp_loss",

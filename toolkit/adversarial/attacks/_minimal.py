@@ -8,19 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
+from toolkit._checks import integer
 from toolkit.adversarial.attacks._hyperplane import ORDER, inner, shortest_move
-from toolkit.adversarial.attacks._setting import Setting, differentiate, setting
+from toolkit.adversarial.attacks._setting import AttackOptions, Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import difference_loss
-from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.balls import BallOptions, Norm, Region, ball_of, per_sample
 from toolkit.adversarial.balls.box import norm_of, wide
 from toolkit.blocks import no_graph, variable
 
-__all__ = ["Nearest", "Planes", "Search", "check_only_l2", "minimal_search", "rivals", "strength"]
+__all__ = ["MinimalOptions", "Nearest", "Planes", "Search", "check_only_l2", "minimal_search", "strength"]
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ class Search:
         norm: Norm of the distance to minimise.
         ball: The ball in which the result has to lie.
         radius: Radius of `ball`, (N,), float64; infinite if the distance has no limit.
+        n_classes: Number of classes to consider, the label included.
     """
 
     attack: Setting
     norm: Norm
-    ball: Ball
+    ball: Region
     radius: Tensor
+    n_classes: int
 
     def rows(self, index: Tensor) -> Search:
         """Return the search of some samples."""
@@ -98,6 +101,13 @@ class Search:
         with no_graph():
             distance = torch.where(attack.succeeds(logits), 0.0, torch.inf).double()
         return Nearest(attack.x, distance, strength(attack, logits)), logits
+
+    def rivals(self, logits: Tensor) -> Tensor | None:
+        """Return the K classes (N, K) other than the label with the largest logits; None if there are targets."""
+        if self.attack.targets is not None:
+            return None
+        others = logits.scatter(1, self.attack.labels.long()[:, None], -torch.inf)
+        return others.topk(max(1, min(self.n_classes, logits.shape[1]) - 1), 1).indices
 
     def length(self, offset: Tensor) -> Tensor:
         """Return the norm of every sample, (N,), float64."""
@@ -248,54 +258,60 @@ class Search:
         return nearest
 
 
+class MinimalOptions(AttackOptions, total=False):
+    """The keywords of attacks that look for the nearest adversarial example.
+
+    Attributes:
+        epsilon: Radius of the ball in which the result has to lie; examples that are farther are projected. None, the
+            default: no limit.
+        norm: Norm of the distance and of the ball.
+        n_classes: Number of classes to consider, 10 by default: those with the largest logits, the label included.
+    """
+
+    n_classes: int
+
+
 @contextmanager
 def minimal_search(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor | None,
-    norm: Norm,
-    targets: Tensor | None,
-    bounds: Bounds,
-    mask: Tensor | None,
+    default_norm: Norm = "l2",
+    targets: Tensor | None = None,
+    n_classes: int = 10,
+    **options: Unpack[BallOptions],
 ) -> Iterator[Search]:
     """Prepare a search in the whole box, as `setting` prepares an attack in a ball.
 
     Args:
-        model: As in `deepfool`, and so are the other arguments.
+        model: As in `deepfool`.
         x: Clean inputs.
         labels: (N,).
-        epsilon: Radius of the ball in which the result has to lie; None for the whole box.
-        norm: Norm of the distance and of the ball.
+        default_norm: Norm of the distance and of the ball, if the options do not name one.
         targets: (N,) or None.
-        bounds: Bounds of the box.
-        mask: Where an input may change.
+        n_classes: Number of classes to consider.
+        **options: The threat model.
 
     Raises:
         TypeError: As in `setting`.
-        ValueError: As in `setting`.
+        ValueError: As in `setting`, or if `n_classes` is less than 2.
     """
-    whole = setting(model, x, labels, epsilon=None, norm=norm, targets=targets, bounds=bounds, mask=mask)
-    with whole as attack:
-        ball = attack.ball if epsilon is None else make_ball(norm, attack.x, epsilon, bounds, mask)
+    n_classes = integer("n_classes", n_classes, 2)
+    if "ball" not in options:
+        options = {"epsilon": None, "norm": default_norm, **options}
+    threat = ball_of(**options)
+    with setting(model, x, labels, targets=targets, ball=replace(threat, epsilon=None)) as attack:
         radius = torch.full(attack.x.shape[:1], torch.inf, dtype=torch.float64, device=attack.x.device)
-        if epsilon is not None:
-            radius = per_sample("epsilon", epsilon, attack.x).flatten().expand_as(radius)
-        yield Search(attack, norm, ball, radius)
+        if threat.epsilon is not None:
+            radius = per_sample("epsilon", threat.epsilon, attack.x).flatten().expand_as(radius)
+        ball = attack.ball if threat.epsilon is None else threat.around(attack.x)
+        yield Search(attack, threat.norm, ball, radius, n_classes)
 
 
 def strength(attack: Setting, logits: Tensor) -> Tensor:
     """Return the margin by which the attack succeeds, (N,): best other class over label, or target over best other."""
     return attack.sign * difference_loss(logits.to(wide(logits)), attack.goal)
-
-
-def rivals(attack: Setting, logits: Tensor, n_classes: int) -> Tensor | None:
-    """Return the K classes (N, K) other than the label with the largest logits; None if there are targets."""
-    if attack.targets is not None:
-        return None
-    others = logits.scatter(1, attack.labels.long()[:, None], -torch.inf)
-    return others.topk(max(1, min(n_classes, logits.shape[1]) - 1), 1).indices
 
 
 def check_only_l2(attack: str, norm: str) -> None:

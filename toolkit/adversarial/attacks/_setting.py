@@ -8,16 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks.losses import Loss, margin_slope
-from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.balls import Ball, BallOptions, Region, ball_of, per_sample
 from toolkit.blocks import block, no_graph, ordinary_tensors, stop_recording, variable
 
-__all__ = ["EXAMPLE", "NoGradientError", "Setting", "differentiate", "setting"]
+__all__ = [
+    "EXAMPLE",
+    "AttackOptions",
+    "GradientOptions",
+    "NoGradientError",
+    "Setting",
+    "differentiate",
+    "setting",
+]
 
 EXAMPLE = block(
     "adversarial.example",
@@ -44,7 +53,8 @@ class Setting:
         x: Clean inputs, (N, ...).
         labels: (N,), integers.
         targets: (N,), the classes to move towards; None moves away from `labels`.
-        ball: The set in which examples have to lie.
+        threat: The ball.
+        ball: The ball around the clean inputs, in which examples have to lie.
         slopes: The model whose gradients are taken: `model`, or its copy in another dtype.
         checked: Not empty once the model's logits have been checked.
     """
@@ -53,7 +63,8 @@ class Setting:
     x: Tensor
     labels: Tensor
     targets: Tensor | None
-    ball: Ball
+    threat: Ball
+    ball: Region
     slopes: Callable[[Tensor], Tensor]
     checked: set[str] = field(default_factory=set)
 
@@ -121,18 +132,57 @@ class Setting:
         predicted = logits.argmax(1)
         return predicted != self.labels if self.targets is None else predicted == self.targets
 
-    def stride(self, name: str, value: float | Tensor, factor: float = 1.0) -> Tensor:
-        """Return the length of a step, `factor` times a value, (N or 1, 1, ...), negative if the loss is to be lowered.
+    def stride(self, factor: float = 1.0, value: float | Tensor | None = None, *, name: str = "step_size") -> Tensor:
+        """Return the length of a step, (N or 1, 1, ...), negative if the loss is to be lowered.
+
+        Args:
+            factor: The length in units of epsilon.
+            value: The length itself; one for all, or (N,). None: `factor` times epsilon.
+            name: The name of `value` in an error.
 
         Raises:
             ValueError: If `value` is negative, not finite or of another shape.
         """
+        if value is None:
+            name, value = "epsilon", self.threat.epsilon
+        else:
+            factor = 1.0
         return (self.sign * factor * per_sample(name, value, self.x)).to(self.x.dtype)
 
     def rows(self, index: Tensor) -> Setting:
         """Return the setting of some samples, by their indices or a Boolean tensor, (N,)."""
         targets = None if self.targets is None else self.targets[index]
-        return replace(self, x=self.x[index], labels=self.labels[index], targets=targets, ball=self.ball.rows(index))
+        return replace(
+            self,
+            x=self.x[index],
+            labels=self.labels[index],
+            targets=targets,
+            threat=self.threat.rows(index, self.x),
+            ball=self.ball.rows(index),
+        )
+
+
+class AttackOptions(BallOptions, total=False):
+    """The keywords of every attack that moves away from the labels, or towards classes of the caller's choice.
+
+    Attributes:
+        ball: The threat model; or in short its fields `epsilon`, `norm`, `bounds` and `mask`.
+        targets: (N,); the classes to move towards. None moves away from the labels.
+    """
+
+    targets: Tensor | None
+
+
+class GradientOptions(AttackOptions, total=False):
+    """The keywords of attacks that ascend a loss by its gradient.
+
+    Attributes:
+        gradient_dtype: `torch.bfloat16` runs the model in it where gradients are taken: on much hardware several times
+            faster, and the steps need little more than signs. Examples, projection and bounds stay in the dtype of the
+            inputs. None: the model's own dtype.
+    """
+
+    gradient_dtype: torch.dtype | None
 
 
 @contextmanager
@@ -141,41 +191,36 @@ def setting(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor | None,
-    norm: Norm,
-    targets: Tensor | None,
-    bounds: Bounds,
-    mask: Tensor | None = None,
+    targets: Tensor | None = None,
     gradient_dtype: torch.dtype | None = None,
+    **ball: Unpack[BallOptions],
 ) -> Iterator[Setting]:
     """Prepare an attack whose only effect is the value it returns.
 
     While the block `EXAMPLE` is in place, autograd records nothing inside.
 
     Args:
-        model: As in `pgd`, and so are the other arguments.
+        model: As in `pgd`.
         x: Clean inputs.
         labels: (N,).
-        epsilon: Radius of the ball; None for the whole box.
-        norm: Norm of the ball.
         targets: (N,) or None.
-        bounds: Bounds of the box.
-        mask: Where an input may change.
         gradient_dtype: The dtype in which the model is run to take gradients. None: the model's own dtype.
+        **ball: The threat model.
 
     Raises:
-        TypeError: As in `make_ball`; if `labels` or `targets` are not integers, or `gradient_dtype` is given for a
+        TypeError: As in `Ball.around`; if `labels` or `targets` are not integers, or `gradient_dtype` is given for a
             model that is not a `torch.nn.Module`.
-        ValueError: As in `make_ball`, or if there is not one label, or target, per sample.
+        ValueError: As in `Ball.around`, or if there is not one label, or target, per sample.
     """
+    threat = ball_of(**ball)
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
         x, labels = _ordinary("x", x), _ordinary("labels", labels)
         targets = None if targets is None else _ordinary("targets", targets)
-        ball = make_ball(norm, x, epsilon, bounds, mask)
+        region = threat.around(x)
         for name, classes in (("labels", labels), ("targets", targets)):
             _check_classes(name, classes, x)
         slopes = model if gradient_dtype is None else _in_dtype(model, gradient_dtype)
-        yield Setting(model, x, labels, targets, ball, slopes)
+        yield Setting(model, x, labels, targets, threat, region, slopes)
 
 
 def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bool, kept: bool = False) -> Tensor:

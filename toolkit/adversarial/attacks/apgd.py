@@ -8,16 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, Unpack
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer
 from toolkit._random import own_generator, starts_at_random
-from toolkit.adversarial.attacks._setting import Setting, setting
+from toolkit.adversarial.attacks._setting import GradientOptions, Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, dlr_loss, margin_loss, targeted_dlr_loss
-from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.blocks import no_graph
 
 __all__ = ["apgd"]
@@ -31,18 +30,13 @@ def apgd(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     steps: int = 100,
     loss: Literal["margin", "dlr"] | Loss = "margin",
     until: Literal["success", "end"] = "success",
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     restarts: int = 1,
     random_start: bool | None = None,
-    gradient_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[GradientOptions],
 ) -> Tensor:
     """Ascend the loss by projected gradient steps with momentum, whose length halves where they stop helping.
 
@@ -67,20 +61,15 @@ def apgd(
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps.
         loss: ``"margin"`` for `margin_loss`; ``"dlr"`` for `dlr_loss`, or `targeted_dlr_loss` with targets. Or a
             function of logits and labels that returns the losses (N,) to raise, or of logits and targets: to lower.
         until: ``"success"``, to evaluate: a sample is left as soon as the attack has succeeded, which saves most of
             the time. ``"end"``, to train: all steps are taken, and the greatest loss counts.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: As in `pgd`.
         restarts: Number of ascents, each from a start of its own.
         random_start: As in `pgd`.
-        gradient_dtype: As in `pgd`.
         generator: As in `pgd`.
+        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`: with ``until="success"`` the first one on which
@@ -108,18 +97,8 @@ def apgd(
     if not callable(loss) and loss not in ("margin", "dlr"):
         raise ValueError(f"`loss` should be 'margin', 'dlr' or a function. Found {loss!r}.")
     choice("until", until, ("success", "end"))
-    with setting(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        targets=targets,
-        bounds=bounds,
-        mask=mask,
-        gradient_dtype=gradient_dtype,
-    ) as attack:
-        length = attack.stride("epsilon", epsilon, 2)
+    with setting(model, x, labels, **options) as attack:
+        length, share = attack.stride(2), _NEW[attack.threat.norm]
         length = length.expand(len(attack.x), *length.shape[1:])
         found = _Found.at(attack)
         for _ in range(restarts):
@@ -127,7 +106,7 @@ def apgd(
             if len(rows):
                 part = attack if len(rows) == len(x) else attack.rows(rows)
                 start = part.x if draws is None else part.ball.sample(draws)
-                _ascend(_Climb.start(part, rows, start, length[rows]), steps, loss, until, _NEW[norm], found)
+                _ascend(_Climb.start(part, rows, start, length[rows]), steps, loss, until, share, found)
         return attack.ball.settle(found.examples)
 
 

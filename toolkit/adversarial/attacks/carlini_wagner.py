@@ -6,13 +6,13 @@ N samples, each of shape (...), C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit.adversarial.attacks._minimal import Nearest, Search, check_only_l2, minimal_search, rivals
-from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.attacks._minimal import MinimalOptions, Nearest, Search, check_only_l2, minimal_search
 from toolkit.adversarial.balls.box import sum_of
 from toolkit.blocks import no_graph
 
@@ -24,15 +24,10 @@ def carlini_wagner(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor | None = None,
-    norm: Norm = "l2",
     steps: int = 50,
     searches: int = 4,
     learning_rate: float = 0.05,
-    n_classes: int = 10,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
+    **options: Unpack[MinimalOptions],
 ) -> Tensor:
     r"""Minimise the squared distance plus a weighted penalty, and search the least weight that suffices.
 
@@ -51,16 +46,10 @@ def carlini_wagner(
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: As in `deepfool`.
-        norm: ``"l2"``, the only norm of the method here.
         steps: Largest number of Adam's steps per search.
         searches: Number of weights c that are tried for every sample.
         learning_rate: Adam's first rate: about the change of a coordinate per step, in the units of `x`.
-        n_classes: Number of classes to consider in the last stretch: those with the largest logits at `x`, the label
-            included.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
 
     Returns:
         As in `deepfool`.
@@ -81,14 +70,11 @@ def carlini_wagner(
     """
     steps = integer("steps", steps)
     searches = integer("searches", searches)
-    n_classes = integer("n_classes", n_classes, 2)
-    check_only_l2("carlini_wagner", norm)
     learning_rate = number("learning_rate", learning_rate, above=0)
-    with minimal_search(
-        model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
-    ) as search:
+    with minimal_search(model, x, labels, **options) as search:
+        check_only_l2("carlini_wagner", search.norm)
         nearest, logits = search.start()
-        classes = rivals(search.attack, logits, n_classes)
+        classes = search.rivals(logits)
         weight = _first_weight(search)
         least, most = torch.zeros_like(weight), torch.full_like(weight, torch.inf)
         pending = nearest.distance.isinf() | (nearest.distance > 0)

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit.adversarial.attacks._minimal import check_only_l2, minimal_search, rivals
-from toolkit.adversarial.balls import Bounds, L2Ball, Norm
+from toolkit.adversarial.attacks._minimal import MinimalOptions, check_only_l2, minimal_search
+from toolkit.adversarial.balls import L2Ball
 from toolkit.adversarial.balls.box import norm_of
 from toolkit.blocks import no_graph
 
@@ -26,14 +27,9 @@ def ddn(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor | None = None,
-    norm: Norm = "l2",
     steps: int = 50,
     shrinkage: float = 0.05,
-    n_classes: int = 10,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
+    **options: Unpack[MinimalOptions],
 ) -> Tensor:
     """Decouple direction and norm: follow the gradient, and let success set the radius.
 
@@ -51,15 +47,9 @@ def ddn(
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: As in `deepfool`.
-        norm: ``"l2"``, the only norm of the method.
         steps: Number of gradient steps.
         shrinkage: Gamma in the paper, between 0 and 1.
-        n_classes: Number of classes to consider in the last stretch: those with the largest logits at `x`, the label
-            included.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
 
     Returns:
         As in `deepfool`.
@@ -79,12 +69,9 @@ def ddn(
         tensor([[0.4000, 0.2000]])
     """
     steps = integer("steps", steps)
-    n_classes = integer("n_classes", n_classes, 2)
-    check_only_l2("ddn", norm)
     shrinkage = number("shrinkage", shrinkage, least=0, most=1)
-    with minimal_search(
-        model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
-    ) as search:
+    with minimal_search(model, x, labels, **options) as search:
+        check_only_l2("ddn", search.norm)
         attack = search.attack
         nearest, clean_logits = search.start()
         assert isinstance(attack.ball, L2Ball)
@@ -106,4 +93,4 @@ def ddn(
             outside = (4 * radius / length.masked_fill(length == 0, 1)).to(way.dtype) * offset
             example = replace(attack.ball, radius=radius).project((attack.x + outside).to(attack.x.dtype))
         nearest = search.offer(nearest, example)
-        return search.finish(search.bring_closer(nearest, rivals(attack, clean_logits, n_classes)))
+        return search.finish(search.bring_closer(nearest, search.rivals(clean_logits)))

@@ -6,12 +6,12 @@ N samples, each of shape (...), C classes, K of them considered.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit.adversarial.attacks._minimal import Nearest, Search, minimal_search, rivals
-from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.attacks._minimal import MinimalOptions, Nearest, Search, minimal_search
 
 __all__ = ["deepfool"]
 
@@ -21,14 +21,9 @@ def deepfool(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor | None = None,
-    norm: Norm = "l2",
     steps: int = 50,
     overshoot: float = 0.02,
-    n_classes: int = 10,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
+    **options: Unpack[MinimalOptions],
 ) -> Tensor:
     r"""Walk to the nearest boundary of the linearised model until it is crossed.
 
@@ -48,16 +43,9 @@ def deepfool(
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball in which the result has to lie, one for all or (N,); examples that are farther are
-            projected. None: no limit.
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``; of the distance and of the ball.
         steps: Largest number of steps. Rows that are done are dropped.
         overshoot: The part of a step by which the next starts beyond the boundary, at least 0.
-        n_classes: Number of classes to consider: those with the largest logits at `x`, the label included. Each costs a
-            backward pass per step.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
 
     Returns:
         The nearest adversarial examples found, with the shape, dtype and device of `x`: `x` itself where the model errs
@@ -78,13 +66,10 @@ def deepfool(
         tensor([[0.4000, 0.2000]])
     """
     steps = integer("steps", steps)
-    n_classes = integer("n_classes", n_classes, 2)
     overshoot = number("overshoot", overshoot, least=0)
-    with minimal_search(
-        model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
-    ) as search:
+    with minimal_search(model, x, labels, **options) as search:
         nearest, logits = search.start()
-        classes = rivals(search.attack, logits, n_classes)
+        classes = search.rivals(logits)
         example = search.attack.x
         for _ in range(steps):
             index = (~nearest.is_found).nonzero()[:, 0]

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
@@ -28,8 +28,9 @@ from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
-from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls import BallOptions
 from toolkit.adversarial.balls._rounding import laid_out_as
+from toolkit.adversarial.balls.box import sizes_of
 
 __all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy"]
 
@@ -119,13 +120,10 @@ def evaluate_robustness(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
+    **options: Unpack[BallOptions],
 ) -> Evaluation:
     """Run attacks one after the other, each on the rows that are still classified correctly.
 
@@ -138,16 +136,13 @@ def evaluate_robustness(
         model: Inputs (N, ...) to logits (N, C). A `torch.nn.Module` is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
         attacks: Name to attack, in order; each is called as ``attack(model, x, labels, epsilon=, norm=, bounds=,
             mask=, generator=)`` with the rows still standing. A tuple of attacks goes on as long as each of them breaks
             a row. None: `standard_attacks`.
         batch_size: Rows, or pairs of a row and a class, at once.
         generator: Draws all random numbers. An integer seeds a new one: by default the same call gives the same result.
             None: torch's global generator.
+        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
 
     Returns:
         The robust rows, the examples, and the count of rows that each attack broke.
@@ -174,18 +169,10 @@ def evaluate_robustness(
         found = "none" if isinstance(attacks, Mapping) else type(attacks).__name__
         raise TypeError(f"`attacks` should be a mapping of names to attacks, at least one. Found {found}.")
     draws = seeded_generator(generator)
-    with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=None, bounds=bounds, mask=mask) as whole:
-        arguments = _Arguments(whole.x, epsilon, bounds, mask)
-        if norm == "linf" and bounds is not None and len(whole.x):
-            width = float(torch.as_tensor(bounds[1]).double().max() - torch.as_tensor(bounds[0]).double().min())
-            if (arguments.epsilon >= width).all():
-                warnings.warn(
-                    f"`epsilon` should be less than the box is wide, {width:g}. Found {arguments.epsilon.min():g}, "
-                    "with which everything in the box is allowed. Are the pixels on another scale?",
-                    stacklevel=2,
-                )
+    with setting(model, x, labels, **options) as whole:
+        _warn_of_a_ball_as_wide_as_the_box(whole)
         parts = [
-            _Standing(whole.rows(rows), arguments.of(rows), norm, draws)
+            _Standing(whole.rows(rows), draws)
             for rows in torch.arange(len(whole.x), device=whole.x.device).split(batch_size)
         ]
         broken: dict[str, int] = {}
@@ -217,13 +204,10 @@ def robust_accuracy(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
+    **options: Unpack[BallOptions],
 ) -> float:
     """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
 
@@ -233,13 +217,10 @@ def robust_accuracy(
         model: As in `evaluate_robustness`, which tells more, and so are the other arguments.
         x: Clean inputs, (N, ...).
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Bounds of the box; None for no box.
-        mask: Where an input may change.
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
+        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
 
     Raises:
         TypeError: As in `pgd`.
@@ -256,16 +237,7 @@ def robust_accuracy(
         0.5
     """
     return evaluate_robustness(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        bounds=bounds,
-        mask=mask,
-        attacks=attacks,
-        batch_size=batch_size,
-        generator=generator,
+        model, x, labels, attacks=attacks, batch_size=batch_size, generator=generator, **options
     ).robust_accuracy
 
 
@@ -274,13 +246,10 @@ def ensemble(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
+    **options: Unpack[BallOptions],
 ) -> Tensor:
     """Return the adversarial examples of an ensemble of attacks: `evaluate_robustness` as an attack like the others.
 
@@ -288,13 +257,10 @@ def ensemble(
         model: As in `evaluate_robustness`, and so are the other arguments.
         x: Clean inputs, (N, ...).
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Bounds of the box; None for no box.
-        mask: Where an input may change.
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
+        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
 
     Returns:
         Examples with the shape, dtype and device of `x`: where a row was broken, the example that broke it; else the
@@ -311,45 +277,15 @@ def ensemble(
         tensor([[0.3500, 0.7500]])
     """
     return evaluate_robustness(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        bounds=bounds,
-        mask=mask,
-        attacks=attacks,
-        batch_size=batch_size,
-        generator=generator,
+        model, x, labels, attacks=attacks, batch_size=batch_size, generator=generator, **options
     ).examples
-
-
-class _Arguments:
-    """The arguments that may differ between rows, with one entry for each row."""
-
-    def __init__(self, x: Tensor, epsilon: float | Tensor, bounds: Bounds, mask: Tensor | None) -> None:
-        self.epsilon = torch.as_tensor(epsilon, dtype=torch.float64, device=x.device).expand(len(x))
-        self.bounds = bounds and tuple(
-            side.to(x.device).expand(x.shape) if isinstance(side, Tensor) and side.dim() else side for side in bounds
-        )
-        self.mask = None if mask is None else mask.to(x.device).expand(x.shape)
-
-    def of(self, index: Tensor) -> dict[str, Any]:
-        """Return the arguments of some rows, by name."""
-        return {"epsilon": self.epsilon[index], "bounds": _rows(self.bounds, index), "mask": _rows(self.mask, index)}
-
-
-def _rows(value: Any, index: Tensor) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_rows(side, index) for side in value)
-    return value[index] if isinstance(value, Tensor) and value.dim() else value
 
 
 class _Standing:
     """A batch under one attack after the other, and which of its rows still stand."""
 
-    def __init__(self, batch: Setting, arguments: dict[str, Any], norm: Norm, generator: torch.Generator) -> None:
-        self._batch, self._arguments, self._norm, self._generator = batch, arguments, norm, generator
+    def __init__(self, batch: Setting, generator: torch.Generator) -> None:
+        self._batch, self._generator = batch, generator
         logits = batch.logits(batch.x)
         self.n_classes = logits.shape[1]
         self.correct = ~_errs(logits, batch.labels)
@@ -373,8 +309,10 @@ class _Standing:
         if not len(rows):
             return 0
         left = self._batch.rows(rows)
-        own = {name: _rows(value, rows) for name, value in self._arguments.items()}
-        found = attack(left.model, left.x, left.labels, norm=self._norm, **own, generator=self._generator)
+        threat = left.threat
+        epsilon = sizes_of("epsilon", threat.epsilon, left.x.device).expand(len(left.x))
+        own = {"epsilon": epsilon, "norm": threat.norm, "bounds": threat.bounds, "mask": threat.mask}
+        found = attack(left.model, left.x, left.labels, **own, generator=self._generator)
         found = torch.where(found.isnan(), left.x, found).clamp(left.ball.lower, left.ball.upper)
         found = left.ball.settle(found)
         logits = left.logits(found)
@@ -385,6 +323,19 @@ class _Standing:
         self._strength[rows] = strength.maximum(self._strength[rows])
         self.robust[rows[fallen]] = False
         return int(fallen.sum())
+
+
+def _warn_of_a_ball_as_wide_as_the_box(attack: Setting) -> None:
+    threat = attack.threat
+    if threat.norm == "linf" and threat.bounds is not None and len(attack.x):
+        least, most = (torch.as_tensor(side).double() for side in threat.bounds)
+        width, smallest = float(most.max() - least.min()), torch.as_tensor(threat.epsilon).min()
+        if smallest >= width:
+            warnings.warn(
+                f"`epsilon` should be less than the box is wide, {width:g}. Found {smallest:g}, "
+                "with which everything in the box is allowed. Are the pixels on another scale?",
+                stacklevel=3,
+            )
 
 
 def _stages(name: str, attack: Attack | Stages) -> Stages:

@@ -6,6 +6,8 @@ N samples, each of shape (...), C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -13,9 +15,8 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import inner
-from toolkit.adversarial.attacks._minimal import Nearest, Search, minimal_search, rivals
+from toolkit.adversarial.attacks._minimal import MinimalOptions, Nearest, Search, minimal_search
 from toolkit.adversarial.attacks.losses import Loss
-from toolkit.adversarial.balls import Bounds, Norm, make_ball
 from toolkit.adversarial.balls.box import wide
 from toolkit.blocks import no_graph
 
@@ -27,18 +28,13 @@ def fab(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor | None = None,
-    norm: Norm = "linf",
     steps: int = 10,
-    n_classes: int = 10,
     restarts: int = 1,
     pull: float = 0.1,
     extrapolation: float = 1.05,
     retreat: float = 0.9,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[MinimalOptions],
 ) -> Tensor:
     r"""Walk along the boundary towards its point that is nearest to the input: the fast adaptive boundary attack.
 
@@ -59,19 +55,14 @@ def fab(
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: As in `deepfool`.
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``; of the distance and of the ball.
         steps: Number of steps per class and restart.
-        n_classes: Number of classes to consider: those with the largest logits at `x`, the label included.
         restarts: Number of walks to each class. The first starts at `x`, the others at random in a ball of half the
             distance found so far. More restarts are never worse.
         pull: Largest alpha, from 0 to 1.
         extrapolation: Eta, at least 1.
         retreat: The part of an adversarial displacement that the walk goes on from, from 0 to 1.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
         generator: Draws the starts after the first, if any. None: torch's global generator.
+        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
 
     Returns:
         As in `deepfool`.
@@ -92,22 +83,19 @@ def fab(
     """
     steps = integer("steps", steps)
     restarts = integer("restarts", restarts)
-    n_classes = integer("n_classes", n_classes, 2)
     pull = number("pull", pull, least=0, most=1)
     retreat = number("retreat", retreat, least=0, most=1)
     extrapolation = number("extrapolation", extrapolation, least=1, most=2)
     draws = own_generator(generator) if restarts > 1 else None
-    with minimal_search(
-        model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask
-    ) as search:
+    with minimal_search(model, x, labels, default_norm="linf", **options) as search:
         nearest, logits = search.start()
-        classes = rivals(search.attack, logits, n_classes)
+        classes = search.rivals(logits)
         losses = [None] if classes is None else [_beats(rival) for rival in classes.unbind(1)]
         for restart in range(restarts):
             for loss in losses:
                 example = search.attack.x
                 if restart and draws is not None:
-                    example = _start(search, nearest, bounds, mask, draws)
+                    example = _start(search, nearest, draws)
                 for _ in range(steps):
                     nearest, example = _step(search, nearest, example, loss, pull, extrapolation, retreat)
             # After every restart, so that more of them are never worse.
@@ -125,12 +113,12 @@ def _beats(rival: Tensor) -> Loss:
     return loss
 
 
-def _start(search: Search, nearest: Nearest, bounds: Bounds, mask: Tensor | None, generator: torch.Generator) -> Tensor:
+def _start(search: Search, nearest: Nearest, generator: torch.Generator) -> Tensor:
     """Draw from a ball of half the distance that is to be beaten."""
     with no_graph():
         tried = search.length(nearest.example.double() - search.attack.x.double())
         radius = torch.minimum(torch.where(nearest.is_found, nearest.distance, tried), search.radius) / 2
-        return make_ball(search.norm, search.attack.x, radius, bounds, mask).sample(generator)
+        return replace(search.attack.threat, epsilon=radius).around(search.attack.x).sample(generator)
 
 
 def _step(

@@ -10,15 +10,15 @@ N samples, each of shape (...), C classes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator, starts_at_random
-from toolkit.adversarial.attacks._setting import Setting, setting
+from toolkit.adversarial.attacks._setting import GradientOptions, Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, margin_loss
-from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.balls.box import sum_of, wide
 
 __all__ = ["fgsm", "mi_fgsm", "pgd", "rs_fgsm"]
@@ -29,12 +29,8 @@ def fgsm(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     loss: Loss | None = None,
+    **options: Unpack[GradientOptions],
 ) -> Tensor:
     """Move every input once, by epsilon in the direction of steepest ascent of the loss.
 
@@ -46,12 +42,8 @@ def fgsm(
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: As in `pgd`.
         loss: As in `pgd`.
+        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
@@ -69,19 +61,8 @@ def fgsm(
         >>> fgsm(model, torch.tensor([[0.5, 0.5]]), torch.tensor([0]), epsilon=0.25)
         tensor([[0.2500, 0.7500]])
     """
-    return pgd(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        steps=1,
-        step_size=epsilon,
-        targets=targets,
-        bounds=bounds,
-        mask=mask,
-        loss=loss,
-    )
+    with setting(model, x, labels, **options) as attack:
+        return attack.ball.settle(_ascend(attack, loss, 1, attack.stride(), None))
 
 
 def rs_fgsm(
@@ -89,14 +70,10 @@ def rs_fgsm(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     step_size: float | Tensor | None = None,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     loss: Loss | None = None,
     generator: torch.Generator | None,
+    **options: Unpack[GradientOptions],
 ) -> Tensor:
     """Move every input once, from a start that is drawn uniformly from the ball: the attack of fast training.
 
@@ -104,14 +81,10 @@ def rs_fgsm(
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         step_size: Length of the step; one for all, or (N,). None: ``1.25 * epsilon``, as in the paper.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: As in `pgd`.
         loss: As in `pgd`.
         generator: Draws the start. None: torch's global generator.
+        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
@@ -131,8 +104,8 @@ def rs_fgsm(
         True
     """
     draws = own_generator(generator)
-    with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
-        return attack.ball.settle(_ascend(attack, loss, 1, _stride(attack, step_size, epsilon, 1.25), draws))
+    with setting(model, x, labels, **options) as attack:
+        return attack.ball.settle(_ascend(attack, loss, 1, attack.stride(1.25, step_size), draws))
 
 
 def pgd(
@@ -140,18 +113,13 @@ def pgd(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     steps: int = 10,
     step_size: float | Tensor | None = None,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     loss: Loss | None = None,
     restarts: int = 1,
     random_start: bool | None = None,
-    gradient_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[GradientOptions],
 ) -> Tensor:
     """Ascend the loss inside a ball around every input by projected gradient steps.
 
@@ -170,15 +138,9 @@ def pgd(
             not a `torch.nn.Module` is called as it is.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``, enough to reach
             the boundary from anywhere in the ball (Madry et al. 2018, section 5).
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x` as torch broadcasts: a mask of shape (N,) is not one for
-            each sample. None: everywhere.
         loss: Function of logits and labels that returns the losses (N,) to raise; with `targets`, of logits and targets
             that returns the losses to lower. None: `margin_loss`.
         restarts: Number of ascents, each from a start of its own. For every sample the one with the greatest last loss
@@ -186,10 +148,8 @@ def pgd(
         random_start: Start at points drawn uniformly from the ball, instead of at `x`, where the attack is
             deterministic and its rows do not depend on each other. None: if there are several `restarts`, or a
             `generator`.
-        gradient_dtype: `torch.bfloat16` runs the model in it where gradients are taken: on much hardware several times
-            faster, and the steps need little more than signs. Examples, projection and bounds stay in the dtype of `x`.
-            None: the model's own dtype.
         generator: Draws the starts, if they are random. None: torch's global generator.
+        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic; a
@@ -215,18 +175,8 @@ def pgd(
     steps = integer("steps", steps)
     restarts = integer("restarts", restarts)
     draws = own_generator(generator) if starts_at_random(random_start, generator, restarts) else None
-    with setting(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        targets=targets,
-        bounds=bounds,
-        mask=mask,
-        gradient_dtype=gradient_dtype,
-    ) as attack:
-        stride = _stride(attack, step_size, epsilon, 2.5 / steps)
+    with setting(model, x, labels, **options) as attack:
+        stride = attack.stride(2.5 / steps, step_size)
         best = _ascend(attack, loss, steps, stride, draws)
         for _ in range(restarts - 1):
             best = _stronger(attack, loss, best, _ascend(attack, loss, steps, stride, draws))
@@ -238,17 +188,13 @@ def mi_fgsm(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     steps: int = 10,
     step_size: float | Tensor | None = None,
     momentum: float = 1.0,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     loss: Loss | None = None,
     random_start: bool | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[GradientOptions],
 ) -> Tensor:
     """Ascend along a running sum of gradients: the iterative fast gradient method with momentum.
 
@@ -259,17 +205,13 @@ def mi_fgsm(
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``, as in the paper.
         momentum: The part of the sum that is kept, at least 0; 0 is a plain ascent.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: As in `pgd`.
         loss: As in `pgd`.
         random_start: As in `pgd`.
         generator: As in `pgd`.
+        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
@@ -290,8 +232,8 @@ def mi_fgsm(
     steps = integer("steps", steps)
     momentum = number("momentum", momentum, least=0)
     draws = own_generator(generator) if starts_at_random(random_start, generator) else None
-    with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
-        stride = _stride(attack, step_size, epsilon, 1 / steps)
+    with setting(model, x, labels, **options) as attack:
+        stride = attack.stride(1 / steps, step_size)
         example = _start(attack, draws)
         heading = torch.zeros_like(example)
         for _ in range(steps):
@@ -299,11 +241,6 @@ def mi_fgsm(
             heading = momentum * heading + _of_unit_sum(gradient)
             example = attack.ball.step(point, heading, stride)
         return attack.ball.settle(example)
-
-
-def _stride(attack: Setting, step_size: float | Tensor | None, epsilon: float | Tensor, factor: float) -> Tensor:
-    """Return the length of a step: `step_size`, or `factor` times epsilon."""
-    return attack.stride("epsilon", epsilon, factor) if step_size is None else attack.stride("step_size", step_size)
 
 
 def _start(attack: Setting, generator: torch.Generator | None) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from toolkit._checks import integer
 from toolkit._random import own_generator
 from toolkit.adversarial.attacks._setting import Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import class_index, difference_loss
-from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls import BallOptions
 from toolkit.adversarial.balls._rounding import follow
 from toolkit.adversarial.balls.box import draw
 from toolkit.blocks import no_graph, variable
@@ -33,16 +34,13 @@ def multi_target(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     steps: int = 40,
     n_targets: int = 9,
     restarts: int = 1,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     at_once: int | None = None,
     gradient_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[BallOptions],
 ) -> Tensor:
     """Ascend the margin ``z_t - z_y`` of each of the most likely other classes t, until the model errs.
 
@@ -63,18 +61,15 @@ def multi_target(
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,). There are no `targets`: the attack chooses its own.
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps in each ascent.
         n_targets: T; the classes that are tried are those with the largest logits at `x`. At most C - 1 are.
         restarts: Number of ascents for each class. All but the first are random.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: As in `pgd`.
         at_once: Number of pairs that the model is run on at once, which bounds the memory. All T pairs of a sample
             stay together, so it is never less than T. None: the larger of N and 1024.
         gradient_dtype: As in `pgd`.
         generator: Draws starts, and the coordinates that move, of the ascents after the first. None: torch's global
             generator.
+        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, the values of `x` where the model errs there
@@ -99,21 +94,8 @@ def multi_target(
     steps = integer("steps", steps, 0)
     restarts = integer("restarts", restarts)
     draws = own_generator(generator) if restarts > 1 else None
-    return _search(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        steps=steps,
-        n_targets=n_targets,
-        restarts=restarts,
-        bounds=bounds,
-        mask=mask,
-        at_once=at_once,
-        gradient_dtype=gradient_dtype,
-        generator=draws,
-    )
+    with setting(model, x, labels, gradient_dtype=gradient_dtype, **options) as attack:
+        return _search(attack, steps=steps, n_targets=n_targets, restarts=restarts, at_once=at_once, generator=draws)
 
 
 def linearised(
@@ -121,13 +103,10 @@ def linearised(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     n_targets: int = 9,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     at_once: int | None = None,
     gradient_dtype: torch.dtype | None = None,
+    **options: Unpack[BallOptions],
 ) -> Tensor:
     """Move every input once, to where one of its linearised margins ``z_t - z_y`` is largest in ball and box.
 
@@ -140,13 +119,10 @@ def linearised(
         model: As in `multi_target`, and so are the other arguments.
         x: Clean inputs, (N, ...).
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         n_targets: T.
-        bounds: Bounds of the box.
-        mask: Where an input may change.
         at_once: Number of pairs that the model is run on at once.
         gradient_dtype: As in `pgd`.
+        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
 
     Returns:
         As in `multi_target`.
@@ -160,21 +136,8 @@ def linearised(
         >>> linearised(lambda x: x @ weight.T, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2")
         tensor([[0.7000, 0.6000]])
     """
-    return _search(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        steps=0,
-        n_targets=n_targets,
-        restarts=1,
-        bounds=bounds,
-        mask=mask,
-        at_once=at_once,
-        gradient_dtype=gradient_dtype,
-        generator=None,
-    )
+    with setting(model, x, labels, gradient_dtype=gradient_dtype, **options) as attack:
+        return _search(attack, steps=0, n_targets=n_targets, restarts=1, at_once=at_once, generator=None)
 
 
 _WIDTH = 2.0  # length of an ascent's first step in units of epsilon
@@ -182,54 +145,36 @@ _EVERY = 4  # steps between two looks for ascents that stand still
 
 
 def _search(
-    model: Callable[[Tensor], Tensor],
-    x: Tensor,
-    labels: Tensor,
+    attack: Setting,
     *,
-    epsilon: float | Tensor,
-    norm: Norm,
     steps: int,
     n_targets: int,
     restarts: int,
-    bounds: Bounds,
-    mask: Tensor | None,
     at_once: int | None,
-    gradient_dtype: torch.dtype | None,
     generator: torch.Generator | None,
 ) -> Tensor:
     n_targets = integer("n_targets", n_targets)
     if at_once is not None:
         at_once = integer("at_once", at_once)
-    with setting(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        targets=None,
-        bounds=bounds,
-        mask=mask,
-        gradient_dtype=gradient_dtype,
-    ) as attack:
-        width = attack.stride("epsilon", epsilon, _WIDTH)
-        logits = attack.logits(attack.x)
-        index = class_index(logits, attack.labels)
-        tried = logits.scatter(1, index, -torch.inf).topk(min(n_targets, logits.shape[1] - 1)).indices
-        found = _Found(attack.x.clone(), difference_loss(logits, attack.labels))
-        right = (~attack.succeeds(logits)).nonzero()[:, 0]
-        for samples in (
-            () if len(right) == 0 else right.split(max(1, (at_once or max(len(x), _AT_ONCE)) // tried.shape[1]))
-        ):
-            pairs = _Pairs.of(attack, samples, tried[samples], width, logits)
-            _ascend(pairs, pairs.farthest(), steps, found)
-            for restart in range(1, restarts):
-                pairs = pairs.rows((found.values[pairs.samples] <= 0).nonzero()[:, 0])
-                if len(pairs.samples):
-                    start = pairs.attack.x
-                    if generator is not None and restart % 2 == 0:
-                        start = pairs.attack.ball.sample(generator)
-                    _ascend(pairs, start, steps, found, generator)
-        return attack.ball.settle(found.examples)
+    width = attack.stride(_WIDTH)
+    logits = attack.logits(attack.x)
+    index = class_index(logits, attack.labels)
+    tried = logits.scatter(1, index, -torch.inf).topk(min(n_targets, logits.shape[1] - 1)).indices
+    found = _Found(attack.x.clone(), difference_loss(logits, attack.labels))
+    right = (~attack.succeeds(logits)).nonzero()[:, 0]
+    for samples in (
+        () if len(right) == 0 else right.split(max(1, (at_once or max(len(attack.x), _AT_ONCE)) // tried.shape[1]))
+    ):
+        pairs = _Pairs.of(attack, samples, tried[samples], width, logits)
+        _ascend(pairs, pairs.farthest(), steps, found)
+        for restart in range(1, restarts):
+            pairs = pairs.rows((found.values[pairs.samples] <= 0).nonzero()[:, 0])
+            if len(pairs.samples):
+                start = pairs.attack.x
+                if generator is not None and restart % 2 == 0:
+                    start = pairs.attack.ball.sample(generator)
+                _ascend(pairs, start, steps, found, generator)
+    return attack.ball.settle(found.examples)
 
 
 class _Found:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -16,8 +17,8 @@ from toolkit._checks import integer, number
 from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import ORDER, reach_together
 from toolkit.adversarial.attacks._minimal import strength
-from toolkit.adversarial.attacks._setting import Setting, setting
-from toolkit.adversarial.balls import Bounds, L1Ball, L2Ball, Norm
+from toolkit.adversarial.attacks._setting import AttackOptions, Setting, setting
+from toolkit.adversarial.balls import L1Ball, L2Ball, Norm
 from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import norm_of, wide
 
@@ -32,14 +33,10 @@ def square(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     queries: int = 5000,
     proportion: float = 0.8,
-    targets: Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     generator: torch.Generator | None,
+    **options: Unpack[AttackOptions],
 ) -> Tensor:
     r"""Search at random, by squares, with the logits alone: no gradient is taken, so none can mislead or be missing.
 
@@ -60,14 +57,10 @@ def square(
         model: Inputs (N, ...) to logits (N, C). It need not be differentiable.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         queries: Largest number of evaluations of the model per sample, the clean input included.
         proportion: Share of the pixels that is changed at first, above 0 and at most 1.
-        targets: (N,); the classes to move towards. None moves away from `labels`.
-        bounds: Least and greatest value of an input, numbers or broadcast to `x`; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
         generator: Draws windows and signs. None: torch's global generator.
+        **options: `AttackOptions`: the ball and `targets`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic;
@@ -91,8 +84,8 @@ def square(
     """
     queries, generator = integer("queries", queries), own_generator(generator)
     proportion = number("proportion", proportion, above=0, most=1)
-    with setting(model, x, labels, epsilon=epsilon, norm=norm, targets=targets, bounds=bounds, mask=mask) as attack:
-        shape = _image_shape(attack.x)
+    with setting(model, x, labels, **options) as attack:
+        norm, shape = attack.threat.norm, _image_shape(attack.x)
         example, logits = attack.x.clone(), attack.logits(attack.x)
         best, done = strength(attack, logits), attack.succeeds(logits)
         for query in range(1, queries):

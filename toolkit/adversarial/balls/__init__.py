@@ -7,25 +7,38 @@ N samples, each of shape (...) with D features in all.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import choice
-from toolkit.adversarial.balls.box import Bounds, box, free, per_sample
+from toolkit.adversarial.balls.box import Bounds, box, free, per_sample, sizes_of
 from toolkit.adversarial.balls.l1 import L1Ball
 from toolkit.adversarial.balls.l2 import L2Ball
 from toolkit.adversarial.balls.linf import LinfBall
 from toolkit.blocks import no_graph
 
-__all__ = ["Ball", "Bounds", "L1Ball", "L2Ball", "LinfBall", "Norm", "box", "make_ball", "per_sample"]
+__all__ = [
+    "Ball",
+    "BallOptions",
+    "Bounds",
+    "L1Ball",
+    "L2Ball",
+    "LinfBall",
+    "Norm",
+    "Region",
+    "ball_of",
+    "box",
+    "per_sample",
+]
 
 Norm = Literal["linf", "l2", "l1"]
 
 
-class Ball(Protocol):
-    """The threat model of an attack. Every tensor has the shape and dtype of the clean inputs, (N, ...)."""
+class Region(Protocol):
+    """A ball around given inputs. Every tensor has the shape and dtype of the clean inputs, (N, ...)."""
 
     @property
     def x(self) -> Tensor:
@@ -57,41 +70,107 @@ class Ball(Protocol):
     def settle(self, example: Tensor) -> Tensor:
         """Return the projected `example`, moved towards the clean input by the roundings that left the set."""
 
-    def rows(self, index: Tensor) -> Ball:
-        """Return the ball of some samples, by their indices or a Boolean tensor, (N,)."""
+    def rows(self, index: Tensor) -> Region:
+        """Return the region of some samples, by their indices or a Boolean tensor, (N,)."""
 
 
-def make_ball(
-    norm: Norm, x: Tensor, epsilon: float | Tensor | None, bounds: Bounds, mask: Tensor | None = None
-) -> Ball:
-    """Return the inputs within `epsilon` of `x` and inside `bounds`.
+_REGIONS: dict[str, type[LinfBall] | type[L2Ball] | type[L1Ball]] = {"linf": LinfBall, "l2": L2Ball, "l1": L1Ball}
 
-    Args:
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        x: Clean inputs, (N, ...), floating point.
+
+@dataclass(frozen=True)
+class Ball:
+    """A threat model: the inputs within a radius of a clean one, in a norm and inside of a box.
+
+    Attacks take a ball as ``ball=Ball(0.1, "l2")``, or in short its fields, ``epsilon=0.1, norm="l2"``.
+
+    Attributes:
         epsilon: Radius; one for all, or (N,). None: the whole box.
-        bounds: Least and greatest value, each a number or broadcast to `x`; None for no box. A clean value that is
-            out of them by a rounding stays allowed.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
+        bounds: Least and greatest value of an input, each a number or broadcast to the inputs; None for no box. A clean
+            value that is out of them by a rounding stays allowed.
+        mask: True where an input may change, broadcast to the inputs as torch broadcasts: a mask of shape (N,) is not
+            one for each sample. None: everywhere.
 
     Raises:
-        TypeError: If `x` is not floating point, or `mask` not Boolean.
-        ValueError: If `norm` is unknown, `x` is not a batch of samples or lies outside of `bounds`, `epsilon` is
-            negative, infinite or of another shape, or `mask` does not broadcast to `x`.
+        TypeError: If `epsilon` is not a number, nor a tensor of numbers.
+        ValueError: If `norm` is unknown, or `epsilon` is negative or infinite.
+
+    Example:
+        >>> ball = Ball(0.1, "l2", bounds=(-1, 1))
+        >>> ball.around(torch.zeros(2, 3)).upper[0]
+        tensor([1., 1., 1.])
     """
-    if not x.is_floating_point():
-        raise TypeError(f"`x` should be floating point. Found {x.dtype}.")
-    if x.dim() < 2:
-        raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
-    choice("norm", norm, _BALLS)
-    # A finite radius beyond any difference of two inputs: infinity minus infinity would be NaN.
-    radius = per_sample("epsilon", torch.finfo(x.dtype).max / 4 if epsilon is None else epsilon, x)
-    with no_graph():
-        lower, upper = box(x, bounds)
-        change = free(x, mask)
-        if change is not None:
-            lower, upper = torch.where(change > 0, lower, x), torch.where(change > 0, upper, x)
-    return _BALLS[norm].around(x, radius, lower, upper, change)
+
+    epsilon: float | Tensor | None
+    norm: Norm = "linf"
+    bounds: Bounds = (0, 1)
+    mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Raise if `norm` is unknown, or `epsilon` no size."""
+        choice("norm", self.norm, _REGIONS)
+        if self.epsilon is not None:
+            sizes_of("epsilon", self.epsilon)
+
+    def around(self, x: Tensor) -> Region:
+        """Return the ball around clean inputs, (N, ...).
+
+        Raises:
+            TypeError: If `x` is not floating point, or `mask` not Boolean.
+            ValueError: If `x` is not a batch of samples or lies outside of `bounds`, `epsilon` is neither one for all
+                nor one for each, or `mask` does not broadcast to `x`.
+        """
+        if not x.is_floating_point():
+            raise TypeError(f"`x` should be floating point. Found {x.dtype}.")
+        if x.dim() < 2:
+            raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
+        # A finite radius beyond any difference of two inputs: infinity minus infinity would be NaN.
+        radius = per_sample("epsilon", torch.finfo(x.dtype).max / 4 if self.epsilon is None else self.epsilon, x)
+        with no_graph():
+            lower, upper = box(x, self.bounds)
+            change = free(x, self.mask)
+            if change is not None:
+                lower, upper = torch.where(change > 0, lower, x), torch.where(change > 0, upper, x)
+        return _REGIONS[self.norm].around(x, radius, lower, upper, change)
+
+    def rows(self, index: Tensor, x: Tensor) -> Ball:
+        """Return the ball of some samples of the inputs `x`, by their indices or a Boolean tensor, (N,)."""
+
+        def rows_of(value: Any, shape: torch.Size) -> Any:
+            if isinstance(value, tuple | list):
+                return tuple(rows_of(side, shape) for side in value)
+            has_rows = isinstance(value, Tensor) and value.dim() > 0
+            return value.to(x.device).expand(shape)[index] if has_rows else value
+
+        radius = torch.as_tensor(self.epsilon) if isinstance(self.epsilon, tuple | list) else self.epsilon
+        rows = (rows_of(radius, x.shape[:1]), rows_of(self.bounds, x.shape), rows_of(self.mask, x.shape))
+        return Ball(rows[0], self.norm, *rows[1:])
 
 
-_BALLS: dict[str, type[LinfBall] | type[L2Ball] | type[L1Ball]] = {"linf": LinfBall, "l2": L2Ball, "l1": L1Ball}
+class BallOptions(TypedDict, total=False):
+    """The keywords of every attack that name its threat model: a `Ball`, or in short the fields of one."""
+
+    ball: Ball
+    epsilon: float | Tensor | None
+    norm: Norm
+    bounds: Bounds
+    mask: Tensor | None
+
+
+def ball_of(**options: Unpack[BallOptions]) -> Ball:
+    """Return the ball that the keywords of an attack name.
+
+    Raises:
+        TypeError: If there is neither a ball nor an `epsilon`, or a ball and a field of one.
+    """
+    if "ball" not in options:
+        if "epsilon" not in options:
+            raise TypeError("`epsilon` should be given, or a `ball`. Found neither.")
+        return Ball(**options)  # type: ignore[misc]
+    if len(options) > 1:
+        raise TypeError(
+            f"`ball` should be given without its fields. Found `{'`, `'.join(sorted({*options} - {'ball'}))}`."
+        )
+    if not isinstance(options["ball"], Ball):
+        raise TypeError(f"`ball` should be a Ball. Found {type(options['ball']).__name__}.")
+    return options["ball"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.adversarial.balls._rounding import round_inward
 from toolkit.blocks import no_graph
 
-__all__ = ["Bounds", "box", "draw", "features", "free", "norm_of", "per_sample", "room", "sum_of", "wide"]
+__all__ = ["Bounds", "box", "draw", "features", "free", "norm_of", "per_sample", "room", "sizes_of", "sum_of", "wide"]
 
 Bounds = tuple[float | Tensor, float | Tensor] | None
 
@@ -23,27 +23,38 @@ def per_sample(argument: str, value: object, x: Tensor) -> Tensor:
     """Return a size as float64 of shape (N or 1, 1, ...), to be broadcast against `x`.
 
     Raises:
+        TypeError: As in `sizes_of`.
+        ValueError: As in `sizes_of`, or if there is neither one for all nor one per sample.
+    """
+    sizes = sizes_of(argument, value, x.device)
+    if sizes.dim() > 1 or sizes.numel() not in {1, len(x)}:
+        raise ValueError(
+            f"`{argument}` should be one number or one per sample, ({len(x)},). Found shape {tuple(sizes.shape)}."
+        )
+    return sizes.reshape(-1, *[1] * (x.dim() - 1))
+
+
+def sizes_of(argument: str, value: object, device: torch.device | None = None) -> Tensor:
+    """Return one size, or several, as float64.
+
+    Raises:
         TypeError: If `value` is not a number, nor a sequence or tensor of numbers.
-        ValueError: If a value is negative or not finite, or there is neither one for all nor one per sample.
+        ValueError: If a value is negative or not finite.
     """
     with no_graph():
         try:
             if torch.as_tensor(value).dtype == torch.bool:
                 raise TypeError
-            sizes = torch.as_tensor(value, dtype=torch.float64, device=x.device)
+            sizes = torch.as_tensor(value, dtype=torch.float64, device=device)
         except (TypeError, ValueError, RuntimeError):
             found = repr(value) if isinstance(value, str) else type(value).__name__
             raise TypeError(
                 f"`{argument}` should be a number, or a tensor with one per sample. Found {found}."
             ) from None
-        if sizes.dim() > 1 or sizes.numel() not in {1, len(x)}:
-            raise ValueError(
-                f"`{argument}` should be one number or one per sample, ({len(x)},). Found shape {tuple(sizes.shape)}."
-            )
         if not ((sizes >= 0) & sizes.isfinite()).all():
             found = f"{value:g}" if isinstance(value, int | float) else f"a smallest value of {sizes.min().item():g}"
             raise ValueError(f"`{argument}` should be finite and not negative. Found {found}.")
-        return sizes.reshape(-1, *[1] * (x.dim() - 1))
+        return sizes
 
 
 def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:

@@ -110,9 +110,8 @@ def clean_and_moved(model: Model, x: Tensor, example: Tensor) -> tuple[Tensor, T
     return clean, moved
 
 
-def start_near(attack: Setting, start: float | Tensor, generator: torch.Generator | None) -> Tensor:
+def start_near(attack: Setting, distance: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return a point close to the clean inputs, (N, ...): see `nearby_pgd`."""
-    distance = attack.stride("start", start)
     if generator is None:
         point, gradient, _ = attack.gradient(attack.x)
         return attack.ball.step(point, gradient, distance)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from toolkit.adversarial.attacks._setting import EXAMPLE
-from toolkit.adversarial.balls import Ball, Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.balls import Ball, Bounds, Norm, Region, per_sample
 from toolkit.adversarial.training._terms import Model, cross_entropy
 from toolkit.blocks import no_graph, stop_gradient, variable
 
@@ -30,7 +30,7 @@ class Replay:
 
     loss: Tensor
     example: Tensor
-    ball: Ball
+    ball: Region
     stride: Tensor
 
     def next_perturbation(self, gradient: Tensor | None = None) -> Tensor:
@@ -100,7 +100,7 @@ def free_loss(
         raise ValueError(
             f"`perturbation` should have the shape of `x`, {tuple(x.shape)}. Found {tuple(perturbation.shape)}."
         )
-    ball = make_ball(norm, x, epsilon, bounds)
+    ball = Ball(epsilon, norm, bounds).around(x)
     example = variable(stop_gradient(ball.settle(ball.project(x + perturbation)), EXAMPLE))
     stride = per_sample("epsilon", epsilon, x).to(x.dtype)
     return Replay(cross_entropy(model(example), labels).mean(), example, ball, stride)

@@ -5,13 +5,16 @@ N samples, each of shape (...) with D features in all, C classes.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks._setting import setting
-from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.attacks._setting import GradientOptions, setting
+from toolkit.adversarial.balls import Ball, Norm, per_sample
 from toolkit.adversarial.balls.box import features
 from toolkit.adversarial.training._terms import Attack, Model, cross_entropy, found_by, start_near
 from toolkit.blocks import block, stop_gradient, variable
@@ -64,7 +67,7 @@ def cure_loss(
     """
     weight = number("weight", weight, least=0)
     loss = cross_entropy(model(x), labels)
-    ball = make_ball(norm, x, 0.0, None)
+    ball = Ball(0.0, norm, None).around(x)
     length = per_sample("h", h, x).to(x.dtype)
     with untouched(model):
         _, slope = _losses_and_slope(model, x, labels)
@@ -127,14 +130,11 @@ def linearity_pgd(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     steps: int,
     step_size: float | Tensor | None = None,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    random_start: bool | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[GradientOptions],
 ) -> Tensor:
     """Search for the point of the ball at which the cross entropy is farthest from its tangent at `x`.
 
@@ -144,15 +144,13 @@ def linearity_pgd(
         model: As in `pgd`, and so are the other arguments.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``.
-        bounds: Least and greatest value of an input; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
-        gradient_dtype: As in `pgd`.
-        generator: Draws starts uniformly from the ball. None starts at a thousandth of epsilon up the label's margin,
-            because at `x` itself there is no slope; the attack is then deterministic, its rows independent.
+        random_start: Start at points drawn uniformly from the ball. Else the start is a thousandth of epsilon up the
+            label's margin, because at `x` itself there is no slope; the attack is then deterministic, its rows
+            independent. None: if there is a `generator`.
+        generator: Draws the starts, if they are random. None: torch's global generator.
+        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
     Returns:
         Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.
@@ -165,22 +163,12 @@ def linearity_pgd(
         Qin et al., "Adversarial robustness through local linearization", 2019, section 4.
     """
     steps = integer("steps", steps)
-    with setting(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        targets=None,
-        bounds=bounds,
-        mask=mask,
-        gradient_dtype=gradient_dtype,
-    ) as attack:
-        radius = torch.as_tensor(epsilon, dtype=torch.float64)
-        stride = attack.stride("step_size", 2.5 / steps * radius if step_size is None else step_size)
+    draws = own_generator(generator) if starts_at_random(random_start, generator) else None
+    with setting(model, x, labels, **options) as attack:
+        stride = attack.stride(2.5 / steps, step_size)
         _, slope, logits = attack.gradient(attack.x, cross_entropy)
         clean = cross_entropy(logits, attack.labels)
-        example = start_near(attack, 1e-3 * radius, None) if generator is None else attack.ball.sample(generator)
+        example = start_near(attack, attack.stride(1e-3), None) if draws is None else attack.ball.sample(draws)
         for _ in range(steps):
             point, gradient, logits = attack.gradient(example, cross_entropy)
             along = ((point - attack.x) * slope).sum(features(point))

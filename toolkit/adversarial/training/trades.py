@@ -5,14 +5,16 @@ N samples, each of shape (...), C classes.
 
 from __future__ import annotations
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.attacks._setting import EXAMPLE, setting
+from toolkit.adversarial.attacks._setting import EXAMPLE, GradientOptions, setting
 from toolkit.adversarial.attacks.losses import Loss
-from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.training._terms import (
     Attack,
     Model,
@@ -131,38 +133,31 @@ def nearby_pgd(
     x: Tensor,
     labels: Tensor,
     *,
-    epsilon: float | Tensor,
-    norm: Norm = "linf",
     steps: int,
     step_size: float | Tensor | None = None,
     start: float = 1e-3,
-    bounds: Bounds = (0, 1),
-    mask: Tensor | None = None,
     loss: Loss | None = None,
-    gradient_dtype: torch.dtype | None = None,
+    random_start: bool | None = None,
     generator: torch.Generator | None = None,
+    **options: Unpack[GradientOptions],
 ) -> Tensor:
     """Ascend a loss as `pgd` does, but from a point close to `x`: for losses that have no slope at `x` itself.
 
-    With a generator the start is ``x + start * n``, n standard normal, as in TRADES. Without a generator the start is
-    one step of length `start` up the slope of the label's margin, so that the attack is deterministic and its rows do
-    not depend on each other.
+    A random start is ``x + start * n``, n standard normal, as in TRADES. Any other start is one step of length `start`
+    up the slope of the label's margin, so that the attack is deterministic and its rows do not depend on each other.
 
     Args:
         model: As in `pgd`, and so are the other arguments.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
-        epsilon: Radius of the ball; one for all, or (N,).
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``.
         start: Distance of the start from `x`, in the units of `x`: the standard deviation of the noise, or the length
             of the first step in the norm.
-        bounds: Least and greatest value of an input; None for no box.
-        mask: True where an input may change, broadcast to `x`; None: everywhere.
         loss: Logits and labels to the losses (N,) to be raised. None: `margin_loss`.
-        gradient_dtype: As in `pgd`.
-        generator: Draws the start. None: a deterministic start.
+        random_start: Whether the start is random. None: if there is a `generator`.
+        generator: Draws the start, if it is random. None: torch's global generator.
+        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
     Returns:
         Adversarial examples like `x`, inside of ball and box; a constant while the block `EXAMPLE` is in place.
@@ -175,20 +170,10 @@ def nearby_pgd(
         Zhang et al., "Theoretically principled trade-off between robustness and accuracy", 2019, algorithm 1.
     """
     steps = integer("steps", steps)
-    with setting(
-        model,
-        x,
-        labels,
-        epsilon=epsilon,
-        norm=norm,
-        targets=None,
-        bounds=bounds,
-        mask=mask,
-        gradient_dtype=gradient_dtype,
-    ) as attack:
-        size = 2.5 / steps * torch.as_tensor(epsilon, dtype=torch.float64) if step_size is None else step_size
-        stride = attack.stride("step_size", size)
-        example = start_near(attack, start, generator)
+    draws = own_generator(generator) if starts_at_random(random_start, generator) else None
+    with setting(model, x, labels, **options) as attack:
+        stride = attack.stride(2.5 / steps, step_size)
+        example = start_near(attack, attack.stride(value=start, name="start"), draws)
         for _ in range(steps):
             point, gradient, _ = attack.gradient(example, loss)
             example = attack.ball.step(point, gradient, stride)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,74 @@ from toolkit.adversarial.training.methods import BallArguments, Method
 from toolkit.adversarial.training.schedules import Schedule
 from toolkit.blocks import ordinary_tensors
 
-__all__ = ["CatastrophicOverfittingWarning", "DivergenceError", "History", "train"]
+__all__ = ["CatastrophicOverfittingWarning", "DivergenceError", "History", "TrainingOptions", "train"]
+
+
+class TrainingOptions(TypedDict, total=False):
+    """The keywords of `train` that have a default, and `epsilon`.
+
+    Attributes:
+        epsilon: Radius of the ball.
+        norm: ``"linf"``, ``"l2"`` or ``"l1"``. Default: ``"linf"``.
+        bounds: Least and greatest value of an input; None for no box. Default: ``(0, 1)``.
+        batch_size: The most rows of a batch, of all ranks together. Not used if `data` gives batches. Default: ``128``.
+        optimizer: ``"adam"``; ``"sgd"``, with Nesterov momentum 0.9 and weight decay 5e-4; or a function of parameters
+            that returns a `torch.optim.Optimizer`. Default: ``"adam"``.
+        learning_rate: The rate where `schedule` is 1. None: 0.002 for Adam, 0.1 for SGD, or the given optimiser's rate.
+        schedule: The factor of the rate: ``"one_cycle"``, ``"cosine"``, ``"piecewise"``, ``"constant"``, or a function
+            of the part of training that is done, from 0 to 1. Default: ``"one_cycle"``.
+        epsilon_warmup: The part of training, from 0 to 1, in which the radius rises from 0 to `epsilon` in a straight
+            line. Default: ``0``.
+        average: If given, the model is evaluated with, and ends with, a running mean of its parameters (and
+            statistics), in which the values of k updates ago weigh ``average**k`` as much as the last ones, 0.995 say.
+        augment: Called with inputs (N, ...), scaled, and ``generator=``; returns inputs. `random_crop_flip` is one.
+        evaluate_every: Epochs from one evaluation to the next; the last epoch is evaluated as well. Default: ``1``.
+        keep: ``"last"`` to end with the parameters of the last epoch, ``"best"`` with those of the best robust score:
+            robust accuracy on held-out data often falls late in training (Rice et al. 2020). Default: ``"last"``.
+        patience: If given, training stops after so many evaluations without a better robust score.
+        checkpoint_every: Updates from one checkpoint to the next; another one is written at the end. Default: ``1000``.
+        group: The ranks. None: this process alone.
+        callback: Called after each update with the number of updates and the number of the epoch, from 1.
+    """
+
+    epsilon: float
+    norm: Norm
+    bounds: Bounds
+    batch_size: int
+    optimizer: str | MakeOptimizer
+    learning_rate: float | None
+    schedule: str | Schedule
+    epsilon_warmup: float
+    average: float | None
+    augment: Callable[..., Tensor] | None
+    evaluate_every: int
+    keep: Literal["last", "best"]
+    patience: int | None
+    checkpoint_every: int
+    group: ProcessGroup | None
+    callback: Callable[[int, int], None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """`TrainingOptions` with their defaults."""
+
+    epsilon: float
+    norm: Norm = "linf"
+    bounds: Bounds = (0, 1)
+    batch_size: int = 128
+    optimizer: str | MakeOptimizer = "adam"
+    learning_rate: float | None = None
+    schedule: str | Schedule = "one_cycle"
+    epsilon_warmup: float = 0.0
+    average: float | None = None
+    augment: Callable[..., Tensor] | None = None
+    evaluate_every: int = 1
+    keep: Literal["last", "best"] = "last"
+    patience: int | None = None
+    checkpoint_every: int = 1000
+    group: ProcessGroup | None = None
+    callback: Callable[[int, int], None] | None = None
 
 
 def train(
@@ -45,26 +113,11 @@ def train(
     labels: Tensor | None = None,
     *,
     method: str | Method,
-    epsilon: float,
-    norm: Norm = "linf",
-    bounds: Bounds = (0, 1),
     epochs: int,
-    batch_size: int = 128,
-    optimizer: str | MakeOptimizer = "adam",
-    learning_rate: float | None = None,
-    schedule: str | Schedule = "one_cycle",
-    epsilon_warmup: float = 0.0,
-    average: float | None = None,
-    augment: Callable[..., Tensor] | None = None,
     generator: torch.Generator,
     evaluate: object = None,
-    evaluate_every: int = 1,
-    keep: Literal["last", "best"] = "last",
-    patience: int | None = None,
     checkpoint: str | os.PathLike[str] | None = None,
-    checkpoint_every: int = 1000,
-    group: ProcessGroup | None = None,
-    callback: Callable[[int, int], None] | None = None,
+    **options: Unpack[TrainingOptions],
 ) -> History:
     r"""Train a model to be right in a ball around every input: `Method.step` for every batch of every epoch.
 
@@ -95,35 +148,15 @@ def train(
         labels: (N,), integers.
         method: The training method: a `Method`, or its name (``"standard"``, ``"fgsm"``, ``"rs_fgsm"``, ``"pgd"``,
             ``"trades"``, ...) for its default settings.
-        epsilon: Radius of the ball.
-        norm: ``"linf"``, ``"l2"`` or ``"l1"``.
-        bounds: Least and greatest value of an input; None for no box.
         epochs: Number of passes over the data.
-        batch_size: The most rows of a batch, of all ranks together. Not used if `data` gives batches.
-        optimizer: ``"adam"``; ``"sgd"``, with Nesterov momentum 0.9 and weight decay 5e-4; or a function of parameters
-            that returns a `torch.optim.Optimizer`.
-        learning_rate: The rate where `schedule` is 1. None: 0.002 for Adam, 0.1 for SGD, or the given optimiser's rate.
-        schedule: The factor of the rate: ``"one_cycle"``, ``"cosine"``, ``"piecewise"``, ``"constant"``, or a function
-            of the part of training that is done, from 0 to 1.
-        epsilon_warmup: The part of training, from 0 to 1, in which the radius rises from 0 to `epsilon` in a straight
-            line.
-        average: If given, the model is evaluated with, and ends with, a running mean of its parameters (and
-            statistics), in which the values of k updates ago weigh ``average**k`` as much as the last ones, 0.995 say.
-        augment: Called with inputs (N, ...), scaled, and ``generator=``; returns inputs. `random_crop_flip` is one.
         generator: Draws the order of samples and all seeds, on any device. Not torch's global generator.
         evaluate: Held-out data, as `data` in memory; or a function of the model that returns scores by name, of which
             the score ``"robust"`` decides which epoch is best. The function is called with the model in evaluation mode
             and without recording; modes, buffers and the global generators are restored afterwards. If it takes
             gradients, it should do so in ``torch.enable_grad()``. On several ranks it is called on each, and the scores
             of the first rank count.
-        evaluate_every: Epochs from one evaluation to the next; the last epoch is evaluated as well.
-        keep: ``"last"`` to end with the parameters of the last epoch, ``"best"`` with those of the best robust score:
-            robust accuracy on held-out data often falls late in training (Rice et al. 2020).
-        patience: If given, training stops after so many evaluations without a better robust score.
         checkpoint: The file to write to, and to resume from.
-        checkpoint_every: Updates from one checkpoint to the next; another one is written at the end.
-        group: The ranks. None: this process alone.
-        callback: Called after each update with the number of updates and the number of the epoch, from 1.
+        **options: `TrainingOptions`, with `epsilon` at least.
 
     Returns:
         Losses, times and scores, those before an interruption included.
@@ -153,45 +186,51 @@ def train(
         >>> history.scores["robust"][-1]
         1.0
     """
+    chosen = _Settings(**options)
+    group = chosen.group
     check_group(group)
     with together(group):
-        check_model(model, generator, augment)
+        check_model(model, generator, chosen.augment)
         course = Course(
             epochs=epochs,
             checkpoint=checkpoint,
-            checkpoint_every=checkpoint_every,
-            callback=callback,
+            checkpoint_every=chosen.checkpoint_every,
+            callback=chosen.callback,
             group=group,
         )
-        ball: BallArguments = {"epsilon": number("epsilon", epsilon, least=0), "norm": norm, "bounds": bounds}
+        ball: BallArguments = {
+            "epsilon": number("epsilon", chosen.epsilon, least=0),
+            "norm": chosen.norm,
+            "bounds": chosen.bounds,
+        }
         plan = Plan(
             method=method_of(method),
             ball=ball,
-            epsilon_warmup=epsilon_warmup,
-            average=average,
+            epsilon_warmup=chosen.epsilon_warmup,
+            average=chosen.average,
             evaluate=score_of(evaluate, ball, group),
-            evaluate_every=evaluate_every,
-            keep=keep,
-            patience=patience,
+            evaluate_every=chosen.evaluate_every,
+            keep=chosen.keep,
+            patience=chosen.patience,
         )
-        descent = descent_of(model, optimizer, learning_rate, schedule)
+        descent = descent_of(model, chosen.optimizer, chosen.learning_rate, chosen.schedule)
         batches = batches_of(
             data,
             labels,
-            batch_size=integer("batch_size", batch_size),
+            batch_size=integer("batch_size", chosen.batch_size),
             model=model,
             ball=ball,
-            augment=augment,
+            augment=chosen.augment,
             group=group,
             noted=checkpoint is not None or group is not None,
         )
     settings: dict[str, Any] = {
         **plan.settings(),
         "epochs": course.epochs,
-        "batch_size": int(batch_size),
+        "batch_size": int(chosen.batch_size),
         "batches": batches.n_batches,
         **descent.settings(),
-        "augment": None if augment is None else name_of(augment),
+        "augment": None if chosen.augment is None else name_of(chosen.augment),
         "seed": generator.initial_seed(),
         "data": batches.known,
     }

@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.balls import Bounds, Norm, make_ball, per_sample
+from toolkit.adversarial.balls import Ball, Bounds, Norm, per_sample
 from toolkit.adversarial.balls.box import draw, features, norm_of, wide
 from toolkit.adversarial.training._terms import Model, clean_and_moved, divergence, divergence_from
 from toolkit.blocks import (
@@ -181,7 +181,7 @@ def virtual_example(
         TypeError: As in `pgd`.
         ValueError: As in `pgd`.
     """
-    ball = make_ball(norm, x, epsilon, bounds, mask)
+    ball = Ball(epsilon, norm, bounds, mask).around(x)
     towards = stop_gradient(direction(model, x), VIRTUAL_DIRECTION)
     return ball.settle(ball.step(x, towards, per_sample("epsilon", epsilon, x).to(x.dtype)))
 
