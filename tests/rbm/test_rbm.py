@@ -115,7 +115,7 @@ def _run_chain(
     def pass_on(mean: np.ndarray) -> np.ndarray:
         if chain == "mean_field":
             return mean
-        return (torch.rand(mean.shape, generator=generator, dtype=torch.float64).numpy() < mean).astype(float)
+        return (torch.rand(mean.shape, generator=generator, dtype=torch.float32).numpy() < mean).astype(float)
 
     trace, visible = [], start
     for _ in range(steps):
@@ -456,7 +456,7 @@ def test_saturated_straight_through_units_are_zeros_and_ones(dtype):
 
 @pytest.mark.parametrize("needs_graph", [False, True], ids=["no-graph", "graph"])
 def test_a_draw_is_one_exactly_where_the_uniform_is_below_the_mean(needs_graph):
-    uniform = torch.rand(1000, generator=_generator(), dtype=torch.float64)
+    uniform = torch.rand(1000, generator=_generator(), dtype=torch.float32).double()
     for mean, expected in ((uniform, 0.0), (uniform.nextafter(torch.ones(())), 1.0)):
         value = draw_bernoulli(mean.clone().requires_grad_(needs_graph), _generator())
         assert torch.equal(value, torch.full_like(uniform, expected))
@@ -532,15 +532,18 @@ def test_a_sampled_chain_leaks_exactly_nothing(steps):
 @pytest.mark.parametrize("chain", ["mean_field", "straight_through"])
 def test_other_chains_leak_what_a_pull_back_predicts(chain):
     rbm, data = _rbm(9, 5, scale=0.5), _binary(14, 9)
-    parameters = dict(rbm.named_parameters())
-    comparison = compare(
-        lambda: contrastive_divergence(rbm, data, steps=3, chain=chain, generator=_generator()), parameters
-    )
-    opened = comparison.gradient([NEGATIVE_SAMPLES])
-    leak = {name: opened[name] - comparison.blocked[name] for name in NAMES}
-    expected = _leak_witness(parameters, _run_chain(parameters, data.numpy(), 3, chain, _generator()))
-    assert relative_error(leak, expected) < 1e-12
-    assert _norm(leak) > 0.5 * _norm(comparison.blocked)
+    parameters, ratios = dict(rbm.named_parameters()), []
+    for seed in range(20):
+        comparison = compare(
+            lambda seed=seed: contrastive_divergence(rbm, data, steps=3, chain=chain, generator=_generator(seed)),
+            parameters,
+        )
+        opened = comparison.gradient([NEGATIVE_SAMPLES])
+        leak = {name: opened[name] - comparison.blocked[name] for name in NAMES}
+        expected = _leak_witness(parameters, _run_chain(parameters, data.numpy(), 3, chain, _generator(seed)))
+        assert relative_error(leak, expected) < 1e-12
+        ratios.append(_norm(leak) / _norm(comparison.blocked))
+    assert sum(ratios) / 20 > 0.5  # from .45 to .78 with straight-through units
 
 
 def test_mean_field_leak_is_the_rest_of_a_true_derivative():

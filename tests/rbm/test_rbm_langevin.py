@@ -222,7 +222,7 @@ def test_probability_of_a_move_is_that_of_the_energies(hidden):
     generator = _generator(6)
     v = visible.numpy()
     if hidden == "drawn":
-        h = (torch.rand(50, 2, generator=generator, dtype=torch.float64).numpy() < expit(v / variance @ w + c)).astype(
+        h = (torch.rand(50, 2, generator=generator, dtype=torch.float32).numpy() < expit(v / variance @ w + c)).astype(
             float
         )
     noise = torch.empty_like(visible).normal_(generator=generator).numpy()
@@ -347,7 +347,7 @@ def _run(parameters: Mapping[str, Tensor], visible: np.ndarray, updates: int, ad
     for _ in range(updates):
         trace.append([])
         for size in SIZES:
-            uniform = torch.rand(len(visible), len(c), generator=generator, dtype=torch.float64).numpy()
+            uniform = torch.rand(len(visible), len(c), generator=generator, dtype=torch.float32).numpy()
             hidden = (uniform < expit(visible / variance @ w + c)).astype(float)
             mean = b + hidden @ w.T
             for _ in range(MOVES):

@@ -350,8 +350,8 @@ def _run_tempered(
     w, b, c = (parameters[name].detach().numpy() for name in ("weights", "visible_bias", "hidden_bias"))
     beta, trace = np.array(betas)[:, None, None], []
 
-    def uniform(*shape: int) -> np.ndarray:
-        return torch.rand(shape, generator=generator, dtype=torch.float64).numpy()
+    def uniform(*shape: int, dtype: torch.dtype = torch.float32) -> np.ndarray:
+        return torch.rand(shape, generator=generator, dtype=dtype).numpy()
 
     for step in range(first_step, first_step + steps):
         hidden_mean = expit(beta * (visible @ w + c))
@@ -360,7 +360,7 @@ def _run_tempered(
         following = (uniform(*visible_mean.shape) < visible_mean).astype(float)
         energy = -following @ b - hidden @ c - np.einsum("tmv,vh,tmh->tm", following, w, hidden)
         pairs = list(range(step % 2, len(betas) - 1, 2))
-        draws = uniform(len(pairs), visible.shape[1]) if pairs else []
+        draws = uniform(len(pairs), visible.shape[1], dtype=torch.float64) if pairs else []
         source = np.arange(len(betas))[:, None].repeat(visible.shape[1], 1)
         for i, u in zip(pairs, draws, strict=True):
             for m in range(visible.shape[1]):

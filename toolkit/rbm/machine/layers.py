@@ -479,10 +479,13 @@ def _log_ways(counts: Tensor) -> Tensor:
 
 
 def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as for `torch.bernoulli`."""
-    uniform = _uniform(mean, mean.shape, generator)
+    """Return a draw: 1 with probability `mean`, else 0. Its derivative is zero, as for `torch.bernoulli`.
+
+    The uniform numbers are multiples of 2^-24 in every dtype: the same generator draws the same for all.
+    """
+    uniform = torch.empty(mean.shape, dtype=torch.float32, device=mean.device).uniform_(generator=generator)
     if not carries_gradient(mean):
-        return uniform.lt_(mean).to(mean.dtype)
+        return (uniform < mean).to(mean.dtype)
     # In the graph, with a derivative of zero: the ceiling of a number in (-1, 1] is 1 if it is positive. -0 + 0 = 0.
     return (torch.ceil(mean - uniform) + 0.0).to(mean.dtype)
 

@@ -25,21 +25,31 @@ __all__ = ["BernoulliKernel", "Kernel", "LayerKernel", "Phases"]
 class Phases:
     """Both sides of an update: rows of negative samples first, then the data. A trainer may write to all of it.
 
+    The views of the rows are attributes: in an update of a small machine a view takes as long as a product.
+
     Attributes:
         visible: (M + N, V), the visible states.
         statistic: (M + N, V), the factor of the weights in the energy; the memory of `visible` if they are equal.
         hidden: (M + N, H), the hidden means.
-        share: (M + N,), the part of each row in the update.
         n_negative: M.
         to_visible: (M + N, V), the input that the hidden means give the visible units; only for Gaussian ones.
+        share: (M + N,), the part of each row in the update: -1/M and 1/N.
     """
 
     visible: Tensor
     statistic: Tensor
     hidden: Tensor
-    share: Tensor
     n_negative: int
     to_visible: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Make the views."""
+        m = self.n_negative
+        counts = (m, -1 / max(m, 1)), (len(self.hidden) - m, 1 / max(len(self.hidden) - m, 1))
+        self.share = torch.cat([self.hidden.new_full((count,), share) for count, share in counts])
+        self.share_column, self.positive_share = self.share[:, None], self.share[m:]
+        self.statistic_mT, self.hidden_mT = self.statistic.mT, self.hidden.mT
+        self.positive_mT = self.statistic[m:].mT, self.hidden[m:].mT
 
     def other_gradients(self, rbm: RBM) -> dict[str, Tensor]:
         """Return the update of the visible parameters that are neither weights nor biases."""
@@ -78,7 +88,8 @@ class Swaps:
         self.betas = betas = betas.to(torch.promote_types(betas.dtype, torch.float32))
         self._chain = torch.arange(n_chains, device=betas.device)
         self._order = torch.arange(len(betas), device=betas.device)[:, None].repeat(1, n_chains)
-        self._uniform = betas.new_empty(len(betas) // 2, n_chains)
+        # In float32, so that machines of every dtype draw the same numbers.
+        self._uniform = betas.new_empty(len(betas) // 2, n_chains, dtype=torch.float32)
         self.tried, self.accepted = (
             torch.zeros(len(betas) - 1, dtype=torch.float64, device=betas.device) for _ in range(2)
         )
@@ -113,7 +124,7 @@ class Swaps:
         lower, upper = slice(first, first + 2 * n_pairs, 2), slice(first + 1, first + 2 * n_pairs, 2)
         uniform = self._uniform[:n_pairs].uniform_(generator=generator)
         gap = self.betas[lower] - self.betas[upper]
-        accepted = uniform.log() < gap[:, None] * (difference[lower] - difference[upper])
+        accepted = uniform.to(gap.dtype).log() < gap[:, None] * (difference[lower] - difference[upper])
         self.tried[lower] += accepted.shape[1]
         self.accepted[lower] += accepted.sum(1)
         order = self._order.clone()
@@ -149,7 +160,6 @@ class BernoulliKernel:
     ) -> None:
         self._rbm, self._steps, self._persistent = rbm, steps, states is not None
         like = rbm.weights
-        self._narrow = like.dtype not in (torch.float32, torch.float64)
         self.n_chains = 0 if states is None else states.shape[-2]
         self._shape = None if states is None else states.shape
         negatives = batch_size if states is None else states.shape.numel() // rbm.n_hidden
@@ -158,6 +168,8 @@ class BernoulliKernel:
         self._mean = like.new_empty(negatives, rbm.n_columns)
         self._visible = like.new_empty(negatives + batch_size, rbm.n_columns)
         self._hidden = like.new_empty(negatives + batch_size, rbm.n_hidden)
+        size = negatives * max(rbm.n_columns, rbm.n_hidden)
+        self._uniform = None if like.dtype == torch.float32 else like.new_empty(size, dtype=torch.float32)
         self._views: dict[int, _Views] = {}
         self._swaps: Swaps | None = None
         if betas is not None and len(betas) > 1:
@@ -166,15 +178,8 @@ class BernoulliKernel:
             self._swaps = Swaps(betas, self.n_chains)
             self._row_betas = betas.repeat_interleave(self.n_chains)[:, None]
             self._reference = like.new_zeros(rbm.n_columns) if reference is None else reference.to(like)
-        self._low: _LowPrecision | None = None
-        if product_dtype is not None and product_dtype != like.dtype:
-            self._low = _LowPrecision(
-                weights=torch.empty_like(like, dtype=product_dtype),
-                states=torch.empty_like(self._states, dtype=product_dtype),
-                mean=torch.empty_like(self._mean, dtype=product_dtype),
-                visible=torch.empty_like(self._visible, dtype=product_dtype),
-                hidden=torch.empty_like(self._hidden, dtype=product_dtype),
-            )
+        low = product_dtype is not None and product_dtype != like.dtype
+        self._products = _LowPrecisionProducts(like, self._visible, product_dtype) if low else _Products()
 
     @property
     def chains(self) -> Tensor | None:
@@ -193,109 +198,125 @@ class BernoulliKernel:
 
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
         """Move the chains on, and return both sides of the update, valid until the next call."""
-        rbm, views = self._rbm, self._views.get(len(data)) or self._views_for(len(data))
-        weights: Tensor = rbm.weights
-        visible_bias: Tensor = rbm.visible_bias
-        hidden_bias: Tensor = rbm.hidden_bias
-        if fast is not None:
-            weights = weights + fast["weights"]
-            visible_bias, hidden_bias = visible_bias + fast["visible_bias"], hidden_bias + fast["hidden_bias"]
-        low = self._low
-        if low is not None:
-            low.weights.copy_(weights)
-        betas = None if self._swaps is None else self._row_betas
+        rbm, views = self._rbm, self._views.get(data.shape[0]) or self._views_for(data.shape[0])
+        to_hidden, to_visible = self._products.to_hidden, self._products.to_visible
+        self._products.use(rbm, fast, None if self._swaps is None else self._reference)
 
-        def to_hidden(rows: slice, out: Tensor) -> Tensor:
-            visible = self._visible[rows]
-            if low is None:
-                return torch.addmm(hidden_bias, visible, weights, out=out)
-            part = low.visible[rows].copy_(visible)
-            return out.copy_(torch.mm(part, low.weights, out=low.hidden[rows])).add_(hidden_bias)
-
-        def to_visible(states: Tensor, out: Tensor) -> Tensor:
-            bias = visible_bias if betas is None else visible_bias - self._reference
-            if low is None:
-                out = torch.addmm(bias, states, weights.mT, out=out)
-            else:
-                part = low.states[: len(states)].copy_(states)
-                out.copy_(torch.mm(part, low.weights.mT, out=low.mean[: len(states)])).add_(bias)
-            return out if betas is None else out.mul_(betas).add_(self._reference)
-
-        def draw(mean: Tensor, out: Tensor) -> None:
-            if self._narrow:  # the dtype has too few numbers between 0 and 1 to draw from
-                uniform = torch.empty(out.shape, dtype=torch.float32, device=out.device).uniform_(generator=generator)
-                out.copy_(uniform.lt_(mean))
-            else:
-                out.uniform_(generator=generator).lt_(mean)
+        def draw(mean: Tensor, uniform: Tensor, out: Tensor) -> None:
+            torch.lt(uniform.uniform_(generator=generator), mean, out=out)
 
         views.positive.copy_(data)
         if not self._persistent:
-            to_hidden(views.positive_rows, out=views.hidden_positive).sigmoid_()
-            draw(views.hidden_positive, out=views.states)
+            draw(to_hidden(views.positive, views.hidden_positive).sigmoid_(), views.uniform_hidden, views.states)
         for remaining in reversed(range(self._steps)):
-            draw(to_visible(views.states, out=views.mean).sigmoid_(), out=views.negative)
+            x = to_visible(views.states, views.mean)
+            if self._swaps is not None:
+                x.mul_(self._row_betas).add_(self._reference)
+            draw(x.sigmoid_(), views.uniform_visible, views.negative)
             if not (remaining or self._persistent):
                 break
-            # The data's hidden means come with the last product.
-            rows = views.negative_rows if remaining or fast is not None else views.all_rows
-            x = to_hidden(rows, out=self._hidden[rows])[: len(views.negative)]
-            if self._swaps is not None and betas is not None:
-                difference = -(views.states * x).sum(1) - views.negative @ (visible_bias - self._reference)
-                order = self._swaps.rows(difference.view(len(self._swaps.betas), -1), generator)
-                views.negative.copy_(views.negative[order])
-                x.copy_(x[order])
-                if remaining:
-                    draw(x.mul_(betas).sigmoid_(), out=views.states)
-                else:
-                    draw(torch.sigmoid(x * betas), out=views.states)
+            x = views.hidden_negative
+            if remaining or fast is not None:
+                to_hidden(views.negative, x)
+            else:  # the data's hidden means come with the last product
+                to_hidden(views.visible, views.hidden)
+            if self._swaps is not None:
+                self._swap(views, x, generator)
+                x = x.mul_(self._row_betas) if remaining else x * self._row_betas
+                draw(x.sigmoid_(), views.uniform_hidden, views.states)
             elif remaining or fast is not None:
-                draw(x.sigmoid_(), out=views.states)
+                draw(x.sigmoid_(), views.uniform_hidden, views.states)
         if fast is not None:  # the chains' means are those of the machine itself
-            weights, visible_bias, hidden_bias = rbm.weights, rbm.visible_bias, rbm.hidden_bias
-            if low is not None:
-                low.weights.copy_(weights)
-            to_hidden(views.all_rows, out=views.hidden)
+            self._products.use(rbm, None, None)
+            to_hidden(views.visible, views.hidden)
         if self._persistent:
             views.hidden.sigmoid_()
             if self._swaps is None and fast is None:
-                draw(views.hidden_negative, out=views.states)
+                draw(views.hidden_negative, views.uniform_hidden, views.states)
         else:
-            to_hidden(views.negative_rows, out=views.hidden_negative).sigmoid_()
-        update = slice(self._others, None)
-        visible, hidden = views.visible[update], views.hidden[update]
-        return Phases(visible, visible, hidden, views.share, len(views.share) - len(data))
+            to_hidden(views.negative, views.hidden_negative).sigmoid_()
+        return views.phases
+
+    def _swap(self, views: _Views, x: Tensor, generator: torch.Generator | None) -> None:
+        """Swap temperatures: the visible states, and the input x of the hidden units."""
+        assert self._swaps is not None
+        bias: Tensor = self._rbm.visible_bias - self._reference
+        difference = -(views.states * x).sum(1) - views.negative @ bias
+        order = self._swaps.rows(difference.view(len(self._swaps.betas), -1), generator)
+        views.negative.copy_(views.negative[order])
+        x.copy_(x[order])
 
     def _views_for(self, n: int) -> _Views:
         negatives = len(self._states) if self._persistent else n
         visible, hidden = self._visible[: negatives + n], self._hidden[: negatives + n]
-        m = negatives - self._others
+        states, negative = self._states[:negatives], visible[:negatives]
         views = self._views[n] = _Views(
-            states=self._states[:negatives],
+            states=states,
             mean=self._mean[:negatives],
             visible=visible,
-            negative=visible[:negatives],
+            negative=negative,
             positive=visible[negatives:],
             hidden=hidden,
             hidden_negative=hidden[:negatives],
             hidden_positive=hidden[negatives:],
-            share=torch.cat(
-                [visible.new_full((m,), -1 / m if m else 0.0), visible.new_full((n,), 1 / n if n else 0.0)]
-            ),
-            negative_rows=slice(0, negatives),
-            positive_rows=slice(negatives, negatives + n),
-            all_rows=slice(0, negatives + n),
+            uniform_hidden=self._uniform_like(states),
+            uniform_visible=self._uniform_like(negative),
+            phases=Phases(*(visible[self._others :],) * 2, hidden[self._others :], negatives - self._others),
         )
         return views
 
+    def _uniform_like(self, draws: Tensor) -> Tensor:
+        """Return memory for the uniform numbers of draws, in float32: machines of every dtype draw the same numbers."""
+        if self._uniform is None:
+            return draws
+        return self._uniform[: draws.numel()].view_as(draws)
 
-class _LowPrecision(NamedTuple):
-    """Copies of the factors and buffers of the products in another type."""
+
+class _Products:
+    """Products of states with the parameters that draw, which `use` sets before every update."""
 
     weights: Tensor
-    states: Tensor
-    mean: Tensor
-    visible: Tensor
-    hidden: Tensor
+    visible_bias: Tensor
+    hidden_bias: Tensor
+
+    def use(self, rbm: RBM, fast: Mapping[str, Tensor] | None, reference: Tensor | None) -> None:
+        """Set the parameters: those of a machine, with fast weights added, or less the biases of a reference."""
+        self.weights, self.visible_bias, self.hidden_bias = rbm.weights, rbm.visible_bias, rbm.hidden_bias
+        if fast is not None:
+            self.weights = self.weights + fast["weights"]
+            self.visible_bias = self.visible_bias + fast["visible_bias"]
+            self.hidden_bias = self.hidden_bias + fast["hidden_bias"]
+        if reference is not None:
+            self.visible_bias = self.visible_bias - reference
+
+    def to_hidden(self, visible: Tensor, out: Tensor) -> Tensor:
+        """Write the input of the hidden units, (B, H), into `out`."""
+        return torch.addmm(self.hidden_bias, visible, self.weights, out=out)
+
+    def to_visible(self, hidden: Tensor, out: Tensor) -> Tensor:
+        """Write the input of the visible units, (B, V), into `out`."""
+        return torch.addmm(self.visible_bias, hidden, self.weights.mT, out=out)
+
+
+class _LowPrecisionProducts(_Products):
+    """Products whose factors are rounded to another dtype. Buffers are as long as all rows of an update, `visible`."""
+
+    def __init__(self, weights: Tensor, visible: Tensor, dtype: torch.dtype | None) -> None:
+        self._weights = torch.empty_like(weights, dtype=dtype)
+        shape = len(visible), weights.shape[1]
+        self._visible, self._hidden = torch.empty_like(visible, dtype=dtype), self._weights.new_empty(shape)
+
+    def use(self, rbm: RBM, fast: Mapping[str, Tensor] | None, reference: Tensor | None) -> None:
+        super().use(rbm, fast, reference)
+        self._weights.copy_(self.weights)
+
+    def to_hidden(self, visible: Tensor, out: Tensor) -> Tensor:
+        factor, result = self._visible[: len(visible)].copy_(visible), self._hidden[: len(visible)]
+        return out.copy_(torch.mm(factor, self._weights, out=result)).add_(self.hidden_bias)
+
+    def to_visible(self, hidden: Tensor, out: Tensor) -> Tensor:
+        factor, result = self._hidden[: len(hidden)].copy_(hidden), self._visible[: len(hidden)]
+        return out.copy_(torch.mm(factor, self._weights.mT, out=result)).add_(self.visible_bias)
 
 
 class _Views(NamedTuple):
@@ -309,10 +330,9 @@ class _Views(NamedTuple):
     hidden: Tensor
     hidden_negative: Tensor
     hidden_positive: Tensor
-    share: Tensor
-    negative_rows: slice
-    positive_rows: slice
-    all_rows: slice
+    uniform_hidden: Tensor
+    uniform_visible: Tensor
+    phases: Phases
 
 
 class LayerKernel:
@@ -369,8 +389,6 @@ class LayerKernel:
         negative = visible[-1] if visible.ndim == 3 else visible  # at inverse temperature 1
         rows = torch.cat([negative, data])
         means = joint.hidden_mean(rows)
-        m, n = len(negative), len(data)
-        share = torch.cat([rows.new_full((m,), -1 / m if m else 0.0), rows.new_full((n,), 1 / n if n else 0.0)])
         statistic = joint.visible.statistic(rows)
         to_visible = joint.to_visible(means) if isinstance(joint.visible, Gaussian) else None
-        return Phases(rows, statistic, means, share, m, to_visible)
+        return Phases(rows, statistic, means, len(negative), to_visible)

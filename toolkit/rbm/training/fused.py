@@ -237,8 +237,7 @@ class FusedTrainer:
         """Move the offsets towards the means of the batch, and subtract them from the rows."""
         assert self._offsets is not None
         assert self.offset_rate is not None
-        positive, share = slice(phases.n_negative, None), phases.share[phases.n_negative :]
-        rows = phases.statistic[positive].mT, phases.hidden[positive].mT
+        share, rows = phases.positive_share, phases.positive_mT
         rate = self.offset_rate if self._centred else 1.0
         self._centred = True
         if self.group is None:
@@ -260,7 +259,7 @@ class FusedTrainer:
         offsets in the rows do not change the rest.
         """
         share = phases.share
-        weighted = phases.hidden * share[:, None]
+        weighted = phases.hidden * phases.share_column
         if self._offsets is None:
             return weighted, share, share
         visible_offset, hidden_offset = self._offsets
@@ -284,9 +283,9 @@ class FusedTrainer:
             getattr(rbm, name).add_(value, alpha=learning_rate)
         weighted, of_statistic, of_hidden = self._biases(phases)
         left = self._decay(learning_rate)
-        rbm.visible_bias.addmv_(phases.statistic.mT, of_statistic, alpha=learning_rate)
-        rbm.hidden_bias.addmv_(phases.hidden.mT, of_hidden, alpha=learning_rate)
-        rbm.weights.addmm_(phases.statistic.mT, weighted, beta=left, alpha=learning_rate)
+        rbm.visible_bias.addmv_(phases.statistic_mT, of_statistic, alpha=learning_rate)
+        rbm.hidden_bias.addmv_(phases.hidden_mT, of_hidden, alpha=learning_rate)
+        rbm.weights.addmm_(phases.statistic_mT, weighted, beta=left, alpha=learning_rate)
 
     def _collect(self, phases: Phases) -> None:
         """Write the update into its buffer."""
@@ -294,9 +293,9 @@ class FusedTrainer:
         for name, value in phases.other_gradients(self.rbm).items():
             self._update[name].copy_(value)
         weighted, of_statistic, of_hidden = self._biases(phases)
-        torch.mv(phases.statistic.mT, of_statistic, out=self._update["visible_bias"])
-        torch.mv(phases.hidden.mT, of_hidden, out=self._update["hidden_bias"])
-        torch.mm(phases.statistic.mT, weighted, out=self._update["weights"])
+        torch.mv(phases.statistic_mT, of_statistic, out=self._update["visible_bias"])
+        torch.mv(phases.hidden_mT, of_hidden, out=self._update["hidden_bias"])
+        torch.mm(phases.statistic_mT, weighted, out=self._update["weights"])
         if self.group is not None:
             all_reduce(self._flat, group=self.group)
 
