@@ -28,41 +28,156 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("program", metavar="FILE:FUNCTION")
+@click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [-- ARGUMENTS]")
+@click.option("-m", "module", metavar="MODULE", help="Audit a module, as `python -m MODULE` runs it.")
+@click.option("--step", type=click.IntRange(1), default=1, show_default=True, help="Training step of a script.")
+@click.option("--backward", type=click.IntRange(1), help="Backward pass of this step.  [default: 1]")
+@click.option("--all", "all_passes", is_flag=True, help="Answer for all backward passes of this step.")
+@click.option("--continue", "continues", is_flag=True, help="Let the script go on after the answer.")
+@click.option("--verify", is_flag=True, help="Run the script again, without recording, and compare bit for bit.")
 @click.option("--json", "as_json", is_flag=True, help="Print plain JSON.")
 @click.option("--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page.")
-def audit(program: str, as_json: bool, page_path: Path | None) -> None:
+@click.option("--witness", type=click.Path(path_type=Path), hidden=True)
+def audit(
+    words: tuple[str, ...],
+    module: str | None,
+    step: int,
+    backward: int | None,
+    all_passes: bool,
+    continues: bool,
+    verify: bool,
+    as_json: bool,
+    page_path: Path | None,
+    witness: Path | None,
+) -> None:
     """Find the places that stop a gradient in a program, and the effect of each.
 
-    FUNCTION is called without arguments. It returns the loss, a function that runs the program and returns a scalar
-    tensor; or the loss and the parameters to differentiate by: a module, a dict, or a list of tensors.
+    PROGRAM is a training script, which runs as it is, with the ARGUMENTS after "--". One of its training steps is
+    recorded, and in front of a backward pass of this step the question is answered. Then the script ends.
 
-    Ends with 0; with 1 if the audit is not valid, and with 2 if there is nothing to audit.
+    Or PROGRAM is FILE:FUNCTION. The function is called without arguments. It returns the loss, a function that runs the
+    program and returns a scalar tensor; or the loss and the parameters to differentiate by: a module, a dict, or a list
+    of tensors.
+
+    The answer is written to stdout, the output of the program to stderr.
+
+    Ends with 0; with 1 if an answer is not valid or the program fails, and with 2 if there is nothing to audit.
     """
-    path, _, name = program.rpartition(":")
+    if module is None and not words:
+        _stop("The program should be a script, FILE:FUNCTION, or -m MODULE. Found none.")
+    if backward is not None and all_passes:
+        _stop("`--backward` should not stand beside `--all`. Found both.")
+    program = words[0] if module is None else module
+    file, _, function = program.rpartition(":")
+    if module is None and file and function.isidentifier() and not Path(program).is_file():
+        answers = {"": _answer_of_function(file, function)}
+        verified = ""
+    else:
+        from toolkit.gradients.audit.scripts import Question, Script
+
+        if module is None and not Path(program).is_file():
+            _stop(f"The program should be in a file. Found none at {program}.")
+        script = Script(program, module is not None, words[1:] if module is None else words)
+        question = Question(step, None if all_passes else backward or 1, continues)
+        if witness is not None:
+            _bear_witness(script, question, witness)
+        answers, verified = _answers_of_script(script, question, verify=verify)
+    if page_path is not None:
+        _write_page(page_path, answers, program)
+    if as_json:
+        found = [
+            {"backward": name, **answer.to_dict()} if name else answer.to_dict() for name, answer in answers.items()
+        ]
+        click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
+    else:
+        click.echo("\n\n".join(_text(name, answer) for name, answer in answers.items()))
+        click.echo(verified, nl=bool(verified))
+    if page_path is not None:
+        click.echo(f"page: {page_path}", err=True)
+    sys.exit(0 if all(answer.valid for answer in answers.values()) and not verified.startswith("NOT") else 1)
+
+
+def _text(name: str, answer: Any) -> str:
+    """Return an answer as text; places of a script that carry nothing are counted alone."""
+    return f"{name}\n{answer.text(silent=False)}" if name else str(answer)
+
+
+def _answer_of_function(path: str, name: str) -> Any:
     file = Path(path)
-    if not path or not name:
-        _stop(f"The program should be FILE:FUNCTION. Found {program!r}.")
     if not file.is_file():
         _stop(f"The program should be in a file. Found none at {path}.")
     with contextlib.redirect_stdout(sys.stderr):  # the program's own output is no part of the answer
         loss, params = _loss_of(_imported(file), name, path)
         from toolkit.gradients.audit import audit as audited
 
-        found = _asked(f"{path}:{name}", lambda: audited(loss, params))
-        if page_path is not None:
-            from toolkit.gradients.audit.page import page
+        return _asked(f"{path}:{name}", lambda: audited(loss, params))
 
-            command = shlex.join(["python", "-m", "toolkit", *sys.argv[1:]])
-            text = page(found, program, command)
-            try:
-                page_path.write_text(text, "utf-8")
-            except OSError as error:
-                _stop(f"The page should be written to {page_path}. Found: {error.strerror}.")
-    click.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
-    if page_path is not None:
-        click.echo(f"page: {page_path}", err=True)
-    sys.exit(0 if found.valid else 1)
+
+def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dict[str, Any], str]:
+    """Return heading -> answer, and a sentence about the second run."""
+    from toolkit.gradients.audit.scripts import RecordedRun
+
+    run = RecordedRun(question, digests=verify)
+    code = _run(run, script)
+    if not run.audits:
+        sys.exit(code) if code else _stop(f"The script should come to {question}. Found its end after {run.progress}.")
+    answers = {f"step {question.step}, {name}": answer for name, answer in run.audits.items()}
+    return answers, _verified(run.digests) if verify else ""
+
+
+def _run(run: Any, script: Any) -> int:
+    """Run a script; return its exit status, after the traceback of an error."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            run.run(script)
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        here = (str(Path(__file__).parent), "<frozen runpy>")
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
+            trace = trace.tb_next
+        traceback.print_exception(error.with_traceback(trace))
+        return 1
+    return 0
+
+
+def _bear_witness(script: Any, question: Any, path: Path) -> NoReturn:
+    from toolkit.gradients.audit.scripts import ScriptRun
+
+    run = ScriptRun(question, digests=True)
+    code = _run(run, script)
+    path.write_text(json.dumps([[digest.loss, *digest.gradients] for digest in run.digests]), "utf-8")
+    sys.exit(code)
+
+
+def _verified(digests: Any) -> str:
+    """Run this command again without recording; return whether it computes the same."""
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "witness.json"
+        arguments = sys.orig_argv[1:]
+        at = arguments.index("audit") + 1
+        command = [sys.executable, *arguments[:at], "--witness", str(path), *arguments[at:]]
+        subprocess.run(command, stdout=sys.stderr, check=False)
+        found = json.loads(path.read_text("utf-8")) if path.is_file() else []
+    if found == [[digest.loss, *digest.gradients] for digest in digests]:
+        return "verified: without recording, the script computes the same loss and gradients, bit for bit"
+    return "NOT verified: without recording, the script computes something else"
+
+
+def _write_page(path: Path, answers: dict[str, Any], program: str) -> None:
+    from toolkit.gradients.audit.page import page
+
+    command = shlex.join(["stopgrad", *sys.argv[1:]])
+    for index, (name, answer) in enumerate(answers.items(), start=1):
+        to = path if len(answers) == 1 else path.with_stem(f"{path.stem}-{index}")
+        try:
+            to.write_text(page(answer, f"{program}, {name}" if name else program, command), "utf-8")
+        except OSError as error:
+            _stop(f"The page should be written to {to}. Found: {error.strerror}.")
 
 
 def _imported(file: Path) -> Any:

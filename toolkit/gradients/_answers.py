@@ -35,7 +35,7 @@ from toolkit.gradients._program import (
 from toolkit.gradients._snapshot import Snapshot
 from toolkit.gradients.verdict import are_close, equal, flat, rounding
 
-__all__ = ["Answers", "Leak", "ProgramAnswers", "Unrepeatable", "answers_of", "sentence"]
+__all__ = ["Answers", "Closed", "Leak", "ProgramAnswers", "Unrepeatable", "answers_of", "sentence"]
 
 _MOVED = "state in the globals of a package was found only after some runs, and has changed since before them"
 
@@ -53,6 +53,10 @@ class Leak:
     parts: dict[str, Tensor]
     reached: frozenset[str]
     carried: bool
+
+
+class Closed(RuntimeError):
+    """Blocks that cannot be opened; the message is the reason."""
 
 
 class Unrepeatable(RuntimeError):

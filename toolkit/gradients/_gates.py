@@ -9,16 +9,18 @@ regions that were active when its number was assigned.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -26,13 +28,16 @@ from toolkit.blocks import Gates, Site, alias, carries_gradient, gated, without_
 
 __all__ = [
     "EVERY_BLOCK",
+    "Cut",
     "GateBoard",
     "Meeting",
     "gate_of",
+    "is_cut",
     "is_foreign",
     "next_number",
     "reachable_nodes",
     "regions_of",
+    "successors",
 ]
 
 
@@ -98,7 +103,7 @@ class GateBoard(Gates):
             # An open block returns the tensor itself, so that an in-place change affects both.
             self.inner.update(name for name, alias, version in self._aliases if alias._version != version)
             self._aliases.clear()
-            for region in self._regions:  # a generator that outlives the program keeps its region open
+            for region in [*self._regions]:  # a generator that outlives the program keeps its region open
                 self._end(region)
 
     @contextmanager
@@ -184,6 +189,8 @@ class GateBoard(Gates):
         if region.end is None:
             region.end = next_number()
             self.meetings[region.name].carried += region.end - region.start
+            if region.end == region.start:  # nothing was recorded in it
+                self._regions.remove(region)
 
     def is_linear(self, root: Any) -> bool:
         """Return whether no step of the backward pass from `root` is known to be nonlinear in the cotangent.
@@ -207,6 +214,14 @@ class GateBoard(Gates):
         """Note a block that another thread reached."""
         self.elsewhere.add(name)
 
+    def derive(self, *roots: Tensor) -> None:
+        """Prepare for a derivative that the program takes."""
+        self.close_regions(*roots)
+
+    def hook(self, tensor: Tensor) -> None:
+        """Note that a tensor gets a hook, which may act nonlinearly on cotangents."""
+        self.linear = False
+
     def close_regions(self, *roots: Tensor) -> None:
         """Turn the nodes behind `roots` that were made in a region into gates."""
         if not self._regions:
@@ -215,12 +230,13 @@ class GateBoard(Gates):
             if root.grad_fn is None:
                 continue
             for node in reachable_nodes(root.grad_fn, EVERY_BLOCK):
-                names = self._regions_of(node)
+                names = self.regions_of(node)
                 if names and _REGIONS not in node.metadata:
                     node.metadata[_REGIONS] = names
                     node.register_hook(functools.partial(self._cross, names))
 
-    def _regions_of(self, node: Any) -> frozenset[str]:
+    def regions_of(self, node: Any) -> frozenset[str]:
+        """Return the regions in which a node was made."""
         number = node._sequence_nr()
         return frozenset(region.name for region in self._regions if region.holds(number))
 
@@ -231,7 +247,7 @@ class GateBoard(Gates):
         return None if all(passing) else (None,) * len(results)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Region:
     """The numbers that autograd gave to the nodes made in one passage through a region: ``start <= number < end``."""
 
@@ -252,15 +268,27 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
         yield node
         if any(name not in open for name in gate_of(node) | regions_of(node)):
             continue
-        for successor, _ in node.next_functions:
-            if successor is not None and successor not in seen:
+        for successor in successors(node):
+            if successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
 
 
+def successors(node: Any) -> list[Any]:
+    """Return the nodes behind a node; behind a cut, the node whose gradient it stops."""
+    if is_cut(node):
+        return [node.source.node]
+    return [successor for successor, _ in node.next_functions if successor is not None]
+
+
 def gate_of(node: Any) -> frozenset[str]:
-    """Return the block whose gate this node is; None for most nodes."""
-    return frozenset({node.block_name}) if getattr(node, "_forward_cls", None) is _Gate else frozenset()
+    """Return the block whose gate or cut this node is; nothing for most nodes."""
+    return frozenset({node.block_name}) if getattr(node, "_forward_cls", None) in (_Gate, Cut) else frozenset()
+
+
+def is_cut(node: Any) -> bool:
+    """Return whether a node is a cut."""
+    return getattr(node, "_forward_cls", None) is Cut
 
 
 def is_foreign(node: Any) -> bool:
@@ -318,16 +346,44 @@ class _Gate(torch.autograd.Function):
         return _Gate.apply(input, board, name), in_dims[0]  # type: ignore[no-untyped-call]
 
 
+class Cut(torch.autograd.Function):
+    """An identity at which the graph ends. It keeps the edge behind it, so that a derivative can go on from there.
+
+    Its result has to require a gradient, so it depends on an anchor: a leaf of no importance.
+    """
+
+    block_name: str
+    source: GradientEdge
+    input: Tensor
+    version: int
+
+    @staticmethod
+    def forward(anchor: Tensor, held: tuple[Tensor], name: str) -> Tensor:
+        return held[0].detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[Tensor], str], output: Tensor) -> None:
+        _, (input,), ctx.block_name = inputs
+        ctx.source, ctx.input, ctx.version = get_gradient_edge(input), input.detach(), input._version
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor | None) -> tuple[None, None, None]:
+        return None, None, None
+
+
 _REGIONS = "toolkit.gradients.regions"
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+_GRAD_FN = torch._C.TensorBase.__dict__["grad_fn"].__get__
+_TORCH = str(Path(torch.__file__).parent) + "/"
 
 
 class _Watch(TorchFunctionMode):
     """Observes every call of a forward pass: derivatives before they are taken, `enable_grad`, and hooks."""
 
     _derivatives = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-    # A node that the program holds may get hooks unseen.
-    _hooks = frozenset({Tensor.register_hook, torch._C.TensorBase.__dict__["grad_fn"].__get__})
 
     def __init__(self, board: GateBoard) -> None:
         super().__init__()
@@ -338,9 +394,11 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func in self._derivatives:
-            self._board.close_regions(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+            self._board.derive(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
         elif func is torch._C._set_grad_enabled and args == (True,):
             self._board.pierce()
-        elif func in self._hooks:
-            self._board.linear = False
+        elif func is Tensor.register_hook:
+            self._board.hook(args[0])
+        elif func is _GRAD_FN and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
+            self._board.linear = False  # a node that the program holds may get hooks unseen
         return func(*args, **kwargs)

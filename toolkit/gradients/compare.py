@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toolkit._checks import choice
 from toolkit.blocks import Block, declared_blocks
-from toolkit.gradients._answers import Answers, Leak, Unrepeatable, answers_of, sentence
+from toolkit.gradients._answers import Answers, Closed, Leak, Unrepeatable, answers_of, sentence
 from toolkit.gradients._gates import Meeting
 from toolkit.gradients._program import Parameters
 from toolkit.gradients._rounding import Rounding
@@ -271,7 +271,8 @@ class Comparison:
                 self.effects, self.reason = [], str(error).partition(" Found ")[2]
                 return
             except Exception as error:
-                self.unopened[name] = f"opened, the program fails: {sentence(error)}"
+                fails = "" if isinstance(error, Closed) else "opened, the program fails: "
+                self.unopened[name] = fails + sentence(error)
                 continue
             sizes.append(self.effects[-1].ratio * self._blocked_norm)
             for parameter, part in leak.parts.items():

@@ -24,11 +24,11 @@ from toolkit.blocks import Block, declared_blocks, opened
 from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
 from toolkit.gradients._folding import Call, Node, folded, innermost_common
-from toolkit.gradients._gates import GateBoard, gate_of, next_number, regions_of
+from toolkit.gradients._gates import GateBoard, gate_of, next_number, regions_of, successors
 from toolkit.gradients._program import Parameters, Program, named_parameters, reached
 from toolkit.gradients._snapshot import Parts, find_parts
 
-__all__ = ["Graph", "graph", "graph_of"]
+__all__ = ["Graph", "graph", "graph_of", "graph_of_recorded"]
 
 Fold = int | None | Literal["auto"]
 
@@ -225,6 +225,11 @@ def graph_of(program: Program, params: Mapping[str, Tensor] | None = None) -> Gr
     return replace(found, _run_again=run_again)
 
 
+def graph_of_recorded(value: Tensor, params: Mapping[str, Tensor], parts: Parts, board: GateBoard) -> Graph:
+    """Return the graph of a loss that was computed while `board` recorded; its regions are closed."""
+    return _recorded(value, params, parts, board, _ModuleCalls(Parts()))[0]
+
+
 def _run(program: Program, given: Mapping[str, Tensor] | None, board: GateBoard) -> tuple[Graph, Mapping[str, Tensor]]:
     calls = _ModuleCalls(program.parts)
     with program.aside():
@@ -315,9 +320,7 @@ def _recorded(
     edges: dict[tuple[int, int], None] = {}
     entries: dict[tuple[int, frozenset[str]], int] = {}
     ways = [(0, found[0], frozenset[str]())]
-    ways += [
-        (index[node], next, regions_of(node)) for node in found for next, _ in node.next_functions if next is not None
-    ]
+    ways += [(index[node], next, regions_of(node)) for node in found for next in successors(node)]
     for start, node, left in ways:
         end = index[node]
         # A region is cut where the gradient would enter; its inside is not visible.
@@ -342,7 +345,7 @@ def _nodes_behind(value: Tensor) -> Iterator[Any]:
         if node not in seen:
             seen.add(node)
             yield node
-            stack.extend(next for next, _ in reversed(node.next_functions) if next is not None)
+            stack.extend(reversed(successors(node)))
 
 
 def _arrivals(nodes: Sequence[Any], parameters: Mapping[str, Tensor]) -> list[tuple[str, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -22,6 +23,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["Audit", "Unopened"]
+
+
+# The verdicts as a summary counts them, in its order.
+_SUMMARY = {
+    **dict.fromkeys(("partial", "cuts", "makes"), "load-bearing"),
+    "noise": "below the noise",
+    "redundant": "redundant",
+    "no-op": "carry nothing",
+}
 
 
 @dataclass(frozen=True)
@@ -151,10 +161,31 @@ class Audit:
         return self._comparison.plot()
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, *, silent: bool = True) -> str:
+        """Return the answer as text.
+
+        Args:
+            silent: Whether the table has places that no gradient-carrying tensor reaches; otherwise they are counted.
+        """
         lines = [] if self.valid else [f"INVALID: {self.reason}"]
+        head, *rows = self.rows()
+        quiet = {effect.name for effect in self.effects if effect.verdict.kind == "no-op"} if not silent else set()
+        shown = [row for row in rows if row[0] not in quiet]
         nothing = "nothing that could be opened stops a gradient" if self.unreached else "nothing stops a gradient"
-        table = text_table(self.rows()) if self.effects else nothing
-        return "\n".join([*lines, self._comparison.head(), table, *self._comparison.misleading(), *self.notes()])
+        table = text_table([head, *shown]) if shown else nothing
+        notes = [*self._comparison.misleading(), *self.notes()]
+        return "\n".join([*lines, self._comparison.head(), self.summary(), table, *notes])
+
+    def summary(self) -> str:
+        """Return the number of stops by their verdict, in a line."""
+        kinds = Counter(_SUMMARY[effect.verdict.kind] for effect in self.effects)
+        counted = [f"{kinds[kind]} {kind}" for kind in dict.fromkeys(_SUMMARY.values()) if kinds[kind]]
+        closed = len({entry.site for entry in self.unopened} - {effect.name for effect in self.effects})
+        n_places = len(self.effects) + closed
+        counted += [f"{closed} not opened"] if closed else []
+        return f"{n_places} {'stop' if n_places == 1 else 'stops'}{': ' if counted else ''}{', '.join(counted)}"
 
     def _repr_html_(self) -> str:
         head = "" if self.valid else f"<p><strong>Invalid:</strong> {html.escape(self.reason)}</p>"

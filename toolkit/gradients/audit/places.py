@@ -14,12 +14,12 @@ import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -28,8 +28,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from toolkit.blocks import Site, carries_gradient, no_graph, region_at, site_of, stop_at
-from toolkit.gradients._snapshot import INSTALLED, Snapshot
+from toolkit.blocks import Site, carries_gradient, region_at, site_of, stop_at
+from toolkit.gradients._snapshot import INSTALLED
 
 __all__ = ["BareBlocks", "Escape"]
 
@@ -69,6 +69,13 @@ class Escape:
     site: str
 
 
+class HasStorages(Protocol):
+    """A program that knows the memory of its tensors."""
+
+    def storages(self) -> Container[int]:
+        """Return the memory, by the address of each storage."""
+
+
 @dataclass
 class BareBlocks:
     """The places that the replaced attributes found, and those that they leave alone.
@@ -81,6 +88,7 @@ class BareBlocks:
         partly: Place of a region -> the parts that stay blocked while it is open.
         one_mode: Places of regions that pass a forward-mode derivative, open or closed.
         nested: Place -> the regions around it, from the outside.
+        spares: Regions whose writes into older tensors stay blocked.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
@@ -92,25 +100,25 @@ class BareBlocks:
     one_mode: dict[str, None] = field(default_factory=dict)
     elsewhere: dict[str, None] = field(default_factory=dict)
     nested: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    spares: Collection[str] = frozenset()
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
     _here: FrameType | None = None
-    _state: set[int] = field(default_factory=set)
+    _state: Container[int] = frozenset()
     _is_active: bool = False
     _closed: tuple[str, ...] = ()
     _writes: set[str] = field(default_factory=set)
-    _spared: set[str] = field(default_factory=set)
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @contextmanager
-    def replaced(self, program: Snapshot | None = None) -> Iterator[None]:
+    def replaced(self, program: HasStorages | None = None) -> Iterator[None]:
         """Replace torch's attributes for the length of a ``with`` that runs a program.
 
         Raises:
             RuntimeError: If another audit is running in this process.
         """
         outer = self._region, self._here, self._state
-        self._region, self._here, self._state = None, None, program.storages() if program else set()
+        self._region, self._here, self._state = None, None, program.storages() if program else frozenset()
         self._closed = ()
         if self._is_active:  # a run of the program between derivatives of an earlier one
             try:
@@ -165,8 +173,8 @@ class BareBlocks:
 
     def spare(self, places: Iterable[str]) -> bool:
         """Keep writes of these regions into older tensors blocked from now on; return whether this is new."""
-        spared = self._writes.intersection(places) - self._spared
-        self._spared |= spared
+        spared = self._writes.intersection(places).difference(self.spares)
+        self.spares = spared.union(self.spares)
         return bool(spared)
 
     # --- what stops a tensor ---
@@ -386,7 +394,9 @@ class BareBlocks:
         return None if frame is None else site_of(frame)
 
     def _is_state(self, tensor: Tensor) -> bool:
-        """Return whether a tensor existed before the program ran, by its memory."""
+        """Return whether a tensor existed before the program ran, by its memory, or is a parameter made since."""
+        if tensor.is_leaf and tensor.requires_grad:
+            return True
         wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
         return not wrapped and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._state
 
@@ -472,11 +482,24 @@ class _Watch(TorchFunctionMode):
         changed = [tensor for tensor in _changed(func, args, kwargs) if bare._is_state(tensor)]
         bare._writes.update([region.site] if changed else [])
         # A view cannot be made a constant again.
-        if changed and (region.site in bare._spared or any(tensor._base is not None for tensor in changed)):
+        if changed and (region.site in bare.spares or any(tensor._base is not None for tensor in changed)):
             bare.partly[region.site] = "in-place changes inside of it to older tensors stay blocked"
-            with no_graph():
+            with _unrecorded():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+@contextmanager
+def _unrecorded() -> Iterator[None]:
+    """Record no graph, unseen by the replacements and by modes."""
+    with torch._C.DisableTorchFunction():
+        outer = torch._C.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(outer)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,334 @@
+"""Audits of whole training scripts, which run as they are.
+
+From the end of an optimiser's step on, the script is recorded (see `steps`). In front of one of its next backward
+passes the question is answered, and the script ends, or goes on untouched. If a recording fails, the script starts
+again, and the place at which it failed keeps its meaning.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import runpy
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from toolkit.gradients._gates import gate_of, reachable_nodes
+from toolkit.gradients.audit.answer import Audit
+from toolkit.gradients.audit.steps import Recorder, Unrecordable, backward_passes
+
+__all__ = ["Digest", "Question", "RecordedRun", "Script", "ScriptRun"]
+
+# The environment variable with the lessons of earlier starts of this script.
+_LESSONS = "STOPGRAD_AUDIT_LESSONS"
+_MOST_STARTS = 20
+
+# A graph that goes back further has no beginning, such as that of a state that is never detached.
+_MOST_STEPS_EARLIER = 7
+
+
+@dataclass(frozen=True)
+class Script:
+    """A program as it is started from the shell.
+
+    Attributes:
+        target: A file, or the name of a module.
+        is_module: Whether it is a module, as after ``python -m``.
+        arguments: The arguments of the program.
+    """
+
+    target: str
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+
+    def run(self) -> None:
+        """Run the program as ``__main__``."""
+        sys.path.insert(0, str(Path.cwd() if self.is_module else Path(self.target).resolve().parent))
+        sys.argv = [self.target, *self.arguments]
+        if self.is_module:
+            runpy.run_module(self.target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self.target, run_name="__main__")
+
+
+@dataclass(frozen=True)
+class Question:
+    """The backward passes that are asked about.
+
+    Attributes:
+        step: The training step, from 1; it ends with a step of an optimiser, counted over all optimisers.
+        backward: The backward pass of this step, from 1; None for all.
+        continues: Whether the script goes on afterwards.
+    """
+
+    step: int = 1
+    backward: int | None = 1
+    continues: bool = False
+
+    def __str__(self) -> str:
+        which = "a backward pass" if self.backward is None else f"backward pass {self.backward}"
+        return f"{which} of step {self.step}"
+
+
+@dataclass(frozen=True)
+class Digest:
+    """The numbers of a backward pass, to compare two runs of a script bit for bit.
+
+    Attributes:
+        loss: The loss, in hexadecimal.
+        gradients: A hash of each gradient, sorted; empty for a backward pass that is not asked about.
+    """
+
+    loss: str
+    gradients: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, value: Tensor, inputs: Collection[Tensor] | None, *, with_gradients: bool) -> Digest:
+        """Return the digest of a backward pass that is about to begin."""
+        loss = float(value.item()).hex()
+        if not with_gradients or value.grad_fn is None:
+            return cls(loss)
+        nodes = reachable_nodes(value.grad_fn, ())
+        leaves = [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else list(inputs)
+        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+        return cls(loss, tuple(sorted(_hashed(gradient) for gradient in gradients if gradient is not None)))
+
+
+class ScriptRun:
+    """A plain run of a script that is asked about some of its backward passes: the witness of a recorded run.
+
+    Attributes:
+        question: The backward passes that are asked about.
+        digests: One for each backward pass, if wanted.
+        steps: The number of steps that optimisers have taken.
+        backward_passes: The number of backward passes since the last of these.
+        answered: Whether a backward pass that is asked about has come.
+    """
+
+    def __init__(self, question: Question, *, digests: bool = False) -> None:
+        """Prepare a run."""
+        self.question, self.digests, self.steps, self.answered = question, list[Digest](), 0, False
+        self._takes_digests, self.backward_passes = digests, 0
+
+    def run(self, script: Script) -> None:
+        """Run a script until the question is answered, or to its end.
+
+        Errors of the script, ``sys.exit`` and Ctrl-C are raised as they are.
+        """
+        hook = register_optimizer_step_post_hook(self._count)
+        try:
+            with backward_passes(self._backward), self.watching():
+                script.run()
+        except _Answered:
+            pass
+        finally:
+            hook.remove()
+
+    @property
+    def progress(self) -> str:
+        """How far the script has come."""
+        return f"{self.steps} steps of optimisers and {self.backward_passes} more backward passes"
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch the script while it runs."""
+        yield
+
+    @contextmanager
+    def passing(self, value: Tensor, inputs: Collection[Tensor] | None, *, is_asked: bool) -> Iterator[None]:
+        """Run a backward pass."""
+        yield
+
+    def stepped(self) -> None:
+        """Act on the end of an optimiser's step."""
+        if self.answered and not self.question.continues:
+            raise _Answered
+
+    def _count(self, *_: Any) -> None:
+        self.steps, self.backward_passes = self.steps + 1, 0
+        self.stepped()
+
+    @contextmanager
+    def _backward(self, value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
+        self.backward_passes += 1
+        question = self.question
+        is_asked = self.steps == question.step - 1 and question.backward in (None, self.backward_passes)
+        with self.passing(value, inputs, is_asked=is_asked):
+            if self._takes_digests and (is_asked or question.continues):
+                self.digests.append(Digest.of(value, inputs, with_gradients=is_asked))
+            self.answered |= is_asked
+            if is_asked and question.backward is not None and not question.continues:
+                raise _Answered
+            yield
+
+
+class RecordedRun(ScriptRun):
+    """A run that is recorded from the end of the previous step on.
+
+    Attributes:
+        audits: Backward pass -> its answer, for those that are asked about.
+    """
+
+    def __init__(self, question: Question, *, digests: bool = False) -> None:
+        """Prepare a run."""
+        super().__init__(question, digests=digests)
+        self.audits: dict[str, Audit] = {}
+        self._lessons, self._recording = _Lessons.read(), ExitStack()
+        self._recorder: Recorder | None = None
+
+    def run(self, script: Script) -> None:
+        """Run a script until the question is answered, or to its end; start it again if a recording fails."""
+        try:
+            super().run(script)
+            return
+        except _Again:
+            pass
+        except Exception as error:
+            if not self._learn(error):
+                raise
+        self._lessons.start_again()
+
+    @contextmanager
+    def passing(self, value: Tensor, inputs: Collection[Tensor] | None, *, is_asked: bool) -> Iterator[None]:
+        """Run a backward pass, after the answer for one that is asked about."""
+        if self._recorder is None:
+            if is_asked and not self.answered:
+                self._start_earlier()
+            yield
+            return
+        with self._recorder.board.of_the_program():
+            if value.grad_fn is not None and is_asked:
+                if self._recorder.reaches_beyond(value) and self._lessons.earlier < _MOST_STEPS_EARLIER:
+                    self._start_earlier()
+                self.audits[f"backward pass {self.backward_passes}"] = self._recorder.answer(value, inputs, None)
+            elif value.grad_fn is not None:
+                self._recorder.prepare(value)
+            yield
+        if is_asked and self.question.backward is not None:
+            self._stop()
+
+    def stepped(self) -> None:
+        """Start or stop recording."""
+        if self._recorder is None and self.steps == self.question.step - 1 - self._lessons.earlier:
+            self._start()
+        elif self._recorder is not None and self.steps == self.question.step:
+            self._stop()
+        super().stepped()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Record the first step from the making of the first optimiser on; a script prepares before that."""
+        original = torch.optim.Optimizer.__init__
+
+        def init(optimiser: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimiser, *args, **kwargs)
+            if not self.steps and self._recorder is None and self._lessons.earlier >= self.question.step - 1:
+                self._start()
+
+        setattr(torch.optim.Optimizer, "__init__", init)  # noqa: B010 - its type is that of one signature
+        try:
+            with self._recording:
+                if self._lessons.earlier >= self.question.step:
+                    self._start()
+                yield
+        finally:
+            setattr(torch.optim.Optimizer, "__init__", original)  # noqa: B010
+
+    def _start(self) -> None:
+        distributed = torch.distributed
+        ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+        if ranks > 1:
+            raise ValueError(f"The script should run in one process while it is audited. Found {ranks} ranks.")
+        self._recorder = Recorder(self._lessons.real)
+        self._recording.enter_context(self._recorder.recording())
+
+    def _stop(self) -> None:
+        self._recording.close()
+        self._recorder = None
+
+    def _start_earlier(self) -> NoReturn:
+        self._lessons.earlier = 2 * self._lessons.earlier + 1
+        raise _Again
+
+    def _learn(self, error: Exception) -> bool:
+        """Find the places at which a recording has failed; return whether the script should start again."""
+        if self._recorder is None or self.answered or self._lessons.starts >= _MOST_STARTS:
+            return False
+        if isinstance(error, Unrecordable):
+            self._lessons.real |= error.places
+            return True
+        places = _places_in(error.__traceback__, self._recorder) or [self._recorder.board.latest]
+        reason = f"recorded, the script fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        learnt = {place: reason for place in places if place and place not in self._lessons.real}
+        self._lessons.real |= learnt
+        return bool(learnt)
+
+
+class _Answered(BaseException):
+    """Ends the script: its question is answered."""
+
+
+class _Again(BaseException):
+    """Ends the script, which has to start again."""
+
+
+@dataclass
+class _Lessons:
+    """What earlier starts of a script have taught.
+
+    Attributes:
+        real: Place -> the reason why it keeps its meaning.
+        earlier: The number of steps before the one that is asked about at which the recording begins. Before the first
+            step it begins with the first optimiser of the script, and one more step earlier with the script.
+        starts: The number of starts.
+    """
+
+    real: dict[str, str] = field(default_factory=dict)
+    earlier: int = 0
+    starts: int = 1
+
+    @classmethod
+    def read(cls) -> _Lessons:
+        return cls(**json.loads(os.environ.get(_LESSONS, "{}")))
+
+    def start_again(self) -> NoReturn:
+        """Run the command of this process again, in its place."""
+        os.environ[_LESSONS] = json.dumps({**asdict(self), "starts": self.starts + 1})
+        gc.collect()  # workers end with their loaders
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _places_in(trace: TracebackType | None, recorder: Recorder) -> list[str]:
+    """Return the blocks behind the tensors of the innermost frames of an error."""
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames[-8:]):
+        tensors = [found for found in frame.f_locals.values() if isinstance(found, Tensor)]
+        roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        nodes = [node for root in roots for node in reachable_nodes(root, ())]
+        places = {place: None for node in nodes for place in gate_of(node) | recorder.board.regions_of(node)}
+        if places:
+            return list(places)
+    return []
+
+
+def _hashed(tensor: Tensor) -> str:
+    plain = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor.detach()
+    plain = torch.view_as_real(plain.resolve_conj()) if plain.is_complex() else plain
+    numbers = plain.cpu().contiguous().view(torch.uint8) if plain.dim() else plain.cpu().reshape(1).view(torch.uint8)
+    return hashlib.sha256(f"{tuple(tensor.shape)} {tensor.dtype} ".encode() + numbers.numpy().tobytes()).hexdigest()

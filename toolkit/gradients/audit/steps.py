@@ -1,0 +1,511 @@
+"""Audits of training steps as they run, without a second forward pass.
+
+While a step is recorded, every place that stops a gradient becomes a cut (see `_cuts`), so that the step's own backward
+passes compute what they always compute. In front of a backward pass the answer is taken from the step's own graph.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cached_property
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from toolkit.gradients._answers import Answers, Closed, Leak
+from toolkit.gradients._cuts import CutBoard
+from toolkit.gradients._gates import EVERY_BLOCK, gate_of, is_cut, is_foreign, reachable_nodes, regions_of, successors
+from toolkit.gradients._program import Answer, coarsest
+from toolkit.gradients._snapshot import Parts, Snapshot, without_compiled_code
+from toolkit.gradients.audit.answer import Audit
+from toolkit.gradients.audit.places import BareBlocks
+from toolkit.gradients.compare import Comparison
+from toolkit.gradients.graph import graph_of_recorded
+from toolkit.gradients.verdict import equal, flat
+
+__all__ = ["AuditedStep", "Recorder", "Unrecordable", "audited", "backward_passes", "parameters_of"]
+
+# Makes the context of a backward pass from its loss and the tensors it differentiates by, None for every leaf.
+Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[None]]
+
+_EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
+_INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
+_BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
+
+
+class Unrecordable(RuntimeError):
+    """A step whose gradient would not be that of the plain step.
+
+    Attributes:
+        places: Place -> the reason why it should not be recorded.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        """Name the places."""
+        listed = "; ".join(f"{place}: {reason}" for place, reason in places.items())
+        super().__init__(f"The step should be recorded without these places. Found {listed}.")
+        self.places = places
+
+
+class Recorder:
+    """Records a program from `start` on, and answers for its backward passes.
+
+    Attributes:
+        bare: The places that stop a gradient.
+        board: Their cuts.
+    """
+
+    def __init__(self, real: Mapping[str, str]) -> None:
+        """Record every place except those in `real`, place -> reason."""
+        self.bare, self.board = BareBlocks(real=dict(real), spares=EVERY_BLOCK), CutBoard()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the body of a ``with``; afterwards no tensor leads to a cut."""
+        storages = _Storages()
+        try:
+            with without_compiled_code(), self.bare.replaced(storages), self.board.forward():
+                yield
+        finally:
+            self._forget()
+
+    def answer(self, value: Tensor, inputs: Collection[Tensor] | None, model: nn.Module | None) -> Audit:
+        """Return the answer for a backward pass from `value` that is about to begin.
+
+        Args:
+            value: The loss.
+            inputs: The parameters to differentiate by; None for every leaf.
+            model: Names the parameters; None for the modules of the process.
+
+        Raises:
+            Unrecordable: If the recorded gradient may differ from that of the plain step.
+        """
+        modules = modules_by_name(sys._getframe(1)) if model is None else {"": model}
+        answers = StepAnswers(value, self.board, inputs, modules)
+        names = answers.names()
+        comparison = Comparison(answers, names, nested=self.bare.nested)
+        expected = [] if model is None else [name for name, _ in model.named_parameters()]
+        return Audit(
+            comparison,
+            self.bare,
+            graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
+            remarks=[_BEYOND] if self.reaches_beyond(value) else [],
+            closed=dict.fromkeys(sorted(self.board.earlier.difference(comparison.unopened)), _EARLIER),
+            unreached={name: "" for name in expected if name not in answers.params},
+        )
+
+    def reaches_beyond(self, value: Tensor) -> bool:
+        """Return whether the graph of a loss goes back to before the recording."""
+        return any(map(self.board.is_earlier, reachable_nodes(value.grad_fn, EVERY_BLOCK)))
+
+    def prepare(self, value: Tensor) -> None:
+        """Close the regions behind a backward pass from `value` that is about to begin.
+
+        Raises:
+            Unrecordable: As `answer`.
+        """
+        if value.grad_fn is not None:
+            self.board.close_regions(value)
+            refuse_changes(value, self.board)
+
+    def _forget(self) -> None:
+        """Make constants of the tensors that are constants of the plain program."""
+        board, known = self.board, dict[Any, bool]()
+        for tensor in _live_tensors():
+            node = tensor.grad_fn
+            if node is None or board.is_earlier(node) or _leads_to_a_leaf(node, board, known):
+                continue
+            if not tensor._is_view():
+                tensor.detach_()
+                continue
+            with suppress(RuntimeError):  # it is in use: then it keeps its graph, which ends at the cut
+                torch.utils.swap_tensors(tensor, tensor.detach())
+
+
+class StepAnswers(Answers):
+    """Answers for one backward pass of a recorded step, from the step's own graph.
+
+    Attributes:
+        parts: The modules that name the parameters.
+    """
+
+    board: CutBoard
+
+    def __init__(
+        self, value: Tensor, board: CutBoard, inputs: Collection[Tensor] | None, modules: Mapping[str, nn.Module]
+    ) -> None:
+        """Differentiate `value` by `inputs`, or by every leaf, with every block in place."""
+        self._value, self.board = value, board
+        self.remarks, self.reason, self._is_quiet = [], "", False
+        board.close_regions(value)
+        self._nodes = list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
+        self.parts = Parts(modules=dict(modules))
+        leaves = [node.variable for node in self._nodes if hasattr(node, "variable")]
+        self.params = parameters_of(leaves if inputs is None else list(inputs), self.parts)
+        refuse_changes(value, board)
+        self._cuts = [node for node in self._nodes if is_cut(node)]
+        self._snapshot = Snapshot(self.parts, self.params)
+        self._snapshot.forget_values()
+        self._versions = {name: parameter._version for name, parameter in self.params.items()}
+        with self.passing(()):
+            found, self._arrived = self._derivatives([value], None, self._cuts)
+        gradients = {name: torch.zeros_like(self.params[name]) if g is None else g for name, g in found.items()}
+        paths = frozenset(name for name, gradient in found.items() if gradient is not None)
+        self.plain = Answer(value.item(), self.params, gradients, paths, frozenset(), constant=False, moved=False)
+        self.board.inner.update(
+            gate for cut in self._cuts if cut.input._version != cut.version for gate in gate_of(cut)
+        )
+
+    def names(self) -> list[str]:
+        """Return the blocks in the graph of the loss, and those that no gradient-carrying tensor reaches."""
+        found = {name for node in self._nodes for name in gate_of(node) | regions_of(node)}
+        return [name for name, meeting in self.board.meetings.items() if name in found or not meeting.carried]
+
+    @property
+    def gated(self) -> Tensor:
+        """The loss."""
+        return self._value
+
+    @cached_property
+    def precision(self) -> float:
+        """The coarsest rounding of the step, relative."""
+        return coarsest(self._value, self.params)
+
+    def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
+        """Return parameter -> gradient while exactly these blocks are open."""
+        self.check_unmodified()
+        leaks = self._leaks(open)
+        return {
+            name: plain + leaks[name] if name in leaks else plain.clone()
+            for name, plain in self.plain.gradients.items()
+        }
+
+    def leak(self, names: Sequence[str]) -> Leak:
+        """Return the leak of these blocks, opened together."""
+        carried = any(self.board.meetings[name].carried for name in names)
+        leaks = self._leaks(names) if carried else {}
+        parts = {name: flat(leak) for name, leak in leaks.items()}
+        return Leak(parts, frozenset(leaks) | self.plain.reached, carried=carried)
+
+    def answers_at_once(self, open: Collection[str]) -> bool:
+        """Return whether cuts alone can answer for these blocks."""
+        return not set(open) & (self.board.regions | self.board.inner)
+
+    def arrivals(self, share: float) -> list[tuple[str, GradientEdge, Tensor]]:
+        """Return the cotangents that arrive at the cuts, for a part of the loss."""
+        with self.passing(()):
+            _, arrived = self._derivatives([self._value], [torch.full_like(self._value, share)], self._cuts)
+        return [(cut.block_name, cut.source, cotangent) for cut, cotangent in arrived.items()]
+
+    def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
+        """Return None: the step does not run again."""
+        return None
+
+    @contextmanager
+    def quietly(self) -> Iterator[None]:
+        """Take derivatives without side effects; entered once for many."""
+        if self._is_quiet:
+            yield
+            return
+        one_thread = torch.autograd.set_multithreading_enabled(False)
+        with self._snapshot.set_aside(runs=False), self.board.of_the_program(), torch.enable_grad(), one_thread:
+            self._is_quiet = True
+            try:
+                yield
+            finally:
+                self._is_quiet = False
+
+    def _leaks(self, open: Collection[str]) -> dict[str, Tensor]:
+        """Return parameter -> leak of these blocks, for parameters that it reaches."""
+        opened = frozenset(open)
+        if opened & self.board.inner:
+            raise Closed(_INNER)
+        if opened & {name for cut in self._bent for name in gate_of(cut)}:
+            raise Closed("a hook or a custom function behind it may not be linear")
+        leaks: dict[str, Tensor] = {}
+        with self.passing(opened):
+            arrived = self._arrived
+            if opened & self.board.regions:
+                found, arrived = self._derivatives([self._value], None, self._cuts)
+                leaks = {
+                    name: gradient - self.plain.gradients[name]
+                    for name, gradient in found.items()
+                    if gradient is not None and not equal(gradient, self.plain.gradients[name])
+                }
+            while arrived := {cut: cotangent for cut, cotangent in arrived.items() if self._passes(cut, opened)}:
+                sources = [cut.source for cut in arrived]
+                found, arrived = self._derivatives(sources, list(arrived.values()), self._cuts_behind(sources))
+                for name, leak in found.items():
+                    if leak is not None:
+                        leaks[name] = leaks[name] + leak if name in leaks else leak
+        return leaks
+
+    def _derivatives(
+        self, outputs: Sequence[Any], cotangents: Sequence[Tensor] | None, cuts: Sequence[Any]
+    ) -> tuple[dict[str, Tensor | None], dict[Any, Tensor]]:
+        """Return parameter -> gradient, None without a path, and cut -> the cotangent that arrives at it."""
+        wanted = {name: parameter for name, parameter in self.params.items() if parameter.requires_grad}
+        inputs: list[Any] = [*wanted.values(), *(GradientEdge(cut, 0) for cut in cuts)]
+        found: dict[str, Tensor | None] = dict.fromkeys(self.params)
+        if not inputs:
+            return found, {}
+        gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+        found.update(zip(wanted, gradients, strict=False))
+        arrived = zip(cuts, gradients[len(wanted) :], strict=True)
+        return found, {cut: cotangent for cut, cotangent in arrived if cotangent is not None}
+
+    def _passes(self, cut: Any, opened: frozenset[str]) -> bool:
+        return gate_of(cut) <= opened and regions_of(cut) <= opened
+
+    def _cuts_behind(self, sources: Sequence[GradientEdge]) -> list[Any]:
+        return [node for node in _plainly_behind([source.node for source in sources]) if is_cut(node)]
+
+    @cached_property
+    def _bent(self) -> list[Any]:
+        """The cuts behind which a hook or a custom function runs, of which it is not known whether it is linear."""
+        return [
+            cut
+            for cut in self._cuts
+            if not (self.board.linear and all(map(self._is_plain, reachable_nodes(cut.source.node, EVERY_BLOCK))))
+        ]
+
+    def _is_plain(self, node: Any) -> bool:
+        if hasattr(node, "variable"):
+            return not node.variable._backward_hooks
+        return bool(gate_of(node)) or not (is_foreign(node) or self.board.is_hooked(node))
+
+
+class AuditedStep:
+    """The answers for the backward passes of a step; see `audited`.
+
+    Attributes:
+        audits: One for each backward pass, in the order of the step.
+    """
+
+    audits: list[Audit]
+
+    def __init__(self) -> None:
+        """Wait for the first backward pass."""
+        self.audits = []
+
+    def __str__(self) -> str:
+        return "\n\n".join(map(str, self.audits)) or "no backward pass"
+
+    def __repr__(self) -> str:
+        return f"AuditedStep({len(self.audits)} backward passes)"
+
+    def _repr_html_(self) -> str:
+        return "".join(audit._repr_html_() for audit in self.audits)
+
+
+@contextmanager
+def audited(model: nn.Module | None = None) -> Iterator[AuditedStep]:
+    """Audit the step inside of a ``with``, at each of its backward passes.
+
+    The step runs as it does without the audit: its loss and its gradients are the same, bit for bit. Places whose
+    opening would change more than one gradient, for example because the step differentiates inside of its forward
+    pass, are listed as not opened; `audit` can run a loss function again and may open them. Compiled functions run in
+    eager mode. An answer can be printed later; its gradients can be asked for only inside of the step.
+
+    Args:
+        model: Names the parameters, and parameters of it without a path to the loss are listed; None for the names of
+            the modules that are in use.
+
+    Raises:
+        RuntimeError: If another audit is running in this process, or if the step would have another gradient while it
+            is recorded. That is raised in front of the backward pass, and names the place.
+
+    Example:
+        >>> net = torch.nn.Linear(3, 1)
+        >>> with audited(net) as answer:
+        ...     y = net(torch.ones(2, 3))
+        ...     (y * y.detach()).sum().backward()
+        >>> [str(effect.verdict) for effect in answer.audits[0].effects]
+        ['partial']
+    """
+    step, recorder = AuditedStep(), Recorder({})
+
+    @contextmanager
+    def begin(value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
+        with recorder.board.of_the_program():
+            if value.grad_fn is not None:
+                step.audits.append(recorder.answer(value, inputs, model))
+            yield
+
+    with recorder.recording(), backward_passes(begin):
+        yield step
+
+
+def refuse_changes(value: Tensor, board: CutBoard) -> None:
+    """Raise Unrecordable if a closed region does not stop everything that runs in the plain step.
+
+    A region is closed by a hook on each of its nodes. The nodes behind these run, without a gradient: a custom function
+    may make numbers of that, and a node of an earlier step is freed.
+    """
+    closed = set(reachable_nodes(value.grad_fn, ()))
+    found: dict[str, str] = {}
+    entries = [node for node in closed if regions_of(node)]
+
+    def runs(node: Any) -> bool:
+        """Return whether a node that is out of reach would notice that it runs."""
+        bent = is_foreign(node) or getattr(getattr(node, "variable", None), "_backward_hooks", None)
+        return node not in closed and not regions_of(node) and bool(bent or board.is_earlier(node))
+
+    some_run = any(map(runs, _plainly_behind(entries)))
+    for node in entries:
+        regions = regions_of(node)
+        for name in regions & board.pierced:
+            found[name] = "recording is switched on again inside of it"
+        for behind in filter(runs, _plainly_behind([node])) if some_run else ():
+            if board.is_earlier(behind):
+                found.update(dict.fromkeys(regions, _EARLIER))
+            else:
+                found.update(dict.fromkeys(regions, "a hook or a custom function behind it would run"))
+    if found:
+        raise Unrecordable(found)
+
+
+@contextmanager
+def backward_passes(begin: Begin) -> Iterator[None]:
+    """Run every backward pass of this thread inside of the context that `begin` makes of its loss and its inputs."""
+    thread, running = threading.get_ident(), False
+
+    def replaced(original: Callable[..., Any], root_of: Callable[..., tuple[Tensor, Any]]) -> Callable[..., Any]:
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            if running or threading.get_ident() != thread:
+                return original(*args, **kwargs)
+            running = True
+            try:
+                with begin(*root_of(*args, **kwargs)):
+                    return original(*args, **kwargs)
+            finally:
+                running = False
+
+        return backward
+
+    method, function = torch.Tensor.backward, torch.autograd.backward
+    torch.Tensor.backward = replaced(method, _root_of_method)  # type: ignore[method-assign]
+    torch.autograd.backward = replaced(function, _root_of_function)
+    try:
+        yield
+    finally:
+        torch.Tensor.backward, torch.autograd.backward = method, function  # type: ignore[method-assign]
+
+
+def _root_of_method(
+    value: Tensor,
+    gradient: Tensor | None = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> tuple[Tensor, Collection[Tensor] | None]:
+    return _root_of_function(value, gradient, inputs=inputs)
+
+
+def _root_of_function(
+    tensors: Any, grad_tensors: Any = None, *_: Any, inputs: Any = None, **__: Any
+) -> tuple[Tensor, Collection[Tensor] | None]:
+    """Return a scalar with the gradient of this backward pass, and its inputs."""
+    values = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    weights = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
+    weights += [None] * (len(values) - len(weights))
+    if len(values) == 1 and values[0].numel() == 1 and weights[0] is None:
+        root = values[0]
+    else:
+        pairs = zip(values, weights, strict=True)
+        root = torch.stack([(value if weight is None else value * weight).sum() for value, weight in pairs]).sum()
+    return root, [inputs] if isinstance(inputs, Tensor) else inputs
+
+
+def parameters_of(leaves: Sequence[Tensor], parts: Parts) -> dict[str, Tensor]:
+    """Return name -> leaf, with names from modules where they have one."""
+    known, named = parts.names_of_leaves(), dict[str, Tensor]()
+    for index, leaf in enumerate(dict.fromkeys(leaves)):
+        name = known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}")
+        named[f"{name} #{index}" if name in named else name] = leaf
+    return named
+
+
+def modules_by_name(frame: FrameType | None) -> dict[str, nn.Module]:
+    """Return name -> module for every module that no other contains, by the names in use on the stack."""
+    modules = {id(found): found for found in gc.get_objects() if issubclass(type(found), nn.Module)}
+    inside = {id(child) for module in modules.values() for child in module._modules.values()}
+    roots = {
+        key: module
+        for key, module in modules.items()
+        if key not in inside and next(module.parameters(), None) is not None
+    }
+    if len(roots) == 1:
+        return {"": next(iter(roots.values()))}
+    names: dict[int, str] = {}
+    scopes = [vars(sys.modules["__main__"])]
+    while frame is not None:
+        scopes.insert(0, frame.f_locals)
+        frame = frame.f_back
+    for scope in scopes:
+        for name, found in list(scope.items()):
+            if id(found) in roots:
+                names[id(found)] = name
+    named: dict[str, nn.Module] = {}
+    for key, module in roots.items():
+        name = names.get(key, type(module).__name__)
+        named[f"{name} #{len(named)}" if name in named else name] = module
+    return named
+
+
+class _Storages:
+    """The memory of the tensors that exist now, as long as they do."""
+
+    def __init__(self) -> None:
+        strided = (tensor for tensor in _live_tensors() if tensor.layout is torch.strided)
+        self._alive = {tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage()) for tensor in strided}
+
+    def storages(self) -> _Storages:
+        """Return itself: the places ask whether it contains the memory of a tensor."""
+        return self
+
+    def __contains__(self, memory: object) -> bool:
+        found = self._alive.get(memory)
+        return found is not None and not found.expired()
+
+
+def _live_tensors() -> list[Tensor]:
+    return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
+
+
+def _plainly_behind(nodes: Sequence[Any]) -> Iterator[Any]:
+    """Yield the nodes that autograd runs after these ones, whether or not regions drop the gradient on the way."""
+    stack, seen = list(nodes), set(nodes)
+    while stack:
+        node = stack.pop()
+        for behind in () if is_cut(node) else successors(node):
+            if behind not in seen:
+                seen.add(behind)
+                stack.append(behind)
+                yield behind
+
+
+def _leads_to_a_leaf(node: Any, board: CutBoard, known: dict[Any, bool]) -> bool:
+    """Return whether the plain program has a graph behind this node; `known` keeps what was found."""
+    order, stack = list[Any](), [node]
+    while stack:
+        here = stack.pop()
+        if here in known:
+            continue
+        known[here] = hasattr(here, "variable") or board.is_earlier(here)
+        closed = is_cut(here) or board.regions_of(here)
+        if not (known[here] or closed):
+            order.append(here)
+            stack.extend(successors(here))
+    for here in sorted(order, key=lambda node: node._sequence_nr()):  # the nodes behind a node were made before it
+        known[here] = any(known[behind] for behind in successors(here))
+    return known[node]
