@@ -31,6 +31,8 @@ from torch import Tensor
 
 import toolkit
 from toolkit import audit, compare
+from toolkit.gradients._answers import Closed
+from toolkit.gradients.audit.steps import Recorder, Unrecordable
 
 # --- what programs are made of -----------------------------------------------------------------------------------
 #
@@ -740,6 +742,7 @@ class _Checker:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.answers = 0
+        self.left_out: list[str] = []
         self.wrong: list[tuple[str, str]] = []
         self.refused: list[str] = []
         self.truth = cache(lambda open, nudge=0: truth(program, open, nudge=nudge))
@@ -761,32 +764,44 @@ class _Checker:
         sets.pop((), None)
         answerable = [open for open in sets if self.is_answerable(open)]
         loss, params = execute(self.program.source())
+        given: dict[tuple[str, ...], Any] = {}
         try:
-            asked = (compare if self.program.named else audit)(loss, params)
+            with self.asking(loss, params) as asked:
+                if not getattr(asked, "valid", True):
+                    self.refused.append(f"invalid: {asked.reason}")
+                    return
+                names = self.names_in(asked)
+                for open in answerable:
+                    if all(stop in names for stop in open):
+                        given[open] = self.attempted(asked, [names[stop] for stop in open])
         except Exception as error:
             if len(answerable) == len(sets):
                 self.fail(error)
             return
-        if not self.program.named and not asked.valid:
-            self.refused.append(f"invalid: {asked.reason}")
-            return
+        for stop in filter(self.is_missed, self.left_out):
+            self.note("missed", f"{stop} is no part of the answer")
         plain = self.truth(())
         if asked.loss != plain.loss:
             self.note("loss", f"{asked.loss!r} where the program has {plain.loss!r}")
         for name, expected in plain.gradients.items():
             if not _same(asked.blocked[name], expected):
                 self.note("blocked", f"{name} is off by {_distance(asked.blocked[name], expected):.3g}")
-        names = self.names_in(asked)
-        for open in answerable:
-            if not all(stop in names for stop in open):
-                continue
-            try:
-                gradient, effect = self.answer(asked, [names[stop] for stop in open])
-            except Exception as error:
-                self.fail(error)
+        for open, answer in given.items():
+            if isinstance(answer, Exception):
+                self.fail(answer)
             else:
                 self.answers += 1
-                self.hold(open, gradient, effect)
+                self.hold(open, *answer)
+        self.hold_what_is_left(loss, params)
+
+    @contextmanager
+    def asking(self, loss: Callable[[], Tensor], params: dict[str, Tensor]) -> Iterator[Any]:
+        """Ask about a program; in the body its answer takes questions."""
+        yield (compare if self.program.named else audit)(loss, params)
+
+    def hold_what_is_left(self, loss: Callable[[], Tensor], params: dict[str, Tensor]) -> None:
+        """Run the program once more, as if nobody had asked."""
+        plain = self.truth(())
         try:
             again = differentiate(loss, params)
         except Exception as error:
@@ -794,6 +809,13 @@ class _Checker:
             return
         if again.loss != plain.loss or not all(_same(again.gradients[name], plain.gradients[name]) for name in params):
             self.note("left", "the program's next loss or gradient is another one")
+
+    def attempted(self, asked: Any, names: list[str]) -> Any:
+        """Return the answer, or the error in its place."""
+        try:
+            return self.answer(asked, names)
+        except Exception as error:
+            return error
 
     def answer(self, asked: Any, names: list[str]) -> tuple[dict[str, Tensor], Any]:
         """Ask for the gradient with these stops open, and for what opening them does; None if that cannot be asked."""
@@ -812,17 +834,27 @@ class _Checker:
         """Return the stops that were opened, each with the name that the answer has for it."""
         if self.program.named:
             names = {effect.name: effect.name for effect in asked.effects}
-            unopened = dict(asked.unopened)
+            unopened = self.unopened(asked)
         else:
             sites = {f"{FILE}:{line}:": stop for line, stop in self.program.places.items()}
             names = {stop: e.name for e in asked.effects for site, stop in sites.items() if e.name.startswith(site)}
-            unopened = {sites.get(e.site[: e.site.rindex(":") + 1], ""): e.reason for e in asked.unopened}
+            unopened = {
+                sites.get(place[: place.rindex(":") + 1], ""): why for place, why in self.unopened(asked).items()
+            }
         for stop in self.program.stops:
             if stop in unopened and self.is_answerable((stop,)):
                 self.refused.append(f"not opened: {unopened[stop]}")
             elif stop not in {**names, **unopened}:
-                self.note("missed", f"{stop} is no part of the answer")
+                self.left_out.append(stop)
         return {stop: name for stop, name in names.items() if stop not in unopened}
+
+    def unopened(self, asked: Any) -> dict[str, str]:
+        """Return the stops or places that were not opened, with reasons."""
+        return asked.unopened if self.program.named else {entry.site: entry.reason for entry in asked.unopened}
+
+    def is_missed(self, stop: str) -> bool:
+        """Return whether an answer should have this stop."""
+        return True
 
     def hold(self, open: tuple[str, ...], found: dict[str, Tensor], effect: Any) -> None:
         """Hold what is said about these stops, opened together, against the truth."""
@@ -878,7 +910,7 @@ class _Checker:
     def fail(self, error: Exception) -> None:
         """Count an error as a refusal if the toolkit raised it in one sentence, else as wrong."""
         *_, raised = traceback.extract_tb(error.__traceback__)
-        ours = Path(raised.filename).is_relative_to(_TOOLKIT) and type(error) in (RuntimeError, ValueError)
+        ours = Path(raised.filename).is_relative_to(_TOOLKIT) and type(error) in (RuntimeError, ValueError, Closed)
         if ours and "\n" not in str(error):
             self.refused.append(str(error))
         else:
@@ -886,6 +918,62 @@ class _Checker:
 
     def note(self, kind: str, sentence: str) -> None:
         self.wrong.append((kind, sentence))
+
+
+def check_step(program: Program) -> Finding:
+    """Record one training step of a program, and hold the answer and the step's own gradient against the text."""
+    with _undisturbed():
+        return _StepChecker(program).finding()
+
+
+class _StepChecker(_Checker):
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.real: dict[str, str] = {}
+
+    def ask(self) -> None:
+        while True:
+            try:
+                super().ask()
+            except Unrecordable as error:
+                if error.places.keys() & self.real.keys():
+                    raise AssertionError("a place is refused twice") from error
+                self.real |= error.places
+            else:
+                return
+
+    def fail(self, error: Exception) -> None:
+        if isinstance(error, Unrecordable):
+            raise error
+        super().fail(error)
+
+    @contextmanager
+    def asking(self, loss: Callable[[], Tensor], params: dict[str, Tensor]) -> Iterator[Any]:
+        recorder = Recorder(self.real)
+        with recorder.recording():
+            value = loss()
+            with recorder.board.of_the_program():
+                yield recorder.answer(value, None, params)
+                value.backward()
+        for name, expected in self.truth(()).gradients.items():
+            gradient = params[name].grad
+            if not _same(torch.zeros_like(expected) if gradient is None else gradient, expected):
+                self.note("step", f"the step's own gradient by {name} is off")
+
+    def is_missed(self, stop: str) -> bool:
+        """Return whether a stop that the answer leaves out does something."""
+        if not self.is_answerable((stop,)):
+            return False
+        plain, opened = self.truth(()).gradients, self.truth((stop,)).gradients
+        return any(
+            _distance(opened[n], plain[n]) > self.rounding((stop,), n, _distance(opened[n], plain[n])) for n in plain
+        )
+
+    def unopened(self, asked: Any) -> dict[str, str]:
+        return {entry.site: entry.reason for entry in asked.unopened}
+
+    def hold_what_is_left(self, loss: Callable[[], Tensor], params: dict[str, Tensor]) -> None:
+        """Do nothing: a step moves the state of its program."""
 
 
 def _sentence(error: Exception) -> str:

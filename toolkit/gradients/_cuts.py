@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import _recomputation_hook
 
 from toolkit.blocks import Site, carries_gradient
 from toolkit.gradients._gates import EVERY_BLOCK, Cut, GateBoard, Meeting, gate_of, next_number, reachable_nodes
 
-__all__ = ["CutBoard"]
+__all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "changed_by", "unrecorded"]
 
-_HOOKED = "toolkit.gradients.hooked"
+WRITES_STAY_BLOCKED = "in-place changes inside of it to older tensors stay blocked"
+"""The reason why a region opens only in part."""
+
+_HOOKS = "toolkit.gradients.hooks"
 
 
 class CutBoard(GateBoard):
@@ -26,29 +31,30 @@ class CutBoard(GateBoard):
     are recorded.
 
     Attributes:
+        written: Regions with changes in place of a tensor that has its gradient from outside.
         earlier: Blocks that stopped a tensor of an earlier graph, which may be freed, and were left in place.
         first: The number of the first node.
         latest: The block met last.
     """
 
-    def __init__(self) -> None:
-        """Record from now on."""
+    def __init__(self, real: Mapping[str, str]) -> None:
+        """Record every block from now on, except those in `real`: block -> the reason."""
         super().__init__(records=True)
+        self.written: set[str] = set()
         self.earlier: set[str] = set()
         self.first, self.latest = next_number(), ""
+        self._real = real
         self._anchor = torch.empty((), requires_grad=True)
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
         """Return `input` behind a cut; None if it should be stopped."""
-        carries = carries_gradient(input)
-        if self._in_forward:
-            meeting = self.meetings.setdefault(name, Meeting(site))
-            meeting.calls += 1
-            meeting.carried += carries
-        if not carries or not torch.is_grad_enabled():
+        carries = self._note(input, name, site)
+        if not carries or name in self._real or not torch.is_grad_enabled():
             return None
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             self.inner.add(name)
+            return None
+        if not self._in_forward and not _is_checkpointed():
             return None
         if self.is_earlier(get_gradient_edge(input).node):
             self.earlier.add(name)
@@ -56,18 +62,67 @@ class CutBoard(GateBoard):
         self.latest = name
         return super(torch.autograd.Function, Cut).apply(self._anchor, (input,), name)  # type: ignore[no-any-return, no-untyped-call]
 
+    def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
+        """Record a region; None if it should not be recorded."""
+        if not self._in_forward:
+            if not _is_checkpointed():
+                self.meetings.setdefault(name, Meeting(site)).carried += 1
+                self.inner.add(name)
+                return None
+            return None if name in self._real else nullcontext()
+        if name in self._real:
+            self.meetings.setdefault(name, Meeting(site)).calls += 1
+            return None
+        self.latest = name
+        return super().region(name, site, both_modes=both_modes)
+
+    def _note(self, input: Tensor, name: str, site: Site) -> bool:
+        """Note the use of a block; return whether it stops a gradient.
+
+        A backward pass meets a block in a checkpoint, for the second time, and in a function or hook of its own.
+        """
+        carries = carries_gradient(input)
+        own = carries and not self._in_forward and not _is_checkpointed()
+        if own:
+            self.inner.add(name)
+        if self._in_forward or own:
+            meeting = self.meetings.setdefault(name, Meeting(site))
+            meeting.calls += 1
+            meeting.carried += carries
+        return carries
+
     def is_earlier(self, node: Any) -> bool:
         """Return whether a node was made before the recording, and may be freed."""
         return not hasattr(node, "variable") and node._sequence_nr() < self.first
 
     def hook(self, tensor: Tensor) -> None:
-        """Note that a tensor gets a hook, which may act nonlinearly on cotangents."""
+        """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""
         node: Any = get_gradient_edge(tensor).node
-        node.metadata[_HOOKED] = True
+        node.metadata.setdefault(_HOOKS, []).append(tensor._backward_hooks)
 
     def is_hooked(self, node: Any) -> bool:
         """Return whether the program has set a hook on the result of this node."""
-        return _HOOKED in node.metadata
+        return bool(_hooks(node))
+
+    @contextmanager
+    def keeping_hooks(self, nodes: Iterable[Any]) -> Iterator[None]:
+        """Put back the hooks that remove themselves when they are called."""
+        before = [(hooks, dict(hooks)) for node in nodes for hooks in _hooks(node)]
+        try:
+            yield
+        finally:
+            for hooks, kept in before:
+                hooks.update(kept)
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of the program: a change of an outer tensor stays out of the graph of a region."""
+        open = self.open_regions()
+        for tensor in changed_by(func, args, kwargs) if open else ():
+            if tensor.requires_grad and not self.regions_of(get_gradient_edge(tensor).node) & open:
+                self.written |= open
+                with unrecorded():
+                    return func(*args, **kwargs)
+        return func(*args, **kwargs)
 
     @contextmanager
     def of_the_program(self) -> Iterator[None]:
@@ -87,7 +142,43 @@ class CutBoard(GateBoard):
                 for node in () if root.grad_fn is None else reachable_nodes(root.grad_fn, EVERY_BLOCK):
                     self.inner |= gate_of(node)
 
-    def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
-        """Record a region."""
-        self.latest = name
-        return super().region(name, site, both_modes=both_modes)
+
+def _hooks(node: Any) -> list[dict[int, Any]]:
+    """Return the hooks on the results of a node, or on a leaf."""
+    leaf = getattr(node, "variable", None)
+    hooks = node.metadata.get(_HOOKS, []) if leaf is None else [leaf._backward_hooks]
+    return [found for found in hooks if found]
+
+
+def _is_checkpointed() -> bool:
+    """Return whether a checkpoint computes its values again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_recomputation_hook.__name__)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Record no graph, unseen by the replacements and by modes."""
+    with torch._C.DisableTorchFunction():
+        outer = torch._C.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(outer)
+
+
+def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the tensors that an operation changes in place."""
+    name = getattr(func, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    changed = kwargs.get("out")
+    if changed is None and (in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS):
+        changed = args[:1]
+    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
+
+
+_IN_PLACE_OPERATORS = frozenset(
+    f"__i{operator}__" for operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
+)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -177,12 +177,14 @@ class GateBoard(Gates):
 
     @contextmanager
     def _recorded(self, name: str, *, both_modes: bool) -> Iterator[None]:
-        region = _Region(name, next_number())
+        region, caches = _Region(name, next_number()), torch.is_autocast_cache_enabled()
         self._regions.append(region)
+        torch.set_autocast_cache_enabled(False)  # a cast that is made inside is not one for the outside
         try:
             with without_tangents() if both_modes else nullcontext():
                 yield
         finally:
+            torch.set_autocast_cache_enabled(caches)
             self._end(region)
 
     def _end(self, region: _Region) -> None:
@@ -214,12 +216,30 @@ class GateBoard(Gates):
         """Note a block that another thread reached."""
         self.elsewhere.add(name)
 
+    def make_views(self, tensors: Iterable[Tensor]) -> None:
+        """Let autograd make the nodes of views now, whose base has changed, and keep them out of regions."""
+        entered = [region for region in self._regions if region.end is None]
+        for tensor in tensors if entered else ():
+            if tensor._is_view():
+                start = next_number()
+                _ = tensor.grad_fn
+                for region in entered:
+                    region.views.update(range(start, next_number()))
+
+    def open_regions(self) -> set[str]:
+        """Return the recorded regions that the program is in."""
+        return {region.name for region in self._regions if region.end is None}
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function of the program."""
+        return func(*args, **kwargs)
+
     def derive(self, *roots: Tensor) -> None:
         """Prepare for a derivative that the program takes."""
         self.close_regions(*roots)
 
     def hook(self, tensor: Tensor) -> None:
-        """Note that a tensor gets a hook, which may act nonlinearly on cotangents."""
+        """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""
         self.linear = False
 
     def close_regions(self, *roots: Tensor) -> None:
@@ -254,10 +274,11 @@ class _Region:
     name: str
     start: int
     end: int | None = None
+    views: set[int] = field(default_factory=set)  # made inside, because autograd makes views of the outside late
 
     def holds(self, number: int) -> bool:
         """Return whether the node with this number was made inside; autograd counts from 0 in each thread."""
-        return self.start <= number and (self.end is None or number < self.end)
+        return self.start <= number and (self.end is None or number < self.end) and number not in self.views
 
 
 def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
@@ -393,12 +414,16 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._board.records:
+            self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if func in self._derivatives:
             self._board.derive(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
-        elif func is torch._C._set_grad_enabled and args == (True,):
-            self._board.pierce()
+        elif func is torch._C._set_grad_enabled and args == (True,) and sys._getframe(1).f_code.co_name != "__exit__":
+            self._board.pierce()  # and not the end of a region, which restores what was
         elif func is Tensor.register_hook:
+            handle = func(*args, **kwargs)
             self._board.hook(args[0])
+            return handle
         elif func is _GRAD_FN and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             self._board.linear = False  # a node that the program holds may get hooks unseen
-        return func(*args, **kwargs)
+        return self._board.call(func, args, kwargs)

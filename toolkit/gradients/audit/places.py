@@ -14,7 +14,7 @@ import dis
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from toolkit.blocks import Site, carries_gradient, region_at, site_of, stop_at
+from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by, unrecorded
 from toolkit.gradients._snapshot import INSTALLED
 
 __all__ = ["BareBlocks", "Escape"]
@@ -479,27 +480,14 @@ class _Watch(TorchFunctionMode):
         one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"
         if one_mode and any(map(_has_tangent, leaves)):
             bare.one_mode[region.site] = None
-        changed = [tensor for tensor in _changed(func, args, kwargs) if bare._is_state(tensor)]
+        changed = [tensor for tensor in changed_by(func, args, kwargs) if bare._is_state(tensor)]
         bare._writes.update([region.site] if changed else [])
         # A view cannot be made a constant again.
         if changed and (region.site in bare.spares or any(tensor._base is not None for tensor in changed)):
-            bare.partly[region.site] = "in-place changes inside of it to older tensors stay blocked"
-            with _unrecorded():
+            bare.partly[region.site] = WRITES_STAY_BLOCKED
+            with unrecorded():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-@contextmanager
-def _unrecorded() -> Iterator[None]:
-    """Record no graph, unseen by the replacements and by modes."""
-    with torch._C.DisableTorchFunction():
-        outer = torch._C.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-    try:
-        yield
-    finally:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(outer)
 
 
 @dataclass(frozen=True)
@@ -507,21 +495,6 @@ class _Entered:
     """An open region: its place."""
 
     site: str
-
-
-def _changed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    name = getattr(func, "__name__", "")
-    in_place = name.endswith("_") and not name.endswith("__")
-    changed = kwargs.get("out")
-    if changed is None and (in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS):
-        changed = args[:1]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
-
-
-_IN_PLACE_OPERATORS = frozenset(
-    f"__i{operator}__" for operator in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
 
 
 def _has_tangent(input: Tensor) -> bool:

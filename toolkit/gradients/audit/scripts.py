@@ -67,7 +67,7 @@ class Question:
     """The backward passes that are asked about.
 
     Attributes:
-        step: The training step, from 1; it ends with a step of an optimiser, counted over all optimisers.
+        step: The training step, from 1: some backward passes, and the steps of optimisers that follow on them.
         backward: The backward pass of this step, from 1; None for all.
         continues: Whether the script goes on afterwards.
     """
@@ -111,8 +111,8 @@ class ScriptRun:
     Attributes:
         question: The backward passes that are asked about.
         digests: One for each backward pass, if wanted.
-        steps: The number of steps that optimisers have taken.
-        backward_passes: The number of backward passes since the last of these.
+        steps: The number of training steps that are over.
+        backward_passes: The number of backward passes of the present step.
         answered: Whether a backward pass that is asked about has come.
     """
 
@@ -138,7 +138,7 @@ class ScriptRun:
     @property
     def progress(self) -> str:
         """How far the script has come."""
-        return f"{self.steps} steps of optimisers and {self.backward_passes} more backward passes"
+        return f"{self.steps} steps and {self.backward_passes} more backward passes"
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -156,8 +156,9 @@ class ScriptRun:
             raise _Answered
 
     def _count(self, *_: Any) -> None:
-        self.steps, self.backward_passes = self.steps + 1, 0
-        self.stepped()
+        if self.backward_passes:  # one optimiser for each parameter, say, takes one training step
+            self.steps, self.backward_passes = self.steps + 1, 0
+            self.stepped()
 
     @contextmanager
     def _backward(self, value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:

@@ -21,9 +21,9 @@ from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.gradients._answers import Answers, Closed, Leak
-from toolkit.gradients._cuts import CutBoard
+from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, CutBoard
 from toolkit.gradients._gates import EVERY_BLOCK, gate_of, is_cut, is_foreign, reachable_nodes, regions_of, successors
-from toolkit.gradients._program import Answer, coarsest
+from toolkit.gradients._program import Answer, Parameters, coarsest, named_parameters
 from toolkit.gradients._snapshot import Parts, Snapshot, without_compiled_code
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
@@ -65,7 +65,7 @@ class Recorder:
 
     def __init__(self, real: Mapping[str, str]) -> None:
         """Record every place except those in `real`, place -> reason."""
-        self.bare, self.board = BareBlocks(real=dict(real), spares=EVERY_BLOCK), CutBoard()
+        self.bare, self.board = BareBlocks(real=dict(real), spares=EVERY_BLOCK), CutBoard(real)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -77,30 +77,36 @@ class Recorder:
         finally:
             self._forget()
 
-    def answer(self, value: Tensor, inputs: Collection[Tensor] | None, model: nn.Module | None) -> Audit:
+    def answer(self, value: Tensor, inputs: Collection[Tensor] | None, params: Parameters) -> Audit:
         """Return the answer for a backward pass from `value` that is about to begin.
 
         Args:
             value: The loss.
-            inputs: The parameters to differentiate by; None for every leaf.
-            model: Names the parameters; None for the modules of the process.
+            inputs: The tensors that the backward pass differentiates by; None for every leaf.
+            params: As for `audit`.
 
         Raises:
             Unrecordable: If the recorded gradient may differ from that of the plain step.
         """
-        modules = modules_by_name(sys._getframe(1)) if model is None else {"": model}
-        answers = StepAnswers(value, self.board, inputs, modules)
-        names = answers.names()
-        comparison = Comparison(answers, names, nested=self.bare.nested)
-        expected = [] if model is None else [name for name, _ in model.named_parameters()]
+        parts = Parts(modules=modules_by_name(sys._getframe(1)))
+        given = None if params is None else named_parameters(params, parts)
+        if given is None and inputs is not None:
+            given = parameters_of(list(inputs), parts)
+        answers = StepAnswers(value, self.board, given, parts)
+        comparison = Comparison(answers, answers.names(self.bare.partly), nested=self.bare.nested)
         return Audit(
             comparison,
             self.bare,
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
             remarks=[_BEYOND] if self.reaches_beyond(value) else [],
-            closed=dict.fromkeys(sorted(self.board.earlier.difference(comparison.unopened)), _EARLIER),
-            unreached={name: "" for name in expected if name not in answers.params},
+            closed=self._closed(comparison),
+            unreached=dict.fromkeys(sorted(answers.params.keys() - answers.reached), ""),
         )
+
+    def _closed(self, comparison: Comparison) -> dict[str, str]:
+        """Return the blocks that stayed closed, or opened only in part, with reasons."""
+        earlier = dict.fromkeys(sorted(self.board.earlier.difference(comparison.unopened)), _EARLIER)
+        return earlier | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
 
     def reaches_beyond(self, value: Tensor) -> bool:
         """Return whether the graph of a loss goes back to before the recording."""
@@ -135,21 +141,22 @@ class StepAnswers(Answers):
 
     Attributes:
         parts: The modules that name the parameters.
+        reached: Parameters with a path to the loss, through blocks perhaps.
     """
 
     board: CutBoard
 
-    def __init__(
-        self, value: Tensor, board: CutBoard, inputs: Collection[Tensor] | None, modules: Mapping[str, nn.Module]
-    ) -> None:
-        """Differentiate `value` by `inputs`, or by every leaf, with every block in place."""
+    def __init__(self, value: Tensor, board: CutBoard, params: Mapping[str, Tensor] | None, parts: Parts) -> None:
+        """Differentiate `value` by `params`, or by every leaf, with every block in place."""
         self._value, self.board = value, board
         self.remarks, self.reason, self._is_quiet = [], "", False
         board.close_regions(value)
         self._nodes = list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
-        self.parts = Parts(modules=dict(modules))
+        self.parts = parts
         leaves = [node.variable for node in self._nodes if hasattr(node, "variable")]
-        self.params = parameters_of(leaves if inputs is None else list(inputs), self.parts)
+        self.params = parameters_of(leaves, parts) if params is None else params
+        known = {id(leaf) for leaf in leaves}
+        self.reached = {name for name, parameter in self.params.items() if id(parameter) in known}
         refuse_changes(value, board)
         self._cuts = [node for node in self._nodes if is_cut(node)]
         self._snapshot = Snapshot(self.parts, self.params)
@@ -164,10 +171,12 @@ class StepAnswers(Answers):
             gate for cut in self._cuts if cut.input._version != cut.version for gate in gate_of(cut)
         )
 
-    def names(self) -> list[str]:
-        """Return the blocks in the graph of the loss, and those that no gradient-carrying tensor reaches."""
-        found = {name for node in self._nodes for name in gate_of(node) | regions_of(node)}
-        return [name for name, meeting in self.board.meetings.items() if name in found or not meeting.carried]
+    def names(self, partly: Collection[str]) -> list[str]:
+        """Return the blocks in the graph of the loss, and those that stop nothing; of `partly` this is not known."""
+        met = self.board.inner.union(*(gate_of(node) | regions_of(node) for node in self._nodes))
+        unseen = self.board.written.union(partly)
+        meetings = self.board.meetings.items()
+        return [name for name, meeting in meetings if name in met or not (meeting.carried or name in unseen)]
 
     @property
     def gated(self) -> Tensor:
@@ -182,7 +191,7 @@ class StepAnswers(Answers):
     def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly these blocks are open."""
         self.check_unmodified()
-        leaks = self._leaks(open)
+        leaks, _ = self._leaks(open)
         return {
             name: plain + leaks[name] if name in leaks else plain.clone()
             for name, plain in self.plain.gradients.items()
@@ -191,9 +200,8 @@ class StepAnswers(Answers):
     def leak(self, names: Sequence[str]) -> Leak:
         """Return the leak of these blocks, opened together."""
         carried = any(self.board.meetings[name].carried for name in names)
-        leaks = self._leaks(names) if carried else {}
-        parts = {name: flat(leak) for name, leak in leaks.items()}
-        return Leak(parts, frozenset(leaks) | self.plain.reached, carried=carried)
+        leaks, reached = self._leaks(names) if carried else ({}, self.plain.reached)
+        return Leak({name: flat(leak) for name, leak in leaks.items()}, reached, carried=carried)
 
     def answers_at_once(self, open: Collection[str]) -> bool:
         """Return whether cuts alone can answer for these blocks."""
@@ -216,25 +224,27 @@ class StepAnswers(Answers):
             yield
             return
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with self._snapshot.set_aside(runs=False), self.board.of_the_program(), torch.enable_grad(), one_thread:
+        aside = self._snapshot.set_aside(runs=False)
+        with aside, self.board.of_the_program(), torch.enable_grad(), one_thread:
             self._is_quiet = True
             try:
                 yield
             finally:
                 self._is_quiet = False
 
-    def _leaks(self, open: Collection[str]) -> dict[str, Tensor]:
-        """Return parameter -> leak of these blocks, for parameters that it reaches."""
+    def _leaks(self, open: Collection[str]) -> tuple[dict[str, Tensor], frozenset[str]]:
+        """Return parameter -> leak of these blocks, and the parameters with a path to the loss while they are open."""
         opened = frozenset(open)
         if opened & self.board.inner:
             raise Closed(_INNER)
         if opened & {name for cut in self._bent for name in gate_of(cut)}:
             raise Closed("a hook or a custom function behind it may not be linear")
-        leaks: dict[str, Tensor] = {}
+        leaks, reached = dict[str, Tensor](), set(self.plain.reached)
         with self.passing(opened):
             arrived = self._arrived
             if opened & self.board.regions:
                 found, arrived = self._derivatives([self._value], None, self._cuts)
+                reached.update(name for name, gradient in found.items() if gradient is not None)
                 leaks = {
                     name: gradient - self.plain.gradients[name]
                     for name, gradient in found.items()
@@ -246,7 +256,8 @@ class StepAnswers(Answers):
                 for name, leak in found.items():
                     if leak is not None:
                         leaks[name] = leaks[name] + leak if name in leaks else leak
-        return leaks
+                        reached.add(name)
+        return leaks, frozenset(reached)
 
     def _derivatives(
         self, outputs: Sequence[Any], cotangents: Sequence[Tensor] | None, cuts: Sequence[Any]
@@ -257,7 +268,8 @@ class StepAnswers(Answers):
         found: dict[str, Tensor | None] = dict.fromkeys(self.params)
         if not inputs:
             return found, {}
-        gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+        with self.board.keeping_hooks(self._nodes):
+            gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
         found.update(zip(wanted, gradients, strict=False))
         arrived = zip(cuts, gradients[len(wanted) :], strict=True)
         return found, {cut: cotangent for cut, cotangent in arrived if cotangent is not None}
@@ -278,9 +290,7 @@ class StepAnswers(Answers):
         ]
 
     def _is_plain(self, node: Any) -> bool:
-        if hasattr(node, "variable"):
-            return not node.variable._backward_hooks
-        return bool(gate_of(node)) or not (is_foreign(node) or self.board.is_hooked(node))
+        return not (is_foreign(node) or self.board.is_hooked(node))
 
 
 class AuditedStep:
@@ -307,7 +317,7 @@ class AuditedStep:
 
 
 @contextmanager
-def audited(model: nn.Module | None = None) -> Iterator[AuditedStep]:
+def audited(params: Parameters = None) -> Iterator[AuditedStep]:
     """Audit the step inside of a ``with``, at each of its backward passes.
 
     The step runs as it does without the audit: its loss and its gradients are the same, bit for bit. Places whose
@@ -316,8 +326,8 @@ def audited(model: nn.Module | None = None) -> Iterator[AuditedStep]:
     eager mode. An answer can be printed later; its gradients can be asked for only inside of the step.
 
     Args:
-        model: Names the parameters, and parameters of it without a path to the loss are listed; None for the names of
-            the modules that are in use.
+        params: The parameters to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for
+            every leaf that the loss depends on.
 
     Raises:
         RuntimeError: If another audit is running in this process, or if the step would have another gradient while it
@@ -337,7 +347,7 @@ def audited(model: nn.Module | None = None) -> Iterator[AuditedStep]:
     def begin(value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
         with recorder.board.of_the_program():
             if value.grad_fn is not None:
-                step.audits.append(recorder.answer(value, inputs, model))
+                step.audits.append(recorder.answer(value, inputs, params))
             yield
 
     with recorder.recording(), backward_passes(begin):
@@ -356,15 +366,16 @@ def refuse_changes(value: Tensor, board: CutBoard) -> None:
 
     def runs(node: Any) -> bool:
         """Return whether a node that is out of reach would notice that it runs."""
-        bent = is_foreign(node) or getattr(getattr(node, "variable", None), "_backward_hooks", None)
-        return node not in closed and not regions_of(node) and bool(bent or board.is_earlier(node))
+        if board.is_hooked(node):
+            return node not in closed or bool(regions_of(node))
+        return node not in closed and not regions_of(node) and (is_foreign(node) or board.is_earlier(node))
 
-    some_run = any(map(runs, _plainly_behind(entries)))
+    some_run = any(map(runs, [*entries, *_plainly_behind(entries)]))
     for node in entries:
         regions = regions_of(node)
         for name in regions & board.pierced:
             found[name] = "recording is switched on again inside of it"
-        for behind in filter(runs, _plainly_behind([node])) if some_run else ():
+        for behind in filter(runs, [node, *_plainly_behind([node])]) if some_run else ():
             if board.is_earlier(behind):
                 found.update(dict.fromkeys(regions, _EARLIER))
             else:
