@@ -16,16 +16,18 @@ if TYPE_CHECKING:
         traced_blocks,
         unblock,
     )
-    from toolkit.gradients import Audit, BlockEffect, Comparison, Verdict, audit, compare
+    from toolkit.gradients import Audit, AuditedStep, BlockEffect, Comparison, Verdict, audit, audited, compare
 
 __all__ = [
     "Audit",
+    "AuditedStep",
     "Block",
     "BlockEffect",
     "Comparison",
     "GradientFlowError",
     "Verdict",
     "audit",
+    "audited",
     "block",
     "compare",
     "declared_blocks",

@@ -175,7 +175,9 @@ def _write_page(path: Path, answers: dict[str, Any], program: str) -> None:
     for index, (name, answer) in enumerate(answers.items(), start=1):
         to = path if len(answers) == 1 else path.with_stem(f"{path.stem}-{index}")
         try:
-            to.write_text(page(answer, f"{program}, {name}" if name else program, command), "utf-8")
+            with contextlib.redirect_stdout(sys.stderr):
+                text = page(answer, f"{program}, {name}" if name else program, command)
+            to.write_text(text, "utf-8")
         except OSError as error:
             _stop(f"The page should be written to {to}. Found: {error.strerror}.")
 

@@ -139,8 +139,9 @@ def test_an_audit_that_is_not_valid_ends_with_1(program):
     ("arguments", "message"),
     [
         (["nowhere.py:make_loss"], "should be in a file. Found none at nowhere.py."),
-        (["program_to_audit.py"], "should be FILE:FUNCTION. Found 'program_to_audit.py'."),
-        (["program_to_audit.py:"], "should be FILE:FUNCTION."),
+        ([], "should be a script, FILE:FUNCTION, or -m MODULE. Found none."),
+        (["program_to_audit.py:"], "should be in a file. Found none at program_to_audit.py:."),
+        (["train.py", "--backward", "2", "--all"], "`--backward` should not stand beside `--all`. Found both."),
         (["program_to_audit.py:nothing"], "should have a function 'nothing'. Found none."),
         (["program_to_audit.py:constant"], "should have a function 'constant'. Found int."),
         (["program_to_audit.py:raising"], "Found KeyError: 'no data' (at "),
@@ -206,7 +207,7 @@ def test_the_page_marks_the_words_that_stop(program):
     assert "<i>ümlaut</i>" in "".join(page.text)  # escaped: it is text, not a tag
     assert "the value leaves the graph" in text
     assert re.search(r"<figure[^>]*>\s*<svg", text)
-    assert f"{program}:make_loss --page out.html" in text or "python -m toolkit" in text
+    assert "<footer><code>stopgrad" in text
     assert text.count("<section>") == text.count("</section>") == 4
 
 

@@ -1,7 +1,7 @@
 """Questions about blocks, asked of any torch program."""
 
 from toolkit.gradients.aliases import AliasWarning, alias_guard
-from toolkit.gradients.audit import Audit, audit
+from toolkit.gradients.audit import Audit, AuditedStep, audit, audited
 from toolkit.gradients.check import gradcheck, gradgradcheck
 from toolkit.gradients.compare import Comparison, compare
 from toolkit.gradients.field import Field, field_jacobian
@@ -14,6 +14,7 @@ from toolkit.gradients.verdict import BlockEffect, Difference, Verdict
 __all__ = [
     "AliasWarning",
     "Audit",
+    "AuditedStep",
     "BlockEffect",
     "Comparison",
     "Difference",
@@ -27,6 +28,7 @@ __all__ = [
     "Verdict",
     "alias_guard",
     "audit",
+    "audited",
     "compare",
     "field_jacobian",
     "grad",

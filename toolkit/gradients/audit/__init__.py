@@ -2,5 +2,6 @@
 
 from toolkit.gradients.audit.answer import Audit, Unopened
 from toolkit.gradients.audit.losses import HIDDEN_CHANGE, audit
+from toolkit.gradients.audit.steps import AuditedStep, audited
 
-__all__ = ["HIDDEN_CHANGE", "Audit", "Unopened", "audit"]
+__all__ = ["HIDDEN_CHANGE", "Audit", "AuditedStep", "Unopened", "audit", "audited"]

@@ -171,6 +171,12 @@ class StepAnswers(Answers):
             gate for cut in self._cuts if cut.input._version != cut.version for gate in gate_of(cut)
         )
 
+    @contextmanager
+    def passing(self, open: Collection[str]) -> Iterator[None]:
+        """Let the cuts of `open` pass in derivatives."""
+        with super().passing(open), self.board.keeping_hooks(self._nodes):
+            yield
+
     def names(self, partly: Collection[str]) -> list[str]:
         """Return the blocks in the graph of the loss, and those that stop nothing; of `partly` this is not known."""
         met = self.board.inner.union(*(gate_of(node) | regions_of(node) for node in self._nodes))

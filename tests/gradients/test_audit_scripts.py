@@ -1,0 +1,214 @@
+"""``audit train.py``: a script runs as it does from the shell, and one of its steps is answered."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from folders import ROOT
+
+LOOP = """
+import argparse
+import copy
+import torch
+from torch import nn
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--rate", type=float, default=0.1)
+arguments = parser.parse_args()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+target = copy.deepcopy(net).requires_grad_(False)
+optimiser = torch.optim.SGD(net.parameters(), arguments.rate)
+for step in range(6):
+    x = torch.randn(16, 3)
+    with torch.no_grad():
+        label = x.square().sum(1, keepdim=True) + 0.5 * target(x)
+    y = net(x)
+    loss = ((y - label).square() * y.exp().detach()).mean()
+    optimiser.zero_grad()
+    loss.backward()
+    optimiser.step()
+    with torch.no_grad():
+        for average, weight in zip(target.parameters(), net.parameters()):
+            average.lerp_(weight, 0.1)
+    print("step", step, loss.item())
+"""
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(text, name="train.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text))
+        return path
+
+    return write
+
+
+def _run(folder, *arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "toolkit", "audit", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def _verdicts(found):
+    return {effect["name"]: effect["verdict"]["kind"] for effect in found["effects"]}
+
+
+def test_a_script_is_answered_and_computes_what_it_always_computes(write, tmp_path):
+    write(LOOP)
+    found = _run(tmp_path, "train.py", "--step", "3", "--verify", "--", "--rate", "0.2")
+    assert found.returncode == 0, found.stderr
+    assert "step 3, backward pass 1" in found.stdout
+    assert "1 load-bearing" in found.stdout
+    assert "train.py:19:36  detach()  partial" in found.stdout
+    assert found.stdout.endswith("computes the same loss and gradients, bit for bit\n")
+    assert "step 1" in found.stderr
+    assert "step 2" not in found.stderr, "the script has ended"
+
+
+def test_a_script_that_goes_on_ends_as_it_always_ends(write, tmp_path):
+    write(LOOP)
+    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    found = _run(tmp_path, "train.py", "--step", "2", "--continue", "--verify")
+    assert found.returncode == 0, found.stderr
+    losses = [line for line in found.stderr.splitlines() if line.startswith("step")]
+    assert losses == plain.stdout.splitlines() * 2, "once recorded, once as the witness"
+
+
+def test_the_first_step_and_plain_json(write, tmp_path):
+    write(LOOP)
+    found = json.loads(_run(tmp_path, "train.py", "--json").stdout)
+    assert found["valid"]
+    assert found["backward"] == "step 1, backward pass 1"
+    assert _verdicts(found)["train.py:19:36"] == "partial"
+    assert set(found["effects"][0]["per_parameter"]) == {"net.0.weight", "net.0.bias", "net.2.weight", "net.2.bias"}
+
+
+def test_a_module(write, tmp_path):
+    write("", "package/__init__.py")
+    write(LOOP, "package/train.py")
+    found = _run(tmp_path, "-m", "package.train", "--step", "2", "--verify", "--", "--rate", "0.3")
+    assert found.returncode == 0, found.stderr
+    assert "package/train.py:19:36" in found.stdout
+
+
+GAN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+optimisers = [torch.optim.SGD(net.parameters(), 0.1) for net in (generator, critic)]
+for _ in range(3):
+    fake = generator(torch.randn(4, 2))
+    loss = critic(fake.detach()).mean()
+    loss.backward()
+    (-critic(fake).mean()).backward()
+    for optimiser in optimisers:
+        optimiser.step()
+"""
+
+
+def test_all_backward_passes_of_a_step(write, tmp_path):
+    write(GAN)
+    first, second = json.loads(_run(tmp_path, "train.py", "--step", "2", "--all", "--json").stdout)
+    assert (first["backward"], second["backward"]) == ("step 2, backward pass 1", "step 2, backward pass 2")
+    assert _verdicts(first) == {"train.py:9:19": "cuts"}
+    assert _verdicts(second) == {}
+    only = json.loads(_run(tmp_path, "train.py", "--step", "2", "--backward", "2", "--json").stdout)
+    assert {**only, "backward": ""} == {**second, "backward": ""}
+
+
+def test_a_graph_from_before_the_step_is_recorded_from_its_beginning(write, tmp_path):
+    write(GAN.replace("    (-critic", "    optimisers[1].step()\n    (-critic"))
+    found = _run(tmp_path, "train.py", "--step", "4", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "unknown" not in found.stdout
+    assert "computes the same" in found.stdout
+
+
+def test_a_script_without_an_optimiser(write, tmp_path):
+    write(
+        """
+        import torch
+        w = torch.tensor(3.0, requires_grad=True)
+        (w * (w * w).detach()).backward()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "train.py:4:6  detach()  partial  18" in found.stdout
+
+
+def test_a_place_that_cannot_be_recorded_keeps_its_meaning(write, tmp_path):
+    write(
+        """
+        import copy, torch
+        w = torch.tensor(3.0, requires_grad=True)
+        kept = torch.ones(2) * (w * w).detach()
+        best = copy.deepcopy(kept)
+        (w * best.sum() + (w * w).detach()).backward()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert (
+        "not opened: detach() at train.py:4:24: recorded, the script fails: RuntimeError: Only Tensors" in found.stdout
+    )
+    assert "train.py:6:19  detach()  cuts" in found.stdout or "train.py:6:19  detach()  partial" in found.stdout
+    assert "computes the same" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "says"),
+    [
+        ("raise ZeroDivisionError('of the script')", 1, "ZeroDivisionError: of the script"),
+        ("import sys; sys.exit(7)", 7, ""),
+        ("raise KeyboardInterrupt", 1, ""),
+        ("", 2, "The script should come to backward pass 1 of step 1. Found its end after 0 steps"),
+    ],
+)
+def test_a_script_that_ends_early_ends_as_without_the_tool(write, tmp_path, end, code, says):
+    write(f"import torch\nw = torch.ones(2, requires_grad=True)\n{end}\n")
+    found = _run(tmp_path, "train.py")
+    assert found.returncode == code, found.stderr
+    assert says in found.stderr
+    assert "toolkit" not in found.stderr.partition("Traceback")[2], "the frames of the tool are left out"
+
+
+def test_children_and_paths_are_as_without_the_tool(write, tmp_path):
+    write("def double(x):\n    return 2 * x\n", "deep/helper.py")
+    write(
+        """
+        import multiprocessing, sys
+        from pathlib import Path
+        import torch
+        from helper import double
+
+        if __name__ == "__main__":
+            assert Path(__file__).name == "train.py" and sys.argv == ["deep/train.py", "a", "--b"]
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                assert pool.map(double, [4]) == [8]
+            w = torch.tensor(3.0, requires_grad=True)
+            (w * w.detach()).backward()
+        """,
+        "deep/train.py",
+    )
+    found = _run(tmp_path, "deep/train.py", "--", "a", "--b")
+    assert found.returncode == 0, found.stderr
+    assert "deep/train.py:12:10  detach()  partial" in found.stdout
+
+
+def test_a_program_that_is_not_there(tmp_path):
+    found = _run(tmp_path, "train.py")
+    assert (found.returncode, found.stderr) == (2, "error: The program should be in a file. Found none at train.py.\n")
