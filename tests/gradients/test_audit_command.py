@@ -156,7 +156,7 @@ def test_an_audit_that_is_not_valid_ends_with_1(program):
         (["notes.txt:make_loss"], "should be a Python file. Found notes.txt."),
         (["program_to_audit.py:make_loss", "--page", "no/such/folder.html"], "Found: No such file or directory."),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_wrong_usage_is_one_clear_line_and_ends_with_2(program, arguments, message):
     Path("broken.py").write_text("def make_loss(:\n")
