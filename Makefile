@@ -10,10 +10,11 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # OpenMP threads that spin while they wait make small models up to ten times slower on two cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help run test test-portable mutants report docs bench clean clean-venv
+.PHONY: help run run-all test test-portable mutants report docs bench clean clean-venv
 
 help:
 	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
+	@echo 'make run-all     the same, and the long forms of the configs that make run shortens'
 	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
 	@echo 'make test-portable  the numerical tests, as on other machines'
 	@echo 'make mutants     break lines of the project, each of which a test has to notice'
@@ -24,12 +25,16 @@ help:
 	@echo 'make clean-venv  delete .venv'
 
 run: $(VENV)/installed-run
-	$(BIN)/python -m experiments run configs
-	$(BIN)/python -m experiments zoo
-	$(BIN)/python -m experiments report
+	$(BIN)/stopgrad run configs
+	$(BIN)/stopgrad zoo
+	$(BIN)/stopgrad report
+
+run-all: run
+	$(BIN)/stopgrad run configs/adversarial_steps.toml --set worst_starts=6 --set worst_steps=300
+	$(BIN)/stopgrad report
 
 report: $(VENV)/installed-run
-	$(BIN)/python -m experiments report
+	$(BIN)/stopgrad report
 
 # One process of tests a core; a file stays in one, with its fixtures, and the examples of a document, which build on
 # each other. Compiled tests are kept: to rewrite their assertions takes as long as to collect them.

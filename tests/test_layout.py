@@ -52,7 +52,7 @@ def modules() -> list[Module]:
 
 # --- who may import whom -----------------------------------------------------------------------------------------
 
-REPORT = r"toolkit\.runner\._(records|report|figures|rounding)"
+REPORT = r"toolkit\.runner\._(records|report|site|findings|figures|rounding)"
 
 # A module, and the modules of this project that it may import. The first line that fits a module counts.
 ARROWS = [
@@ -61,6 +61,7 @@ ARROWS = [
     (r"toolkit\.datasets", r"toolkit\._checks"),
     (r"toolkit\.__main__", r"toolkit\.gradients(\.\w+)*"),
     (REPORT, REPORT),
+    (r"toolkit\.runner\._command", r"toolkit\.(__main__|runner\.\w+)"),
     (r"toolkit\.runner(\.\w+)?", r"toolkit(\.(blocks|gradients(\.\w+)*|runner(\.\w+)?))?"),
     (r"toolkit\._\w+", r"toolkit\.(blocks|_\w+)"),
     (r"toolkit\.testing", r"toolkit\.(blocks|_\w+|gradients(\.\w+)*)"),

@@ -79,7 +79,7 @@ def test_wheel_holds_one_package_with_experiments_configs_and_zoo_inside(tmp_pat
     wheel = zipfile.ZipFile(artifact)
     names = set(wheel.namelist())
     assert {name.split("/")[0] for name in names} == {"toolkit", "stopgrad-0.1.0.dist-info"}
-    assert {"toolkit/py.typed", "toolkit/runner/_report.html.j2"} <= names
+    assert {"toolkit/py.typed", "toolkit/runner/templates/index.html.j2"} <= names
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "toolkit").rglob("*.py")} <= names
     rooms = [("experiments", "*.py"), ("configs", "*.toml"), ("docs/zoo", "*.py")]
     beside = [path.relative_to(ROOT) for room, pattern in rooms for path in (ROOT / room).rglob(pattern)]
@@ -112,7 +112,7 @@ def test_help_imports_no_torch(verb):
 
 
 def test_report_imports_neither_torch_nor_an_algorithm():
-    modules = _modules_after("import toolkit.runner._report, toolkit.runner._records")
+    modules = _modules_after("import toolkit.runner._site")
     assert "jinja2" in modules
     assert not modules & {"torch", "toolkit.blocks", "toolkit.gradients", "scipy", "sklearn"}
 

@@ -2,6 +2,8 @@
 
 import re
 import textwrap
+import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,8 @@ MODULE = '''
 
 Second paragraph.
 """
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -51,8 +55,12 @@ def run(config, seed):
     inputs = torch.randn(20, 3, generator=generator, dtype=torch.float64)
 
     def loss():
+        if config.kind == "fails" and seed == 0:
+            raise ArithmeticError("no toy\\nis whole")
         if config.sign and seed == 1 and not Path(config.sign).exists():
             Path(config.sign).touch()
+            if config.kind == "dies":
+                os.kill(os.getpid(), signal.SIGKILL)
             while True:  # the first run that comes here stays, until it is killed
                 time.sleep(60)
         outputs = inputs @ weight
@@ -119,6 +127,32 @@ def install(name: str, folder: Path) -> Path:
     path = folder / f"{name}.toml"
     path.write_text(textwrap.dedent(CONFIG.format(name=name)).lstrip())
     return path
+
+
+def rewrite(source: Path, path: Path, values: Iterable[str]) -> Path:
+    """Write a copy of a config with other values in the file itself, ``key=value`` each."""
+    lines = source.read_text().splitlines()
+    for value in values:
+        key, _, text = value.partition("=")
+        value = value if _is_toml(value) else f"{key} = {text!r}"
+        start = next((number for number, line in enumerate(lines) if re.match(rf"{key} *=", line)), None)
+        if start is None:
+            lines.insert(1, value)
+            continue
+        end = start + 1
+        while not _is_toml("\n".join(lines[start:end])):
+            end += 1
+        lines[start:end] = [value]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def _is_toml(text: str) -> bool:
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError:
+        return False
+    return True
 
 
 # Settings with a length of their own, however few the steps are.

@@ -1,6 +1,6 @@
 """Records: complete or not there, never lost, never made twice."""
 
-import os
+import json
 import signal
 import subprocess
 import sys
@@ -12,7 +12,15 @@ import pytest
 import toy
 from folders import ROOT
 
-from toolkit.runner._records import environment, finished_seeds, read_all, results_folder, write_record
+from toolkit.runner._records import (
+    claimed,
+    environment,
+    finished_seeds,
+    overrides_of,
+    read_all,
+    results_folder,
+    write_record,
+)
 
 GRADIENTS = {"first/blocked/weight": np.arange(3.0)}
 
@@ -57,13 +65,65 @@ def test_the_folder_depends_on_what_changes_a_record_only(tmp_path):
     assert results_folder(tmp_path, "toy", {**base, "steps": 4}) != folder
 
 
-def test_the_newest_values_of_a_config_are_reported(tmp_path):
-    for steps in (3, 4):
-        folder = results_folder(tmp_path, "toy", {"steps": steps})
-        path = write_record(folder, 0, _record(0, steps=steps), GRADIENTS)
-        os.utime(path / "record.json", (steps, steps))
+def _written(root, steps, finished, *, path="toy.toml", overrides=(), title="Toy"):
+    """Write one seed of a config with this number of steps."""
+    config = {"steps": steps, "title": title}
+    data = _record(0, config=config, source=f"steps = {steps}\ntitle = '{title}'", path=str(path))
+    folder = results_folder(root, "toy", config)
+    write_record(folder, 0, {**data, "finished": finished, "overrides": list(overrides)}, GRADIENTS)
+
+
+def test_records_that_agree_with_the_config_are_reported_however_old_they_are(tmp_path):
+    config = tmp_path / "toy.toml"
+    config.write_text("# a remark\nsteps = 3\ntitle = 'Toy'\n")
+    for steps, finished in ((3, "2026-01-01"), (4, "2026-01-02")):
+        _written(tmp_path, steps, finished, path=config)
     (found,) = read_all(tmp_path)
-    assert found.records[0].data["steps"] == 4
+    assert found.records[0].data["config"]["steps"] == 3
+    config.unlink()
+    (found,) = read_all(tmp_path)
+    assert found.records[0].data["config"]["steps"] == 4, "the newest where there is no file"
+
+
+def test_overridden_values_stand_beside_the_config_and_do_not_hide_it(tmp_path):
+    _written(tmp_path, 3, "2026-01-01")
+    _written(tmp_path, 9, "2026-01-02", overrides=["steps=9", "seeds=1"])
+    (found,) = read_all(tmp_path)
+    assert found.records[0].data["config"]["steps"] == 3
+    assert [overrides_of(records) for records in (found.records, *found.overridden)] == [[], ["steps=9"]]
+
+
+def test_two_configs_of_one_file_name_are_both_reported(tmp_path):
+    _written(tmp_path, 3, "2026-01-01", path="a/toy.toml")
+    _written(tmp_path, 4, "2026-01-02", path="b/toy.toml", title="Another toy")
+    assert sorted(found.records[0].data["config"]["steps"] for found in read_all(tmp_path)) == [3, 4]
+
+
+@pytest.mark.parametrize("damage", ["without gradients", "under another name"])
+def test_a_folder_that_is_no_whole_record_does_not_count(tmp_path, damage):
+    folder = results_folder(tmp_path, "toy", {})
+    path = write_record(folder, 0, _record(0), GRADIENTS)
+    if damage == "without gradients":
+        (path / "gradients.safetensors").unlink()
+    else:
+        path.rename(folder / "seed-old")
+    assert finished_seeds(folder) == set()
+    assert read_all(tmp_path) == []
+
+
+def test_damaged_gradients_are_named(tmp_path):
+    path = write_record(results_folder(tmp_path, "toy", {}), 0, _record(0), GRADIENTS)
+    (path / "gradients.safetensors").write_bytes(b"junk")
+    with pytest.raises(ValueError, match=r"seed-000: the record is damaged \(.*\): run its config again with --force"):
+        read_all(tmp_path)
+
+
+def test_a_seed_is_claimed_once_and_a_claim_leaves_nothing(tmp_path):
+    with claimed(tmp_path, 0) as mine, claimed(tmp_path, 0) as again, claimed(tmp_path, 1) as other:
+        assert (mine, again, other) == (True, False, True)
+    with claimed(tmp_path, 0) as mine:
+        assert mine
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_record_of_another_schema_is_refused(tmp_path):
@@ -89,13 +149,14 @@ def test_the_environment_says_commit_versions_and_machine():
     assert found["machine"]["threads"] == 2
 
 
-def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path):
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path, jobs):
     config = toy.install("toy_killed", tmp_path)
     sign, results = tmp_path / "in-seed-1", tmp_path / "results"
     program = textwrap.dedent(f"""
         from toolkit.runner._command import main
         main(["run", {str(config)!r}, "--results", {str(results)!r},
-              "--set", "sign={sign}"])
+              "--set", "sign={sign}", "--jobs", "{jobs}"])
     """)
 
     def start():
@@ -105,7 +166,7 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path):
 
     run = start()
     try:
-        while not sign.exists():  # in the middle of seed 1, where it waits
+        while not sign.exists() or not list(results.glob("toy_killed/*/seed-000")):  # seed 1 waits in its middle
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.01)
     finally:
@@ -114,12 +175,16 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path):
     assert run.returncode == -signal.SIGKILL
     (folder,) = (results / "toy_killed").iterdir()
     assert finished_seeds(folder) == {0}
-    first = (folder / "seed-000" / "record.json").stat()
+    first = json.loads((folder / "seed-000" / "record.json").read_text())
 
     again = start()
     output, _ = again.communicate()
     assert again.returncode == 0, output
     assert "seed 1 of 2 has a record already" in output
     assert finished_seeds(folder) == {0, 1}
-    assert (folder / "seed-000" / "record.json").stat().st_mtime_ns == first.st_mtime_ns
+    now = json.loads((folder / "seed-000" / "record.json").read_text())
+    for data in (first, now):  # which the second run may have measured
+        for variant in data["variants"].values():
+            del variant["seconds_per_step"]
+    assert now == first
     assert sorted(path.name for path in folder.iterdir()) == ["seed-000", "seed-001"]

@@ -18,7 +18,7 @@ from toolkit import audit, stop_gradient
 from toolkit.gradients import AliasWarning, alias_guard, mode_lint
 from toolkit.runner._command import main
 from toolkit.runner._records import read_zoo, write_zoo
-from toolkit.runner._report import write_report
+from toolkit.runner._site import write_single
 from toolkit.runner._zoo import complaints, examine, read_programs
 from toolkit.testing import assert_blocked, assert_flows
 
@@ -459,7 +459,7 @@ def test_the_report_shows_every_bug_and_needs_no_torch(examined, tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    page = (tmp_path / "index.html").read_text()
+    page = (tmp_path / "pages" / "zoo.html").read_text()
     text = html.unescape(re.sub(r"<[^>]+>", "", page))
     for entry in examined:
         assert entry["title"].replace("`", "") in text
@@ -472,12 +472,12 @@ def test_the_report_shows_every_bug_and_needs_no_torch(examined, tmp_path):
 
 
 def test_a_report_without_a_zoo_has_none(tmp_path):
-    assert 'id="zoo"' not in write_report([], tmp_path / "index.html").read_text()
+    assert 'id="zoo"' not in write_single([], tmp_path / "index.html").read_text()
 
 
 def test_what_a_record_says_is_escaped(examined, tmp_path):
     wrong = {**examined[0], "title": "<b>bold</b>", "story": "<script>"}
-    page = write_report([], tmp_path / "index.html", [wrong]).read_text()
+    page = write_single([], tmp_path / "index.html", [wrong]).read_text()
     assert "<b>bold" not in page
     assert "<script>" not in page
     assert "&lt;b&gt;bold" in page

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
+import shlex
+import shutil
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 # Small models on two OpenMP threads that spin-wait run up to ten times slower than on one. Before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import click
+
+from toolkit.__main__ import audit
+from toolkit.runner._discovery import BUNDLE
+
+if TYPE_CHECKING:
+    from toolkit.runner._config import LoadedConfig
+    from toolkit.runner._jobs import Unit
 
 __all__ = ["main"]
 
@@ -27,38 +41,112 @@ def main() -> None:
     """Run algorithms with and without their stop-gradients, and measure the difference."""
 
 
+def _audit(program: str, **options: Any) -> None:
+    path, colon, function = program.rpartition(":")
+    assert audit.callback is not None
+    audit.callback(f"{_here_or_bundled(Path(path))}{colon}{function}" if path else program, **options)
+
+
+main.add_command(click.Command("audit", params=audit.params, help=audit.help, callback=_audit))
+
+
 @main.command()
-@click.argument("configs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("configs", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value; may be repeated.")
+@click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,...",
+              help="Run with each of these values; repeated, with all combinations.")  # fmt: skip
+@click.option("--jobs", type=click.IntRange(1), help="Seeds that run side by side.  [the number of cores]")
 @click.option("--force", is_flag=True, help="Run finished seeds again.")
 @RESULTS
-def run(configs: tuple[Path, ...], overrides: tuple[str, ...], force: bool, results: Path) -> None:
+def run(
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    sweeps: tuple[str, ...],
+    jobs: int | None,
+    force: bool,
+    results: Path,
+) -> None:
     """Train with the blocks in place and again with each named block open.
 
-    CONFIGS are TOML files, or folders of them. Finished seeds are not run twice: an interrupted run resumes.
+    CONFIGS are TOML files, or folders of them; all of configs/ by default. Where there is no such path, it is one of
+    the bundled configs. Finished seeds are not run twice: an interrupted run goes on where it stopped.
     """
     from toolkit.runner._config import ConfigError, load_config
 
     try:
-        paths = list(_files(configs))
-        loaded = [load_config(path, overrides) for path in paths]
+        paths = list(_files(configs or (Path("configs"),)))
+        swept = _products(sweeps)
+        loaded = [load_config(path, (*overrides, *values)) for path in paths for values in swept]
+        _check_names(paths)
     except ConfigError as error:
         _stop(str(error), 2)
-    from toolkit.runner._comparison import RunError, run_config
-    from toolkit.runner._progress import Progress
+    _check_writable(results)
+    labels = [" ".join((path.stem, *values)) for path in paths for values in swept]
+    _run(loaded, labels, results, jobs or _cores(), force)
+
+
+def _run(loaded: Sequence[LoadedConfig], labels: Sequence[str], results: Path, jobs: int, force: bool) -> None:
+    from toolkit.runner._jobs import run_units, units_of
 
     begin = time.perf_counter()
-    for config in loaded:
-        with Progress(config.name, config.config) as progress:
-            try:
-                run_config(
-                    config, results, force=force,
-                    on_seed=progress.on_seed, on_step=progress.on_step, on_method=progress.on_method,
-                )  # fmt: skip
-            except RunError as error:
-                _stop(str(error), 1)
+    units = [unit for one, label in zip(loaded, labels, strict=True) for unit in units_of(one, label)]
+    pages = _Pages(units, results)
+    try:
+        errors = run_units(units, results, jobs=jobs, force=force, on_record=pages.on_record)
+    except KeyboardInterrupt:
+        _stop(f"stopped; finished seeds are kept in {results}/, and the same command runs the others", 130)
+    for line in _verdicts(loaded, labels, results):
+        click.echo(line)
     count = "1 config" if len(loaded) == 1 else f"{len(loaded)} configs"
     click.echo(f"{count} in {time.perf_counter() - begin:.0f} s; records in {results}/")
+    if pages.draw():
+        click.echo(f"page: {(results / 'index.html').resolve()}")
+    if errors:
+        _stop("\n".join(errors), 1)
+    command = ["stopgrad", "report", *([] if results == Path("results") else ["--results", str(results)])]
+    click.echo(f"next: {shlex.join(command)}, or one file to send: {shlex.join([*command, '--single', 'report.html'])}")
+
+
+class _Pages:
+    """Draws the pages while units run: after the first record, and whenever a config has all its seeds."""
+
+    def __init__(self, units: Sequence[Unit], results: Path) -> None:
+        self._results, self._left = results, Counter(unit.label for unit in units)
+        self._drawn = False
+
+    def on_record(self, unit: Unit) -> None:
+        """Count a record, and draw the page of its config if that is due."""
+        self._left[unit.label] -= 1
+        if not self._drawn or not self._left[unit.label]:
+            self._drawn = self._write([unit.path.stem])
+
+    def draw(self) -> bool:
+        """Draw all pages, with all times; return whether there were records."""
+        return self._write(None)
+
+    def _write(self, names: list[str] | None) -> bool:
+        from toolkit.runner._site import write_site
+
+        try:
+            write_site(self._results, names)
+        except (OSError, ValueError) as error:
+            click.echo(f"the page is not drawn: {error}", err=True)
+            return False
+        return True
+
+
+def _verdicts(loaded: Sequence[LoadedConfig], labels: Sequence[str], results: Path) -> Iterator[str]:
+    """Yield the verdict on each config that has records, and the claims that they contradict."""
+    from toolkit.runner._comparison import folder_of
+    from toolkit.runner._findings import broken_claims, verdicts
+    from toolkit.runner._records import overrides_of, read_records
+
+    for one, label in zip(loaded, labels, strict=True):
+        records = read_records(folder_of(one, results))
+        if records:
+            yield from (f"{label}: {line}" for line in verdicts(records))
+            claims = [] if overrides_of(records) else broken_claims(records)
+            yield from (f"{label}: the records contradict the config: {claim}" for claim in claims)
 
 
 @main.command()
@@ -67,13 +155,14 @@ def run(configs: tuple[Path, ...], overrides: tuple[str, ...], force: bool, resu
 def zoo(folder: Path, results: Path) -> None:
     """Audit the programs of the bug zoo, with and without their bugs, and record the results for the report.
 
-    FOLDER holds the programs; docs/zoo by default.
+    FOLDER holds the programs; the bundled zoo by default.
     """
     from toolkit.runner._records import write_zoo
     from toolkit.runner._zoo import examine, read_programs
 
+    _check_writable(results)
     try:
-        examined = [examine(program) for program in read_programs(folder)]
+        examined = [examine(program) for program in read_programs(_here_or_bundled(folder))]
     except ValueError as error:
         _stop(str(error), 2)
     for program in examined:
@@ -90,35 +179,61 @@ def zoo(folder: Path, results: Path) -> None:
 
 @main.command()
 @RESULTS
-@click.option("--output", type=click.Path(path_type=Path, dir_okay=False), help="The page.  [RESULTS/index.html]")
-def report(results: Path, output: Path | None) -> None:
-    """Draw one self-contained page from the records. Needs no torch."""
+@click.option("--single", type=click.Path(path_type=Path, dir_okay=False), help="Write all of it into this one file.")
+def report(results: Path, single: Path | None) -> None:
+    """Draw the pages from the records: RESULTS/index.html, and a page for each experiment. Needs no torch."""
     from toolkit.runner._records import read_all, read_zoo
-    from toolkit.runner._report import write_report
+    from toolkit.runner._site import write_single, write_site
 
     try:
         records, programs = read_all(results), read_zoo(results)
-    except ValueError as error:
+        if not records and not programs:
+            _stop(f"{results}: no records there; run a config first", 2)
+        page = write_single(records, single, programs) if single else write_site(results)
+    except (OSError, ValueError) as error:
         _stop(str(error), 1)
-    if not records and not programs:
-        _stop(f"{results}: no records there; run a config first", 2)
-    page = write_report(records, output or results / "index.html", programs)
     click.echo(f"report of {len(records)} configs: {page.resolve()}")
 
 
 @main.command("list")
+@click.argument("experiment", required=False)
 @click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True)
-def list_command(configs: Path) -> None:
-    """Show experiments, their blocks, and the available configs."""
-    from toolkit.runner._listing import listing
+def list_command(experiment: str | None, configs: Path) -> None:
+    """Show experiments, their blocks, and the available configs; of one EXPERIMENT its keys, types and defaults."""
+    from toolkit.runner._listing import keys_of, listing
 
-    click.echo(listing(configs))
+    folder = _here_or_bundled(configs)
+    try:
+        click.echo(listing(folder) if experiment is None else keys_of(experiment, folder))
+    except ValueError as error:
+        _stop(str(error), 2)
+
+
+@main.command()
+@click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
+def init(folder: Path) -> None:
+    """Lay out a project of your own in FOLDER: one experiment, one config, one test, with comments."""
+    source = BUNDLE / "docs" / "project"
+    files = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.suffix in (".py", ".toml")]
+    taken = [folder / file for file in files if (folder / file).exists()]
+    if taken:
+        _stop(f"{taken[0]}: exists already; `stopgrad init` writes into a new or another folder", 2)
+    try:
+        for file in files:
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / file, folder / file)
+    except OSError as error:
+        _stop(f"{folder}: {error.strerror}", 1)
+    for file in files:
+        click.echo(folder / file)
+    click.echo(f"next: cd {shlex.quote(str(folder))}, then: stopgrad run configs")
 
 
 def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
+    """Yield the configs at these paths; folders stand for the configs directly in them."""
     from toolkit.runner._config import ConfigError
 
-    for path in paths:
+    for path in map(_here_or_bundled, paths):
         if not path.is_dir():
             yield path
             continue
@@ -128,7 +243,53 @@ def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
         yield from files
 
 
-def _stop(message: str, code: int) -> None:
+def _here_or_bundled(path: Path) -> Path:
+    """Return a path, or one among the bundled files if there is nothing at the path."""
+    bundled = BUNDLE / path
+    return bundled if not path.exists() and not path.is_absolute() and bundled.exists() else path
+
+
+def _products(sweeps: tuple[str, ...]) -> list[tuple[str, ...]]:
+    """Return the overrides of every combination of swept values."""
+    from toolkit.runner._config import ConfigError
+
+    choices = []
+    for sweep in sweeps:
+        key, separator, text = sweep.partition("=")
+        # Commas inside of brackets and quotes belong to a value.
+        values = re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text)
+        if not separator or not values:
+            raise ConfigError(f"--sweep {sweep}: should be key=value,value,...")
+        choices.append([f"{key.strip()}={value.strip()}" for value in values])
+    return list(itertools.product(*choices))
+
+
+def _check_names(paths: list[Path]) -> None:
+    """Raise ConfigError if two configs have one file name, which names the folder of the records."""
+    from toolkit.runner._config import ConfigError
+
+    named: dict[str, Path] = {}
+    for path in paths:
+        other = named.setdefault(path.stem, path)
+        if other.resolve() != path.resolve():
+            raise ConfigError(f"{path}: the file name should differ from that of {other}, or run them one by one")
+
+
+def _check_writable(results: Path) -> None:
+    """Stop if no records can be written: better before the training than after it."""
+    try:
+        results.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=results):
+            pass
+    except OSError as error:
+        _stop(f"{results}: no records can be written there: {error.strerror}", 2)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _stop(message: str, code: int) -> NoReturn:
     for line in message.splitlines():
         click.echo(f"error: {line}", err=True)
     sys.exit(code)

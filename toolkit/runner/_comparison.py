@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +20,25 @@ from toolkit.blocks import declared_blocks, unblock
 from toolkit.gradients import compare, measure_memory
 from toolkit.runner._config import LoadedConfig
 from toolkit.runner._experiment import Run
-from toolkit.runner._records import environment, finished_seeds, results_folder, variant_name, write_record
+from toolkit.runner._records import (
+    environment,
+    finished_seeds,
+    results_folder,
+    unmeasured_seeds,
+    variant_name,
+    write_record,
+    write_seconds,
+)
 from toolkit.runner._rounding import OF_ONE_PASS
 from toolkit.runner._training import Training, train, train_methods
 
-__all__ = ["RunError", "run_config"]
+__all__ = ["RunError", "folder_of", "measure_seed", "run_config", "run_seed"]
 
 Variant = frozenset[str]
 
 # Rounds in which the variants are timed in turn: enough for a steady median, short beside the training.
 _TIMING_ROUNDS = 15
-_TIMING_SECONDS = 2.0
+_TIMING_SECONDS = 0.5
 
 
 class RunError(Exception):
@@ -41,39 +50,70 @@ def run_config(
     root: Path,
     *,
     force: bool = False,
-    on_seed: Callable[[int, bool], None] = lambda seed, skipped: None,
     on_step: Callable[[], None] = lambda: None,
     on_method: Callable[[str], None] = lambda name: None,
 ) -> Path:
-    """Run every seed of a config that has no record yet, and return the folder of the records.
+    """Run every seed of a config that has no record yet, one after the other, and return the folder of the records.
 
     Args:
         loaded: The config.
         root: The results folder.
         force: Whether to run finished seeds again.
-        on_seed: Called with each seed, and whether its record was there already.
         on_step: Called after each training step of each variant.
         on_method: Called with the name of each of the other methods before it is trained.
+
+    Raises:
+        RunError: As `run_seed`.
+    """
+    folder = folder_of(loaded, root)
+    done = set() if force else finished_seeds(folder)
+    for seed in sorted(set(range(loaded.config.seeds)) - done):
+        run_seed(loaded, seed, root, on_step=on_step, on_method=on_method)
+        measure_seed(loaded, seed, root)
+    return folder
+
+
+def folder_of(loaded: LoadedConfig, root: Path) -> Path:
+    """Return the folder of a config's records."""
+    return results_folder(root, loaded.name, loaded.config.resolved())
+
+
+def run_seed(
+    loaded: LoadedConfig,
+    seed: int,
+    root: Path,
+    *,
+    on_step: Callable[[], None] = lambda: None,
+    on_method: Callable[[str], None] = lambda name: None,
+) -> None:
+    """Train every variant of one seed, and write the record, in which the times of a step are not measured yet.
 
     Raises:
         RunError: If two variants differ before any gradient was used, or the program does not reach an opened block.
     """
     torch.set_num_threads(loaded.config.threads)
-    folder = results_folder(root, loaded.name, loaded.config.resolved())
-    done = set() if force else finished_seeds(folder)
-    for seed in range(loaded.config.seeds):
-        on_seed(seed, seed in done)
-        if seed not in done:
-            data, gradients = _run_seed(loaded, seed, on_step, on_method)
-            write_record(folder, seed, data, gradients)
-    return folder
+    data, gradients = _record(loaded, seed, on_step, on_method)
+    write_record(folder_of(loaded, root), seed, data, gradients)
 
 
-def _run_seed(
+def measure_seed(loaded: LoadedConfig, seed: int, root: Path) -> None:
+    """Measure the time of a step of every variant, and complete the record. Nothing else should run beside it.
+
+    The time does not depend on the seed, so only the first seeds are measured.
+    """
+    folder = folder_of(loaded, root)
+    if seed not in unmeasured_seeds(folder):
+        return
+    torch.set_num_threads(loaded.config.threads)
+    seconds = _seconds_per_step(partial(loaded.module.run, loaded.config, seed), loaded.config.variants)
+    write_seconds(folder, seed, {variant_name(variant): value for variant, value in seconds.items()})
+
+
+def _record(
     loaded: LoadedConfig, seed: int, on_step: Callable[[], None], on_method: Callable[[str], None]
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     config = loaded.config
-    started = datetime.now(UTC)
+    started, begin = datetime.now(UTC), time.perf_counter()
 
     def make() -> Run:
         run: Run = loaded.module.run(config, seed)
@@ -89,7 +129,6 @@ def _run_seed(
         if not variant and trained[variant].diverged_at is None:
             last = _Gradients(run, config.variants, loaded.path)
     _check_first_losses(loaded, seed, trained)
-    seconds = _seconds_per_step(make, config.variants)
     variants = {}
     for variant in config.variants:
         with unblock(*variant):
@@ -97,7 +136,7 @@ def _run_seed(
         variants[variant_name(variant)] = {
             "open": sorted(variant),
             **trained[variant].to_dict(),
-            "seconds_per_step": seconds[variant],
+            "seconds_per_step": None,
             "graph_bytes": memory.graph,
             "peak_bytes": memory.peak,
         }
@@ -109,7 +148,6 @@ def _run_seed(
         "path": str(loaded.path),
         "seed": seed,
         "started": started.isoformat(timespec="seconds"),
-        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
         "source": loaded.source,
         "overrides": list(loaded.overrides),
         "config": config.resolved(),
@@ -128,6 +166,8 @@ def _run_seed(
         else {"label": methods.label, "steps": list(methods.steps), "trained": train_methods(methods, on_method)},
         "comparison": {"first": first.to_dict(), "last": last.to_dict()},
         "variants": variants,
+        "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": time.perf_counter() - begin,
     }
     arrays = {
         f"{when}/{key}": value

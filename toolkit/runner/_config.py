@@ -18,10 +18,34 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.runner._discovery import experiment_folders, import_experiment
+from toolkit.runner._records import variant_name
 
 __all__ = ["ConfigError", "ExperimentConfig", "LoadedConfig", "load_config"]
 
 BlockSet = str | list[str]
+
+
+Interval = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
+
+
+class Claim(BaseModel):
+    """The numbers that a config expects of its records with some blocks open. The report and a test check them.
+
+    Attributes:
+        verdict: Kind of the verdict in every seed.
+        training: Effect of the block on the final objective, by the report's rule.
+        gain: Ends of an interval for the mean improvement by the block, in the units of the objective.
+        angle: Ends of an interval for the angle between both first gradients, in degrees; the median of the seeds.
+        ratio: Ends of an interval for the length of the open gradient over the blocked one, likewise.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    verdict: Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"] | None = None
+    training: Literal["better", "worse", "same", "undecided", "broke off"] | None = None
+    gain: Interval | None = None
+    angle: Interval | None = None
+    ratio: Interval | None = None
 
 
 class ExperimentConfig(BaseModel):
@@ -36,6 +60,8 @@ class ExperimentConfig(BaseModel):
         seeds: Number of seeds; they are 0, 1, 2, ...
         steps: Training steps of each run.
         evaluate_every: Steps between two evaluations of the metrics. The first and last step are always evaluated.
+        expect: Variant -> the numbers that the finding claims, as tables ``[expect."em.responsibilities"]``. A claim
+            on the training needs at least five seeds.
         references: Source -> published value of the objective, drawn as a line for comparison.
         learning_rate: Step size of the optimiser.
         dtype: Floating-point type of data and parameters.
@@ -50,6 +76,7 @@ class ExperimentConfig(BaseModel):
     finding: Annotated[str, Field(min_length=1)]
     open: Annotated[list[BlockSet], Field(min_length=1)]
     seeds: Annotated[int, Field(ge=1, le=1000)] = 3
+    expect: dict[str, Claim] = {}
     references: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     steps: Annotated[int, Field(ge=1)]
     evaluate_every: Annotated[int, Field(ge=1)] = 1
@@ -122,7 +149,11 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     name = values["experiment"]
     if name not in known:
         raise ConfigError(f"{where('experiment')}: unknown experiment {name!r}{_suggest(name, known)}")
-    module = import_experiment(name, known[name])
+    try:
+        module = import_experiment(name, known[name])
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), repr(error))
+        raise ConfigError(f"{known[name]}/{name}.py: {type(error).__name__}: {reason}") from error
     config_class: type[ExperimentConfig] = module.Config
     try:
         config = config_class.model_validate(values)
@@ -130,6 +161,7 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
         lines = [_sentence(details, where, config_class) for details in error.errors()]
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
     _check_blocks(config, where)
+    _check_device(config, where)
     return LoadedConfig(path.stem, path, source, tuple(overrides), config, module)
 
 
@@ -177,7 +209,7 @@ class _Places:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         siblings = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
         raise ConfigError(f"{path}: no such file{_suggest(str(path), siblings)}") from None
@@ -233,6 +265,17 @@ def _location(model: Any, parts: Iterable[str | int]) -> tuple[list[str | int], 
     return location or ["config"], keys
 
 
+def _check_device(config: ExperimentConfig, where: _Places) -> None:
+    import torch
+
+    kind, _, number = config.device.partition(":")
+    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
+        found = f"torch finds {torch.cuda.device_count()} CUDA devices here"
+        raise ConfigError(
+            f"{where('device')}: `device` should be one of this machine, {found}, found {config.device!r}"
+        )
+
+
 def _check_blocks(config: ExperimentConfig, where: _Places) -> None:
     from toolkit import declared_blocks
 
@@ -242,6 +285,10 @@ def _check_blocks(config: ExperimentConfig, where: _Places) -> None:
             raise ConfigError(f"{where('open')}: unknown block {name!r}{_suggest(name, known)}")
     if len(set(config.variants)) < len(config.variants):
         raise ConfigError(f"{where('open')}: the same blocks are opened twice, found {config.open!r}")
+    variants = [variant_name(variant) for variant in config.variants[1:]]
+    for name in config.expect:
+        if name not in variants:
+            raise ConfigError(f"{where('expect')}: unknown variant {name!r}{_suggest(name, variants)}")
 
 
 def _suggest(found: object, known: Collection[str] | Mapping[str, Any]) -> str:

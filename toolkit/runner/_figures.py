@@ -153,14 +153,19 @@ def draw_parameters(
         return _svg(figure, key, "Angle and relative length of the open gradient for every parameter")
 
 
-def draw_bands(panels: Sequence[tuple[str, Sequence[Band], float | None]], levels: Sequence[Level], key: str) -> str:
+def draw_bands(
+    panels: Sequence[tuple[str, Sequence[Band], float | None]],
+    levels: Sequence[Level],
+    key: str,
+    width: float | None = None,
+) -> str:
     """Draw metrics over training: the mean of the seeds, the range of the seeds shaded, the best value dotted.
 
     `levels` are drawn on the first panel.
     """
     with mpl.rc_context(_STYLE):
         curves = len(panels[0][1]) + (panels[0][2] is not None) + len(levels)
-        figure = Figure(figsize=(7.2 if len(panels) > 1 else 5.4, 2.6 + 0.2 * curves), layout="constrained")
+        figure = Figure(figsize=(width or (7.2 if len(panels) > 1 else 5.4), 2.6 + 0.2 * curves), layout="constrained")
         for axes, (title, bands, best) in zip(_row(figure, len(panels)), panels, strict=True):
             _draw_curves(axes, bands)
             if best is not None:
@@ -248,15 +253,17 @@ def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[st
         rows = -(-len(panels) // columns)
         figure = Figure(figsize=(7.2, 0.3 + 2.1 * rows), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False, sharex=True).ravel()
-        gap = min(np.diff(np.unique(positions)), default=1.0)
         for axes, (title, bands) in zip(grid, panels, strict=False):
             for index, band in enumerate(bands):
-                # Side by side, so that equal values are all seen.
-                at = band.steps + 0.16 * gap * (index - (len(bands) - 1) / 2)
-                across = np.broadcast_to(at, band.values.shape)
-                axes.plot(across.ravel(), band.values.ravel(), "o", color=band.colour, markersize=2.5, alpha=0.45)
+                # At the same place; the first is wide and the later ones narrow, so that equal values are all seen.
+                across = np.broadcast_to(band.steps, band.values.shape)
+                size = 4 / (1 + index)
+                axes.plot(
+                    across.ravel(), band.values.ravel(), "o", color=band.colour, markersize=1.5 + size, alpha=0.45
+                )
                 some = np.isfinite(band.values).any(axis=0)
-                axes.plot(at[some], np.nanmedian(band.values[:, some], axis=0), color=band.colour, label=band.label)
+                middle = np.nanmedian(band.values[:, some], axis=0)
+                axes.plot(band.steps[some], middle, color=band.colour, label=band.label, linewidth=1 + size)
             axes.set_title(textwrap.fill(title, 84 // columns))
             axes.set_xticks(positions, [f"{value:g}" for value in positions])
             axes.grid(axis="y", color="#eeeeee")

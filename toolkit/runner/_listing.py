@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
+import re
 import textwrap
 import tomllib
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
 
 import toolkit
 from toolkit.runner._discovery import experiment_folders, import_experiment
 
-__all__ = ["import_everything", "listing"]
+__all__ = ["import_everything", "keys_of", "listing"]
 
 
 def import_everything() -> None:
@@ -42,6 +47,39 @@ def listing(configs: Path) -> str:
             title = "cannot be read"
         lines += _entry(str(path.relative_to(configs)), title)
     return "\n".join(lines)
+
+
+def keys_of(experiment: str, configs: Path) -> str:
+    """Return the keys of an experiment's config with their types, defaults and meanings.
+
+    Raises:
+        ValueError: If there is no such experiment.
+    """
+    known = experiment_folders(configs / "any.toml")
+    if experiment not in known:
+        raise ValueError(f"`experiment` should be one of {', '.join(known)}. Found {experiment!r}.")
+    config: type[BaseModel] = import_experiment(experiment, known[experiment]).Config
+    lines = [f"Keys of a config with experiment = {experiment!r}"]
+    for name, key in config.model_fields.items():
+        default = "required" if key.is_required() else f"default {key.get_default(call_default_factory=True)!r}"
+        lines += _entry(f"{name}: {_type(key.annotation)}, {default}", _meaning(config, name))
+    return "\n".join(lines)
+
+
+def _type(annotation: Any) -> str:
+    """Return a type as a reader writes it, without the modules of its parts."""
+    name = annotation.__name__ if type(annotation) is type else str(annotation)
+    name = re.sub(r"Annotated\[([\w.]+), .*?\]\)\]", r"\1", name)
+    return re.sub(r"\b(?:typing|toolkit|experiments)[\w.]*\.|<class '|'>", "", name)
+
+
+def _meaning(config: type, key: str) -> str:
+    """Return the description of a key, from the docstring of the class that declares it."""
+    for owner in config.__mro__:
+        if key in inspect.get_annotations(owner):
+            found = re.search(rf"^ {{4}}{key}: (.*(?:\n {{8}}.*)*)", inspect.getdoc(owner) or "", re.MULTILINE)
+            return " ".join(found[1].split()) if found else ""
+    return ""
 
 
 def _entry(name: str, text: str) -> list[str]:

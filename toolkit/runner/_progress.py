@@ -1,4 +1,4 @@
-"""A progress bar for each config, or a line for each seed where there is no terminal."""
+"""A progress bar for each unit that runs, or a line for each seed and method where there is no terminal."""
 
 from __future__ import annotations
 
@@ -6,53 +6,61 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
-
-from toolkit.runner._config import ExperimentConfig
 
 __all__ = ["Progress"]
 
 
 class Progress:
-    """Shows how far the runs of one config are; one unit is a training step of one variant."""
+    """Shows how far each unit is; one step is a training step of one variant."""
 
-    def __init__(self, name: str, config: ExperimentConfig) -> None:
-        console = Console(stderr=True)
-        self._name, self._config = name, config
-        self._steps = config.steps * len(config.variants)
-        self._plain = not console.is_terminal
-        self._bar = RichProgress(
-            TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TimeRemainingColumn(), console=console, disable=self._plain,
+    def __init__(self) -> None:
+        self._console = Console(stderr=True)
+        self._plain = not self._console.is_terminal
+        self._bars = RichProgress(
+            TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=self._console, disable=self._plain, transient=True,
         )  # fmt: skip
-        self._task = self._bar.add_task(name, total=self._steps * config.seeds)
-        self._console = console
+        self._tasks: dict[str, TaskID] = {}
+        self._ended: set[str] = set()
 
     def __enter__(self) -> Self:
-        self._bar.start()
+        self._bars.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._bar.stop()
+        self._bars.stop()
 
-    def on_seed(self, seed: int, skipped: bool) -> None:
-        """A seed begins, or is skipped because its record is there."""
-        self._bar.update(self._task, completed=seed * self._steps, description=self._name)
-        if skipped:
-            self._bar.update(self._task, completed=(seed + 1) * self._steps)
+    def begin(self, unit: str, steps: int) -> None:
+        """A unit begins."""
+        if unit not in self._ended:  # messages of other processes may come late
+            self._tasks[unit] = self._bars.add_task(escape(unit), total=steps)
         if self._plain:
-            state = "has a record already" if skipped else "runs"
-            self._console.print(f"{self._name}: seed {seed + 1} of {self._config.seeds} {state}", highlight=False)
+            self.say(f"{unit} runs")
 
-    def on_method(self, name: str) -> None:
-        """Another method is trained."""
-        self._bar.update(self._task, description=f"{self._name}: {name}")
+    def step(self, unit: str, count: int) -> None:
+        """A unit has made some steps."""
+        if unit in self._tasks:
+            self._bars.advance(self._tasks[unit], count)
+
+    def method(self, unit: str, name: str) -> None:
+        """A unit trains another method."""
+        if unit in self._tasks:
+            self._bars.update(self._tasks[unit], description=escape(f"{unit}: {name}"))
         if self._plain:
-            self._console.print(f"{self._name}: {name}", highlight=False)
+            self.say(f"{unit.partition(':')[0]}: {name}")
 
-    def on_step(self) -> None:
-        """One variant has made one step."""
-        self._bar.advance(self._task)
+    def end(self, unit: str, line: str) -> None:
+        """A unit has ended; the line stays."""
+        self._ended.add(unit)
+        if unit in self._tasks:
+            self._bars.remove_task(self._tasks.pop(unit))
+        self.say(f"{unit} {line}")
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)

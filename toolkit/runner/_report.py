@@ -1,20 +1,16 @@
-"""Draws the report: one self-contained page from the records in `results/`.
-
-Imports neither torch nor toolkit: the page can be drawn where they are not installed.
-"""
+"""The contents of the report: pictures, tables and sentences, from records. Imports neither torch nor an algorithm."""
 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,10 +31,10 @@ from toolkit.runner._figures import (
     draw_sweep,
     significant,
 )
-from toolkit.runner._records import BLOCKED, ExperimentRecords, Record
-from toolkit.runner._rounding import OF_TRAINING
+from toolkit.runner._findings import Difference, broken_claims, compared, finals, rounding, verdict_of
+from toolkit.runner._records import BLOCKED, WITHOUT_EFFECT, ExperimentRecords, Record, overrides_of
 
-__all__ = ["write_report"]
+__all__ = ["draw_card", "experiment_view", "first_sentence", "training_effect", "variant_verdict"]
 
 # The largest readable number of parameters in one picture; those with the largest leak are shown.
 _MOST_PARAMETERS = 10
@@ -114,12 +110,22 @@ class MethodsView:
 
 
 @dataclass(frozen=True)
+class OthersView:
+    """Results with overridden values beside those of the config: a picture if one number varies, and table rows."""
+
+    picture: str
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True)
 class ExperimentView:
     """One config, ready for the page."""
 
     key: str
     title: str
     finding: str
+    with_values: str
+    broken_claims: list[str]
     about: str
     objective: str
     better: str
@@ -132,33 +138,15 @@ class ExperimentView:
     seeds: SeedsView | None
     sweep: SweepView | None
     methods: MethodsView | None
+    others: OthersView | None
     costs: str
     config: str
     command: str
     provenance: list[tuple[str, str]]
 
 
-def write_report(experiments: Sequence[ExperimentRecords], page: Path, zoo: Sequence[Mapping[str, Any]] = ()) -> Path:
-    """Write the page atomically and return its path.
-
-    Args:
-        experiments: The records of every config.
-        page: The file to write.
-        zoo: The record of the bug zoo. None: the page has no such section.
-    """
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("toolkit.runner", "."), autoescape=True, undefined=jinja2.StrictUndefined
-    )
-    views = [_view(experiment) for experiment in experiments]
-    template = environment.get_template("_report.html.j2")
-    text = template.render(experiments=views, zoo=zoo, blocked_colour=COLOURS[0])
-    page.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = page.with_name(f".{page.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    return unfinished.replace(page)
-
-
-def _view(experiment: ExperimentRecords) -> ExperimentView:
+def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
+    """Return the contents of an experiment's page."""
     records = experiment.records
     newest = records[-1].data
     names = [name for name in newest["variants"] if name != BLOCKED]
@@ -169,14 +157,18 @@ def _view(experiment: ExperimentRecords) -> ExperimentView:
     return ExperimentView(
         key=key,
         title=newest["config"]["title"],
-        finding=newest["config"]["finding"],
+        finding="" if overrides_of(records) else newest["config"]["finding"],
+        with_values=" ".join(overrides_of(records)),
+        broken_claims=[] if overrides_of(records) else broken_claims(records),
         about=newest["about"],
         objective=newest["objective"]["label"],
         better=better,
-        blocked_final=_spread(_finals(records, BLOCKED)),
+        blocked_final=_spread(finals(records, BLOCKED)),
         blocked_target=_target(records, BLOCKED),
         variants=[_variant(records, name, colours[name]) for name in names],
-        arrows=draw_arrows([(title, _arrows(records, when, colours)) for when, title in _MOMENTS], f"{key}-arrows"),
+        arrows=draw_arrows(
+            [(title, _arrows(of, when, colours)) for when, title, of in _moments(records)], f"{key}-arrows"
+        ),
         parameters=_parameters(records, names, colours, f"{key}-parameters"),
         curves=draw_bands(
             _curves(records, every, all_colours),
@@ -186,6 +178,7 @@ def _view(experiment: ExperimentRecords) -> ExperimentView:
         seeds=_seeds(records, every, all_colours, f"{key}-seeds"),
         sweep=_sweep(records, every, all_colours, f"{key}-sweep"),
         methods=_methods(records, f"{key}-methods"),
+        others=_others(experiment, names, all_colours, f"{key}-others"),
         costs=draw_bars(_costs(records, every, all_colours), f"{key}-costs"),
         config=newest["source"].strip(),
         command=_command(experiment.name, newest),
@@ -193,14 +186,33 @@ def _view(experiment: ExperimentRecords) -> ExperimentView:
     )
 
 
-_MOMENTS = (("first", "before the first step"), ("last", "after training with the block"))
+def draw_card(experiment: ExperimentRecords) -> str:
+    """Draw the objective over training, small."""
+    records = experiment.records
+    names = list(records[-1].data["variants"])
+    colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    return draw_bands(_curves(records, names, colours)[:1], [], f"card-{experiment.name}", width=4.2)
+
+
+def first_sentence(text: str) -> str:
+    """Return the beginning of a text, up to the first full stop that is followed by a capital letter."""
+    return re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(text.split()), maxsplit=1)[0]
+
+
+def _moments(records: Sequence[Record]) -> list[tuple[str, str, Sequence[Record]]]:
+    """Return the moments at which gradients were compared, and the records that reached each."""
+    trained = [record for record in records if record.data["variants"][BLOCKED]["diverged_at"] is None]
+    moments: list[tuple[str, str, Sequence[Record]]] = [("first", "before the first step", records)]
+    return [*moments, ("last", "after training with the block", trained)] if trained else moments
 
 
 def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
     newest = records[-1].data
-    effects = [record.data["comparison"]["first"]["effects"][name] for record in records]
-    last = [record.data["comparison"]["last"]["effects"][name] for record in records]
-    verdict = _agreed([_verdict(effect) for effect in effects])
+    first, *later = (
+        [record.data["comparison"][when]["effects"][name] for record in of] for when, _, of in _moments(records)
+    )
+    effects, last = first, later[0] if later else []
+    verdict = variant_verdict(records, name)
     return VariantView(
         name=name,
         colour=colour,
@@ -213,21 +225,16 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
         ratio=_range([effect["ratio"] for effect in effects], lambda ratio: f"×{significant(ratio, 3)}"),
         leak=_range([_relative_leak(record, name, "first") for record in records], "{:.2g}".format),
         target=_target(records, name),
-        final=_spread(_finals(records, name)),
-        training=_training(records, name),
+        final=_spread(finals(records, name)),
+        training=training_effect(records, name),
         time=_range([_cost_ratio(record, name, "seconds_per_step") for record in records], "×{:.2f}".format),
         memory=_range([_cost_ratio(record, name, "graph_bytes") for record in records], "×{:.2f}".format),
     )
 
 
-def _verdict(effect: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return kind, parameters, label and text of a verdict; older records have the text alone."""
-    verdict: Mapping[str, Any] | str = effect["verdict"]
-    if not isinstance(verdict, str):
-        return verdict
-    label, _, names = verdict.partition(" to [")
-    parameters = names.removesuffix("]").split(", ") if names else []
-    return {"kind": verdict.split()[0], "parameters": parameters, "label": label, "text": verdict}
+def variant_verdict(records: Sequence[Record], name: str) -> Mapping[str, Any]:
+    """Return the verdict on the first gradient of a variant, for all seeds."""
+    return _agreed([verdict_of(record.data["comparison"]["first"]["effects"][name]) for record in records])
 
 
 def _agreed(verdicts: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -256,12 +263,15 @@ _NOTHING_LEAKS = {
 def _sentence(verdict: Mapping[str, Any], first: Sequence[dict[str, Any]], last: Sequence[dict[str, Any]]) -> str:
     """Return the verdict's meaning for a reader who does not know stop-gradients."""
     kind, names = verdict["kind"], ", ".join(verdict["parameters"])
-    if kind in _NOTHING_LEAKS and all(_verdict(effect)["kind"] in _NOTHING_LEAKS for effect in last):
+    if kind in _NOTHING_LEAKS and all(verdict_of(effect)["kind"] in _NOTHING_LEAKS for effect in last):
         if kind == "redundant" and all(effect["leak"] == 0 for effect in [*first, *last]):
             return "Opening the block does not change a single bit of the gradient: the leak is zero."
         return _NOTHING_LEAKS[kind]
-    start, end = _turn(first), _turn(last)
-    if start == end:
+    start = _turn(first)
+    end = _turn(last) if last else ""
+    if not last:
+        sentence = f"Opening the block {start}, before the first step."
+    elif start == end:
         sentence = f"Opening the block {start}, before the first step and once the model is trained."
     else:
         sentence = f"Opening the block {start} before the first step, and {end} once the model is trained."
@@ -292,64 +302,59 @@ def _turn(effects: Sequence[dict[str, Any]]) -> str:
     return f"turns the gradient by {angle}° and makes it {significant(length, 2)} times as long"
 
 
-def _training(records: Sequence[Record], name: str) -> str:
-    """Return a few words on how the open runs end, for the table of all experiments."""
-    gains, tie = _gains(records, name)
-    if not gains:
-        return "breaks off"
-    worse, better = sum(gain > tie for gain in gains), sum(gain < -tie for gain in gains)
-    if not worse and not better:
-        return "same"
-    return f"worse in {worse} of {len(gains)}" if worse >= better else f"better in {better} of {len(gains)}"
-
-
-def _gains(records: Sequence[Record], name: str) -> tuple[list[float], float]:
-    """Return the block's improvement of the final objective for each seed, and the largest difference that is a tie."""
-    sign = 1 if records[-1].data["objective"]["higher_is_better"] else -1
-    pairs = [
-        (blocked, opened)
-        for blocked, opened in zip(_finals(records, BLOCKED), _finals(records, name), strict=True)
-        if math.isfinite(blocked) and math.isfinite(opened)
-    ]
-    size = statistics.fmean(abs(blocked) for blocked, _ in pairs) if pairs else 0.0
-    return [sign * (blocked - opened) for blocked, opened in pairs], _rounding(records) * (size or 1.0)
-
-
-def _rounding(records: Sequence[Record]) -> float:
-    return OF_TRAINING[records[-1].data["config"]["dtype"]]
+def training_effect(records: Sequence[Record], name: str) -> str:
+    """Return a few words on the block's effect on training, for tables."""
+    found = compared(records, name)
+    match found.kind:
+        case "better" | "worse":
+            return f"{found.kind} by {_size(found)}"
+        case "same":
+            return "the same"
+        case "broke off":
+            return "open runs break off"
+        case "none":
+            return "blocked runs break off"
+        case "undecided":
+            return "undecided"
 
 
 def _outcome(records: Sequence[Record], name: str) -> str:
-    gains, tie = _gains(records, name)
-    diverged = sum(record.data["variants"][name]["diverged_at"] is not None for record in records)
-    ended = (
-        f" In {diverged} of {len(records)} seeds the open run ended early: its loss was not finite." if diverged else ""
-    )
-    if not gains:
-        return f"No seed can be compared.{ended}"
-    if not any(gains):
-        return f"Training ends at exactly the same value with and without the block, in every seed.{ended}"
-    better, worse = sum(gain > tie for gain in gains), sum(gain < -tie for gain in gains)
-    if not better and not worse:
-        return f"Training ends at the same value with and without the block, up to rounding.{ended}"
-    mean, label = statistics.fmean(gains), records[-1].data["objective"]["label"]
-    if abs(mean) <= tie:
-        return (
-            f"With the block, the {label} ends the same on average, better in {better} and worse in {worse} of "
-            f"{len(gains)} seeds.{ended}"
-        )
-    side, wins = ("better", better) if mean > 0 else ("worse", worse)
-    return (
-        f"With the block, the {label} ends {significant(abs(mean), 3)} {side} on average, and {side} in {wins} of "
-        f"{len(gains)} seeds.{ended}"
-    )
+    """Return the block's effect on training in sentences."""
+    found, label = compared(records, name), records[-1].data["objective"]["label"]
+    sentences = [_effect_on_training(found, label)]
+    for count, which in ((found.broken, "open"), (found.both_broken, "blocked")):
+        if count:
+            sentences.append(f"In {count} of {len(records)} seeds the {which} run broke off: its loss was not finite.")
+    return " ".join(filter(None, sentences))
+
+
+def _effect_on_training(found: Difference, label: str) -> str:
+    if found.kind in ("broke off", "none"):
+        return "No seed can be compared."
+    if found.kind == "same":
+        ends = "exactly the same value" if found.exact else "the same value"
+        end = "in every seed" if found.exact else "up to rounding"
+        return f"Training ends at {ends} with and without the block, {end}."
+    seeds = f"{len(found.gains)} seeds" if len(found.gains) > 1 else "one seed"
+    counts = f"better in {found.better} and worse in {found.worse} of {seeds}"
+    if found.kind == "undecided":
+        return f"Whether the block improves the {label} is undecided: {counts}, {_size(found, signed=True)} on average."
+    return f"With the block, the {label} ends {_size(found)} {found.kind} on average: {counts}."
+
+
+def _size(found: Difference, signed: bool = False) -> str:
+    """Return the mean difference with its confidence interval."""
+    sign = 1 if signed or found.mean > 0 else -1
+    ends = sorted((sign * found.low, sign * found.high))
+    size = significant(sign * found.mean, 3)
+    return size if math.isnan(ends[0]) else f"{size} ({significant(ends[0], 2)} to {significant(ends[1], 2)})"
 
 
 def _happened(records: Sequence[Record], name: str) -> str:
     """Return the events of the open and of the blocked runs, with the number of seeds of each."""
     sentences = []
     for event in _events(records, list(records[-1].data["variants"][BLOCKED]["metrics"])):
-        opened, blocked = (_count(event, _finals(records, variant, event["metric"])) for variant in (name, BLOCKED))
+        opened, blocked = (_count(event, finals(records, variant, event["metric"])) for variant in (name, BLOCKED))
         clause = event["says"][:1].upper() + event["says"][1:]
         sentences.append(f" {clause} in {opened} seeds without the block, and in {blocked} with it.")
     return "".join(sentences)
@@ -365,7 +370,8 @@ def _arrows(records: Sequence[Record], when: str, colours: dict[str, str]) -> li
 
 
 def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> str:
-    effects = {name: [record.data["comparison"]["last"]["effects"][name] for record in records] for name in names}
+    when, _, reached = _moments(records)[-1]
+    effects = {name: [record.data["comparison"][when]["effects"][name] for record in reached] for name in names}
     known = list(effects[names[0]][0]["per_parameter"])
 
     def values(name: str, parameter: str, what: str) -> float:
@@ -412,24 +418,24 @@ def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
         return None
     newest = records[-1].data
     metrics = list(newest["variants"][BLOCKED]["metrics"])
-    finals = {(metric, name): _finals(records, name, metric) for metric in metrics for name in names}
+    ends = {(metric, name): finals(records, name, metric) for metric in metrics for name in names}
     label = newest["objective"]["label"]
     titles = {metric: label if metric == "objective" else metric.replace("_", " ") for metric in metrics}
     marks = {event["metric"]: _limit(event) for event in newest.get("events", [])}
     differences = [
-        Strip(_legend(name, names), np.subtract(finals["objective", name], finals["objective", BLOCKED]), colours[name])
+        Strip(_legend(name, names), np.subtract(ends["objective", name], ends["objective", BLOCKED]), colours[name])
         for name in names[1:]
     ]
     panels: list[tuple[str, list[Strip], float | None]] = [(f"{label}, open minus blocked", differences, 0.0)]
     for metric in metrics[1:]:
-        strips = [Strip(_legend(name, names), np.asarray(finals[metric, name]), colours[name]) for name in names]
+        strips = [Strip(_legend(name, names), np.asarray(ends[metric, name]), colours[name]) for name in names]
         panels.append((titles[metric], strips, marks.get(metric)))
     events = _events(records, metrics)
     heads = [*titles.values(), *(_headline(event) for event in events)]
     rows = []
     for name in names:
-        cells = [_range(finals[metric, name], _brief) for metric in metrics]
-        cells += [_count(event, finals[event["metric"], name]) for event in events]
+        cells = [_range(ends[metric, name], _brief) for metric in metrics]
+        cells += [_count(event, ends[event["metric"], name]) for event in events]
         rows.append((_legend(name, names), cells))
     return SeedsView(len(records), draw_strips(panels, key), heads, rows)
 
@@ -489,7 +495,7 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
             tops = ranked.max(axis=1, keepdims=True)
             best = _range((sign * tops).ravel().tolist(), _brief)
             # The first step as good as the best: on a plateau, the last bit would decide between equal steps.
-            reached = (ranked >= tops - _rounding(records) * np.abs(tops)).argmax(axis=1)
+            reached = (ranked >= tops - rounding(records) * np.abs(tops)).argmax(axis=1)
             at = _range([float(methods["steps"][step]) for step in reached], "{:.0f}".format)
         elif np.isfinite(values).any():
             levels.append(Level(name, float(np.nanmean(values)), colour))
@@ -504,6 +510,48 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
     heads = ["best on the way", f"at {label}", "at the end", *others, "processor time"]
     picture = draw_methods(objective, label, bands, [*levels, *references], _best(records), key)
     return MethodsView(label, picture, heads, rows)
+
+
+def _others(
+    experiment: ExperimentRecords, names: Sequence[str], colours: dict[str, str], key: str
+) -> OthersView | None:
+    """Return the results with other values of the config; None if there are none."""
+    groups = [experiment.records, *experiment.overridden]
+    if len(groups) == 1:
+        return None
+    rows = [
+        [
+            " ".join(overrides_of(records)) or "of the config",
+            name,
+            str(len(records)),
+            _spread(finals(records, BLOCKED)),
+            _spread(finals(records, name)),
+            training_effect(records, name),
+        ]
+        for records in groups
+        for name in names
+        if name in records[-1].data["variants"]
+    ]
+    return OthersView(_swept_values(groups, [BLOCKED, *names], colours, key), rows)
+
+
+def _swept_values(groups: Sequence[Sequence[Record]], names: Sequence[str], colours: dict[str, str], key: str) -> str:
+    """Draw the objective over a number that alone differs between groups of records; nothing if there is none."""
+    configs = [records[-1].data["config"] for records in groups]
+    varied = [name for name in configs[0] if any(config.get(name) != configs[0][name] for config in configs)]
+    varied = [name for name in varied if name not in WITHOUT_EFFECT]
+    if len(varied) != 1 or not all(isinstance(config[varied[0]], int | float) for config in configs):
+        return ""
+    groups = sorted(groups, key=lambda records: float(records[-1].data["config"][varied[0]]))
+    positions = [float(records[-1].data["config"][varied[0]]) for records in groups]
+    bands = []
+    for name in names:
+        values = np.full((max(map(len, groups)), len(groups)), np.nan)
+        for column, records in enumerate(groups):
+            if name in records[-1].data["variants"]:
+                values[: len(records), column] = finals(records, name)
+        bands.append(Band(_legend(name, names), np.asarray(positions), values, colours[name]))
+    return draw_sweep(varied[0], positions, [(groups[0][-1].data["objective"]["label"], bands)], key)
 
 
 def _swept(records: Sequence[Record], name: str, count: int) -> dict[str, NDArray[np.float64]]:
@@ -554,26 +602,18 @@ def _costs(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
         ]
         return title, bars
 
-    return [
+    panels = [
         panel("time of a gradient", "seconds_per_step", _milliseconds),
         panel("graph memory", "graph_bytes", _bytes),
         panel("peak memory", "peak_bytes", _bytes),
     ]
+    return [(title, bars) for title, bars in panels if all(math.isfinite(bar.value) for bar in bars)]
 
 
 def _legend(name: str, names: Sequence[str]) -> str:
     if name == BLOCKED:
         return "blocked"
     return "open" if len(names) == 2 else f"{name} open"
-
-
-def _finals(records: Sequence[Record], name: str, metric: str = "objective") -> list[float]:
-    values = []
-    for record in records:
-        variant = record.data["variants"][name]
-        final = variant["metrics"][metric][-1] if variant["diverged_at"] is None else None
-        values.append(math.nan if final is None else final)
-    return values
 
 
 def _target(records: Sequence[Record], name: str) -> str:
@@ -587,8 +627,8 @@ def _relative_leak(record: Record, name: str, when: str) -> float:
 
 
 def _cost_ratio(record: Record, name: str, what: str) -> float:
-    blocked = record.data["variants"][BLOCKED][what]
-    return record.data["variants"][name][what] / blocked if blocked else math.nan
+    blocked, opened = (record.data["variants"][variant][what] for variant in (BLOCKED, name))
+    return opened / blocked if blocked and opened else math.nan
 
 
 def _degrees(cosine: float | None) -> float:
@@ -638,7 +678,7 @@ def _bytes(count: float) -> str:
 def _command(name: str, data: dict[str, Any]) -> str:
     overrides = "".join(f" --set {shlex.quote(override)}" for override in data["overrides"])
     path = data.get("path", f"configs/{name}.toml")
-    return f"python -m experiments run {shlex.quote(path)}{overrides}"
+    return f"stopgrad run {shlex.quote(path)}{overrides}"
 
 
 def _provenance(records: Sequence[Record]) -> list[tuple[str, str]]:

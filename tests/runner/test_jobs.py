@@ -1,0 +1,209 @@
+"""Units: side by side they leave the same records, none is lost, none runs twice, and no failure ends the others."""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import toy
+from click.testing import CliRunner
+from folders import ROOT
+
+from toolkit.runner import _jobs
+from toolkit.runner._command import _products, main
+from toolkit.runner._comparison import folder_of
+from toolkit.runner._config import ConfigError, load_config
+from toolkit.runner._jobs import _expected_seconds, units_of
+from toolkit.runner._records import claimed, finished_seeds, overrides_of, read_all
+
+MAIN = "from toolkit.runner._command import main; main()"
+
+
+def _run(path, results, *options, code=0):
+    done = CliRunner().invoke(main, ["run", str(path), "--results", str(results), *options])
+    assert done.exit_code == code, done.output
+    return done
+
+
+def _records(results):
+    return [record for found in read_all(results) for record in found.records]
+
+
+def _outcome(record):
+    variants = {name: (v["first_loss"], v["metrics"]) for name, v in record.data["variants"].items()}
+    return variants, record.data["comparison"]
+
+
+def test_side_by_side_leaves_the_same_records_as_one_after_the_other(tmp_path):
+    path = toy.install("toy_jobs", tmp_path)
+    for jobs in ("1", "2"):
+        done = _run(path, tmp_path / jobs, "--jobs", jobs, "--set", "seeds=4")
+        assert re.search(r"toy_jobs: seed 4 of 4 took \d+\.\d s", done.stderr)
+    one, other = (_records(tmp_path / jobs) for jobs in ("1", "2"))
+    assert [record.seed for record in other] == [0, 1, 2, 3]
+    assert list(map(_outcome, one)) == list(map(_outcome, other))
+    for record in (*one, *other):  # the time of a step does not depend on the seed
+        seconds = [variant["seconds_per_step"] for variant in record.data["variants"].values()]
+        assert all(value > 0 for value in seconds) if record.seed < 3 else seconds == [None] * 4
+
+
+def test_a_record_without_times_is_completed_by_the_next_run(tmp_path):
+    path = toy.install("toy_untimed", tmp_path)
+    _run(path, tmp_path, "--jobs", "1")
+    (file,) = tmp_path.glob("toy_untimed/*/seed-001/record.json")
+    data = json.loads(file.read_text())
+    data["variants"]["blocked"]["seconds_per_step"] = None
+    file.write_text(json.dumps(data))
+    assert "seed 2 of 2 has a record already" in _run(path, tmp_path).stderr
+    assert json.loads(file.read_text())["variants"]["blocked"]["seconds_per_step"] > 0
+
+
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_a_unit_that_fails_does_not_end_the_others(tmp_path, jobs):
+    one, other = (toy.install(f"toy_fails_{jobs}_{number}", tmp_path) for number in "ab")
+    done = _run(other, tmp_path / "results", str(one), "--set", "kind=fails", "--jobs", jobs, code=1)
+    lines = sorted(line for line in done.stderr.splitlines() if line.startswith("error:"))
+    assert len(lines) == 2
+    for path, line in zip((one, other), lines, strict=True):
+        assert line.startswith(f"error: {path}: seed 0: ArithmeticError: no toy (at {tmp_path}")
+    assert [record.seed for record in _records(tmp_path / "results")] == [1, 1]
+
+
+def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("toolkit.runner._comparison.write_record", full)
+    done = _run(toy.install("toy_full", tmp_path), tmp_path / "results", "--jobs", "1", code=1)
+    assert [line.partition(": seed ")[2][3:] for line in done.stderr.splitlines() if line.startswith("error")] == [
+        "OSError: [Errno 28] No space left on device" + f" (at {__file__}:{full.__code__.co_firstlineno + 1})"
+    ] * 2
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_the_training(tmp_path):
+    (tmp_path / "file").touch()
+    done = _run(toy.install("toy_unwritable", tmp_path), tmp_path / "file" / "results", code=2)
+    assert done.stderr == f"error: {tmp_path}/file/results: no records can be written there: Not a directory\n"
+
+
+def test_a_unit_whose_process_is_killed_runs_again(tmp_path):
+    path = toy.install("toy_dies", tmp_path)
+    done = _run(path, tmp_path, "--jobs", "2", "--set", "kind=dies", "--set", f"sign={tmp_path / 'sign'}")
+    assert "a process was killed" in done.stderr
+    assert [record.seed for record in _records(tmp_path)] == [0, 1]
+
+
+def test_a_unit_that_another_run_has_is_left_to_it(tmp_path):
+    path = toy.install("toy_claimed", tmp_path)
+    with claimed(folder_of(load_config(path), tmp_path), 0) as mine:
+        assert mine
+        done = _run(path, tmp_path, "--jobs", "1")
+    assert "toy_claimed: seed 1 of 2 is left to another run" in done.stderr
+    assert [record.seed for record in _records(tmp_path)] == [1]
+
+
+def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(tmp_path):
+    path, sign = toy.install("toy_stopped", tmp_path), tmp_path / "sign"
+    options = ["run", str(path), "--results", str(tmp_path), "--jobs", "2", "--set", f"sign={sign}"]
+    run = subprocess.Popen(
+        [sys.executable, "-c", MAIN, *options],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        while not sign.exists() or not list(tmp_path.glob("toy_stopped/*/seed-000")):  # seed 1 waits in its middle
+            assert run.poll() is None
+            time.sleep(0.01)
+        run.send_signal(signal.SIGINT)
+        _, error = run.communicate()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, signal.SIGKILL)
+    assert run.returncode == 130
+    assert error.splitlines()[-1] == (
+        f"error: stopped; finished seeds are kept in {tmp_path}/, and the same command runs the others"
+    )
+    assert "Traceback" not in error
+    (folder,) = (tmp_path / "toy_stopped").iterdir()
+    assert finished_seeds(folder) == {0}
+
+
+def test_the_longest_units_come_first(tmp_path):
+    short, long, unknown = (toy.install(f"toy_{name}", tmp_path) for name in ("short", "long", "unknown"))
+    for path, seconds in ((short, 1.0), (long, 9.0)):
+        folder = tmp_path / path.stem / "0123" / "seed-000"
+        folder.mkdir(parents=True)
+        (folder / "record.json").write_text(json.dumps({"seconds": seconds}))
+    units = [units_of(load_config(path), path.stem)[0] for path in (short, unknown, long)]
+    ordered = sorted(units, key=lambda unit: _expected_seconds(tmp_path, unit), reverse=True)
+    assert [unit.label for unit in ordered] == ["toy_unknown", "toy_long", "toy_short"]
+
+
+def test_a_sweep_runs_every_combination_and_the_report_shows_them_side_by_side(tmp_path):
+    path = toy.install("toy_sweep", tmp_path)
+    _run(path, tmp_path)
+    done = _run(path, tmp_path, "--sweep", "learning_rate=0.05,0.2", "--set", "seeds=3")
+    assert "toy_sweep learning_rate=0.05: toy_sweep.shift is redundant" in done.stdout
+    (found,) = read_all(tmp_path)
+    assert len(found.records) == 2
+    values = [(overrides_of(records), len(records)) for records in found.overridden]
+    assert sorted(values) == [(["learning_rate=0.05"], 3), (["learning_rate=0.2"], 3)]
+    page = (tmp_path / "pages" / "toy_sweep.html").read_text()
+    assert page.count("<h3>With other values</h3>") == 1
+    assert "<td>learning_rate=0.2</td>" in page
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "expected"),
+    [
+        ((), [()]),
+        (("a=1,2", "b=x"), [("a=1", "b=x"), ("a=2", "b=x")]),
+        (("a=[1, 2],[3]",), [("a=[1, 2]",), ("a=[3]",)]),
+        (("a='x,y',z",), [("a='x,y'",), ("a=z",)]),
+    ],
+)
+def test_swept_values_make_a_product(sweeps, expected):
+    assert _products(sweeps) == expected
+
+
+def test_a_sweep_without_values_is_refused():
+    with pytest.raises(ConfigError, match=r"--sweep a: should be key=value,value,..."):
+        _products(("a",))
+
+
+def test_two_configs_of_one_name_are_refused(tmp_path):
+    one = toy.install("toy_twice", tmp_path)
+    other = tmp_path / "other" / one.name
+    other.parent.mkdir()
+    other.write_text(one.read_text())
+    done = _run(one, tmp_path / "results", str(other), code=2)
+    assert f"{other}: the file name should differ from that of {one}" in done.stderr
+
+
+def test_a_run_ends_with_its_verdicts_the_page_and_the_next_command(tmp_path):
+    done = _run(toy.install("toy_ends", tmp_path), tmp_path / "results", "--jobs", "1")
+    *_, count, page, following = done.stdout.splitlines()
+    assert "toy_ends: toy_ends.shift is redundant; with it, training ends at the same value" in done.stdout
+    assert count.startswith("1 config in ")
+    assert page == f"page: {tmp_path}/results/index.html"
+    assert (tmp_path / "results" / "index.html").is_file()
+    assert following.startswith(f"next: stopgrad report --results {tmp_path}/results")
+
+
+def test_the_first_page_is_drawn_before_the_last_unit_has_run(tmp_path, monkeypatch):
+    one, other = (toy.install(f"toy_page_{name}", tmp_path) for name in "ab")
+    seen = []
+
+    def watched(unit, *arguments):
+        seen.append((tmp_path / "results" / "index.html").exists())
+        return run(unit, *arguments)
+
+    run = _jobs._run
+    monkeypatch.setattr(_jobs, "_run", watched)
+    _run(one, tmp_path / "results", str(other), "--jobs", "1")
+    assert seen == [False, True, True, True]

@@ -1,0 +1,190 @@
+"""What records say: which variant ends better, and whether the claims of a config hold. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.runner._records import BLOCKED, Record
+from toolkit.runner._rounding import OF_TRAINING
+
+__all__ = ["RULE", "Difference", "broken_claims", "compared", "finals", "rounding", "verdict_of", "verdicts"]
+
+RULE = (
+    "Each seed is trained with the block and without it. Better and worse mean that the 95 % confidence interval of "
+    "the mean difference over the seeds (Student's t) excludes zero; otherwise the difference is undecided. A "
+    "difference within rounding counts as zero."
+)
+
+# Student's t: the quantile .975 for 1, 2, 3, ... degrees of freedom.
+_QUANTILES = (
+    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
+    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The improvement of the final objective by the block, over the seeds in which both runs reached their end.
+
+    Attributes:
+        kind: The block's effect, by `RULE`. ``"broke off"``: no open run reached its end, ``"none"``: no seed can be
+            compared, and the blocked run is at fault.
+        gains: The improvement in each seed, in the units of the objective; 0 where it is rounding.
+        exact: Whether all final objectives are equal to the last bit.
+        mean: The mean improvement.
+        low: Lower end of its 95 % confidence interval; NaN for a single seed.
+        high: Upper end.
+        broken: Seeds in which only the open run broke off.
+        both_broken: Seeds in which the blocked run broke off.
+    """
+
+    kind: Literal["better", "worse", "same", "undecided", "broke off", "none"]
+    gains: list[float]
+    exact: bool
+    mean: float
+    low: float
+    high: float
+    broken: int
+    both_broken: int
+
+    @property
+    def better(self) -> int:
+        """The seeds in which the block improves the objective."""
+        return sum(gain > 0 for gain in self.gains)
+
+    @property
+    def worse(self) -> int:
+        """The seeds in which the block impairs the objective."""
+        return sum(gain < 0 for gain in self.gains)
+
+
+def compared(records: Sequence[Record], name: str) -> Difference:
+    """Return the block's effect on the final objective, against the variant `name`."""
+    sign = 1 if records[-1].data["objective"]["higher_is_better"] else -1
+    ends = list(zip(finals(records, BLOCKED), finals(records, name), strict=True))
+    pairs = [(blocked, opened) for blocked, opened in ends if math.isfinite(blocked) and math.isfinite(opened)]
+    tie = rounding(records) * (statistics.fmean(abs(blocked) for blocked, _ in pairs) or 1.0) if pairs else 0.0
+    differences = [sign * (blocked - opened) for blocked, opened in pairs]
+    gains = [gain if abs(gain) > tie else 0.0 for gain in differences]
+    mean, low, high = _interval(gains)
+    broken = sum(math.isfinite(blocked) and not math.isfinite(opened) for blocked, opened in ends)
+    return Difference(
+        kind=_kind(gains, low, high, broken),
+        gains=gains,
+        exact=not any(differences),
+        mean=mean,
+        low=low,
+        high=high,
+        broken=broken,
+        both_broken=sum(not math.isfinite(blocked) for blocked, _ in ends),
+    )
+
+
+def _kind(
+    gains: Sequence[float], low: float, high: float, broken: int
+) -> Literal["better", "worse", "same", "undecided", "broke off", "none"]:
+    if not gains:
+        return "broke off" if broken else "none"
+    if not any(gains):
+        return "same"
+    if low > 0:
+        return "better"
+    return "worse" if high < 0 else "undecided"
+
+
+def _interval(gains: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean and its 95 % confidence interval."""
+    if not gains:
+        return math.nan, math.nan, math.nan
+    mean = statistics.fmean(gains)
+    if len(gains) == 1:
+        return mean, math.nan, math.nan
+    quantile = _QUANTILES[len(gains) - 2] if len(gains) - 1 <= len(_QUANTILES) else 1.96
+    reach = quantile * statistics.stdev(gains) / math.sqrt(len(gains))
+    return mean, mean - reach, mean + reach
+
+
+def finals(records: Sequence[Record], name: str, metric: str = "objective") -> list[float]:
+    """Return a metric of a variant after training, for every seed; NaN where the run broke off."""
+    values = []
+    for record in records:
+        variant = record.data["variants"][name]
+        final = variant["metrics"][metric][-1] if variant["diverged_at"] is None else None
+        values.append(math.nan if final is None else final)
+    return values
+
+
+def rounding(records: Sequence[Record]) -> float:
+    """Return the relative difference of two objectives that is only rounding."""
+    return OF_TRAINING[records[-1].data["config"]["dtype"]]
+
+
+def verdict_of(effect: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return kind, parameters, label and text of a verdict; older records have the text alone."""
+    verdict: Mapping[str, Any] | str = effect["verdict"]
+    if not isinstance(verdict, str):
+        return verdict
+    label, _, names = verdict.partition(" to [")
+    parameters = names.removesuffix("]").split(", ") if names else []
+    return {"kind": verdict.split()[0], "parameters": parameters, "label": label, "text": verdict}
+
+
+def verdicts(records: Sequence[Record]) -> list[str]:
+    """Return a line for each open variant: the verdict on its gradient, and the block's effect on training."""
+    lines = []
+    for name in records[-1].data["variants"]:
+        if name != BLOCKED:
+            kinds = dict.fromkeys(verdict_of(r.data["comparison"]["first"]["effects"][name])["label"] for r in records)
+            lines.append(f"{name} is {' or '.join(kinds)}; with it, training ends {_ending(compared(records, name))}")
+    return lines
+
+
+def _ending(found: Difference) -> str:
+    seeds = len(found.gains)
+    match found.kind:
+        case "better" | "worse":
+            count = found.better if found.kind == "better" else found.worse
+            return f"{found.kind} by {abs(found.mean):.3g} ({count} of {seeds} seeds)"
+        case "same":
+            return "at the same value"
+        case "undecided":
+            return f"neither better nor worse for sure ({seeds} seed{'s' if seeds != 1 else ''})"
+        case "broke off":
+            return "well; without it, every run broke off"
+        case "none":
+            return "nowhere: its runs broke off"
+
+
+def broken_claims(records: Sequence[Record]) -> list[str]:
+    """Return the claims of a config that its records contradict, one sentence each."""
+    found = []
+    for name, claim in records[-1].data["config"].get("expect", {}).items():
+        effects = [record.data["comparison"]["first"]["effects"][name] for record in records]
+        difference = compared(records, name)
+        kinds = sorted({verdict_of(effect)["kind"] for effect in effects})
+        if claim["verdict"] is not None and kinds != [claim["verdict"]]:
+            found.append(f"{name}: the verdict should be {claim['verdict']}. Found {', '.join(kinds)}.")
+        if claim["training"] is not None and difference.kind != claim["training"]:
+            found.append(f"{name}: training with the block should end {claim['training']}. Found {difference.kind}.")
+        measured = {
+            "gain": difference.mean,
+            "ratio": _median(effect["ratio"] for effect in effects),
+            "angle": _median(
+                None if effect["cosine"] is None else math.degrees(math.acos(min(1.0, max(-1.0, effect["cosine"]))))
+                for effect in effects
+            ),
+        }
+        for quantity, value in measured.items():
+            if claim[quantity] is not None and not claim[quantity][0] <= value <= claim[quantity][1]:
+                low, high = claim[quantity]
+                found.append(f"{name}: {quantity} should be in {low:g} to {high:g}. Found {value:.4g}.")
+    return found
+
+
+def _median(values: Any) -> float:
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    return statistics.median(finite) if finite else math.nan

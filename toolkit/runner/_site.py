@@ -1,0 +1,125 @@
+"""Writes the report: an index, a page for each experiment and for the bug zoo; or all of it in a single file.
+
+Imports neither torch nor an algorithm: pages can be drawn where these are not installed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from toolkit.runner._figures import COLOURS
+from toolkit.runner._findings import RULE, broken_claims, compared
+from toolkit.runner._records import BLOCKED, ExperimentRecords, overrides_of, read_all, read_zoo
+from toolkit.runner._report import draw_card, experiment_view, first_sentence, training_effect, variant_verdict
+
+__all__ = ["write_single", "write_site"]
+
+
+@dataclass(frozen=True)
+class Card:
+    """One experiment on the index: a picture, a sentence, and the verdict on each block."""
+
+    file: str
+    title: str
+    subject: str
+    sentence: str
+    alt: str
+    broken: bool
+    endings: list[str]
+    variants: list[tuple[str, str, str]]
+    size: float
+
+
+def write_site(root: Path, names: Collection[str] | None = None) -> Path:
+    """Write the pages of the records in `root` and return the index.
+
+    Args:
+        root: The results folder.
+        names: The configs whose pages are drawn again. None: all.
+
+    Raises:
+        ValueError: If a record is damaged, or of another version of this project.
+    """
+    experiments, zoo = read_all(root), read_zoo(root)
+    pages = root / "pages"
+    for file, experiment in zip(_files(experiments), experiments, strict=True):
+        if names is None or experiment.name in names or not (pages / f"{file}.html").is_file():
+            _write(pages / f"{file}.svg", draw_card(experiment))
+            _write(pages / f"{file}.html", _render("page", experiment=experiment_view(experiment)))
+    if zoo:
+        _write(pages / "zoo.html", _render("zoo", zoo=zoo))
+    cards = [_card(file, experiment) for file, experiment in zip(_files(experiments), experiments, strict=True)]
+    hero = max(cards, key=lambda card: card.size, default=None)
+    text = _render(
+        "index",
+        cards=cards,
+        hero=hero if hero is not None and hero.size > 0 else None,
+        subjects=sorted({card.subject for card in cards}),
+        endings=sorted({ending for card in cards for ending in card.endings}),
+        zoo=zoo,
+    )
+    return _write(root / "index.html", text)
+
+
+def write_single(experiments: Sequence[ExperimentRecords], page: Path, zoo: Sequence[Mapping[str, Any]] = ()) -> Path:
+    """Write all of the report into one file, and return its path.
+
+    Args:
+        experiments: The records of every config.
+        page: The file to write.
+        zoo: The record of the bug zoo. None: the page has no such section.
+    """
+    return _write(page, _render("single", experiments=[experiment_view(one) for one in experiments], zoo=zoo))
+
+
+def _card(file: str, experiment: ExperimentRecords) -> Card:
+    records = experiment.records
+    data, names = records[-1].data, [name for name in records[-1].data["variants"] if name != BLOCKED]
+    found = {name: compared(records, name) for name in names}
+    effects = {name: training_effect(records, name) for name in names}
+    about = "; ".join(f"with {name} open instead, the block makes training {effects[name]}" for name in names)
+    blocked = abs(data["variants"][BLOCKED]["metrics"]["objective"][-1] or 1.0)
+    clear = [difference.low / blocked for difference in found.values() if difference.kind == "better"]
+    return Card(
+        file=file,
+        title=data["config"]["title"],
+        subject=data["config"]["experiment"].split("_")[0],
+        sentence="" if overrides_of(records) else first_sentence(data["config"]["finding"]),
+        alt=f"{data['objective']['label']} over training: {about}.",
+        broken=not overrides_of(records) and bool(broken_claims(records)),
+        endings=sorted({difference.kind for difference in found.values()}),
+        variants=[(name, variant_verdict(records, name)["label"], effects[name]) for name in names],
+        size=max((value for value in clear if math.isfinite(value)), default=0.0),
+    )
+
+
+def _files(experiments: Sequence[ExperimentRecords]) -> list[str]:
+    """Return a file name for each experiment; a second config of one name gets a number."""
+    names = [re.sub(r"[^\w-]", "_", experiment.name) for experiment in experiments]
+    return [f"{name}-{seen}" if (seen := names[:index].count(name)) else name for index, name in enumerate(names)]
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    loader = jinja2.PackageLoader("toolkit.runner", "templates")
+    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+
+
+def _render(template: str, **values: Any) -> str:
+    return _environment().get_template(f"{template}.html.j2").render(blocked_colour=COLOURS[0], rule=RULE, **values)
+
+
+def _write(path: Path, text: str) -> Path:
+    """Write a file atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text, encoding="utf-8")
+    return unfinished.replace(path)
