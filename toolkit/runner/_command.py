@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -41,10 +42,10 @@ def main() -> None:
     """Run algorithms with and without their stop-gradients, and measure the difference."""
 
 
-def _audit(program: str, **options: Any) -> None:
-    path, colon, function = program.rpartition(":")
+def _audit(program: str, page_path: Path | None, **options: Any) -> None:
     assert audit.callback is not None
-    audit.callback(f"{_here_or_bundled(Path(path))}{colon}{function}" if path else program, **options)
+    with _here_or_at_a_copy(Path(program.rpartition(":")[0])):
+        audit.callback(program, page_path=page_path and page_path.resolve(), **options)
 
 
 main.add_command(click.Command("audit", params=audit.params, help=audit.help, callback=_audit))
@@ -162,7 +163,8 @@ def zoo(folder: Path, results: Path) -> None:
 
     _check_writable(results)
     try:
-        examined = [examine(program) for program in read_programs(_here_or_bundled(folder))]
+        with _here_or_at_a_copy(folder):
+            examined = [examine(program) for program in read_programs(folder)]
     except ValueError as error:
         _stop(str(error), 2)
     for program in examined:
@@ -247,6 +249,23 @@ def _here_or_bundled(path: Path) -> Path:
     """Return a path, or one among the bundled files if there is nothing at the path."""
     bundled = BUNDLE / path
     return bundled if not path.exists() and not path.is_absolute() and bundled.exists() else path
+
+
+@contextlib.contextmanager
+def _here_or_at_a_copy(path: Path) -> Iterator[None]:
+    """Enter a folder in which a bundled path exists, if it does not exist here.
+
+    The folder holds a copy: inside of the installed library, programs would count as code of the library.
+    """
+    bundled = _here_or_bundled(path)
+    if bundled == path:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        source = bundled if bundled.is_dir() else bundled.parent
+        shutil.copytree(source, Path(folder) / source.relative_to(BUNDLE))
+        with contextlib.chdir(folder):
+            yield
 
 
 def _products(sweeps: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -1,0 +1,138 @@
+"""Every command that README and the documents show works as it stands there, outside of the checkout too."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import venv
+
+import pytest
+from folders import ROOT
+
+# Shown for data or devices that are not here.
+NOT_HERE = ("own_data",)
+
+# What would take minutes is made short; a command stays as it is but for these additions.
+SHORT = ["--set", "seeds=1", "--set", "steps=2", "--set", "evaluate_every=1"]
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def commands_of(text):
+    """Return the commands of the fenced console blocks, without their remarks."""
+    lines = [
+        line
+        for block in re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+    ]
+    commands = [re.split(r" {2,}|\s+#", line.removeprefix("$ "))[0].strip() for line in lines]
+    return [command for command in commands if not command.startswith(("error:", "make", "source"))]
+
+
+COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands_of(path.read_text("utf-8"))))
+
+
+def test_commands_are_read():
+    text = "x\n```console\n$ stopgrad list    lists\nstopgrad run a  # runs\nmake run\nerror: no\n```\n"
+    assert commands_of(text) == ["stopgrad list", "stopgrad run a"]
+    assert {shlex.split(command)[1] for command in COMMANDS if command.startswith("stopgrad ")} == {
+        "run", "report", "list", "zoo", "audit", "init"
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Return a folder, and a new environment with the wheel; its dependencies are those of this environment."""
+    builders = pytest.importorskip("hatchling.builders.wheel")
+    folder = tmp_path_factory.mktemp("installed")
+    (wheel,) = builders.WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    venv.create(folder / "venv", symlinks=True, with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        wheel,
+    ]
+    subprocess.run([*install, "--disable-pip-version-check"], check=True, capture_output=True, text=True)
+    (site,) = (folder / "venv").glob("lib/python*/site-packages")
+    # Last on the path, and without its .pth files, so that the checkout is not there.
+    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    work = folder / "elsewhere"
+    work.mkdir()
+    (work / "example.py").write_text(_example())
+    return work, folder / "venv" / "bin"
+
+
+def _example():
+    """Return the program that README audits, as a file with the function that its command names."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    (program,) = (
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "print(audit(loss))" in block
+    )
+    return program.replace("print(audit(loss))", "def make_loss():\n    return loss")
+
+
+def _done(command, installed):
+    work, binaries = installed
+    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("PYTHONPATH", None)
+    return subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
+
+
+def test_the_wheel_is_imported_and_not_the_checkout(installed):
+    program = "import toolkit, importlib.util; print(toolkit.__file__, importlib.util.find_spec('experiments'))"
+    done = _done([str(installed[1] / "python"), "-c", program], installed)
+    assert done.stdout.startswith(str(installed[1].parent)), done.stderr
+    assert done.stdout.split()[1] == "None", "a user's own package of this name can be imported"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_works(command, installed):
+    if any(part in command for part in NOT_HERE):
+        pytest.skip("needs files or a device of the reader's own")
+    parts = shlex.split(command)
+    if parts[:2] == ["stopgrad", "run"] and "learning_rat=0.1" not in command:
+        parts += SHORT
+        parts = ["configs/em_iris.toml" if part == "configs" else part for part in parts]
+    done = _done(parts, installed)
+    expected = 2 if "learning_rat=0.1" in command else 0
+    assert done.returncode == expected, done.stderr
+
+
+def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
+    work, binaries = installed
+    project = work / "own"
+    assert _done(["stopgrad", "init", str(project)], installed).returncode == 0
+    assert "exists already" in _done(["stopgrad", "init", str(project)], installed).stderr
+    run = _done(["stopgrad", "run", str(project / "configs"), "--results", str(project / "results")], installed)
+    assert run.returncode == 0, run.stderr
+    assert "contradict" not in run.stdout
+    assert "with it, training ends better" in run.stdout
+    tests = _done([str(binaries / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)], installed)
+    assert tests.returncode == 0, tests.stdout
+
+
+def test_help_answers_within_half_a_second():
+    """The processor time of a new interpreter: the clock would measure the load of the machine."""
+    program = (
+        "import resource, subprocess, sys\n"
+        "subprocess.run([sys.executable, '-m', 'experiments', '--help'], check=True, stdout=subprocess.DEVNULL)\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "print(used.ru_utime + used.ru_stime)"
+    )
+    times = [
+        float(
+            subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        )
+        for _ in range(3)
+    ]
+    assert min(times) < 0.5
