@@ -386,8 +386,7 @@ def choose_starts(
     generator: torch.Generator | None,
 ) -> list[GaussianParameters]:
     """Return several starts, as `start` chooses one: all are seeded and improved at once."""
-    if init not in get_args(Init):
-        raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
+    check_init(init)
     weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
     total = weights.sum()
     centre = (weights @ x.double()) / total
@@ -419,6 +418,12 @@ def choose_starts(
             for i in range(count)
         ]
     return found
+
+
+def check_init(init: str) -> None:
+    """Raise a ValueError unless the name of a start is known."""
+    if init not in get_args(Init):
+        raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
 
 
 def _common_factors(residuals: Tensor, shares: Tensor, kind: CovarianceType, reg_covar: float) -> Tensor:

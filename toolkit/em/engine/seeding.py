@@ -5,12 +5,21 @@ N samples, D features, K means, R starts.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-__all__ = ["LLOYD_STEPS", "device_of", "distinct", "lloyd", "nearest", "seeds"]
+__all__ = ["LLOYD_STEPS", "device_of", "distinct", "lloyd", "nearest", "seeds", "squared_distances"]
 
 LLOYD_STEPS = 10
+
+# Candidates for each mean beside log K. With two, as in scikit-learn, k-means from one start missed one of twelve blobs
+# in 4 of 400 cases, with four in none.
+_CANDIDATES = 4
+
+# Sums of squared distances that differ by less than this, in proportion, differ by rounding.
+_ROUNDING = 1e-5
 
 
 def distinct(weights: Tensor, n_means: int, generator: torch.Generator | None) -> Tensor:
@@ -26,22 +35,32 @@ def distinct(weights: Tensor, n_means: int, generator: torch.Generator | None) -
 
 
 def seeds(
-    points: Tensor, n_means: int, weights: Tensor | None, generator: torch.Generator | None, *, n_starts: int = 1
+    points: Tensor,
+    n_means: int,
+    weights: Tensor | None,
+    generator: torch.Generator | None,
+    *,
+    n_starts: int = 1,
+    seen: Tensor | None = None,
 ) -> Tensor:
-    """Choose samples one by one, each with probability proportional to its squared distance from the ones before.
+    """Choose samples one by one, far from the ones before: greedy k-means++.
+
+    Candidates are drawn with probability proportional to their squared distance from the samples before. The best of
+    ``4 + int(log K)`` candidates is chosen: that after which the sum of squared distances is least.
 
     Args:
-        points: (N, D), finite.
+        points: (N, D), finite; 0 where a feature is missing.
         n_means: K.
         weights: (N,): multiplies the probabilities. None: all 1.
         generator: Randomness. None is torch's global generator.
         n_starts: R.
+        seen: As in `lloyd`. Two samples are compared in the features that both have.
 
     Returns:
         Indices of the samples, (R, K).
 
     References:
-        Arthur & Vassilvitskii, "k-means++: the advantages of careful seeding", 2007, section 2.2.
+        Arthur & Vassilvitskii, "k-means++: the advantages of careful seeding", 2007, sections 2.2 and 5.
     """
     weights = torch.ones_like(points[:, 0]) if weights is None else weights
     odds = weights.expand(n_starts, -1)
@@ -49,12 +68,39 @@ def seeds(
     for i in range(n_means):
         enough = (odds > 0).any(1, keepdim=True)  # else there are fewer distinct samples than means
         cumulative = torch.where(enough, odds, weights).double().cumsum(1)
-        draw = torch.rand(n_starts, 1, generator=generator, device=device_of(generator, points), dtype=torch.float64)
-        index = torch.searchsorted(cumulative, draw.to(points.device) * cumulative[:, -1:], right=True)
-        chosen.append(index[:, 0].clamp(max=len(points) - 1))
-        squares = (points - points[chosen[-1]][:, None]).square().sum(2) * weights
-        odds = torch.minimum(odds, squares) if i else squares
+        shape = n_starts, _CANDIDATES + int(math.log(n_means)) if i else 1
+        draws = torch.rand(shape, generator=generator, device=device_of(generator, points), dtype=torch.float64)
+        drawn = torch.searchsorted(cumulative, draws.to(points.device) * cumulative[:, -1:], right=True)
+        drawn = drawn.clamp(max=len(points) - 1)
+        after = squared_distances(points, drawn, seen) * weights
+        if i:
+            after = torch.minimum(odds[:, None], after)
+        best = _first_least(after.sum(2))[:, None]
+        chosen.append(drawn.gather(1, best)[:, 0])
+        odds = after.take_along_dim(best[:, :, None], 1)[:, 0]
     return torch.stack(chosen, 1)
+
+
+def squared_distances(points: Tensor, chosen: Tensor, seen: Tensor | None) -> Tensor:
+    """Return the squared distances of all samples from chosen ones, (R, C, N).
+
+    Args:
+        points: (N, D); 0 where a feature is missing.
+        chosen: (R, C): indices of samples.
+        seen: As in `lloyd`. Features that one of both samples lacks do not count, so samples with many features are
+            the more likely seeds.
+    """
+    if seen is None:
+        # As differences: products would cancel.
+        return torch.cdist(points[chosen], points, compute_mode="donot_use_mm_for_euclid_dist").square()
+    both = seen[chosen][:, :, None] * seen
+    return (both * (points[chosen][:, :, None] - points).square()).sum(3)
+
+
+def _first_least(values: Tensor) -> Tensor:
+    """Return the place of the least value in each row (R, C); values that differ by rounding count as equal."""
+    least = values.amin(1, keepdim=True)
+    return (values <= (1 + _ROUNDING) * least).to(torch.int8).argmax(1)
 
 
 def lloyd(

@@ -29,8 +29,8 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
-from toolkit.em.engine.fit import Init, start
-from toolkit.em.engine.seeding import LLOYD_STEPS, lloyd
+from toolkit.em.engine.fit import Init, check_init
+from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, seeds, squared_distances
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 from toolkit.em.models.prior import Prior
@@ -322,11 +322,11 @@ def start_missing(
 ) -> GaussianParameters:
     """Choose a start as `start` does, for samples with missing values.
 
-    Means are chosen among the samples, completed by the features' means. For ``"kmeans"`` they are improved by Lloyd's
-    steps on the observed values: each sample goes to the mean that is nearest in the sample's observed features. This
-    equals k-means with missing values filled by the mean of their cluster. The variances are those of the observed
-    values about the nearest means; correlations count missing values as 0, which keeps the covariance positive
-    definite.
+    Means are chosen among the samples, by distances in the features that two samples share. A missing value of a chosen
+    sample is the mean of the samples that are nearest to it. For ``"kmeans"`` the means are improved by Lloyd's steps
+    on the observed values: each sample goes to the mean that is nearest in the sample's observed features. This equals
+    k-means with missing values filled by the mean of their cluster. The variances are those of the observed values
+    about the nearest means; correlations count missing values as 0, which keeps the covariance positive definite.
 
     Args:
         x: (N, D), NaN where missing.
@@ -360,9 +360,9 @@ def start_missing(
     seen = (~x.isnan()).to(x.dtype)
     centre = x.nanmean(0)
     points = (x - centre).nan_to_num(0.0)
-    first = start(points, n_components, covariance_type="spherical", init=init, reg_covar=1.0, generator=generator)
-    n_steps = LLOYD_STEPS if init == "kmeans" else 0
-    found = lloyd(points, first.means[None], n_steps, weights=torch.ones_like(points[:, 0]), seen=seen)
+    weights = torch.ones_like(points[:, 0])
+    means = _first_means(points, seen, weights, n_components, init, generator)
+    found = lloyd(points, means[None], LLOYD_STEPS if init == "kmeans" else 0, weights=weights, seen=seen)
     means, nearest = found[0][0], found[1][0]
     shares = nearest.bincount(minlength=n_components).clamp(min=1).to(x.dtype)
     covariance = _covariance_of_seen(seen * (points - means[nearest]), seen)
@@ -374,6 +374,27 @@ def start_missing(
         covariances=structure.repeat(regularised, n_components),
         covariance_type=covariance_type,
     )
+
+
+def _first_means(
+    points: Tensor,
+    seen: Tensor,
+    weights: Tensor,
+    n_components: int,
+    init: Init,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """Return samples as means (K, D); their missing values are the means of the samples that are nearest to them."""
+    check_init(init)
+    if init == "random_from_data":
+        chosen = distinct(weights, n_components, generator)
+    else:
+        chosen = seeds(points, n_components, weights, generator, seen=seen)[0]
+    nearest = squared_distances(points, chosen[None], seen)[0].argmin(0)
+    own = torch.nn.functional.one_hot(nearest, n_components).to(points).mT
+    counts = own @ seen
+    filled = torch.where(counts > 0, own @ points / counts, 0.0)
+    return torch.where(seen[chosen] > 0, points[chosen], filled)
 
 
 def impute(parameters: GaussianParameters, x: Tensor) -> Tensor:
