@@ -56,3 +56,33 @@ def test_a_seed_without_a_value_is_completed_by_its_neighbours():
         means = em.start_missing(x, 2, covariance_type="diag", init="k-means++", generator=generator(seed)).means
         far = means[means[:, 0] > 5][0]
         assert 1.0 <= float(far[1]) <= 1.2
+
+
+@pytest.mark.parametrize("n_samples", [400, 70_000])  # more than a start is computed from
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", em.COVARIANCE_TYPES)
+def test_one_seed_gives_one_fit(kind, weighted, n_samples):
+    x = torch.from_numpy(make_blobs(n_samples, 2, centers=3, cluster_std=3.0, random_state=1)[0])
+    weight = 1.0 + torch.arange(n_samples, dtype=torch.float64) % 3 if weighted else None
+    options = {"covariance_type": kind, "tol": 1e-4}
+    model = em.GaussianMixture(3, random_state=5, **options).fit(x, sample_weight=weight)
+    found = em.fit(x, 3, sample_weight=weight, generator=generator(5), **options)
+    chunked = em.fit(
+        list(zip(x.split(999), weight.split(999), strict=True)) if weighted else x.split(999),
+        3,
+        generator=generator(5),
+        **options,
+    )
+    for other in (found, chunked):
+        torch.testing.assert_close(model.parameters_.means, other.parameters.means)
+        torch.testing.assert_close(model.parameters_.covariances, other.parameters.covariances)
+    assert (model.n_iter_, model.lower_bound_) == (found.n_iter, pytest.approx(found.log_likelihood, abs=1e-12))
+
+
+def test_a_cluster_of_one_sample_starts_with_the_common_covariance():
+    x = torch.tensor([[0.0], [0.1], [0.3], [9.0]], dtype=torch.float64)
+    found = em.start(x, 2, covariance_type="full", reg_covar=0.0, generator=generator())
+    lone = int(found.means[:, 0].argmax())
+    pooled = x[:3].var(correction=0) * 3 / 4
+    torch.testing.assert_close(found.covariances[lone, 0, 0], pooled)
+    torch.testing.assert_close(found.covariances[1 - lone, 0, 0], x[:3].var(correction=0))

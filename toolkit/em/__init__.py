@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.em import hmm
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb, maximise_likelihood
-from toolkit.em.engine.fit import Fit, Init, fit, start
+from toolkit.em.engine.fit import Fit, fit
 from toolkit.em.engine.fused import em_step
+from toolkit.em.engine.starts import Init, start
 from toolkit.em.engine.statistics import Statistics
 from toolkit.em.gaussian import (
     COVARIANCE_TYPES,

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -26,28 +26,21 @@ from toolkit.em.engine.ranks import led, pass_over_ranks
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
 from toolkit.em.engine.rounding import ROUNDING
 from toolkit.em.engine.samples import (
-    FLOATS,
     Prepared,
-    check_finite,
     check_rows,
-    check_weights,
     prepare,
 )
-from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds
+from toolkit.em.engine.seeding import device_of
+from toolkit.em.engine.starts import Init, check_tensor, choose_starts
 from toolkit.em.engine.statistics import MomentsPrior
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = [
     "Fit",
     "GaussianPrior",
-    "Init",
-    "choose_starts",
     "climb_prepared",
     "fit",
-    "start",
 ]
-
-Init = Literal["kmeans", "k-means++", "random_from_data"]
 
 # The result of `fit`, with the mixture in the data's floating-point type.
 Fit: TypeAlias = Climb[GaussianParameters]
@@ -315,130 +308,11 @@ def _are_sound(mixtures: Mixtures) -> list[bool]:
     return sound
 
 
-@no_graph()
-def start(
-    x: Tensor,
-    n_components: int,
-    *,
-    covariance_type: CovarianceType,
-    sample_weight: Tensor | None = None,
-    init: Init = "kmeans",
-    reg_covar: float = 1e-6,
-    generator: torch.Generator | None = None,
-) -> GaussianParameters:
-    """Choose the means, and assign each sample to the nearest one.
-
-    The weights are the shares of the samples, at least one sample each. All components start with the same covariance,
-    that of the samples about their nearest mean; the covariance of a cluster of few samples could be singular.
-
-    Args:
-        x: (N, D), float32 or float64, finite.
-        n_components: K, at most N.
-        covariance_type: As in `fit`.
-        sample_weight: (N,), not negative: how often each sample counts.
-        init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
-            from each other (Arthur & Vassilvitskii). ``"kmeans"``: the means of k-means++, improved by at most ten of
-            Lloyd's steps.
-        reg_covar: Added to every variance.
-        generator: Randomness. None is torch's global generator.
-
-    Returns:
-        A mixture in float64, for the digits of large offsets and small widths.
-
-    Raises:
-        TypeError: If `x` is not a float32 or float64 tensor.
-        ValueError: If an argument is out of range, or all samples lie at the means and `reg_covar` is 0.
-
-    References:
-        Arthur & Vassilvitskii, "k-means++: the advantages of careful seeding", 2007, section 2.2.
-
-    Example:
-        >>> x = torch.tensor([[0.0], [1.0], [8.0], [9.0], [10.0]])
-        >>> start(x, 2, covariance_type="tied", generator=torch.Generator().manual_seed(0)).means
-        tensor([[9.0000],
-                [0.5000]], dtype=torch.float64)
-    """
-    n_components = integer("n_components", n_components)
-    structure_of(covariance_type)
-    reg_covar = number("reg_covar", reg_covar, least=0)
-    _check(x, sample_weight, n_components)
-    return choose_starts(
-        x,
-        sample_weight,
-        n_components,
-        1,
-        covariance_type=covariance_type,
-        init=init,
-        reg_covar=reg_covar,
-        generator=generator,
-    )[0]
-
-
-def choose_starts(
-    x: Tensor,
-    sample_weight: Tensor | None,
-    n_components: int,
-    n_starts: int,
-    *,
-    covariance_type: CovarianceType,
-    init: Init,
-    reg_covar: float,
-    generator: torch.Generator | None,
-) -> list[GaussianParameters]:
-    """Return several starts, as `start` chooses one: all are seeded and improved at once."""
-    check_init(init)
-    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
-    total = weights.sum()
-    centre = (weights @ x.double()) / total
-    points = x - centre
-    together = max(1, 2**24 // (len(x) * max(n_components, x.shape[1])))
-    found = []
-    for first in range(0, n_starts, together):
-        count = min(together, n_starts - first)
-        if init == "random_from_data":
-            chosen = torch.stack([distinct(weights, n_components, generator) for _ in range(count)])
-        else:
-            chosen = seeds(points, n_components, weights, generator, n_starts=count)
-        n_steps = LLOYD_STEPS if init == "kmeans" else 0
-        means, nearest = lloyd(points, points[chosen], n_steps, weights=weights)
-        offsets = n_components * torch.arange(count, device=points.device)[:, None]
-        counts = points.new_zeros(count * n_components)
-        counts.index_add_(0, (nearest + offsets).view(-1), weights.repeat(count))
-        counts = counts.view(count, n_components).clamp(min=float(total) / len(x))
-        residuals = points - means.gather(1, nearest[:, :, None].expand(-1, -1, means.shape[2]))
-        factors = _common_factors(residuals, weights / total, covariance_type, reg_covar)
-        log_weights = counts.log() - counts.sum(1, keepdim=True).log()
-        found += [
-            GaussianParameters(
-                log_weights=log_weights[i],
-                means=centre + means[i],
-                precisions_cholesky=structure_of(covariance_type).repeat(factors[i], n_components),
-                covariance_type=covariance_type,
-            )
-            for i in range(count)
-        ]
-    return found
-
-
-def check_init(init: str) -> None:
-    """Raise a ValueError unless the name of a start is known."""
-    if init not in get_args(Init):
-        raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
-
-
-def _common_factors(residuals: Tensor, shares: Tensor, kind: CovarianceType, reg_covar: float) -> Tensor:
-    """Return the factor of the one covariance of all components, for each of R starts, from residuals (R, N, D)."""
-    structure = structure_of(kind).separate
-    scatter = structure.moments((residuals * shares[:, None]).mT, residuals.mT)
-    covariances = structure.estimate(scatter, torch.ones_like(residuals[:, 0]))
-    return structure.factor(structure.regularise(covariances, reg_covar))
-
-
 def _checked_rows(
     x: Tensor | _Source, sample_weight: Tensor | None, n_components: int, group: ProcessGroup | None
 ) -> Rows:
     if isinstance(x, Tensor):
-        _check(x, sample_weight, n_components, whole=group is None)
+        check_tensor(x, sample_weight, n_components, whole=group is None)
         return rows_of(x, sample_weight)
     array = isinstance(x, np.ndarray) and not isinstance(x, np.memmap)
     numbers = isinstance(x, list | tuple) and bool(x) and not hasattr(x[0], "ndim") and not hasattr(x[0], "__len__")
@@ -460,23 +334,34 @@ def _seeding_sample(
     """Return all samples and weights, or a random subset of them that is large enough to choose a start."""
     if isinstance(x, Tensor) and len(x) <= _SEEDING and data.group is None:
         return x, sample_weight
-    # Each sample gets a random key; those with the smallest keys are kept (a reservoir).
+    # Each sample gets a random key; those with the smallest keys are kept (a reservoir, as of the estimators).
     kept: list[tuple[Tensor, Tensor, Tensor]] = []
     size = _SEEDING if data.group is None else math.ceil(_SEEDING / get_world_size(data.group))
+    count = 0
+    every = data.group is None and data.n_samples <= size  # nothing is drawn: the start is that of one piece
     for part, weights in rows(2**14):
-        keys = torch.rand(len(part), generator=generator, device=device_of(generator, part), dtype=torch.float64)
-        keys, own = keys.to(part.device), part.new_ones(len(part)) if weights is None else weights
-        # Samples without weight come last. Copies: a source may fill the same memory again.
-        kept.append((torch.where(own > 0, keys, 2.0), part.clone(), own.clone()))
+        own = part.new_ones(len(part), dtype=torch.float64) if weights is None else weights.double()
+        keys = torch.zeros_like(own) if every else _exponential(part, generator)
+        # Copies: a source may fill the same memory again.
+        kept.append((torch.where(own > 0, keys / own, math.inf), part.clone(), own.clone()))
+        count += int((own > 0).sum())
         if sum(len(keys) for keys, _, _ in kept) > 2 * size:
             kept = [smallest(kept, size)]
     _, samples, weights = smallest(kept, size)
+    if count > size:  # the draw has used up the weights
+        weights = torch.ones_like(weights)
     if data.group is not None:
         gathered: list[Any] = [None] * get_world_size(data.group)
         all_gather_object(gathered, (samples.cpu(), weights.cpu()), group=data.group)
         samples = torch.cat([part for part, _ in gathered]).to(samples.device)
         weights = torch.cat([part for _, part in gathered]).to(samples.device)
     return samples, weights
+
+
+def _exponential(part: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return an exponential draw for each sample, (N,) float64; over weights as rates, the least select by weight."""
+    draws = torch.rand(len(part), generator=generator, device=device_of(generator, part), dtype=torch.float64)
+    return -draws.to(part.device).log()
 
 
 def _to_device(found: Fit, device: torch.device) -> Fit:
@@ -514,23 +399,6 @@ def _agreed_rows(
         )
     assert rows is not None
     return rows
-
-
-def _check(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole: bool = True) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
-    if x.ndim != 2 or x.shape[1] == 0 or (whole and len(x) == 0):
-        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
-    check_finite(x)
-    if whole and n_components > len(x):
-        raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
-    if sample_weight is not None:
-        if not isinstance(sample_weight, Tensor):
-            raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
-        check_weights(sample_weight, len(x))
-        if whole and not bool((sample_weight > 0).any()):
-            raise ValueError("`sample_weight` should not be all 0. Found no sample with a weight.")
 
 
 def _check_start(init: GaussianParameters, data: Prepared, n_components: int, covariance_type: CovarianceType) -> None:

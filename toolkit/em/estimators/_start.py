@@ -5,7 +5,6 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Literal, cast
@@ -14,18 +13,12 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.covariance import CovarianceType, Structure, structure_of
-from toolkit.em.engine.fit import Init, choose_starts
-from toolkit.em.engine.seeding import nearest
+from toolkit.em.covariance import CovarianceType, structure_of
+from toolkit.em.engine.starts import Init, choose_means, start_at, start_from
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.models.missing import start_missing
 
 InitParams = Literal["kmeans", "k-means++", "random", "random_from_data"]
-
-_CHUNK = 2**14
-
-# The least share of the common variance that counts as a component's own, and not as rounding.
-_LEAST = 1e-8
 
 
 @no_graph()
@@ -80,22 +73,12 @@ def starts_by(
             )
             return iter([missing] * n_starts)
         x = torch.where(x.isnan(), x.nanmean(0), x)
-    near = partial(_start_at, x, sample_weight, covariance_type=covariance_type, reg_covar=reg_covar)
+    near = partial(start_at, x, sample_weight, covariance_type=covariance_type, reg_covar=reg_covar)
     if means is not None:
         return iter([partial(near, means, keep=True)] * n_starts)
     if seeded:
-        # Only the means are needed, and they exist whatever the regularisation.
-        found = choose_starts(
-            x,
-            sample_weight,
-            n_components,
-            n_starts,
-            covariance_type="spherical",
-            init=cast(Init, init_params),
-            reg_covar=1.0,
-            generator=generator,
-        )
-        return (partial(near, one.means, keep=init_params != "kmeans") for one in found)
+        found = choose_means(x, sample_weight, n_components, n_starts, cast(Init, init_params), generator)
+        return (partial(near, one, keep=init_params != "kmeans") for one in found)
     draw = partial(
         _random_start,
         x,
@@ -108,20 +91,6 @@ def starts_by(
     return iter([draw] * n_starts)
 
 
-def _start_at(
-    x: Tensor,
-    sample_weight: Tensor | None,
-    origins: Tensor,
-    *,
-    keep: bool,
-    covariance_type: CovarianceType,
-    reg_covar: float,
-) -> GaussianParameters:
-    """Return the M-step from the samples nearest to each origin; the origins may be kept as means."""
-    moved = _m_step(x, None, origins, covariance_type, reg_covar, sample_weight)
-    return dataclasses.replace(moved, means=origins) if keep else moved
-
-
 def _random_start(
     x: Tensor,
     n_components: int,
@@ -132,73 +101,10 @@ def _random_start(
     reg_covar: float,
 ) -> GaussianParameters:
     """Return the M-step from random responsibilities."""
-    sampled, total = torch.zeros_like(x[0], dtype=torch.float64), 0.0
-    for _, part, weights in _parts(x, sample_weight):
-        sampled, total = sampled + weights @ part, total + float(weights.sum())
-    origins = (sampled / total).expand(n_components, -1)
+    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight
+    origins = (weights @ x.double() / weights.sum()).expand(n_components, -1)
     draws = torch.rand(len(x), n_components, generator=generator, device=generator.device).to(x.device)
-    return _m_step(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
-
-
-def _m_step(
-    x: Tensor,
-    responsibilities: Tensor | None,
-    origins: Tensor,
-    covariance_type: CovarianceType,
-    reg_covar: float,
-    sample_weight: Tensor | None,
-) -> GaussianParameters:
-    """Return the M-step from responsibilities (N, K), by default those of the nearest origin (K, D)."""
-    n_components, n_features = origins.shape
-    counts, first = origins.new_zeros(n_components), torch.zeros_like(origins)
-    structure = structure_of(covariance_type)
-    wide = structure.wide
-    second = origins.new_zeros(wide.shape(n_components, n_features))
-    for rows, part, weights in _parts(x, sample_weight):
-        if responsibilities is None:
-            labels = nearest(part - origins[0], (origins - origins[0])[None])[0]
-        for k in range(n_components):
-            if responsibilities is None:
-                mine = labels == k
-                differences, shares = part[mine] - origins[k], weights[mine]
-            else:
-                differences, shares = part - origins[k], weights * responsibilities[rows, k]
-            counts[k] += shares.sum()
-            first[k] += shares @ differences
-            second[k] += wide.moments((shares[:, None] * differences).mT[None], differences.mT[None])[0]
-    # A count of at least one sample: an empty component would be lost before the first step.
-    total = counts.sum()
-    weights = torch.maximum(counts, total / len(x))
-    safe = torch.where(counts > 0, counts, 1.0)
-    shifts = first / safe[:, None]
-    scatter = second - wide.products(counts[:, None] * shifts, shifts)
-    covariances = _covariances(scatter, safe, total, structure)
-    return GaussianParameters(
-        log_weights=weights.log() - weights.sum().log(),
-        means=origins + shifts,
-        precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
-        covariance_type=covariance_type,
-    )
-
-
-def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, structure: Structure) -> Tensor:
-    """Return covariances from the components' `wide` scatter; the common one where a component is degenerate."""
-    n_components, n_features = len(scatter), scatter.shape[-1]
-    pooled = structure.pool(scatter.sum(0, keepdim=True))
-    common = structure.estimate(pooled, total.expand(1, n_features))
-    if structure.is_shared:
-        return common
-    own = structure.estimate(structure.pool(scatter), counts[:, None].expand(n_components, n_features))
-    sound = structure.has_variance(own, common[0], _LEAST)
-    return torch.where(sound.view(-1, *[1] * (own.ndim - 1)), own, common)
-
-
-def _parts(x: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield slices of rows, their samples and their weights, float64, in small parts."""
-    for i in range(0, len(x), _CHUNK):
-        part = x[i : i + _CHUNK].double()
-        weights = part.new_ones(len(part)) if sample_weight is None else sample_weight[i : i + _CHUNK]
-        yield slice(i, i + len(part)), part, weights
+    return start_from(x, draws / draws.sum(1, keepdim=True), origins, covariance_type, reg_covar, sample_weight)
 
 
 def check_given(

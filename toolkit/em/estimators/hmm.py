@@ -24,7 +24,7 @@ from toolkit.blocks import no_graph
 from toolkit.em import hmm
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ranked
-from toolkit.em.engine.fit import Init, start
+from toolkit.em.engine.starts import Init, start
 
 __all__ = ["BaseHMM", "CategoricalHMM", "GaussianHMM"]
 

@@ -31,9 +31,9 @@ from toolkit.em.covariance.models import (
     n_free_parameters,
 )
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
-from toolkit.em.engine.fit import Init, start
 from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.engine.samples import Prepared, prepare
+from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = [

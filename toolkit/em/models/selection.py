@@ -32,8 +32,8 @@ from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.covariance.models import COVARIANCE_MODELS, CovarianceModel, model_of, n_free_parameters
 from toolkit.em.engine.acceleration import Accelerate
-from toolkit.em.engine.fit import Init, start
 from toolkit.em.engine.restarts import NARROWEST
+from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.mixture import Mixture
 from toolkit.em.models._agglomeration import Agglomeration

@@ -1,0 +1,232 @@
+"""Starts of a Gaussian mixture: one M-step from the samples nearest to chosen means, or from responsibilities.
+
+N samples, D features, K components, R starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from toolkit._checks import integer, number
+from toolkit.blocks import no_graph
+from toolkit.em.covariance import CovarianceType, Structure, structure_of
+from toolkit.em.engine.samples import FLOATS, check_finite, check_weights
+from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, nearest, seeds
+from toolkit.em.gaussian import GaussianParameters
+
+__all__ = ["Init", "check_init", "check_tensor", "choose_means", "choose_starts", "start", "start_at", "start_from"]
+
+Init = Literal["kmeans", "k-means++", "random_from_data"]
+
+_CHUNK = 2**14
+
+# The least share of the common variance that counts as a component's own, and not as rounding.
+_LEAST = 1e-8
+
+
+@no_graph()
+def start(
+    x: Tensor,
+    n_components: int,
+    *,
+    covariance_type: CovarianceType,
+    sample_weight: Tensor | None = None,
+    init: Init = "kmeans",
+    reg_covar: float = 1e-6,
+    generator: torch.Generator | None = None,
+) -> GaussianParameters:
+    """Choose the means, and take one M-step from the samples nearest to each.
+
+    The weights are the shares of the samples, at least one sample each. A component with too few samples for a
+    covariance of its own gets the covariance of all samples about their nearest mean.
+
+    Args:
+        x: (N, D), float32 or float64, finite.
+        n_components: K, at most N.
+        covariance_type: As in `fit`.
+        sample_weight: (N,), not negative: how often each sample counts.
+        init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
+            from each other (Arthur & Vassilvitskii). ``"kmeans"``: the means of k-means++, improved by at most ten of
+            Lloyd's steps, and by the M-step.
+        reg_covar: Added to every variance.
+        generator: Randomness. None is torch's global generator.
+
+    Returns:
+        A mixture in float64, for the digits of large offsets and small widths.
+
+    Raises:
+        TypeError: If `x` is not a float32 or float64 tensor.
+        ValueError: If an argument is out of range, or all samples lie at the means and `reg_covar` is 0.
+
+    References:
+        Arthur & Vassilvitskii, "k-means++: the advantages of careful seeding", 2007, section 2.2.
+
+    Example:
+        >>> x = torch.tensor([[0.0], [1.0], [8.0], [9.0], [10.0]])
+        >>> start(x, 2, covariance_type="tied", generator=torch.Generator().manual_seed(0)).means
+        tensor([[9.0000],
+                [0.5000]], dtype=torch.float64)
+    """
+    n_components = integer("n_components", n_components)
+    structure_of(covariance_type)
+    reg_covar = number("reg_covar", reg_covar, least=0)
+    check_tensor(x, sample_weight, n_components)
+    return choose_starts(
+        x,
+        sample_weight,
+        n_components,
+        1,
+        covariance_type=covariance_type,
+        init=init,
+        reg_covar=reg_covar,
+        generator=generator,
+    )[0]
+
+
+def choose_starts(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    n_components: int,
+    n_starts: int,
+    *,
+    covariance_type: CovarianceType,
+    init: Init,
+    reg_covar: float,
+    generator: torch.Generator | None,
+) -> list[GaussianParameters]:
+    """Return several starts, as `start` chooses one: all are seeded and improved at once."""
+    return [
+        start_at(x, sample_weight, means, keep=init != "kmeans", covariance_type=covariance_type, reg_covar=reg_covar)
+        for means in choose_means(x, sample_weight, n_components, n_starts, init, generator)
+    ]
+
+
+def choose_means(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    n_components: int,
+    n_starts: int,
+    init: Init,
+    generator: torch.Generator | None,
+) -> list[Tensor]:
+    """Return the means (K, D), float64, of several starts: all are seeded and improved at once."""
+    check_init(init)
+    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    centre = (weights @ x.double()) / weights.sum()
+    points = x - centre
+    together = max(1, 2**24 // (len(x) * max(n_components, x.shape[1])))
+    found: list[Tensor] = []
+    for first in range(0, n_starts, together):
+        count = min(together, n_starts - first)
+        if init == "random_from_data":
+            means = points[torch.stack([distinct(weights, n_components, generator) for _ in range(count)])]
+        else:
+            means = points[seeds(points, n_components, weights, generator, n_starts=count)]
+        if init == "kmeans":
+            means, _ = lloyd(points, means, LLOYD_STEPS, weights=weights)
+        found += (centre + means).unbind()
+    return found
+
+
+def start_at(
+    x: Tensor,
+    sample_weight: Tensor | None,
+    origins: Tensor,
+    *,
+    keep: bool,
+    covariance_type: CovarianceType,
+    reg_covar: float,
+) -> GaussianParameters:
+    """Return the M-step from the samples nearest to each origin (K, D), float64; or with the origins as means."""
+    moved = start_from(x, None, origins, covariance_type, reg_covar, sample_weight)
+    return dataclasses.replace(moved, means=origins) if keep else moved
+
+
+def start_from(
+    x: Tensor,
+    responsibilities: Tensor | None,
+    origins: Tensor,
+    covariance_type: CovarianceType,
+    reg_covar: float,
+    sample_weight: Tensor | None,
+) -> GaussianParameters:
+    """Return the M-step from responsibilities (N, K), by default those of the nearest origin (K, D)."""
+    n_components, n_features = origins.shape
+    counts, first = origins.new_zeros(n_components), torch.zeros_like(origins)
+    structure = structure_of(covariance_type)
+    wide = structure.wide
+    second = origins.new_zeros(wide.shape(n_components, n_features))
+    for rows, part, weights in _parts(x, sample_weight):
+        if responsibilities is None:
+            labels = nearest(part - origins[0], (origins - origins[0])[None])[0]
+        for k in range(n_components):
+            if responsibilities is None:
+                mine = labels == k
+                differences, shares = part[mine] - origins[k], weights[mine]
+            else:
+                differences, shares = part - origins[k], weights * responsibilities[rows, k]
+            counts[k] += shares.sum()
+            first[k] += shares @ differences
+            second[k] += wide.moments((shares[:, None] * differences).mT[None], differences.mT[None])[0]
+    # A count of at least one sample: an empty component would be lost before the first step.
+    total = counts.sum()
+    weights = torch.maximum(counts, total / len(x))
+    safe = torch.where(counts > 0, counts, 1.0)
+    shifts = first / safe[:, None]
+    scatter = second - wide.products(counts[:, None] * shifts, shifts)
+    covariances = _covariances(scatter, safe, total, structure)
+    return GaussianParameters(
+        log_weights=weights.log() - weights.sum().log(),
+        means=origins + shifts,
+        precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
+        covariance_type=covariance_type,
+    )
+
+
+def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, structure: Structure) -> Tensor:
+    """Return covariances from the components' `wide` scatter; the common one where a component is degenerate."""
+    n_components, n_features = len(scatter), scatter.shape[-1]
+    pooled = structure.pool(scatter.sum(0, keepdim=True))
+    common = structure.estimate(pooled, total.expand(1, n_features))
+    if structure.is_shared:
+        return common
+    own = structure.estimate(structure.pool(scatter), counts[:, None].expand(n_components, n_features))
+    sound = structure.has_variance(own, common[0], _LEAST)
+    return torch.where(sound.view(-1, *[1] * (own.ndim - 1)), own, common)
+
+
+def _parts(x: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield slices of rows, their samples and their weights, float64, in small parts."""
+    for i in range(0, len(x), _CHUNK):
+        part = x[i : i + _CHUNK].double()
+        weights = part.new_ones(len(part)) if sample_weight is None else sample_weight[i : i + _CHUNK]
+        yield slice(i, i + len(part)), part, weights
+
+
+def check_init(init: str) -> None:
+    """Raise a ValueError unless the name of a start is known."""
+    if init not in get_args(Init):
+        raise ValueError(f"`init` should be {', '.join(get_args(Init))} or GaussianParameters. Found {init!r}.")
+
+
+def check_tensor(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole: bool = True) -> None:
+    """Raise a TypeError or ValueError unless a mixture can be fitted to the samples with their weights."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
+    if x.ndim != 2 or x.shape[1] == 0 or (whole and len(x) == 0):
+        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+    check_finite(x)
+    if whole and n_components > len(x):
+        raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
+    if sample_weight is not None:
+        if not isinstance(sample_weight, Tensor):
+            raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
+        check_weights(sample_weight, len(x))
+        if whole and not bool((sample_weight > 0).any()):
+            raise ValueError("`sample_weight` should not be all 0. Found no sample with a weight.")
