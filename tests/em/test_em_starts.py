@@ -8,6 +8,7 @@ from sklearn.metrics import adjusted_rand_score
 from benchmarks.em_starts import misses, programs
 from toolkit import em
 from toolkit.em.engine.seeding import lloyd, seeds
+from toolkit.em.engine.starts import choose_starts
 
 N_SETS = 12
 
@@ -81,7 +82,8 @@ def test_one_seed_gives_one_fit(kind, weighted, n_samples):
 
 def test_a_cluster_of_one_sample_starts_with_the_common_covariance():
     x = torch.tensor([[0.0], [0.1], [0.3], [9.0]], dtype=torch.float64)
-    found = em.start(x, 2, covariance_type="full", reg_covar=0.0, generator=generator())
+    options = {"covariance_type": "full", "init": "kmeans", "reg_covar": 0.0, "generator": generator()}
+    (found,) = choose_starts(x, None, 2, 1, **options)
     lone = int(found.means[:, 0].argmax())
     pooled = x[:3].var(correction=0) * 3 / 4
     torch.testing.assert_close(found.covariances[lone, 0, 0], pooled)

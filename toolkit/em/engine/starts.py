@@ -40,10 +40,10 @@ def start(
     reg_covar: float = 1e-6,
     generator: torch.Generator | None = None,
 ) -> GaussianParameters:
-    """Choose the means, and take one M-step from the samples nearest to each.
+    """Choose the means, and assign each sample to the nearest one.
 
-    The weights are the shares of the samples, at least one sample each. A component with too few samples for a
-    covariance of its own gets the covariance of all samples about their nearest mean.
+    The weights are the shares of the samples, at least one sample each. All components start with the same covariance,
+    that of the samples about their nearest mean; the covariance of a cluster of few samples could be singular.
 
     Args:
         x: (N, D), float32 or float64, finite.
@@ -52,7 +52,7 @@ def start(
         sample_weight: (N,), not negative: how often each sample counts.
         init: How to choose the means. ``"random_from_data"``: distinct samples. ``"k-means++"``: samples that are far
             from each other (Arthur & Vassilvitskii). ``"kmeans"``: the means of k-means++, improved by at most ten of
-            Lloyd's steps, and by the M-step.
+            Lloyd's steps.
         reg_covar: Added to every variance.
         generator: Randomness. None is torch's global generator.
 
@@ -76,16 +76,23 @@ def start(
     structure_of(covariance_type)
     reg_covar = number("reg_covar", reg_covar, least=0)
     check_tensor(x, sample_weight, n_components)
-    return choose_starts(
-        x,
-        sample_weight,
-        n_components,
-        1,
+    means = choose_means(x, sample_weight, n_components, 1, init, generator)[0]
+    weights = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()
+    centre, total = means[0], weights.sum()
+    points = x - centre
+    labels = nearest(points, (means - centre)[None])[0]
+    counts = weights.new_zeros(n_components).index_add(0, labels, weights).clamp(min=float(total) / len(x))
+    residuals = (points - (means - centre)[labels]).mT[None]
+    structure = structure_of(covariance_type)
+    scatter = structure.separate.moments(residuals * (weights / total), residuals)
+    one = structure.separate.estimate(scatter, torch.ones_like(means[:1]))
+    factor = structure.separate.factor(structure.separate.regularise(one, reg_covar))[0]
+    return GaussianParameters(
+        log_weights=counts.log() - counts.sum().log(),
+        means=means,
+        precisions_cholesky=structure.repeat(factor, n_components),
         covariance_type=covariance_type,
-        init=init,
-        reg_covar=reg_covar,
-        generator=generator,
-    )[0]
+    )
 
 
 def choose_starts(
@@ -99,7 +106,7 @@ def choose_starts(
     reg_covar: float,
     generator: torch.Generator | None,
 ) -> list[GaussianParameters]:
-    """Return several starts, as `start` chooses one: all are seeded and improved at once."""
+    """Return several starts of a fit: one M-step from the samples nearest to the means, where it is not singular."""
     return [
         start_at(x, sample_weight, means, keep=init != "kmeans", covariance_type=covariance_type, reg_covar=reg_covar)
         for means in choose_means(x, sample_weight, n_components, n_starts, init, generator)
