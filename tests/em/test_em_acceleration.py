@@ -400,7 +400,7 @@ def test_which_of_equal_climbs_is_the_best_does_not_hang_on_rounding():
     x = clusters(200, 2, 3, 3.0, 1)
     first, data = first_of(x, 3), prepare(x, "full", 3)
     options = {"data": data, "reg_covar": 0, "prior": None, "tol": 1e-12, "max_iter": 500, "callback": None}
-    together = {"tol": 1e-12, "max_iter": 500, "reg_covar": 0}
+    together = {"keep": 3, "tol": 1e-12, "max_iter": 500, "reg_covar": 0}
     for rows in permutations(range(3)):
         starts = [permuted(first, rows), *(permuted(first, others) for others in permutations(range(3)))]
         for method in METHODS:
@@ -446,7 +446,7 @@ def test_a_start_at_the_maximum_is_returned(method):
     best = gaussian(x, first_of(x, 2), tol=0)
     again = gaussian(x, best.parameters, accelerate=method, tol=1e-8)
     assert again.converged
-    assert again.n_iter <= 8
+    assert again.n_iter <= 8 + 1  # a jump that is not taken may be the eighth
     assert again.log_likelihood == pytest.approx(best.log_likelihood, abs=1e-13)
 
 

@@ -32,9 +32,7 @@ __all__ = ["NARROWEST", "Heat", "Mixtures", "climb_together", "heats"]
 # A component is degenerate if its variance in some direction is less than this, in units of the average component's.
 NARROWEST = 1e-3
 
-# Of several starts iterated together, `FINALISTS` go on to the end; the others are dropped when they gain less than
-# `HEATS`, or after `HEAT_STEPS` steps.
-FINALISTS = 3
+# Starts iterated together are compared when they gain less than `HEATS`, or after `HEAT_STEPS` steps.
 HEATS = 1e-4
 HEAT_STEPS = 100
 
@@ -113,6 +111,7 @@ def heats(
     *,
     are_sound: Callable[[Mixtures], list[bool]],
     accelerate: Accelerate,
+    keep: int,
     tol: float,
     max_iter: int,
     reg_covar: float,
@@ -120,7 +119,7 @@ def heats(
     """Take plain EM steps from all starts together, and return the points to continue from.
 
     The likelihood of a degenerate component has no bound and no meaning: such results come last. With plain steps only
-    the best result is returned; otherwise the three best, after enough steps to tell them from the others. Starts that
+    the best result is returned; otherwise the best `keep`, after enough steps to tell them from most. Starts that
     became singular are returned as well: the joint iteration uses expansions, which are too imprecise for very narrow
     components; a fit from one start takes differences from the means there.
 
@@ -129,6 +128,7 @@ def heats(
         data: The data.
         are_sound: Takes several mixtures to the mask of those without a degenerate component.
         accelerate: The acceleration of the fits that follow.
+        keep: The most results to go on from, where steps are accelerated.
         tol: As in `climb`.
         max_iter: As in `climb`.
         reg_covar: Added to every variance.
@@ -153,7 +153,7 @@ def heats(
     if not len(alive):
         return []
     merits = list(zip(are_sound(mixtures[alive]), values[alive].tolist(), strict=True))
-    best = [int(alive[place]) for place in leaders(merits, data.dtype, 1 if plain else FINALISTS)]
+    best = [int(alive[place]) for place in leaders(merits, data.dtype, 1 if plain else keep)]
     return [heat(i) for i in [*best, *values.isneginf().nonzero()[:, 0].tolist()]]
 
 

@@ -61,7 +61,9 @@ class GaussianEngine:
         """Return the highest point found, float64."""
         return climb_prepared(start, data=self.prepared, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
 
-    def heats(self, starts: list[GaussianParameters], options: Options) -> list[tuple[GaussianParameters, int]]:
+    def heats(
+        self, starts: list[GaussianParameters], keep: int, options: Options
+    ) -> list[tuple[GaussianParameters, int]]:
         """Return the points to continue from, and the steps taken to each: see `toolkit.em.engine.restarts.heats`.
 
         With plain steps each point is its start, so that the history is whole.
@@ -76,6 +78,7 @@ class GaussianEngine:
             self.prepared,
             are_sound=are_sound,
             accelerate=options.accelerate,
+            keep=keep,
             tol=options.tol,
             max_iter=options.max_iter,
             reg_covar=self.reg_covar,

@@ -354,9 +354,7 @@ class GaussianMixture(BaseMixture):
             ``accelerate="none"``: when one step gains no more than `tol`; 0 takes all `max_iter` steps.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
-        n_init: Number of starts, of which the best fit is kept. For the four types without a prior or missing values,
-            all starts are iterated together until each gains little, and the three best go on; with
-            ``accelerate="none"`` all go on.
+        n_init: Number of starts, of which the best fit is kept.
         init_params: ``"kmeans"``: one M-step from the clusters of k-means. ``"k-means++"``, ``"random_from_data"``: the
             means are samples, far from each other or at random. ``"random"``: one M-step from random responsibilities.
         weights_init: (K,), which sum to 1. None: by `init_params`.
@@ -377,6 +375,9 @@ class GaussianMixture(BaseMixture):
             and at most 1 to converge, 0 to follow samples that drift.
         learning_offset: See `learning_decay`.
         callback: Called after each step with the number of steps and the log-likelihood.
+        n_init_keep: None: each start is iterated to its end. Otherwise, for the four types without a prior or missing
+            values, all starts are iterated together until each gains little, and only so many of the best go on. That
+            is faster, and may drop the start that would have ended highest.
 
     Attributes:
         weights_: (K,).
@@ -432,6 +433,7 @@ class GaussianMixture(BaseMixture):
         learning_decay: float = 0.6,
         learning_offset: float = 1.0,
         callback: Callable[[int, float], None] | None = None,
+        n_init_keep: int | None = None,
     ) -> None:
         self.n_components = n_components
         self.covariance_type = covariance_type
@@ -453,6 +455,7 @@ class GaussianMixture(BaseMixture):
         self.learning_decay = learning_decay
         self.learning_offset = learning_offset
         self.callback = callback
+        self.n_init_keep = n_init_keep
 
     @no_graph()
     def fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
@@ -653,6 +656,8 @@ class GaussianMixture(BaseMixture):
         least = {"n_components": 1, "n_init": 1, "max_iter": 0, "verbose_interval": 1}
         for name, smallest in least.items():
             integer(name, getattr(self, name), smallest)
+        if self.n_init_keep is not None:
+            integer("n_init_keep", self.n_init_keep)
         integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
         for name in ("tol", "reg_covar", "learning_decay", "learning_offset"):
             number(name, getattr(self, name), least=0)
@@ -775,9 +780,10 @@ class GaussianMixture(BaseMixture):
             callback=progress.listener,
         )
         points, n_singular, name = [(start, 0) for start in starts], 0, "Start"
-        if isinstance(engine, GaussianEngine) and engine.prior is None and len(starts) > 1:
+        together = self.accelerate == "none" or self.n_init_keep is not None
+        if together and isinstance(engine, GaussianEngine) and engine.prior is None and len(starts) > 1:
             progress.begin(f"{len(starts)} starts together")
-            points = engine.heats(starts, options)
+            points = engine.heats(starts, int(self.n_init_keep or 1), options)
             name = "Finalist"
         fits: list[Climb[Any]] = []
         error: ValueError | None = None
