@@ -40,6 +40,12 @@ NoiseType = Literal["diag", "tied", "isotropic"]
 _SUBSPACE_STEPS = 8
 _SPARE_DIRECTIONS = 5
 
+# Steps of the start that alternate between loadings and noise, and its least noise, as a share of a feature's variance.
+# The likelihood has several maxima: on the standardised breast cancer data EM from the principal directions alone ends
+# 0.95 nats below the maximum that is found after 20 steps.
+_ALTERNATIONS = 20
+_LEAST_NOISE = 1e-6
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FactorAnalysers(Components):
@@ -108,7 +114,7 @@ class FactorAnalysers(Components):
             n_factors: q, at most D.
             noise_type: As in the class.
             sample_weight: (N,), not negative. None: all 1.
-            noise_floor: As in the class. None: a millionth of the features' mean variance.
+            noise_floor: As in the class. None: a millionth of the least variance of a feature that is not constant.
             generator: Randomness. None is torch's global generator.
 
         Raises:
@@ -122,17 +128,24 @@ class FactorAnalysers(Components):
         labels, weights = partition(x, n_components, sample_weight, generator)
         hard = torch.nn.functional.one_hot(labels, n_components).to(x) * weights[:, None]
         share = weights / weights.sum()
-        spread = float((share[:, None] * (x - share @ x).square()).sum(0).mean())
-        if not spread > 0:
+        whole = share @ (x - share @ x).square()
+        varies = whole > (4 * torch.finfo(x.dtype).eps * x.abs().amax(0)).square()
+        if not bool(varies.any()):
             raise ValueError(f"`x` should hold different samples. Found {x[0].tolist()} alone.")
-        floor = 1e-6 * spread if noise_floor is None else number("noise_floor", noise_floor, least=0)
+        least = float(whole[varies].min())
+        floor = 1e-6 * least if noise_floor is None else number("noise_floor", noise_floor, least=0)
         means = centres(x, hard)
         residuals = share.sqrt()[:, None] * (x - means[labels])
-        loadings, variances = _principal(residuals, n_factors, generator)
-        least = max(floor, 1e-3 * spread)
-        noise = (variances - loadings.square().sum(1)).clamp(min=least)
+        variances = residuals.square().sum(0)
+        loadings = _principal(residuals, n_factors, generator)
+        noise = (variances - loadings.square().sum(1)).clamp(min=max(floor, 1e-3 * float(variances.mean())))
         if noise_type == "isotropic":
             noise = noise.mean()
+        else:
+            bound = (_LEAST_NOISE * variances).clamp(min=max(floor, _LEAST_NOISE * least))
+            first = (variances.mean().expand_as(variances), variances)
+            found = [_alternated(residuals, torch.maximum(one, bound), bound, n_factors, generator) for one in first]
+            loadings, noise, _ = max(found, key=lambda one: one[2])
         return cls(
             log_weights=shares(hard.sum(0)),
             means=means,
@@ -334,19 +347,57 @@ def check_noise_type(noise_type: str) -> None:
     choice("noise_type", noise_type, get_args(NoiseType))
 
 
-def _principal(residuals: Tensor, q: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Return loadings (D, q) along the principal directions, by subspace iteration, and the features' variances."""
+def _principal(residuals: Tensor, q: int, generator: torch.Generator | None) -> Tensor:
+    """Return loadings (D, q) along the principal directions of residuals (N, D)."""
+    total, d = residuals.square().sum(), residuals.shape[1]
+    directions, variances = _subspace(residuals, _basis(residuals, q, generator), _SUBSPACE_STEPS)
+    rest = (total - variances.sum()).clamp(min=0.0) / max(1, d - len(variances))
+    scale = (variances[:q] - rest).clamp(min=0.01 * total / d)
+    return directions[:, :q] * scale.sqrt()
+
+
+def _alternated(
+    residuals: Tensor, noise: Tensor, least: Tensor, q: int, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, float]:
+    """Return loadings (D, q), noise (D,), and twice their log-likelihood up to a constant.
+
+    The loadings are the most likely ones given the noise, and the noise the rest of the variances, in turn.
+
+    Args:
+        residuals: (N, D); their products are the covariance.
+        noise: (D,): the first noise.
+        least: (D,): the least noise.
+        q: The number of factors.
+        generator: Randomness of the first directions.
+
+    References:
+        Jöreskog, "Some contributions to maximum likelihood factor analysis", 1967, section 3.
+    """
+    basis = _basis(residuals, q, generator)
+    variances, value = residuals.square().sum(0), -math.inf
+    for step in range(_ALTERNATIONS):
+        whitened = residuals / noise.sqrt()
+        basis, sizes = _subspace(whitened, basis, 2 if step else _SUBSPACE_STEPS)
+        kept = sizes[:q].clamp(min=1.0)
+        value = float(-noise.log().sum() - (kept.log() + 1 - kept).sum() - whitened.square().sum())
+        loadings = noise.sqrt()[:, None] * basis[:, :q] * (kept - 1).sqrt()
+        before, noise = noise, torch.maximum(variances - loadings.square().sum(1), least)
+    return loadings, before, value
+
+
+def _basis(residuals: Tensor, q: int, generator: torch.Generator | None) -> Tensor:
+    """Return random directions (D, q and some to spare)."""
     d = residuals.shape[1]
-    width = min(d, q + _SPARE_DIRECTIONS)
-    basis = standard_normal((d, width), residuals, generator)
-    for _ in range(_SUBSPACE_STEPS):
+    return standard_normal((d, min(d, q + _SPARE_DIRECTIONS)), residuals, generator)
+
+
+def _subspace(residuals: Tensor, basis: Tensor, n_steps: int) -> tuple[Tensor, Tensor]:
+    """Return orthonormal directions (D, M), and the variances along them (M,), largest first: subspace iteration."""
+    for _ in range(n_steps):
         basis, _ = torch.linalg.qr(residuals.mT @ (residuals @ basis) + 1e-12 * basis)
     projected = residuals @ basis
     variances, rotation = torch.linalg.eigh(projected.mT @ projected)
-    directions = (basis @ rotation).flip(1)[:, :q]
-    rest = (residuals.square().sum() - variances.sum()).clamp(min=0.0) / max(1, d - width)
-    scale = (variances.flip(0)[:q] - rest).clamp(min=0.01 * residuals.square().sum() / d)
-    return directions * scale.sqrt(), residuals.square().sum(0)
+    return (basis @ rotation).flip(1), variances.flip(0)
 
 
 def _raise_without_noise(noise: Tensor) -> None:
