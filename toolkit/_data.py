@@ -70,7 +70,9 @@ class Form:
         return values.numpy() if self.numpy else values
 
 
-def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, least: int = 1) -> tuple[Tensor, Form]:
+def read(
+    estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, least: int = 1, hint: str = ""
+) -> tuple[Tensor, Form]:
     """Return samples as a tensor of float32 or float64, without a copy where possible, and their form.
 
     Args:
@@ -79,6 +81,7 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
         reset: Whether to learn the features.
         missing: Whether NaN is allowed.
         least: The fewest samples.
+        hint: Ends the error for NaN.
 
     Raises:
         TypeError: If `x` is sparse or complex.
@@ -96,7 +99,7 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
         except ValueError as error:
             if "contains NaN" not in str(error):
                 raise
-            raise ValueError("Input X contains NaN. `missing=True` fits the observed values of each sample.") from None
+            raise ValueError(f"Input X contains NaN.{hint}") from None
         return from_numpy(array), Form.of(array)
     if x.layout is not torch.strided or x.is_complex():
         raise TypeError(f"`X` should be a dense tensor of real numbers. Found {x.layout}, {x.dtype}.")
@@ -107,7 +110,7 @@ def read(estimator: BaseEstimator, x: object, *, reset: bool, missing: bool, lea
     allowed = ~x.isinf() if missing else x.isfinite()
     if not bool(allowed.all()):
         row = int((~allowed).any(1).nonzero()[0])
-        hint = "" if missing or not bool(x.isnan().any()) else " `missing=True` fits the observed values."
+        hint = hint if bool(x.isnan().any()) else ""
         raise ValueError(f"`X` should be finite. Found {x[row].tolist()} in row {row}.{hint}")
     validate_data(estimator, x, reset=reset, skip_check_array=True)
     return x, form
@@ -264,12 +267,12 @@ def _is_pair(chunk: object) -> bool:
     return isinstance(chunk, list | tuple) and bool(chunk) and _is_matrix(chunk[0])
 
 
-def read_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> tuple[Iterable[Tensor], Form]:
-    """Return samples for a fitted estimator, in their parts, and their form."""
+def read_parts(estimator: BaseEstimator, x: object, *, missing: bool, hint: str = "") -> tuple[Iterable[Tensor], Form]:
+    """Return samples for a fitted estimator, in their parts, and their form (see `read`)."""
     if is_chunked(x):
         chunks = read_chunks(estimator, x, reset=False, missing=missing)
         return (part for part, _ in chunks.again()), chunks.form
-    samples, form = read(estimator, x, reset=False, missing=missing)
+    samples, form = read(estimator, x, reset=False, missing=missing, hint=hint)
     return [samples], form
 
 

@@ -1132,3 +1132,43 @@ def test_a_warning_of_a_fit_names_the_line_that_fits(model):
     with pytest.warns(ConvergenceWarning) as caught:
         model.fit(x)
     assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_identical_rows_are_degenerate():
+    with pytest.warns(CollapseWarning, match="Component 0, 1 collapsed"):
+        found = GaussianMixture(2, random_state=0).fit(np.ones((50, 3)))
+    assert found.collapsed_.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("form", [np.asarray, torch.as_tensor])
+def test_errors_recommend_only_what_a_class_has(form):
+    holes = form(np.array([[1.0, np.nan], [2.0, 3.0], [4.0, 5.0]]))
+    for learn in (
+        GaussianMixture(1, covariance_type="VEV").fit,
+        GaussianMixture(1).partial_fit,
+        GaussianHMM(1).fit,
+    ):
+        with pytest.raises(ValueError, match=r"NaN|finite") as error:
+            learn(holes)
+        assert "missing" not in str(error.value)
+    with pytest.raises(ValueError, match="`missing=True` fits the observed values"):
+        GaussianMixture(1).fit(holes)
+    apart = np.array([[0.0, 0.0], [0.0, 1.0], [9.0, 0.0]])
+    with pytest.warns(CollapseWarning) as warned:
+        GaussianMixture(2, covariance_type="VEV", random_state=0).fit(apart)
+    assert not any("prior" in str(one.message) for one in warned)
+
+
+@pytest.mark.parametrize("max_iter", [1, 2, 7])
+def test_a_warm_start_again_and_again_converges(max_iter):
+    """Three blobs converge in tens of plain steps; at most 250 leave room for another start."""
+    x = bundled.make_blobs(300, 2, centers=3, random_state=0)[0]
+    model = GaussianMixture(3, warm_start=True, max_iter=max_iter, random_state=0)
+    for _ in range(250):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            model.fit(x)
+        if model.converged_:
+            break
+    assert model.converged_
+    assert model.lower_bound_ == pytest.approx(GaussianMixture(3, random_state=0).fit(x).lower_bound_, abs=1e-5)

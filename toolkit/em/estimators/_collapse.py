@@ -19,8 +19,8 @@ _RESOLVED = 100.0
 def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> list[int]:
     """Return the components that are empty, or whose variance in some direction comes from `reg_covar` alone.
 
-    Directions in which the whole mixture has no variance, a constant feature say, do not count. After an M-step the
-    covariance of the mixture is that of the data.
+    Directions in which the whole mixture has no variance, a constant feature say, do not count; without any other
+    direction all components are degenerate. After an M-step the covariance of the mixture is that of the data.
 
     Args:
         parameters: A fitted mixture.
@@ -45,7 +45,7 @@ def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> li
     resolved = values > max(_RESOLVED * reg_covar, smallest * float(values[-1]))
     empty = weights < torch.finfo(torch.float64).eps * len(weights)
     if not bool(resolved.any()):
-        return _indices(empty)
+        return list(range(len(weights)))
     directions = vectors[:, resolved]
     own = directions.mT @ covariances @ directions
     # Twice `reg_covar`: half of the variance is then the data's own.

@@ -350,7 +350,8 @@ class GaussianMixture(BaseMixture):
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``, or one of mclust's fourteen models, such
             as ``"VEV"``: whether components differ in volume, shape and orientation (E: equal, V: varying, I: aligned
             with the axes), for samples in memory. Covariances of a model are matrices (K, D, D).
-        tol: The fit has converged when the remaining gain is about `tol`, in nats per sample. With
+        tol: The fit has converged when eight steps together gain no more than `tol`, in nats per sample. Steps are
+            extrapolated, so about `tol` is left to gain, but more on a plateau near a saddle. With
             ``accelerate="none"``: when one step gains no more than `tol`; 0 takes all `max_iter` steps.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
@@ -625,7 +626,7 @@ class GaussianMixture(BaseMixture):
     # --- hooks of the base ---
 
     def _read(self, x: object) -> tuple[Iterable[Tensor], Form]:
-        return read_parts(self, x, missing=bool(self.missing))
+        return read_parts(self, x, missing=bool(self.missing), hint=self._hint)
 
     def _mixture(self) -> Mixture:
         return Marginal(self._parameters()) if self.missing else self._parameters()
@@ -650,6 +651,16 @@ class GaussianMixture(BaseMixture):
         return mixture.means[labels] + structure.colour(mixture.precisions_cholesky, draws, labels)
 
     # --- how ---
+
+    @property
+    def _hint(self) -> str:
+        """Advice for samples with NaN, if there is any for this covariance."""
+        return " `missing=True` fits the observed values of each sample." if self._is_type else ""
+
+    @property
+    def _is_type(self) -> bool:
+        """Whether the covariance is one of scikit-learn's types, which priors and missing values are for."""
+        return gaussian_type(self.covariance_type) is not None
 
     def _check_parameters(self) -> None:
         """Raise a ValueError for the first parameter that is out of range."""
@@ -692,7 +703,7 @@ class GaussianMixture(BaseMixture):
             if chunks.n_samples < 2:
                 raise ValueError(f"`X` should have at least 2 samples. Found {chunks.n_samples}.")
             return Data(chunks.rows, None, sampled, weights, chunks.form, chunks.n_samples)
-        samples, form = read(self, x, reset=True, missing=bool(self.missing), least=2)
+        samples, form = read(self, x, reset=True, missing=bool(self.missing), least=2, hint=self._hint)
         weights = read_weights(sample_weight, len(samples), samples)
         if weights is not None and not bool(weights.all()):
             # A sample of weight 0 does not count, not even for the start.
@@ -901,7 +912,8 @@ class GaussianMixture(BaseMixture):
             warnings.warn(
                 f"Component {', '.join(map(str, self.collapsed_))} collapsed: it has too few distinct samples for a "
                 "covariance, and the likelihood says nothing about the fit. More starts (`n_init`), fewer components, "
-                "a more restricted `covariance_type`, a `prior` or a larger `reg_covar` help.",
+                f"a more restricted `covariance_type`{', a `prior`' if self._is_type else ''} or a larger `reg_covar` "
+                "help.",
                 CollapseWarning,
                 stacklevel=4,
             )
