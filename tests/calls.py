@@ -252,6 +252,7 @@ CALLS: dict[str, Call] = {
     "adversarial.square": Call(
         adv.square, model=lambda x: x.flatten(1), x=IMAGES, labels=IMAGES.flatten(1).argmax(1), epsilon=0.2, queries=5
     ),
+    "adversarial.standard_attacks": Call(adv.standard_attacks, n_classes=3),
     "adversarial.trades_loss": Call(adv.trades_loss, **LOSS),
     "adversarial.train": Call(
         lambda **options: adv.train(adv.mlp(2, 3, widths=[4], generator=_generator()), INPUTS, LABELS, **options),

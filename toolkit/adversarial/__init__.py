@@ -15,7 +15,13 @@ from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.carlini_wagner import carlini_wagner
 from toolkit.adversarial.attacks.ddn import ddn
 from toolkit.adversarial.attacks.deepfool import deepfool
-from toolkit.adversarial.attacks.ensemble import Evaluation, ensemble, evaluate_robustness, robust_accuracy
+from toolkit.adversarial.attacks.ensemble import (
+    Evaluation,
+    ensemble,
+    evaluate_robustness,
+    robust_accuracy,
+    standard_attacks,
+)
 from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.gradient import fgsm, mi_fgsm, pgd, rs_fgsm
 from toolkit.adversarial.attacks.losses import difference_loss, dlr_loss, margin_loss
@@ -150,6 +156,7 @@ __all__ = [
     "rs_fgsm",
     "small_cnn",
     "square",
+    "standard_attacks",
     "trades_loss",
     "train",
     "vat_direction",

@@ -32,7 +32,7 @@ from toolkit.adversarial.balls import BallOptions
 from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import sizes_of
 
-__all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy"]
+__all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy", "standard_attacks"]
 
 # Called as attack(model, x, labels, epsilon=, norm=, bounds=, mask=, generator=).
 Attack = Callable[..., Tensor]
@@ -98,7 +98,19 @@ def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
     Args:
         n_classes: C. The difference of logits ratio is defined for three classes and more.
         at_once: The most pairs of a sample and a class that run as one batch.
+
+    Raises:
+        ValueError: If `n_classes` is less than 2, or `at_once` is not positive.
+
+    References:
+        Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks", 2020.
+
+    Example:
+        >>> list(standard_attacks(2))
+        ['linearised', 'multi-target', 'multi-target, random starts', 'APGD', 'FAB', 'Square']
     """
+    n_classes, at_once = integer("n_classes", n_classes, 2), integer("at_once", at_once)
     every_class = partial(_from_the_linearisation, n_targets=min(n_classes - 1, _MOST_TARGETS), at_once=at_once)
     random = partial(multi_target, steps=20, n_targets=3, at_once=at_once)
     attacks: dict[str, Stages] = {
