@@ -200,6 +200,7 @@ CALLS: dict[str, Call] = {
     "adversarial.AWP.example": Call(adv.AWP().example, **EXAMPLE),
     "adversarial.Ball": Call(adv.Ball, epsilon=0.1),
     "adversarial.CURE": Call(adv.CURE),
+    "adversarial.EOT": Call(adv.EOT, model=MODEL),
     "adversarial.FGSM.attack": Call(adv.FGSM().attack, ball=BALL),
     "adversarial.Free": Call(adv.Free),
     "adversarial.HeldTRADES": Call(adv.HeldTRADES, step_size=0.5),

@@ -10,7 +10,7 @@
 """
 
 from toolkit.adversarial.attacks._minimal import MinimalOptions
-from toolkit.adversarial.attacks._setting import EXAMPLE, AttackOptions, GradientOptions
+from toolkit.adversarial.attacks._setting import EXAMPLE, AttackOptions, CommonOptions, GradientOptions
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.carlini_wagner import carlini_wagner
 from toolkit.adversarial.attacks.ddn import ddn
@@ -22,6 +22,7 @@ from toolkit.adversarial.attacks.ensemble import (
     robust_accuracy,
     standard_attacks,
 )
+from toolkit.adversarial.attacks.expectation import EOT
 from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.gradient import fgsm, mi_fgsm, pgd, rs_fgsm
 from toolkit.adversarial.attacks.losses import difference_loss, dlr_loss, margin_loss
@@ -86,6 +87,7 @@ __all__ = [
     "CLEAN_DISTRIBUTION",
     "CURE",
     "CURVATURE_DIRECTION",
+    "EOT",
     "EXAMPLE",
     "FGSM",
     "LLR",
@@ -102,6 +104,7 @@ __all__ = [
     "Ball",
     "BallOptions",
     "CatastrophicOverfittingWarning",
+    "CommonOptions",
     "DivergenceError",
     "Evaluation",
     "Free",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.blocks import no_graph
 
-__all__ = ["untouched"]
+__all__ = ["modules_in", "untouched"]
 
 _Buffers = dict[str, Tensor | None]
 
@@ -28,9 +31,10 @@ def untouched(model: object) -> Iterator[None]:
     pass, which moves the statistics of batch normalisation in place, unseen by autograd.
 
     Args:
-        model: The model. A callable that is not a `torch.nn.Module` has no modes and no buffers.
+        model: The model, or a function of models: modules that a function, a `functools.partial` or a bound method
+            refers to are treated alike.
     """
-    modules = list(model.modules()) if isinstance(model, nn.Module) else []
+    modules = list({id(module): module for root in modules_in(model) for module in root.modules()}.values())
     modes = [module.training for module in modules]
     kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     devices = sorted({tensor.device.index for tensor in _tensors(modules) if tensor.is_cuda})
@@ -44,6 +48,56 @@ def untouched(model: object) -> Iterator[None]:
         _set_modes(modules, modes)
         for buffers, name, buffer in kept:
             buffers[name] = buffer
+
+
+def modules_in(model: object) -> list[nn.Module]:
+    """Return the modules that a callable refers to: by its closure, its defaults, its global names or its arguments."""
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    pending: list[Any] = [model]
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Module):
+            found.append(value)
+        else:
+            pending.extend(_referred(value))
+    return found
+
+
+def _referred(value: Any) -> list[Any]:
+    """Return the values that a function or a container refers to; nothing for anything else."""
+    match value:
+        case functools.partial():
+            return [value.func, *value.args, *value.keywords.values()]
+        case types.MethodType():
+            return [value.__self__, value.__func__]
+        case types.FunctionType():
+            cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+            names = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
+            named = [one for one in names if isinstance(one, nn.Module | types.FunctionType | functools.partial)]
+            return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *named]
+        case list() | tuple():
+            return list(value)
+        case dict():
+            return list(value.values())
+    return []
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # a variable that has no value yet
+        return False
+    return True
+
+
+def _names(code: types.CodeType) -> list[str]:
+    """Return the global names that a function uses, those of the functions inside of it included."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [*code.co_names, *(name for function in inner for name in _names(function))]
 
 
 def _set_modes(modules: list[nn.Module], modes: list[bool]) -> None:

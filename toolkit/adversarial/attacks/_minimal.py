@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.adversarial.attacks._hyperplane import ORDER, inner, shortest_move
-from toolkit.adversarial.attacks._setting import AttackOptions, Setting, differentiate, setting
+from toolkit.adversarial.attacks._setting import AttackOptions, Pick, Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.balls import BallOptions, Norm, Region, ball_of, per_sample
 from toolkit.adversarial.balls.box import norm_of, wide
@@ -292,6 +292,7 @@ def minimal_search(
     default_norm: Norm = "l2",
     targets: Tensor | None = None,
     n_classes: int = 10,
+    logits: Pick | None = None,
     **options: Unpack[BallOptions],
 ) -> Iterator[Search]:
     """Prepare a search in the whole box, as `setting` prepares an attack in a ball.
@@ -303,6 +304,7 @@ def minimal_search(
         default_norm: Norm of the distance and of the ball, if the options do not name one.
         targets: (N,) or None.
         n_classes: Number of classes to consider.
+        logits: As in `CommonOptions`.
         **options: The threat model.
 
     Raises:
@@ -313,7 +315,7 @@ def minimal_search(
     if "ball" not in options:
         options = {"epsilon": None, "norm": default_norm, **options}
     threat = ball_of(**options)
-    with setting(model, x, labels, targets=targets, ball=replace(threat, epsilon=None)) as attack:
+    with setting(model, x, labels, targets=targets, logits=logits, ball=replace(threat, epsilon=None)) as attack:
         radius = torch.full(attack.x.shape[:1], torch.inf, dtype=torch.float64, device=attack.x.device)
         if threat.epsilon is not None:
             radius = per_sample("epsilon", threat.epsilon, attack.x).flatten().expand_as(radius)

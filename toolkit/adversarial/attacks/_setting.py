@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Unpack
+from functools import partial
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,18 @@ from toolkit.blocks import block, no_graph, ordinary_tensors, stop_recording, va
 __all__ = [
     "EXAMPLE",
     "AttackOptions",
+    "CommonOptions",
     "GradientOptions",
     "NoGradientError",
+    "Pick",
     "Setting",
     "differentiate",
+    "picked",
     "setting",
 ]
+
+# The place of the logits in the output of a model: an index, a key or an attribute; or a function of the output.
+Pick = str | int | Callable[[Any], Tensor]
 
 EXAMPLE = block(
     "adversarial.example",
@@ -120,7 +127,10 @@ class Setting:
         """Return the logits; the first time, raise if they are not a tensor or a class is out of range."""
         if "logits" not in self.checked:
             if not isinstance(logits, Tensor):
-                raise TypeError(f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}.")
+                raise TypeError(
+                    f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}: pick the logits "
+                    "from it, as in `logits=0`."
+                )
             if logits.dim() == 2 and logits.shape[1] > 1:
                 for name, classes in (("labels", self.labels), ("targets", self.targets)):
                     _check_range(name, classes, logits.shape[1])
@@ -162,11 +172,22 @@ class Setting:
         )
 
 
-class AttackOptions(BallOptions, total=False):
-    """The keywords of every attack that moves away from the labels, or towards classes of the caller's choice.
+class CommonOptions(BallOptions, total=False):
+    """The keywords of every attack.
 
     Attributes:
         ball: The threat model; or in short its fields `epsilon`, `norm`, `bounds` and `mask`.
+        logits: The logits in the model's output: an index into a tuple, a key of a dictionary, the name of an
+            attribute (``"logits"`` of a `ModelOutput`), or a function of the output. None: the output itself.
+    """
+
+    logits: Pick | None
+
+
+class AttackOptions(CommonOptions, total=False):
+    """The keywords of every attack that moves away from the labels, or towards classes of the caller's choice.
+
+    Attributes:
         targets: (N,); the classes to move towards. None moves away from the labels.
     """
 
@@ -193,6 +214,7 @@ def setting(
     *,
     targets: Tensor | None = None,
     gradient_dtype: torch.dtype | None = None,
+    logits: Pick | None = None,
     **ball: Unpack[BallOptions],
 ) -> Iterator[Setting]:
     """Prepare an attack whose only effect is the value it returns.
@@ -205,6 +227,7 @@ def setting(
         labels: (N,).
         targets: (N,) or None.
         gradient_dtype: The dtype in which the model is run to take gradients. None: the model's own dtype.
+        logits: As in `CommonOptions`.
         **ball: The threat model.
 
     Raises:
@@ -219,8 +242,36 @@ def setting(
         region = threat.around(x)
         for name, classes in (("labels", labels), ("targets", targets)):
             _check_classes(name, classes, x)
-        slopes = model if gradient_dtype is None else _in_dtype(model, gradient_dtype)
-        yield Setting(model, x, labels, targets, threat, region, slopes)
+        slopes = picked(model, logits) if gradient_dtype is None else _in_dtype(model, gradient_dtype, logits)
+        yield Setting(picked(model, logits), x, labels, targets, threat, region, slopes)
+
+
+def picked(model: Callable[[Tensor], Any], logits: Pick | None) -> Callable[[Tensor], Tensor]:
+    """Return the function of the inputs that gives the logits in the output of a model."""
+    if logits is None:
+        return model
+    pick = _pick(logits)
+    return lambda x: pick(model(x))
+
+
+def _pick(logits: Pick) -> Callable[[Any], Tensor]:
+    return logits if callable(logits) else partial(_entry, logits)
+
+
+def _entry(name: str | int, output: Any) -> Any:
+    """Return the entry of an output: its attribute, or its item.
+
+    Raises:
+        TypeError: If there is none.
+    """
+    if isinstance(name, str) and hasattr(output, name):
+        return getattr(output, name)
+    try:
+        return output[name]
+    except (IndexError, KeyError, TypeError):
+        raise TypeError(
+            f"`logits` should name an entry of the model's output, {type(output).__name__}. Found {name!r}."
+        ) from None
 
 
 def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bool, kept: bool = False) -> Tensor:
@@ -263,7 +314,7 @@ def _check_classes(name: str, classes: Tensor | None, x: Tensor) -> None:
         raise TypeError(f"`{name}` should be integers. Found {classes.dtype}.")
 
 
-def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype, logits: Pick | None) -> Callable[[Tensor], Tensor]:
     """Return the model in another dtype, with images in the memory format that suits half-precision convolutions."""
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"`gradient_dtype` should be a floating-point torch.dtype. Found {dtype!r}.")
@@ -279,7 +330,8 @@ def _in_dtype(model: Callable[[Tensor], Tensor], dtype: torch.dtype) -> Callable
     tensors = {name: converted(tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
 
     def call(point: Tensor) -> Tensor:
-        logits: Tensor = torch.func.functional_call(model, tensors, (converted(point),))
-        return logits.to(point.dtype)
+        output = torch.func.functional_call(model, tensors, (converted(point),))
+        found: Tensor = output if logits is None else _pick(logits)(output)
+        return found.to(point.dtype)
 
     return call

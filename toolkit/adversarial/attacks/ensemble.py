@@ -22,13 +22,13 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit._random import seeded_generator
-from toolkit.adversarial.attacks._setting import NoGradientError, Setting, setting
+from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Setting, setting
+from toolkit.adversarial.attacks._suitability import warn_of_unsuited_models
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
-from toolkit.adversarial.balls import BallOptions
 from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import sizes_of
 
@@ -135,7 +135,7 @@ def evaluate_robustness(
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
-    **options: Unpack[BallOptions],
+    **options: Unpack[CommonOptions],
 ) -> Evaluation:
     """Run attacks one after the other, each on the rows that are still classified correctly.
 
@@ -154,7 +154,7 @@ def evaluate_robustness(
         batch_size: Rows, or pairs of a row and a class, at once.
         generator: Draws all random numbers. An integer seeds a new one: by default the same call gives the same result.
             None: torch's global generator.
-        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
+        **options: `CommonOptions`: the ball, and `logits`.
 
     Returns:
         The robust rows, the examples, and the count of rows that each attack broke.
@@ -164,7 +164,9 @@ def evaluate_robustness(
         ValueError: As in `pgd`, or if `batch_size` is not positive.
 
     Warns:
-        UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1.
+        UserWarning: If the ball is as wide as the box, as with an epsilon of 8 for pixels between 0 and 1; or if the
+            model is random, depends on the batch, has no gradient at some inputs, or returns probabilities. The mean
+            answer of a random model can be attacked: `EOT`.
 
     References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
@@ -187,6 +189,8 @@ def evaluate_robustness(
             _Standing(whole.rows(rows), draws)
             for rows in torch.arange(len(whole.x), device=whole.x.device).split(batch_size)
         ]
+        if parts:
+            warn_of_unsuited_models(parts[0].batch, parts[0].logits)
         broken: dict[str, int] = {}
         seconds: dict[str, float] = {}
         skipped: dict[str, None] = {}
@@ -219,7 +223,7 @@ def robust_accuracy(
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
-    **options: Unpack[BallOptions],
+    **options: Unpack[CommonOptions],
 ) -> float:
     """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
 
@@ -232,7 +236,7 @@ def robust_accuracy(
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
-        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
+        **options: `CommonOptions`: the ball, and `logits`.
 
     Raises:
         TypeError: As in `pgd`.
@@ -261,7 +265,7 @@ def ensemble(
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
-    **options: Unpack[BallOptions],
+    **options: Unpack[CommonOptions],
 ) -> Tensor:
     """Return the adversarial examples of an ensemble of attacks: `evaluate_robustness` as an attack like the others.
 
@@ -272,7 +276,7 @@ def ensemble(
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
-        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
+        **options: `CommonOptions`: the ball, and `logits`.
 
     Returns:
         Examples with the shape, dtype and device of `x`: where a row was broken, the example that broke it; else the
@@ -297,8 +301,8 @@ class _Standing:
     """A batch under one attack after the other, and which of its rows still stand."""
 
     def __init__(self, batch: Setting, generator: torch.Generator) -> None:
-        self._batch, self._generator = batch, generator
-        logits = batch.logits(batch.x)
+        self.batch, self._generator = batch, generator
+        self.logits = logits = batch.logits(batch.x)
         self.n_classes = logits.shape[1]
         self.correct = ~_errs(logits, batch.labels)
         self.robust = self.correct.clone()
@@ -320,7 +324,7 @@ class _Standing:
         rows = self.robust.nonzero()[:, 0]
         if not len(rows):
             return 0
-        left = self._batch.rows(rows)
+        left = self.batch.rows(rows)
         threat = left.threat
         epsilon = sizes_of("epsilon", threat.epsilon, left.x.device).expand(len(left.x))
         own = {"epsilon": epsilon, "norm": threat.norm, "bounds": threat.bounds, "mask": threat.mask}

@@ -134,8 +134,8 @@ def pgd(
     normalisation torch does not, and the examples agree to rounding.
 
     Args:
-        model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module. A callable that is
-            not a `torch.nn.Module` is called as it is.
+        model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module, and so are the
+            modules that a function refers to.
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,).
         steps: Number of gradient steps.

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit._random import own_generator
-from toolkit.adversarial.attacks._setting import Setting, differentiate, setting
+from toolkit.adversarial.attacks._setting import CommonOptions, Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import class_index, difference_loss
-from toolkit.adversarial.balls import BallOptions
 from toolkit.adversarial.balls._rounding import follow
 from toolkit.adversarial.balls.box import draw
 from toolkit.blocks import no_graph, variable
@@ -40,7 +39,7 @@ def multi_target(
     at_once: int | None = None,
     gradient_dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
-    **options: Unpack[BallOptions],
+    **options: Unpack[CommonOptions],
 ) -> Tensor:
     """Ascend the margin ``z_t - z_y`` of each of the most likely other classes t, until the model errs.
 
@@ -69,7 +68,7 @@ def multi_target(
         gradient_dtype: As in `pgd`.
         generator: Draws starts, and the coordinates that move, of the ascents after the first. None: torch's global
             generator.
-        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
+        **options: `CommonOptions`: the ball, and `logits`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, the values of `x` where the model errs there
@@ -106,7 +105,7 @@ def linearised(
     n_targets: int = 9,
     at_once: int | None = None,
     gradient_dtype: torch.dtype | None = None,
-    **options: Unpack[BallOptions],
+    **options: Unpack[CommonOptions],
 ) -> Tensor:
     """Move every input once, to where one of its linearised margins ``z_t - z_y`` is largest in ball and box.
 
@@ -122,7 +121,7 @@ def linearised(
         n_targets: T.
         at_once: Number of pairs that the model is run on at once.
         gradient_dtype: As in `pgd`.
-        **options: `BallOptions`: the ball, as ``epsilon=0.1, norm="l2"`` or ``ball=Ball(0.1, "l2")``.
+        **options: `CommonOptions`: the ball, and `logits`.
 
     Returns:
         As in `multi_target`.
