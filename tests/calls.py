@@ -142,6 +142,10 @@ def _attacked(x: torch.Tensor) -> Callable[..., torch.Tensor]:
     return lambda model, inputs, labels, **_: x
 
 
+def _flat(images: torch.Tensor) -> torch.Tensor:
+    return images.flatten(1)
+
+
 def _squares(weight: torch.Tensor) -> gradients.Field:
     return gradients.field_jacobian(lambda: weight.square().prod(), weight)
 
@@ -227,6 +231,9 @@ CALLS: dict[str, Call] = {
     "adversarial.cure_loss": Call(adv.cure_loss, model=MODEL, x=INPUTS, labels=LABELS, h=0.5, weight=0.5),
     "adversarial.ddn": Call(adv.ddn, **ATTACKED, n_classes=3, steps=3),
     "adversarial.deepfool": Call(adv.deepfool, **ATTACKED, n_classes=3, steps=3),
+    "adversarial.di_fgsm": Call(
+        adv.di_fgsm, model=_flat, x=IMAGES, labels=_flat(IMAGES).argmax(1), epsilon=0.2, steps=2, step_size=0.1
+    ),
     "adversarial.ensemble": Call(adv.ensemble, **ATTACKED, attacks={"PGD": adv.pgd}),
     "adversarial.evaluate_robustness": Call(adv.evaluate_robustness, **ATTACKED, attacks={"PGD": adv.pgd}),
     "adversarial.fab": Call(adv.fab, **ATTACKED, n_classes=3, steps=3),
@@ -234,12 +241,15 @@ CALLS: dict[str, Call] = {
     "adversarial.free_loss": Call(adv.free_loss, **ATTACKED, perturbation=torch.zeros(2, 2)),
     "adversarial.held_trades_loss": Call(adv.held_trades_loss, **LOSS),
     "adversarial.interval_loss": Call(adv.interval_loss, **ATTACKED),
+    "adversarial.jsma": Call(adv.jsma, model=MODEL, x=INPUTS, labels=LABELS),
     "adversarial.linearised": Call(adv.linearised, **ATTACKED, at_once=2),
     "adversarial.llr_loss": Call(adv.llr_loss, **LOSS),
     "adversarial.mart_loss": Call(adv.mart_loss, **LOSS),
     "adversarial.mi_fgsm": Call(adv.mi_fgsm, **ATTACKED, steps=3, step_size=0.1),
     "adversarial.mlp": Call(adv.mlp, n_features=2, n_classes=3, widths=[4]),
     "adversarial.multi_target": Call(adv.multi_target, **ATTACKED, steps=3, at_once=2),
+    "adversarial.ni_fgsm": Call(adv.ni_fgsm, **ATTACKED, steps=3, step_size=0.1),
+    "adversarial.one_pixel": Call(adv.one_pixel, model=MODEL, x=INPUTS, labels=LABELS, steps=2, population=4),
     "adversarial.pgd": Call(adv.pgd, **ATTACKED, steps=3, step_size=0.1),
     "adversarial.power_direction": Call(adv.power_direction, model=MODEL, x=INPUTS, xi=0.1),
     "adversarial.preactivation_resnet18": Call(adv.preactivation_resnet18, width=2),
@@ -248,12 +258,27 @@ CALLS: dict[str, Call] = {
     "adversarial.robust_loss_linear": Call(
         adv.robust_loss_linear, **LINEAR | {"weight": MODEL[0].weight[:2], "labels": torch.tensor([0, 1])}
     ),
+    "adversarial.robustness_curve": Call(
+        adv.robustness_curve, model=MODEL, x=INPUTS, labels=LABELS, epsilons=[0.1], attacks={"PGD": adv.pgd}
+    ),
     "adversarial.rs_fgsm": Call(adv.rs_fgsm, **ATTACKED, step_size=0.1),
     "adversarial.small_cnn": Call(adv.small_cnn, n_classes=2, image_size=4, widths=[2], strides=[1]),
+    "adversarial.sparsefool": Call(adv.sparsefool, model=MODEL, x=INPUTS, labels=LABELS),
+    "adversarial.spsa": Call(adv.spsa, **ATTACKED, steps=2, directions=4),
     "adversarial.square": Call(
-        adv.square, model=lambda x: x.flatten(1), x=IMAGES, labels=IMAGES.flatten(1).argmax(1), epsilon=0.2, queries=5
+        adv.square, model=_flat, x=IMAGES, labels=_flat(IMAGES).argmax(1), epsilon=0.2, queries=5
     ),
     "adversarial.standard_attacks": Call(adv.standard_attacks, n_classes=3),
+    "adversarial.ti_fgsm": Call(
+        adv.ti_fgsm,
+        model=_flat,
+        x=IMAGES,
+        labels=_flat(IMAGES).argmax(1),
+        epsilon=0.2,
+        steps=2,
+        step_size=0.1,
+        sigma=1.0,
+    ),
     "adversarial.trades_loss": Call(adv.trades_loss, **LOSS),
     "adversarial.train": Call(
         lambda **options: adv.train(adv.mlp(2, 3, widths=[4], generator=_generator()), INPUTS, LABELS, **options),
@@ -272,6 +297,7 @@ CALLS: dict[str, Call] = {
     ),
     "adversarial.vat_loss": Call(adv.vat_loss, model=MODEL, x=INPUTS, epsilon=0.2),
     "adversarial.verify_relu": Call(adv.verify_relu, **ATTACKED, time_limit=100.0),
+    "adversarial.vmi_fgsm": Call(adv.vmi_fgsm, **ATTACKED, steps=2, step_size=0.1),
     "adversarial.weight_perturbation": Call(
         adv.weight_perturbation, model=MODEL, loss=lambda model: model(INPUTS).sum(), gamma=0.1
     ),

@@ -39,6 +39,7 @@ ASKED: dict[str, dict[str, Any]] = {
         "attacks": {"RS": lambda *args, **options: calls.adv.rs_fgsm(*args, **options)}
     },
     "adversarial.robust_accuracy": EVALUATED,
+    "adversarial.robustness_curve": EVALUATED,
     "em.gradient_em": {"batch_size": 3},
 }
 

@@ -1,8 +1,11 @@
 """Adversarial training: attacks, the losses at the examples they find, and exact worst cases to hold them against.
 
-- `attacks`: steps up the gradient (`fgsm`, `rs_fgsm`, `mi_fgsm`, `pgd`, `apgd`, `multi_target`, `linearised`), the
-  nearest example (`deepfool`, `fab`, `ddn`, `carlini_wagner`), without gradients (`square`), and all of them in turn
-  (`ensemble`, `robust_accuracy`, `evaluate_robustness`).
+- `attacks`: steps up the gradient (`fgsm`, `rs_fgsm`, `pgd`, `apgd`, `multi_target`, `linearised`), examples that fool
+  other models too (`mi_fgsm`, `ni_fgsm`, `di_fgsm`, `ti_fgsm`, `vmi_fgsm`), the nearest example (`deepfool`, `fab`,
+  `ddn`, `carlini_wagner`), few changed coordinates (`jsma`, `sparsefool`, `one_pixel`), without gradients (`square`,
+  `spsa`), and several in turn (`ensemble`, `robust_accuracy`, `robustness_curve`, `evaluate_robustness`). Every attack
+  takes a `Ball`, or in short its fields, as in ``pgd(model, x, labels, epsilon=0.1, norm="l2")``. `EOT` is the mean
+  answer of a random model.
 - `training`: a surrogate for each method of training with the blocks it needs, and `train`, which runs any of them.
 - `certificates`: limits that no attack can pass. Exact for linear models and small ReLU networks, bounds for larger
   ones, radii that hold with a stated confidence for any model.
@@ -20,14 +23,18 @@ from toolkit.adversarial.attacks.ensemble import (
     ensemble,
     evaluate_robustness,
     robust_accuracy,
+    robustness_curve,
     standard_attacks,
 )
 from toolkit.adversarial.attacks.expectation import EOT
 from toolkit.adversarial.attacks.fab import fab
-from toolkit.adversarial.attacks.gradient import fgsm, mi_fgsm, pgd, rs_fgsm
+from toolkit.adversarial.attacks.gradient import fgsm, pgd, rs_fgsm
 from toolkit.adversarial.attacks.losses import difference_loss, dlr_loss, margin_loss
 from toolkit.adversarial.attacks.multi_target import linearised, multi_target
+from toolkit.adversarial.attacks.sparse import SparseOptions, jsma, one_pixel, sparsefool
+from toolkit.adversarial.attacks.spsa import spsa
 from toolkit.adversarial.attacks.square import square
+from toolkit.adversarial.attacks.transfer import di_fgsm, mi_fgsm, ni_fgsm, ti_fgsm, vmi_fgsm
 from toolkit.adversarial.augmentation import random_crop_flip
 from toolkit.adversarial.balls import Ball, BallOptions
 from toolkit.adversarial.certificates.bounds import (
@@ -116,6 +123,7 @@ __all__ = [
     "Normalize",
     "Replay",
     "SmoothedCertificate",
+    "SparseOptions",
     "Standard",
     "TrainingOptions",
     "Verification",
@@ -132,6 +140,7 @@ __all__ = [
     "cure_loss",
     "ddn",
     "deepfool",
+    "di_fgsm",
     "difference_loss",
     "distance_linear",
     "dlr_loss",
@@ -143,6 +152,7 @@ __all__ = [
     "held_trades_loss",
     "interval_bounds",
     "interval_loss",
+    "jsma",
     "linearised",
     "llr_loss",
     "margin_loss",
@@ -150,20 +160,27 @@ __all__ = [
     "mi_fgsm",
     "mlp",
     "multi_target",
+    "ni_fgsm",
+    "one_pixel",
     "pgd",
     "power_direction",
     "preactivation_resnet18",
     "random_crop_flip",
     "robust_accuracy",
     "robust_loss_linear",
+    "robustness_curve",
     "rs_fgsm",
     "small_cnn",
+    "sparsefool",
+    "spsa",
     "square",
     "standard_attacks",
+    "ti_fgsm",
     "trades_loss",
     "train",
     "vat_direction",
     "vat_loss",
     "verify_relu",
+    "vmi_fgsm",
     "weight_perturbation",
 ]

@@ -287,7 +287,7 @@ class MinimalOptions(AttackOptions, total=False):
 def minimal_search(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     *,
     default_norm: Norm = "l2",
     targets: Tensor | None = None,
@@ -318,7 +318,8 @@ def minimal_search(
     with setting(model, x, labels, targets=targets, logits=logits, ball=replace(threat, epsilon=None)) as attack:
         radius = torch.full(attack.x.shape[:1], torch.inf, dtype=torch.float64, device=attack.x.device)
         if threat.epsilon is not None:
-            radius = per_sample("epsilon", threat.epsilon, attack.x).flatten().expand_as(radius)
+            sizes = per_sample("epsilon", threat.epsilon, attack.x, by_feature=threat.has_features)
+            radius = sizes.flatten(1).amin(1).expand_as(radius)  # inside of it no example is projected
         ball = attack.ball if threat.epsilon is None else threat.around(attack.x)
         yield Search(attack, threat.norm, ball, radius, n_classes)
 

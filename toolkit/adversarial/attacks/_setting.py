@@ -157,7 +157,9 @@ class Setting:
             name, value = "epsilon", self.threat.epsilon
         else:
             factor = 1.0
-        return (self.sign * factor * per_sample(name, value, self.x)).to(self.x.dtype)
+        return (self.sign * factor * per_sample(name, value, self.x, by_feature=self.threat.has_features)).to(
+            self.x.dtype
+        )
 
     def rows(self, index: Tensor) -> Setting:
         """Return the setting of some samples, by their indices or a Boolean tensor, (N,)."""
@@ -210,7 +212,7 @@ class GradientOptions(AttackOptions, total=False):
 def setting(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None,
     *,
     targets: Tensor | None = None,
     gradient_dtype: torch.dtype | None = None,
@@ -224,7 +226,7 @@ def setting(
     Args:
         model: As in `pgd`.
         x: Clean inputs.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         targets: (N,) or None.
         gradient_dtype: The dtype in which the model is run to take gradients. None: the model's own dtype.
         logits: As in `CommonOptions`.
@@ -237,9 +239,10 @@ def setting(
     """
     threat = ball_of(**ball)
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
-        x, labels = _ordinary("x", x), _ordinary("labels", labels)
+        x = _ordinary("x", x)
         targets = None if targets is None else _ordinary("targets", targets)
         region = threat.around(x)
+        labels = picked(model, logits)(x.clone()).argmax(1) if labels is None else _ordinary("labels", labels)
         for name, classes in (("labels", labels), ("targets", targets)):
             _check_classes(name, classes, x)
         slopes = picked(model, logits) if gradient_dtype is None else _in_dtype(model, gradient_dtype, logits)

@@ -28,7 +28,7 @@ _RISING = 0.75  # share of the steps since the last checkpoint that have to rais
 def apgd(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     steps: int = 100,
     loss: Literal["margin", "dlr"] | Loss = "margin",
@@ -60,7 +60,7 @@ def apgd(
     Args:
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         steps: Number of gradient steps.
         loss: ``"margin"`` for `margin_loss`; ``"dlr"`` for `dlr_loss`, or `targeted_dlr_loss` with targets. Or a
             function of logits and labels that returns the losses (N,) to raise, or of logits and targets: to lower.

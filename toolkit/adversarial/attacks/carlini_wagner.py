@@ -22,7 +22,7 @@ __all__ = ["carlini_wagner"]
 def carlini_wagner(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     steps: int = 50,
     searches: int = 4,
@@ -45,7 +45,7 @@ def carlini_wagner(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         steps: Largest number of Adam's steps per search.
         searches: Number of weights c that are tried for every sample.
         learning_rate: Adam's first rate: about the change of a coordinate per step, in the units of `x`.

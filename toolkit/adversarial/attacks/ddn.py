@@ -25,7 +25,7 @@ __all__ = ["ddn"]
 def ddn(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     steps: int = 50,
     shrinkage: float = 0.05,
@@ -46,7 +46,7 @@ def ddn(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         steps: Number of gradient steps.
         shrinkage: Gamma in the paper, between 0 and 1.
         **options: `MinimalOptions`: the ball, `targets` and `n_classes`.

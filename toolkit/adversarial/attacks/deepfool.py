@@ -19,7 +19,7 @@ __all__ = ["deepfool"]
 def deepfool(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     steps: int = 50,
     overshoot: float = 0.02,
@@ -42,7 +42,7 @@ def deepfool(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         steps: Largest number of steps. Rows that are done are dropped.
         overshoot: The part of a step by which the next starts beyond the boundary, at least 0.
         **options: `MinimalOptions`: the ball, `targets` and `n_classes`.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -20,19 +20,20 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from toolkit._checks import integer
+from toolkit._checks import integer, number
 from toolkit._random import seeded_generator
-from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Setting, setting
+from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting
 from toolkit.adversarial.attacks._suitability import warn_of_unsuited_models
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.fab import fab
 from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
+from toolkit.adversarial.balls import Ball, BallFields
 from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import sizes_of
 
-__all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy", "standard_attacks"]
+__all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy", "robustness_curve", "standard_attacks"]
 
 # Called as attack(model, x, labels, epsilon=, norm=, bounds=, mask=, generator=).
 Attack = Callable[..., Tensor]
@@ -130,7 +131,7 @@ def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
 def evaluate_robustness(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
@@ -147,7 +148,7 @@ def evaluate_robustness(
     Args:
         model: Inputs (N, ...) to logits (N, C). A `torch.nn.Module` is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         attacks: Name to attack, in order; each is called as ``attack(model, x, labels, epsilon=, norm=, bounds=,
             mask=, generator=)`` with the rows still standing. A tuple of attacks goes on as long as each of them breaks
             a row. None: `standard_attacks`.
@@ -218,7 +219,7 @@ def evaluate_robustness(
 def robust_accuracy(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
@@ -232,7 +233,7 @@ def robust_accuracy(
     Args:
         model: As in `evaluate_robustness`, which tells more, and so are the other arguments.
         x: Clean inputs, (N, ...).
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
@@ -257,10 +258,78 @@ def robust_accuracy(
     ).robust_accuracy
 
 
+def robustness_curve(
+    model: Callable[[Tensor], Tensor],
+    x: Tensor,
+    labels: Tensor | None = None,
+    *,
+    epsilons: Sequence[float],
+    attacks: Mapping[str, Attack | Stages] | None = None,
+    batch_size: int = 1000,
+    generator: torch.Generator | int | None = 0,
+    logits: Pick | None = None,
+    **fields: Unpack[BallFields],
+) -> dict[float, float]:
+    """Return the robust accuracy for each of several radii, which never rises with the radius.
+
+    The radii are tried from the smallest on. A row that is broken is broken for every larger radius, by the same
+    example, so each attack is run on the rows that are left.
+
+    Args:
+        model: As in `evaluate_robustness`, and so are the other arguments.
+        x: Clean inputs, (N, ...).
+        labels: (N,). None: the model's answers at `x`.
+        epsilons: Radii, in any order.
+        attacks: Name to attack.
+        batch_size: Rows at once.
+        generator: As in `evaluate_robustness`.
+        logits: As in `CommonOptions`.
+        **fields: The fields of the ball other than `epsilon`.
+
+    Returns:
+        Radius to robust accuracy, from 0 to 1, in the order of `epsilons`.
+
+    Raises:
+        TypeError: As in `pgd`.
+        ValueError: As in `evaluate_robustness`, or if there are no `epsilons`.
+
+    References:
+        Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
+        attacks", 2020.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+        >>> x = torch.tensor([[0.9, 0.1], [0.6, 0.5]])
+        >>> robustness_curve(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilons=[0.0, 0.2, 0.5])
+        {0.0: 1.0, 0.2: 0.5, 0.5: 0.0}
+    """
+    radii = [number("epsilons", epsilon, least=0) for epsilon in epsilons]
+    if not radii:
+        raise ValueError("`epsilons` should be radii, at least one. Found none.")
+    draws = seeded_generator(generator)
+    standing = torch.ones(len(x), dtype=torch.bool, device=x.device)
+    shares = {}
+    for epsilon in sorted(radii):
+        rows = standing.nonzero()[:, 0]
+        found = evaluate_robustness(
+            model,
+            x[rows],
+            None if labels is None else labels[rows],
+            ball=Ball(epsilon, **fields).rows(rows, x),
+            logits=logits,
+            attacks=attacks,
+            batch_size=batch_size,
+            generator=draws,
+        )
+        standing[rows] = found.robust
+        shares[epsilon] = standing.double().mean().item()
+    return {epsilon: shares[epsilon] for epsilon in radii}
+
+
 def ensemble(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
@@ -272,7 +341,7 @@ def ensemble(
     Args:
         model: As in `evaluate_robustness`, and so are the other arguments.
         x: Clean inputs, (N, ...).
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
@@ -326,7 +395,8 @@ class _Standing:
             return 0
         left = self.batch.rows(rows)
         threat = left.threat
-        epsilon = sizes_of("epsilon", threat.epsilon, left.x.device).expand(len(left.x))
+        epsilon = sizes_of("epsilon", threat.epsilon, left.x.device)
+        epsilon = epsilon if epsilon.dim() > 1 else epsilon.expand(len(left.x))
         own = {"epsilon": epsilon, "norm": threat.norm, "bounds": threat.bounds, "mask": threat.mask}
         found = attack(left.model, left.x, left.labels, **own, generator=self._generator)
         found = torch.where(found.isnan(), left.x, found).clamp(left.ball.lower, left.ball.upper)

@@ -26,7 +26,7 @@ __all__ = ["fab"]
 def fab(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     steps: int = 10,
     restarts: int = 1,
@@ -54,7 +54,7 @@ def fab(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         steps: Number of steps per class and restart.
         restarts: Number of walks to each class. The first starts at `x`, the others at random in a ball of half the
             distance found so far. More restarts are never worse.

@@ -1,4 +1,4 @@
-"""Attacks that follow the gradient: one step (FGSM, RS-FGSM) and many (PGD, MI-FGSM), in a ball and inside a box.
+"""Attacks that follow the gradient: one step (FGSM, RS-FGSM) and many (PGD), in a ball and inside a box.
 
 An attack searches for an input near `x` on which the model errs. It has no side effects: no parameter's ``.grad``, no
 module's mode and no running statistic is different afterwards, also when the model raises. The global random state is
@@ -15,19 +15,18 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from toolkit._checks import integer, number
+from toolkit._checks import integer
 from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial.attacks._setting import GradientOptions, Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, margin_loss
-from toolkit.adversarial.balls.box import sum_of, wide
 
-__all__ = ["fgsm", "mi_fgsm", "pgd", "rs_fgsm"]
+__all__ = ["fgsm", "pgd", "rs_fgsm"]
 
 
 def fgsm(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     loss: Loss | None = None,
     **options: Unpack[GradientOptions],
@@ -41,7 +40,7 @@ def fgsm(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         loss: As in `pgd`.
         **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
 
@@ -68,7 +67,7 @@ def fgsm(
 def rs_fgsm(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     step_size: float | Tensor | None = None,
     loss: Loss | None = None,
@@ -80,7 +79,7 @@ def rs_fgsm(
     Args:
         model: Inputs (N, ...) to logits (N, C).
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         step_size: Length of the step; one for all, or (N,). None: ``1.25 * epsilon``, as in the paper.
         loss: As in `pgd`.
         generator: Draws the start. None: torch's global generator.
@@ -111,7 +110,7 @@ def rs_fgsm(
 def pgd(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     steps: int = 10,
     step_size: float | Tensor | None = None,
@@ -137,7 +136,7 @@ def pgd(
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module, and so are the
             modules that a function refers to.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``2.5 * epsilon / steps``, enough to reach
             the boundary from anywhere in the ball (Madry et al. 2018, section 5).
@@ -183,66 +182,6 @@ def pgd(
         return attack.ball.settle(best)
 
 
-def mi_fgsm(
-    model: Callable[[Tensor], Tensor],
-    x: Tensor,
-    labels: Tensor,
-    *,
-    steps: int = 10,
-    step_size: float | Tensor | None = None,
-    momentum: float = 1.0,
-    loss: Loss | None = None,
-    random_start: bool | None = None,
-    generator: torch.Generator | None = None,
-    **options: Unpack[GradientOptions],
-) -> Tensor:
-    """Ascend along a running sum of gradients: the iterative fast gradient method with momentum.
-
-    ``g_{t+1} = momentum * g_t + grad / |grad|_1``, then a step as in `pgd` with this in the place of the gradient. The
-    sum remembers where earlier points were heading, which makes examples that also fool other models.
-
-    Args:
-        model: Inputs (N, ...) to logits (N, C).
-        x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
-        steps: Number of gradient steps.
-        step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``, as in the paper.
-        momentum: The part of the sum that is kept, at least 0; 0 is a plain ascent.
-        loss: As in `pgd`.
-        random_start: As in `pgd`.
-        generator: As in `pgd`.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
-
-    Returns:
-        Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
-
-    Raises:
-        TypeError: As in `pgd`.
-        ValueError: As in `pgd`, or if `momentum` is negative or not finite.
-
-    References:
-        Dong et al., "Boosting adversarial attacks with momentum", 2018, algorithm 1.
-
-    Example:
-        >>> weight = torch.tensor([[1.0, -2.0], [0.0, 0.0]])
-        >>> x = torch.full((1, 2), 0.5)
-        >>> mi_fgsm(lambda x: x @ weight.T, x, torch.tensor([0]), epsilon=0.25, steps=5)
-        tensor([[0.2500, 0.7500]])
-    """
-    steps = integer("steps", steps)
-    momentum = number("momentum", momentum, least=0)
-    draws = own_generator(generator) if starts_at_random(random_start, generator) else None
-    with setting(model, x, labels, **options) as attack:
-        stride = attack.stride(1 / steps, step_size)
-        example = _start(attack, draws)
-        heading = torch.zeros_like(example)
-        for _ in range(steps):
-            point, gradient, _ = attack.gradient(example, loss)
-            heading = momentum * heading + _of_unit_sum(gradient)
-            example = attack.ball.step(point, heading, stride)
-        return attack.ball.settle(example)
-
-
 def _start(attack: Setting, generator: torch.Generator | None) -> Tensor:
     return attack.x.clone() if generator is None else attack.ball.sample(generator)
 
@@ -262,9 +201,3 @@ def _stronger(attack: Setting, loss: Loss | None, one: Tensor, other: Tensor) ->
     measure = margin_loss if loss is None else loss
     values = [attack.sign * measure(attack.logits(example), attack.goal) for example in (one, other)]
     return torch.where((values[1] > values[0]).view(-1, *[1] * (one.dim() - 1)), other, one)
-
-
-def _of_unit_sum(gradient: Tensor) -> Tensor:
-    """Return the gradient divided by the sum of its absolute values; zero where it is zero."""
-    total = sum_of(gradient.to(wide(gradient)).abs())
-    return (gradient / total.masked_fill(total == 0, 1)).to(gradient.dtype)

@@ -31,7 +31,7 @@ _AT_ONCE = 1024  # pairs that are run at once unless more samples are given: eno
 def multi_target(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     steps: int = 40,
     n_targets: int = 9,
@@ -59,7 +59,7 @@ def multi_target(
     Args:
         model: Inputs (N, ...) to logits (N, C). It is run in evaluation mode, module by module.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,). There are no `targets`: the attack chooses its own.
+        labels: (N,). None: the model's answers at `x`. There are no `targets`: the attack chooses its own.
         steps: Number of gradient steps in each ascent.
         n_targets: T; the classes that are tried are those with the largest logits at `x`. At most C - 1 are.
         restarts: Number of ascents for each class. All but the first are random.
@@ -100,7 +100,7 @@ def multi_target(
 def linearised(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     n_targets: int = 9,
     at_once: int | None = None,
@@ -117,7 +117,7 @@ def linearised(
     Args:
         model: As in `multi_target`, and so are the other arguments.
         x: Clean inputs, (N, ...).
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         n_targets: T.
         at_once: Number of pairs that the model is run on at once.
         gradient_dtype: As in `pgd`.

@@ -31,7 +31,7 @@ _HALVED_AT = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 def square(
     model: Callable[[Tensor], Tensor],
     x: Tensor,
-    labels: Tensor,
+    labels: Tensor | None = None,
     *,
     queries: int = 5000,
     proportion: float = 0.8,
@@ -56,7 +56,7 @@ def square(
     Args:
         model: Inputs (N, ...) to logits (N, C). It need not be differentiable.
         x: Clean inputs, (N, ...), inside of `bounds`.
-        labels: (N,).
+        labels: (N,). None: the model's answers at `x`.
         queries: Largest number of evaluations of the model per sample, the clean input included.
         proportion: Share of the pixels that is changed at first, above 0 and at most 1.
         generator: Draws windows and signs. None: torch's global generator.

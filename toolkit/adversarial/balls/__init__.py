@@ -22,6 +22,7 @@ from toolkit.blocks import no_graph
 
 __all__ = [
     "Ball",
+    "BallFields",
     "BallOptions",
     "Bounds",
     "L1Ball",
@@ -84,7 +85,8 @@ class Ball:
     Attacks take a ball as ``ball=Ball(0.1, "l2")``, or in short its fields, ``epsilon=0.1, norm="l2"``.
 
     Attributes:
-        epsilon: Radius; one for all, or (N,). None: the whole box.
+        epsilon: Radius; one for all, or (N,). In Linf also one for each feature, with as many dimensions as the inputs
+            and broadcast to them. None: the whole box.
         norm: ``"linf"``, ``"l2"`` or ``"l1"``.
         bounds: Least and greatest value of an input, each a number or broadcast to the inputs; None for no box. A clean
             value that is out of them by a rounding stays allowed.
@@ -112,6 +114,11 @@ class Ball:
         if self.epsilon is not None:
             sizes_of("epsilon", self.epsilon)
 
+    @property
+    def has_features(self) -> bool:
+        """Whether the radius may differ between features, as it may in Linf."""
+        return self.norm == "linf"
+
     def around(self, x: Tensor) -> Region:
         """Return the ball around clean inputs, (N, ...).
 
@@ -125,7 +132,8 @@ class Ball:
         if x.dim() < 2:
             raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
         # A finite radius beyond any difference of two inputs: infinity minus infinity would be NaN.
-        radius = per_sample("epsilon", torch.finfo(x.dtype).max / 4 if self.epsilon is None else self.epsilon, x)
+        epsilon = torch.finfo(x.dtype).max / 4 if self.epsilon is None else self.epsilon
+        radius = per_sample("epsilon", epsilon, x, by_feature=self.has_features)
         with no_graph():
             lower, upper = box(x, self.bounds)
             change = free(x, self.mask)
@@ -143,18 +151,28 @@ class Ball:
             return value.to(x.device).expand(shape)[index] if has_rows else value
 
         radius = torch.as_tensor(self.epsilon) if isinstance(self.epsilon, tuple | list) else self.epsilon
-        rows = (rows_of(radius, x.shape[:1]), rows_of(self.bounds, x.shape), rows_of(self.mask, x.shape))
+        has_features = isinstance(radius, Tensor) and radius.dim() > 1
+        rows = (
+            rows_of(radius, x.shape if has_features else x.shape[:1]),
+            rows_of(self.bounds, x.shape),
+            rows_of(self.mask, x.shape),
+        )
         return Ball(rows[0], self.norm, *rows[1:])
 
 
-class BallOptions(TypedDict, total=False):
+class BallFields(TypedDict, total=False):
+    """The fields of a `Ball` that have a default."""
+
+    norm: Norm
+    bounds: Bounds
+    mask: Tensor | None
+
+
+class BallOptions(BallFields, total=False):
     """The keywords of every attack that name its threat model: a `Ball`, or in short the fields of one."""
 
     ball: Ball
     epsilon: float | Tensor | None
-    norm: Norm
-    bounds: Bounds
-    mask: Tensor | None
 
 
 def ball_of(**options: Unpack[BallOptions]) -> Ball:

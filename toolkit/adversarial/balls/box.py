@@ -19,14 +19,22 @@ __all__ = ["Bounds", "box", "draw", "features", "free", "norm_of", "per_sample",
 Bounds = tuple[float | Tensor, float | Tensor] | None
 
 
-def per_sample(argument: str, value: object, x: Tensor) -> Tensor:
+def per_sample(argument: str, value: object, x: Tensor, *, by_feature: bool = False) -> Tensor:
     """Return a size as float64 of shape (N or 1, 1, ...), to be broadcast against `x`.
+
+    Args:
+        argument: Its name.
+        value: One for all, or one per sample, (N,).
+        x: Inputs, (N, ...).
+        by_feature: Take a size for each feature as well, of as many dimensions as `x`.
 
     Raises:
         TypeError: As in `sizes_of`.
         ValueError: As in `sizes_of`, or if there is neither one for all nor one per sample.
     """
     sizes = sizes_of(argument, value, x.device)
+    if by_feature and sizes.dim() == x.dim() and all(n in {1, m} for n, m in zip(sizes.shape, x.shape, strict=True)):
+        return sizes
     if sizes.dim() > 1 or sizes.numel() not in {1, len(x)}:
         raise ValueError(
             f"`{argument}` should be one number or one per sample, ({len(x)},). Found shape {tuple(sizes.shape)}."
