@@ -294,6 +294,7 @@ CALLS: dict[str, Call] = {
         epsilon_warmup=0.5,
         evaluate_every=1,
         checkpoint_every=5,
+        verbose=0,
     ),
     "adversarial.vat_loss": Call(adv.vat_loss, model=MODEL, x=INPUTS, epsilon=0.2),
     "adversarial.verify_relu": Call(adv.verify_relu, **ATTACKED, time_limit=100.0),

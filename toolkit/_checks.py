@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["choice", "index", "integer", "number", "real"]
+__all__ = ["choice", "index", "integer", "level", "number", "real"]
 
 
 def integer(name: str, value: object, least: int = 1, most: int | None = None) -> int:
@@ -70,6 +70,15 @@ def real(value: object) -> float | None:
         return value
     found = _plain(value)
     return float(found) if isinstance(found, Real) else None
+
+
+def level(value: object) -> int:
+    """Return a level of detail, `verbose`, as a Python int; it may be a truth value, as elsewhere in scikit-learn.
+
+    Raises:
+        ValueError: If `value` is not an integer from 0.
+    """
+    return integer("verbose", int(value) if isinstance(value, bool) else value, 0)
 
 
 def choice(name: str, value: object, choices: Iterable[str]) -> None:

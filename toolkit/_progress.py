@@ -95,10 +95,11 @@ class Progress:
         if self._console is not None:
             self._console.print(f"  {how} at {log_likelihood:.6f} {self._measure}{self._time()}")
 
-    def say(self, what: str) -> None:
-        """Show a message in the place of an end."""
+    def say(self, what: str, seconds: float | None = None) -> None:
+        """Show a message in the place of an end, and how long it took."""
         if self._console is not None:
-            self._console.print(f"  {what}")
+            time = f", {seconds:.2f} s" if seconds is not None and self._verbose > 1 else ""
+            self._console.print(f"  {what}{time}")
 
     def _time(self) -> str:
         return f", {time.perf_counter() - self._since:.2f} s" if self._verbose > 1 else ""

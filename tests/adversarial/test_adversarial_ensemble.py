@@ -1,6 +1,7 @@
 """The ensemble of attacks: as strong as exact verification where that can be had, and honest about what it counts."""
 
-from functools import cache
+import re
+from functools import cache, partial
 
 import pytest
 import torch
@@ -210,3 +211,17 @@ def test_square_alone_needs_no_gradient() -> None:
 
     found = evaluate_robustness(opaque, x, labels, epsilon=0.1, attacks={"Square": square})
     assert found.broken["Square"] > 0.1 * len(x)
+
+
+def test_progress_names_each_attack_and_what_it_left(capsys):
+    weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
+    x, labels = torch.tensor([[0.9, 0.1], [0.6, 0.5], [0.1, 0.7]]), torch.tensor([0, 0, 0])
+    attacks = {"FGSM": lambda *args, generator, **options: fgsm(*args, **options)}
+    run = partial(robust_accuracy, lambda x: x @ weight.T, x, labels, epsilon=0.2, attacks=attacks)
+    assert run(verbose=1, batch_size=2) == run()
+    assert capsys.readouterr().out == (
+        "Batch 1 of 2: 2 rows, 2 correct\n  FGSM: 1 broken, 1 left\n"
+        "Batch 2 of 2: 1 rows, 0 correct\n  FGSM: 0 broken, 0 left\n"
+    )
+    run(verbose=2)
+    assert re.search(r"FGSM: 1 broken, 1 left, [\d.]+ s", capsys.readouterr().out)

@@ -1554,3 +1554,24 @@ def test_a_model_that_is_not_finite_is_refused():
         model[0].bias[0] = math.inf
     with pytest.raises(ValueError, match=r"`model` should be finite. Found that `0.bias` is not"):
         run(model)
+
+
+def test_progress_shows_loss_and_scores_of_each_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    x, labels = torch.tensor([[0.2], [0.8]]).repeat(8, 1), torch.tensor([0, 1]).repeat(8)
+
+    def run(verbose: int) -> History:
+        draws, model = torch.Generator().manual_seed(0), torch.nn.Linear(1, 2)
+        torch.nn.init.zeros_(model.weight)
+        options = {"method": "fgsm", "epsilon": 0.1, "epochs": 3, "evaluate_every": 2, "generator": draws}
+        return train(model, x, labels, **options, evaluate=(x, labels), verbose=verbose)
+
+    found = run(1)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[::2] == ["Epoch 1 of 3", "Epoch 2 of 3", "Epoch 3 of 3"]
+    assert lines[1] == f"  {found.losses[0]:.6f} nats per sample"
+    scores = "".join(f", {name} {values[0]:.4f}" for name, values in found.scores.items())
+    assert lines[3] == f"  {found.losses[1]:.6f} nats per sample{scores}"
+    run(2)
+    assert re.search(r"nats per sample, [\d.]+ s\n", capsys.readouterr().out)
+    run(0)
+    assert capsys.readouterr().out == ""

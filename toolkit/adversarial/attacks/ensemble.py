@@ -20,7 +20,8 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor
 
-from toolkit._checks import integer, number
+from toolkit._checks import integer, level, number
+from toolkit._progress import Progress
 from toolkit._random import seeded_generator
 from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting
 from toolkit.adversarial.attacks._suitability import warn_of_unsuited_models
@@ -136,6 +137,7 @@ def evaluate_robustness(
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
+    verbose: int = 0,
     **options: Unpack[CommonOptions],
 ) -> Evaluation:
     """Run attacks one after the other, each on the rows that are still classified correctly.
@@ -155,6 +157,7 @@ def evaluate_robustness(
         batch_size: Rows, or pairs of a row and a class, at once.
         generator: Draws all random numbers. An integer seeds a new one: by default the same call gives the same result.
             None: torch's global generator.
+        verbose: 1 prints a line after each attack on each batch; 2 also the processor time.
         **options: `CommonOptions`: the ball, and `logits`.
 
     Returns:
@@ -179,12 +182,15 @@ def evaluate_robustness(
         >>> print(evaluate_robustness(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2).broken)
         {'linearised': 1, 'multi-target': 0, 'multi-target, random starts': 0, 'APGD': 0, 'FAB': 0, 'Square': 0}
     """
-    batch_size = integer("batch_size", batch_size)
+    batch_size, verbose = integer("batch_size", batch_size), level(verbose)
     if attacks is not None and not (isinstance(attacks, Mapping) and attacks):
         found = "none" if isinstance(attacks, Mapping) else type(attacks).__name__
         raise TypeError(f"`attacks` should be a mapping of names to attacks, at least one. Found {found}.")
     draws = seeded_generator(generator)
-    with setting(model, x, labels, **options) as whole:
+    with (
+        setting(model, x, labels, **options) as whole,
+        Progress(verbose=verbose, interval=1, callback=None) as progress,
+    ):
         _warn_of_a_ball_as_wide_as_the_box(whole)
         parts = [
             _Standing(whole.rows(rows), draws)
@@ -195,7 +201,10 @@ def evaluate_robustness(
         broken: dict[str, int] = {}
         seconds: dict[str, float] = {}
         skipped: dict[str, None] = {}
-        for part in parts:
+        for number, part in enumerate(parts, 1):
+            progress.begin(
+                f"Batch {number} of {len(parts)}: {len(part.correct)} rows, {int(part.correct.sum())} correct"
+            )
             for name, attack in (standard_attacks(part.n_classes, batch_size) if attacks is None else attacks).items():
                 start = time.process_time()
                 try:
@@ -204,8 +213,10 @@ def evaluate_robustness(
                 except NoGradientError:
                     count = 0
                     skipped.setdefault(name)
+                spent = time.process_time() - start
                 broken[name] = broken.get(name, 0) + count
-                seconds[name] = seconds.get(name, 0.0) + time.process_time() - start
+                seconds[name] = seconds.get(name, 0.0) + spent
+                progress.say(f"{name}: {count} broken, {int(part.robust.sum())} left", spent)
         return Evaluation(
             correct=torch.cat([part.correct for part in parts]),
             robust=torch.cat([part.robust for part in parts]),
@@ -224,6 +235,7 @@ def robust_accuracy(
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
+    verbose: int = 0,
     **options: Unpack[CommonOptions],
 ) -> float:
     """Return the share of rows that an ensemble of attacks leaves correctly classified, from 0 to 1.
@@ -237,6 +249,7 @@ def robust_accuracy(
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
+        verbose: As in `evaluate_robustness`.
         **options: `CommonOptions`: the ball, and `logits`.
 
     Raises:
@@ -254,7 +267,7 @@ def robust_accuracy(
         0.5
     """
     return evaluate_robustness(
-        model, x, labels, attacks=attacks, batch_size=batch_size, generator=generator, **options
+        model, x, labels, attacks=attacks, batch_size=batch_size, generator=generator, verbose=verbose, **options
     ).robust_accuracy
 
 
@@ -334,6 +347,7 @@ def ensemble(
     attacks: Mapping[str, Attack | Stages] | None = None,
     batch_size: int = 1000,
     generator: torch.Generator | int | None = 0,
+    verbose: int = 0,
     **options: Unpack[CommonOptions],
 ) -> Tensor:
     """Return the adversarial examples of an ensemble of attacks: `evaluate_robustness` as an attack like the others.
@@ -345,6 +359,7 @@ def ensemble(
         attacks: Name to attack.
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
+        verbose: As in `evaluate_robustness`.
         **options: `CommonOptions`: the ball, and `logits`.
 
     Returns:
@@ -362,7 +377,7 @@ def ensemble(
         tensor([[0.3500, 0.7500]])
     """
     return evaluate_robustness(
-        model, x, labels, attacks=attacks, batch_size=batch_size, generator=generator, **options
+        model, x, labels, attacks=attacks, batch_size=batch_size, generator=generator, verbose=verbose, **options
     ).examples
 
 

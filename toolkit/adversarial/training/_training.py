@@ -15,6 +15,7 @@ from torch.distributed import all_reduce
 
 from toolkit._checkpoint import fingerprint
 from toolkit._distributed import rank_of, world_of
+from toolkit._progress import Progress
 from toolkit._run import Course, Run, global_generator, seed_of, with_prefix
 from toolkit.adversarial.training._arguments import Plan
 from toolkit.adversarial.training._batches import Batches, Part
@@ -76,6 +77,7 @@ class Training(Run[tuple[Part, int]]):
         # The losses of this rank's rows in the running epoch, summed, and how many rows these are.
         self.sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         self.history, self.collapse = History(), Collapse()
+        self.progress: Progress | None = None
         self.best: dict[str, Tensor] = {}
         self.best_score, self.waited = -math.inf, 0
         self.spent = self.started = 0.0
@@ -174,6 +176,16 @@ class Training(Run[tuple[Part, int]]):
         due = self.epoch % self.plan.evaluate_every == 0 or self.epoch == self.course.epochs
         if self.plan.evaluate is not None and due:
             self._evaluate(self.plan.evaluate)
+        if self.progress is not None:
+            self._show(self.progress)
+
+    def _show(self, progress: Progress) -> None:
+        """Show the loss of an epoch, and its scores if it was evaluated."""
+        progress.begin(f"Epoch {self.epoch} of {self.course.epochs}")
+        is_evaluated = self.history.evaluated[-1:] == [self.epoch]
+        scores = {name: values[-1] for name, values in self.history.scores.items()} if is_evaluated else {}
+        found = "".join(f", {name} {value:.4f}" for name, value in scores.items())
+        progress.say(f"{self.history.losses[-1]:.6f} nats per sample{found}", self.history.seconds[-1])
 
     def _evaluate(self, score: Score) -> None:
         with self._averaged():

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from toolkit._checks import integer, number
-from toolkit._distributed import together
+from toolkit._checks import integer, level, number
+from toolkit._distributed import rank_of, together
 from toolkit._divergence import DivergenceError
+from toolkit._progress import Progress
 from toolkit._run import Course
 from toolkit.adversarial.balls import Bounds, Norm
 from toolkit.adversarial.training._arguments import (
@@ -65,6 +66,7 @@ class TrainingOptions(TypedDict, total=False):
         checkpoint_every: Updates from one checkpoint to the next; another one is written at the end. Default: ``1000``.
         group: The ranks. None: this process alone.
         callback: Called after each update with the number of updates and the number of the epoch, from 1.
+        verbose: 1 prints a line after each epoch, on the first rank; 2 also the time. Default: 0.
     """
 
     epsilon: float
@@ -83,6 +85,7 @@ class TrainingOptions(TypedDict, total=False):
     checkpoint_every: int
     group: ProcessGroup | None
     callback: Callable[[int, int], None] | None
+    verbose: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +108,7 @@ class _Settings:
     checkpoint_every: int = 1000
     group: ProcessGroup | None = None
     callback: Callable[[int, int], None] | None = None
+    verbose: int = 0
 
 
 def train(
@@ -187,7 +191,7 @@ def train(
         1.0
     """
     chosen = _Settings(**options)
-    group = chosen.group
+    group, verbose = chosen.group, level(chosen.verbose)
     check_group(group)
     with together(group):
         check_model(model, generator, chosen.augment)
@@ -235,8 +239,15 @@ def train(
         "data": batches.known,
     }
     warn_of_local_statistics(model, group)
-    with ordinary_tensors(), undisturbed(model), without_gradients(model):
+    shown = verbose if rank_of(group) == 0 else 0
+    with (
+        ordinary_tensors(),
+        undisturbed(model),
+        without_gradients(model),
+        Progress(verbose=shown, interval=1, callback=None) as progress,
+    ):
         run = Training(course, plan, model, descent, batches, generator, settings)
+        run.progress = progress
         run.train()
     run.history.updates = run.update
     return run.history
