@@ -434,7 +434,8 @@ class _FastChains:
     def _draw(self, mean: Tensor, out: Tensor) -> None:
         """Write draws of zeros and ones to `out`; `mean` is overwritten."""
         if self.bits is None:
-            out.uniform_(generator=self.generator).lt_(mean)
+            uniform = torch.empty(out.shape, dtype=torch.float32, device=out.device).uniform_(generator=self.generator)
+            torch.lt(uniform, mean, out=out)
             return
         # Uniform numbers are most of what comes on top of the products. Halves of integers of 64 bits cost less than
         # floats, and are not coarser: between -2^31 and 2^31, they are compared with p 2^32 - 2^31.

@@ -111,8 +111,8 @@ class RBM(nn.Module):
         self.n_visible = n_visible
         n_columns = n_visible * (categories or 1)
         drawn_on = device if generator is None else generator.device
-        # In float32, so that machines of every dtype start alike.
-        weights = torch.randn(n_columns, n_hidden, generator=generator, dtype=torch.float32, device=drawn_on)
+        # In float64, so that machines of every dtype start alike.
+        weights = torch.randn(n_columns, n_hidden, generator=generator, dtype=torch.float64, device=drawn_on)
         self.weights = nn.Parameter(weights.mul_(_INITIAL_SCALE).to(device, dtype))
         self.visible_bias = nn.Parameter(torch.zeros(n_columns, dtype=dtype, device=device))
         self.hidden_bias = nn.Parameter(torch.zeros(n_hidden, dtype=dtype, device=device))

@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.model import RBM
-from toolkit.rbm.training._kernels import BernoulliKernel, Kernel, LayerKernel, Phases
+from toolkit.rbm.training._kernels import BernoulliKernel, Kernel, LayerKernel, Phases, parameters_of
 
 __all__ = ["FusedTrainer"]
 
@@ -109,6 +109,7 @@ class FusedTrainer:
         if product_dtype is not None and not getattr(product_dtype, "is_floating_point", False):
             raise ValueError(f"`product_dtype` should be a floating-point type. Found {product_dtype!r}.")
         self.rbm, self.batch_size, self.steps, self.generator, self.group = rbm, batch_size, steps, generator, group
+        self._n_columns = rbm.n_columns
         self.weight_decay, self.fast_rate, self.offset_rate = weight_decay, fast_rate, offset_rate
         betas = None if inverse_temperatures is None else _check_temperatures(torch.as_tensor(inverse_temperatures))
         with no_graph():
@@ -171,9 +172,9 @@ class FusedTrainer:
         if not isinstance(data, Tensor):
             raise TypeError(f"`data` should be a tensor. Found {type(data).__name__}.")
         n, n_columns = data.shape if data.ndim == 2 else (-1, -1)
-        if n_columns != self.rbm.n_columns or not (self.group is None) <= n <= self.batch_size:
+        if n_columns != self._n_columns or not (self.group is None) <= n <= self.batch_size:
             raise ValueError(
-                f"`data` should have shape (N, {self.rbm.n_columns}) with 0 < N <= {self.batch_size}. "
+                f"`data` should have shape (N, {self._n_columns}) with 0 < N <= {self.batch_size}. "
                 f"Found {tuple(data.shape)}."
             )
         with no_graph():
@@ -272,20 +273,21 @@ class FusedTrainer:
             return 1.0
         if self._offsets is not None:
             rate = learning_rate * self.weight_decay
-            self.rbm.visible_bias.addmv_(self.rbm.weights, self._offsets[1], alpha=rate)
-            self.rbm.hidden_bias.addmv_(self.rbm.weights.mT, self._offsets[0], alpha=rate)
+            weights, visible_bias, hidden_bias = parameters_of(self.rbm)
+            visible_bias.addmv_(weights, self._offsets[1], alpha=rate)
+            hidden_bias.addmv_(weights.mT, self._offsets[0], alpha=rate)
         return 1 - learning_rate * self.weight_decay
 
     def _descend(self, phases: Phases, learning_rate: float) -> None:
         """Update the parameters without a buffer for the update."""
-        rbm = self.rbm
-        for name, value in phases.other_gradients(rbm).items():
-            getattr(rbm, name).add_(value, alpha=learning_rate)
+        for name, value in phases.other_gradients(self.rbm).items():
+            getattr(self.rbm, name).add_(value, alpha=learning_rate)
+        weights, visible_bias, hidden_bias = parameters_of(self.rbm)
         weighted, of_statistic, of_hidden = self._biases(phases)
         left = self._decay(learning_rate)
-        rbm.visible_bias.addmv_(phases.statistic_mT, of_statistic, alpha=learning_rate)
-        rbm.hidden_bias.addmv_(phases.hidden_mT, of_hidden, alpha=learning_rate)
-        rbm.weights.addmm_(phases.statistic_mT, weighted, beta=left, alpha=learning_rate)
+        visible_bias.addmv_(phases.statistic_mT, of_statistic, alpha=learning_rate)
+        hidden_bias.addmv_(phases.hidden_mT, of_hidden, alpha=learning_rate)
+        weights.addmm_(phases.statistic_mT, weighted, beta=left, alpha=learning_rate)
 
     def _collect(self, phases: Phases) -> None:
         """Write the update into its buffer."""
