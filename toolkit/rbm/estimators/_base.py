@@ -25,6 +25,7 @@ from toolkit._progress import Progress
 from toolkit._run import Course
 from toolkit.blocks import no_graph
 from toolkit.rbm.annealing import ais
+from toolkit.rbm.estimators._notice import Notice
 from toolkit.rbm.estimators._rows import Check, Epoch, Rows, read_rows
 from toolkit.rbm.estimators._trainer import Method, Options, Trainer, trainer_of
 from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS
@@ -32,6 +33,7 @@ from toolkit.rbm.machine.model import RBM, HiddenUnits, VisibleUnits
 from toolkit.rbm.training import DivergenceError, linear_decay
 from toolkit.rbm.training.fused import FusedTrainer
 from toolkit.rbm.training.loop import Plan, run_training
+from toolkit.rbm.training.schedules import Schedule as Rates
 
 __all__ = ["BaseRBM", "Callback", "Schedule"]
 
@@ -74,9 +76,9 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     n_components: int
     learning_rate: float | None
-    batch_size: int
+    batch_size: int | None
     n_iter: int | None
-    verbose: int
+    verbose: int | None
     random_state: RandomState
     method: Method
     gibbs_steps: int
@@ -85,7 +87,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     fast_rate: float | None
     offset_rate: float | None
     weight_decay: float
-    schedule: Schedule
+    schedule: Schedule | None
     average_from: float | None
     checkpoint: str | os.PathLike[str] | None
     callback: Callback | None
@@ -109,6 +111,15 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _constant_rate(self, n_features: int) -> float:
         """Return the learning rate of `partial_fit`."""
         return self._rate(n_features)
+
+    def _rates(self, rate: float) -> float | Rates:
+        """Return the learning rate of a fit, or its schedule, from the rate at the beginning."""
+        return rate if self.schedule == "constant" else linear_decay(rate)
+
+    def _rows_of_a_batch(self) -> int:
+        """Return the number of rows of a batch of a fit."""
+        assert self.batch_size is not None
+        return int(self.batch_size)
 
     def _epochs(self, n_batches: int) -> int:
         """Return the number of epochs of a fit, for a number of batches per epoch."""
@@ -185,19 +196,22 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self._generator, self._form, self._n_batches = generator, form, 0
         self._most_chains = max(rows.n_rows, _CHAINS)
         rbm = self._new_machine(rows)
-        batch_size = min(int(self.batch_size), rows.n_rows)
+        batch_size = min(self._rows_of_a_batch(), rows.n_rows)
         n_batches = math.ceil(rows.n_rows / batch_size)
         epochs, rate = self._epochs(n_batches), self._rate(rbm.n_visible)
         trainer = self._trainer_for(rbm, batch_size, rate)
         shown_every = math.ceil(epochs / _LINES)
         with Progress(
-            verbose=int(self.verbose), interval=1, callback=None, step="epoch", measure=self._measure
+            verbose=int(self.verbose or 0), interval=1, callback=None, step="epoch", measure=self._measure
         ) as progress:
             shown = self._shown_rows(rows, rbm) if self.verbose else None
             progress.begin(f"{type(self).__name__}: {rows.n_rows} rows, {epochs} epochs")
+            notice = Notice(type(self).__name__, epochs, n_batches) if self.verbose is None else None
 
             def after(update: int, _: int) -> None:
                 self._after_step(rbm)
+                if notice is not None:
+                    notice(update)
                 if update % n_batches:
                     return
                 epoch = update // n_batches
@@ -215,7 +229,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                     resumed=lambda update: progress.say(f"goes on from update {update} of {epochs * n_batches}"),
                 )
                 plan = Plan(
-                    linear_decay(rate) if self.schedule == "linear" else rate,
+                    self._rates(rate),
                     generator,
                     rows.n_rows,
                     average_from=self.average_from,
@@ -262,7 +276,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         else:
             rbm = self._machine()
         rate = self._constant_rate(rbm.n_visible)
-        trainer = self._trainer_for(rbm, max(min(int(self.batch_size), _MOST_CHAINS), rows.n_rows), rate)
+        trainer = self._trainer_for(rbm, max(min(self._rows_of_a_batch(), _MOST_CHAINS), rows.n_rows), rate)
         batch = torch.cat([self._to_training(block.to(rbm.weights.device)) for block in rows.blocks()])
         trainer.step(batch, learning_rate=rate)
         self._after_step(rbm)
@@ -329,7 +343,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
 
     def _trainer_for(self, rbm: RBM, batch_size: int, rate: float) -> Trainer:
         """Return the trainer of a machine, which continues from the last training."""
-        most = min(int(self.batch_size), getattr(self, "_most_chains", _MOST_CHAINS))
+        most = min(self._rows_of_a_batch(), getattr(self, "_most_chains", _MOST_CHAINS))
         options = Options(
             method=self.method,
             steps=int(self.gibbs_steps),
@@ -625,7 +639,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
                 integer(name, getattr(self, name), least)
         if self.n_chains is not None:
             integer("n_chains", self.n_chains, 1)
-        integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
+        if self.verbose is not None:
+            integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
         if not isinstance(self.checkpoint, str | os.PathLike | None):
             raise ValueError(f"`checkpoint` should be a path, or None. Found {self.checkpoint!r}.")
         number("weight_decay", self.weight_decay, least=0)
@@ -637,7 +652,8 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         if self.average_from is not None:
             number("average_from", self.average_from, least=0, below=1)
         choice("method", self.method, get_args(Method))
-        choice("schedule", self.schedule, get_args(Schedule))
+        if self.schedule is not None or "schedule" not in self._automatic:
+            choice("schedule", self.schedule, get_args(Schedule))
         if self.callback is not None and not callable(self.callback):
             raise ValueError(f"`callback` should be a function, or None. Found {self.callback!r}.")
         self._check_more()

@@ -23,12 +23,21 @@ from toolkit.rbm.estimators._trainer import Method
 from toolkit.rbm.evaluation import pseudo_log_likelihood
 from toolkit.rbm.machine.layers import log_one_plus_exp
 from toolkit.rbm.machine.model import RBM, VisibleUnits
+from toolkit.rbm.training.schedules import Schedule as Rates
+from toolkit.rbm.training.schedules import linear_decay
 
 __all__ = ["BernoulliRBM"]
 
 # Tuned on digits of 8 x 8 and 28 x 28 pixels with 16 to 500 components, by the likelihood of held-out rows.
 _RATE, _HIGHEST_RATE = 3.2, 0.4
-_UPDATES, _LEAST_EPOCHS = 30_000, 10
+_BATCH, _UPDATES, _LEAST_EPOCHS = 100, 30_000, 10
+
+# With an argument of scikit-learn's: its epochs, and batches of twice its size, because a centred update takes longer.
+_THEIR_EPOCHS, _THEIR_BATCH = 10, 10
+_SHORT_BATCH = 20
+
+# Centred coordinates need longer steps than scikit-learn's plain ones to learn as much in as many updates.
+_CENTRED = 2
 
 # Numbers of a block of the pseudo-likelihood, (B, D, H).
 _BLOCK = 2**20
@@ -46,8 +55,10 @@ class BernoulliRBM(BaseRBM):
     - **Batches.** Rows are in a new random order in each epoch. Each side of an update is a mean over its own rows,
       also for a smaller last batch, and for a batch of any size in `partial_fit`, which returns the estimator.
     - **Training.** It starts at visible biases with the frequencies of the data, and uses centred gradients with weight
-      decay. The learning rate falls to 0, and there are more updates. scikit-learn's settings are ``learning_rate=0.1,
-      batch_size=10, n_iter=10, offset_rate=None, weight_decay=0, schedule="constant"``.
+      decay. The learning rate falls to 0. With none of `learning_rate`, `batch_size` and `n_iter` there are more
+      updates, for the best likelihood; with any of them, the others are chosen for scikit-learn's time.
+      scikit-learn's own training is ``learning_rate=0.1, batch_size=10, n_iter=10, offset_rate=None, weight_decay=0,
+      schedule="constant"``.
     - **`score_samples`** is deterministic: the expectation of scikit-learn's score, which draws one feature at random.
     - **Data** must be between 0 and 1 in training and in scores. Other values raise an error, unless `binarize` is
       given.
@@ -57,11 +68,13 @@ class BernoulliRBM(BaseRBM):
 
     Args:
         n_components: H.
-        learning_rate: The step size at the beginning. None: :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in
+        learning_rate: The step size; see `schedule`. None: :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in
             `partial_fit`, where it does not fall.
-        batch_size: Rows of a batch.
-        n_iter: Epochs, passes over all rows. None: enough for 30,000 updates, and at least 10.
-        verbose: 1 shows progress, 2 also the time.
+        batch_size: Rows of a batch. None: 20 if `learning_rate` or `n_iter` is given, else 100.
+        n_iter: Epochs, passes over all rows. None: enough for 30,000 updates, and at least 10; 10 if
+            `learning_rate` or `batch_size` is given.
+        verbose: 1 shows progress, 2 also the time. None: a fit of more than two seconds prints one line, with the time
+            that is left, to stderr. 0: nothing.
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
         method: Source of the negative samples of an update. ``"pcd"``: chains that continue from update to update.
             ``"cd"``: `gibbs_steps` from the data. ``"fpcd"``: persistent chains driven by fast weights.
@@ -75,7 +88,10 @@ class BernoulliRBM(BaseRBM):
         offset_rate: Weight of each batch in the running means that are the offsets of centred coordinates. None: plain
             gradients.
         weight_decay: Factor of the penalty, half the squared weights.
-        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same.
+        schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same. None:
+            it falls in the second half if `learning_rate`, `batch_size` or `n_iter` is given, else from the beginning.
+            A given `learning_rate` is then that of scikit-learn's plain gradients: centred steps are twice as long,
+            and four times if `batch_size` is None, for batches of twice scikit-learn's 10 rows.
         average_from: The fraction of training after which parameters are averaged; the result is their mean. None: the
             last parameters.
         binarize: Features above this threshold become 1, others 0. None: data are zeros and ones, or probabilities.
@@ -109,16 +125,16 @@ class BernoulliRBM(BaseRBM):
 
     _visible_units: ClassVar[VisibleUnits] = "bernoulli"
     _measure: ClassVar[str] = "nats per sample of pseudo-log-likelihood"
-    _automatic: ClassVar[frozenset[str]] = BaseRBM._automatic | {"learning_rate", "n_iter"}
+    _automatic: ClassVar[frozenset[str]] = BaseRBM._automatic | {"learning_rate", "batch_size", "n_iter", "schedule"}
 
     def __init__(
         self,
         n_components: int = 256,
         *,
         learning_rate: float | None = None,
-        batch_size: int = 100,
+        batch_size: int | None = None,
         n_iter: int | None = None,
-        verbose: int = 0,
+        verbose: int | None = None,
         random_state: RandomState = None,
         method: Method = "pcd",
         gibbs_steps: int = 1,
@@ -127,7 +143,7 @@ class BernoulliRBM(BaseRBM):
         fast_rate: float | None = None,
         offset_rate: float | None = 0.1,
         weight_decay: float = 1e-3,
-        schedule: Schedule = "linear",
+        schedule: Schedule | None = None,
         average_from: float | None = None,
         binarize: float | None = None,
         checkpoint: str | os.PathLike[str] | None = None,
@@ -187,10 +203,27 @@ class BernoulliRBM(BaseRBM):
     def _constant_rate(self, n_features: int) -> float:
         return self._rate(n_features) / (1 if self.learning_rate is not None else 4)
 
+    @property
+    def _is_short(self) -> bool:
+        """Whether a fit takes scikit-learn's time: one of its arguments of training is given."""
+        return any(value is not None for value in (self.learning_rate, self.batch_size, self.n_iter))
+
+    def _rates(self, rate: float) -> float | Rates:
+        if self.schedule is not None or not self._is_short:
+            return super()._rates(rate)
+        if self.learning_rate is not None:
+            rate *= _CENTRED * (1 if self.batch_size is not None else _SHORT_BATCH / _THEIR_BATCH)
+        return linear_decay(rate, hold=0.5)
+
+    def _rows_of_a_batch(self) -> int:
+        if self.batch_size is not None:
+            return super()._rows_of_a_batch()
+        return _SHORT_BATCH if self._is_short else _BATCH
+
     def _epochs(self, n_batches: int) -> int:
         if self.n_iter is not None:
             return super()._epochs(n_batches)
-        return max(_LEAST_EPOCHS, math.ceil(_UPDATES / n_batches))
+        return _THEIR_EPOCHS if self._is_short else max(_LEAST_EPOCHS, math.ceil(_UPDATES / n_batches))
 
     def _check_more(self) -> None:
         if self.binarize is not None:

@@ -42,7 +42,7 @@ class GaussianRBM(BaseRBM):
         learning_rate: The step size at the beginning.
         batch_size: Rows of a batch.
         n_iter: Epochs, passes over all rows.
-        verbose: 1 shows progress, 2 also the time.
+        verbose: As in `BernoulliRBM`.
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
         method: As in `BernoulliRBM`.
         gibbs_steps: Gibbs steps of the chains in an update.
@@ -105,7 +105,7 @@ class GaussianRBM(BaseRBM):
         learning_rate: float = 0.05,
         batch_size: int = 10,
         n_iter: int = 100,
-        verbose: int = 0,
+        verbose: int | None = None,
         random_state: RandomState = None,
         method: Method = "pcd",
         gibbs_steps: int = 1,
