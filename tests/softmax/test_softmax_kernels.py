@@ -345,3 +345,33 @@ def test_one_number_is_a_row_of_one_class():
 def test_errors_name_what_was_found(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("scale", [1.0, 3.0, 30.0], ids=["unsure", "some rows sure", "sure"])
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_a_small_input_has_the_values_and_gradients_of_a_large_one(scale, dim, monkeypatch):
+    x = (scale * torch.randn(30, 7, dtype=torch.float64, generator=generator())).requires_grad_()
+    g = 1000 + torch.randn(30, 7, dtype=torch.float64, generator=generator(1))
+    labels = torch.zeros(x.select(dim, 0).shape, dtype=torch.int64)
+    programs = {
+        "softmax": (lambda: softmax(x, dim), g),
+        "log_softmax": (lambda: log_softmax(x, dim), g),
+        "cross_entropy": (lambda: cross_entropy(x, labels, dim, reduction="none"), g.select(dim, 0)),
+    }
+    small = {name: (run(), *torch.autograd.grad(run(), x, v)) for name, (run, v) in programs.items()}
+    monkeypatch.setattr(_kernels, "_SMALL", 0)
+    for name, (run, v) in programs.items():
+        assert torch.equal(small[name][0], run()), name
+        (expected,) = torch.autograd.grad(run(), x, v)
+        # The condition of a component of softmax, of order 1, and of log-softmax and its pivot, of order 1000.
+        torch.testing.assert_close(small[name][1], expected, rtol=1e-10, atol=1e-12 if name == "log_softmax" else 1e-15)
+
+
+def test_the_gradient_by_the_probabilities_themselves_is_not_centred():
+    x = torch.randn(4, 3, generator=generator()).requires_grad_()
+    y, g = softmax(x), torch.randn(4, 3, generator=generator(1))
+    (by_y,) = torch.autograd.grad((y * g).sum(), y, retain_graph=True)
+    assert torch.equal(by_y, g)
+    by_y, by_x = torch.autograd.grad((y * g).sum(), (y, x))
+    assert torch.equal(by_y, g)
+    torch.testing.assert_close(by_x, torch.autograd.grad(torch.softmax(x, -1), x, g)[0])

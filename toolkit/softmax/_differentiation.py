@@ -20,23 +20,30 @@ from toolkit.softmax._kernels import (
     HALF,
     centred_in_plain_operations,
     centred_product,
+    is_small,
+    is_unsure,
     log_probabilities,
     log_softmax_product,
     log_softmax_product_in_plain_operations,
     maximum_and_log_sum,
     probabilities,
     scaled_probabilities,
+    small_probabilities,
     wide,
 )
 
 
 def softmax_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the probabilities, in float32 at least."""
+    if is_small(x) and (y := small_probabilities(x, dim)) is not None:
+        return y
     return _applied(_Softmax, _SoftmaxInGraph, x, dim)
 
 
 def log_softmax_of_rows(x: Tensor, dim: int) -> Tensor:
     """Return the log-probabilities, in float32 at least."""
+    if is_small(x) and is_unsure(log_y := torch.log_softmax(x, dim)):
+        return log_y  # with the derivatives of torch
     return _applied(_LogSoftmax, _LogSoftmaxInGraph, x, dim)
 
 

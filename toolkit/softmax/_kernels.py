@@ -13,13 +13,20 @@ import math
 from collections.abc import Iterator
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.compiler import is_compiling
 
 # Elements of one piece: 128 KiB of float32, so that an input, a cotangent and a result fit into a core's cache.
 _PIECE = 1 << 15
+# Elements of a small input, whose time is that of the calls.
+_SMALL = 1 << 12
+# Up to this probability y the fused kernel of log-softmax and its derivative lose at most 1 / (1 - y) = 16 roundoffs.
+_SURE = math.log(15 / 16)
 _PLAIN = (Tensor, torch.nn.Parameter)
 HALF = (torch.float16, torch.bfloat16)
+# Classes up to which any pivot is good enough.
+_FEW = 32
 
 
 def wide(x: Tensor) -> Tensor:
@@ -58,6 +65,28 @@ def probabilities_in_plain_operations(z: Tensor, dim: int) -> Tensor:
     return e / e.sum(dim, keepdim=True).clamp(min=1)
 
 
+def small_probabilities(x: Tensor, dim: int) -> Tensor | None:
+    """Return `torch.softmax` of a small input, with the derivative of `centred_product`; None if that is not possible.
+
+    The pivot is the cotangent at the maximum, so that the error of a component is up to 1 + C times its condition.
+    """
+    if x.shape[dim] > _FEW or forward_ad._current_level >= 0:
+        return None
+    y = torch.softmax(x, dim)
+    if _has_nan(y, dim):
+        return None
+    if (node := y.grad_fn) is not None:
+        top = y.argmax(dim, keepdim=True)
+
+        def centred(cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
+            (g,) = cotangents
+            return (None if g is None else g - g.gather(dim, top),)
+
+        # Of the node and not of `y`: a gradient by `y` itself has to stay. It does not keep `y`, which keeps the node.
+        node.register_prehook(centred)
+    return y
+
+
 def _with_infinite_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
     """Set the rows whose maximum is not finite, which `torch.softmax` fills with NaN."""
     peak = x.amax(dim, keepdim=True)
@@ -68,7 +97,8 @@ def _with_infinite_rows(y: Tensor, x: Tensor, dim: int) -> Tensor:
 
 def _has_nan(y: Tensor, dim: int) -> bool:
     """Return whether `torch.softmax` met a maximum that is not finite: then the whole row is NaN."""
-    return math.isnan((y.select(dim, 0) if y.dim() else y).sum().item())
+    one_of_a_row = y if y.numel() <= _SMALL else y.select(dim, 0)
+    return math.isnan(one_of_a_row.sum().item())
 
 
 def scaled_probabilities(x: Tensor, scale: Tensor, dim: int) -> Tensor:
@@ -104,25 +134,35 @@ def maximum_and_log_sum(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         room = _room(x)
         for part, top, total in _pieces(dim, x, peak, log_sum):
             torch.amax(part, -1, keepdim=True, out=top)
-            total.copy_(_log_sum(torch.softmax(part, -1, out=room[: len(part)]), -1, True))
+            total.copy_(_log_sum(torch.softmax(part, -1, out=room[: len(part)])))
     else:
         peak = x.amax(dim, keepdim=True)
-        log_sum = _log_sum(torch.softmax(x, dim), dim, _may_look(x))
+        log_sum = _log_sum_of_fused(x, peak, dim)
     limits = torch.finfo(x.dtype)
     # An infinite or undefined maximum is its row's log-sum-exp.
     return peak.clamp(limits.min, limits.max), torch.where(peak.isfinite(), log_sum, peak)
 
 
-def _log_sum(y: Tensor, dim: int, may_look: bool) -> Tensor:
-    """Return the log-sum-exp of shifted inputs from their softmax, which is overwritten."""
-    top = y.amax(dim, keepdim=True)
+def _log_sum(y: Tensor) -> Tensor:
+    """Return the log-sum-exp (*, 1) of shifted inputs from their softmax (*, C), which is overwritten."""
+    top = y.amax(-1, keepdim=True)
     log_sum = top.log().neg_()
     sure = top > 2 / 3
-    if may_look and not sure.any():
+    if not sure.any():
         return log_sum
     # e / 1 is e; of the exponentials only that of the maximum is an integer, and an integer has no fraction.
-    others = y.div_(top).frac_() if may_look else (y / top).frac()
-    return torch.where(sure, others.sum(dim, keepdim=True).log1p(), log_sum)
+    return torch.where(sure, y.div_(top).frac_().sum(-1, keepdim=True).log1p(), log_sum)
+
+
+def _log_sum_of_fused(x: Tensor, peak: Tensor, dim: int) -> Tensor:
+    """Return the log-sum-exp of shifted inputs: minus the logarithm of the largest probability, as torch rounds it."""
+    top = torch.log_softmax(x, dim).amax(dim, keepdim=True)
+    sure = ~(top <= _SURE)
+    if _may_look(x) and not sure.any():
+        return top.neg_()
+    # Only the exponential of the one maximum is an integer, and an integer has no fraction.
+    others = (x - peak).exp_().frac_().sum(dim, keepdim=True)
+    return torch.where(sure, others.log1p(), -top)
 
 
 def log_sum_in_plain_operations(z: Tensor, dim: int) -> Tensor:
@@ -136,17 +176,30 @@ def log_sum_in_plain_operations(z: Tensor, dim: int) -> Tensor:
 
 def log_probabilities(x: Tensor, dim: int) -> Tensor:
     """Return the logarithm of the softmax of `x`, shifted or not: the same bits."""
+    if is_small(x) and is_unsure(log_y := torch.log_softmax(x, dim)):
+        return log_y
     if not _in_pieces(x, dim):
-        peak, log_sum = maximum_and_log_sum(x, dim)
-        return x - peak - log_sum.clamp(min=0)
+        return _log_probabilities(x, dim)
     result = torch.empty_like(x)
-    limits = torch.finfo(x.dtype)
     for part, log_y in _pieces(dim, x, result):
-        peak = part.amax(-1, keepdim=True)
-        log_sum = _log_sum(torch.softmax(part, -1, out=log_y), -1, True)
-        log_sum = torch.where(peak.isfinite(), log_sum, peak).clamp(min=0)
-        torch.sub(part, peak.clamp(limits.min, limits.max), out=log_y).sub_(log_sum)
+        torch.log_softmax(part, -1, out=log_y)
+        # The rows with a probability close to 1, and those with NaN.
+        (rows,) = torch.where(~(log_y.amax(-1) <= _SURE))
+        if len(rows) == len(part):
+            log_y.copy_(_log_probabilities(part, -1))
+        elif len(rows):
+            log_y[rows] = _log_probabilities(part[rows], -1)
     return result
+
+
+def _log_probabilities(x: Tensor, dim: int) -> Tensor:
+    peak, log_sum = maximum_and_log_sum(x, dim)
+    return x - peak - log_sum.clamp(min=0)
+
+
+def is_unsure(log_y: Tensor) -> bool:
+    """Return whether no probability is close to 1, nor NaN: the fused kernel and its derivative are exact enough."""
+    return log_y.amax().item() <= _SURE
 
 
 # --- products with Jacobians -------------------------------------------------------------------------------------
@@ -240,6 +293,11 @@ def _may_look(x: Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and torch._C._len_torch_dispatch_stack() == 0
     )
+
+
+def is_small(x: Tensor) -> bool:
+    """Return whether `x` is so small that calls take the time, in no half precision, and values may be read."""
+    return 0 < x.numel() <= _SMALL and x.dim() > 0 and x.dtype not in HALF and _may_look(x)
 
 
 def _in_pieces(x: Tensor, dim: int) -> bool:

@@ -45,6 +45,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.compiler import is_compiling, is_exporting
+from torch.nn.functional import nll_loss
 
 from toolkit._checks import choice, index
 from toolkit.blocks import block, is_quiet, stop_gradient
@@ -56,6 +57,7 @@ from toolkit.softmax._differentiation import (
 )
 from toolkit.softmax._kernels import (
     finite_maximum,
+    is_small,
     log_sum_in_plain_operations,
     probabilities_in_plain_operations,
     wide,
@@ -69,6 +71,7 @@ SHIFT = block(
     "that zero would cost a pass over the input and the memory to keep it.",
 )
 
+_NO_LABEL = -(2**63)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -103,7 +106,7 @@ def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Ten
     dim = _checked(input, "input", dim)
     x, _ = _shifted(input, dim)
     y = probabilities_in_plain_operations(x, dim) if _is_plain() else softmax_of_rows(x, dim)
-    return y.to(input.dtype)
+    return y if y.dtype == input.dtype else y.to(input.dtype)
 
 
 def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:
@@ -140,7 +143,7 @@ def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) ->
         log_y = x - log_sum_in_plain_operations(x, dim).clamp(min=0)
     else:
         log_y = log_softmax_of_rows(x, dim)
-    return log_y.to(input.dtype)
+    return log_y if log_y.dtype == input.dtype else log_y.to(input.dtype)
 
 
 def logsumexp(
@@ -254,6 +257,8 @@ def cross_entropy(
         raise ValueError(f"`labels` should have shape {tuple(expected)}. Found {tuple(labels.shape)}.")
     x, _ = _shifted(logits, dim)
     at = labels.long().unsqueeze(dim)
+    if is_small(x) and x.dim() == 2 and dim % 2 == 1:
+        return _label_losses(log_softmax_of_rows(x, dim), labels, reduction).to(logits.dtype)
     if _is_plain():
         losses = log_sum_in_plain_operations(x, dim).clamp(min=0) - x.gather(dim, at)
     else:
@@ -262,6 +267,17 @@ def cross_entropy(
     if reduction != "none":
         losses = losses.mean() if reduction == "mean" else losses.sum()
     return losses.to(logits.dtype)
+
+
+def _label_losses(log_y: Tensor, labels: Tensor, reduction: str) -> Tensor:
+    """Return the losses (N,) of labels (N,) from the log-probabilities (N, C), or their sum or mean."""
+    try:
+        return nll_loss(log_y, labels.long(), reduction=reduction, ignore_index=_NO_LABEL)
+    except IndexError as error:
+        found = [label for label in labels.tolist() if not 0 <= label < log_y.shape[1]]
+        raise RuntimeError(
+            f"`labels` should be from 0 to {log_y.shape[1] - 1}. Found {found[0]}, which is out of bounds."
+        ) from error
 
 
 def naive_softmax(input: Tensor, dim: int = -1) -> Tensor:
