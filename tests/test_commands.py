@@ -69,16 +69,20 @@ def installed(tmp_path_factory):
     work = folder / "elsewhere"
     work.mkdir()
     (work / "example.py").write_text(_example())
+    (work / "train.py").write_text(_block("python", "optimizer.step()"))
     return work, folder / "venv" / "bin"
 
 
 def _example():
     """Return the program that README audits, as a file with the function that its command names."""
+    return _block("python", "print(audit(loss))").replace("print(audit(loss))", "def make_loss():\n    return loss")
+
+
+def _block(language, part):
+    """Return the block of README with this part."""
     text = (ROOT / "README.md").read_text("utf-8")
-    (program,) = (
-        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "print(audit(loss))" in block
-    )
-    return program.replace("print(audit(loss))", "def make_loss():\n    return loss")
+    (found,) = (block for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if part in block)
+    return found
 
 
 def _done(command, installed):
@@ -106,6 +110,11 @@ def test_command_works(command, installed):
     done = _done(parts, installed)
     expected = 2 if "learning_rat=0.1" in command else 0
     assert done.returncode == expected, done.stderr
+
+
+def test_the_first_command_has_the_answer_that_readme_shows(installed):
+    done = _done(["stopgrad", "audit", "train.py", "--step", "10"], installed)
+    assert done.stdout == _block("text", "step 10")
 
 
 def test_a_project_of_ones_own_runs_and_passes_its_test(installed):

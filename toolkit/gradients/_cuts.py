@@ -49,10 +49,12 @@ class CutBoard(GateBoard):
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
         """Return `input` behind a cut; None if it should be stopped."""
         carries = self._note(input, name, site)
-        if not carries or name in self._real or not torch.is_grad_enabled():
+        if not carries or name in self._real:
             return None
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             self.inner.add(name)
+            return None
+        if not torch.is_grad_enabled():
             return None
         if not self._in_forward and not _is_checkpointed():
             return None
@@ -118,8 +120,8 @@ class CutBoard(GateBoard):
         """Call a function of the program: a change of an outer tensor stays out of the graph of a region."""
         open = self.open_regions()
         for tensor in changed_by(func, args, kwargs) if open else ():
-            if tensor.requires_grad and not self.regions_of(get_gradient_edge(tensor).node) & open:
-                self.written |= open
+            if tensor.requires_grad and (outer := open - self.regions_of(get_gradient_edge(tensor).node)):
+                self.written |= outer
                 with unrecorded():
                     return func(*args, **kwargs)
         return func(*args, **kwargs)

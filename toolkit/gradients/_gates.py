@@ -380,16 +380,19 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(anchor: Tensor, held: tuple[Tensor], name: str) -> Tensor:
+        """Return the memory of the tensor that is held."""
         return held[0].detach()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[Tensor], str], output: Tensor) -> None:
+        """Keep the edge behind the cut."""
         _, (input,), ctx.block_name = inputs
         ctx.source, ctx.input, ctx.version = get_gradient_edge(input), input.detach(), input._version
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor | None) -> tuple[None, None, None]:
+        """End here."""
         return None, None, None
 
 

@@ -42,10 +42,12 @@ def main() -> None:
     """Run algorithms with and without their stop-gradients, and measure the difference."""
 
 
-def _audit(program: str, page_path: Path | None, **options: Any) -> None:
+def _audit(words: tuple[str, ...], page_path: Path | None, **options: Any) -> None:
     assert audit.callback is not None
-    with _here_or_at_a_copy(Path(program.rpartition(":")[0])):
-        audit.callback(program, page_path=page_path and page_path.resolve(), **options)
+    file, _, function = words[0].rpartition(":") if words else ("", "", "")
+    is_function = file and function.isidentifier() and not Path(words[0]).is_file()
+    with _here_or_at_a_copy(Path(file)) if is_function else contextlib.nullcontext():
+        audit.callback(words, page_path=page_path and page_path.resolve(), **options)
 
 
 main.add_command(click.Command("audit", params=audit.params, help=audit.help, callback=_audit))

@@ -94,15 +94,18 @@ class Digest:
     gradients: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, value: Tensor, inputs: Collection[Tensor] | None, *, with_gradients: bool) -> Digest:
-        """Return the digest of a backward pass that is about to begin."""
-        loss = float(value.item()).hex()
-        if not with_gradients or value.grad_fn is None:
-            return cls(loss)
-        nodes = reachable_nodes(value.grad_fn, ())
+    def of_loss(cls, value: Tensor) -> Digest:
+        """Return the digest of a backward pass that is not asked about."""
+        return cls(float(value.item()).hex())
+
+    @classmethod
+    def of(cls, value: Tensor, inputs: Collection[Tensor] | None) -> Digest:
+        """Return the digest of a backward pass that is asked about, and about to begin."""
+        nodes = () if value.grad_fn is None else reachable_nodes(value.grad_fn, ())
         leaves = [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else list(inputs)
-        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
-        return cls(loss, tuple(sorted(_hashed(gradient) for gradient in gradients if gradient is not None)))
+        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True) if leaves else ()
+        hashes = sorted(_hashed(gradient) for gradient in gradients if gradient is not None)
+        return cls(float(value.item()).hex(), tuple(hashes))
 
 
 class ScriptRun:
@@ -166,8 +169,10 @@ class ScriptRun:
         question = self.question
         is_asked = self.steps == question.step - 1 and question.backward in (None, self.backward_passes)
         with self.passing(value, inputs, is_asked=is_asked):
-            if self._takes_digests and (is_asked or question.continues):
-                self.digests.append(Digest.of(value, inputs, with_gradients=is_asked))
+            if self._takes_digests and is_asked:
+                self.digests.append(Digest.of(value, inputs))
+            elif self._takes_digests and question.continues:
+                self.digests.append(Digest.of_loss(value))
             self.answered |= is_asked
             if is_asked and question.backward is not None and not question.continues:
                 raise _Answered

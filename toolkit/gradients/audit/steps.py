@@ -120,7 +120,7 @@ class Recorder:
         """
         if value.grad_fn is not None:
             self.board.close_regions(value)
-            refuse_changes(value, self.board)
+            refuse_strays(value, self.board)
 
     def _forget(self) -> None:
         """Make constants of the tensors that are constants of the plain program."""
@@ -157,7 +157,7 @@ class StepAnswers(Answers):
         self.params = parameters_of(leaves, parts) if params is None else params
         known = {id(leaf) for leaf in leaves}
         self.reached = {name for name, parameter in self.params.items() if id(parameter) in known}
-        refuse_changes(value, board)
+        refuse_strays(value, board)
         self._cuts = [node for node in self._nodes if is_cut(node)]
         self._snapshot = Snapshot(self.parts, self.params)
         self._snapshot.forget_values()
@@ -198,10 +198,8 @@ class StepAnswers(Answers):
         """Return parameter -> gradient while exactly these blocks are open."""
         self.check_unmodified()
         leaks, _ = self._leaks(open)
-        return {
-            name: plain + leaks[name] if name in leaks else plain.clone()
-            for name, plain in self.plain.gradients.items()
-        }
+        plain = self.plain.gradients
+        return {name: _sum(plain[name], leaks[name]) if name in leaks else plain[name].clone() for name in plain}
 
     def leak(self, names: Sequence[str]) -> Leak:
         """Return the leak of these blocks, opened together."""
@@ -249,6 +247,7 @@ class StepAnswers(Answers):
         with self.passing(opened):
             arrived = self._arrived
             if opened & self.board.regions:
+                self._refuse_strays(opened)
                 found, arrived = self._derivatives([self._value], None, self._cuts)
                 reached.update(name for name, gradient in found.items() if gradient is not None)
                 leaks = {
@@ -261,9 +260,15 @@ class StepAnswers(Answers):
                 found, arrived = self._derivatives(sources, list(arrived.values()), self._cuts_behind(sources))
                 for name, leak in found.items():
                     if leak is not None:
-                        leaks[name] = leaks[name] + leak if name in leaks else leak
+                        leaks[name] = _sum(leaks[name], leak) if name in leaks else leak
                         reached.add(name)
         return leaks, frozenset(reached)
+
+    def _refuse_strays(self, opened: frozenset[str]) -> None:
+        try:
+            refuse_strays(self._value, self.board, opened)
+        except Unrecordable as error:
+            raise Closed(f"inside of another stop, {next(iter(error.places.values()))}") from error
 
     def _derivatives(
         self, outputs: Sequence[Any], cotangents: Sequence[Tensor] | None, cuts: Sequence[Any]
@@ -360,32 +365,31 @@ def audited(params: Parameters = None) -> Iterator[AuditedStep]:
         yield step
 
 
-def refuse_changes(value: Tensor, board: CutBoard) -> None:
-    """Raise Unrecordable if a closed region does not stop everything that runs in the plain step.
+def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) -> None:
+    """Raise Unrecordable if a closed region does not stop everything that would run without it.
 
     A region is closed by a hook on each of its nodes. The nodes behind these run, without a gradient: a custom function
     may make numbers of that, and a node of an earlier step is freed.
     """
-    closed = set(reachable_nodes(value.grad_fn, ()))
+    reached, opened = set(reachable_nodes(value.grad_fn, open)), frozenset(open)
+    entries = [node for node in reached if regions_of(node) - opened]
     found: dict[str, str] = {}
-    entries = [node for node in closed if regions_of(node)]
 
-    def runs(node: Any) -> bool:
+    def strays(node: Any) -> bool:
         """Return whether a node that is out of reach would notice that it runs."""
+        closed = bool(regions_of(node) - opened)
         if board.is_hooked(node):
-            return node not in closed or bool(regions_of(node))
-        return node not in closed and not regions_of(node) and (is_foreign(node) or board.is_earlier(node))
+            return node not in reached or closed
+        return node not in reached and not closed and (is_foreign(node) or board.is_earlier(node))
 
-    some_run = any(map(runs, [*entries, *_plainly_behind(entries)]))
+    some_stray = any(map(strays, [*entries, *_plainly_behind(entries)]))
     for node in entries:
-        regions = regions_of(node)
+        regions = regions_of(node) - opened
         for name in regions & board.pierced:
             found[name] = "recording is switched on again inside of it"
-        for behind in filter(runs, [node, *_plainly_behind([node])]) if some_run else ():
-            if board.is_earlier(behind):
-                found.update(dict.fromkeys(regions, _EARLIER))
-            else:
-                found.update(dict.fromkeys(regions, "a hook or a custom function behind it would run"))
+        for behind in filter(strays, [node, *_plainly_behind([node])]) if some_stray else ():
+            reason = _EARLIER if board.is_earlier(behind) else "a hook or a custom function behind it would run"
+            found.update(dict.fromkeys(regions, reason))
     if found:
         raise Unrecordable(found)
 
@@ -477,6 +481,11 @@ def modules_by_name(frame: FrameType | None) -> dict[str, nn.Module]:
         name = names.get(key, type(module).__name__)
         named[f"{name} #{len(named)}" if name in named else name] = module
     return named
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """Return a sum of gradients, dense if one of them is."""
+    return a + b if a.layout is b.layout else a.to_dense() + b.to_dense()
 
 
 class _Storages:
