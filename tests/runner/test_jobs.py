@@ -20,7 +20,7 @@ from toolkit.runner._command import _products, main
 from toolkit.runner._comparison import folder_of
 from toolkit.runner._config import ConfigError, load_config
 from toolkit.runner._jobs import _expected_seconds, units_of
-from toolkit.runner._records import claimed, finished_seeds, overrides_of, read_all
+from toolkit.runner._records import MEASURED_SEEDS, claimed, finished_seeds, overrides_of, read_all
 
 MAIN = "from toolkit.runner._command import main; main()"
 
@@ -50,17 +50,17 @@ def test_side_by_side_leaves_the_same_records_as_one_after_the_other(tmp_path):
     assert list(map(_outcome, one)) == list(map(_outcome, other))
     for record in (*one, *other):  # the time of a step does not depend on the seed
         seconds = [variant["seconds_per_step"] for variant in record.data["variants"].values()]
-        assert all(value > 0 for value in seconds) if record.seed < 3 else seconds == [None] * 4
+        assert all(value > 0 for value in seconds) if record.seed < MEASURED_SEEDS else seconds == [None] * 4
 
 
 def test_a_record_without_times_is_completed_by_the_next_run(tmp_path):
     path = toy.install("toy_untimed", tmp_path)
     _run(path, tmp_path, "--jobs", "1")
-    (file,) = tmp_path.glob("toy_untimed/*/seed-001/record.json")
+    (file,) = tmp_path.glob("toy_untimed/*/seed-000/record.json")
     data = json.loads(file.read_text())
     data["variants"]["blocked"]["seconds_per_step"] = None
     file.write_text(json.dumps(data))
-    assert "seed 2 of 2 has a record already" in _run(path, tmp_path).stderr
+    assert "seed 1 of 2 has a record already" in _run(path, tmp_path).stderr
     assert json.loads(file.read_text())["variants"]["blocked"]["seconds_per_step"] > 0
 
 
@@ -139,9 +139,11 @@ def test_the_longest_units_come_first(tmp_path):
         folder = tmp_path / path.stem / "0123" / "seed-000"
         folder.mkdir(parents=True)
         (folder / "record.json").write_text(json.dumps({"seconds": seconds}))
-    units = [units_of(load_config(path), path.stem)[0] for path in (short, unknown, long)]
+    toy.rewrite(short, tmp_path / "toy_stated.toml", ["experiment='toy_short'", "seconds=5"])
+    paths = (short, unknown, tmp_path / "toy_stated.toml", long)
+    units = [units_of(load_config(path), path.stem)[0] for path in paths]
     ordered = sorted(units, key=lambda unit: _expected_seconds(tmp_path, unit), reverse=True)
-    assert [unit.label for unit in ordered] == ["toy_unknown", "toy_long", "toy_short"]
+    assert [unit.label for unit in ordered] == ["toy_long", "toy_stated", "toy_short", "toy_unknown"]
 
 
 def test_a_sweep_runs_every_combination_and_the_report_shows_them_side_by_side(tmp_path):

@@ -34,7 +34,7 @@ class Claim(BaseModel):
     Attributes:
         verdict: Kind of the verdict in every seed.
         training: Effect of the block on the final objective, by the report's rule.
-        gain: Ends of an interval for the mean improvement by the block, in the units of the objective.
+        gain: Ends of an interval for the typical improvement by the block, in the units of the objective.
         angle: Ends of an interval for the angle between both first gradients, in degrees; the median of the seeds.
         ratio: Ends of an interval for the length of the open gradient over the blocked one, likewise.
     """
@@ -63,6 +63,7 @@ class ExperimentConfig(BaseModel):
         expect: Variant -> the numbers that the finding claims, as tables ``[expect."em.responsibilities"]``. A claim
             on the training needs at least five seeds.
         references: Source -> published value of the objective, drawn as a line for comparison.
+        seconds: Rough time of a seed. Of the seeds without records, those of the longest time run first.
         learning_rate: Step size of the optimiser.
         dtype: Floating-point type of data and parameters.
         device: The torch device of the run.
@@ -80,6 +81,7 @@ class ExperimentConfig(BaseModel):
     references: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = {}
     steps: Annotated[int, Field(ge=1)]
     evaluate_every: Annotated[int, Field(ge=1)] = 1
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     dtype: Literal["float32", "float64"] = "float64"
     device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,16 +15,15 @@ from toolkit.runner._rounding import OF_TRAINING
 __all__ = ["RULE", "Difference", "broken_claims", "compared", "finals", "rounding", "verdict_of", "verdicts"]
 
 RULE = (
-    "Each seed is trained with the block and without it. Better and worse mean that the 95 % confidence interval of "
-    "the mean difference over the seeds (Student's t) excludes zero; otherwise the difference is undecided. A "
-    "difference within rounding counts as zero."
+    "Each seed is trained with the block and without it. Better and worse mean that a 95 % confidence interval of the "
+    "difference excludes zero: that of the median from six seeds on, by order statistics; that of the mean for fewer "
+    "seeds, by Student's t. Otherwise the difference is undecided. A difference within rounding counts as zero."
 )
 
-# Student's t: the quantile .975 for 1, 2, 3, ... degrees of freedom.
-_QUANTILES = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131, 2.120,
-    2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
-)  # fmt: skip
+_FROM_SEEDS = 6  # the smallest number whose interval for the median has 95 %
+
+# Student's t: the quantile .975 for 1, 2, 3, 4 degrees of freedom.
+_QUANTILES = (12.706, 4.303, 3.182, 2.776)
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Difference:
             compared, and the blocked run is at fault.
         gains: The improvement in each seed, in the units of the objective; 0 where it is rounding.
         exact: Whether all final objectives are equal to the last bit.
-        mean: The mean improvement.
+        size: The median improvement, or the mean for few seeds.
         low: Lower end of its 95 % confidence interval; NaN for a single seed.
         high: Upper end.
         broken: Seeds in which only the open run broke off.
@@ -45,7 +45,7 @@ class Difference:
     kind: Literal["better", "worse", "same", "undecided", "broke off", "none"]
     gains: list[float]
     exact: bool
-    mean: float
+    size: float
     low: float
     high: float
     broken: int
@@ -70,13 +70,13 @@ def compared(records: Sequence[Record], name: str) -> Difference:
     tie = rounding(records) * (statistics.fmean(abs(blocked) for blocked, _ in pairs) or 1.0) if pairs else 0.0
     differences = [sign * (blocked - opened) for blocked, opened in pairs]
     gains = [gain if abs(gain) > tie else 0.0 for gain in differences]
-    mean, low, high = _interval(gains)
+    size, low, high = _interval(gains)
     broken = sum(math.isfinite(blocked) and not math.isfinite(opened) for blocked, opened in ends)
     return Difference(
         kind=_kind(gains, low, high, broken),
         gains=gains,
         exact=not any(differences),
-        mean=mean,
+        size=size,
         low=low,
         high=high,
         broken=broken,
@@ -97,14 +97,22 @@ def _kind(
 
 
 def _interval(gains: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean and its 95 % confidence interval."""
+    """Return the typical gain and the ends of its 95 % confidence interval, as `RULE` states them.
+
+    For any distribution, the median lies between the k-th smallest and the k-th largest of n draws, except with twice
+    the probability of fewer than k heads in n throws of a coin.
+    """
+    count, ordered = len(gains), sorted(gains)
+    if count >= _FROM_SEEDS:
+        below = list(itertools.accumulate(math.comb(count, heads) / 2**count for heads in range(count)))
+        cut = sum(probability <= 0.025 for probability in below)
+        return statistics.median(gains), ordered[cut - 1], ordered[-cut]
     if not gains:
         return math.nan, math.nan, math.nan
     mean = statistics.fmean(gains)
-    if len(gains) == 1:
+    if count == 1:
         return mean, math.nan, math.nan
-    quantile = _QUANTILES[len(gains) - 2] if len(gains) - 1 <= len(_QUANTILES) else 1.96
-    reach = quantile * statistics.stdev(gains) / math.sqrt(len(gains))
+    reach = _QUANTILES[count - 2] * statistics.stdev(gains) / math.sqrt(count)
     return mean, mean - reach, mean + reach
 
 
@@ -148,7 +156,7 @@ def _ending(found: Difference) -> str:
     match found.kind:
         case "better" | "worse":
             count = found.better if found.kind == "better" else found.worse
-            return f"{found.kind} by {abs(found.mean):.3g} ({count} of {seeds} seeds)"
+            return f"{found.kind} by {abs(found.size):.3g} ({count} of {seeds} seeds)"
         case "same":
             return "at the same value"
         case "undecided":
@@ -171,7 +179,7 @@ def broken_claims(records: Sequence[Record]) -> list[str]:
         if claim["training"] is not None and difference.kind != claim["training"]:
             found.append(f"{name}: training with the block should end {claim['training']}. Found {difference.kind}.")
         measured = {
-            "gain": difference.mean,
+            "gain": difference.size,
             "ratio": _median(effect["ratio"] for effect in effects),
             "angle": _median(
                 None if effect["cosine"] is None else math.degrees(math.acos(min(1.0, max(-1.0, effect["cosine"]))))

@@ -33,6 +33,8 @@ __all__ = ["Unit", "run_units", "units_of"]
 
 _TRIES = 3  # of a unit whose process was killed
 
+_SECONDS_PER_STEP = 1e-3  # of a small model
+
 _TOLD_EVERY = 0.2  # seconds between two messages of a unit about its steps
 
 
@@ -179,13 +181,13 @@ def _is_finished(unit: Unit, root: Path) -> bool:
     return unit.seed in finished_seeds(folder_of(_loaded(unit.path, unit.overrides), root))
 
 
-def _expected_seconds(root: Path, unit: Unit) -> tuple[bool, float]:
-    """Return the time of an earlier record of the same config, else its steps; unknown times count as longer."""
+def _expected_seconds(root: Path, unit: Unit) -> float:
+    """Return the time of an earlier record of the same config, else that of the config, else a guess by its steps."""
     records = root.glob(f"{unit.path.stem}/*/seed-*/record.json")
     with contextlib.suppress(OSError, ValueError, KeyError):
         newest = max(records, key=lambda path: path.stat().st_mtime)
-        return False, float(json.loads(newest.read_text(encoding="utf-8"))["seconds"])
-    return True, unit.steps
+        return float(json.loads(newest.read_text(encoding="utf-8"))["seconds"])
+    return _loaded(unit.path, unit.overrides).config.seconds or _SECONDS_PER_STEP * unit.steps
 
 
 @contextlib.contextmanager

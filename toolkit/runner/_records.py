@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 __all__ = [
     "BLOCKED",
+    "MEASURED_SEEDS",
     "WITHOUT_EFFECT",
     "ExperimentRecords",
     "Record",
@@ -52,11 +53,11 @@ __all__ = [
 ]
 
 SCHEMA = 1
-WITHOUT_EFFECT = ("seeds", "title", "finding", "references", "expect")
+WITHOUT_EFFECT = ("seeds", "title", "finding", "references", "expect", "seconds")
 """The keys of a config that do not change the record of a seed."""
 
-MEASURED_SEEDS = 3
-"""The time of a step is measured for this many seeds of a config: it does not depend on the seed."""
+MEASURED_SEEDS = 1
+"""The time of a step is measured for the first seeds of a config alone: it does not depend on the seed."""
 
 _FILES = ("record.json", "gradients.safetensors")
 

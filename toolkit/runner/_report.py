@@ -191,7 +191,7 @@ def draw_card(experiment: ExperimentRecords) -> str:
     records = experiment.records
     names = list(records[-1].data["variants"])
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    return draw_bands(_curves(records, names, colours)[:1], [], f"card-{experiment.name}", width=4.2)
+    return draw_bands(_curves(records, names, colours)[:1], [], f"card-{experiment.name}", width=3.0)
 
 
 def first_sentence(text: str) -> str:
@@ -338,15 +338,15 @@ def _effect_on_training(found: Difference, label: str) -> str:
     seeds = f"{len(found.gains)} seeds" if len(found.gains) > 1 else "one seed"
     counts = f"better in {found.better} and worse in {found.worse} of {seeds}"
     if found.kind == "undecided":
-        return f"Whether the block improves the {label} is undecided: {counts}, {_size(found, signed=True)} on average."
-    return f"With the block, the {label} ends {_size(found)} {found.kind} on average: {counts}."
+        return f"Whether the block improves the {label} is undecided: {counts}, typically {_size(found, signed=True)}."
+    return f"With the block, the {label} ends {_size(found)} {found.kind}: {counts}."
 
 
 def _size(found: Difference, signed: bool = False) -> str:
-    """Return the mean difference with its confidence interval."""
-    sign = 1 if signed or found.mean > 0 else -1
+    """Return the typical difference with its confidence interval."""
+    sign = 1 if signed or found.size > 0 else -1
     ends = sorted((sign * found.low, sign * found.high))
-    size = significant(sign * found.mean, 3)
+    size = significant(sign * found.size, 3)
     return size if math.isnan(ends[0]) else f"{size} ({significant(ends[0], 2)} to {significant(ends[1], 2)})"
 
 

@@ -1,0 +1,100 @@
+"""The findings of the configs are claims in numbers, and their records bear them out."""
+
+import math
+
+import folders
+import pytest
+
+from toolkit.runner._comparison import _Gradients, run_config
+from toolkit.runner._config import ConfigError, load_config
+from toolkit.runner._findings import broken_claims
+from toolkit.runner._records import BLOCKED, Record, read_all
+
+CONFIGS = sorted(folders.CONFIGS.glob("*.toml"))
+
+# Of these the first gradient does not depend on the length of a search.
+WITHOUT_SEARCH = {"adversarial_steps": ["worst_starts=1", "worst_steps=1"]}
+
+# Whole runs of these take seconds.
+SHORT = ["em_wine", "rbm_persistent", "softmax_half_blocked"]
+
+
+def _record(seed, claim, *, kind="partial", angle=30.0, ratio=2.0, ends=(1.0, 0.5)):
+    """Return the record of a run whose objective should be high."""
+    effect = {"verdict": {"kind": kind}, "cosine": math.cos(math.radians(angle)), "ratio": ratio}
+    empty = dict.fromkeys(("verdict", "training", "gain", "angle", "ratio"))
+    variants = {
+        name: {"diverged_at": None, "metrics": {"objective": [end]}}
+        for name, end in zip((BLOCKED, "open"), ends, strict=True)
+    }
+    data = {
+        "config": {"dtype": "float64", "expect": {"open": {**empty, **claim}}},
+        "comparison": {"first": {"effects": {"open": effect}}},
+        "objective": {"higher_is_better": True},
+        "variants": variants,
+    }
+    return Record(seed, data, {})
+
+
+@pytest.mark.parametrize(
+    ("claim", "broken"),
+    [
+        ({"verdict": "partial", "training": "better", "gain": [0.4, 0.6], "angle": [29, 31], "ratio": [2, 2]}, None),
+        ({"verdict": "redundant"}, "open: the verdict should be redundant. Found partial."),
+        ({"training": "worse"}, "open: training with the block should end worse. Found better."),
+        ({"gain": [0.6, 1.0]}, "open: gain should be in 0.6 to 1. Found 0.5."),
+        ({"angle": [0, 29]}, "open: angle should be in 0 to 29. Found 30."),
+        ({"ratio": [0, 1]}, "open: ratio should be in 0 to 1. Found 2."),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_a_claim_that_the_records_contradict_is_named(claim, broken):
+    records = [_record(seed, claim, ends=(1.0, 0.5 + 0.001 * seed)) for seed in range(1)]
+    records += [_record(seed, claim, ends=(1.0, 0.5)) for seed in range(1, 6)]
+    assert broken_claims(records) == ([] if broken is None else [broken])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_config_makes_claims_and_those_on_training_have_seeds_enough(path):
+    """That both variants end the same, to the bit, is no matter of chance."""
+    config = load_config(path).config
+    assert config.expect
+    for claim in config.expect.values():
+        assert claim.verdict is not None
+        if claim.gain or claim.training not in (None, "same"):
+            assert config.seeds >= 5
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_first_gradients_are_as_claimed(path):
+    loaded = load_config(path, WITHOUT_SEARCH.get(path.stem, []))
+    expect = {
+        name: {**claim.model_dump(), "training": None, "gain": None} for name, claim in loaded.config.expect.items()
+    }
+    records = []
+    for seed in range(min(loaded.config.seeds, 3)):
+        run = loaded.module.run(loaded.config, seed)
+        variants = {name: {"diverged_at": 0} for name in (BLOCKED, *expect)}
+        data = {
+            "config": {"dtype": loaded.config.dtype, "expect": expect},
+            "comparison": {"first": _Gradients(run, loaded.config.variants, path).to_dict()},
+            "objective": {"higher_is_better": True},
+            "variants": variants,
+        }
+        records.append(Record(seed, data, {}))
+    assert broken_claims(records) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHORT)
+def test_whole_runs_are_as_claimed(name, tmp_path):
+    run_config(load_config(folders.CONFIGS / f"{name}.toml"), tmp_path)
+    (found,) = read_all(tmp_path)
+    assert broken_claims(found.records) == []
+
+
+def test_a_claim_about_a_variant_that_is_not_trained_is_refused(tmp_path):
+    text = (folders.CONFIGS / "em_wine.toml").read_text().replace('[expect."em.', '[expect."rm.')
+    (tmp_path / "wine.toml").write_text(text)
+    with pytest.raises(ConfigError, match=r"unknown variant 'rm\.responsibilities'; did you mean 'em\.resp"):
+        load_config(tmp_path / "wine.toml")
