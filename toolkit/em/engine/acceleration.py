@@ -96,9 +96,9 @@ def climb(
     **Convergence.** Without acceleration the fit ends when a step gains no more than `tol`; the remaining gain is then
     ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration
     the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; if
-    `max_iter` is less than eight, the bound is less in proportion. A jump aims at the maximum, so its gain is nearly
-    the whole remaining gain, and the rest is at most about `tol`, except on a plateau near a saddle. In all cases the
-    fit ends when a step lowers the log-likelihood by more than rounding.
+    `max_iter` is less than eight, the bound is less in proportion; a single step is plain EM. A jump aims at the
+    maximum, so its gain is nearly the whole remaining gain, and the rest is at most about `tol`, except on a plateau
+    near a saddle. In all cases the fit ends when a step lowers the log-likelihood by more than rounding.
 
     **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
     another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
@@ -190,8 +190,8 @@ def climb(
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
         here = there
-    if accelerate != "none" and 0 < n_iter < _MEMORY:  # as a fit that is continued step by step
-        share = max(tol * n_iter / _MEMORY, rounding * (1 + abs(here.value)))
+    if accelerate != "none" and 0 < n_iter < _MEMORY:  # as a fit that is continued step by step; one step is plain EM
+        share = max(tol if max_iter == 1 else tol * n_iter / _MEMORY, rounding * (1 + abs(here.value)))
         converged = converged or history[-1] - history[0] <= share
     return Climb(here.parameters, history[-1], converged, n_iter, tuple(history))
 

@@ -99,11 +99,13 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
 
         Warns:
             ConvergenceWarning: If the fit has not converged after `max_iter` steps.
+            UserWarning: If an attribute was set before the first fit, and `init_params` asks for another start.
 
         Raises:
             ValueError: If a parameter is out of range, the data do not fit, or a covariance becomes singular.
         """
         self._check_parameters()
+        self._warn_of_overwriting()
         x, form = self._read(X, reset=True)
         sizes = _lengths(lengths, len(x))
         weight = None if sequence_weight is None else torch.as_tensor(sequence_weight, dtype=torch.float64)
@@ -131,6 +133,16 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
                 progress.end("converged" if found.converged else "not converged", found.log_likelihood)
         self._set(ranked(fits, x.dtype)[0], form)
         return self
+
+    def _warn_of_overwriting(self) -> None:
+        for letter in self.init_params:
+            name = f"{self._letters[letter]}_"
+            if hasattr(self, name) and not hasattr(self, "converged_"):
+                warnings.warn(
+                    f"`{name}` will be overwritten, because `init_params` has the letter {letter!r}. Leave the letter "
+                    "out to start from the attribute.",
+                    stacklevel=4,
+                )
 
     def _start(self, x: Tensor, generator: torch.Generator) -> hmm.HMMParameters:
         k, double = int(self.n_components), torch.float64
