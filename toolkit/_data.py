@@ -122,6 +122,8 @@ def from_numpy(array: npt.NDArray[np.floating]) -> Tensor:
         array = array.astype(array.dtype.newbyteorder("="))
     if any(stride < 0 for stride in array.strides):
         array = np.ascontiguousarray(array)
+    if array.flags.writeable:
+        return torch.from_numpy(np.asarray(array))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given NumPy array is not writable", UserWarning)
         return torch.from_numpy(np.asarray(array))

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toolkit._data import choose, generator_of
 from toolkit._progress import Progress
 from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step, fit, log_likelihood
+from toolkit.em.estimators import _density as density
 from toolkit.em.estimators import mixture as estimator
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture
@@ -1172,3 +1173,26 @@ def test_a_warm_start_again_and_again_converges(max_iter):
             break
     assert model.converged_
     assert model.lower_bound_ == pytest.approx(GaussianMixture(3, random_state=0).fit(x).lower_bound_, abs=1e-5)
+
+
+@every_type
+@pytest.mark.parametrize("offset", [0.0, 1e7])
+@pytest.mark.parametrize("n_samples", [1, 20, 3000])
+def test_fast_log_joints_equal_those_of_the_mixture(kind, offset, n_samples):
+    """Few samples, products, and where products would cancel."""
+    x = offset + clusters(300)
+    model = GaussianMixture(3, covariance_type=kind, random_state=0).fit(x)
+    new = np.resize(x, (n_samples, 3)) * (1 + 1e-8)
+    mixture, points = model.parameters_, torch.from_numpy(new)
+    expected = mixture.log_joint(points)
+    # The bound of the expansion, and the rounding of differences at this offset.
+    options = {"rtol": 0, "atol": 1e-9 + 1e-6 * (offset > 0)}
+    torch.testing.assert_close(density.log_joint(mixture, points), expected, **options)
+    torch.testing.assert_close(torch.from_numpy(model.score_samples(new)), expected.logsumexp(1), **options)
+    assert (model.predict(new) == expected.argmax(1).numpy()).all()
+
+
+def test_samples_far_away_are_not_expanded():
+    model = GaussianMixture(2, covariance_type="diag", random_state=0).fit(clusters(300, 2, 2))
+    x = torch.tensor([[1e9, 1e9], [0.0, 0.0]], dtype=torch.float64)
+    assert torch.equal(density.log_joint(model.parameters_, x), model.parameters_.log_joint(x))

@@ -43,6 +43,7 @@ from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ranked
 from toolkit.em.estimators._collapse import collapsed_components
+from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
 from toolkit.em.estimators._engine import (
     Engine,
     GaussianEngine,
@@ -259,20 +260,17 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
         """Return a function of the log-joints (B, K) for all samples, computed batch by batch."""
         check_is_fitted(self, "weights_")
         parts, form = self._read(x)
-        mixture = self._mixture()
-        return form.give(torch.cat([question(mixture.log_joint(batch)) for batch in self._batches(parts)]))
+        return form.give(torch.cat([question(found) for found in self._log_joints(parts)]))
 
     @no_graph()
     def _totals(self, x: object, sample_weight: object) -> tuple[float, float, float]:
         """Return log-likelihood, number of samples, and entropy of the responsibilities: nats, summed by weight."""
         check_is_fitted(self, "weights_")
         parts, _ = self._read(x)
-        mixture = self._mixture()
         log_densities, entropies = [], []
-        for batch in self._batches(parts):
-            log_joint = mixture.log_joint(batch)
-            log_densities.append(log_joint.logsumexp(1))
-            entropies.append(torch.special.entr(log_joint.softmax(1)).sum(1))
+        for found in self._log_joints(parts):
+            log_densities.append(found.logsumexp(1))
+            entropies.append(torch.special.entr(found.softmax(1)).sum(1))
         log_density, entropy = torch.cat(log_densities), torch.cat(entropies)
         if sample_weight is None:
             sample_weight = weights_of_parts(self, x, missing=True)
@@ -280,6 +278,12 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
         if weights is None:
             return float(log_density.sum()), float(len(log_density)), float(entropy.sum())
         return float(weights @ log_density), float(weights.sum()), float(weights @ entropy)
+
+    def _log_joints(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        """Yield the log-joints (B, K) of the samples, batch by batch."""
+        mixture = self._mixture()
+        for batch in self._batches(parts):
+            yield mixture.log_joint(batch)
 
     def _batches(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
         weights = tensor(self.weights_)
@@ -630,6 +634,23 @@ class GaussianMixture(BaseMixture):
 
     def _mixture(self) -> Mixture:
         return Marginal(self._parameters()) if self.missing else self._parameters()
+
+    def _log_joints(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
+        if self.missing:
+            yield from super()._log_joints(parts)
+            return
+        few = isinstance(self.weights_, np.ndarray)
+        mixture = None
+        for part in parts:
+            if few and part.numel() * len(self.weights_) <= FEW:
+                kind = gaussian_type(self.covariance_type) or "full"
+                values = (self.weights_, self.means_, self.precisions_cholesky_, part)
+                weights, means, factor, array = map(np.asarray, values)
+                yield torch.from_numpy(log_joint_of_few(weights, means, factor, array, kind))
+                continue
+            mixture = mixture or self._parameters()
+            for batch in self._batches([part]):
+                yield log_joint(mixture, batch)
 
     def _parameters(self) -> GaussianParameters:
         return GaussianParameters(
