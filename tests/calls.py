@@ -450,6 +450,8 @@ CALLS: dict[str, Call] = {
     "rbm.Bernoulli.relaxed_sample": Call(MACHINE.joint.hidden.relaxed_sample, x=torch.zeros(2, 2), temperature=0.5),
     "rbm.BernoulliRBM": Call(
         _fitted(rbm.BernoulliRBM, ROWS),
+        verbose=0,
+        batch_size=2,
         n_components=2,
         n_iter=2,
         learning_rate=0.1,
@@ -472,6 +474,7 @@ CALLS: dict[str, Call] = {
     ),
     "rbm.GaussianRBM": Call(
         _fitted(rbm.GaussianRBM, SAMPLES),
+        verbose=0,
         n_components=2,
         n_iter=2,
         batch_size=2,
