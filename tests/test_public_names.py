@@ -26,8 +26,7 @@ OF_NO_PAPER = {
     "em.fit_family", "em.fit_parsimonious", "em.from_unconstrained", "em.impute", "em.incremental_start",
     "em.log_density", "em.log_likelihood", "em.maximise_likelihood", "em.precisions_cholesky", "em.to_unconstrained",
     "rbm.adapt_temperatures", "rbm.exact_samples", "rbm.likelihood_gradient", "rbm.rank_generator", "rbm.shard",
-    "rbm.swap_probabilities", "rbm.tempered_start",
-    "softmax.cross_entropy", "softmax.naive_softmax",
+    "rbm.swap_probabilities", "rbm.tempered_start", "softmax.naive_softmax",
 }  # fmt: skip
 
 # Functions whose docstrings have no example yet, or one that is too long.

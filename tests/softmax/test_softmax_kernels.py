@@ -124,7 +124,9 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": softmax,
     "log_softmax": log_softmax,
     "logsumexp": logsumexp,
-    "cross_entropy": lambda x: cross_entropy(x, torch.zeros(x.shape[:-1], dtype=torch.int64), reduction="none"),
+    "cross_entropy": lambda x: cross_entropy(
+        x, torch.zeros(x.shape[:-1], dtype=torch.int64, device=x.device), reduction="none"
+    ),
 }
 functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 
@@ -332,8 +334,8 @@ def test_one_number_is_a_row_of_one_class():
         (lambda: logsumexp(batch(), ()), ValueError, r"at least one dimension, and none of them twice. Found \(\)"),
         (lambda: logsumexp(batch(), (0, -2)), ValueError, r"none of them twice. Found \(0, -2\)"),
         (lambda: logsumexp(batch(), (0, 2)), IndexError, "from -2 to 1. Found 2, which is out of range"),
-        (lambda: softmax(batch(), 1.0), TypeError, "`dim` should be an integer. Found 1.0"),
-        (lambda: log_softmax(batch(), dim="a"), TypeError, "`dim` should be an integer. Found 'a'"),
+        (lambda: softmax(batch(), 1.0), TypeError, "`dim` should be an integer or several. Found 1.0"),
+        (lambda: log_softmax(batch(), dim="a"), TypeError, "`dim` should be an integer or several. Found 'a'"),
         (lambda: naive_softmax(batch(), None), TypeError, "`dim` should be an integer. Found None"),
         (lambda: cross_entropy(batch(), LABELS, None), TypeError, "`dim` should be an integer. Found None"),
         (lambda: logsumexp(batch(), dim=None), TypeError, "`dim` should be an integer or several. Found None"),

@@ -38,8 +38,8 @@ C classes along the dimension ``dim``; ``*`` all other dimensions, which are ind
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, overload
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.compiler import is_compiling, is_exporting
 from torch.nn.functional import nll_loss
 
-from toolkit._checks import choice, index
+from toolkit._checks import choice, index, number
 from toolkit.blocks import block, is_quiet, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
@@ -71,26 +71,26 @@ SHIFT = block(
     "that zero would cost a pass over the input and the memory to keep it.",
 )
 
-_NO_LABEL = -(2**63)
+_SEVERAL = "an integer or several"
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:
+def softmax(input: Tensor, dim: int | Sequence[int] = -1, *, where: Tensor | None = None) -> Tensor:
     r"""Return probabilities :math:`y_i = e^{x_i - m} / \sum_j e^{x_j - m}` with the shift :math:`m = \max_j x_j`.
 
     The quotient is more accurate than ``exp(input - logsumexp(input))``, by a factor that grows with the log-sum-exp.
 
     Args:
         input: (\*, C), floating point.
-        dim: The dimension of the classes.
+        dim: The dimension of the classes, or several, whose entries are all classes.
         where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
         (\*, C), like `input`; sums to 1 along `dim`, or to 0 where every entry is ``-inf`` or masked.
 
     Raises:
-        TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, or `dim` not an integer.
-        ValueError: If `where` does not broadcast to the shape of `input`.
+        TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, or `dim` not made of integers.
+        ValueError: If `where` does not broadcast to the shape of `input`, or `dim` is empty or names a dimension twice.
         IndexError: If `input` has no dimension `dim`.
 
     References:
@@ -103,13 +103,15 @@ def softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Ten
     """
     if where is not None:
         return softmax(_left_out(input, where, "input"), dim).masked_fill(~where, 0.0)
-    dim = _checked(input, "input", dim)
+    if _is_several(dim):
+        return _over_several(softmax, input, dim)
+    dim = _checked(input, "input", dim, _SEVERAL)
     x, _ = _shifted(input, dim)
     y = probabilities_in_plain_operations(x, dim) if _is_plain() else softmax_of_rows(x, dim)
     return y if y.dtype == input.dtype else y.to(input.dtype)
 
 
-def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) -> Tensor:
+def log_softmax(input: Tensor, dim: int | Sequence[int] = -1, *, where: Tensor | None = None) -> Tensor:
     r"""Return log-probabilities :math:`x_i - m - \log \sum_j e^{x_j - m}` in nats.
 
     The shift is subtracted before the logarithm of the sum, so large inputs cost no accuracy. The remainder of a
@@ -117,15 +119,15 @@ def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) ->
 
     Args:
         input: (\*, C), floating point.
-        dim: The dimension of the classes.
+        dim: The dimension of the classes, or several, whose entries are all classes.
         where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
 
     Returns:
         (\*, C), like `input`.
 
     Raises:
-        TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, or `dim` not an integer.
-        ValueError: If `where` does not broadcast to the shape of `input`.
+        TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, or `dim` not made of integers.
+        ValueError: If `where` does not broadcast to the shape of `input`, or `dim` is empty or names a dimension twice.
         IndexError: If `input` has no dimension `dim`.
 
     References:
@@ -137,7 +139,9 @@ def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) ->
     """
     if where is not None:
         return log_softmax(_left_out(input, where, "input"), dim).masked_fill(~where, -math.inf)
-    dim = _checked(input, "input", dim)
+    if _is_several(dim):
+        return _over_several(log_softmax, input, dim)
+    dim = _checked(input, "input", dim, _SEVERAL)
     x, _ = _shifted(input, dim)
     if _is_plain():
         log_y = x - log_sum_in_plain_operations(x, dim).clamp(min=0)
@@ -146,10 +150,40 @@ def log_softmax(input: Tensor, dim: int = -1, *, where: Tensor | None = None) ->
     return log_y if log_y.dtype == input.dtype else log_y.to(input.dtype)
 
 
+@overload
 def logsumexp(
-    input: Tensor, dim: int | Sequence[int] = -1, keepdim: bool = False, *, where: Tensor | None = None
-) -> Tensor:
-    r"""Return :math:`m + \log \sum_j e^{x_j - m}` in nats.
+    input: Tensor,
+    dim: int | Sequence[int] = -1,
+    keepdim: bool = False,
+    *,
+    where: Tensor | None = None,
+    b: Tensor | None = None,
+    return_sign: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def logsumexp(
+    input: Tensor,
+    dim: int | Sequence[int] = -1,
+    keepdim: bool = False,
+    *,
+    where: Tensor | None = None,
+    b: Tensor | None = None,
+    return_sign: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def logsumexp(
+    input: Tensor,
+    dim: int | Sequence[int] = -1,
+    keepdim: bool = False,
+    *,
+    where: Tensor | None = None,
+    b: Tensor | None = None,
+    return_sign: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Return :math:`m + \log \sum_j b_j e^{x_j - m}` in nats, by default with all :math:`b_j = 1`.
 
     Both uses of the shift :math:`m = \max_j x_j` are the same blocked value. Blocking only one of them would give a
     wrong gradient. The term of one maximum is exactly 1 and is left to `log1p`, so that a sum close to 1 loses no
@@ -160,13 +194,18 @@ def logsumexp(
         dim: The dimension to sum over, or several.
         keepdim: Whether the result keeps `dim` with size 1.
         where: Boolean, of a shape that broadcasts to that of `input`: False leaves an entry out.
+        b: Real factors, of a shape that broadcasts to that of `input`: 0 leaves an entry out, as `where` does.
+        return_sign: Whether the sign of the sum is returned as well. If not, a negative sum gives NaN.
 
     Returns:
-        (\*), or (\*, 1). An empty sum has logarithm ``-inf``.
+        (\*), or (\*, 1). An empty sum has logarithm ``-inf``. With `return_sign` the logarithm of the absolute value,
+        and the sign, -1, 0 or 1, of the same shape.
 
     Raises:
-        TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, or `dim` not made of integers.
-        ValueError: If `where` does not broadcast to the shape of `input`, or `dim` is empty or names a dimension twice.
+        TypeError: If `input` is not a floating-point tensor, `where` not a boolean one, `b` not a real one, or `dim`
+            not made of integers.
+        ValueError: If `where` or `b` does not broadcast to the shape of `input`, or `dim` is empty or names a dimension
+            twice.
         IndexError: If `input` has no dimension `dim`.
 
     References:
@@ -175,37 +214,59 @@ def logsumexp(
     Example:
         >>> logsumexp(torch.tensor([1000.0, 1000.0], dtype=torch.float64))
         tensor(1000.6931, dtype=torch.float64)
+        >>> logsumexp(torch.tensor([1.0, 2.0]), b=torch.tensor([1.0, -1.0]), return_sign=True)
+        (tensor(1.5413), tensor(-1.))
     """
     if where is not None:
-        return logsumexp(_left_out(input, where, "input"), dim, keepdim)
+        input = _left_out(input, where, "input")
     _checked(input, "input")
-    if type(dim) is not int:
-        return _logsumexp_over_several(input, dim, keepdim)
+    if b is None and not return_sign and not _is_several(dim):
+        place = _checked(input, "input", dim, _SEVERAL)
+        result = _logsumexp(input, place)
+        return result if keepdim else result.squeeze(place)
+    places = _places(input, dim)
+    weights = None if b is None else _weights(b, input)
+    total, sign = _signed_logsumexp(_as_one(input, places), None if weights is None else _as_one(weights, places))
+    if not return_sign:
+        total = torch.where(sign < 0, math.nan, total)
+    for place in places if keepdim and input.dim() else ():
+        total, sign = total.unsqueeze(place), sign.unsqueeze(place)
+    return (total, sign) if return_sign else total
+
+
+def _logsumexp(input: Tensor, dim: int) -> Tensor:
+    """Return the log-sum-exp (*, 1)."""
     x, shift = _shifted(input, dim)
     total = log_sum_in_plain_operations(x, dim) if _is_plain() else log_sum_exp_of_rows(x, dim)
-    result = (total if shift is None else shift + total).to(input.dtype)
-    return result if keepdim else result.squeeze(dim)
+    return (total if shift is None else shift + total).to(input.dtype)
 
 
-def _logsumexp_over_several(input: Tensor, dims: Any, keepdim: bool) -> Tensor:
-    """Sum over several dimensions, as one that is made of them at the end."""
-    if not isinstance(dims, Sequence) or isinstance(dims, str):
-        return logsumexp(input, _checked(input, "input", dims, "an integer or several"), keepdim)
-    count = max(input.dim(), 1)
-    dims = [_checked(input, "input", dim, "an integer or several") for dim in dims]
-    for dim in dims:
-        if not -count <= dim < count:
-            raise IndexError(f"`dim` should be from {-count} to {count - 1}. Found {dim}, which is out of range.")
-    places = sorted(dim % count for dim in dims)
-    if not places or len(set(places)) < len(places):
-        raise ValueError(f"`dim` should name at least one dimension, and none of them twice. Found {tuple(dims)}.")
-    if input.dim() == 0:
-        return logsumexp(input, 0, keepdim)
-    together = input.movedim(places, list(range(-len(places), 0))).flatten(-len(places))
-    result = logsumexp(together, -1)
-    for place in places if keepdim else ():
-        result = result.unsqueeze(place)
-    return result
+def _signed_logsumexp(x: Tensor, b: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the logarithm (*) of the absolute value of a weighted sum over the last dimension, and its sign (*)."""
+    if b is None:
+        total = _logsumexp(x, -1).squeeze(-1)
+        return total, torch.where(total == -math.inf, 0.0, total.exp().sign())
+    z = wide(x).masked_fill(b == 0, -math.inf)
+    shift = stop_gradient(finite_maximum(z, -1), SHIFT)
+    terms = b * (z - shift).exp()
+    at_peak = z == shift
+    largest = torch.where(at_peak, terms, 0.0).sum(-1)
+    others = torch.where(at_peak, 0.0, terms).sum(-1)
+    # The largest terms are exact, so that a sum close to them loses no digit, unless the others cancel them.
+    together = (largest.abs() <= 2 * others.abs()) | ~others.isfinite()
+    one = torch.where(together, 1.0, largest)
+    logarithm = one.abs().log() + (torch.where(together, 0.0, others) / one).log1p()
+    total = torch.where(together, (largest + others).abs().log(), logarithm)
+    return (shift.squeeze(-1) + total).to(x.dtype), (largest + others).sign().to(x.dtype)
+
+
+def _weights(b: Tensor, input: Tensor) -> Tensor:
+    """Return the factors of exponentials in the shape of `input`."""
+    if not isinstance(b, Tensor) or b.is_complex() or b.dtype == torch.bool:
+        found = b.dtype if isinstance(b, Tensor) else type(b).__name__
+        raise TypeError(f"`b` should be a tensor of real numbers. Found {found}.")
+    _check_broadcasts(b, "b", input)
+    return wide(b.to(input.dtype)).expand(input.shape)
 
 
 def cross_entropy(
@@ -214,69 +275,141 @@ def cross_entropy(
     dim: int = -1,
     *,
     where: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
     r"""Return the cross entropy :math:`-\log \operatorname{softmax}(x)_{label}` in nats, by default its mean.
 
+    With class weights w, and probabilities q of the classes in place of labels, it is
+
+    .. math::
+        -\sum_c w_c q_c \log \operatorname{softmax}(x)_c
+
     Both terms are taken after the shift: ``[1e8, 1e8]`` gives log 2. The loss of a class with logit ``-inf``, or of a
-    masked class, is infinite.
+    masked class, is infinite, unless its probability q is 0.
 
     Args:
         logits: (\*, C), floating point.
-        labels: (\*), integers from 0 to C - 1.
-        dim: The dimension of the classes in `logits`.
+        labels: (\*), integers from 0 to C - 1; or (\*, C), floating point: probabilities, which may carry a gradient.
+        dim: The dimension of the classes in `logits`. In `torch.nn.functional.cross_entropy` it is 1.
         where: Boolean, of a shape that broadcasts to that of `logits`: False leaves a class out.
-        reduction: ``"mean"`` over all samples (NaN if there are none), their ``"sum"``, or ``"none"``.
+        weight: w, (C,). None: 1 for all classes.
+        ignore_index: Samples with this label have the loss 0, and do not count in the mean. Labels that are
+            probabilities have none.
+        label_smoothing: :math:`\epsilon`, from 0 to 1: q is mixed with the uniform distribution over the classes that
+            are not left out, :math:`(1 - \epsilon) q_c + \epsilon / C`.
+        reduction: ``"mean"`` over all samples (NaN if there are none), their ``"sum"``, or ``"none"``. With integer
+            labels and `weight`, the mean is weighted by the weights of the labels, as in PyTorch.
 
     Returns:
         A scalar, or (\*) for ``"none"``; the type of `logits`.
 
     Raises:
-        TypeError: If `logits` is not a floating-point tensor, `labels` not a tensor of integers, `where` not a
-            boolean one, or `dim` not an integer.
-        ValueError: If `labels` does not have the shape of `logits` without `dim`, `where` does not broadcast to that
-            of `logits`, or `reduction` is unknown.
+        TypeError: If `logits` is not a floating-point tensor, `labels` neither a tensor of integers nor a
+            floating-point one, `weight` not a floating-point tensor, `where` not a boolean one, or `dim` or
+            `ignore_index` not an integer.
+        ValueError: If `labels` does not have the shape of `logits` without `dim`, or of `logits` for probabilities;
+            `weight` not the shape (C,); `where` does not broadcast to the shape of `logits`; `label_smoothing` is not
+            from 0 to 1; or `reduction` is unknown.
         IndexError: If `logits` has no dimension `dim`.
         RuntimeError: If a label is out of range; found when the label is used, without an extra pass.
+
+    References:
+        Szegedy et al., "Rethinking the inception architecture for computer vision", 2016, section 7, for smoothing.
 
     Example:
         >>> cross_entropy(torch.tensor([[2.0, 0.0], [1e8, 1e8]]), torch.tensor([0, 1]), reduction="none")
         tensor([0.1269, 0.6931])
     """
     if where is not None:
-        return cross_entropy(_left_out(logits, where, "logits"), labels, dim, reduction=reduction)
+        logits = _left_out(logits, where, "logits")
     dim = _checked(logits, "logits", dim)
-    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
-        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
-        raise TypeError(f"`labels` should be a tensor of integers. Found {found}.")
+    smoothing = number("label_smoothing", label_smoothing, least=0, most=1)
+    ignored = index(ignore_index)
+    if ignored is None:
+        raise TypeError(f"`ignore_index` should be an integer. Found {ignore_index!r}.")
     choice("reduction", reduction, ("mean", "sum", "none"))
     if logits.dim() == 0 and dim in (0, -1):
         logits = logits.unsqueeze(0)
-    expected = logits.select(dim, 0).shape if logits.size(dim) else logits.sum(dim).shape
-    if labels.shape != expected:
-        raise ValueError(f"`labels` should have shape {tuple(expected)}. Found {tuple(labels.shape)}.")
+    _check_labels(labels, logits, dim)
+    weights = None if weight is None else _class_weights(weight, logits, dim)
+    if labels.is_floating_point():
+        found = _losses_of_probabilities(logits, _smoothed(labels, smoothing, where, dim), weights, dim)
+        return _reduced(found, None, reduction).to(logits.dtype)
     x, _ = _shifted(logits, dim)
-    at = labels.long().unsqueeze(dim)
-    if is_small(x) and x.dim() == 2 and dim % 2 == 1:
-        return _label_losses(log_softmax_of_rows(x, dim), labels, reduction).to(logits.dtype)
+    if is_small(x) and x.dim() == 2 and dim % 2 == 1 and not smoothing:
+        return _label_losses(log_softmax_of_rows(x, dim), labels, weight, ignored, reduction).to(logits.dtype)
+    kept = (labels != ignored).to(x.device)
+    at = labels.long().masked_fill(~kept, 0).unsqueeze(dim)
     if _is_plain():
         losses = log_sum_in_plain_operations(x, dim).clamp(min=0) - x.gather(dim, at)
     else:
         losses = cross_entropy_of_rows(x, at, dim)
+    own = kept.to(losses.dtype)
+    if weights is not None:
+        own = own * weights.expand(x.shape).gather(dim, at).squeeze(dim)
+        losses = losses * own.unsqueeze(dim)
     losses = losses.squeeze(dim)
-    if reduction != "none":
-        losses = losses.mean() if reduction == "mean" else losses.sum()
-    return losses.to(logits.dtype)
+    if smoothing:
+        uniform = _smoothed(torch.zeros_like(wide(logits)), 1.0, where, dim)
+        losses = (1 - smoothing) * losses + smoothing * _losses_of_probabilities(logits, uniform, weights, dim)
+    return _reduced(torch.where(kept, losses, 0.0), own, reduction).to(logits.dtype)
 
 
-def _label_losses(log_y: Tensor, labels: Tensor, reduction: str) -> Tensor:
+def _reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
+    """Return the losses, their sum, or their sum divided by that of the weights of samples."""
+    if reduction == "mean":
+        return losses.mean() if weights is None else losses.sum() / weights.sum()
+    return losses.sum() if reduction == "sum" else losses
+
+
+def _losses_of_probabilities(logits: Tensor, q: Tensor, weights: Tensor | None, dim: int) -> Tensor:
+    """Return the losses (*) of probabilities of the classes (*, C)."""
+    log_y = log_softmax(wide(logits), dim)
+    log_y = log_y.masked_fill((q == 0) & (log_y == -math.inf), 0.0)
+    return -(q * log_y if weights is None else weights * q * log_y).sum(dim)
+
+
+def _smoothed(q: Tensor, smoothing: float, where: Tensor | None, dim: int) -> Tensor:
+    """Mix probabilities (*, C) with the uniform distribution over the classes that are not left out."""
+    if not smoothing:
+        return q
+    classes = torch.ones_like(q) if where is None else where.expand(q.shape).to(q.dtype)
+    return (1 - smoothing) * q + smoothing * classes / classes.sum(dim, keepdim=True).clamp(min=1)
+
+
+def _check_labels(labels: Tensor, logits: Tensor, dim: int) -> None:
+    if not isinstance(labels, Tensor) or not (labels.dtype in _INTEGERS or labels.is_floating_point()):
+        found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
+        raise TypeError(f"`labels` should be a tensor of integers, or of probabilities. Found {found}.")
+    expected = logits.select(dim, 0).shape if logits.size(dim) else logits.sum(dim).shape
+    if labels.is_floating_point():
+        expected = logits.shape
+    if labels.shape != expected:
+        raise ValueError(f"`labels` should have shape {tuple(expected)}. Found {tuple(labels.shape)}.")
+
+
+def _class_weights(weight: Tensor, logits: Tensor, dim: int) -> Tensor:
+    """Return the weights of the classes as a tensor that broadcasts to `logits`, in the type of the computation."""
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        found = weight.dtype if isinstance(weight, Tensor) else type(weight).__name__
+        raise TypeError(f"`weight` should be a floating-point tensor. Found {found}.")
+    if weight.shape != (logits.shape[dim],):
+        raise ValueError(f"`weight` should have shape ({logits.shape[dim]},). Found {tuple(weight.shape)}.")
+    return wide(weight.to(logits.dtype)).view([-1 if i == dim % logits.dim() else 1 for i in range(logits.dim())])
+
+
+def _label_losses(log_y: Tensor, labels: Tensor, weight: Tensor | None, ignored: int, reduction: str) -> Tensor:
     """Return the losses (N,) of labels (N,) from the log-probabilities (N, C), or their sum or mean."""
+    weight = None if weight is None else weight.to(log_y.dtype)
     try:
-        return nll_loss(log_y, labels.long(), reduction=reduction, ignore_index=_NO_LABEL)
+        return nll_loss(log_y, labels.long(), weight, ignore_index=ignored, reduction=reduction)
     except IndexError as error:
-        found = [label for label in labels.tolist() if not 0 <= label < log_y.shape[1]]
+        wrong = next(label for label in labels.tolist() if label != ignored and not 0 <= label < log_y.shape[1])
         raise RuntimeError(
-            f"`labels` should be from 0 to {log_y.shape[1] - 1}. Found {found[0]}, which is out of bounds."
+            f"`labels` should be from 0 to {log_y.shape[1] - 1}. Found {wrong}, which is out of bounds."
         ) from error
 
 
@@ -322,12 +455,51 @@ def _left_out(input: Tensor, where: Tensor, argument: str) -> Tensor:
     if not isinstance(where, Tensor) or where.dtype != torch.bool:
         found = where.dtype if isinstance(where, Tensor) else type(where).__name__
         raise TypeError(f"`where` should be a boolean tensor. Found {found}.")
-    ends = zip(reversed(where.shape), reversed(input.shape), strict=False)
-    if where.dim() > input.dim() or any(n not in (1, size) for n, size in ends):
-        raise ValueError(
-            f"`where` should have a shape that broadcasts to {tuple(input.shape)}. Found {tuple(where.shape)}."
-        )
+    _check_broadcasts(where, "where", input)
     return input.masked_fill(~where, -math.inf)
+
+
+def _check_broadcasts(factor: Tensor, argument: str, input: Tensor) -> None:
+    ends = zip(reversed(factor.shape), reversed(input.shape), strict=False)
+    if factor.dim() > input.dim() or any(n not in (1, size) for n, size in ends):
+        raise ValueError(
+            f"`{argument}` should have a shape that broadcasts to {tuple(input.shape)}. Found {tuple(factor.shape)}."
+        )
+
+
+def _is_several(dim: object) -> bool:
+    return isinstance(dim, Sequence) and not isinstance(dim, str)
+
+
+def _places(input: Tensor, dims: Any) -> list[int]:
+    """Return the dimensions that `dims` names, from 0 and in order."""
+    count = max(input.dim(), 1)
+    dims = [_checked(input, "input", dim, _SEVERAL) for dim in (dims if _is_several(dims) else (dims,))]
+    for dim in dims:
+        if not -count <= dim < count:
+            raise IndexError(f"`dim` should be from {-count} to {count - 1}. Found {dim}, which is out of range.")
+    places = sorted({dim % count for dim in dims})
+    if not places or len(places) < len(dims):
+        raise ValueError(f"`dim` should name at least one dimension, and none of them twice. Found {tuple(dims)}.")
+    return places
+
+
+def _as_one(input: Tensor, places: list[int]) -> Tensor:
+    """Return the tensor with several dimensions as one, the last."""
+    if input.dim() == 0:
+        return input.unsqueeze(0)
+    return input.movedim(places, list(range(-len(places), 0))).flatten(-len(places))
+
+
+def _over_several(function: Callable[[Tensor, int], Tensor], input: Tensor, dims: object) -> Tensor:
+    """Return a function of rows, for rows that several dimensions make up."""
+    places = _places(input, dims)
+    if input.dim() == 0:
+        return function(input, 0)
+    ends = list(range(-len(places), 0))
+    sizes = [input.shape[place] for place in places]
+    rows: Tensor = function(_as_one(input, places), -1).unflatten(-1, sizes)
+    return rows.movedim(ends, places)
 
 
 def _is_plain() -> bool:
