@@ -558,3 +558,16 @@ def test_bad_arguments(name):
     options, error, message = BAD[name]
     with pytest.raises(error, match=message):
         maximise_likelihood(first_of(X, 2), **{"x": X, **options})
+
+
+@pytest.mark.parametrize("method", ["squarem", "anderson"])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_extrapolation_does_not_pay_a_fit_ends_as_soon_as_plain_em(method, seed):
+    """EM of clusters that hardly overlap converges in a few steps; the rule of eight evaluations took nine or more."""
+    x = clusters(400, 2, 3, 12.0, seed)
+    first = first_of(x, 3)
+    plain = gaussian(x, first, accelerate="none", tol=1e-6)
+    found = gaussian(x, first, accelerate=method, tol=1e-6)
+    assert found.converged
+    assert found.n_iter <= plain.n_iter + 2  # a jump that is not taken counts, and two gains are compared
+    assert found.log_likelihood > gaussian(x, first, tol=0).log_likelihood - 1e-8

@@ -36,6 +36,11 @@ F = TypeVar("F", bound=Family)
 # Points that Anderson's method remembers, and evaluations whose total gain must be at most `tol` for convergence.
 _MEMORY = 8
 
+# After so few evaluations that gain no more than `tol` a fit may end at its beginning, if they shrink the residual to
+# this share: slower problems hide directions in which much is left.
+_FEW = 2
+_FAST = 0.03
+
 # The ridge of Anderson's least squares, relative to the largest squared singular value.
 _RIDGE = 1e-14
 
@@ -95,7 +100,8 @@ def climb(
 
     **Convergence.** Without acceleration the fit ends when a step gains no more than `tol`; the remaining gain is then
     ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration
-    the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; if
+    the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; or when,
+    among the first eight, two did in a region where EM itself is fast, as it is where components hardly overlap. If
     `max_iter` is less than eight, the bound is less in proportion; a single step is plain EM. A jump aims at the
     maximum, so its gain is nearly the whole remaining gain, and the rest is at most about `tol`, except on a plateau
     near a saddle. In all cases the fit ends when a step lowers the log-likelihood by more than rounding.
@@ -152,6 +158,7 @@ def climb(
     _check_finite(here.value)
     method = _METHODS[accelerate]()
     history, gained = [here.value], [here.value]  # at each point moved to; after each evaluation
+    recent = [here]  # the last points moved to
     stuck = 0  # how often neither the likelihood nor the residual moved
     converged = stepped = False
     while not converged and n_iter < max_iter:
@@ -186,6 +193,9 @@ def climb(
             converged = tol > 0 and gained[-1] - gained[-2] <= tol
         else:
             converged = len(gained) > _MEMORY and gained[-1] - gained[-1 - _MEMORY] <= max(tol, noise)
+            recent = [*recent[-_FEW:], there]
+            few = tol > 0 and len(recent) > _FEW and len(gained) <= _MEMORY and gained[-1] - gained[-1 - _FEW] <= tol
+            converged = converged or (few and _is_fast(recent[0], there))
         if target is not None and there.value - here.value <= noise:
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
@@ -334,6 +344,15 @@ def _is_taken(there: _Point[P], here: _Point[P], rounding: float) -> bool:
     """Say whether a jump raised the value; where rounding decides, whether it came nearer to a fixed point."""
     gain = there.value - here.value
     return math.isfinite(there.value) and (gain > rounding or (gain >= -rounding and there.size < here.size))
+
+
+def _is_fast(before: _Point[P], now: _Point[P]) -> bool:
+    """Say whether EM converges fast here: each step removes more than half of the error, so that little is left.
+
+    The residual is the error times the share of it that a step removes.
+    """
+    step, change = now.position - before.position, now.residual - before.residual
+    return now.size <= _FAST * before.size and bool(change.norm() >= 0.5 * step.norm())
 
 
 class _Method(Protocol):
