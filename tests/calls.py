@@ -350,7 +350,7 @@ CALLS: dict[str, Call] = {
         em.FactorAnalysers.start(SAMPLES, 2, n_factors=1, generator=_generator()).sample, n=3
     ),
     "em.GaussianHMM": Call(_fitted(em.GaussianHMM, SAMPLES), **HMM),
-    "em.GaussianMixture": Call(_fitted(em.GaussianMixture, SAMPLES), n_components=2),
+    "em.GaussianMixture": Call(_fitted(em.GaussianMixture, SAMPLES), n_components=2, n_init_keep=2),
     "em.PoissonMixture": Call(
         em.PoissonMixture, log_weights=HALVES.log(), log_rates=torch.zeros(2, 2), prior_rates=torch.ones(2)
     ),
@@ -409,7 +409,7 @@ CALLS: dict[str, Call] = {
     "em.em_step": Call(em.em_step, parameters=MIXTURE, x=SAMPLES),
     "em.em_step_missing": Call(em.em_step_missing, parameters=MIXTURE, x=SAMPLES),
     "em.evidence_lower_bound": Call(em.evidence_lower_bound, mixture=MIXTURE, x=SAMPLES),
-    "em.fit": Call(em.fit, **START),
+    "em.fit": Call(em.fit, **START, n_init_keep=2),
     "em.fit_family": Call(em.fit_family, family=em.PoissonMixture, x=COUNTS, n_components=2),
     "em.fit_missing": Call(em.fit_missing, **START),
     "em.fit_parsimonious": Call(em.fit_parsimonious, **START, model="EII"),
