@@ -10,9 +10,11 @@ from relu_networks import NETWORKS, relu_network, split_digits
 from torch import Tensor, nn
 
 from toolkit.adversarial import (
+    apgd,
     certify_linear,
     ensemble,
     evaluate_robustness,
+    fab,
     fgsm,
     multi_target,
     pgd,
@@ -141,10 +143,13 @@ def test_model_without_gradients_is_broken_by_queries() -> None:
     """A staircase has derivative 0 almost everywhere: attacks by gradients stand still, and call it robust."""
     model, x, labels, _ = relu_network("64-32-10 standard")
     staircase = lambda x: model((20 * x).floor() / 20 + 0 * x)  # noqa: E731
-    gradients = evaluate_robustness(staircase, x, labels, epsilon=0.1, attacks={"pgd": from_the_input})
-    whole = evaluate_robustness(staircase, x, labels, epsilon=0.1)
+    with pytest.warns(UserWarning, match="zero gradient for 100 of 100"):
+        gradients = evaluate_robustness(staircase, x, labels, epsilon=0.1, attacks={"pgd": from_the_input})
+    with pytest.warns(UserWarning, match="zero gradient for 100 of 100"):
+        whole = evaluate_robustness(staircase, x, labels, epsilon=0.1)
     assert gradients.robust_accuracy == gradients.clean_accuracy
-    assert whole.broken["Square"] > 0.1 * len(x)
+    assert whole.broken["random directions"] + whole.broken["Square"] > 0.1 * len(x)
+    assert whole.broken["Square"] > 0
 
 
 def from_the_input(model: nn.Module, x: Tensor, labels: Tensor, *, generator: object, **others: object) -> Tensor:
@@ -225,3 +230,28 @@ def test_progress_names_each_attack_and_what_it_left(capsys):
     )
     run(verbose=2)
     assert re.search(r"FGSM: 1 broken, 1 left, [\d.]+ s", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("norm", "epsilon"), [("linf", 0.2), ("l2", 0.3), ("l1", 0.5)])
+def test_a_model_that_is_flat_around_its_inputs_is_broken_where_exact_search_breaks_it(norm, epsilon):
+    """A class wins where one of six units is on, and all are off at the inputs: no gradient leads to it."""
+    draws = torch.Generator().manual_seed(0)
+    network = nn.Sequential(nn.Linear(5, 6), nn.ReLU(), nn.Linear(6, 2)).double()
+    weight = torch.randn(6, 5, generator=draws, dtype=torch.float64)
+    x = 0.5 + 0.1 * torch.rand(20, 5, generator=draws, dtype=torch.float64)
+    order = {"linf": 1, "l2": 2, "l1": torch.inf}[norm]
+    with torch.no_grad():
+        network[0].weight.copy_(weight)
+        network[0].bias.copy_(-0.55 * weight.sum(1) - 0.8 * epsilon * weight.norm(order, 1))
+        network[2].weight.copy_(torch.stack([torch.zeros(6), torch.full((6,), 50.0)]))
+        network[2].bias.copy_(torch.tensor([2.0, 0.0]))
+    labels = torch.zeros(20, dtype=torch.long)
+    exact = verify_relu(network, x, labels, epsilon=epsilon, norm=norm)
+    run = partial(evaluate_robustness, network, x, labels, epsilon=epsilon, norm=norm)
+    with pytest.warns(UserWarning, match="zero gradient"):
+        found = run()
+    with pytest.warns(UserWarning, match="zero gradient"):
+        without = run(attacks={"multi-target": multi_target, "APGD": apgd, "FAB": fab})
+    assert torch.equal(found.robust, exact.robust)
+    assert not exact.robust.all()
+    assert without.robust.sum() > exact.robust.sum()

@@ -2,7 +2,8 @@
 
 The attacks fail for different reasons. A gradient can be wrong over the length of a step (`linearised` and
 `multi_target` stand against each other), the steps can get stuck (`apgd` chooses their length, with two losses), the
-shortest way can be longer than the steepest (`fab`), and the gradient can be masked altogether (`square` takes none).
+shortest way can be longer than the steepest (`fab`), the model can be flat around the input (`random_directions`), and
+the gradient can be masked altogether (`square` takes none).
 The share that no attack breaks is an upper bound of the robust accuracy; `verify_relu` and `certify_linear` are exact.
 
 N samples, each of shape (...), C classes.
@@ -23,6 +24,7 @@ from torch import Tensor
 from toolkit._checks import integer, level, number
 from toolkit._progress import Progress
 from toolkit._random import seeded_generator
+from toolkit.adversarial.attacks._random_directions import random_directions
 from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting
 from toolkit.adversarial.attacks._suitability import warn_of_unsuited_models
 from toolkit.adversarial.attacks.apgd import apgd
@@ -110,7 +112,7 @@ def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
 
     Example:
         >>> list(standard_attacks(2))
-        ['linearised', 'multi-target', 'multi-target, random starts', 'APGD', 'FAB', 'Square']
+        ['linearised', 'multi-target', 'multi-target, random starts', 'APGD', 'FAB', 'random directions', 'Square']
     """
     n_classes, at_once = integer("n_classes", n_classes, 2), integer("at_once", at_once)
     every_class = partial(_from_the_linearisation, n_targets=min(n_classes - 1, _MOST_TARGETS), at_once=at_once)
@@ -122,6 +124,7 @@ def standard_attacks(n_classes: int, at_once: int = 1000) -> dict[str, Stages]:
         "APGD": (partial(apgd, steps=30), apgd),
         "APGD, DLR": (partial(apgd, steps=30, loss="dlr"), partial(apgd, loss="dlr", restarts=5)),
         "FAB": (partial(fab, steps=3, n_classes=4), partial(fab, restarts=5)),
+        "random directions": (partial(random_directions, draws=150), partial(random_directions, draws=1000)),
         "Square": (partial(square, queries=60), square),
     }
     if n_classes < 3:
@@ -179,8 +182,9 @@ def evaluate_robustness(
     Example:
         >>> weight = torch.tensor([[3.0, 0.0], [0.0, 3.0]])
         >>> x = torch.tensor([[0.9, 0.1], [0.6, 0.5]])
-        >>> print(evaluate_robustness(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2).broken)
-        {'linearised': 1, 'multi-target': 0, 'multi-target, random starts': 0, 'APGD': 0, 'FAB': 0, 'Square': 0}
+        >>> found = evaluate_robustness(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2)
+        >>> found.robust.tolist(), found.broken["linearised"]
+        ([True, False], 1)
     """
     batch_size, verbose = integer("batch_size", batch_size), level(verbose)
     if attacks is not None and not (isinstance(attacks, Mapping) and attacks):
