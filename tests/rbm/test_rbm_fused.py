@@ -350,3 +350,27 @@ def test_the_same_generator_trains_nearby_machines_in_every_dtype(method):
         found[dtype] = dict(rbm.named_parameters())
     for name, value in found[torch.float64].items():
         torch.testing.assert_close(found[torch.float32][name].double(), value, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("n_hidden", "inside"), [(5, 1), (12_000, 2)], ids=["small", "large"])
+def test_a_small_machine_takes_one_thread_and_gives_the_others_back(n_hidden, inside, monkeypatch):
+    rbm = RBM(100, n_hidden, generator=_generator(0))
+    trainer = FusedTrainer(rbm, batch_size=4, steps=1, chains=torch.zeros(4, n_hidden), generator=_generator())
+    before, seen, move = torch.get_num_threads(), [], trainer._kernel.phases
+
+    def phases(*arguments):
+        seen.append(torch.get_num_threads())
+        if len(seen) == 2:
+            raise KeyboardInterrupt
+        return move(*arguments)
+
+    monkeypatch.setattr(trainer._kernel, "phases", phases)
+    try:
+        torch.set_num_threads(2)
+        trainer.step(torch.zeros(4, 100), learning_rate=0.1)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(torch.zeros(4, 100), learning_rate=0.1)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [inside, inside]
