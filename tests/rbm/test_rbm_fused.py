@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.contract import relative_error
+from toolkit import _precision
 from toolkit.rbm import (
     RBM,
     FusedTrainer,
@@ -17,6 +18,7 @@ from toolkit.rbm import (
     centering_offsets,
     updated_fast_weights,
 )
+from toolkit.rbm.training import fused
 
 UNITS = {
     "bernoulli": {},
@@ -295,7 +297,10 @@ CHAINS = torch.zeros(4, 3, dtype=torch.float64)
             {"chains": CHAINS, "inverse_temperatures": BETAS, "reference": torch.full((4,), math.nan)},
             r"`reference` should be finite",
         ),
-        ({"product_dtype": torch.int8}, r"`product_dtype` should be a floating-point type\. Found torch\.int8"),
+        (
+            {"product_dtype": torch.int8},
+            r"`product_dtype` should be a floating-point type, or \"auto\"\. Found torch\.int8",
+        ),
         ({"fast_rate": 0.1, "chains": CHAINS, "inverse_temperatures": BETAS}, r"should not both be given"),
         ({"offset_rate": 1.5}, r"`offset_rate` should be above 0 and at most 1\. Found 1\.5"),
         ({"weight_decay": -1.0}, r"`weight_decay` should be finite and not negative\. Found -1\.0"),
@@ -374,3 +379,29 @@ def test_a_small_machine_takes_one_thread_and_gives_the_others_back(n_hidden, in
     finally:
         torch.set_num_threads(before)
     assert seen == [inside, inside]
+
+
+@pytest.mark.parametrize(("faster", "expected"), [(True, torch.bfloat16), (False, None)], ids=["faster", "slower"])
+def test_products_that_draw_are_rounded_where_that_is_faster(faster, expected, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(fused, "bfloat16_is_faster", lambda *size: sizes.append(size) or faster)
+    rbm = _rbm("bernoulli")
+    trainer = FusedTrainer(
+        rbm, batch_size=4, steps=1, chains=torch.zeros(6, 3), product_dtype="auto", generator=_generator()
+    )
+    assert trainer.product_dtype == expected
+    assert sizes == [(10, 4, 3, torch.float64, torch.device("cpu"))]
+    with pytest.raises(ValueError, match=r"should be a floating-point type, or \"auto\"\. Found 'fast'"):
+        FusedTrainer(rbm, batch_size=4, steps=1, product_dtype="fast")
+
+
+def test_the_faster_precision_is_measured_once(monkeypatch):
+    times = iter([1.0, 2.0, 1.0, 1.1])
+    monkeypatch.setattr(_precision, "_seconds", lambda run: run() is not None and next(times))
+    _precision.bfloat16_is_faster.cache_clear()
+    device = torch.device("cpu")
+    found = [_precision.bfloat16_is_faster(2, n, 3, torch.float32, device) for n in (4, 4, 5, 4)]
+    assert found == [True, True, False, True]
+    _precision.bfloat16_is_faster.cache_clear()
+    monkeypatch.undo()
+    assert isinstance(_precision.bfloat16_is_faster(20, 30, 40, torch.float32, device), bool)
