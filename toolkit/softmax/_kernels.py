@@ -176,8 +176,6 @@ def log_sum_in_plain_operations(z: Tensor, dim: int) -> Tensor:
 
 def log_probabilities(x: Tensor, dim: int) -> Tensor:
     """Return the logarithm of the softmax of `x`, shifted or not: the same bits."""
-    if is_small(x) and is_unsure(log_y := torch.log_softmax(x, dim)):
-        return log_y
     if not _in_pieces(x, dim):
         return _log_probabilities(x, dim)
     result = torch.empty_like(x)
