@@ -122,7 +122,7 @@ def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dic
     if not run.audits:
         sys.exit(code) if code else _stop(f"The script should come to {question}. Found its end after {run.progress}.")
     answers = {f"step {question.step}, {name}": answer for name, answer in run.audits.items()}
-    return answers, _verified(run.digests) if verify else ""
+    return answers, _verified(run) if verify else ""
 
 
 def _run(run: Any, script: Any) -> int:
@@ -151,7 +151,7 @@ def _bear_witness(script: Any, question: Any, path: Path) -> NoReturn:
     sys.exit(code)
 
 
-def _verified(digests: Any) -> str:
+def _verified(run: Any) -> str:
     """Run this command again without recording; return whether it computes the same."""
     import subprocess
     import tempfile
@@ -161,9 +161,9 @@ def _verified(digests: Any) -> str:
         arguments = sys.orig_argv[1:]
         at = arguments.index("audit") + 1
         command = [sys.executable, *arguments[:at], "--witness", str(path), *arguments[at:]]
-        subprocess.run(command, stdout=sys.stderr, check=False)
+        subprocess.run(command, stdout=sys.stderr, env=run.lessons.environment(), check=False)
         found = json.loads(path.read_text("utf-8")) if path.is_file() else []
-    if found == [[digest.loss, *digest.gradients] for digest in digests]:
+    if found == [[digest.loss, *digest.gradients] for digest in run.digests]:
         return "verified: without recording, the script computes the same loss and gradients, bit for bit"
     return "NOT verified: without recording, the script computes something else"
 

@@ -531,7 +531,8 @@ def test_text_page_and_json(pair):
         return (a * a.exp().detach()).sum() * a.mean().item()
 
     found = audit(loss, pair.a)
-    assert "where" in str(found).splitlines()[1]
+    assert str(found).splitlines()[1] == "1 stop: 1 load-bearing"
+    assert "where" in str(found).splitlines()[2]
     assert "leaves the graph: item()" in str(found)
     assert "<table>" in found._repr_html_()
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["valid"] is True

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import _recomputation_hook
 from toolkit.blocks import Site, carries_gradient
 from toolkit.gradients._gates import EVERY_BLOCK, Cut, GateBoard, Meeting, gate_of, next_number, reachable_nodes
 
-__all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "changed_by", "unrecorded"]
+__all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "changed_by"]
 
 WRITES_STAY_BLOCKED = "in-place changes inside of it to older tensors stay blocked"
 """The reason why a region opens only in part."""
@@ -116,15 +116,14 @@ class CutBoard(GateBoard):
             for hooks, kept in before:
                 hooks.update(kept)
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of the program: a change of an outer tensor stays out of the graph of a region."""
+    def keeps_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call changes a tensor from outside of a region; such a change opens with no region."""
         open = self.open_regions()
         for tensor in changed_by(func, args, kwargs) if open else ():
             if tensor.requires_grad and (outer := open - self.regions_of(get_gradient_edge(tensor).node)):
                 self.written |= outer
-                with unrecorded():
-                    return func(*args, **kwargs)
-        return func(*args, **kwargs)
+                return True
+        return False
 
     @contextmanager
     def of_the_program(self) -> Iterator[None]:
@@ -156,19 +155,6 @@ def _is_checkpointed() -> bool:
     """Return whether a checkpoint computes its values again."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_recomputation_hook.__name__)
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Record no graph, unseen by the replacements and by modes."""
-    with torch._C.DisableTorchFunction():
-        outer = torch._C.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-    try:
-        yield
-    finally:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(outer)
 
 
 def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

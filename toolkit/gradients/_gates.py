@@ -38,6 +38,7 @@ __all__ = [
     "reachable_nodes",
     "regions_of",
     "successors",
+    "unrecorded",
 ]
 
 
@@ -230,9 +231,9 @@ class GateBoard(Gates):
         """Return the recorded regions that the program is in."""
         return {region.name for region in self._regions if region.end is None}
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call a function of the program."""
-        return func(*args, **kwargs)
+    def keeps_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a call stays out of the graph."""
+        return False
 
     def derive(self, *roots: Tensor) -> None:
         """Prepare for a derivative that the program takes."""
@@ -429,4 +430,20 @@ class _Watch(TorchFunctionMode):
             return handle
         elif func is _GRAD_FN and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
             self._board.linear = False  # a node that the program holds may get hooks unseen
-        return self._board.call(func, args, kwargs)
+        if self._board.keeps_out(func, args, kwargs):
+            with unrecorded():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """Record no graph, unseen by the replacements and by modes."""
+    with torch._C.DisableTorchFunction():
+        outer = torch._C.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+    try:
+        yield
+    finally:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(outer)

@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
 from toolkit.blocks import Site, carries_gradient, region_at, site_of, stop_at
-from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by, unrecorded
+from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
+from toolkit.gradients._gates import unrecorded
 from toolkit.gradients._snapshot import INSTALLED
 
 __all__ = ["BareBlocks", "Escape"]

@@ -14,7 +14,7 @@ import os
 import runpy
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +25,11 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit.gradients._gates import gate_of, reachable_nodes
+from toolkit.gradients._snapshot import without_compiled_code
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.steps import Recorder, Unrecordable, backward_passes
 
-__all__ = ["Digest", "Question", "RecordedRun", "Script", "ScriptRun"]
+__all__ = ["Digest", "Lessons", "Question", "RecordedRun", "Script", "ScriptRun"]
 
 # The environment variable with the lessons of earlier starts of this script.
 _LESSONS = "STOPGRAD_AUDIT_LESSONS"
@@ -117,12 +118,14 @@ class ScriptRun:
         steps: The number of training steps that are over.
         backward_passes: The number of backward passes of the present step.
         answered: Whether a backward pass that is asked about has come.
+        lessons: The lessons of earlier starts.
     """
 
     def __init__(self, question: Question, *, digests: bool = False) -> None:
         """Prepare a run."""
         self.question, self.digests, self.steps, self.answered = question, list[Digest](), 0, False
         self._takes_digests, self.backward_passes = digests, 0
+        self.lessons, self._attended, self._attends = Lessons.read(), ExitStack(), False
 
     def run(self, script: Script) -> None:
         """Run a script until the question is answered, or to its end.
@@ -131,7 +134,7 @@ class ScriptRun:
         """
         hook = register_optimizer_step_post_hook(self._count)
         try:
-            with backward_passes(self._backward), self.watching():
+            with backward_passes(self._backward), self._watching():
                 script.run()
         except _Answered:
             pass
@@ -143,25 +146,53 @@ class ScriptRun:
         """How far the script has come."""
         return f"{self.steps} steps and {self.backward_passes} more backward passes"
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Watch the script while it runs."""
-        yield
+    def attending(self) -> AbstractContextManager[None]:
+        """Make the context of the step that is asked about."""
+        return without_compiled_code()
 
     @contextmanager
     def passing(self, value: Tensor, inputs: Collection[Tensor] | None, *, is_asked: bool) -> Iterator[None]:
         """Run a backward pass."""
         yield
 
-    def stepped(self) -> None:
-        """Act on the end of an optimiser's step."""
-        if self.answered and not self.question.continues:
-            raise _Answered
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Attend to the first step from the making of the first optimiser on; a script prepares before that."""
+        original = torch.optim.Optimizer.__init__
+
+        def init(optimiser: Any, *args: Any, **kwargs: Any) -> None:
+            original(optimiser, *args, **kwargs)
+            if not self.steps and not self._attends and self.lessons.earlier >= self.question.step - 1:
+                self._start()
+
+        setattr(torch.optim.Optimizer, "__init__", init)  # noqa: B010 - its type is that of one signature
+        try:
+            with self._attended:
+                if self.lessons.earlier >= self.question.step:
+                    self._start()
+                yield
+        finally:
+            setattr(torch.optim.Optimizer, "__init__", original)  # noqa: B010
+
+    def _start(self) -> None:
+        self._attends = True
+        self._attended.enter_context(self.attending())
+
+    def stop(self) -> None:
+        """Attend no more."""
+        self._attended.close()
+        self._attends = False
 
     def _count(self, *_: Any) -> None:
-        if self.backward_passes:  # one optimiser for each parameter, say, takes one training step
-            self.steps, self.backward_passes = self.steps + 1, 0
-            self.stepped()
+        if not self.backward_passes:  # one optimiser for each parameter, say, takes one training step
+            return
+        self.steps, self.backward_passes = self.steps + 1, 0
+        if not self._attends and self.steps == self.question.step - 1 - self.lessons.earlier:
+            self._start()
+        elif self._attends and self.steps == self.question.step:
+            self.stop()
+        if self.answered and not self.question.continues:
+            raise _Answered
 
     @contextmanager
     def _backward(self, value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
@@ -177,6 +208,8 @@ class ScriptRun:
             if is_asked and question.backward is not None and not question.continues:
                 raise _Answered
             yield
+        if is_asked and question.backward is not None:
+            self.stop()
 
 
 class RecordedRun(ScriptRun):
@@ -190,7 +223,6 @@ class RecordedRun(ScriptRun):
         """Prepare a run."""
         super().__init__(question, digests=digests)
         self.audits: dict[str, Audit] = {}
-        self._lessons, self._recording = _Lessons.read(), ExitStack()
         self._recorder: Recorder | None = None
 
     def run(self, script: Script) -> None:
@@ -203,7 +235,7 @@ class RecordedRun(ScriptRun):
         except Exception as error:
             if not self._learn(error):
                 raise
-        self._lessons.start_again()
+        self.lessons.start_again()
 
     @contextmanager
     def passing(self, value: Tensor, inputs: Collection[Tensor] | None, *, is_asked: bool) -> Iterator[None]:
@@ -215,69 +247,44 @@ class RecordedRun(ScriptRun):
             return
         with self._recorder.board.of_the_program():
             if value.grad_fn is not None and is_asked:
-                if self._recorder.reaches_beyond(value) and self._lessons.earlier < _MOST_STEPS_EARLIER:
+                if self._recorder.reaches_beyond(value) and self.lessons.earlier < _MOST_STEPS_EARLIER:
                     self._start_earlier()
                 self.audits[f"backward pass {self.backward_passes}"] = self._recorder.answer(value, inputs, None)
             elif value.grad_fn is not None:
                 self._recorder.prepare(value)
             yield
-        if is_asked and self.question.backward is not None:
-            self._stop()
 
-    def stepped(self) -> None:
-        """Start or stop recording."""
-        if self._recorder is None and self.steps == self.question.step - 1 - self._lessons.earlier:
-            self._start()
-        elif self._recorder is not None and self.steps == self.question.step:
-            self._stop()
-        super().stepped()
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Record the first step from the making of the first optimiser on; a script prepares before that."""
-        original = torch.optim.Optimizer.__init__
-
-        def init(optimiser: Any, *args: Any, **kwargs: Any) -> None:
-            original(optimiser, *args, **kwargs)
-            if not self.steps and self._recorder is None and self._lessons.earlier >= self.question.step - 1:
-                self._start()
-
-        setattr(torch.optim.Optimizer, "__init__", init)  # noqa: B010 - its type is that of one signature
-        try:
-            with self._recording:
-                if self._lessons.earlier >= self.question.step:
-                    self._start()
-                yield
-        finally:
-            setattr(torch.optim.Optimizer, "__init__", original)  # noqa: B010
-
-    def _start(self) -> None:
+    def attending(self) -> AbstractContextManager[None]:
+        """Record the step that is asked about."""
         distributed = torch.distributed
         ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if ranks > 1:
             raise ValueError(f"The script should run in one process while it is audited. Found {ranks} ranks.")
-        self._recorder = Recorder(self._lessons.real)
-        self._recording.enter_context(self._recorder.recording())
+        self._recorder = Recorder(self.lessons.real)
+        return self._recorder.recording()
 
-    def _stop(self) -> None:
-        self._recording.close()
+    def stop(self) -> None:
+        """Record no more."""
+        super().stop()
         self._recorder = None
 
     def _start_earlier(self) -> NoReturn:
-        self._lessons.earlier = 2 * self._lessons.earlier + 1
+        if self.lessons.starts >= _MOST_STARTS:
+            raise ValueError("The script should do the same each time it runs. Found another step each time.")
+        self.lessons.earlier = 2 * self.lessons.earlier + 1
         raise _Again
 
     def _learn(self, error: Exception) -> bool:
         """Find the places at which a recording has failed; return whether the script should start again."""
-        if self._recorder is None or self.answered or self._lessons.starts >= _MOST_STARTS:
+        if self._recorder is None or self.answered or self.lessons.starts >= _MOST_STARTS:
             return False
         if isinstance(error, Unrecordable):
-            self._lessons.real |= error.places
+            self.lessons.real |= error.places
             return True
         places = _places_in(error.__traceback__, self._recorder) or [self._recorder.board.latest]
         reason = f"recorded, the script fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        learnt = {place: reason for place in places if place and place not in self._lessons.real}
-        self._lessons.real |= learnt
+        learnt = {place: reason for place in places if place and place not in self.lessons.real}
+        self.lessons.real |= learnt
         return bool(learnt)
 
 
@@ -290,8 +297,8 @@ class _Again(BaseException):
 
 
 @dataclass
-class _Lessons:
-    """What earlier starts of a script have taught.
+class Lessons:
+    """The lessons of earlier starts of a script.
 
     Attributes:
         real: Place -> the reason why it keeps its meaning.
@@ -305,16 +312,20 @@ class _Lessons:
     starts: int = 1
 
     @classmethod
-    def read(cls) -> _Lessons:
-        return cls(**json.loads(os.environ.get(_LESSONS, "{}")))
+    def read(cls) -> Lessons:
+        """Take the lessons from the environment."""
+        return cls(**json.loads(os.environ.pop(_LESSONS, "{}")))
+
+    def environment(self) -> dict[str, str]:
+        """Return the environment of a process that takes these lessons."""
+        return {**os.environ, _LESSONS: json.dumps({**asdict(self), "starts": self.starts + 1})}
 
     def start_again(self) -> NoReturn:
         """Run the command of this process again, in its place."""
-        os.environ[_LESSONS] = json.dumps({**asdict(self), "starts": self.starts + 1})
         gc.collect()  # workers end with their loaders
         sys.stdout.flush()
         sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], self.environment())
 
 
 def _places_in(trace: TracebackType | None, recorder: Recorder) -> list[str]:

@@ -38,6 +38,7 @@ Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[Non
 
 _EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
 _INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
+_EAGER = "compiled functions ran in eager mode"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
 
@@ -98,7 +99,7 @@ class Recorder:
             comparison,
             self.bare,
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
-            remarks=[_BEYOND] if self.reaches_beyond(value) else [],
+            remarks=[*[_BEYOND] * self.reaches_beyond(value), *[_EAGER] * _compiles()],
             closed=self._closed(comparison),
             unreached=dict.fromkeys(sorted(answers.params.keys() - answers.reached), ""),
         )
@@ -481,6 +482,11 @@ def modules_by_name(frame: FrameType | None) -> dict[str, nn.Module]:
         name = names.get(key, type(module).__name__)
         named[f"{name} #{len(named)}" if name in named else name] = module
     return named
+
+
+def _compiles() -> bool:
+    """Return whether this process has compiled functions."""
+    return "torch._dynamo" in sys.modules and bool(sys.modules["torch._dynamo"].eval_frame.cached_backends)
 
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
