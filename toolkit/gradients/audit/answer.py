@@ -68,11 +68,13 @@ class Audit:
         unreached: Parameter -> the end of its path, for parameters without a path to the loss even with every place
             open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen.
         sets: Effects of places that act only together, as `Comparison.sets`.
+        is_recorded: Whether the answer was taken from a step while it ran, and not from a program that runs again.
         one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.
     """
 
     valid: bool
     reason: str
+    is_recorded: bool
     loss: float
     blocked: dict[str, Tensor]
     effects: list[BlockEffect]
@@ -91,6 +93,7 @@ class Audit:
         bare: BareBlocks,
         *,
         graph: Callable[[], Graph],
+        is_recorded: bool = False,
         remarks: Iterable[str] = (),
         closed: Mapping[str, str] = MappingProxyType({}),
         unreached: Mapping[str, str] = MappingProxyType({}),
@@ -101,11 +104,12 @@ class Audit:
             comparison: The comparison.
             bare: The places.
             graph: Draws the graph.
+            is_recorded: See `Audit`.
             remarks: Remarks for the reader beside those of the comparison.
             closed: Place -> the reason why it was left closed, beside those that `bare` knows.
             unreached: See `Audit`.
         """
-        self._comparison, self._graph = comparison, graph
+        self._comparison, self._graph, self.is_recorded = comparison, graph, is_recorded
         self.reason, self.valid = comparison.reason, not comparison.reason
         self.loss, self.blocked, self.effects = comparison.loss, comparison.blocked, comparison.effects
         self.kinds = {**dict.fromkeys(comparison.meetings, "stop_gradient"), **bare.kinds}

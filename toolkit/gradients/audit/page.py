@@ -98,10 +98,11 @@ def _summary(found: Audit) -> str:
     if not found.valid:
         return f'<p class="invalid"><strong>Invalid.</strong> {_text(found.reason)}. Believe nothing below.</p>'
     head = f"loss {found.loss:.6g}, {len(found.blocked)} parameters, gradient {_norm(found):.6g}"
-    return (
-        f"<p><strong>{_text(head)}.</strong> With every place closed, the loss and every gradient are those of the "
-        "plain program, bit for bit. Each place below was then opened alone.</p>"
-        + "".join(f"<p>{_text(remark)}.</p>" for remark in found.remarks)
+    source = "The answer is taken from the graph of the step itself."
+    if not found.is_recorded:
+        source = "With every place closed, the loss and every gradient are those of the plain program, bit for bit."
+    return f"<p><strong>{_text(head)}.</strong> {source} Each place below was opened alone.</p>" + "".join(
+        f"<p>{_text(remark)}.</p>" for remark in found.remarks
     )
 
 

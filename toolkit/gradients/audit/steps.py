@@ -98,6 +98,7 @@ class Recorder:
         return Audit(
             comparison,
             self.bare,
+            is_recorded=True,
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
             remarks=[*[_BEYOND] * self.reaches_beyond(value), *[_EAGER] * _compiles()],
             closed=self._closed(comparison),
@@ -486,7 +487,8 @@ def modules_by_name(frame: FrameType | None) -> dict[str, nn.Module]:
 
 def _compiles() -> bool:
     """Return whether this process has compiled functions."""
-    return "torch._dynamo" in sys.modules and bool(sys.modules["torch._dynamo"].eval_frame.cached_backends)
+    dynamo = sys.modules.get("torch._dynamo")
+    return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
 
 
 def _sum(a: Tensor, b: Tensor) -> Tensor:
