@@ -172,8 +172,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "adversarial": [
         (
-            "_stride(attack, step_size, epsilon, 2.5 / steps)",
-            "_stride(attack, step_size, epsilon, 1 / steps)",
+            "stride = attack.stride(2.5 / steps, step_size)\n        best",
+            "stride = attack.stride(1 / steps, step_size)\n        best",
             "test_adversarial",
         ),
         (
@@ -214,6 +214,9 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_adversarial_certificates_smoothing",
         ),
         ("margins.append(", "margins.append(-", "test_adversarial_linear"),
+        ("(hurts < 0), -helps * hurts", "(hurts < 0), helps * hurts", "test_adversarial_sparse"),
+        ("= gradient + correction, nearby", "= gradient, nearby", "test_adversarial_transfer"),
+        (".logsumexp(0) - math.log(self.samples)", ".logsumexp(0)", "test_adversarial_suitability"),
         (
             "torch.where(attack.succeeds(logits), 1 - shrinkage, 1 + shrinkage)",
             "torch.where(attack.succeeds(logits), 1 + shrinkage, 1 - shrinkage)",

@@ -148,7 +148,7 @@ def evaluate_robustness(
     The examples of an attack are brought into the ball and the box, rounded inwards, and judged there by the model in
     evaluation mode, so only an example inside of both can break a row. A NaN among the logits breaks a row too.
     Gradient attacks are skipped if the model has no gradient by its input, and are then listed in
-    `Evaluation.skipped`; `square` is then run with all its queries.
+    `Evaluation.skipped`; random directions and `square` are then run with all their queries.
 
     Args:
         model: Inputs (N, ...) to logits (N, C). A `torch.nn.Module` is run in evaluation mode, module by module.
