@@ -22,8 +22,8 @@ from folders import ROOT, TESTS
 
 # Files in which nothing is added up, and those whose programs are compiled for the processor that is really there.
 _OTHERS = {
-    *("audit_command", "audit_packages", "blocks_compiled", "config", "contributing", "layout", "mutants"),
-    *("packaging", "peers", "portability", "public_names", "report", "results"),
+    *("audit_command", "audit_packages", "audit_scripts", "blocks_compiled", "commands", "config", "contributing"),
+    *("layout", "mutants", "packaging", "peers", "portability", "public_names", "records", "report"),
 }
 
 

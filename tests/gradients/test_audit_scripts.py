@@ -137,6 +137,38 @@ def test_a_graph_from_before_the_step_is_recorded_from_its_beginning(write, tmp_
     assert "computes the same" in found.stdout
 
 
+def test_compiled_functions_run_in_eager_mode(write, tmp_path):
+    write(
+        """
+        import torch
+        torch.manual_seed(0)
+        net = torch.compile(torch.nn.Linear(4, 4), backend="aot_eager")
+        optimiser = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(3):
+            y = net(torch.randn(3, 4))
+            (y * y.detach().exp()).sum().backward()
+            optimiser.step()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--step", "2", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "compiled functions ran in eager mode" in found.stdout
+    assert "computes the same" in found.stdout
+
+
+def test_one_optimiser_for_each_parameter_takes_one_step(write, tmp_path):
+    write(LOOP.replace(
+        "optimiser = torch.optim.SGD(net.parameters(), arguments.rate)",
+        "optimisers = [torch.optim.SGD([weight], arguments.rate) for weight in net.parameters()]",
+    ).replace("    optimiser.zero_grad()", "    net.zero_grad()").replace(
+        "    optimiser.step()", "    [optimiser.step() for optimiser in optimisers]"
+    ))  # fmt: skip
+    found = _run(tmp_path, "train.py", "--step", "3", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "step 1" in found.stderr
+    assert "step 2" not in found.stderr
+
+
 def test_a_script_without_an_optimiser(write, tmp_path):
     write(
         """
