@@ -127,11 +127,15 @@ def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dic
 
 def _run(run: Any, script: Any) -> int:
     """Run a script; return its exit status, after the traceback of an error."""
+    from toolkit.gradients.audit.scripts import Refused
+
     try:
         with contextlib.redirect_stdout(sys.stderr):
             run.run(script)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Refused as error:
+        _stop(str(error))
     except Exception as error:
         here = (str(Path(__file__).parent), "<frozen runpy>")
         trace = error.__traceback__

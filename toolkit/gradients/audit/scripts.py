@@ -27,9 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from toolkit.gradients._gates import gate_of, reachable_nodes
 from toolkit.gradients._snapshot import without_compiled_code
 from toolkit.gradients.audit.answer import Audit
-from toolkit.gradients.audit.steps import Recorder, Unrecordable, backward_passes
+from toolkit.gradients.audit.steps import Recorder, Refused, Unrecordable, backward_passes
 
-__all__ = ["Digest", "Lessons", "Question", "RecordedRun", "Script", "ScriptRun"]
+__all__ = ["Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun"]
 
 # The environment variable with the lessons of earlier starts of this script.
 _LESSONS = "STOPGRAD_AUDIT_LESSONS"
@@ -259,7 +259,7 @@ class RecordedRun(ScriptRun):
         distributed = torch.distributed
         ranks = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
         if ranks > 1:
-            raise ValueError(f"The script should run in one process while it is audited. Found {ranks} ranks.")
+            raise Refused(f"The script should run in one process while it is audited. Found {ranks} ranks.")
         self._recorder = Recorder(self.lessons.real)
         return self._recorder.recording()
 
@@ -270,13 +270,13 @@ class RecordedRun(ScriptRun):
 
     def _start_earlier(self) -> NoReturn:
         if self.lessons.starts >= _MOST_STARTS:
-            raise ValueError("The script should do the same each time it runs. Found another step each time.")
+            raise Refused("The script should do the same each time it runs. Found another step each time.")
         self.lessons.earlier = 2 * self.lessons.earlier + 1
         raise _Again
 
     def _learn(self, error: Exception) -> bool:
         """Find the places at which a recording has failed; return whether the script should start again."""
-        if self._recorder is None or self.answered or self.lessons.starts >= _MOST_STARTS:
+        if isinstance(error, Refused) or self._recorder is None or self.answered or self.lessons.starts >= _MOST_STARTS:
             return False
         if isinstance(error, Unrecordable):
             self.lessons.real |= error.places

@@ -31,7 +31,7 @@ from toolkit.gradients.compare import Comparison
 from toolkit.gradients.graph import graph_of_recorded
 from toolkit.gradients.verdict import equal, flat
 
-__all__ = ["AuditedStep", "Recorder", "Unrecordable", "audited", "backward_passes", "parameters_of"]
+__all__ = ["AuditedStep", "Recorder", "Refused", "Unrecordable", "audited", "backward_passes", "parameters_of"]
 
 # Makes the context of a backward pass from its loss and the tensors it differentiates by, None for every leaf.
 Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[None]]
@@ -56,8 +56,12 @@ class Unrecordable(RuntimeError):
         self.places = places
 
 
+class Refused(ValueError):
+    """A step that cannot be audited; the message says why, in a sentence."""
+
+
 class Recorder:
-    """Records a program from `start` on, and answers for its backward passes.
+    """Records a program, and answers for its backward passes.
 
     Attributes:
         bare: The places that stop a gradient.
@@ -88,6 +92,7 @@ class Recorder:
 
         Raises:
             Unrecordable: If the recorded gradient may differ from that of the plain step.
+            Refused: If the graph of the step cannot be differentiated a second time.
         """
         parts = Parts(modules=modules_by_name(sys._getframe(1)))
         given = None if params is None else named_parameters(params, parts)
@@ -154,6 +159,10 @@ class StepAnswers(Answers):
         self.remarks, self.reason, self._is_quiet = [], "", False
         board.close_regions(value)
         self._nodes = list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in self._nodes):
+            raise Refused(
+                "The step should checkpoint with use_reentrant=False. Found a checkpoint that hides its graph."
+            )
         self.parts = parts
         leaves = [node.variable for node in self._nodes if hasattr(node, "variable")]
         self.params = parameters_of(leaves, parts) if params is None else params
@@ -345,6 +354,7 @@ def audited(params: Parameters = None) -> Iterator[AuditedStep]:
     Raises:
         RuntimeError: If another audit is running in this process, or if the step would have another gradient while it
             is recorded. That is raised in front of the backward pass, and names the place.
+        ValueError: If the step checkpoints with ``use_reentrant=True``.
 
     Example:
         >>> net = torch.nn.Linear(3, 1)
