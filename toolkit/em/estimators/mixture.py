@@ -636,12 +636,12 @@ class GaussianMixture(BaseMixture):
         return Marginal(self._parameters()) if self.missing else self._parameters()
 
     def _log_joints(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
-        if self.missing:
-            yield from super()._log_joints(parts)
-            return
-        few = isinstance(self.weights_, np.ndarray)
+        few = tensor(self.weights_).device.type == "cpu"
         mixture = None
         for part in parts:
+            if self.missing and bool(part.isnan().any()):
+                yield from super()._log_joints([part])
+                continue
             if few and part.numel() * len(self.weights_) <= FEW:
                 kind = gaussian_type(self.covariance_type) or "full"
                 values = (self.weights_, self.means_, self.precisions_cholesky_, part)
