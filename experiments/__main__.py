@@ -2,4 +2,5 @@
 
 from toolkit.runner._command import main
 
-main(prog_name="python -m experiments")
+if __name__ == "__main__":
+    main(prog_name="python -m experiments")
