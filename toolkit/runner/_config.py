@@ -289,7 +289,7 @@ def _check_blocks(config: ExperimentConfig, where: _Places) -> None:
         raise ConfigError(f"{where('open')}: the same blocks are opened twice, found {config.open!r}")
     variants = [variant_name(variant) for variant in config.variants[1:]]
     for name in config.expect:
-        if name not in variants:
+        if name not in variants and "open" not in where.overridden:
             raise ConfigError(f"{where('expect')}: unknown variant {name!r}{_suggest(name, variants)}")
 
 
