@@ -452,6 +452,7 @@ CALLS: dict[str, Call] = {
         _fitted(rbm.BernoulliRBM, ROWS),
         verbose=0,
         batch_size=2,
+        offset_rate=0.1,
         n_components=2,
         n_iter=2,
         learning_rate=0.1,

@@ -85,7 +85,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     n_chains: int | None
     n_temperatures: int
     fast_rate: float | None
-    offset_rate: float | None
+    offset_rate: float | Literal["auto"] | None
     weight_decay: float
     schedule: Schedule | None
     average_from: float | None
@@ -115,6 +115,11 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     def _rates(self, rate: float) -> float | Rates:
         """Return the learning rate of a fit, or its schedule, from the rate at the beginning."""
         return rate if self.schedule == "constant" else linear_decay(rate)
+
+    @property
+    def _offset(self) -> float | None:
+        """The weight of a batch in the offsets; None without centring."""
+        return None if self.offset_rate is None else float(self.offset_rate)
 
     def _rows_of_a_batch(self) -> int:
         """Return the number of rows of a batch of a fit."""
@@ -350,7 +355,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
             n_chains=int(most if self.n_chains is None else self.n_chains),
             n_temperatures=int(self.n_temperatures),
             fast_rate=rate if self.fast_rate is None else float(self.fast_rate),
-            offset_rate=None if self.offset_rate is None else float(self.offset_rate),
+            offset_rate=self._offset,
             weight_decay=float(self.weight_decay),
         )
         last = self._last()
@@ -647,7 +652,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         for name in ("learning_rate", "fast_rate"):
             if getattr(self, name) is not None or name not in self._automatic:
                 number(name, getattr(self, name), above=0)
-        if self.offset_rate is not None:
+        if self.offset_rate is not None and not (self.offset_rate == "auto" and "offset_rate" in self._automatic):
             number("offset_rate", self.offset_rate, above=0, most=1)
         if self.average_from is not None:
             number("average_from", self.average_from, least=0, below=1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -29,15 +29,11 @@ from toolkit.rbm.training.schedules import linear_decay
 __all__ = ["BernoulliRBM"]
 
 # Tuned on digits of 8 x 8 and 28 x 28 pixels with 16 to 500 components, by the likelihood of held-out rows.
-_RATE, _HIGHEST_RATE = 3.2, 0.4
+_RATE, _HIGHEST_RATE, _OFFSET_RATE = 3.2, 0.4, 0.1
 _BATCH, _UPDATES, _LEAST_EPOCHS = 100, 30_000, 10
 
-# With an argument of scikit-learn's: its epochs, and batches of twice its size, because a centred update takes longer.
-_THEIR_EPOCHS, _THEIR_BATCH = 10, 10
-_SHORT_BATCH = 20
-
-# Centred coordinates need longer steps than scikit-learn's plain ones to learn as much in as many updates.
-_CENTRED = 2
+# scikit-learn's, for fits with one of its arguments. Steps are longer, because they shrink in the second half.
+_THEIR_EPOCHS, _THEIR_BATCH, _THEIR_RATE, _LONGER = 10, 10, 0.1, 1.5
 
 # Numbers of a block of the pseudo-likelihood, (B, D, H).
 _BLOCK = 2**20
@@ -55,8 +51,8 @@ class BernoulliRBM(BaseRBM):
     - **Batches.** Rows are in a new random order in each epoch. Each side of an update is a mean over its own rows,
       also for a smaller last batch, and for a batch of any size in `partial_fit`, which returns the estimator.
     - **Training.** It starts at visible biases with the frequencies of the data, and uses centred gradients with weight
-      decay. The learning rate falls to 0. With none of `learning_rate`, `batch_size` and `n_iter` there are more
-      updates, for the best likelihood; with any of them, the others are chosen for scikit-learn's time.
+      decay. The learning rate falls to 0, and there are more updates, for the best likelihood. With one of
+      `learning_rate`, `batch_size` and `n_iter`, the others are scikit-learn's, and so are plain gradients.
       scikit-learn's own training is ``learning_rate=0.1, batch_size=10, n_iter=10, offset_rate=None, weight_decay=0,
       schedule="constant"``.
     - **`score_samples`** is deterministic: the expectation of scikit-learn's score, which draws one feature at random.
@@ -68,9 +64,9 @@ class BernoulliRBM(BaseRBM):
 
     Args:
         n_components: H.
-        learning_rate: The step size; see `schedule`. None: :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in
-            `partial_fit`, where it does not fall.
-        batch_size: Rows of a batch. None: 20 if `learning_rate` or `n_iter` is given, else 100.
+        learning_rate: The step size; see `schedule`. None: 0.1 if `batch_size` or `n_iter` is given, else
+            :math:`3.2 / \sqrt D`, at most 0.4; a quarter of that in `partial_fit`, where it does not fall.
+        batch_size: Rows of a batch. None: 10 if `learning_rate` or `n_iter` is given, else 100.
         n_iter: Epochs, passes over all rows. None: enough for 30,000 updates, and at least 10; 10 if
             `learning_rate` or `batch_size` is given.
         verbose: 1 shows progress, 2 also the time. None: a fit of more than two seconds prints one line, with the time
@@ -86,12 +82,11 @@ class BernoulliRBM(BaseRBM):
         n_temperatures: Number of temperatures of ``"tempering"``.
         fast_rate: The learning rate of the fast weights of ``"fpcd"``. None: `learning_rate`.
         offset_rate: Weight of each batch in the running means that are the offsets of centred coordinates. None: plain
-            gradients.
+            gradients. ``"auto"``: None if `learning_rate`, `batch_size` or `n_iter` is given, else 0.1.
         weight_decay: Factor of the penalty, half the squared weights.
         schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same. None:
-            it falls in the second half if `learning_rate`, `batch_size` or `n_iter` is given, else from the beginning.
-            A given `learning_rate` is then that of scikit-learn's plain gradients: centred steps are twice as long,
-            and four times if `batch_size` is None, for batches of twice scikit-learn's 10 rows.
+            1.5 times the rate, which falls in the second half, if `learning_rate`, `batch_size` or `n_iter` is given;
+            else ``"linear"``.
         average_from: The fraction of training after which parameters are averaged; the result is their mean. None: the
             last parameters.
         binarize: Features above this threshold become 1, others 0. None: data are zeros and ones, or probabilities.
@@ -125,7 +120,13 @@ class BernoulliRBM(BaseRBM):
 
     _visible_units: ClassVar[VisibleUnits] = "bernoulli"
     _measure: ClassVar[str] = "nats per sample of pseudo-log-likelihood"
-    _automatic: ClassVar[frozenset[str]] = BaseRBM._automatic | {"learning_rate", "batch_size", "n_iter", "schedule"}
+    _automatic: ClassVar[frozenset[str]] = BaseRBM._automatic | {
+        "learning_rate",
+        "batch_size",
+        "n_iter",
+        "offset_rate",
+        "schedule",
+    }
 
     def __init__(
         self,
@@ -141,7 +142,7 @@ class BernoulliRBM(BaseRBM):
         n_chains: int | None = None,
         n_temperatures: int = 10,
         fast_rate: float | None = None,
-        offset_rate: float | None = 0.1,
+        offset_rate: float | Literal["auto"] | None = "auto",
         weight_decay: float = 1e-3,
         schedule: Schedule | None = None,
         average_from: float | None = None,
@@ -198,10 +199,16 @@ class BernoulliRBM(BaseRBM):
     def _rate(self, n_features: int) -> float:
         if self.learning_rate is not None:
             return super()._rate(n_features)
-        return min(_HIGHEST_RATE, _RATE / math.sqrt(n_features))
+        return _THEIR_RATE if self._is_short else _best_rate(n_features)
 
     def _constant_rate(self, n_features: int) -> float:
-        return self._rate(n_features) / (1 if self.learning_rate is not None else 4)
+        return super()._rate(n_features) if self.learning_rate is not None else _best_rate(n_features) / 4
+
+    @property
+    def _offset(self) -> float | None:
+        if self.offset_rate != "auto":
+            return super()._offset
+        return None if self._is_short else _OFFSET_RATE
 
     @property
     def _is_short(self) -> bool:
@@ -211,14 +218,12 @@ class BernoulliRBM(BaseRBM):
     def _rates(self, rate: float) -> float | Rates:
         if self.schedule is not None or not self._is_short:
             return super()._rates(rate)
-        if self.learning_rate is not None:
-            rate *= _CENTRED * (1 if self.batch_size is not None else _SHORT_BATCH / _THEIR_BATCH)
-        return linear_decay(rate, hold=0.5)
+        return linear_decay(_LONGER * rate, hold=0.5)
 
     def _rows_of_a_batch(self) -> int:
         if self.batch_size is not None:
             return super()._rows_of_a_batch()
-        return _SHORT_BATCH if self._is_short else _BATCH
+        return _THEIR_BATCH if self._is_short else _BATCH
 
     def _epochs(self, n_batches: int) -> int:
         if self.n_iter is not None:
@@ -259,6 +264,10 @@ class BernoulliRBM(BaseRBM):
 
     def _show(self, rbm: RBM, visible: Tensor) -> float:
         return float(_pseudo_log_likelihood(rbm, visible).mean())
+
+
+def _best_rate(n_features: int) -> float:
+    return min(_HIGHEST_RATE, _RATE / math.sqrt(n_features))
 
 
 def _pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
