@@ -18,7 +18,7 @@ from torch import nn
 import toolkit
 from toolkit import adversarial as adv
 from toolkit import datasets as data
-from toolkit import em, gradients, rbm, softmax
+from toolkit import em, gradients, rbm, runner, softmax
 from toolkit.em import hmm
 from toolkit.rbm import bias
 
@@ -197,6 +197,12 @@ TEMPER = CHAIN | {"state": TEMPERED, "inverse_temperatures": BETAS}
 LANGEVIN = {"rbm": rbm.RBM(3, 2, visible="gaussian", generator=_generator()), "steps": 2, "step_size": 0.5}
 START = {"x": SAMPLES, "n_components": 2}
 HMM = {"n_components": 2, "tol": 0.1}
+
+
+def _events(below: Any, above: Any) -> list[runner.Event]:
+    """An event has one of the two limits."""
+    return [runner.Event(says="it happens", metric="loss", **limit) for limit in ({"below": below}, {"above": above})]
+
 
 CALLS: dict[str, Call] = {
     "adversarial.ALP": Call(adv.ALP, step_size=0.5),
@@ -548,6 +554,8 @@ CALLS: dict[str, Call] = {
         chunk_size=2,
         ignore_index=1,
     ),
+    "runner.Event": Call(_events, below=0.0, above=1.0),
+    "runner.Objective": Call(runner.Objective, label="loss", higher_is_better=False, best=0.0),
     "softmax.log_softmax": Call(softmax.log_softmax, input=INPUTS, dim=1),
     "softmax.logsumexp": Call(softmax.logsumexp, input=INPUTS, dim=1),
     "softmax.naive_softmax": Call(softmax.naive_softmax, input=INPUTS, dim=1),

@@ -58,7 +58,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "argument.alias_info is not None",
             "test_aliases",
         ),
-        ('self.kinds[place] == ".data"', 'self.kinds[place] == "detach"', "test_audit"),
+        ('bare.kinds.get(place) == ".data"', 'bare.kinds.get(place) == "detach"', "test_audit"),
     ],
     "softmax": [
         ("shift = stop_gradient(finite_maximum(x, dim), SHIFT)", "shift = finite_maximum(x, dim)", "test_softmax"),

@@ -62,7 +62,7 @@ ARROWS = [
     (r"toolkit\.__main__", r"toolkit\.gradients(\.\w+)*"),
     (REPORT, REPORT),
     (r"toolkit\.runner\._command", r"toolkit\.(__main__|runner\.\w+)"),
-    (r"toolkit\.runner(\.\w+)?", r"toolkit(\.(blocks|gradients(\.\w+)*|runner(\.\w+)?))?"),
+    (r"toolkit\.runner(\.\w+)?", r"toolkit(\.(_checks|blocks|gradients(\.\w+)*|runner(\.\w+)?))?"),
     (r"toolkit\._\w+", r"toolkit\.(blocks|_\w+)"),
     (r"toolkit\.testing", r"toolkit\.(blocks|_\w+|gradients(\.\w+)*)"),
     (r"toolkit\.(?P<room>\w+)(\.\w+)*", r"toolkit\.(blocks|_\w+|{room}(\.\w+)*)"),

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from toolkit._checks import number
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -22,11 +24,17 @@ class Objective:
         label: The quantity with its unit: ``"log-likelihood (nats per sample)"``.
         higher_is_better: Whether training should raise it.
         best: The optimum, where it is known exactly.
+
+    Raises:
+        ValueError: If `best` is not a finite number.
     """
 
     label: str
     higher_is_better: bool
     best: float | None = None
+
+    def __post_init__(self) -> None:
+        _numbers_of(self, "best")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +48,7 @@ class Event:
         above: The event happened if the metric is more than this. Exactly one of the two limits is given.
 
     Raises:
-        ValueError: If both limits are given, or neither.
+        ValueError: If both limits are given, or neither, or if a limit is not a finite number.
     """
 
     says: str
@@ -53,6 +61,7 @@ class Event:
             raise ValueError(
                 f"An event should have one limit, `below` or `above`. Found {self.below} and {self.above}."
             )
+        _numbers_of(self, "below", "above")
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON."""
@@ -126,3 +135,10 @@ class Run:
     events: Sequence[Event] = ()
     sweep: Sweep | None = None
     methods: Methods | None = None
+
+
+def _numbers_of(part: Objective | Event, *names: str) -> None:
+    """Make Python's numbers of these fields, if they are given."""
+    for name in names:
+        if (value := getattr(part, name)) is not None:
+            object.__setattr__(part, name, number(name, value))
