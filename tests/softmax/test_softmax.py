@@ -179,6 +179,20 @@ def half_blocked(x: Tensor) -> Tensor:
     return (row_weights() * half_blocked_logsumexp(x)).sum()
 
 
+def weighted_logsumexp(x: Tensor) -> Tensor:
+    total = logsumexp(x, b=signed_weights(x), return_sign=True)[0]
+    return (row_weights() * total).sum()
+
+
+def weighted_logsumexp_gradient(x: Tensor) -> Tensor:
+    terms = signed_weights(x) * (x - x.amax(1, keepdim=True)).exp()
+    return row_weights()[:, None] * terms / terms.sum(1, keepdim=True)
+
+
+def signed_weights(x: Tensor) -> Tensor:
+    return torch.tensor([1.0, 2.0, -0.25, 0.5], dtype=x.dtype)
+
+
 def logsumexp_gradient(x: Tensor) -> Tensor:
     return row_weights()[:, None] * scipy_softmax(x)
 
@@ -187,6 +201,7 @@ BLOCK_CASES: list[BlockCase] = [
     case("softmax", lambda x: (weights() * softmax(x)).sum(), softmax_gradient),
     case("log_softmax", lambda x: (weights() * log_softmax(x)).sum(), log_softmax_gradient),
     case("logsumexp", lambda x: (row_weights() * logsumexp(x)).sum(), logsumexp_gradient),
+    case("weighted_logsumexp", weighted_logsumexp, weighted_logsumexp_gradient),
     case(
         "cross_entropy",
         lambda x: cross_entropy(x, LABELS),
