@@ -82,8 +82,7 @@ def audit(
         if witness is not None:
             _bear_witness(script, question, witness)
         answers, verified = _answers_of_script(script, question, verify=verify)
-    if page_path is not None:
-        _write_page(page_path, answers, program)
+    pages = [] if page_path is None else _write_pages(page_path, answers, program)
     if as_json:
         found = [
             {"backward": name, **answer.to_dict()} if name else answer.to_dict() for name, answer in answers.items()
@@ -92,8 +91,8 @@ def audit(
     else:
         click.echo("\n\n".join(_text(name, answer) for name, answer in answers.items()))
         click.echo(verified, nl=bool(verified))
-    if page_path is not None:
-        click.echo(f"page: {page_path}", err=True)
+    for page in pages:
+        click.echo(f"page: {page}", err=True)
     sys.exit(0 if all(answer.valid for answer in answers.values()) and not verified.startswith("NOT") else 1)
 
 
@@ -167,23 +166,33 @@ def _verified(run: Any) -> str:
         command = [sys.executable, *arguments[:at], "--witness", str(path), *arguments[at:]]
         subprocess.run(command, stdout=sys.stderr, env=run.lessons.environment(), check=False)
         found = json.loads(path.read_text("utf-8")) if path.is_file() else []
-    if found == [[digest.loss, *digest.gradients] for digest in run.digests]:
+    recorded = [[digest.loss, *digest.gradients] for digest in run.digests]
+    if found == recorded:
         return "verified: without recording, the script computes the same loss and gradients, bit for bit"
-    return "NOT verified: without recording, the script computes something else"
+    for number, (plain, watched) in enumerate(zip(found, recorded, strict=False), start=1):
+        if plain[0] != watched[0]:
+            losses = f"{float.fromhex(watched[0])!r} recorded and {float.fromhex(plain[0])!r} without recording"
+            return f"NOT verified: the loss of backward pass {number} from there on is {losses}"
+        if plain != watched:
+            n_others = len(set(plain[1:]) ^ set(watched[1:]))
+            return f"NOT verified: with and without recording, {n_others} gradients are not the same; the loss is"
+    return f"NOT verified: the script has {len(recorded)} backward passes recorded, and {len(found)} without recording"
 
 
-def _write_page(path: Path, answers: dict[str, Any], program: str) -> None:
+def _write_pages(path: Path, answers: dict[str, Any], program: str) -> list[Path]:
+    """Write a page for each answer, numbered if there are several; return the files."""
     from toolkit.gradients.audit.page import page
 
     command = shlex.join(["stopgrad", *sys.argv[1:]])
-    for index, (name, answer) in enumerate(answers.items(), start=1):
-        to = path if len(answers) == 1 else path.with_stem(f"{path.stem}-{index}")
+    pages = [path] if len(answers) == 1 else [path.with_stem(f"{path.stem}-{i + 1}") for i in range(len(answers))]
+    for to, (name, answer) in zip(pages, answers.items(), strict=True):
         try:
             with contextlib.redirect_stdout(sys.stderr):
                 text = page(answer, f"{program}, {name}" if name else program, command)
             to.write_text(text, "utf-8")
         except OSError as error:
             _stop(f"The page should be written to {to}. Found: {error.strerror}.")
+    return pages
 
 
 def _imported(file: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 import warnings
 
 import pytest
@@ -220,6 +221,33 @@ def test_low_precision_and_cached_casts():
     with audited(net):
         watched = step()
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+
+
+def test_a_leak_that_is_rounding_in_low_precision_is_below_the_noise():
+    torch.manual_seed(0)
+    net, x = nn.Linear(5, 3), torch.randn(16, 5)
+    with audited(net) as answer:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = net(x)
+            shift = y.detach().amax(1, keepdim=True)
+            loss = ((y - shift).exp().sum(1).log() + shift.squeeze(1)).mean()
+        loss.backward()
+    assert [effect.verdict.kind for effect in answer.audits[0].effects] == ["noise"]
+
+
+def test_copies_of_stopped_values_are_constants():
+    net = nn.Linear(4, 4)
+    with audited(net) as answer:
+        y = net(torch.ones(2, 4)).tanh()
+        copies = [copy.deepcopy(y.detach()), pickle.loads(pickle.dumps(y.detach()))]
+        held = pickle.loads(pickle.dumps(y))
+        average = copy.deepcopy(net)
+        (y * sum(copies)).sum().backward()
+    assert [copied.requires_grad for copied in copies] == [False, False]
+    assert held.requires_grad
+    assert all(parameter.requires_grad for parameter in average.parameters())
+    assert set(answer.audits[0].blocked) == {"weight", "bias"}
+    assert [escape.kind for escape in answer.audits[0].escapes] == ["deepcopy()", "pickle"]
 
 
 def test_a_parameter_without_a_path_is_listed():

@@ -18,6 +18,8 @@ from toolkit.runner._records import (
     finished_seeds,
     overrides_of,
     read_all,
+    read_records,
+    read_zoo,
     results_folder,
     write_record,
 )
@@ -188,3 +190,16 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path, jobs
             del variant["seconds_per_step"]
     assert now == first
     assert sorted(path.name for path in folder.iterdir()) == ["seed-000", "seed-001"]
+
+
+@pytest.mark.parametrize("text", ["[]", "3", '{"schema": 1}', '{"a": 1}', '{"a": '])
+def test_a_file_of_another_shape_is_a_damaged_record(tmp_path, text):
+    seed = tmp_path / "em" / "values" / "seed-000"
+    seed.mkdir(parents=True)
+    (seed / "gradients.safetensors").write_bytes(b"")
+    (seed / "record.json").write_text(text)
+    (tmp_path / "zoo.json").write_text(text)
+    with pytest.raises(ValueError, match=r"zoo.json: the record is damaged.*run `stopgrad zoo` again"):
+        read_zoo(tmp_path)
+    with pytest.raises(ValueError, match=r"seed-000: (the record is damaged|`schema` should be)"):
+        read_records(seed.parent)

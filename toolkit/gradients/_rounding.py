@@ -52,7 +52,7 @@ class Rounding:
             if not beyond.any():
                 return Verdict("redundant")
             if not self._is_clear(names, leak, rows):
-                noise = self._noise(names, leak, leaks)
+                noise = self._noise(names, leak, rows)
                 told = beyond & (leaks > _MOST_NOISE * noise)
                 if not told.any():
                     if self._answers.precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
@@ -137,18 +137,22 @@ class Rounding:
             moved = torch.maximum(moved, torch.tensor(distances, dtype=torch.float64))
         return moved >= 0.1 * self._squares.sqrt()
 
-    def _noise(self, names: Sequence[str], leak: Leak, leaks: Tensor) -> Tensor:
-        """Return (P,), the change of a leak of these sizes under a rounding of the parameters."""
+    def _noise(self, names: Sequence[str], leak: Leak, rows: Tensor) -> Tensor:
+        """Return (P,), the change of a leak under a rounding of the parameters.
+
+        For a program that does not run again, it is the rounding of the gradient itself.
+        """
+        leaks, _, opened, blocked = rows.sqrt().unbind(1)
         noise = torch.zeros(len(self._params), dtype=torch.float64)
         # A few digits may come out the same by chance, a gradient's may not.
         low = self._answers.precision > torch.finfo(torch.float32).eps
         for nudge in range(1 if self._is_resolved and not low else _NUDGES):
             size = _nudge(self._answers.precision, nudge)
-            open, blocked = self._answers.nudged(nudge, size, names), self._answers.nudged(nudge, size)
-            if open is None or blocked is None:
-                break
+            open, without = self._answers.nudged(nudge, size, names), self._answers.nudged(nudge, size)
+            if open is None or without is None:
+                return torch.maximum(noise, self._answers.precision * torch.maximum(opened, blocked))
             for index, name in enumerate(self._params):
-                moved = flat(open[name]).double() - flat(blocked[name]).double()
+                moved = flat(open[name]).double() - flat(without[name]).double()
                 moved = moved - leak.parts[name].double() if name in leak.parts else moved
                 noise[index] = max(noise[index].item(), moved.norm().item())
             if not (leaks > _MOST_NOISE * noise).any() or (nudge and (leaks > _CLEAR * noise).any()):

@@ -98,12 +98,17 @@ def _run(loaded: Sequence[LoadedConfig], labels: Sequence[str], results: Path, j
         errors = run_units(units, results, jobs=jobs, force=force, on_record=pages.on_record)
     except KeyboardInterrupt:
         _stop(f"stopped; finished seeds are kept in {results}/, and the same command runs the others", 130)
-    for line in _verdicts(loaded, labels, results):
-        click.echo(line)
+    try:
+        for line in _verdicts(loaded, labels, results):
+            click.echo(line)
+    except ValueError as error:  # a damaged record of an earlier run
+        errors.append(str(error))
     count = "1 config" if len(loaded) == 1 else f"{len(loaded)} configs"
     click.echo(f"{count} in {time.perf_counter() - begin:.0f} s; records in {results}/")
     if pages.draw():
         click.echo(f"page: {(results / 'index.html').resolve()}")
+    elif not errors:
+        sys.exit(1)
     if errors:
         _stop("\n".join(errors), 1)
     command = ["stopgrad", "report", *([] if results == Path("results") else ["--results", str(results)])]

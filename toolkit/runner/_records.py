@@ -280,7 +280,8 @@ def read_zoo(root: Path) -> list[dict[str, Any]]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path}: the record is damaged ({error}): run `stopgrad zoo` again") from None
-    _check_schema(data, path)
+    if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("programs"), list):
+        raise ValueError(f"{path}: the record is damaged or of another version: run `stopgrad zoo` again")
     programs: list[dict[str, Any]] = data["programs"]
     return programs
 
@@ -313,17 +314,15 @@ def _read_data(folder: Path) -> dict[str, Any]:
         data: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise _damaged(folder, error) from None
-    _check_schema(data, folder)
+    if not isinstance(data, dict) or ("schema" in data and "seed" not in data):
+        raise _damaged(folder, ValueError("it is no record"))
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"{folder}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: run its config again.")
     return data
 
 
 def _damaged(folder: Path, error: Exception) -> ValueError:
     return ValueError(f"{folder}: the record is damaged ({error}): run its config again with --force")
-
-
-def _check_schema(data: Mapping[str, Any], path: Path) -> None:
-    if data.get("schema") != SCHEMA:
-        raise ValueError(f"{path}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: run its config again.")
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -177,7 +177,9 @@ class Audit:
         head, *rows = self.rows()
         quiet = {effect.name for effect in self.effects if effect.verdict.kind == "no-op"} if not silent else set()
         shown = [row for row in rows if row[0] not in quiet]
-        nothing = "nothing that could be opened stops a gradient" if self.unreached else "nothing stops a gradient"
+        nothing = "nothing stops a gradient"
+        if self.unreached or self.unopened:
+            nothing = "nothing that could be opened stops a gradient"
         table = text_table([head, *shown]) if shown else nothing
         notes = [*self._comparison.misleading(), *self.notes()]
         return "\n".join([*lines, self._comparison.head(), self.summary(), table, *notes])

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from toolkit.blocks import Site, carries_gradient, region_at, site_of, stop_at
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
-from toolkit.gradients._gates import unrecorded
+from toolkit.gradients._gates import reachable_nodes, unrecorded
 from toolkit.gradients._snapshot import INSTALLED
 
 __all__ = ["BareBlocks", "Escape"]
@@ -91,6 +91,7 @@ class BareBlocks:
         one_mode: Places of regions that pass a forward-mode derivative, open or closed.
         nested: Place -> the regions around it, from the outside.
         spares: Regions whose writes into older tensors stay blocked.
+        is_constant: Says whether a tensor is a constant while every place is closed.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
@@ -103,6 +104,7 @@ class BareBlocks:
     elsewhere: dict[str, None] = field(default_factory=dict)
     nested: dict[str, tuple[str, ...]] = field(default_factory=dict)
     spares: Collection[str] = frozenset()
+    is_constant: Callable[[Tensor], bool] = lambda tensor: _is_stopped(tensor)
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
     _here: FrameType | None = None
@@ -171,6 +173,7 @@ class BareBlocks:
         ]
         for name in ("item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"):
             stops.append((Tensor, name, functools.partial(self._escape, name)))
+        stops += [(Tensor, "__deepcopy__", self._copied), (Tensor, "__reduce_ex__", self._pickled)]
         return stops
 
     def spare(self, places: Iterable[str]) -> bool:
@@ -296,6 +299,20 @@ class BareBlocks:
             return original(stopped, *args, **kwargs)
 
         return leave
+
+    def _copied(self, original: Any) -> Any:
+        return lambda input, memo: original(self._kept(input, "deepcopy()"), memo)
+
+    def _pickled(self, original: Any) -> Any:
+        return lambda input, protocol: original(self._kept(input, "pickle"), protocol)
+
+    def _kept(self, input: Tensor, kind: str) -> Tensor:
+        """Return a tensor as the program without gates would keep a copy of it: a constant, if it is stopped."""
+        if input.grad_fn is None or not self.is_constant(input):
+            return input
+        self._note_escape(kind, self._caller())
+        with torch._C.DisableTorchFunction():
+            return torch._C.TensorBase.detach(input)
 
     # --- what stops a region ---
 
@@ -496,6 +513,11 @@ class _Entered:
     """An open region: its place."""
 
     site: str
+
+
+def _is_stopped(tensor: Tensor) -> bool:
+    """Return whether every path from a tensor ends at a closed gate."""
+    return not any(hasattr(node, "variable") for node in reachable_nodes(tensor.grad_fn, ()))
 
 
 def _has_tangent(input: Tensor) -> bool:

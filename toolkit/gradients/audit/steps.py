@@ -70,7 +70,8 @@ class Recorder:
 
     def __init__(self, real: Mapping[str, str]) -> None:
         """Record every place except those in `real`, place -> reason."""
-        self.bare, self.board = BareBlocks(real=dict(real), spares=EVERY_BLOCK), CutBoard(real)
+        self.board = CutBoard(real)
+        self.bare = BareBlocks(real=dict(real), spares=EVERY_BLOCK, is_constant=self._is_constant)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -128,6 +129,10 @@ class Recorder:
         if value.grad_fn is not None:
             self.board.close_regions(value)
             refuse_strays(value, self.board)
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        node = tensor.grad_fn
+        return not (node is None or self.board.is_earlier(node) or _leads_to_a_leaf(node, self.board, {}))
 
     def _forget(self) -> None:
         """Make constants of the tensors that are constants of the plain program."""
@@ -290,8 +295,11 @@ class StepAnswers(Answers):
         found: dict[str, Tensor | None] = dict.fromkeys(self.params)
         if not inputs:
             return found, {}
-        with self.board.keeping_hooks(self._nodes):
-            gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+        try:
+            with self.board.keeping_hooks(self._nodes):
+                gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+        except RuntimeError as error:
+            raise Closed(_EARLIER) if "second time" in str(error) else error from error
         found.update(zip(wanted, gradients, strict=False))
         arrived = zip(cuts, gradients[len(wanted) :], strict=True)
         return found, {cut: cotangent for cut, cotangent in arrived if cotangent is not None}
