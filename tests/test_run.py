@@ -243,11 +243,18 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
     """Killed while it does little else than writing checkpoints."""
     path = tmp_path / "c"
     process = start(KILLED, path)
-    while not path.exists() or checkpoint_module.read_checkpoint(path, room="line")[1]["update"] < 9:
-        assert process.poll() is None
-        signal.sigtimedwait([], 0.01)
-    process.kill()
-    process.wait()
+    try:
+        updates = 0
+        while updates < 9:
+            assert process.poll() is None
+            signal.sigtimedwait([], 0.01)
+            with contextlib.suppress(
+                FileNotFoundError, RuntimeError
+            ):  # replaced while it is read, which opens it twice
+                updates = checkpoint_module.read_checkpoint(path, room="line")[1]["update"]
+    finally:
+        process.kill()
+        process.wait()
     epochs = checkpoint_module.read_checkpoint(path, room="line")[1]["epoch"] + 2
     assert equal(run(path, epochs=epochs), run(epochs=epochs))
 

@@ -394,7 +394,7 @@ def test_a_network_is_trained_on_files_and_judged(name: str, network: list[int],
         assert max(found["metrics"]["clean accuracy"][-1] for found in trained.values()) > 0.5
     done = CliRunner().invoke(main, ["report", "--results", str(results)])
     assert done.exit_code == 0, done.output
-    page = (results / "index.html").read_text()
+    page = "".join(path.read_text() for path in results.rglob("*.html"))
     for reference in tomllib.loads(OWN[name].read_text())["references"]:
         assert reference in page
 

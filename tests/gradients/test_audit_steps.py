@@ -23,7 +23,7 @@ def test_every_answer_and_every_step_is_that_of_the_text_without_its_stops(chunk
     found = {seed: check_step(generate(seed)) for seed in range(15 * chunk, 15 * (chunk + 1))}
     wrong = {seed: finding.wrong for seed, finding in found.items() if finding.wrong}
     assert not wrong, "`check_step` of `tests/fuzzing.py` finds it in the program of this seed"
-    assert sum(finding.answers for finding in found.values()) > 10
+    assert sum(finding.answers for finding in found.values()) > 5
 
 
 class _Learner:

@@ -408,7 +408,7 @@ def test_a_machine_of_files_is_trained_and_judged_from_both_sides(files, tmp_pat
     assert record["comparison"]["first"]["target_error"]["blocked"] < 1e-4
     done = CliRunner().invoke(main, ["report", "--results", str(results)])
     assert done.exit_code == 0, done.output
-    page = (results / "index.html").read_text()
+    page = "".join(path.read_text() for path in results.rglob("*.html"))
     assert "-84.86" in page
     assert "-96.61" in page
 

@@ -1001,7 +1001,10 @@ def _pass_on(kind: str, chain: str, a: np.ndarray, variance: np.ndarray, generat
             uniform = numbers("uniform_")
             relaxed = expit((a + np.log(uniform) - np.log1p(-uniform)) / TEMPERATURE)
             return Passed(relaxed, relaxed * (1 - relaxed) / TEMPERATURE)
-        value = p if chain == "mean_field" else (numbers("uniform_") < p).astype(float)
+        value = p
+        if chain != "mean_field":
+            drawn = torch.empty(a.shape, dtype=torch.float32).uniform_(generator=generator)
+            value = (drawn.double().numpy() < p).astype(float)
         return Passed(value, p * (1 - p) if chain in ("mean_field", "straight_through") else None)
     if kind == "categorical":
         groups = a.reshape(*a.shape[:-1], -1, 3)

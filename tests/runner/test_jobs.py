@@ -22,7 +22,11 @@ from toolkit.runner._config import ConfigError, load_config
 from toolkit.runner._jobs import _expected_seconds, units_of
 from toolkit.runner._records import MEASURED_SEEDS, claimed, finished_seeds, overrides_of, read_all
 
-MAIN = "from toolkit.runner._command import main; main()"
+# A shell starts its background jobs with Ctrl-C ignored, and they hand that on.
+MAIN = (
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    "from toolkit.runner._command import main; main()"
+)
 
 
 def _run(path, results, *options, code=0):
@@ -120,7 +124,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(tmp_path):
             assert run.poll() is None
             time.sleep(0.01)
         run.send_signal(signal.SIGINT)
-        _, error = run.communicate()
+        _, error = run.communicate(timeout=600)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)

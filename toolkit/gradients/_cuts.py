@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -22,6 +25,9 @@ WRITES_STAY_BLOCKED = "in-place changes inside of it to older tensors stay block
 """The reason why a region opens only in part."""
 
 _HOOKS = "toolkit.gradients.hooks"
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_TOOLKIT = str(Path(__file__).parents[1]) + "/"
+_OVERRIDES = _TORCH + "overrides.py"
 
 
 class CutBoard(GateBoard):
@@ -101,6 +107,16 @@ class CutBoard(GateBoard):
         """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""
         node: Any = get_gradient_edge(tensor).node
         node.metadata.setdefault(_HOOKS, []).append(tensor._backward_hooks)
+
+    def hand_out_a_node(self) -> None:
+        """Note that the program looks at a node, which may get hooks unseen; torch's optimisers look, and set none."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and (
+            frame.f_code.co_name == "__torch_function__" or _OVERRIDES in frame.f_code.co_filename
+        ):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
+            self.linear = False
 
     def is_hooked(self, node: Any) -> bool:
         """Return whether the program has set a hook on the result of this node."""

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -243,6 +242,10 @@ class GateBoard(Gates):
         """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""
         self.linear = False
 
+    def hand_out_a_node(self) -> None:
+        """Note that the program looks at a node, which may get hooks unseen."""
+        self.linear = False
+
     def close_regions(self, *roots: Tensor) -> None:
         """Turn the nodes behind `roots` that were made in a region into gates."""
         if not self._regions:
@@ -402,7 +405,6 @@ next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 _GRAD_FN = torch._C.TensorBase.__dict__["grad_fn"].__get__
-_TORCH = str(Path(torch.__file__).parent) + "/"
 
 
 class _Watch(TorchFunctionMode):
@@ -428,8 +430,8 @@ class _Watch(TorchFunctionMode):
             handle = func(*args, **kwargs)
             self._board.hook(args[0])
             return handle
-        elif func is _GRAD_FN and not sys._getframe(1).f_code.co_filename.startswith(_TORCH):
-            self._board.linear = False  # a node that the program holds may get hooks unseen
+        elif func == _GRAD_FN:
+            self._board.hand_out_a_node()
         if self._board.keeps_out(func, args, kwargs):
             with unrecorded():
                 return func(*args, **kwargs)

@@ -113,7 +113,7 @@ class BernoulliRBM(BaseRBM):
 
     Example:
         >>> x = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]], dtype=torch.uint8).repeat(50, 1)
-        >>> machine = BernoulliRBM(2, n_iter=1000, random_state=0).fit(x)
+        >>> machine = BernoulliRBM(2, learning_rate=0.05, n_iter=1000, random_state=0).fit(x)
         >>> machine.transform(x).shape, bool(machine.log_likelihood(x).mean() > -1.5)  # log 1/2 at best
         (torch.Size([100, 2]), True)
     """
