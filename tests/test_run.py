@@ -250,7 +250,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
             signal.sigtimedwait([], 0.01)
             with contextlib.suppress(
                 FileNotFoundError, RuntimeError
-            ):  # replaced while it is read, which opens it twice
+            ):  # replaced while it is read
                 updates = checkpoint_module.read_checkpoint(path, room="line")[1]["update"]
     finally:
         process.kill()
