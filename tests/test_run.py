@@ -248,9 +248,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
         while updates < 9:
             assert process.poll() is None
             signal.sigtimedwait([], 0.01)
-            with contextlib.suppress(
-                FileNotFoundError, RuntimeError
-            ):  # replaced while it is read
+            with contextlib.suppress(FileNotFoundError, RuntimeError):  # replaced while it is read
                 updates = checkpoint_module.read_checkpoint(path, room="line")[1]["update"]
     finally:
         process.kill()
