@@ -420,7 +420,7 @@ def test_the_record_comes_back(examined, tmp_path):
     assert read_zoo(tmp_path) == json.loads(json.dumps(examined, allow_nan=False))
     assert read_zoo(tmp_path / "elsewhere") == []
     (tmp_path / "zoo.json").write_text('{"schema": 0}')
-    with pytest.raises(ValueError, match=r"`schema` should be 1\. Found 0"):
+    with pytest.raises(ValueError, match="damaged or of another version"):
         read_zoo(tmp_path)
 
 
