@@ -5,13 +5,12 @@ Names that are rebound here are read as ``_switch.quiet``, never imported.
 
 from __future__ import annotations
 
-import dataclasses
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -45,8 +44,7 @@ class Gates(ABC):
 Watch = Callable[[Tensor, str, Site], None]
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """The differences from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names.
 
     It is made of changes, one for each ``with`` that is entered, so that any of them can be taken back: generators
@@ -94,7 +92,7 @@ def opened(*names: Block | str) -> Iterator[set[str]]:
     reached: set[str] = set()
 
     def change(state: State) -> State:
-        return dataclasses.replace(state, open=state.open | names_opened, reached=(*state.reached, reached))
+        return state._replace(open=state.open | names_opened, reached=(*state.reached, reached))
 
     with entered(change, names_opened):
         yield reached
@@ -103,7 +101,7 @@ def opened(*names: Block | str) -> Iterator[set[str]]:
 @contextmanager
 def gated(gates: Gates | None) -> Iterator[None]:
     """Put `gates`, or nothing but the block, in the place of every block, open or not: the slot for a comparison."""
-    with entered(lambda state: dataclasses.replace(state, gates=gates, open=frozenset(), compares=True)):
+    with entered(lambda state: state._replace(gates=gates, open=frozenset(), compares=True)):
         token = object()
         if gates is not None:
             _gates[token] = gates
@@ -116,7 +114,7 @@ def gated(gates: Gates | None) -> Iterator[None]:
 @contextmanager
 def watched(watch: Watch) -> Iterator[None]:
     """Tell `watch` of every tensor that `stop_gradient` gives out as a constant."""
-    with entered(lambda state: dataclasses.replace(state, watches=(*state.watches, watch))):
+    with entered(lambda state: state._replace(watches=(*state.watches, watch))):
         yield
 
 
@@ -201,7 +199,7 @@ def _changed(changes: tuple[Callable[[State], State], ...]) -> State:
     state = NORMAL
     for change in changes:
         state = change(state)
-    return dataclasses.replace(state, changes=changes) if changes else NORMAL
+    return state._replace(changes=changes) if changes else NORMAL
 
 
 def _count(change: int, opened: Collection[str]) -> None:

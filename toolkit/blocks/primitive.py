@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -231,7 +230,7 @@ def scope(name: str) -> Iterator[None]:
         return
     if not isinstance(name, str) or not name:
         raise ValueError(f"`name` should be a non-empty string. Found {name!r}.")
-    with entered(lambda state: dataclasses.replace(state, prefix=f"{state.prefix}{name}/")):
+    with entered(lambda state: state._replace(prefix=f"{state.prefix}{name}/")):
         token = object()
         set_prefix_when_compiled(token, this_thread().prefix)
         try:

@@ -291,7 +291,7 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
     while stack:
         node = stack.pop()
         yield node
-        if any(name not in open for name in gate_of(node) | regions_of(node)):
+        if open is not EVERY_BLOCK and any(name not in open for name in gate_of(node) | regions_of(node)):
             continue
         for successor in successors(node):
             if successor not in seen:

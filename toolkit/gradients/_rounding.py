@@ -46,8 +46,7 @@ class Rounding:
             return Verdict("no-op")
         if cut := leak.reached - self._answers.plain.reached:
             return Verdict("cuts", tuple(sorted(cut)))
-        allowed = torch.tensor([rounding(gradient.dtype) for gradient in self._blocked.values()], dtype=leaks.dtype)
-        beyond = leaks > allowed * torch.maximum(opened, blocked)
+        beyond = leaks > self._allowed * torch.maximum(opened, blocked)
         if leaks.isfinite().all():
             if not beyond.any():
                 return Verdict("redundant")
@@ -60,7 +59,7 @@ class Rounding:
                     size = max(opened.norm().item(), blocked.norm().item())
                     return Verdict("noise", noise=_MOST_NOISE * noise.norm().item() / size)
                 beyond = told
-        made = beyond & (opened <= allowed * blocked)
+        made = beyond & (opened <= self._allowed * blocked)
         if made.any():
             return Verdict(
                 "makes",
@@ -90,6 +89,11 @@ class Rounding:
             (part,) = torch.autograd.grad(edges, [self._params[last]], cotangents, retain_graph=True)
         moved = flat(part).double() * _PART - leak.parts[last].double()
         return bool(norm([moved]) <= self._answers.precision**0.5 * shares[last])
+
+    @cached_property
+    def _allowed(self) -> Tensor:
+        """Return for each parameter, (P,), the largest relative leak that is rounding."""
+        return torch.tensor([rounding(gradient.dtype) for gradient in self._blocked.values()], dtype=torch.float64)
 
     @cached_property
     def _is_resolved(self) -> bool:
