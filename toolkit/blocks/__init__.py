@@ -32,6 +32,7 @@ from toolkit.blocks._switch import watched as watched
 from toolkit.blocks._tensors import alias as alias
 from toolkit.blocks._tensors import carries_gradient as carries_gradient
 from toolkit.blocks._tensors import constants as constants
+from toolkit.blocks._tensors import has_storage as has_storage
 from toolkit.blocks._tensors import map_tensors as map_tensors
 from toolkit.blocks._tensors import no_graph as no_graph
 from toolkit.blocks._tensors import ordinary_tensors as ordinary_tensors

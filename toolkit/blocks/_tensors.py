@@ -21,6 +21,7 @@ __all__ = [
     "alias",
     "carries_gradient",
     "constants",
+    "has_storage",
     "map_tensors",
     "no_graph",
     "ordinary_tensors",
@@ -87,6 +88,17 @@ def carries_gradient(input: Tensor) -> bool:
         if not wrapped:
             return False
         tensor = functorch.get_unwrapped(tensor)
+
+
+def has_storage(value: Any) -> bool:
+    """Say whether a value is a tensor with memory of its own: strided, and no wrapper, as those of `torch.func`."""
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    try:
+        value.untyped_storage()
+    except NotImplementedError:
+        return False
+    return True
 
 
 def alias(input: Tensor) -> Tensor:

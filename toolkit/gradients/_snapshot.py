@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from toolkit.blocks import no_graph
+from toolkit.blocks import has_storage, no_graph
 
 __all__ = ["INSTALLED", "Parts", "Snapshot", "find_parts", "without_compiled_code"]
 
@@ -189,8 +189,7 @@ class Snapshot:
     def storages(self) -> set[int]:
         """Return the present memory of the program's tensors, buffers included."""
         buffers = [b for module in self._modules for b in module._buffers.values() if b is not None]
-        strided = (tensor for tensor in [*self._tensors, *buffers] if tensor.layout is torch.strided)
-        return {tensor.untyped_storage()._cdata for tensor in strided}
+        return {tensor.untyped_storage()._cdata for tensor in [*self._tensors, *buffers] if has_storage(tensor)}
 
     def forget_values(self) -> None:
         """Free the copies of values; the next run takes new ones."""

@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Site, watched
+from toolkit.blocks import Site, has_storage, watched
 from toolkit.gradients._places import user_site
 from toolkit.gradients._snapshot import without_compiled_code
-from toolkit.gradients.memory import has_storage
 
 __all__ = ["AliasWarning", "alias_guard"]
 

@@ -20,7 +20,7 @@ from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, peek
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from toolkit.blocks import Gates, Site, carries_gradient, gated
+from toolkit.blocks import Gates, Site, carries_gradient, gated, has_storage
 from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 
 __all__ = ["gradcheck", "gradgradcheck"]
@@ -249,7 +249,7 @@ def _records(tensor: Tensor) -> bool:
 
 def _address(tensor: Tensor) -> int | None:
     """Return the identity of a tensor's memory; None if it has no memory of its own."""
-    if is_functorch_wrapped_tensor(tensor) or tensor.layout is not torch.strided or tensor.is_nested:
+    if not has_storage(tensor) or tensor.is_nested:
         return None
     address: int = tensor.untyped_storage()._cdata
     return address

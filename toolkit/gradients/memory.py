@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.blocks import Gates, Site, gated, opened
+from toolkit.blocks import Gates, Site, gated, has_storage, opened
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
 from toolkit.gradients._program import checked_loss
 from toolkit.gradients._snapshot import Snapshot, find_parts
@@ -276,12 +276,3 @@ class LiveBytes(TorchDispatchMode):
     def _forget(self, key: int, size: int) -> None:
         self._known.discard(key)
         self.now -= size
-
-
-def has_storage(leaf: Any) -> bool:
-    """Return whether a value is a tensor with known memory: strided, and no wrapper of `torch.func`."""
-    return (
-        isinstance(leaf, Tensor)
-        and leaf.layout is torch.strided
-        and not torch._C._functorch.is_functorch_wrapped_tensor(leaf)
-    )

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from toolkit.blocks import has_storage
 from toolkit.gradients._answers import ProgramAnswers, answers_of
 from toolkit.gradients._endings import Endings
 from toolkit.gradients._program import Parameters
@@ -143,4 +143,4 @@ class _Reads(TorchFunctionMode):
 
 def _memory(tensor: Tensor) -> int | None:
     """Return where a tensor keeps its numbers; None if they are not in one place."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    return tensor.untyped_storage()._cdata if has_storage(tensor) else None

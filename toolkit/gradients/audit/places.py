@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
 
-from toolkit.blocks import Site, carries_gradient, region_at, site_of, stop_at
+from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
 from toolkit.gradients._gates import reachable_nodes, unrecorded
 from toolkit.gradients._snapshot import INSTALLED
@@ -416,8 +416,7 @@ class BareBlocks:
         """Return whether a tensor existed before the program ran, by its memory, or is a parameter made since."""
         if tensor.is_leaf and tensor.requires_grad:
             return True
-        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        return not wrapped and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in self._state
+        return has_storage(tensor) and tensor.untyped_storage()._cdata in self._state
 
     def _mine(self) -> bool:
         return threading.get_ident() == self._thread
