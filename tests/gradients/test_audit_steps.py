@@ -285,3 +285,31 @@ def test_no_tensor_keeps_a_cut():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         kept[1].add_(1)
+
+
+def test_wrappers_of_torch_func_that_are_kept_elsewhere_do_not_disturb():
+    kept = []
+    w = torch.tensor(3.0, requires_grad=True)
+    torch.func.vmap(torch.func.grad(lambda x: kept.append(x) or x.square().sum()))(torch.ones(2, 2))
+    with audited({"w": w}) as step:
+        (w * (w * w).detach()).backward()
+    assert step.audits[0].effects[0].leak == 18
+    assert len(kept) == 1
+
+
+def test_a_stop_of_an_earlier_step_counts_only_in_the_loss():
+    w = torch.tensor(3.0, requires_grad=True)
+    earlier = w * w
+    earlier.backward()
+    with audited({"w": w}) as logging:
+        shown = earlier.detach()
+        float(shown + 1)
+        (w * (w * w).detach()).backward()
+    assert [effect.leak for effect in logging.audits[0].effects] == [18]
+    assert not logging.audits[0].unopened
+    with audited({"w": w}) as using:
+        (w * earlier.detach()).backward()
+    audit = using.audits[0]
+    assert not audit.effects
+    assert "earlier step" in audit.unopened[0].reason
+    assert shown.grad_fn is None

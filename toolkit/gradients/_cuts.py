@@ -38,7 +38,6 @@ class CutBoard(GateBoard):
 
     Attributes:
         written: Regions with changes in place of a tensor that has its gradient from outside.
-        earlier: Blocks that stopped a tensor of an earlier graph, which may be freed, and were left in place.
         first: The number of the first node.
         latest: The block met last.
     """
@@ -47,7 +46,6 @@ class CutBoard(GateBoard):
         """Record every block from now on, except those in `real`: block -> the reason."""
         super().__init__(records=True)
         self.written: set[str] = set()
-        self.earlier: set[str] = set()
         self.first, self.latest = next_number(), ""
         self._real = real
         self._anchor = torch.empty((), requires_grad=True)
@@ -64,9 +62,8 @@ class CutBoard(GateBoard):
             return None
         if not self._in_forward and not _is_checkpointed():
             return None
-        if self.is_earlier(get_gradient_edge(input).node):
-            self.earlier.add(name)
-            return None
+        if self.is_earlier(get_gradient_edge(input).node):  # whose graph may be freed: it is known, and never passes
+            input = input.detach()
         self.latest = name
         return super(torch.autograd.Function, Cut).apply(self._anchor, (input,), name)  # type: ignore[no-any-return, no-untyped-call]
 

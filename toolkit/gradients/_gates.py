@@ -302,7 +302,7 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
 def successors(node: Any) -> list[Any]:
     """Return the nodes behind a node; behind a cut, the node whose gradient it stops."""
     if is_cut(node):
-        return [node.source.node]
+        return [] if node.source is None else [node.source.node]
     return [successor for successor, _ in node.next_functions if successor is not None]
 
 
@@ -374,11 +374,12 @@ class _Gate(torch.autograd.Function):
 class Cut(torch.autograd.Function):
     """An identity at which the graph ends. It keeps the edge behind it, so that a derivative can go on from there.
 
-    Its result has to require a gradient, so it depends on an anchor: a leaf of no importance.
+    Its result has to require a gradient, so it depends on an anchor: a leaf of no importance. Behind a constant there
+    is no edge.
     """
 
     block_name: str
-    source: GradientEdge
+    source: GradientEdge | None
     input: Tensor
     version: int
 
@@ -391,7 +392,8 @@ class Cut(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, tuple[Tensor], str], output: Tensor) -> None:
         """Keep the edge behind the cut."""
         _, (input,), ctx.block_name = inputs
-        ctx.source, ctx.input, ctx.version = get_gradient_edge(input), input.detach(), input._version
+        ctx.source = get_gradient_edge(input) if input.requires_grad else None
+        ctx.input, ctx.version = input.detach(), input._version
         ctx.set_materialize_grads(False)
 
     @staticmethod

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from toolkit.blocks import has_storage
 from toolkit.gradients._answers import Answers, Closed, Leak
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, CutBoard
 from toolkit.gradients._gates import EVERY_BLOCK, gate_of, is_cut, is_foreign, reachable_nodes, regions_of, successors
@@ -107,13 +108,13 @@ class Recorder:
             is_recorded=True,
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
             remarks=[*[_BEYOND] * self.reaches_beyond(value), *[_EAGER] * _compiles()],
-            closed=self._closed(comparison),
+            closed=self._closed(answers, comparison),
             unreached=dict.fromkeys(sorted(answers.params.keys() - answers.reached), ""),
         )
 
-    def _closed(self, comparison: Comparison) -> dict[str, str]:
+    def _closed(self, answers: StepAnswers, comparison: Comparison) -> dict[str, str]:
         """Return the blocks that stayed closed, or opened only in part, with reasons."""
-        earlier = dict.fromkeys(sorted(self.board.earlier.difference(comparison.unopened)), _EARLIER)
+        earlier = dict.fromkeys(sorted(answers.earlier.difference(comparison.unopened)), _EARLIER)
         return earlier | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
 
     def reaches_beyond(self, value: Tensor) -> bool:
@@ -154,6 +155,7 @@ class StepAnswers(Answers):
     Attributes:
         parts: The modules that name the parameters.
         reached: Parameters with a path to the loss, through blocks perhaps.
+        earlier: Blocks that stopped a tensor of an earlier graph, which may be freed.
     """
 
     board: CutBoard
@@ -175,6 +177,7 @@ class StepAnswers(Answers):
         self.reached = {name for name, parameter in self.params.items() if id(parameter) in known}
         refuse_strays(value, board)
         self._cuts = [node for node in self._nodes if is_cut(node)]
+        self.earlier = {node.block_name for node in self._cuts if node.source is None}
         self._snapshot = Snapshot(self.parts, self.params)
         self._snapshot.forget_values()
         self._versions = {name: parameter._version for name, parameter in self.params.items()}
@@ -231,7 +234,7 @@ class StepAnswers(Answers):
         """Return the cotangents that arrive at the cuts, for a part of the loss."""
         with self.passing(()):
             _, arrived = self._derivatives([self._value], [torch.full_like(self._value, share)], self._cuts)
-        return [(cut.block_name, cut.source, cotangent) for cut, cotangent in arrived.items()]
+        return [(cut.block_name, cut.source, cotangent) for cut, cotangent in arrived.items() if cut.source is not None]
 
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
         """Return None: the step does not run again."""
@@ -259,6 +262,8 @@ class StepAnswers(Answers):
             raise Closed(_INNER)
         if opened & {name for cut in self._bent for name in gate_of(cut)}:
             raise Closed("a hook or a custom function behind it may not be linear")
+        if opened & self.earlier.difference(*(gate_of(cut) for cut in self._cuts if cut.source is not None)):
+            raise Closed(_EARLIER)
         leaks, reached = dict[str, Tensor](), set(self.plain.reached)
         with self.passing(opened):
             arrived = self._arrived
@@ -305,7 +310,7 @@ class StepAnswers(Answers):
         return found, {cut: cotangent for cut, cotangent in arrived if cotangent is not None}
 
     def _passes(self, cut: Any, opened: frozenset[str]) -> bool:
-        return gate_of(cut) <= opened and regions_of(cut) <= opened
+        return cut.source is not None and gate_of(cut) <= opened and regions_of(cut) <= opened
 
     def _cuts_behind(self, sources: Sequence[GradientEdge]) -> list[Any]:
         return [node for node in _plainly_behind([source.node for source in sources]) if is_cut(node)]
@@ -316,7 +321,8 @@ class StepAnswers(Answers):
         return [
             cut
             for cut in self._cuts
-            if not (self.board.linear and all(map(self._is_plain, reachable_nodes(cut.source.node, EVERY_BLOCK))))
+            if cut.source is not None
+            and not (self.board.linear and all(map(self._is_plain, reachable_nodes(cut.source.node, EVERY_BLOCK))))
         ]
 
     def _is_plain(self, node: Any) -> bool:
@@ -518,8 +524,8 @@ class _Storages:
     """The memory of the tensors that exist now, as long as they do."""
 
     def __init__(self) -> None:
-        strided = (tensor for tensor in _live_tensors() if tensor.layout is torch.strided)
-        self._alive = {tensor.untyped_storage()._cdata: StorageWeakRef(tensor.untyped_storage()) for tensor in strided}
+        kept = [tensor.untyped_storage() for tensor in _live_tensors() if has_storage(tensor)]
+        self._alive = {storage._cdata: StorageWeakRef(storage) for storage in kept}
 
     def storages(self) -> _Storages:
         """Return itself: the places ask whether it contains the memory of a tensor."""
