@@ -15,12 +15,13 @@ import toy
 from click.testing import CliRunner
 from folders import ROOT
 
-from toolkit.runner import _jobs
+from toolkit.runner import _units
 from toolkit.runner._command import _products, main
 from toolkit.runner._comparison import folder_of
 from toolkit.runner._config import ConfigError, load_config
-from toolkit.runner._jobs import _expected_seconds, units_of
+from toolkit.runner._jobs import _expected_seconds
 from toolkit.runner._records import MEASURED_SEEDS, claimed, finished_seeds, overrides_of, read_all
+from toolkit.runner._units import units_of
 
 # A shell starts its background jobs with Ctrl-C ignored, and they hand that on.
 MAIN = (
@@ -83,11 +84,13 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("toolkit.runner._comparison.write_record", full)
-    done = _run(toy.install("toy_full", tmp_path), tmp_path / "results", "--jobs", "1", code=1)
-    assert [line.partition(": seed ")[2][3:] for line in done.stderr.splitlines() if line.startswith("error")] == [
-        "OSError: [Errno 28] No space left on device" + f" (at {__file__}:{full.__code__.co_firstlineno + 1})"
-    ] * 2
+    monkeypatch.setattr("toolkit.runner._jobs.write_record", full)
+    path = toy.install("toy_full", tmp_path)
+    done = _run(path, tmp_path / "results", "--jobs", "1", code=1)
+    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
+        f"error: {path}: seed {seed}: the record cannot be written: [Errno 28] No space left on device"
+        for seed in (0, 1)
+    ]
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_training(tmp_path):
@@ -205,11 +208,11 @@ def test_the_first_page_is_drawn_before_the_last_unit_has_run(tmp_path, monkeypa
     one, other = (toy.install(f"toy_page_{name}", tmp_path) for name in "ab")
     seen = []
 
-    def watched(unit, *arguments):
+    def watched(*arguments, **more):
         seen.append((tmp_path / "results" / "index.html").exists())
-        return run(unit, *arguments)
+        return record_of(*arguments, **more)
 
-    run = _jobs._run
-    monkeypatch.setattr(_jobs, "_run", watched)
+    record_of = _units.record_of
+    monkeypatch.setattr(_units, "record_of", watched)
     _run(one, tmp_path / "results", str(other), "--jobs", "1")
     assert seen == [False, True, True, True]

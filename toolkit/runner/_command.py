@@ -26,7 +26,7 @@ from toolkit.runner._discovery import BUNDLE
 
 if TYPE_CHECKING:
     from toolkit.runner._config import LoadedConfig
-    from toolkit.runner._jobs import Unit
+    from toolkit.runner._units import Unit
 
 __all__ = ["main"]
 
@@ -89,7 +89,8 @@ def run(
 
 
 def _run(loaded: Sequence[LoadedConfig], labels: Sequence[str], results: Path, jobs: int, force: bool) -> None:
-    from toolkit.runner._jobs import run_units, units_of
+    from toolkit.runner._jobs import run_units
+    from toolkit.runner._units import units_of
 
     begin = time.perf_counter()
     units = [unit for one, label in zip(loaded, labels, strict=True) for unit in units_of(one, label)]

@@ -32,7 +32,7 @@ from toolkit.runner._records import (
 from toolkit.runner._rounding import OF_ONE_PASS
 from toolkit.runner._training import Training, train, train_methods
 
-__all__ = ["RunError", "folder_of", "measure_seed", "run_config", "run_seed"]
+__all__ = ["RunError", "folder_of", "record_of", "run_config", "seconds_of"]
 
 Variant = frozenset[str]
 
@@ -63,13 +63,14 @@ def run_config(
         on_method: Called with the name of each of the other methods before it is trained.
 
     Raises:
-        RunError: As `run_seed`.
+        RunError: As `record_of`.
     """
     folder = folder_of(loaded, root)
     done = set() if force else finished_seeds(folder)
     for seed in sorted(set(range(loaded.config.seeds)) - done):
-        run_seed(loaded, seed, root, on_step=on_step, on_method=on_method)
-        measure_seed(loaded, seed, root)
+        write_record(folder, seed, *record_of(loaded, seed, on_step=on_step, on_method=on_method))
+        if seed in unmeasured_seeds(folder):
+            write_seconds(folder, seed, seconds_of(loaded, seed))
     return folder
 
 
@@ -78,41 +79,20 @@ def folder_of(loaded: LoadedConfig, root: Path) -> Path:
     return results_folder(root, loaded.name, loaded.config.resolved())
 
 
-def run_seed(
+def record_of(
     loaded: LoadedConfig,
     seed: int,
-    root: Path,
     *,
     on_step: Callable[[], None] = lambda: None,
     on_method: Callable[[str], None] = lambda name: None,
-) -> None:
-    """Train every variant of one seed, and write the record, in which the times of a step are not measured yet.
+) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """Train every variant of one seed; return the record, with the times of a step still to measure, and the gradients.
 
     Raises:
         RunError: If two variants differ before any gradient was used, or the program does not reach an opened block.
     """
-    torch.set_num_threads(loaded.config.threads)
-    data, gradients = _record(loaded, seed, on_step, on_method)
-    write_record(folder_of(loaded, root), seed, data, gradients)
-
-
-def measure_seed(loaded: LoadedConfig, seed: int, root: Path) -> None:
-    """Measure the time of a step of every variant, and complete the record. Nothing else should run beside it.
-
-    The time does not depend on the seed, so only the first seeds are measured.
-    """
-    folder = folder_of(loaded, root)
-    if seed not in unmeasured_seeds(folder):
-        return
-    torch.set_num_threads(loaded.config.threads)
-    seconds = _seconds_per_step(partial(loaded.module.run, loaded.config, seed), loaded.config.variants)
-    write_seconds(folder, seed, {variant_name(variant): value for variant, value in seconds.items()})
-
-
-def _record(
-    loaded: LoadedConfig, seed: int, on_step: Callable[[], None], on_method: Callable[[str], None]
-) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     config = loaded.config
+    torch.set_num_threads(config.threads)
     started, begin = datetime.now(UTC), time.perf_counter()
 
     def make() -> Run:
@@ -220,6 +200,13 @@ def _check_first_losses(loaded: LoadedConfig, seed: int, trained: Mapping[Varian
                 f"blocked and {training.first_loss!r} with {variant_name(variant)} open, so a difference would not be "
                 "due to the block"
             )
+
+
+def seconds_of(loaded: LoadedConfig, seed: int) -> dict[str, float]:
+    """Return the time of a step of every variant. Nothing else should run beside it."""
+    torch.set_num_threads(loaded.config.threads)
+    seconds = _seconds_per_step(partial(loaded.module.run, loaded.config, seed), loaded.config.variants)
+    return {variant_name(variant): value for variant, value in seconds.items()}
 
 
 def _seconds_per_step(make: Callable[[], Run], variants: list[Variant]) -> dict[Variant, float]:

@@ -1,84 +1,30 @@
-"""Runs units, the seeds of configs, in this process or side by side in others.
+"""Runs units in this process or side by side in others, and keeps their records.
 
-A unit is small enough to be sent anywhere: its config's path, the overrides, and the seed. Each leaves its record, so
-units need no order, and those that finished are kept however a run ends.
+Each unit leaves its record, so units need no order, and those that finished are kept however a run ends.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
-import queue
-import signal
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from toolkit.runner._comparison import RunError, folder_of, measure_seed, run_seed
-from toolkit.runner._config import LoadedConfig, load_config
+from toolkit.runner._comparison import folder_of
 from toolkit.runner._progress import Progress
-from toolkit.runner._records import claimed, finished_seeds
+from toolkit.runner._records import claimed, finished_seeds, unmeasured_seeds, write_record, write_seconds
+from toolkit.runner._units import Answer, Message, Unit, loaded, measured, trained
+from toolkit.runner._workers import Workers, in_processes, in_this_process
 
-__all__ = ["Unit", "run_units", "units_of"]
+__all__ = ["run_units"]
 
 _TRIES = 3  # of a unit whose process was killed
 
 _SECONDS_PER_STEP = 1e-3  # of a small model
 
-_TOLD_EVERY = 0.2  # seconds between two messages of a unit about its steps
-
-
-@dataclass(frozen=True)
-class Unit:
-    """One seed of one config.
-
-    Attributes:
-        label: The config's name for the reader.
-        path: The config.
-        overrides: Its ``key=value``.
-        seed: The seed.
-        seeds: Number of seeds of the config.
-        steps: Training steps of all variants.
-    """
-
-    label: str
-    path: Path
-    overrides: tuple[str, ...]
-    seed: int
-    seeds: int
-    steps: int
-
-    def __str__(self) -> str:
-        return f"{self.label}: seed {self.seed + 1} of {self.seeds}"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The end of a unit: whether it left a record or failed, else why it was left out; in words for the reader."""
-
-    text: str
-    recorded: bool = False
-    failed: bool = False
-
-
-# Tells the main process about a unit: ("begin" | "step" | "method", unit, value).
-Tell = Callable[[str, Unit, Any], None]
-
-
-def units_of(loaded: LoadedConfig, label: str) -> list[Unit]:
-    """Return the seeds of a config."""
-    seeds, steps = loaded.config.seeds, loaded.config.steps * len(loaded.config.variants)
-    return [Unit(label, loaded.path, loaded.overrides, seed, seeds, steps) for seed in range(seeds)]
+_SHOWN_EVERY = 0.2  # seconds between two looks at the messages of the units
 
 
 def run_units(
@@ -101,84 +47,125 @@ def run_units(
         on_record: Called in this process with each unit that has left a record.
     """
     with Progress() as progress:
-        run = _Units(root, force, progress, on_record)
+        run = _Run(root, force, progress, on_record)
         left = run.without_records(units)
         if jobs == 1 or len(left) <= 1:
-            run.one_after_the_other(left)
+            run.all_of(left, lambda count: in_this_process(run.show))
         else:
-            run.side_by_side(sorted(left, key=partial(_expected_seconds, root), reverse=True), jobs)
+            longest_first = sorted(left, key=partial(_expected_seconds, root), reverse=True)
+            run.all_of(longest_first, lambda count: in_processes(min(jobs, count)))
         return run.errors
 
 
-class _Units:
-    """Units that run into one results folder."""
+class _Run:
+    """A run of units into one results folder."""
 
     def __init__(self, root: Path, force: bool, progress: Progress, on_record: Callable[[Unit], None]) -> None:
         self.errors: list[str] = []
         self._root, self._force, self._progress, self._on_record = root, force, progress, on_record
+        self._claims: dict[Unit, contextlib.ExitStack] = {}
         self._unmeasured: list[Unit] = []
 
     def without_records(self, units: Sequence[Unit]) -> list[Unit]:
         """Return the units that have to run, and say so of the others."""
-        left = [unit for unit in units if self._force or not _is_finished(unit, self._root)]
+        left = [unit for unit in units if self._force or not self._is_finished(unit)]
         for unit in units:
             if unit not in left:
                 self._progress.say(f"{unit} has a record already")
                 self._unmeasured.append(unit)
         return left
 
-    def one_after_the_other(self, units: Sequence[Unit]) -> None:
-        """Run the units in this process."""
-        self._measure(_measure)
-        for unit in units:
-            self._end(unit, _run(unit, self._root, self._force, self._show))
-            self._measure(_measure)
+    def all_of(self, units: list[Unit], workers: Callable[[int], contextlib.AbstractContextManager[Workers]]) -> None:
+        """Run the units in their order; a unit whose process is killed runs again.
 
-    def side_by_side(self, units: list[Unit], jobs: int) -> None:
-        """Run the units in other processes; a unit whose process is killed runs again."""
+        Args:
+            units: The units.
+            workers: Makes the workers for a number of units.
+        """
         for _ in range(_TRIES):
-            with _processes(min(jobs, len(units))) as (pool, messages):
-                futures = {pool.submit(_run_there, unit, self._root, self._force): unit for unit in units}
-                units = [futures[future] for future in self._killed(futures, messages)]
-                if not units:
-                    return self._measure(lambda *unit: pool.submit(_measure, *unit).result())
+            with workers(len(units)) as crew:
+                units = self._killed(units, crew)
+                if not units and not self._unmeasured:
+                    return
             self._progress.say(f"a process was killed; units without a record: {len(units)}")
-        self.errors += [f"{unit.path}: seed {unit.seed}: its process was killed {_TRIES} times" for unit in units]
-        return None
+        for unit in [*units, *self._unmeasured]:
+            self.errors.append(f"{unit.path}: seed {unit.seed}: its process was killed {_TRIES} times")
 
-    def _measure(self, measure: Callable[[Unit, Path], Outcome]) -> None:
-        while self._unmeasured:
-            unit = self._unmeasured.pop(0)
-            self._end(unit, measure(unit, self._root))
-
-    def _killed(self, futures: dict[Future[Outcome], Unit], messages: Any) -> Iterator[Future[Outcome]]:
-        """Wait for the units, and yield those whose process was killed."""
-        pending = set(futures)
-        while pending:
-            ended, pending = wait(pending, timeout=_TOLD_EVERY, return_when=FIRST_COMPLETED)
-            for message in _received(messages):
-                self._show(*message)
-            for future in ended:
-                try:
-                    self._end(futures[future], future.result())
-                except BrokenProcessPool:
-                    yield future
-
-    def _show(self, kind: str, unit: Unit, value: Any) -> None:
+    def show(self, message: Message) -> None:
+        """Show what a unit says."""
+        kind, unit, value = message
         getattr(self._progress, kind)(str(unit), value)
 
-    def _end(self, unit: Unit, outcome: Outcome) -> None:
-        if outcome.text:
-            self._progress.end(str(unit), "failed" if outcome.failed else outcome.text)
-        if outcome.failed:
-            self.errors.append(outcome.text)
-        if outcome.recorded:
+    def _killed(self, units: list[Unit], crew: Workers) -> list[Unit]:
+        """Run the units until a process is killed, and return those that did not end."""
+        waiting, running = units[::-1], dict[Future[Answer], Unit]()
+        try:
+            while waiting or running or self._unmeasured:
+                if not running:
+                    self._measure(crew)
+                while waiting and len(running) < crew.count:
+                    if self._claim(unit := waiting.pop()):
+                        running[crew.submit(trained, unit)] = unit
+                for future in self._ended(running, crew):
+                    self._end(running[future], future.result())
+                    del running[future]
+        except BrokenExecutor:
+            pass
+        finally:
+            for claim in self._claims.values():
+                claim.close()
+        return [*running.values(), *waiting[::-1]]
+
+    def _measure(self, crew: Workers) -> None:
+        """Measure the times of a step while nothing else runs."""
+        while self._unmeasured:
+            unit = self._unmeasured[0]
+            if unit.seed in unmeasured_seeds(self._folder(unit)):
+                self._keep(unit, crew.submit(measured, unit).result(), write_seconds)
+            del self._unmeasured[0]
+
+    def _claim(self, unit: Unit) -> bool:
+        """Claim a unit, so that no other run takes it, and return whether it has to run."""
+        claim = self._claims[unit] = contextlib.ExitStack()
+        mine = claim.enter_context(claimed(self._folder(unit), unit.seed))
+        if mine and (self._force or not self._is_finished(unit)):
+            self._progress.begin(str(unit), unit.steps)
+            return True
+        claim.close()
+        self._progress.end(str(unit), "has a record from another run" if mine else "is left to another run")
+        return False
+
+    def _ended(self, running: Mapping[Future[Answer], Unit], crew: Workers) -> set[Future[Answer]]:
+        """Wait a moment, show what the units say, and return those that have ended."""
+        ended, _ = wait(running, timeout=_SHOWN_EVERY, return_when=FIRST_COMPLETED)
+        for message in crew.messages():
+            self.show(message)
+        return ended
+
+    def _end(self, unit: Unit, answer: Answer) -> None:
+        kept = self._keep(unit, answer, write_record)
+        self._claims.pop(unit).close()
+        self._progress.end(str(unit), f"took {answer.seconds:.1f} s" if kept else "failed")
+        if kept:
             self._unmeasured.append(unit)
             self._on_record(unit)
 
+    def _keep(self, unit: Unit, answer: Answer, write: Callable[..., object]) -> bool:
+        """Write the values of an answer; return False, and add an error, if there are none or the disk is full."""
+        error = answer.error
+        if not error:
+            try:
+                write(self._folder(unit), unit.seed, *answer.values)
+            except Exception as reason:
+                error = f"{unit.path}: seed {unit.seed}: the record cannot be written: {reason}"
+        self.errors += [error] if error else []
+        return not error
 
-def _is_finished(unit: Unit, root: Path) -> bool:
-    return unit.seed in finished_seeds(folder_of(_loaded(unit.path, unit.overrides), root))
+    def _folder(self, unit: Unit) -> Path:
+        return folder_of(loaded(unit.path, unit.overrides), self._root)
+
+    def _is_finished(self, unit: Unit) -> bool:
+        return unit.seed in finished_seeds(self._folder(unit))
 
 
 def _expected_seconds(root: Path, unit: Unit) -> float:
@@ -187,99 +174,4 @@ def _expected_seconds(root: Path, unit: Unit) -> float:
     with contextlib.suppress(OSError, ValueError, KeyError):
         newest = max(records, key=lambda path: path.stat().st_mtime)
         return float(json.loads(newest.read_text(encoding="utf-8"))["seconds"])
-    return _loaded(unit.path, unit.overrides).config.seconds or _SECONDS_PER_STEP * unit.steps
-
-
-@contextlib.contextmanager
-def _processes(jobs: int) -> Iterator[tuple[ProcessPoolExecutor, Any]]:
-    """Yield a pool of processes and the queue of their messages. An error, or Ctrl-C, ends the processes at once."""
-    context = multiprocessing.get_context("spawn")
-    messages = context.Queue()
-    pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=_begin, initargs=(messages,))
-    try:
-        yield pool, messages
-    except BaseException:
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-        messages.close()
-
-
-def _received(messages: Any) -> Iterator[tuple[str, Unit, Any]]:
-    with contextlib.suppress(queue.Empty):
-        while True:
-            yield messages.get_nowait()
-
-
-# --- in the process of a unit ------------------------------------------------------------------------------------
-
-_messages: Any = None
-
-
-def _begin(messages: Any) -> None:
-    global _messages
-    _messages = messages
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process without a traceback
-    threading.Thread(target=_end_with_the_main_process, daemon=True).start()
-
-
-def _end_with_the_main_process() -> None:
-    main = multiprocessing.parent_process()
-    assert main is not None
-    multiprocessing.connection.wait([main.sentinel])
-    os._exit(1)
-
-
-def _run_there(unit: Unit, root: Path, force: bool) -> Outcome:
-    return _run(unit, root, force, lambda *message: _messages.put(message))
-
-
-def _run(unit: Unit, root: Path, force: bool, tell: Tell) -> Outcome:
-    steps, told = 0, time.monotonic()
-
-    def on_step() -> None:
-        nonlocal steps, told
-        steps += 1
-        if time.monotonic() - told > _TOLD_EVERY:
-            tell("step", unit, steps)
-            steps, told = 0, time.monotonic()
-
-    loaded, begin = _loaded(unit.path, unit.overrides), time.monotonic()
-    try:
-        folder = folder_of(loaded, root)
-        with claimed(folder, unit.seed) as mine:
-            if not mine:
-                return Outcome("is left to another run")
-            if not force and unit.seed in finished_seeds(folder):
-                return Outcome("has a record from another run")
-            tell("begin", unit, unit.steps)
-            run_seed(loaded, unit.seed, root, on_step=on_step, on_method=lambda name: tell("method", unit, name))
-    except Exception as error:
-        return Outcome(_reason(unit, error), failed=True)
-    return Outcome(f"took {time.monotonic() - begin:.1f} s", recorded=True)
-
-
-def _measure(unit: Unit, root: Path) -> Outcome:
-    try:
-        measure_seed(_loaded(unit.path, unit.overrides), unit.seed, root)
-    except Exception as error:
-        return Outcome(_reason(unit, error), failed=True)
-    return Outcome("")
-
-
-@lru_cache(maxsize=64)
-def _loaded(path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
-    return load_config(path, overrides)
-
-
-def _reason(unit: Unit, error: Exception) -> str:
-    """Return an error in one line, with its place outside of this library if it has one."""
-    if isinstance(error, RunError):
-        return str(error)
-    here = str(Path(__file__).parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
-    at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    line = next(iter(str(error).splitlines()), repr(error))
-    return f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}"
+    return loaded(unit.path, unit.overrides).config.seconds or _SECONDS_PER_STEP * unit.steps

@@ -1,0 +1,113 @@
+"""Units: the seeds of configs, each small enough to be sent anywhere. Here they run, in whatever process.
+
+A unit is its config's path, the overrides, and the seed. What it sends back is data alone: the process that asked for
+it keeps the records.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from toolkit.runner._comparison import RunError, record_of, seconds_of
+from toolkit.runner._config import LoadedConfig, load_config
+
+__all__ = ["Answer", "Message", "Tell", "Unit", "loaded", "measured", "trained", "units_of"]
+
+_TOLD_EVERY = 0.2  # seconds between two messages of a unit about its steps
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One seed of one config.
+
+    Attributes:
+        label: The config's name for the reader.
+        path: The config.
+        overrides: Its ``key=value``.
+        seed: The seed.
+        seeds: Number of seeds of the config.
+        steps: Training steps of all variants.
+    """
+
+    label: str
+    path: Path
+    overrides: tuple[str, ...]
+    seed: int
+    seeds: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.label}: seed {self.seed + 1} of {self.seeds}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The end of a unit: the values that belong into its record, or an error in one line; and its time."""
+
+    values: tuple[Any, ...] = ()
+    error: str = ""
+    seconds: float = 0.0
+
+
+# What a unit says while it runs: ("step" | "method", unit, value).
+Message = tuple[str, Unit, Any]
+Tell = Callable[[Message], None]
+
+
+def units_of(config: LoadedConfig, label: str) -> list[Unit]:
+    """Return the seeds of a config."""
+    seeds, steps = config.config.seeds, config.config.steps * len(config.config.variants)
+    return [Unit(label, config.path, config.overrides, seed, seeds, steps) for seed in range(seeds)]
+
+
+@lru_cache(maxsize=64)
+def loaded(path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
+    """Return a config, which is read once in each process."""
+    return load_config(path, overrides)
+
+
+def trained(unit: Unit, tell: Tell) -> Answer:
+    """Return the record of a unit and its gradients."""
+    steps, told = 0, time.monotonic()
+
+    def on_step() -> None:
+        nonlocal steps, told
+        steps += 1
+        if time.monotonic() - told > _TOLD_EVERY:
+            tell(("step", unit, steps))
+            steps, told = 0, time.monotonic()
+
+    def on_method(name: str) -> None:
+        tell(("method", unit, name))
+
+    return _answer(unit, lambda config: record_of(config, unit.seed, on_step=on_step, on_method=on_method))
+
+
+def measured(unit: Unit, tell: Tell) -> Answer:
+    """Return the times of a unit. Nothing else should run beside it."""
+    return _answer(unit, lambda config: (seconds_of(config, unit.seed),))
+
+
+def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> Answer:
+    config, begin = loaded(unit.path, unit.overrides), time.monotonic()
+    try:
+        return Answer(function(config), seconds=time.monotonic() - begin)
+    except Exception as error:
+        return Answer(error=_reason(unit, error))
+
+
+def _reason(unit: Unit, error: Exception) -> str:
+    """Return an error in one line, with its place outside of this library if it has one."""
+    if isinstance(error, RunError):
+        return str(error)
+    here = str(Path(__file__).parents[1])
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
+    at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    line = next(iter(str(error).splitlines()), repr(error))
+    return f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}"
