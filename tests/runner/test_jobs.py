@@ -16,7 +16,8 @@ from click.testing import CliRunner
 from folders import ROOT
 
 from toolkit.runner import _units
-from toolkit.runner._command import _products, main
+from toolkit.runner._choice import _products
+from toolkit.runner._command import main
 from toolkit.runner._comparison import folder_of
 from toolkit.runner._config import ConfigError, load_config
 from toolkit.runner._jobs import _expected_seconds
@@ -148,7 +149,7 @@ def test_the_longest_units_come_first(tmp_path):
         (folder / "record.json").write_text(json.dumps({"seconds": seconds}))
     toy.rewrite(short, tmp_path / "toy_stated.toml", ["experiment='toy_short'", "seconds=5"])
     paths = (short, unknown, tmp_path / "toy_stated.toml", long)
-    units = [units_of(load_config(path), path.stem)[0] for path in paths]
+    units = [units_of(load_config(path))[0] for path in paths]
     ordered = sorted(units, key=lambda unit: _expected_seconds(tmp_path, unit), reverse=True)
     assert [unit.label for unit in ordered] == ["toy_long", "toy_stated", "toy_short", "toy_unknown"]
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -22,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import click
 
 from toolkit.__main__ import audit
-from toolkit.runner._discovery import BUNDLE
+from toolkit.runner._discovery import BUNDLE, here_or_bundled
 
 if TYPE_CHECKING:
     from toolkit.runner._config import LoadedConfig
@@ -74,37 +72,34 @@ def run(
     CONFIGS are TOML files, or folders of them; all of configs/ by default. Where there is no such path, it is one of
     the bundled configs. Finished seeds are not run twice: an interrupted run goes on where it stopped.
     """
-    from toolkit.runner._config import ConfigError, load_config
+    from toolkit.runner._choice import chosen_configs
+    from toolkit.runner._config import ConfigError
 
     try:
-        paths = list(_files(configs or (Path("configs"),)))
-        swept = _products(sweeps)
-        loaded = [load_config(path, (*overrides, *values)) for path in paths for values in swept]
-        _check_names(paths)
+        chosen = chosen_configs(configs or (Path("configs"),), overrides, sweeps)
     except ConfigError as error:
         _stop(str(error), 2)
     _check_writable(results)
-    labels = [" ".join((path.stem, *values)) for path in paths for values in swept]
-    _run(loaded, labels, results, jobs or _cores(), force)
+    _run(chosen, results, jobs or _cores(), force)
 
 
-def _run(loaded: Sequence[LoadedConfig], labels: Sequence[str], results: Path, jobs: int, force: bool) -> None:
+def _run(configs: Sequence[LoadedConfig], results: Path, jobs: int, force: bool) -> None:
     from toolkit.runner._jobs import run_units
     from toolkit.runner._units import units_of
 
     begin = time.perf_counter()
-    units = [unit for one, label in zip(loaded, labels, strict=True) for unit in units_of(one, label)]
+    units = [unit for config in configs for unit in units_of(config)]
     pages = _Pages(units, results)
     try:
         errors = run_units(units, results, jobs=jobs, force=force, on_record=pages.on_record)
     except KeyboardInterrupt:
         _stop(f"stopped; finished seeds are kept in {results}/, and the same command runs the others", 130)
     try:
-        for line in _verdicts(loaded, labels, results):
+        for line in _verdicts(configs, results):
             click.echo(line)
     except ValueError as error:  # a damaged record of an earlier run
         errors.append(str(error))
-    count = "1 config" if len(loaded) == 1 else f"{len(loaded)} configs"
+    count = "1 config" if len(configs) == 1 else f"{len(configs)} configs"
     click.echo(f"{count} in {time.perf_counter() - begin:.0f} s; records in {results}/")
     if pages.draw():
         click.echo(f"page: {(results / 'index.html').resolve()}")
@@ -144,18 +139,18 @@ class _Pages:
         return True
 
 
-def _verdicts(loaded: Sequence[LoadedConfig], labels: Sequence[str], results: Path) -> Iterator[str]:
+def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
     """Yield the verdict on each config that has records, and the claims that they contradict."""
     from toolkit.runner._comparison import folder_of
     from toolkit.runner._findings import broken_claims, verdicts
     from toolkit.runner._records import overrides_of, read_records
 
-    for one, label in zip(loaded, labels, strict=True):
-        records = read_records(folder_of(one, results))
+    for config in configs:
+        records = read_records(folder_of(config, results))
         if records:
-            yield from (f"{label}: {line}" for line in verdicts(records))
+            yield from (f"{config.label}: {line}" for line in verdicts(records))
             claims = [] if overrides_of(records) else broken_claims(records)
-            yield from (f"{label}: the records contradict the config: {claim}" for claim in claims)
+            yield from (f"{config.label}: the records contradict the config: {claim}" for claim in claims)
 
 
 @main.command()
@@ -212,7 +207,7 @@ def list_command(experiment: str | None, configs: Path) -> None:
     """Show experiments, their blocks, and the available configs; of one EXPERIMENT its keys, types and defaults."""
     from toolkit.runner._listing import keys_of, listing
 
-    folder = _here_or_bundled(configs)
+    folder = here_or_bundled(configs)
     try:
         click.echo(listing(folder) if experiment is None else keys_of(experiment, folder))
     except ValueError as error:
@@ -239,33 +234,13 @@ def init(folder: Path) -> None:
     click.echo(f"next: cd {shlex.quote(str(folder))}, then: stopgrad run configs")
 
 
-def _files(paths: tuple[Path, ...]) -> Iterator[Path]:
-    """Yield the configs at these paths; folders stand for the configs directly in them."""
-    from toolkit.runner._config import ConfigError
-
-    for path in map(_here_or_bundled, paths):
-        if not path.is_dir():
-            yield path
-            continue
-        files = sorted(path.glob("*.toml"))
-        if not files:
-            raise ConfigError(f"{path}: no .toml files in this folder")
-        yield from files
-
-
-def _here_or_bundled(path: Path) -> Path:
-    """Return a path, or one among the bundled files if there is nothing at the path."""
-    bundled = BUNDLE / path
-    return bundled if not path.exists() and not path.is_absolute() and bundled.exists() else path
-
-
 @contextlib.contextmanager
 def _here_or_at_a_copy(path: Path) -> Iterator[None]:
     """Enter a folder in which a bundled path exists, if it does not exist here.
 
     The folder holds a copy: inside of the installed library, programs would count as code of the library.
     """
-    bundled = _here_or_bundled(path)
+    bundled = here_or_bundled(path)
     if bundled == path:
         yield
         return
@@ -274,32 +249,6 @@ def _here_or_at_a_copy(path: Path) -> Iterator[None]:
         shutil.copytree(source, Path(folder) / source.relative_to(BUNDLE))
         with contextlib.chdir(folder):
             yield
-
-
-def _products(sweeps: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Return the overrides of every combination of swept values."""
-    from toolkit.runner._config import ConfigError
-
-    choices = []
-    for sweep in sweeps:
-        key, separator, text = sweep.partition("=")
-        # Commas inside of brackets and quotes belong to a value.
-        values = re.findall(r"""(?:\[[^\]]*\]|\{[^}]*\}|"[^"]*"|'[^']*'|[^,])+""", text)
-        if not separator or not values:
-            raise ConfigError(f"--sweep {sweep}: should be key=value,value,...")
-        choices.append([f"{key.strip()}={value.strip()}" for value in values])
-    return list(itertools.product(*choices))
-
-
-def _check_names(paths: list[Path]) -> None:
-    """Raise ConfigError if two configs have one file name, which names the folder of the records."""
-    from toolkit.runner._config import ConfigError
-
-    named: dict[str, Path] = {}
-    for path in paths:
-        other = named.setdefault(path.stem, path)
-        if other.resolve() != path.resolve():
-            raise ConfigError(f"{path}: the file name should differ from that of {other}, or run them one by one")
 
 
 def _check_writable(results: Path) -> None:

@@ -107,6 +107,7 @@ class LoadedConfig:
 
     Attributes:
         name: The file's name without its ending: the folder of its results.
+        label: The name and the swept values, for the reader.
         path: The file.
         source: Its text.
         overrides: The ``key=value`` of the command line.
@@ -115,6 +116,7 @@ class LoadedConfig:
     """
 
     name: str
+    label: str
     path: Path
     source: str
     overrides: tuple[str, ...]
@@ -122,12 +124,13 @@ class LoadedConfig:
     module: ModuleType
 
 
-def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
+def load_config(path: Path, overrides: Iterable[str] = (), swept: Iterable[str] = ()) -> LoadedConfig:
     """Read a config file, apply overrides, and check every value.
 
     Args:
         path: A TOML file.
         overrides: ``key=value`` each; the value is read as TOML, or as a string if it is not valid TOML.
+        swept: The same, of `--sweep`.
 
     Raises:
         ConfigError: If the config has a mistake; the text names file, line and key, and suggests the nearest valid
@@ -139,7 +142,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     where = _Places(path, source)
-    for override in overrides:
+    overrides, swept = tuple(overrides), tuple(swept)
+    for override in (*overrides, *swept):
         key, separator, text = override.partition("=")
         if not separator or not key.strip():
             raise ConfigError(f"--set {override}: should be key=value")
@@ -164,7 +168,8 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> LoadedConfig:
         raise ConfigError("\n".join(dict.fromkeys(lines))) from None
     _check_blocks(config, where)
     _check_device(config, where)
-    return LoadedConfig(path.stem, path, source, tuple(overrides), config, module)
+    label = " ".join((path.stem, *swept))
+    return LoadedConfig(path.stem, label, path, source, (*overrides, *swept), config, module)
 
 
 @dataclass

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-__all__ = ["BUNDLE", "experiment_folders", "import_experiment"]
+__all__ = ["BUNDLE", "experiment_folders", "here_or_bundled", "import_experiment"]
 
 _INSTALLED = Path(__file__).with_name("bundled")
 
@@ -18,6 +18,12 @@ BUNDLE = _INSTALLED if _INSTALLED.is_dir() else Path(__file__).parents[2]
 """The folder with this project's `experiments`, `configs` and `docs/zoo`: in the wheel, or the top of a checkout."""
 
 _ROOM = "experiments"
+
+
+def here_or_bundled(path: Path) -> Path:
+    """Return a path, or one among the bundled files if there is nothing at the path."""
+    bundled = BUNDLE / path
+    return bundled if not path.exists() and not path.is_absolute() and bundled.exists() else path
 
 
 def experiment_folders(config: Path | None = None) -> dict[str, Path]:

@@ -60,10 +60,10 @@ Message = tuple[str, Unit, Any]
 Tell = Callable[[Message], None]
 
 
-def units_of(config: LoadedConfig, label: str) -> list[Unit]:
+def units_of(config: LoadedConfig) -> list[Unit]:
     """Return the seeds of a config."""
     seeds, steps = config.config.seeds, config.config.steps * len(config.config.variants)
-    return [Unit(label, config.path, config.overrides, seed, seeds, steps) for seed in range(seeds)]
+    return [Unit(config.label, config.path, config.overrides, seed, seeds, steps) for seed in range(seeds)]
 
 
 @lru_cache(maxsize=64)
