@@ -1,11 +1,14 @@
 """Config files: what is read, and the one line that each mistake ends with."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import toy
 from click.testing import CliRunner
+from folders import CONFIGS
 
+from toolkit.runner._choice import chosen_configs
 from toolkit.runner._command import main
 from toolkit.runner._config import ConfigError, load_config
 from toolkit.runner._discovery import experiment_folders
@@ -125,8 +128,44 @@ def test_several_mistakes_are_one_line_each(config):
     assert len(_message(config).splitlines()) == 2
 
 
-def test_a_missing_file_is_named_with_the_nearest_one(config):
-    assert "no such file; did you mean" in _message(config.with_name(config.name + "l"))
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("em_iriss", "; did you mean `stopgrad run em_iris` or `stopgrad run em_digits`?"),
+        ("softmax", "; did you mean `stopgrad run softmax_digits` or `stopgrad run softmax_half_blocked`?"),
+        ("em_iris.tml", "; did you mean `stopgrad run em_iris`?"),
+        ("nowhere/em_iris.toml", "; did you mean `stopgrad run em_iris`?"),
+        ("trades", "; did you mean `stopgrad run adversarial_trades`?"),
+        ("walc", "; did you mean `stopgrad run walk`?"),
+        ("own/tin.toml", "; did you mean `stopgrad run own/tiny.toml`?"),
+        ("pyproject", "; `stopgrad list` shows the bundled configs"),
+    ],
+)
+def test_a_missing_file_is_named_with_the_nearest_configs(tmp_path, monkeypatch, word, says):
+    for file in ("pyproject.toml", "configs/walk.toml", "own/tiny.toml"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        chosen_configs([Path(word)], [], [])
+    assert str(caught.value) == f"{word}: no such file or config{says}"
+
+
+@pytest.mark.parametrize("word", ["em_iris", "em_iris.toml", "configs/em_iris.toml"])
+def test_a_bundled_config_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch, word):
+    monkeypatch.chdir(tmp_path)
+    assert [config.path for config in chosen_configs([Path(word)], [], [])] == [CONFIGS / "em_iris.toml"]
+
+
+def test_a_config_here_comes_before_a_bundled_one_of_its_name(config, tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    own = config.rename(tmp_path / "configs" / "em_iris.toml")
+    monkeypatch.chdir(tmp_path)
+    assert [one.path.resolve() for one in chosen_configs([Path("em_iris")], [], [])] == [own]
+
+
+def test_a_config_that_is_named_twice_is_chosen_once(config):
+    assert len(chosen_configs([config, config.parent], [], [])) == 1
 
 
 def test_a_folder_in_place_of_a_file_cannot_be_read(tmp_path):
@@ -149,6 +188,24 @@ def test_a_file_that_is_no_text_cannot_be_read(config):
 )
 def test_a_bad_override_names_the_option(config, override, says):
     assert says in _message(config, override)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sweeps", "says"),
+    [
+        (["steps=1", "steps=2"], [], "--set steps=2: `steps` should be set once. Found --set steps=1 before it."),
+        ([], ["steps=1", "steps=2"], "--sweep steps=2: `steps` should be set once. Found --sweep steps=1 before it."),
+        (["steps=1"], ["steps=2,3"], "--sweep steps=2: `steps` should be set once. Found --set steps=1 before it."),
+        ([], ["steps=no"], "--sweep steps=no: input should be a valid integer, found 'no'"),
+        ([], ["step=3"], "--sweep step=3: unknown key; did you mean 'steps'?"),
+        ([], ["=3"], "--sweep =3: should be key=value"),
+    ],
+    ids=["set", "swept", "both", "word", "unknown", "no-key"],
+)
+def test_a_bad_sweep_names_the_option(config, overrides, sweeps, says):
+    with pytest.raises(ConfigError) as caught:
+        chosen_configs([config], overrides, sweeps)
+    assert str(caught.value) == says
 
 
 def test_the_same_blocks_twice_are_refused(config):

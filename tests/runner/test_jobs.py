@@ -175,10 +175,20 @@ def test_a_sweep_runs_every_combination_and_the_report_shows_them_side_by_side(t
         (("a=1,2", "b=x"), [("a=1", "b=x"), ("a=2", "b=x")]),
         (("a=[1, 2],[3]",), [("a=[1, 2]",), ("a=[3]",)]),
         (("a='x,y',z",), [("a='x,y'",), ("a=z",)]),
+        (("a=1,2,1",), [("a=1",), ("a=2",)]),
     ],
 )
 def test_swept_values_make_a_product(sweeps, expected):
     assert _products(sweeps) == expected
+
+
+@pytest.mark.parametrize("sweep", ["learning_rate=0.1,0.10", "seeds=1,2"])
+def test_a_record_that_two_swept_values_share_is_made_once(tmp_path, sweep):
+    path = toy.install(f"toy_shares_{sweep[0]}", tmp_path)
+    done = _run(path, tmp_path, "--sweep", sweep, "--jobs", "1")
+    assert "another run" not in done.stderr
+    assert done.stderr.count(" runs\n") == done.stderr.count(" took ") == 2
+    assert [record.seed for record in _records(tmp_path)] == [0, 1]
 
 
 def test_a_sweep_without_values_is_refused():

@@ -2,47 +2,70 @@
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from toolkit.runner._config import ConfigError, LoadedConfig, load_config
-from toolkit.runner._discovery import here_or_bundled
+from toolkit.runner._discovery import BUNDLE, here_or_bundled
 
 __all__ = ["chosen_configs"]
+
+_MOST_HINTS = 3
 
 
 def chosen_configs(paths: Sequence[Path], overrides: Sequence[str], sweeps: Sequence[str]) -> list[LoadedConfig]:
     """Return each config with each combination of swept values.
 
     Args:
-        paths: Files, or folders of them.
+        paths: Files, folders of them, or names of configs in the folder `configs`, here or bundled. Where there is
+            nothing at a path, it is one of the bundled files.
         overrides: ``key=value`` each.
         sweeps: ``key=value,value,...`` each.
 
     Raises:
         ConfigError: If there is no config, if two have one file name, or as `load_config`.
     """
-    files = list(itertools.chain.from_iterable(map(_files, paths)))
+    files = list(dict.fromkeys(file for path in paths for file in _files(path)))
     _check_names(files)
     return [load_config(file, overrides, values) for file in files for values in _products(sweeps)]
 
 
 def _files(path: Path) -> list[Path]:
     """Return the config at a path; a folder stands for the configs directly in it."""
-    path = here_or_bundled(path)
-    if not path.is_dir():
-        return [path]
-    files = sorted(path.glob("*.toml"))
+    found = next((one for one in map(here_or_bundled, (path, _named(path))) if one.exists()), None)
+    if found is None:
+        raise ConfigError(f"{path}: no such file or config; {_hint(path)}")
+    if not found.is_dir():
+        return [found]
+    files = sorted(found.glob("*.toml"))
     if not files:
         raise ConfigError(f"{path}: no .toml files in this folder")
     return files
 
 
+def _named(path: Path) -> Path:
+    """Return the path of the config with this name."""
+    return Path("configs") / (path if path.suffix == ".toml" else f"{path}.toml")
+
+
+def _hint(path: Path) -> str:
+    """Return the configs with a similar name, as they can be run."""
+    named = {file.stem: file.stem for folder in (BUNDLE / "configs", Path("configs")) for file in folder.glob("*.toml")}
+    beside = {file.stem: str(file) for file in path.parent.glob("*.toml") if path.parent != Path()}
+    known = {**named, **beside}
+    containing = sorted(name for name in known if f"_{path.stem}_" in f"_{name}_")
+    near = containing or difflib.get_close_matches(path.stem, known)
+    if not near:
+        return "`stopgrad list` shows the bundled configs"
+    return f"did you mean {' or '.join(f'`stopgrad run {known[name]}`' for name in near[:_MOST_HINTS])}?"
+
+
 def _products(sweeps: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the overrides of every combination of swept values."""
-    return list(itertools.product(*map(_values, sweeps)))
+    """Return the overrides of every combination of swept values, each once."""
+    return list(dict.fromkeys(itertools.product(*map(_values, sweeps))))
 
 
 def _values(sweep: str) -> Iterator[str]:

@@ -69,8 +69,8 @@ def run(
 ) -> None:
     """Train with the blocks in place and again with each named block open.
 
-    CONFIGS are TOML files, or folders of them; all of configs/ by default. Where there is no such path, it is one of
-    the bundled configs. Finished seeds are not run twice: an interrupted run goes on where it stopped.
+    CONFIGS are TOML files, folders of them, or names of bundled configs, as `stopgrad list` shows them; all of configs/
+    by default. Finished seeds are not run twice: an interrupted run goes on where it stopped.
     """
     from toolkit.runner._choice import chosen_configs
     from toolkit.runner._config import ConfigError

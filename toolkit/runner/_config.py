@@ -143,12 +143,8 @@ def load_config(path: Path, overrides: Iterable[str] = (), swept: Iterable[str] 
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
     where = _Places(path, source)
     overrides, swept = tuple(overrides), tuple(swept)
-    for override in (*overrides, *swept):
-        key, separator, text = override.partition("=")
-        if not separator or not key.strip():
-            raise ConfigError(f"--set {override}: should be key=value")
-        values[key.strip()] = _toml_value(text.strip())
-        where.overridden[key.strip()] = override
+    for option, override in (*(("--set", text) for text in overrides), *(("--sweep", text) for text in swept)):
+        values.update(where.override(option, override))
     known = experiment_folders(path)
     if "experiment" not in values:
         raise ConfigError(f"{path}: experiment: missing; should be one of {', '.join(known)}")
@@ -182,11 +178,21 @@ class _Places:
     def __post_init__(self) -> None:
         self.overridden: dict[str, str] = {}
 
+    def override(self, option: str, text: str) -> dict[str, Any]:
+        """Return the key and the value of an option, and remember where the key was set."""
+        key, separator, value = (part.strip() for part in text.partition("="))
+        if not separator or not key:
+            raise ConfigError(f"{option} {text}: should be key=value")
+        if key in self.overridden:
+            raise ConfigError(f"{option} {text}: `{key}` should be set once. Found {self.overridden[key]} before it.")
+        self.overridden[key] = f"{option} {text}"
+        return {key: _toml_value(value)}
+
     def __call__(self, *location: str | int) -> str:
         """Return the place of a key, or of one in a table of an array: ``("methods", 1, "name")``, the second table."""
         key, name = location[0], ".".join(part for part in location if isinstance(part, str))
         if key in self.overridden:
-            return f"--set {self.overridden[str(key)]}" + (f": {name}" if len(location) > 1 else "")
+            return self.overridden[str(key)] + (f": {name}" if len(location) > 1 else "")
         first = 0
         for part in location:
             line = self._line(first, part) if isinstance(part, str) else self._table(str(key), part)
@@ -217,9 +223,6 @@ class _Places:
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        siblings = [str(file) for file in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(f"{path}: no such file{_suggest(str(path), siblings)}") from None
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise ConfigError(f"{path}: cannot be read: {reason}") from None

@@ -67,9 +67,12 @@ class _Run:
         self._unmeasured: list[Unit] = []
 
     def without_records(self, units: Sequence[Unit]) -> list[Unit]:
-        """Return the units that have to run, and say so of the others."""
-        left = [unit for unit in units if self._force or not self._is_finished(unit)]
+        """Return the units that have to run, each once, and say so of those that have records."""
+        records: dict[tuple[Path, int], Unit] = {}
         for unit in units:
+            records.setdefault((self._folder(unit), unit.seed), unit)
+        left = [unit for unit in records.values() if self._force or not self._is_finished(unit)]
+        for unit in records.values():
             if unit not in left:
                 self._progress.say(f"{unit} has a record already")
                 self._unmeasured.append(unit)
