@@ -63,6 +63,8 @@ def run(config, seed):
                 os.kill(os.getpid(), signal.SIGKILL)
             while True:  # the first run that comes here stays, until it is killed
                 time.sleep(60)
+        if config.kind == "misfits":
+            return torch.einsum("ij,j", inputs, weight[:2])  # the place of this error
         outputs = inputs @ weight
         noise = config.noise * torch.randn(20, generator=generator, dtype=torch.float64)
         target = outputs.tanh() + noise

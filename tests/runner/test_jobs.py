@@ -79,6 +79,31 @@ def test_a_unit_that_fails_does_not_end_the_others(tmp_path, jobs):
     for path, line in zip((one, other), lines, strict=True):
         assert line.startswith(f"error: {path}: seed 0: ArithmeticError: no toy (at {tmp_path}")
     assert [record.seed for record in _records(tmp_path / "results")] == [1, 1]
+    assert f"; records of 2 of 4 seeds in {tmp_path}/results/" in done.stdout
+
+
+def test_the_place_of_an_error_inside_of_torch_is_that_in_the_experiment(tmp_path):
+    done = _run(
+        toy.install("toy_misfits", tmp_path), tmp_path / "results", "--jobs", "1", "--set", "kind=misfits", code=1
+    )
+    experiment = tmp_path / "experiments" / "toy_misfits.py"
+    lines = experiment.read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if "# the place of this error" in line)
+    assert done.stderr.splitlines()[-1].endswith(f" (at {experiment}:{number})")
+
+
+def test_the_place_of_an_error_outside_of_the_experiment_is_that_in_the_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(_units, "record_of", lambda *_, **__: {}["missing"])
+    done = _run(toy.install("toy_place", tmp_path), tmp_path / "results", "--jobs", "1", code=1)
+    assert re.search(rf"seed 1: KeyError: 'missing' \(at {ROOT}/toolkit/runner/_units\.py:\d+\)$", done.stderr.strip())
+
+
+def test_a_run_without_any_record_says_so_and_draws_no_page(tmp_path):
+    done = _run(
+        toy.install("toy_nothing", tmp_path), tmp_path / "results", "--jobs", "1", "--set", "kind=misfits", code=1
+    )
+    assert re.fullmatch(rf"1 config in \d+ s; records of 0 of 2 seeds in {tmp_path}/results/\n", done.stdout)
+    assert not (tmp_path / "results" / "index.html").exists()
 
 
 def test_a_full_disk_is_one_line(tmp_path, monkeypatch):

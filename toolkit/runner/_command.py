@@ -99,14 +99,18 @@ def _run(configs: Sequence[LoadedConfig], results: Path, jobs: int, force: bool)
             click.echo(line)
     except ValueError as error:  # a damaged record of an earlier run
         errors.append(str(error))
-    count = "1 config" if len(configs) == 1 else f"{len(configs)} configs"
-    click.echo(f"{count} in {time.perf_counter() - begin:.0f} s; records in {results}/")
-    if pages.draw():
+    kept = _with_records(units, results)
+    passed = time.perf_counter() - begin
+    click.echo(
+        f"{_count(configs, 'config')} in {passed:.0f} s; records of {kept} of {_count(units, 'seed')} in {results}/"
+    )
+    drawn = kept > 0 and pages.draw()
+    if drawn:
         click.echo(f"page: {(results / 'index.html').resolve()}")
-    elif not errors:
-        sys.exit(1)
     if errors:
         _stop("\n".join(errors), 1)
+    if not drawn:
+        sys.exit(1)
     command = ["stopgrad", "report", *([] if results == Path("results") else ["--results", str(results)])]
     click.echo(f"next: {shlex.join(command)}, or one file to send: {shlex.join([*command, '--single', 'report.html'])}")
 
@@ -125,7 +129,7 @@ class _Pages:
             self._drawn = self._write([unit.path.stem])
 
     def draw(self) -> bool:
-        """Draw all pages, with all times; return whether there were records."""
+        """Draw all pages, with all times; return whether that was possible."""
         return self._write(None)
 
     def _write(self, names: list[str] | None) -> bool:
@@ -137,6 +141,13 @@ class _Pages:
             click.echo(f"the page is not drawn: {error}", err=True)
             return False
         return True
+
+
+def _with_records(units: Sequence[Unit], results: Path) -> int:
+    """Return the number of units that have records."""
+    from toolkit.runner._records import finished_seeds
+
+    return sum(unit.seed in finished_seeds(unit.folder(results)) for unit in units)
 
 
 def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
@@ -197,7 +208,7 @@ def report(results: Path, single: Path | None) -> None:
         page = write_single(records, single, programs) if single else write_site(results)
     except (OSError, ValueError) as error:
         _stop(str(error), 1)
-    click.echo(f"report of {len(records)} configs: {page.resolve()}")
+    click.echo(f"report of {_count(records, 'config')}: {page.resolve()}")
 
 
 @main.command("list")
@@ -263,6 +274,10 @@ def _check_writable(results: Path) -> None:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count(things: Sequence[object], noun: str) -> str:
+    return f"{len(things)} {noun}" + ("" if len(things) == 1 else "s")
 
 
 def _stop(message: str, code: int) -> NoReturn:

@@ -12,10 +12,9 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from functools import partial
 from pathlib import Path
 
-from toolkit.runner._comparison import folder_of
 from toolkit.runner._progress import Progress
 from toolkit.runner._records import claimed, finished_seeds, unmeasured_seeds, write_record, write_seconds
-from toolkit.runner._units import Answer, Message, Unit, loaded, measured, trained
+from toolkit.runner._units import Answer, Message, Unit, measured, trained
 from toolkit.runner._workers import Workers, in_processes, in_this_process
 
 __all__ = ["run_units"]
@@ -70,7 +69,7 @@ class _Run:
         """Return the units that have to run, each once, and say so of those that have records."""
         records: dict[tuple[Path, int], Unit] = {}
         for unit in units:
-            records.setdefault((self._folder(unit), unit.seed), unit)
+            records.setdefault((unit.folder(self._root), unit.seed), unit)
         left = [unit for unit in records.values() if self._force or not self._is_finished(unit)]
         for unit in records.values():
             if unit not in left:
@@ -123,14 +122,14 @@ class _Run:
         """Measure the times of a step while nothing else runs."""
         while self._unmeasured:
             unit = self._unmeasured[0]
-            if unit.seed in unmeasured_seeds(self._folder(unit)):
+            if unit.seed in unmeasured_seeds(unit.folder(self._root)):
                 self._keep(unit, crew.submit(measured, unit).result(), write_seconds)
             del self._unmeasured[0]
 
     def _claim(self, unit: Unit) -> bool:
         """Claim a unit, so that no other run takes it, and return whether it has to run."""
         claim = self._claims[unit] = contextlib.ExitStack()
-        mine = claim.enter_context(claimed(self._folder(unit), unit.seed))
+        mine = claim.enter_context(claimed(unit.folder(self._root), unit.seed))
         if mine and (self._force or not self._is_finished(unit)):
             self._progress.begin(str(unit), unit.steps)
             return True
@@ -158,17 +157,14 @@ class _Run:
         error = answer.error
         if not error:
             try:
-                write(self._folder(unit), unit.seed, *answer.values)
+                write(unit.folder(self._root), unit.seed, *answer.values)
             except Exception as reason:
                 error = f"{unit.path}: seed {unit.seed}: the record cannot be written: {reason}"
         self.errors += [error] if error else []
         return not error
 
-    def _folder(self, unit: Unit) -> Path:
-        return folder_of(loaded(unit.path, unit.overrides), self._root)
-
     def _is_finished(self, unit: Unit) -> bool:
-        return unit.seed in finished_seeds(self._folder(unit))
+        return unit.seed in finished_seeds(unit.folder(self._root))
 
 
 def _expected_seconds(root: Path, unit: Unit) -> float:
@@ -177,4 +173,4 @@ def _expected_seconds(root: Path, unit: Unit) -> float:
     with contextlib.suppress(OSError, ValueError, KeyError):
         newest = max(records, key=lambda path: path.stat().st_mtime)
         return float(json.loads(newest.read_text(encoding="utf-8"))["seconds"])
-    return loaded(unit.path, unit.overrides).config.seconds or _SECONDS_PER_STEP * unit.steps
+    return unit.config.config.seconds or _SECONDS_PER_STEP * unit.steps

@@ -14,10 +14,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from toolkit.runner._comparison import RunError, record_of, seconds_of
+from toolkit.runner._comparison import RunError, folder_of, record_of, seconds_of
 from toolkit.runner._config import LoadedConfig, load_config
 
-__all__ = ["Answer", "Message", "Tell", "Unit", "loaded", "measured", "trained", "units_of"]
+__all__ = ["Answer", "Message", "Tell", "Unit", "measured", "trained", "units_of"]
 
 _TOLD_EVERY = 0.2  # seconds between two messages of a unit about its steps
 
@@ -45,6 +45,15 @@ class Unit:
     def __str__(self) -> str:
         return f"{self.label}: seed {self.seed + 1} of {self.seeds}"
 
+    @property
+    def config(self) -> LoadedConfig:
+        """The config, which each process reads once."""
+        return _loaded(self.path, self.overrides)
+
+    def folder(self, root: Path) -> Path:
+        """Return the folder of its record in a results folder."""
+        return folder_of(self.config, root)
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -67,8 +76,7 @@ def units_of(config: LoadedConfig) -> list[Unit]:
 
 
 @lru_cache(maxsize=64)
-def loaded(path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
-    """Return a config, which is read once in each process."""
+def _loaded(path: Path, overrides: tuple[str, ...]) -> LoadedConfig:
     return load_config(path, overrides)
 
 
@@ -95,19 +103,22 @@ def measured(unit: Unit, tell: Tell) -> Answer:
 
 
 def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> Answer:
-    config, begin = loaded(unit.path, unit.overrides), time.monotonic()
+    config, begin = unit.config, time.monotonic()
     try:
         return Answer(function(config), seconds=time.monotonic() - begin)
+    except RunError as error:
+        return Answer(error=str(error))
     except Exception as error:
-        return Answer(error=_reason(unit, error))
+        line = next(iter(str(error).splitlines()), repr(error))
+        at = _place(error, Path(str(config.module.__file__)).parent)
+        return Answer(error=f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}")
 
 
-def _reason(unit: Unit, error: Exception) -> str:
-    """Return an error in one line, with its place outside of this library if it has one."""
-    if isinstance(error, RunError):
-        return str(error)
-    here = str(Path(__file__).parents[1])
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(here)]
-    at = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    line = next(iter(str(error).splitlines()), repr(error))
-    return f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}"
+def _place(error: Exception, experiments: Path) -> str:
+    """Return the innermost place of an error in the experiments, or in this library if it is in none of them."""
+    frames = traceback.extract_tb(error.__traceback__)[::-1]
+    for folder in (experiments, Path(__file__).parents[1]):
+        for frame in frames:
+            if Path(frame.filename).is_relative_to(folder):
+                return f" (at {frame.filename}:{frame.lineno})"
+    return ""
