@@ -225,7 +225,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "runner": [
         ("if key not in WITHOUT_EFFECT}", "if key in WITHOUT_EFFECT}", "test_records test_report"),
-        ("done = set() if force else finished_seeds(folder)", "done = set[int]()", "test_experiments"),
+        ("if force or not is_finished(folder, seed):", "if True:", "test_experiments"),
         (
             "if not math.isfinite(value):\n            diverged_at",
             "if math.isnan(value):\n            diverged_at",

@@ -21,7 +21,7 @@ from toolkit.runner._command import main
 from toolkit.runner._comparison import folder_of
 from toolkit.runner._config import ConfigError, load_config
 from toolkit.runner._jobs import _expected_seconds
-from toolkit.runner._records import MEASURED_SEEDS, claimed, finished_seeds, overrides_of, read_all
+from toolkit.runner._records import MEASURED_SEEDS, claimed, overrides_of, read_all, read_records
 from toolkit.runner._units import units_of
 
 # A shell starts its background jobs with Ctrl-C ignored, and they hand that on.
@@ -163,7 +163,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(tmp_path):
     )
     assert "Traceback" not in error
     (folder,) = (tmp_path / "toy_stopped").iterdir()
-    assert finished_seeds(folder) == {0}
+    assert [record.seed for record in read_records(folder)] == [0]
 
 
 def test_the_longest_units_come_first(tmp_path):
@@ -252,3 +252,31 @@ def test_the_first_page_is_drawn_before_the_last_unit_has_run(tmp_path, monkeypa
     monkeypatch.setattr(_units, "record_of", watched)
     _run(one, tmp_path / "results", str(other), "--jobs", "1")
     assert seen == [False, True, True, True]
+
+
+def test_damage_is_told_on_the_page_and_by_the_command_and_the_other_pages_are_drawn(tmp_path):
+    one, other = (toy.install(f"toy_damage_{name}", tmp_path) for name in "ab")
+    results = tmp_path / "results"
+    _run(one, results, str(other), "--jobs", "1", "--set", "steps=1")
+    (seed,) = results.glob("toy_damage_a/*/seed-001")
+    (seed / "gradients.safetensors").unlink()
+    (results / "zoo.json").write_text('{"schema": 1, "programs":')
+    for page in results.glob("pages/*"):
+        page.unlink()
+
+    done = CliRunner().invoke(main, ["report", "--results", str(results)])
+    assert done.exit_code == 1
+    assert done.stdout.startswith("report of 2 configs: ")
+    sentence = f"{seed}: gradients.safetensors is missing: run its config again"
+    assert done.stderr.splitlines()[0] == f"error: {sentence}"
+    assert re.fullmatch(
+        rf"error: {results}/zoo.json: the record is damaged \(.*\): run `stopgrad zoo` again",
+        done.stderr.splitlines()[1],
+    )
+    assert sentence in (results / "pages" / "toy_damage_a.html").read_text()
+    assert "A seed is left out" not in (results / "pages" / "toy_damage_b.html").read_text()
+
+    again = _run(one, results, "--jobs", "1", "--set", "steps=1")
+    assert "seed 1 of 2 has a record already" in again.stderr
+    assert "seed 2 of 2 took" in again.stderr
+    assert "A seed is left out" not in (results / "pages" / "toy_damage_a.html").read_text()

@@ -1,6 +1,7 @@
 """Records: complete or not there, never lost, never made twice."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -14,8 +15,9 @@ from folders import ROOT
 
 from toolkit.runner._records import (
     claimed,
+    damaged_records,
     environment,
-    finished_seeds,
+    is_finished,
     overrides_of,
     read_all,
     read_records,
@@ -29,6 +31,10 @@ GRADIENTS = {"first/blocked/weight": np.arange(3.0)}
 
 def _record(seed, **more):
     return {"seed": seed, "name": "toy", **more}
+
+
+def _seeds(folder):
+    return [record.seed for record in read_records(folder)]
 
 
 def test_what_is_written_is_read(tmp_path):
@@ -47,14 +53,14 @@ def test_seeds_come_in_order_and_an_older_record_is_replaced(tmp_path):
         write_record(folder, seed, _record(seed, loss=loss), GRADIENTS)
     (found,) = read_all(tmp_path)
     assert [(record.seed, record.data["loss"]) for record in found.records] == [(2, 2.0), (11, 1.0)]
-    assert finished_seeds(folder) == {2, 11}
+    assert _seeds(folder) == [2, 11]
 
 
 def test_a_record_that_cannot_be_written_leaves_nothing_that_counts(tmp_path):
     folder = results_folder(tmp_path, "toy", {})
     with pytest.raises(ValueError, match="JSON compliant"):
         write_record(folder, 0, _record(0, loss=float("nan")), GRADIENTS)
-    assert finished_seeds(folder) == set()
+    assert _seeds(folder) == []
     assert read_all(tmp_path) == []
     write_record(folder, 0, _record(0), GRADIENTS)
     assert [path.name for path in folder.iterdir()] == ["seed-000"]
@@ -101,23 +107,57 @@ def test_two_configs_of_one_file_name_are_both_reported(tmp_path):
     assert sorted(found.records[0].data["config"]["steps"] for found in read_all(tmp_path)) == [3, 4]
 
 
-@pytest.mark.parametrize("damage", ["without gradients", "under another name"])
-def test_a_folder_that_is_no_whole_record_does_not_count(tmp_path, damage):
+def test_a_folder_under_another_name_is_no_record(tmp_path):
     folder = results_folder(tmp_path, "toy", {})
-    path = write_record(folder, 0, _record(0), GRADIENTS)
-    if damage == "without gradients":
-        (path / "gradients.safetensors").unlink()
-    else:
-        path.rename(folder / "seed-old")
-    assert finished_seeds(folder) == set()
+    write_record(folder, 0, _record(0), GRADIENTS).rename(folder / "seed-old")
     assert read_all(tmp_path) == []
+    assert damaged_records(tmp_path) == []
 
 
-def test_damaged_gradients_are_named(tmp_path):
-    path = write_record(results_folder(tmp_path, "toy", {}), 0, _record(0), GRADIENTS)
-    (path / "gradients.safetensors").write_bytes(b"junk")
-    with pytest.raises(ValueError, match=r"seed-000: the record is damaged \(.*\): run its config again with --force"):
-        read_all(tmp_path)
+def _without_gradients(seed):
+    (seed / "gradients.safetensors").unlink()
+
+
+def _with_junk_for_gradients(seed):
+    (seed / "gradients.safetensors").write_bytes(b"junk")
+
+
+def _without_a_record(seed):
+    (seed / "record.json").unlink()
+
+
+def _with_half_a_record(seed):
+    path = seed / "record.json"
+    path.write_text(path.read_text()[:20])
+
+
+def _of_another_schema(seed):
+    path = seed / "record.json"
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (_without_gradients, "gradients.safetensors is missing: run its config again"),
+        (_with_junk_for_gradients, "the record is damaged ("),
+        (_without_a_record, "record.json is missing: run its config again"),
+        (_with_half_a_record, "the record is damaged ("),
+        (_of_another_schema, "`schema` should be 1. Found 99: run its config again"),
+    ],
+)
+def test_a_damaged_record_is_left_out_and_named_and_is_made_again(tmp_path, damage, says):
+    folder = results_folder(tmp_path, "toy", {})
+    for seed in (0, 1):
+        path = write_record(folder, seed, _record(seed), GRADIENTS)
+    damage(path)
+    assert _seeds(folder) == [0]
+    (found,) = read_all(tmp_path)
+    (sentence,) = found.damaged
+    assert damaged_records(tmp_path) == [sentence]
+    assert sentence.startswith(f"{path}: {says}")
+    assert sentence.endswith("run its config again")
+    assert [is_finished(folder, seed) for seed in (0, 1, 2)] == [True, False, False]
 
 
 def test_a_seed_is_claimed_once_and_a_claim_leaves_nothing(tmp_path):
@@ -126,22 +166,6 @@ def test_a_seed_is_claimed_once_and_a_claim_leaves_nothing(tmp_path):
     with claimed(tmp_path, 0) as mine:
         assert mine
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_record_of_another_schema_is_refused(tmp_path):
-    path = write_record(results_folder(tmp_path, "toy", {}), 0, _record(0), GRADIENTS) / "record.json"
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 99'))
-    with pytest.raises(ValueError, match=r"`schema` should be 1. Found 99"):
-        read_all(tmp_path)
-
-
-def test_a_damaged_record_is_named(tmp_path):
-    path = write_record(results_folder(tmp_path, "toy", {}), 0, _record(0), GRADIENTS) / "record.json"
-    path.write_text("junk")
-    with pytest.raises(
-        ValueError, match=r"toy/.*/seed-000: the record is damaged \(.*\): run its config again with --force"
-    ):
-        read_all(tmp_path)
 
 
 def test_the_environment_says_commit_versions_and_machine():
@@ -176,14 +200,14 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path, jobs
     run.communicate()
     assert run.returncode == -signal.SIGKILL
     (folder,) = (results / "toy_killed").iterdir()
-    assert finished_seeds(folder) == {0}
+    assert _seeds(folder) == [0]
     first = json.loads((folder / "seed-000" / "record.json").read_text())
 
     again = start()
     output, _ = again.communicate()
     assert again.returncode == 0, output
     assert "seed 1 of 2 has a record already" in output
-    assert finished_seeds(folder) == {0, 1}
+    assert _seeds(folder) == [0, 1]
     now = json.loads((folder / "seed-000" / "record.json").read_text())
     for data in (first, now):  # which the second run may have measured
         for variant in data["variants"].values():
@@ -199,7 +223,8 @@ def test_a_file_of_another_shape_is_a_damaged_record(tmp_path, text):
     (seed / "gradients.safetensors").write_bytes(b"")
     (seed / "record.json").write_text(text)
     (tmp_path / "zoo.json").write_text(text)
-    with pytest.raises(ValueError, match=r"zoo.json: the record is damaged.*run `stopgrad zoo` again"):
-        read_zoo(tmp_path)
-    with pytest.raises(ValueError, match=r"seed-000: (the record is damaged|`schema` should be)"):
-        read_records(seed.parent)
+    assert read_zoo(tmp_path) == []
+    assert read_records(seed.parent) == []
+    one, other = damaged_records(tmp_path)
+    assert re.match(rf"{seed}: (the record is damaged \(|`schema` should be 1)", one)
+    assert re.match(rf"{tmp_path}/zoo.json: the record is damaged .*: run `stopgrad zoo` again$", other)

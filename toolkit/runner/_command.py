@@ -94,11 +94,8 @@ def _run(configs: Sequence[LoadedConfig], results: Path, jobs: int, force: bool)
         errors = run_units(units, results, jobs=jobs, force=force, on_record=pages.on_record)
     except KeyboardInterrupt:
         _stop(f"stopped; finished seeds are kept in {results}/, and the same command runs the others", 130)
-    try:
-        for line in _verdicts(configs, results):
-            click.echo(line)
-    except ValueError as error:  # a damaged record of an earlier run
-        errors.append(str(error))
+    for line in _verdicts(configs, results):
+        click.echo(line)
     kept = _with_records(units, results)
     passed = time.perf_counter() - begin
     click.echo(
@@ -137,7 +134,7 @@ class _Pages:
 
         try:
             write_site(self._results, names)
-        except (OSError, ValueError) as error:
+        except OSError as error:
             click.echo(f"the page is not drawn: {error}", err=True)
             return False
         return True
@@ -145,9 +142,9 @@ class _Pages:
 
 def _with_records(units: Sequence[Unit], results: Path) -> int:
     """Return the number of units that have records."""
-    from toolkit.runner._records import finished_seeds
+    from toolkit.runner._records import is_finished
 
-    return sum(unit.seed in finished_seeds(unit.folder(results)) for unit in units)
+    return sum(is_finished(unit.folder(results), unit.seed) for unit in units)
 
 
 def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
@@ -197,18 +194,23 @@ def zoo(folder: Path, results: Path) -> None:
 @RESULTS
 @click.option("--single", type=click.Path(path_type=Path, dir_okay=False), help="Write all of it into this one file.")
 def report(results: Path, single: Path | None) -> None:
-    """Draw the pages from the records: RESULTS/index.html, and a page for each experiment. Needs no torch."""
-    from toolkit.runner._records import read_all, read_zoo
+    """Draw the pages from the records: RESULTS/index.html, and a page for each experiment. Needs no torch.
+
+    Damaged records are left out, and named at the end and on the page of their experiment; the exit code is then 1.
+    """
+    from toolkit.runner._records import damaged_records, read_all, read_zoo
     from toolkit.runner._site import write_single, write_site
 
+    records, programs, damaged = read_all(results), read_zoo(results), damaged_records(results)
+    if not records and not programs:
+        _stop("\n".join(damaged) or f"{results}: no records there; run a config first", 2)
     try:
-        records, programs = read_all(results), read_zoo(results)
-        if not records and not programs:
-            _stop(f"{results}: no records there; run a config first", 2)
         page = write_single(records, single, programs) if single else write_site(results)
-    except (OSError, ValueError) as error:
+    except OSError as error:
         _stop(str(error), 1)
     click.echo(f"report of {_count(records, 'config')}: {page.resolve()}")
+    if damaged:
+        _stop("\n".join(damaged), 1)
 
 
 @main.command("list")

@@ -22,9 +22,9 @@ from toolkit.runner._config import LoadedConfig
 from toolkit.runner._experiment import Run
 from toolkit.runner._records import (
     environment,
-    finished_seeds,
+    is_finished,
+    lacks_seconds,
     results_folder,
-    unmeasured_seeds,
     variant_name,
     write_record,
     write_seconds,
@@ -66,10 +66,10 @@ def run_config(
         RunError: As `record_of`.
     """
     folder = folder_of(loaded, root)
-    done = set() if force else finished_seeds(folder)
-    for seed in sorted(set(range(loaded.config.seeds)) - done):
-        write_record(folder, seed, *record_of(loaded, seed, on_step=on_step, on_method=on_method))
-        if seed in unmeasured_seeds(folder):
+    for seed in range(loaded.config.seeds):
+        if force or not is_finished(folder, seed):
+            write_record(folder, seed, *record_of(loaded, seed, on_step=on_step, on_method=on_method))
+        if lacks_seconds(folder, seed):
             write_seconds(folder, seed, seconds_of(loaded, seed))
     return folder
 

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.runner._progress import Progress
-from toolkit.runner._records import claimed, finished_seeds, unmeasured_seeds, write_record, write_seconds
+from toolkit.runner._records import claimed, is_finished, lacks_seconds, write_record, write_seconds
 from toolkit.runner._units import Answer, Message, Unit, measured, trained
 from toolkit.runner._workers import Workers, in_processes, in_this_process
 
@@ -122,7 +122,7 @@ class _Run:
         """Measure the times of a step while nothing else runs."""
         while self._unmeasured:
             unit = self._unmeasured[0]
-            if unit.seed in unmeasured_seeds(unit.folder(self._root)):
+            if lacks_seconds(unit.folder(self._root), unit.seed):
                 self._keep(unit, crew.submit(measured, unit).result(), write_seconds)
             del self._unmeasured[0]
 
@@ -164,7 +164,7 @@ class _Run:
         return not error
 
     def _is_finished(self, unit: Unit) -> bool:
-        return unit.seed in finished_seeds(unit.folder(self._root))
+        return is_finished(unit.folder(self._root), unit.seed)
 
 
 def _expected_seconds(root: Path, unit: Unit) -> float:

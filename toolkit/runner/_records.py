@@ -38,14 +38,15 @@ __all__ = [
     "ExperimentRecords",
     "Record",
     "claimed",
+    "damaged_records",
     "environment",
-    "finished_seeds",
+    "is_finished",
+    "lacks_seconds",
     "overrides_of",
     "read_all",
     "read_records",
     "read_zoo",
     "results_folder",
-    "unmeasured_seeds",
     "variant_name",
     "write_record",
     "write_seconds",
@@ -59,7 +60,7 @@ WITHOUT_EFFECT = ("seeds", "title", "finding", "references", "expect", "seconds"
 MEASURED_SEEDS = 1
 """The time of a step is measured for the first seeds of a config alone: it does not depend on the seed."""
 
-_FILES = ("record.json", "gradients.safetensors")
+_AGAIN = "run its config again"
 
 BLOCKED = "blocked"
 """The variant with every block in place."""
@@ -83,6 +84,13 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Damage:
+    """A record that cannot be read, or that is of another version of this project; the sentence says where and why."""
+
+    sentence: str
+
+
+@dataclass(frozen=True)
 class ExperimentRecords:
     """All finished seeds of one config, in the order of the seeds; at least one.
 
@@ -90,11 +98,13 @@ class ExperimentRecords:
         name: The config's file name without its ending.
         records: The seeds.
         overridden: The seeds for each set of overridden values.
+        damaged: The damaged records of configs with this file name, in a sentence each.
     """
 
     name: str
     records: list[Record]
     overridden: list[list[Record]] = field(default_factory=list)
+    damaged: list[str] = field(default_factory=list)
 
 
 def variant_name(opened: frozenset[str]) -> str:
@@ -112,24 +122,22 @@ def results_folder(root: Path, name: str, resolved: Mapping[str, Any]) -> Path:
     return root / name / digest
 
 
-def finished_seeds(folder: Path) -> set[int]:
-    """Return the seeds whose records are complete."""
-    return {int(path.name.removeprefix("seed-")) for path in _finished(folder)}
+def is_finished(folder: Path, seed: int) -> bool:
+    """Return whether the record of a seed is there, and whole."""
+    return not isinstance(_read(_seed(folder, seed)), Damage)
 
 
-def unmeasured_seeds(folder: Path) -> set[int]:
-    """Return the seeds whose records have to be completed by the times of a step."""
-    return {seed for seed in finished_seeds(folder) if seed < MEASURED_SEEDS and _lacks_seconds(_seed(folder, seed))}
+def lacks_seconds(folder: Path, seed: int) -> bool:
+    """Return whether the record of a seed has to be completed by the times of a step."""
+    found = _read(_seed(folder, seed))
+    if seed >= MEASURED_SEEDS or isinstance(found, Damage):
+        return False
+    return any(variant["seconds_per_step"] is None for variant in found.data["variants"].values())
 
 
-def _finished(folder: Path) -> list[Path]:
-    """Return the folders of complete records, in the order of their seeds."""
-    found = [path for path in folder.glob("seed-*") if re.fullmatch(r"seed-\d{3,}", path.name)]
-    return sorted(path for path in found if all((path / file).is_file() for file in _FILES))
-
-
-def _lacks_seconds(seed: Path) -> bool:
-    return any(variant["seconds_per_step"] is None for variant in _read_data(seed)["variants"].values())
+def _seeds(folder: Path) -> list[Path]:
+    """Return the folders of records below a folder, in the order of their seeds."""
+    return sorted(path for path in folder.rglob("seed-*") if re.fullmatch(r"seed-\d{3,}", path.name))
 
 
 def _seed(folder: Path, seed: int) -> Path:
@@ -201,22 +209,23 @@ def read_all(root: Path) -> list[ExperimentRecords]:
     """Return the records of every config with records, sorted by name.
 
     A config whose file was edited has records of older values: those count that agree with the file, or the newest if
-    none does. Records of overridden values stand beside them; they come first only where there are no others.
-
-    Raises:
-        ValueError: If a record is damaged, or of another version of this project.
+    none does. Records of overridden values stand beside them; they come first only where there are no others. Damaged
+    records are left out, and named.
     """
     names = sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
     return [found for name in names for found in _of_name(name, root / name)]
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Return the records of one folder, in the order of the seeds.
+    """Return the whole records of one folder, in the order of the seeds."""
+    return [record for record in map(_read, _seeds(folder)) if isinstance(record, Record)]
 
-    Raises:
-        ValueError: As `read_all`.
-    """
-    return [_read(path) for path in _finished(folder)]
+
+def damaged_records(root: Path) -> list[str]:
+    """Return a sentence about each damaged record in a results folder, or in a part of it."""
+    found = map(_read, _seeds(root))
+    zoo = [_read_zoo(root / "zoo.json")] if (root / "zoo.json").is_file() else []
+    return [one.sentence for one in (*found, *zoo) if isinstance(one, Damage)]
 
 
 def _of_name(name: str, folder: Path) -> list[ExperimentRecords]:
@@ -226,15 +235,16 @@ def _of_name(name: str, folder: Path) -> list[ExperimentRecords]:
         records = read_records(values)
         if records:
             groups.setdefault(records[-1].data.get("config", {}).get("title", ""), []).append(records)
-    return [_chosen(name, found) for _, found in sorted(groups.items())]
+    return [_chosen(name, found, damaged_records(folder)) for _, found in sorted(groups.items())]
 
 
-def _chosen(name: str, groups: list[list[Record]]) -> ExperimentRecords:
+def _chosen(name: str, groups: list[list[Record]], damaged: list[str]) -> ExperimentRecords:
     plain = [records for records in groups if not overrides_of(records)]
     overridden = sorted((records for records in groups if overrides_of(records)), key=_time)
     if not plain:
-        return ExperimentRecords(name, overridden[-1], overridden[:-1])
-    return ExperimentRecords(name, max(plain, key=lambda records: (_agrees(records), _time(records))), overridden)
+        return ExperimentRecords(name, overridden[-1], overridden[:-1], damaged)
+    newest = max(plain, key=lambda records: (_agrees(records), _time(records)))
+    return ExperimentRecords(name, newest, overridden, damaged)
 
 
 def overrides_of(records: Sequence[Record]) -> list[str]:
@@ -268,20 +278,19 @@ def write_zoo(root: Path, programs: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def read_zoo(root: Path) -> list[dict[str, Any]]:
-    """Return the record of the bug zoo; empty if no such record exists.
-
-    Raises:
-        ValueError: If the record is of another version of this project.
-    """
+    """Return the record of the bug zoo; empty if there is none, or if it is damaged."""
     path = root / "zoo.json"
-    if not path.is_file():
-        return []
+    found = _read_zoo(path) if path.is_file() else []
+    return [] if isinstance(found, Damage) else found
+
+
+def _read_zoo(path: Path) -> list[dict[str, Any]] | Damage:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: the record is damaged ({error}): run `stopgrad zoo` again") from None
+        return Damage(f"{path}: the record is damaged ({error}): run `stopgrad zoo` again")
     if not isinstance(data, dict) or data.get("schema") != SCHEMA or not isinstance(data.get("programs"), list):
-        raise ValueError(f"{path}: the record is damaged or of another version: run `stopgrad zoo` again")
+        return Damage(f"{path}: the record is damaged or of another version: run `stopgrad zoo` again")
     programs: list[dict[str, Any]] = data["programs"]
     return programs
 
@@ -300,29 +309,20 @@ def environment(threads: int) -> dict[str, Any]:
     }
 
 
-def _read(folder: Path) -> Record:
-    data = _read_data(folder)
+def _read(folder: Path) -> Record | Damage:
+    """Return the record of a seed, or its damage."""
     try:
+        data = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         gradients = safetensors.numpy.load_file(folder / "gradients.safetensors")
-    except (OSError, safetensors.SafetensorError) as error:
-        raise _damaged(folder, error) from None
-    return Record(data["seed"], data, gradients)
-
-
-def _read_data(folder: Path) -> dict[str, Any]:
-    try:
-        data: dict[str, Any] = json.loads((folder / "record.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(folder, error) from None
+    except FileNotFoundError as error:
+        return Damage(f"{folder}: {Path(error.filename or 'gradients.safetensors').name} is missing: {_AGAIN}")
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        return Damage(f"{folder}: the record is damaged ({error}): {_AGAIN}")
     if not isinstance(data, dict) or ("schema" in data and "seed" not in data):
-        raise _damaged(folder, ValueError("it is no record"))
+        return Damage(f"{folder}: the record is damaged (it is no record): {_AGAIN}")
     if data.get("schema") != SCHEMA:
-        raise ValueError(f"{folder}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: run its config again.")
-    return data
-
-
-def _damaged(folder: Path, error: Exception) -> ValueError:
-    return ValueError(f"{folder}: the record is damaged ({error}): run its config again with --force")
+        return Damage(f"{folder}: `schema` should be {SCHEMA}. Found {data.get('schema')!r}: {_AGAIN}")
+    return Record(data["seed"], data, gradients)
 
 
 def _versions() -> Iterator[tuple[str, str]]:

@@ -126,6 +126,7 @@ class ExperimentView:
     finding: str
     with_values: str
     broken_claims: list[str]
+    damaged: list[str]
     about: str
     objective: str
     better: str
@@ -160,6 +161,7 @@ def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
         finding="" if overrides_of(records) else newest["config"]["finding"],
         with_values=" ".join(overrides_of(records)),
         broken_claims=[] if overrides_of(records) else broken_claims(records),
+        damaged=experiment.damaged,
         about=newest["about"],
         objective=newest["objective"]["label"],
         better=better,

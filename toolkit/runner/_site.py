@@ -44,9 +44,6 @@ def write_site(root: Path, names: Collection[str] | None = None) -> Path:
     Args:
         root: The results folder.
         names: The configs whose pages are drawn again. None: all.
-
-    Raises:
-        ValueError: If a record is damaged, or of another version of this project.
     """
     experiments, zoo = read_all(root), read_zoo(root)
     pages = root / "pages"
