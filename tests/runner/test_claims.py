@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.runner._comparison import _Gradients, run_config
 from toolkit.runner._config import ConfigError, load_config
-from toolkit.runner._findings import broken_claims
+from toolkit.runner._findings import broken_claims, verdicts
 from toolkit.runner._records import BLOCKED, Record, read_all
 
 CONFIGS = sorted(folders.CONFIGS.glob("*.toml"))
@@ -52,6 +52,24 @@ def test_a_claim_that_the_records_contradict_is_named(claim, broken):
     records = [_record(seed, claim, ends=(1.0, 0.5 + 0.001 * seed)) for seed in range(1)]
     records += [_record(seed, claim, ends=(1.0, 0.5)) for seed in range(1, 6)]
     assert broken_claims(records) == ([] if broken is None else [broken])
+
+
+@pytest.mark.parametrize(
+    ("ends", "says"),
+    [
+        ((1.0, 0.5), "with it, training ends better by 0.5 (6 of 6 seeds)"),
+        ((0.5, 1.0), "with it, training ends worse by 0.5 (6 of 6 seeds)"),
+        ((1.0, 1.0), "with it, training ends at the same value"),
+        ((1.0, math.nan), "with it, training ends well; without it, every run broke off"),
+        ((math.nan, 1.0), "with it, every run broke off"),
+        ((math.nan, math.nan), "with it, every run broke off"),
+    ],
+)
+def test_a_verdict_is_a_sentence(ends, says):
+    records = [_record(seed, {}, ends=ends) for seed in range(6)]
+    for record in records:
+        record.data["comparison"]["first"]["effects"]["open"]["verdict"]["label"] = "partial"
+    assert verdicts(records) == [f"open is partial; {says}"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

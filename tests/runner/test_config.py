@@ -69,7 +69,11 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_one(config):
         ("learning_rate = 0.1", "learning_rate = -1", ":8: learning_rate: input should be greater than 0, found -1"),
         ("learning_rate = 0.1", "learning_rate = nan", ":8: learning_rate: input should be"),
         ("steps = 6", 'steps = 6\ndtype = "float46"', "found 'float46'; did you mean 'float64'?"),
-        ("steps = 6", 'steps = 6\ndevice = "gpu"', ":7: device: string should match pattern"),
+        (
+            "steps = 6",
+            'steps = 6\ndevice = "gpu"',
+            ":7: device: should be cpu, cuda, or cuda:N with a number N, f",
+        ),
         ("steps = 6\n", "", ": steps: missing"),
         (".target", ".targte", ":4: open: unknown block"),
         ("steps = 6", "steps = = 6", "not valid TOML"),
@@ -106,6 +110,44 @@ def test_a_bad_value_in_a_table_is_one_line_too(config, tables, says):
 def test_a_bad_value_in_a_table_of_an_override(config):
     message = _message(config, "parts=[{size=1}, {}]")
     assert message == "--set parts=[{size=1}, {}]: parts.size: missing"
+
+
+@pytest.mark.parametrize(
+    ("count", "device", "says"),
+    [
+        (0, "cuda", "`device` should be cpu, as torch finds no CUDA device here. Found 'cuda'."),
+        (0, "cuda:0", "`device` should be cpu, as torch finds no CUDA device here. Found 'cuda:0'."),
+        (2, "cuda:2", "`device` should be one of cpu, cuda:0, cuda:1. Found 'cuda:2'."),
+    ],
+)
+def test_a_device_that_is_not_here_is_one_line(config, monkeypatch, count, device, says):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert _message(config, f"device={device}") == f"--set device={device}: {says}"
+    done = CliRunner().invoke(main, ["run", str(config), "--set", f"device={device}"])
+    assert (done.exit_code, done.stderr) == (2, f"error: --set device={device}: {says}\n")
+
+
+@pytest.mark.parametrize(("count", "device"), [(0, "cpu"), (1, "cuda"), (2, "cuda:1")])
+def test_a_device_that_is_here_is_accepted(config, monkeypatch, count, device):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: count)
+    assert load_config(config, [f"device={device}"]).config.device == device
+
+
+def test_a_byte_order_mark_is_no_part_of_a_config(config):
+    text = config.read_text()
+    config.write_text(text, encoding="utf-8-sig")
+    assert config.read_bytes().startswith(b"\xef\xbb\xbf")
+    assert load_config(config).source == text
+    _edited(config, "steps = 6", "steps = 0")
+    assert ":6: steps: input should be greater than" in _message(config)
+
+
+def test_keys_are_listed_of_experiments_and_a_config_is_told_from_one():
+    done = CliRunner().invoke(main, ["list", "em_iris"])
+    assert done.exit_code == 2
+    assert done.stderr.endswith("Found 'em_iris', a config of the experiment em: `stopgrad list em`.\n")
+    assert CliRunner().invoke(main, ["list", "nothing"]).stderr.endswith("Found 'nothing'.\n")
+    assert CliRunner().invoke(main, ["list", "em"]).stdout.startswith("Keys of a config with experiment = 'em'\n")
 
 
 def test_an_unknown_block_is_named_with_the_nearest_one(config):

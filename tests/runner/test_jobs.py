@@ -121,8 +121,11 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_written_is_found_before_the_training(tmp_path):
     (tmp_path / "file").touch()
-    done = _run(toy.install("toy_unwritable", tmp_path), tmp_path / "file" / "results", code=2)
-    assert done.stderr == f"error: {tmp_path}/file/results: no records can be written there: Not a directory\n"
+    results = tmp_path / "file" / "results"
+    done = _run(toy.install("toy_unwritable", tmp_path), results, code=2)
+    assert done.stderr == (
+        f"error: `--results` should be a folder that can be written to. Found {results}: Not a directory.\n"
+    )
 
 
 def test_a_unit_whose_process_is_killed_runs_again(tmp_path):

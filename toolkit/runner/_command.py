@@ -271,7 +271,7 @@ def _check_writable(results: Path) -> None:
         with tempfile.TemporaryFile(dir=results):
             pass
     except OSError as error:
-        _stop(f"{results}: no records can be written there: {error.strerror}", 2)
+        _stop(f"`--results` should be a folder that can be written to. Found {results}: {error.strerror}.", 2)
 
 
 def _cores() -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from toolkit.runner._discovery import experiment_folders, import_experiment
@@ -46,6 +46,12 @@ class Claim(BaseModel):
     gain: Interval | None = None
     angle: Interval | None = None
     ratio: Interval | None = None
+
+
+def _device_name(name: str) -> str:
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
+        raise ValueError("should be cpu, cuda, or cuda:N with a number N")
+    return name
 
 
 class ExperimentConfig(BaseModel):
@@ -84,7 +90,7 @@ class ExperimentConfig(BaseModel):
     seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     learning_rate: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     dtype: Literal["float32", "float64"] = "float64"
-    device: Annotated[str, Field(pattern=r"^(cpu|cuda(:\d+)?)$")] = "cpu"
+    device: Annotated[str, AfterValidator(_device_name)] = "cpu"
     threads: Annotated[int, Field(ge=1, le=256)] = 1
 
     @property
@@ -278,12 +284,10 @@ def _location(model: Any, parts: Iterable[str | int]) -> tuple[list[str | int], 
 def _check_device(config: ExperimentConfig, where: _Places) -> None:
     import torch
 
-    kind, _, number = config.device.partition(":")
-    if kind == "cuda" and int(number or 0) >= torch.cuda.device_count():
-        found = f"torch finds {torch.cuda.device_count()} CUDA devices here"
-        raise ConfigError(
-            f"{where('device')}: `device` should be one of this machine, {found}, found {config.device!r}"
-        )
+    devices = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
+    if config.device not in ("cpu", *devices, *["cuda"][: len(devices)]):
+        found = f"one of cpu, {', '.join(devices)}" if devices else "cpu, as torch finds no CUDA device here"
+        raise ConfigError(f"{where('device')}: `device` should be {found}. Found {config.device!r}.")
 
 
 def _check_blocks(config: ExperimentConfig, where: _Places) -> None:

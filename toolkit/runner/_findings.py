@@ -147,24 +147,25 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     for name in records[-1].data["variants"]:
         if name != BLOCKED:
             kinds = dict.fromkeys(verdict_of(r.data["comparison"]["first"]["effects"][name])["label"] for r in records)
-            lines.append(f"{name} is {' or '.join(kinds)}; with it, training ends {_ending(compared(records, name))}")
+            lines.append(f"{name} is {' or '.join(kinds)}; {_training(compared(records, name))}")
     return lines
 
 
-def _ending(found: Difference) -> str:
+def _training(found: Difference) -> str:
     seeds = len(found.gains)
     match found.kind:
         case "better" | "worse":
             count = found.better if found.kind == "better" else found.worse
-            return f"{found.kind} by {abs(found.size):.3g} ({count} of {seeds} seeds)"
+            return f"with it, training ends {found.kind} by {abs(found.size):.3g} ({count} of {seeds} seeds)"
         case "same":
-            return "at the same value"
+            return "with it, training ends at the same value"
         case "undecided":
-            return f"neither better nor worse for sure ({seeds} seed{'s' if seeds != 1 else ''})"
+            plural = "" if seeds == 1 else "s"
+            return f"with it, training ends neither better nor worse for sure ({seeds} seed{plural})"
         case "broke off":
-            return "well; without it, every run broke off"
+            return "with it, training ends well; without it, every run broke off"
         case "none":
-            return "nowhere: its runs broke off"
+            return "with it, every run broke off"
 
 
 def broken_claims(records: Sequence[Record]) -> list[str]:

@@ -42,7 +42,7 @@ def listing(configs: Path) -> str:
     # Configs that need the user's own data are in subfolders, which `run` skips.
     for path in sorted(configs.rglob("*.toml"), key=lambda path: (len(path.parts), path)):
         try:
-            title = str(tomllib.loads(path.read_text(encoding="utf-8")).get("title", ""))
+            title = str(tomllib.loads(path.read_text(encoding="utf-8-sig")).get("title", ""))
         except (OSError, ValueError):
             title = "cannot be read"
         lines += _entry(str(path.relative_to(configs)), title)
@@ -57,13 +57,23 @@ def keys_of(experiment: str, configs: Path) -> str:
     """
     known = experiment_folders(configs / "any.toml")
     if experiment not in known:
-        raise ValueError(f"`experiment` should be one of {', '.join(known)}. Found {experiment!r}.")
+        found = _experiment_of(configs / f"{experiment}.toml")
+        hint = f", a config of the experiment {found}: `stopgrad list {found}`" if found in known else ""
+        raise ValueError(f"`experiment` should be one of {', '.join(known)}. Found {experiment!r}{hint}.")
     config: type[BaseModel] = import_experiment(experiment, known[experiment]).Config
     lines = [f"Keys of a config with experiment = {experiment!r}"]
     for name, key in config.model_fields.items():
         default = "required" if key.is_required() else f"default {key.get_default(call_default_factory=True)!r}"
         lines += _entry(f"{name}: {_type(key.annotation)}, {default}", _meaning(config, name))
     return "\n".join(lines)
+
+
+def _experiment_of(config: Path) -> str:
+    """Return the experiment that a config names; empty if there is no such config."""
+    try:
+        return str(tomllib.loads(config.read_text(encoding="utf-8-sig")).get("experiment", ""))
+    except (OSError, ValueError):
+        return ""
 
 
 def _type(annotation: Any) -> str:
