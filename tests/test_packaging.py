@@ -20,10 +20,14 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
 PINS = dict(
     line.split("==") for line in (ROOT / "constraints.txt").read_text("utf-8").splitlines() if not line.startswith("#")
 )
-REQUIREMENTS = [
+IMPORTED = [
     Requirement(text)
-    for texts in (PROJECT["project"]["dependencies"], *PROJECT["dependency-groups"].values())
+    for texts in (PROJECT["project"]["dependencies"], *PROJECT["project"]["optional-dependencies"].values())
     for text in texts
+]
+REQUIREMENTS = [
+    *IMPORTED,
+    *(Requirement(text) for texts in PROJECT["dependency-groups"].values() for text in texts),
 ]
 
 
@@ -63,7 +67,7 @@ def test_what_is_needed_at_run_time_is_pinned_to_the_last_package():
 
 
 def test_every_import_is_a_declared_dependency():
-    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
+    declared = {canonicalize_name(requirement.name) for requirement in IMPORTED}
     distributions = importlib.metadata.packages_distributions()
     found = set()
     for path in [*(ROOT / "toolkit").rglob("*.py"), *(ROOT / "experiments").rglob("*.py")]:

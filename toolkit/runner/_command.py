@@ -57,6 +57,8 @@ main.add_command(click.Command("audit", params=audit.params, help=audit.help, ca
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,...",
               help="Run with each of these values; repeated, with all combinations.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), help="Seeds that run side by side.  [the number of cores]")
+@click.option("--ray", "cluster", metavar="ADDRESS",
+              help="Run on a Ray cluster; `auto` is that of this machine. Needs stopgrad[ray].")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run finished seeds again.")
 @RESULTS
 def run(
@@ -64,6 +66,7 @@ def run(
     overrides: tuple[str, ...],
     sweeps: tuple[str, ...],
     jobs: int | None,
+    cluster: str | None,
     force: bool,
     results: Path,
 ) -> None:
@@ -80,10 +83,12 @@ def run(
     except ConfigError as error:
         _stop(str(error), 2)
     _check_writable(results)
-    _run(chosen, results, jobs or _cores(), force)
+    if cluster is not None:
+        _check_ray()
+    _run(chosen, results, jobs=jobs or _cores(), cluster=cluster, force=force)
 
 
-def _run(configs: Sequence[LoadedConfig], results: Path, jobs: int, force: bool) -> None:
+def _run(configs: Sequence[LoadedConfig], results: Path, **options: Any) -> None:
     from toolkit.runner._jobs import run_units
     from toolkit.runner._units import units_of
 
@@ -91,7 +96,9 @@ def _run(configs: Sequence[LoadedConfig], results: Path, jobs: int, force: bool)
     units = [unit for config in configs for unit in units_of(config)]
     pages = _Pages(units, results)
     try:
-        errors = run_units(units, results, jobs=jobs, force=force, on_record=pages.on_record)
+        errors = run_units(units, results, on_record=pages.on_record, **options)
+    except ConnectionError as error:
+        _stop(f"`--ray` should be the address of a running cluster. Found {options['cluster']!r}: {error}", 2)
     except KeyboardInterrupt:
         _stop(f"stopped; finished seeds are kept in {results}/, and the same command runs the others", 130)
     for line in _verdicts(configs, results):
@@ -272,6 +279,13 @@ def _check_writable(results: Path) -> None:
             pass
     except OSError as error:
         _stop(f"`--results` should be a folder that can be written to. Found {results}: {error.strerror}.", 2)
+
+
+def _check_ray() -> None:
+    try:
+        import ray  # noqa: F401
+    except ImportError:
+        _stop("`--ray` needs the package ray: pip install 'stopgrad[ray]'", 2)
 
 
 def _cores() -> int:

@@ -1,4 +1,4 @@
-"""Runs units in this process or side by side in others, and keeps their records.
+"""Runs units in this process, side by side in others, or on a cluster, and keeps their records.
 
 Each unit leaves its record, so units need no order, and those that finished are kept however a run ends.
 """
@@ -31,6 +31,7 @@ def run_units(
     root: Path,
     *,
     jobs: int,
+    cluster: str | None = None,
     force: bool = False,
     on_record: Callable[[Unit], None] = lambda unit: None,
 ) -> list[str]:
@@ -42,18 +43,28 @@ def run_units(
         units: The units; several jobs run the longest first.
         root: The results folder.
         jobs: Processes. 1: this process runs the units in their order.
+        cluster: The address of a Ray cluster that runs the units in place of processes. None: no cluster.
         force: Whether to run finished units again.
         on_record: Called in this process with each unit that has left a record.
+
+    Raises:
+        ConnectionError: If there is no cluster at the address.
     """
     with Progress() as progress:
         run = _Run(root, force, progress, on_record)
         left = run.without_records(units)
-        if jobs == 1 or len(left) <= 1:
+        if cluster is None and (jobs == 1 or len(left) <= 1):
             run.all_of(left, lambda count: in_this_process(run.show))
         else:
             longest_first = sorted(left, key=partial(_expected_seconds, root), reverse=True)
-            run.all_of(longest_first, lambda count: in_processes(min(jobs, count)))
+            run.all_of(longest_first, lambda count: _on_cluster(cluster) if cluster else in_processes(min(jobs, count)))
         return run.errors
+
+
+def _on_cluster(address: str) -> contextlib.AbstractContextManager[Workers]:
+    from toolkit.runner._ray import on_ray
+
+    return on_ray(address, _TRIES)
 
 
 class _Run:

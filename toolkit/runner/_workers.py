@@ -15,19 +15,18 @@ from typing import Any, Protocol
 
 from toolkit.runner._units import Answer, Message, Tell, Unit
 
-__all__ = ["Workers", "in_processes", "in_this_process"]
+__all__ = ["Task", "Workers", "in_processes", "in_this_process"]
 
 Task = Callable[[Unit, Tell], Answer]
 
 
 class Workers(Protocol):
-    """A number of processes that run units.
+    """Processes that run units."""
 
-    Attributes:
-        count: The number of units that can run side by side.
-    """
-
-    count: int
+    @property
+    def count(self) -> int:
+        """The number of units that can run side by side."""
+        ...
 
     def submit(self, task: Task, unit: Unit) -> Future[Answer]:
         """Start a unit; if its process is killed, the future raises BrokenExecutor."""
@@ -45,7 +44,7 @@ def in_this_process(tell: Tell) -> Iterator[Workers]:
 
 
 class _Here:
-    count = 1
+    count = 1  # the unit that is submitted
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
