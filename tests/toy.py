@@ -94,7 +94,9 @@ def run(config, seed):
                 "tail": [weight.abs().max().item() + cut for cut in (0.0, 1.0, 4.0)],
                 "gap": [float("nan"), weight[1].item(), 0.0],
             }},
-        ) if config.kind == "swept" else None,
+            times={{"lap (s)": lambda: [1.0, 2.0, loss().item() and 4.0 + is_blocked(TARGET)]}}
+            if config.kind == "timed" else {{}},
+        ) if config.kind in ("swept", "timed") else None,
         methods=Methods(
             label="lap",
             steps=(0, 5, 10),
@@ -105,7 +107,7 @@ def run(config, seed):
                 "jump": lambda: {{"objective": [0.5], "first weight": [float("nan")]}},
                 **({{"stumble": lambda: {{"objective": [1.0, 2.0]}}}} if config.kind == "stumbles" else {{}}),
             }},
-        ) if config.kind in ("methods", "stumbles") else None,
+        ) if config.kind in ("methods", "stumbles", "timed") else None,
     )
 '''
 

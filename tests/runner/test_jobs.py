@@ -9,20 +9,22 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 
 import pytest
 import toy
 from click.testing import CliRunner
 from folders import ROOT
 
-from toolkit.runner import _units
+from toolkit.runner import _jobs, _units
 from toolkit.runner._choice import _products
 from toolkit.runner._command import main
 from toolkit.runner._comparison import folder_of
 from toolkit.runner._config import ConfigError, load_config
 from toolkit.runner._jobs import _expected_seconds
+from toolkit.runner._progress import Progress
 from toolkit.runner._records import MEASURED_SEEDS, claimed, overrides_of, read_all, read_records
-from toolkit.runner._units import units_of
+from toolkit.runner._units import Answer, units_of
 
 # A shell starts its background jobs with Ctrl-C ignored, and they hand that on.
 MAIN = (
@@ -68,6 +70,50 @@ def test_a_record_without_times_is_completed_by_the_next_run(tmp_path):
     file.write_text(json.dumps(data))
     assert "seed 1 of 2 has a record already" in _run(path, tmp_path).stderr
     assert json.loads(file.read_text())["variants"]["blocked"]["seconds_per_step"] > 0
+
+
+def test_times_of_a_sweep_and_of_methods_are_measured_for_the_first_seed_alone(tmp_path):
+    _run(toy.install("toy_timed", tmp_path), tmp_path, "--jobs", "2", "--set", "kind=timed")
+    first, second = _records(tmp_path)
+    for name, variant in first.data["variants"].items():
+        assert variant["sweep"]["lap (s)"] == [1.0, 2.0, 4.0 if "target" in name else 5.0]
+    assert all(method["seconds"] >= 0 for method in first.data["methods"]["trained"].values())
+    assert all(variant["sweep"]["lap (s)"] == [None] * 3 for variant in second.data["variants"].values())
+    assert all(method["seconds"] is None for method in second.data["methods"]["trained"].values())
+    assert "lap (s)" in (tmp_path / "pages" / "toy_timed.html").read_text()
+
+
+class _Slowly:
+    """Workers whose units end when they are asked for messages; they note how many units run beside each."""
+
+    count = 2
+
+    def __init__(self):
+        self.running, self.begun = [], []
+
+    def submit(self, task, unit):
+        self.begun.append((task.__name__, unit.seed, len(self.running)))
+        self.running.append(Future())
+        return self.running[-1]
+
+    def messages(self):
+        if self.running:
+            self.running.pop(0).set_result(Answer(error="no record"))
+        return iter(())
+
+
+def test_nothing_runs_beside_a_measurement(tmp_path, monkeypatch):
+    monkeypatch.setattr(_jobs, "lacks_seconds", lambda folder, seed: True)
+    units = units_of(load_config(toy.install("toy_alone", tmp_path), ["seeds=5"]))
+    crew = _Slowly()
+    with Progress() as progress:
+        run = _jobs._Run(tmp_path, False, progress, lambda unit: None)
+        run._unmeasured.append(units[4])
+        run._keep = lambda unit, answer, write: write is _jobs.write_record and unit.seed == 2
+        assert run._killed(units[:4], crew) == []
+    assert crew.begun[:3] == [("measured", 4, 0), ("trained", 0, 0), ("trained", 1, 1)]
+    assert max(beside for _, _, beside in crew.begun) == 1
+    assert {beside for task, _, beside in crew.begun if task == "measured"} == {0}
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

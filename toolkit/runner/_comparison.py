@@ -19,20 +19,21 @@ from torch import Tensor
 from toolkit.blocks import declared_blocks, unblock
 from toolkit.gradients import compare, measure_memory
 from toolkit.runner._config import LoadedConfig
-from toolkit.runner._experiment import Run
+from toolkit.runner._experiment import Methods, Run
 from toolkit.runner._records import (
+    MEASURED_SEEDS,
     environment,
     is_finished,
     lacks_seconds,
     results_folder,
     variant_name,
     write_record,
-    write_seconds,
+    write_times,
 )
 from toolkit.runner._rounding import OF_ONE_PASS
-from toolkit.runner._training import Training, train, train_methods
+from toolkit.runner._training import Training, measure_sweep, train, train_methods
 
-__all__ = ["RunError", "folder_of", "record_of", "run_config", "seconds_of"]
+__all__ = ["RunError", "folder_of", "record_of", "run_config", "times_of"]
 
 Variant = frozenset[str]
 
@@ -70,7 +71,7 @@ def run_config(
         if force or not is_finished(folder, seed):
             write_record(folder, seed, *record_of(loaded, seed, on_step=on_step, on_method=on_method))
         if lacks_seconds(folder, seed):
-            write_seconds(folder, seed, seconds_of(loaded, seed))
+            write_times(folder, seed, times_of(loaded, seed, on_method))
     return folder
 
 
@@ -86,7 +87,9 @@ def record_of(
     on_step: Callable[[], None] = lambda: None,
     on_method: Callable[[str], None] = lambda name: None,
 ) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
-    """Train every variant of one seed; return the record, with the times of a step still to measure, and the gradients.
+    """Train every variant of one seed; return its record and its gradients.
+
+    Times are left out, and of the seeds that are measured also other methods, which are trained when they are measured.
 
     Raises:
         RunError: If two variants differ before any gradient was used, or the program does not reach an opened block.
@@ -143,7 +146,7 @@ def record_of(
         "sweep": None if sweep is None else {"label": sweep.label, "values": list(sweep.values)},
         "methods": None
         if methods is None
-        else {"label": methods.label, "steps": list(methods.steps), "trained": train_methods(methods, on_method)},
+        else {"label": methods.label, "steps": list(methods.steps), "trained": _untimed(methods, seed, on_method)},
         "comparison": {"first": first.to_dict(), "last": last.to_dict()},
         "variants": variants,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -202,11 +205,27 @@ def _check_first_losses(loaded: LoadedConfig, seed: int, trained: Mapping[Varian
             )
 
 
-def seconds_of(loaded: LoadedConfig, seed: int) -> dict[str, float]:
-    """Return the time of a step of every variant. Nothing else should run beside it."""
-    torch.set_num_threads(loaded.config.threads)
-    seconds = _seconds_per_step(partial(loaded.module.run, loaded.config, seed), loaded.config.variants)
-    return {variant_name(variant): value for variant, value in seconds.items()}
+def times_of(loaded: LoadedConfig, seed: int, on_method: Callable[[str], None] = lambda name: None) -> dict[str, Any]:
+    """Return the part of the record that is measured. Nothing else should run beside it.
+
+    Returns:
+        ``"variants"``: for each variant the seconds of a step, and the times of the sweep. ``"methods"``: the other
+        methods, as `train_methods` returns them.
+    """
+    config, make = loaded.config, partial(loaded.module.run, loaded.config, seed)
+    torch.set_num_threads(config.threads)
+    variants = {
+        variant_name(variant): {"seconds_per_step": seconds, "sweep": measure_sweep(make(), variant)}
+        for variant, seconds in _seconds_per_step(make, config.variants).items()
+    }
+    methods = make().methods
+    return {"variants": variants, "methods": None if methods is None else train_methods(methods, on_method)}
+
+
+def _untimed(methods: Methods, seed: int, on_method: Callable[[str], None]) -> dict[str, Any] | None:
+    if seed < MEASURED_SEEDS:
+        return None
+    return {name: {**trained, "seconds": None} for name, trained in train_methods(methods, on_method).items()}
 
 
 def _seconds_per_step(make: Callable[[], Run], variants: list[Variant]) -> dict[Variant, float]:

@@ -77,11 +77,14 @@ class Sweep:
         values: Its values.
         evaluate: Computes name -> one number for each value, after training, without side effects on the run. A number
             that does not exist is NaN.
+        times: Name of a time -> function that measures it for each value, on a run that is not trained. Nothing else
+            runs meanwhile, and only the first seeds are measured.
     """
 
     label: str
     values: tuple[float, ...]
     evaluate: Callable[[], Mapping[str, Sequence[float]]]
+    times: Mapping[str, Callable[[], Sequence[float]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,8 @@ class Methods:
         steps: The steps at which they are evaluated.
         train: Name of a method -> function that trains it from its start and returns its metrics, as `Run.evaluate`
             does, at each of `steps`; one number each if only the end is known. The function does not change the run,
-            and all its randomness comes from the seed.
+            and all its randomness comes from the seed. Nothing else runs beside a method of the first seeds, whose
+            time counts.
     """
 
     label: str

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.runner._progress import Progress
-from toolkit.runner._records import claimed, is_finished, lacks_seconds, write_record, write_seconds
+from toolkit.runner._records import claimed, is_finished, lacks_seconds, write_record, write_times
 from toolkit.runner._units import Answer, Message, Unit, measured, trained
 from toolkit.runner._workers import Workers, in_processes, in_this_process
 
@@ -37,7 +37,7 @@ def run_units(
 ) -> list[str]:
     """Run every unit that has no record yet, and return the errors, one line for each unit that failed.
 
-    The times of a step are measured while nothing else runs: after each unit of one job, after all units of several.
+    Times are measured while nothing else runs: after each unit of one job, after all units of several.
 
     Args:
         units: The units; several jobs run the longest first.
@@ -130,11 +130,16 @@ class _Run:
         return [*running.values(), *waiting[::-1]]
 
     def _measure(self, crew: Workers) -> None:
-        """Measure the times of a step while nothing else runs."""
+        """Measure times while nothing else runs."""
         while self._unmeasured:
             unit = self._unmeasured[0]
             if lacks_seconds(unit.folder(self._root), unit.seed):
-                self._keep(unit, crew.submit(measured, unit).result(), write_seconds)
+                self._progress.begin(str(unit), None, "is timed")
+                future = crew.submit(measured, unit)
+                while not self._ended({future: unit}, crew):
+                    pass
+                self._keep(unit, future.result(), write_times)
+                self._progress.end(str(unit))
             del self._unmeasured[0]
 
     def _claim(self, unit: Unit) -> bool:

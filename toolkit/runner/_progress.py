@@ -24,7 +24,6 @@ class Progress:
             TimeRemainingColumn(), console=self._console, disable=self._plain, transient=True,
         )  # fmt: skip
         self._tasks: dict[str, TaskID] = {}
-        self._ended: set[str] = set()
 
     def __enter__(self) -> Self:
         self._bars.start()
@@ -35,12 +34,12 @@ class Progress:
     ) -> None:
         self._bars.stop()
 
-    def begin(self, unit: str, steps: int) -> None:
-        """A unit begins."""
-        if unit not in self._ended:  # messages of other processes may come late
-            self._tasks[unit] = self._bars.add_task(escape(unit), total=steps)
+    def begin(self, unit: str, steps: int | None, verb: str = "runs") -> None:
+        """A unit begins; None: the number of its steps is not known."""
+        self._remove(unit)  # of a process that was killed
+        self._tasks[unit] = self._bars.add_task(escape(unit), total=steps)
         if self._plain:
-            self.say(f"{unit} runs")
+            self.say(f"{unit} {verb}")
 
     def step(self, unit: str, count: int) -> None:
         """A unit has made some steps."""
@@ -54,13 +53,16 @@ class Progress:
         if self._plain:
             self.say(f"{unit.partition(':')[0]}: {name}")
 
-    def end(self, unit: str, line: str) -> None:
+    def end(self, unit: str, line: str = "") -> None:
         """A unit has ended; the line stays."""
-        self._ended.add(unit)
-        if unit in self._tasks:
-            self._bars.remove_task(self._tasks.pop(unit))
-        self.say(f"{unit} {line}")
+        self._remove(unit)
+        if line:
+            self.say(f"{unit} {line}")
 
     def say(self, line: str) -> None:
         """Print a line that stays."""
         self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def _remove(self, unit: str) -> None:
+        if unit in self._tasks:
+            self._bars.remove_task(self._tasks.pop(unit))

@@ -49,7 +49,7 @@ __all__ = [
     "results_folder",
     "variant_name",
     "write_record",
-    "write_seconds",
+    "write_times",
     "write_zoo",
 ]
 
@@ -58,7 +58,7 @@ WITHOUT_EFFECT = ("seeds", "title", "finding", "references", "expect", "seconds"
 """The keys of a config that do not change the record of a seed."""
 
 MEASURED_SEEDS = 1
-"""The time of a step is measured for the first seeds of a config alone: it does not depend on the seed."""
+"""Times are measured for the first seeds of a config alone: they do not depend on the seed."""
 
 _AGAIN = "run its config again"
 
@@ -128,7 +128,7 @@ def is_finished(folder: Path, seed: int) -> bool:
 
 
 def lacks_seconds(folder: Path, seed: int) -> bool:
-    """Return whether the record of a seed has to be completed by the times of a step."""
+    """Return whether the record of a seed has to be completed by its times."""
     found = _read(_seed(folder, seed))
     if seed >= MEASURED_SEEDS or isinstance(found, Damage):
         return False
@@ -165,12 +165,17 @@ def write_record(folder: Path, seed: int, data: Mapping[str, Any], gradients: Ma
     return finished
 
 
-def write_seconds(folder: Path, seed: int, seconds: Mapping[str, float]) -> None:
-    """Complete a record atomically by the seconds of a step of each variant."""
+def write_times(folder: Path, seed: int, times: Mapping[str, Any]) -> None:
+    """Complete a record atomically by its times, and by the methods that were trained to measure theirs."""
     path = _seed(folder, seed) / "record.json"
     data = json.loads(path.read_text(encoding="utf-8"))
-    for name, value in seconds.items():
-        data["variants"][name]["seconds_per_step"] = value
+    for name, measured in times["variants"].items():
+        variant = data["variants"][name]
+        variant["seconds_per_step"] = measured["seconds_per_step"]
+        if variant["sweep"] is not None:
+            variant["sweep"].update(measured["sweep"])
+    if data["methods"] is not None:
+        data["methods"]["trained"] = times["methods"]
     _write_json(path.with_name(".record.json"), data).replace(path)
 
 

@@ -479,10 +479,11 @@ def _references(data: Mapping[str, Any], colours: Sequence[str]) -> list[Level]:
 
 
 def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
-    newest = records[-1].data
-    methods = newest.get("methods")
-    if methods is None:
+    records = [record for record in records if (record.data.get("methods") or {}).get("trained")]
+    if not records:
         return None
+    newest = records[-1].data
+    methods = newest["methods"]
     sign = 1 if newest["objective"]["higher_is_better"] else -1
     bands, levels, rows = [], [], []
     others = [metric for metric in next(iter(methods["trained"].values()))["metrics"] if metric != "objective"]

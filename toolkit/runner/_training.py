@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
+from toolkit.blocks import unblock
 from toolkit.runner._config import ExperimentConfig
 from toolkit.runner._experiment import Methods, Run
 
-__all__ = ["Training", "train", "train_methods"]
+__all__ = ["Training", "measure_sweep", "train", "train_methods"]
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,14 @@ def train_methods(methods: Methods, on_method: Callable[[str], None] = lambda na
     return trained
 
 
+def measure_sweep(run: Run, opened: Collection[str]) -> dict[str, list[float]]:
+    """Return the times of a sweep while some blocks are open, each for every value."""
+    if run.sweep is None or not run.sweep.times:
+        return {}
+    with unblock(*opened):
+        return {name: [float(value) for value in measure()] for name, measure in run.sweep.times.items()}
+
+
 def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lambda: None) -> Training:
     """Train a run for `config.steps` steps, and evaluate its metrics every `config.evaluate_every` steps."""
     steps: list[int] = []
@@ -93,6 +102,7 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
     swept = None
     if run.sweep is not None and diverged_at is None:
         swept = {name: [float(value) for value in values] for name, values in run.sweep.evaluate().items()}
+        swept |= {name: [math.nan] * len(run.sweep.values) for name in run.sweep.times}  # measured later
     return Training(first_loss, steps, metrics, diverged_at, swept)
 
 

@@ -10,11 +10,11 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-from toolkit.runner._comparison import RunError, folder_of, record_of, seconds_of
+from toolkit.runner._comparison import RunError, folder_of, record_of, times_of
 from toolkit.runner._config import LoadedConfig, load_config
 
 __all__ = ["Answer", "Message", "Tell", "Unit", "measured", "trained", "units_of"]
@@ -91,15 +91,17 @@ def trained(unit: Unit, tell: Tell) -> Answer:
             tell(("step", unit, steps))
             steps, told = 0, time.monotonic()
 
-    def on_method(name: str) -> None:
-        tell(("method", unit, name))
-
+    on_method = partial(_tell_method, unit, tell)
     return _answer(unit, lambda config: record_of(config, unit.seed, on_step=on_step, on_method=on_method))
 
 
 def measured(unit: Unit, tell: Tell) -> Answer:
     """Return the times of a unit. Nothing else should run beside it."""
-    return _answer(unit, lambda config: (seconds_of(config, unit.seed),))
+    return _answer(unit, lambda config: (times_of(config, unit.seed, partial(_tell_method, unit, tell)),))
+
+
+def _tell_method(unit: Unit, tell: Tell, name: str) -> None:
+    tell(("method", unit, name))
 
 
 def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> Answer:
