@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from types import SimpleNamespace
 
 import folders
 import pytest
@@ -10,6 +11,7 @@ import toy
 from click.testing import CliRunner
 
 from toolkit import compare, unblock
+from toolkit.runner import _comparison
 from toolkit.runner._command import main
 from toolkit.runner._comparison import RunError, run_config
 from toolkit.runner._config import load_config
@@ -151,6 +153,24 @@ def test_the_same_config_and_seed_give_the_same_record(tmp_path, monkeypatch):
 
     assert outcome(one) == outcome(two)
     assert one.data["comparison"] == two.data["comparison"]
+
+
+def test_the_time_of_a_seed_begins_after_the_first_use_of_its_program(tmp_path, monkeypatch):
+    """The first seed of a process imports whatever the program needs."""
+    loaded = load_config(toy.install("toy_begins", tmp_path), ["seeds=2"])
+    now, make = [0.0], loaded.module.run
+
+    def imports(config, seed):
+        now[0] += 100 if now[0] == 0 else 0
+        run = make(config, seed)
+        step = run.optimizer.step
+        run.optimizer.step = lambda: now.__setitem__(0, now[0] + 1) or step()
+        return run
+
+    monkeypatch.setattr(loaded.module, "run", imports)
+    monkeypatch.setattr(_comparison, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    steps = loaded.config.steps * len(loaded.config.variants)
+    assert [_comparison.record_of(loaded, seed)[0]["seconds"] for seed in (0, 1)] == [steps, steps]
 
 
 def test_the_variant_with_the_block_is_plain_training(tmp_path, monkeypatch):

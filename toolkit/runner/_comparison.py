@@ -18,6 +18,7 @@ from torch import Tensor
 
 from toolkit.blocks import declared_blocks, unblock
 from toolkit.gradients import compare, measure_memory
+from toolkit.gradients.memory import MemoryUse
 from toolkit.runner._config import LoadedConfig
 from toolkit.runner._experiment import Methods, Run
 from toolkit.runner._records import (
@@ -96,13 +97,15 @@ def record_of(
     """
     config = loaded.config
     torch.set_num_threads(config.threads)
-    started, begin = datetime.now(UTC), time.perf_counter()
+    started = datetime.now(UTC)
 
     def make() -> Run:
         run: Run = loaded.module.run(config, seed)
         return run
 
     first = _Gradients(make(), config.variants, loaded.path)
+    memory = {variant: _memory(make(), variant) for variant in config.variants}
+    begin = time.perf_counter()  # the first seed of a process has imported all that it needs
     trained: dict[Variant, Training] = {}
     last = first
     for variant in config.variants:
@@ -112,17 +115,16 @@ def record_of(
         if not variant and trained[variant].diverged_at is None:
             last = _Gradients(run, config.variants, loaded.path)
     _check_first_losses(loaded, seed, trained)
-    variants = {}
-    for variant in config.variants:
-        with unblock(*variant):
-            memory = measure_memory(make().loss)
-        variants[variant_name(variant)] = {
+    variants = {
+        variant_name(variant): {
             "open": sorted(variant),
-            **trained[variant].to_dict(),
+            **training.to_dict(),
             "seconds_per_step": None,
-            "graph_bytes": memory.graph,
-            "peak_bytes": memory.peak,
+            "graph_bytes": memory[variant].graph,
+            "peak_bytes": memory[variant].peak,
         }
+        for variant, training in trained.items()
+    }
     run = make()
     objective, sweep, methods = run.objective, run.sweep, run.methods
     known = declared_blocks()
@@ -220,6 +222,11 @@ def times_of(loaded: LoadedConfig, seed: int, on_method: Callable[[str], None] =
     }
     methods = make().methods
     return {"variants": variants, "methods": None if methods is None else train_methods(methods, on_method)}
+
+
+def _memory(run: Run, variant: Variant) -> MemoryUse:
+    with unblock(*variant):
+        return measure_memory(run.loss)
 
 
 def _untimed(methods: Methods, seed: int, on_method: Callable[[str], None]) -> dict[str, Any] | None:
