@@ -1,4 +1,4 @@
-"""What an attack costs beside its floor, and what its block saves in training."""
+"""Time of an attack against its forward and backward passes alone, and the savings of its block in training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an audit costs beside the passes that it stands for."""
+"""Time of an audit against the passes that it replaces."""
 
 from __future__ import annotations
 

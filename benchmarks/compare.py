@@ -1,4 +1,4 @@
-"""What a comparison costs beside the plain runs that it replaces, in time and in memory, and what printing it costs."""
+"""Time and memory of a comparison against the plain runs that it replaces, and the time to print it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What EM costs beside scikit-learn: a step, the way to the maximum, many starts; and what the block saves."""
+"""Time of EM and of scikit-learn: one step, a whole fit, many starts; and the savings of the block."""
 
 from __future__ import annotations
 

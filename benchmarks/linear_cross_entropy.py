@@ -1,4 +1,4 @@
-"""What cross entropy over a large vocabulary costs in chunks, beside all logits at once and beside torch's chunks."""
+"""Time and memory of cross entropy over a large vocabulary: in chunks, with all logits at once, in torch's chunks."""
 
 from __future__ import annotations
 

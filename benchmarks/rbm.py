@@ -1,4 +1,4 @@
-"""What an update of contrastive divergence costs beside its matrix products, autograd, and scikit-learn."""
+"""Time of an update of contrastive divergence against its matrix products, autograd and scikit-learn."""
 
 from __future__ import annotations
 

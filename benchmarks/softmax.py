@@ -1,4 +1,4 @@
-"""What stable softmax costs beside `torch.softmax`, eager and compiled, and what its block saves."""
+"""Time and memory of stable softmax and `torch.softmax`, eager and compiled, and the savings of its block."""
 
 from __future__ import annotations
 

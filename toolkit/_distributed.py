@@ -1,7 +1,7 @@
-"""Ranks that train one machine together: the share of each rank, and their agreement.
+"""Data-parallel training over the ranks of a process group: the split of the data, and collective operations.
 
-The parameters are the same on all ranks. Rows of data, persistent chains and streams of random numbers are split: no
-two ranks hold the same ones. A group of None is this process alone, and costs nothing.
+Parameters are equal on all ranks. Rows of data, persistent chains and random streams are split between them. Without a
+group (None) the process is the only rank, and no operation communicates.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which precision is faster on this processor: a measurement of a few milliseconds, once for each size."""
+"""Choice of the precision of matrix products, by a short timing for each size."""
 
 from __future__ import annotations
 

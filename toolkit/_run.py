@@ -1,7 +1,7 @@
-"""Resumable runs: one training loop, which each kind of training fills in.
+"""The training loop of all resumable runs. Subclasses define the trained tensors, their batches and the step.
 
-The core counts updates, averages the parameters, finds divergence, writes checkpoints, resumes from them to the same
-bits, and keeps ranks together. A kind of run has the trained tensors, their batches, and the step.
+The loop counts updates, averages parameters, detects divergence, writes checkpoints, resumes bit for bit, and
+synchronises distributed ranks.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ NEXT = block("random_walk.next_value", "The next prediction is a label: only the
 
 
 class Config(ExperimentConfig):
-    """Values of the random walk. `ExperimentConfig` has those that all experiments share.
+    """Values of the random walk; `ExperimentConfig` has the common ones.
 
     Attributes:
         places: S.

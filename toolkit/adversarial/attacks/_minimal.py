@@ -1,4 +1,4 @@
-"""Shared parts of minimum-norm attacks: the record of the nearest adversarial example, and the last stretch to it.
+"""Shared parts of minimum-norm attacks: the nearest example found so far, and its refinement.
 
 N samples, each of shape (...), C classes.
 """
