@@ -1,57 +1,55 @@
-"""The pictures of the report, as SVG text for inlining. Imports neither torch nor toolkit."""
+"""The pictures of the report. Each is drawn with its values on hover and a sentence that says what it shows.
+
+Imports neither torch nor an algorithm.
+"""
 
 from __future__ import annotations
 
-import html
-import io
+import itertools
 import math
-import re
-import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
-import matplotlib as mpl
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from toolkit.runner._chart import (
+    WIDTH,
+    Key,
+    Scale,
+    area,
+    dot,
+    fit,
+    frame,
+    legend,
+    line,
+    mark,
+    numbers_below,
+    panel,
+    significant,
+    svg,
+    text,
+)
+
 __all__ = [
-    "COLOURS",
-    "Arrow",
-    "Band",
-    "Bar",
-    "Level",
-    "Strip",
-    "degrees",
-    "draw_arrows",
-    "draw_bands",
-    "draw_bars",
-    "draw_methods",
-    "draw_parameters",
-    "draw_strips",
-    "draw_sweep",
-    "significant",
-]
+    "COLOURS", "METHODS", "Arrow", "Band", "Bar", "Level", "Strip", "degrees", "draw_arrows", "draw_bands",
+    "draw_bars", "draw_curves", "draw_methods", "draw_parameters", "draw_strips", "draw_sweep",
+]  # fmt: skip
 
-# Okabe and Ito's palette, distinct for every kind of colour vision. Blue is the blocked run in every picture.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = ("var(--blocked)", *(f"var(--open-{index})" for index in range(1, 6)))
+"""The blocked run, and the open runs."""
 
-_MARKERS = ("", "o", "s", "^")
+METHODS = tuple(f"var(--method-{index})" for index in range(1, 7))
+"""Other methods for the same model."""
 
-_STYLE: Any = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "axes.titlesize": 9,
-    "axes.titlelocation": "left",
-    "svg.fonttype": "path",
-    "path.simplify_threshold": 0.5,
-}
+_REFERENCE = "var(--soft)"
+
+# Arrows whose lengths differ by more than this are drawn with logarithmic lengths.
+_LONG = 5.0
+
+# Two values of a sweep that differ by more than this factor make its axis logarithmic.
+_WIDE_SWEEP = 30.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,19 @@ class Band:
     steps: NDArray[np.float64]
     values: NDArray[np.float64]
     colour: str
+    dashes: int = 0
+
+    @property
+    def key(self) -> Key:
+        """Its entry in a legend."""
+        return Key(self.label, self.colour, self.dashes)
+
+    @property
+    def known(self) -> list[tuple[float, list[float]]]:
+        """Each step with a finite value, and the finite values of the seeds."""
+        columns = zip(self.steps.tolist(), self.values.T.tolist(), strict=True)
+        found = [(step, [value for value in column if math.isfinite(value)]) for step, column in columns]
+        return [(step, column) for step, column in found if column]
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,13 @@ class Level:
 
     label: str
     value: float
-    colour: str
+    colour: str = _REFERENCE
+    dashes: int = 1
+
+    @property
+    def key(self) -> Key:
+        """Its entry in a legend."""
+        return Key(self.label, self.colour, self.dashes)
 
 
 @dataclass(frozen=True)
@@ -102,249 +119,160 @@ class Strip:
     colour: str
 
 
-def draw_arrows(panels: Sequence[tuple[str, Sequence[Arrow]]], key: str) -> str:
+def draw_arrows(panels: Sequence[tuple[str, Sequence[Arrow]]]) -> str:
     """Draw the gradients as arrows, one panel a moment of training; the blocked one points right with length 1.
 
     The plane of two vectors is exact; with several open gradients each is turned into the same plane, so that angles
     to the blocked gradient are right and angles among the others are not.
     """
-    with mpl.rc_context(_STYLE):
-        figure = Figure(
-            figsize=(3.6 * len(panels), 2.3 + 0.17 * max(len(arrows) for _, arrows in panels)), layout="constrained"
-        )
-        for axes, (title, arrows) in zip(_row(figure, len(panels)), panels, strict=True):
-            _draw_arrow_panel(axes, title, arrows)
-        return _svg(figure, key, "Gradients with the block in place and open, drawn as arrows")
+    return _figure(_arrow_panel(title, arrows) for title, arrows in panels)
 
 
-def draw_parameters(
-    names: Sequence[str], series: Sequence[tuple[str, Sequence[float], Sequence[float], str]], key: str
-) -> str:
+def draw_parameters(names: Sequence[str], series: Sequence[tuple[str, Sequence[float], Sequence[float], str]]) -> str:
     """Draw angle and length of the open gradient against the blocked one, for every parameter.
 
     `series` holds (label, cosines, ratios, colour) of every variant.
     """
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(7.2, 1.1 + 0.24 * len(names) * max(1, len(series))), layout="constrained")
-        angle, length = figure.subplots(1, 2, sharey=True)
-        height = 0.8 / max(1, len(series))
-        rows = np.arange(len(names))
-        for index, (label, cosines, ratios, colour) in enumerate(series):
-            offset = (index - (len(series) - 1) / 2) * height
-            angles = [degrees(cosine) if math.isfinite(cosine) else 0.0 for cosine in cosines]
-            angle.barh(rows + offset, angles, height * 0.9, color=colour, label=label)
-            finite = [r if math.isfinite(r) and r > 0 else 1.0 for r in ratios]
-            length.barh(rows + offset, np.log2(finite), height * 0.9, color=colour)
-            for row, r in zip(rows, ratios, strict=True):
-                if not math.isfinite(r) or r == 0:
-                    text = "0 / 0" if math.isnan(r) else ("only when open" if r else "vanishes")
-                    length.text(0.05, row + offset, text, va="center", fontsize=7, color="#555555")
-        angle.set_yticks(rows, names)
-        angle.invert_yaxis()
-        angle.set_xlim(0, 180)
-        angle.set_xticks([0, 45, 90, 135, 180], ["0°", "45°", "90°", "135°", "180°"])
-        angle.set_title("angle to the blocked gradient")
-        limit = max(1.0, *(abs(value) for value in length.get_xlim()))
-        length.set_xlim(-limit, limit)
-        length.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-        length.xaxis.set_major_formatter(lambda value, _: f"×{2**value:.3g}")
-        length.axvline(0, color="#888888", linewidth=0.8)
-        length.set_title("length, relative to the blocked gradient")
-        return _svg(figure, key, "Angle and relative length of the open gradient for every parameter")
+    sizes = [ratio for _, _, ratios, _ in series for ratio in ratios if math.isfinite(ratio) and ratio > 0]
+    reach = max([2.0, *(max(ratio, 1 / ratio) for ratio in sizes)])
+    turns = [
+        (label, [degrees(cosine) if math.isfinite(cosine) else math.nan for cosine in cosines], colour)
+        for label, cosines, _, colour in series
+    ]
+    lengths = [(label, ratios, colour) for label, _, ratios, colour in series]
+    angle, length = "angle to the blocked gradient", "length, relative to the blocked gradient"
+    drawn = [
+        panel(angle, _rows(angle, names, turns, Scale(0, 180, 12, WIDTH - 50), 0, _angle)),
+        panel(length, _rows(length, names, lengths, Scale(1 / reach, reach, 12, WIDTH - 50, "log"), 1, _length)),
+    ]
+    return _figure(drawn, [Key(label, colour) for label, _, _, colour in series])
 
 
-def draw_bands(
-    panels: Sequence[tuple[str, Sequence[Band], float | None]],
-    levels: Sequence[Level],
-    key: str,
-    width: float | None = None,
-) -> str:
+def draw_bands(panels: Sequence[tuple[str, Sequence[Band], float | None]], levels: Sequence[Level]) -> str:
     """Draw metrics over training: the mean of the seeds, the range of the seeds shaded, the best value dotted.
 
     `levels` are drawn on the first panel.
     """
-    with mpl.rc_context(_STYLE):
-        curves = len(panels[0][1]) + (panels[0][2] is not None) + len(levels)
-        figure = Figure(figsize=(width or (7.2 if len(panels) > 1 else 5.4), 2.6 + 0.2 * curves), layout="constrained")
-        for axes, (title, bands, best) in zip(_row(figure, len(panels)), panels, strict=True):
-            _draw_curves(axes, bands)
-            if best is not None:
-                axes.axhline(best, color="#555555", linewidth=0.9, linestyle=":", label="best possible")
-            if axes is figure.axes[0]:
-                _draw_levels(axes, levels)
-            _finish_curves(axes, title, "training step", len(panels))
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8)
-        return _svg(figure, key, "Metrics over training for every variant")
+    drawn, keys = [], []
+    for index, (title, bands, best) in enumerate(panels):
+        lines = [*(levels if index == 0 else ()), *_best(best)]
+        drawn.append(panel(title, draw_curves(title, "training step", bands, lines), "training step"))
+        keys += [*(band.key for band in bands), *(level.key for level in lines)]
+    return _figure(drawn, keys)
 
 
-def draw_methods(
-    title: str, label: str, bands: Sequence[Band], levels: Sequence[Level], best: float | None, key: str
-) -> str:
+def draw_methods(title: str, label: str, bands: Sequence[Band], levels: Sequence[Level], best: float | None) -> str:
     """Draw an objective over the steps of several methods; beside it, if the best is known, the gap to the best."""
-    close = best is not None and bool(bands)
-    with mpl.rc_context(_STYLE):
-        curves = len(bands) + len(levels) + (best is not None)
-        figure = Figure(figsize=(7.2, 2.6 + 0.2 * curves), layout="constrained")
-        axes, *others = _row(figure, 1 + close)
-        _draw_curves(axes, bands)
-        if best is not None:
-            axes.axhline(best, color="#555555", linewidth=0.9, linestyle=":", label="best possible")
-        _draw_levels(axes, levels)
-        _finish_curves(axes, title, label, 1 + close)
-        if not bands:
-            axes.set_xticks([])
-            axes.set_xlabel("")
-        for axes in others:
-            assert best is not None
-            _draw_curves(axes, [Band(b.label, b.steps, np.abs(best - b.values), b.colour) for b in bands])
-            _finish_curves(axes, "distance to the best possible", label, 2)
-            axes.set_yscale("log")
-        figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower left", frameon=False, fontsize=8)
-        return _svg(figure, key, "The objective over the steps of other methods")
+    lines = [*levels, *_best(best)]
+    drawn = [panel(title, draw_curves(title, label, bands, lines), label if bands else "")]
+    if best is not None and bands:
+        gaps = [replace(band, values=np.abs(best - band.values)) for band in bands]
+        gap = "distance to the best possible"
+        drawn.append(panel(gap, draw_curves(gap, label, gaps, (), wide=10.0), label))
+    return _figure(drawn, [*(band.key for band in bands), *(level.key for level in lines)])
 
 
-def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]], key: str) -> str:
+def draw_bars(panels: Sequence[tuple[str, Sequence[Bar]]]) -> str:
     """Draw cost bars, one panel a quantity."""
-    with mpl.rc_context(_STYLE):
-        rows = max(len(bars) for _, bars in panels)
-        figure = Figure(figsize=(7.2, 0.7 + 0.34 * rows), layout="constrained")
-        for index, (axes, (title, bars)) in enumerate(zip(_row(figure, len(panels)), panels, strict=True)):
-            positions = range(len(bars))
-            axes.barh(positions, [bar.value for bar in bars], 0.7, color=[bar.colour for bar in bars])
-            for position, bar in zip(positions, bars, strict=True):
-                axes.text(bar.value, position, f" {bar.text}", va="center", fontsize=8)
-            axes.set_yticks(positions, [bar.label for bar in bars] if index == 0 else [""] * len(bars))
-            axes.invert_yaxis()
-            axes.set_xlim(0, 1.45 * max((bar.value for bar in bars), default=1) or 1)
-            axes.set_xticks([])
-            axes.spines["bottom"].set_visible(False)
-            axes.set_title(title)
-        return _svg(figure, key, "Time and memory of every variant")
-
-
-def draw_strips(panels: Sequence[tuple[str, Sequence[Strip], float | None]], key: str) -> str:
-    """Draw the end of every seed: a dot per seed, a bar at the median, and a dotted line at a value of interest."""
-    with mpl.rc_context(_STYLE):
-        heights = [0.45 + 0.42 * len(strips) for _, strips, _ in panels]
-        figure = Figure(figsize=(7.2, 0.2 + sum(heights)), layout="constrained")
-        rows = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-        for axes, (title, strips, mark) in zip(rows, panels, strict=True):
-            for row, strip in enumerate(strips):
-                values = np.sort(strip.values[np.isfinite(strip.values)])
-                axes.plot(values, row + _scatter(len(values)), "o", color=strip.colour, markersize=3.5, alpha=0.55)
-                if len(values):
-                    middle = np.median(values)
-                    axes.plot([middle, middle], [row - 0.4, row + 0.4], color=strip.colour, linewidth=1.6)
-            if mark is not None:
-                axes.axvline(mark, color="#555555", linewidth=0.9, linestyle=":")
-            axes.set_yticks(range(len(strips)), [strip.label for strip in strips])
-            axes.set_ylim(len(strips) - 0.45, -0.55)
-            axes.set_title(title)
-            axes.grid(axis="x", color="#eeeeee")
-            axes.set_axisbelow(True)
-            axes.ticklabel_format(axis="x", useOffset=False)
-        return _svg(figure, key, "Where every seed ended, for every variant")
-
-
-def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[str, Sequence[Band]]], key: str) -> str:
-    """Draw the results for each value of a swept quantity: a dot per seed, and a line through the medians."""
-    with mpl.rc_context(_STYLE):
-        columns = min(2, len(panels))
-        rows = -(-len(panels) // columns)
-        figure = Figure(figsize=(7.2, 0.3 + 2.1 * rows), layout="constrained")
-        grid = figure.subplots(rows, columns, squeeze=False, sharex=True).ravel()
-        for axes, (title, bands) in zip(grid, panels, strict=False):
-            for index, band in enumerate(bands):
-                # At the same place; the first is wide and the later ones narrow, so that equal values are all seen.
-                across = np.broadcast_to(band.steps, band.values.shape)
-                size = 4 / (1 + index)
-                axes.plot(
-                    across.ravel(), band.values.ravel(), "o", color=band.colour, markersize=1.5 + size, alpha=0.45
-                )
-                some = np.isfinite(band.values).any(axis=0)
-                middle = np.nanmedian(band.values[:, some], axis=0)
-                axes.plot(band.steps[some], middle, color=band.colour, label=band.label, linewidth=1 + size)
-            axes.set_title(textwrap.fill(title, 84 // columns))
-            axes.set_xticks(positions, [f"{value:g}" for value in positions])
-            axes.grid(axis="y", color="#eeeeee")
-            axes.set_axisbelow(True)
-        for axes in grid[len(panels) :]:
-            axes.set_axis_off()
-        figure.supxlabel(label, fontsize=9)
-        figure.legend(
-            *grid[0].get_legend_handles_labels(), loc="outside lower left", ncols=4, frameon=False, fontsize=8
+    drawn = []
+    for title, bars in panels:
+        across = Scale(0, max(bar.value for bar in bars) or 1, 8, WIDTH - 80)
+        parts = "".join(
+            _bar(8, across.place(bar.value), 6 + 26 * row, 18, bar.colour, f"{bar.label}: {bar.text}")
+            + text(across.place(bar.value) + 6, 20 + 26 * row, bar.text, kind="strong")
+            for row, bar in enumerate(bars)
         )
-        return _svg(figure, key, f"What every variant gives, by {label}")
+        shows = f"{title}: {', '.join(f'{bar.label} {bar.text}' for bar in bars)}."
+        drawn.append(panel(title, svg(8 + 26 * len(bars), parts, shows)))
+    return _figure(drawn, [Key(bar.label, bar.colour) for _, bars in panels for bar in bars])
+
+
+def draw_strips(panels: Sequence[tuple[str, Sequence[Strip], float | None]]) -> str:
+    """Draw the end of every seed: a dot per seed, a bar at the median, and a dotted line at a value of interest."""
+    drawn = [panel(title, _strips(title, strips, value)) for title, strips, value in panels]
+    return _figure(drawn, [Key(strip.label, strip.colour) for _, strips, _ in panels for strip in strips])
+
+
+def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[str, Sequence[Band]]]) -> str:
+    """Draw the results for each value of a swept quantity: a dot per seed, and a line through the medians."""
+    drawn = [panel(title, _swept(title, label, positions, bands), label) for title, bands in panels]
+    return _figure(drawn, [band.key for _, bands in panels for band in bands])
+
+
+def draw_curves(
+    title: str, label: str, bands: Sequence[Band], levels: Sequence[Level], *, wide: float = 1e3, height: float = 200
+) -> str:
+    """Return a chart of curves: the mean of the seeds, and their range as a shade."""
+    ends = [value for band in bands for _, column in band.known for value in (min(column), max(column))]
+    up = fit([*ends, *(level.value for level in levels)], height - 24, 8, wide=wide)
+    steps = sorted({step for band in bands for step, _ in band.known})
+    parts, across = frame(fit(steps, 0, 1, wide=math.inf, margin=0), up, None if steps else [])
+    for index, band in enumerate(bands):
+        lows, highs, middles = (
+            [(across.place(step), up.place(of(column))) for step, column in band.known]
+            for of in (min, max, statistics.fmean)
+        )
+        parts += area([*lows, *highs[::-1]], band.colour) + line(middles, band.key, 3 if index == 0 else 2)
+    for level in levels:
+        parts += line([(x, up.place(level.value)) for x in (across.start, across.end)], level.key, 1.5)
+    parts += _columns(label, steps, bands, across, up, statistics.fmean)
+    return svg(height, parts, _story(title, label, bands, levels, statistics.fmean))
 
 
 def degrees(cosine: float) -> float:
     """Return the angle in degrees; an angle that is only rounding of a cosine near 1 becomes 0."""
-    angle = math.degrees(math.acos(cosine))
+    angle = math.degrees(math.acos(min(1.0, max(-1.0, cosine))))
     return angle if angle > 1e-4 else 0.0
 
 
-def significant(value: float, digits: int) -> str:
-    """Write a number with `digits` significant digits, without an exponent where that is readable."""
-    if not math.isfinite(value) or value == 0 or not 1e-4 <= abs(value) < 1e6:
-        return f"{value:.{digits}g}"
-    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
-    text = f"{value:.{decimals}f}"
-    return text.rstrip("0").rstrip(".") if decimals else text
+def _figure(panels: Iterable[str], keys: Iterable[Key] = ()) -> str:
+    return f'<div class="panels">{"".join(panels)}</div>{legend(list(dict.fromkeys(keys)))}'
 
 
-def _draw_curves(axes: Axes, bands: Sequence[Band]) -> None:
-    for index, band in enumerate(bands):
-        kept = ~np.isnan(band.values).all(axis=0)
-        steps, values = band.steps[kept], band.values[:, kept]
-        # Later lines are dashed, so that one that lies exactly on another is still seen.
-        dashes = (None, None) if index == 0 else (5, 2.5 + index)
-        # And once the colours begin again, they come with a mark.
-        marker = _MARKERS[index // (len(COLOURS) - 1) % len(_MARKERS)]
-        style: dict[str, Any] = {"color": band.colour, "dashes": dashes, "marker": marker, "markersize": 3}
-        axes.plot(steps, np.nanmean(values, axis=0), label=band.label, **style)
-        low, high = np.nanmin(values, axis=0), np.nanmax(values, axis=0)
-        axes.fill_between(steps, low, high, color=band.colour, alpha=0.15, linewidth=0)
+def _best(best: float | None) -> list[Level]:
+    return [] if best is None else [Level("best possible", best, dashes=2)]
 
 
-def _draw_levels(axes: Axes, levels: Sequence[Level]) -> None:
-    for index, level in enumerate(levels):
-        axes.axhline(level.value, color=level.colour, linewidth=1, dashes=(2 + index, 2), label=level.label)
-
-
-def _finish_curves(axes: Axes, title: str, label: str, panels: int) -> None:
-    axes.set_title(textwrap.fill(title, 84 // panels))
-    axes.set_xlabel(label)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.grid(axis="y", color="#eeeeee")
-    axes.set_axisbelow(True)
-
-
-def _draw_arrow_panel(axes: Axes, title: str, arrows: Sequence[Arrow]) -> None:
-    drawn = [arrow for arrow in arrows if math.isfinite(arrow.ratio)]
-    tips = []
-    for arrow in drawn:
-        cosine = arrow.cosine if math.isfinite(arrow.cosine) else 1.0
-        tips.append((arrow.ratio * cosine, arrow.ratio * math.sqrt(max(0.0, 1 - cosine**2))))
-    reach = max([1.0, *(math.hypot(*tip) for tip in tips)])
-    for index, (arrow, (x, y)) in enumerate(zip(drawn, tips, strict=True)):
+def _arrow_panel(title: str, arrows: Sequence[Arrow]) -> str:
+    """Draw arrows from the middle of half circles, which mark round lengths."""
+    drawn = [arrow for arrow in arrows if math.isfinite(arrow.ratio) and arrow.ratio > 0]
+    lengths = [1.0, *(arrow.ratio for arrow in drawn)]
+    across, rings = _radii(min(lengths), max(lengths))
+    middle, ground = WIDTH / 2, 148.0
+    parts = "".join(
+        f'<path class="grid" d="M{middle - r:.1f} {ground}A{r:.1f} {r:.1f} 0 0 1 {middle + r:.1f} {ground}"/>'
+        + text(middle - r, ground + 16, f"×{ring:g}", "middle")
+        for ring, r in ((ring, across.place(ring)) for ring in rings)
+    )
+    parts += f'<path class="grid" d="M{middle - across.end:.1f} {ground}H{middle + across.end:.1f}"/>'
+    for index, arrow in enumerate(drawn):
+        angle = math.acos(min(1.0, max(-1.0, arrow.cosine))) if math.isfinite(arrow.cosine) else 0.0
         # The first is drawn wide and the later ones narrower, so that equal arrows are all seen.
-        width = (0.030, 0.016, 0.010, 0.006)[min(index, 3)]
-        axes.quiver(
-            0, 0, x, y, color=arrow.colour, angles="xy", scale_units="xy", scale=1, width=width, zorder=2 + index
+        parts += mark(
+            _arrow(middle, ground, across.place(arrow.ratio), angle, (7.0, 4.0, 2.5, 1.5)[min(index, 3)], arrow.colour),
+            _arrow_label(arrow),
         )
-        axes.plot([], [], color=arrow.colour, linewidth=3, label=_arrow_label(arrow))
-    left = min([0.0, *(x for x, _ in tips)])
-    axes.set_xlim(left - 0.12 * reach, reach * 1.15)
-    axes.set_ylim(-0.22 * reach, max([0.45 * reach, *(y * 1.15 for _, y in tips)]))
-    axes.set_aspect("equal", adjustable="box")
-    axes.axhline(0, color="#dddddd", linewidth=0.8, zorder=1)
-    axes.axvline(0, color="#dddddd", linewidth=0.8, zorder=1)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    for side in ("left", "bottom"):
-        axes.spines[side].set_visible(False)
-    axes.set_title(title)
-    axes.legend(frameon=False, fontsize=7.5, loc="upper left", bbox_to_anchor=(0, -0.02), handlelength=1.2)
+    labels = [_arrow_label(arrow) for arrow in arrows]
+    keys = [Key(label, arrow.colour) for label, arrow in zip(labels, arrows, strict=True)]
+    return panel(title, svg(170, parts, f"Gradients {title}: {'; '.join(labels)}."), keys=keys)
+
+
+def _radii(shortest: float, longest: float) -> tuple[Scale, list[float]]:
+    """Return the scale of the arrows' lengths, and the lengths of the half circles."""
+    if longest / shortest <= _LONG:
+        return Scale(0, longest, 0, 136), [1.0]
+    across = Scale(shortest / 10, longest, 0, 136, "log")
+    rings = [10.0**power for power in range(math.ceil(math.log10(shortest)), math.floor(math.log10(longest)) + 1)]
+    return across, rings[:: -(-len(rings) // 4)] if len(rings) > 4 else rings
+
+
+def _arrow(x: float, y: float, length: float, angle: float, width: float, colour: str) -> str:
+    """Return an arrow that points right and is turned against the clock."""
+    head = min(length, 3 * width)
+    neck, wing, side = length - head, 1.4 * width, width / 2
+    outline = f"M0 {-side}H{neck:.1f}V{-wing}L{length:.1f} 0L{neck:.1f} {wing}V{side}H0Z"
+    turn = f"translate({x:.1f} {y:.1f}) rotate({-math.degrees(angle):.2f})"
+    return f'<path style="fill: {colour}" transform="{turn}" d="{outline}"'
 
 
 def _arrow_label(arrow: Arrow) -> str:
@@ -352,31 +280,124 @@ def _arrow_label(arrow: Arrow) -> str:
         return f"{arrow.label}: no length" if arrow.ratio == 0 else arrow.label
     if arrow.label == "blocked":
         return arrow.label
-    return f"{arrow.label}: {significant(degrees(arrow.cosine), 2)}°, length ×{significant(arrow.ratio, 3)}"
+    return f"{arrow.label}: {_angle(degrees(arrow.cosine))}, length {_length(arrow.ratio)}"
+
+
+def _rows(
+    title: str,
+    names: Sequence[str],
+    series: Sequence[tuple[str, Sequence[float], str]],
+    across: Scale,
+    origin: float,
+    write: Callable[[float], str],
+) -> str:
+    """Return a chart with a bar for each name and variant, from `origin` to the value."""
+    height = 22 + 14 * len(series)
+    parts, told = "", []
+    for row, name in enumerate(names):
+        top = height * row + 14
+        parts += text(8, top, name, kind="strong")
+        parts += f'<path class="mid" d="M{across.place(origin):.1f} {top + 4:g}V{top + height - 14:g}"/>'
+        for index, (label, values, colour) in enumerate(series):
+            y, value = top + 5 + 14 * index, values[row]
+            told.append(f"{name}, {label}: {write(value)}")
+            begin = end = across.place(origin)
+            if math.isfinite(value) and value > 0:
+                begin, end = sorted((begin, across.place(value)))
+                parts += _bar(begin, end, y, 11, colour, told[-1])
+            parts += text(end + 6, y + 10, write(value))
+    return svg(height * len(names) + 6, parts, f"{title}: {'; '.join(told)}.")
+
+
+def _bar(begin: float, end: float, y: float, height: float, colour: str, value: str) -> str:
+    width = max(1.0, end - begin)
+    place = f'x="{begin:.1f}" y="{y:g}" width="{width:.1f}" height="{height:g}"'
+    return mark(f'<rect {place} style="fill: {colour}"', value)
+
+
+def _angle(angle: float) -> str:
+    return "no angle" if math.isnan(angle) else f"{significant(angle, 2)}°"
+
+
+def _length(ratio: float) -> str:
+    """Write a relative length; NaN is zero over zero."""
+    if math.isnan(ratio):
+        return "0 / 0"
+    return "vanishes" if ratio == 0 else f"×{significant(ratio, 3)}" if math.isfinite(ratio) else "only when open"
+
+
+def _strips(title: str, strips: Sequence[Strip], value: float | None) -> str:
+    ends = [np.sort(strip.values[np.isfinite(strip.values)]).tolist() for strip in strips]
+    known = [end for column in ends for end in column]
+    height = 34.0 * len(strips) + 8
+    across = fit([*known, *([] if value is None else [value])], 16, WIDTH - 16)
+    parts = "".join(
+        f'<path class="grid" d="M{across.place(tick):.1f} 4V{height:g}"/>' for tick in across.ticks(4)
+    ) + numbers_below(across, across.ticks(4), height + 16)
+    if value is not None:
+        parts += line([(across.place(value), 4), (across.place(value), height)], Key("", _REFERENCE, 2), 1.5)
+    told = []
+    for row, (strip, column) in enumerate(zip(strips, ends, strict=True)):
+        y = 24.0 + 34 * row
+        for end, offset in zip(column, _scatter(len(column)), strict=True):
+            parts += dot(across.place(end), y + 22 * offset, 3.5, strip.colour, f"{strip.label}: {significant(end, 4)}")
+        if column:
+            x = across.place(statistics.median(column))
+            parts += line([(x, y - 14), (x, y + 14)], Key("", strip.colour), 2.5)
+            told.append(f"{strip.label} {_range(column, statistics.median)}")
+    return svg(height + 22, parts, f"{title}, at the end of every seed: {'; '.join(told)}.")
+
+
+def _swept(title: str, label: str, positions: Sequence[float], bands: Sequence[Band]) -> str:
+    """Return a chart of dots, one a seed, with a line through the medians."""
+    up = fit([value for band in bands for _, column in band.known for value in column], 176, 8)
+    # At the same place; the first is wide and the later ones narrow, so that equal values are all seen.
+    parts, across = frame(fit(positions, 0, 1, wide=_WIDE_SWEEP), up, positions)
+    for index, band in enumerate(bands):
+        for step, column in band.known:
+            parts += "".join(dot(across.place(step), up.place(v), 2 + 3 / (1 + index), band.colour) for v in column)
+        middles = [(across.place(step), up.place(statistics.median(column))) for step, column in band.known]
+        parts += line(middles, band.key, 1.5 + 3 / (1 + index))
+    parts += _columns(label, positions, bands, across, up, statistics.median)
+    return svg(200, parts, _story(title, label, bands, (), statistics.median))
+
+
+_Middle = Callable[[Sequence[float]], float]
+
+
+def _columns(
+    label: str, steps: Sequence[float], bands: Sequence[Band], across: Scale, up: Scale, middle: _Middle
+) -> str:
+    """Return an invisible column for each step, which tells all values there."""
+    places = [across.place(step) for step in steps]
+    cuts = [across.start, *((left + right) / 2 for left, right in itertools.pairwise(places)), across.end]
+    parts, found = "", [(band.label, dict(band.known)) for band in bands]
+    for step, (left, right) in zip(steps, itertools.pairwise(cuts), strict=False):
+        lines = [f"{name}: {_range(values[step], middle)}" for name, values in found if step in values]
+        place = f'x="{left:.1f}" y="{up.end:g}" width="{right - left:.1f}" height="{up.start - up.end:g}"'
+        parts += mark(f'<rect class="hit" {place}', "\n".join([f"{label} {step:g}", *lines]))
+    return parts
+
+
+def _story(title: str, label: str, bands: Sequence[Band], levels: Sequence[Level], middle: _Middle) -> str:
+    """Return the first and the last value of each curve in words."""
+    told = []
+    for band in bands:
+        if band.known:
+            (start, first), (end, last) = band.known[0], band.known[-1]
+            first_value, last_value = (significant(middle(column), 4) for column in (first, last))
+            told.append(f"{band.label} {first_value} at {start:g}, {last_value} at {end:g}")
+    told += [f"{level.label} {significant(level.value, 4)}" for level in levels]
+    return f"{title}, over the {label}: {'; '.join(told)}." if told else f"{title}: no values."
+
+
+def _range(values: Sequence[float], middle: _Middle) -> str:
+    """Write the middle of the seeds, and their range where it shows."""
+    low, at, high = (significant(value, 4) for value in (min(values), middle(values), max(values)))
+    return at if low == high else f"{at} ({low} … {high})"
 
 
 def _scatter(count: int) -> NDArray[np.float64]:
     """Return offsets across a row, which keep equal values apart: evenly spread, neighbours far from each other."""
     golden = (math.sqrt(5) - 1) / 2
     return np.asarray([0.6 * (index * golden % 1 - 0.5) for index in range(count)])
-
-
-def _row(figure: Figure, count: int) -> list[Axes]:
-    axes = figure.subplots(1, count, squeeze=False)
-    return list(axes[0])
-
-
-def _svg(figure: Figure, key: str, label: str) -> str:
-    """Return inline SVG. Ids are prefixed with `key`: those of two figures on one page would collide."""
-    with mpl.rc_context({"svg.hashsalt": key}):
-        buffer = io.StringIO()
-        # Tight: an axes with a fixed aspect may stand out of the room that the layout gave it.
-        figure.savefig(
-            buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True, bbox_inches="tight"
-        )
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r'\bid="', f'id="{key}-', text)
-    text = re.sub(r"url\(#", f"url(#{key}-", text)
-    text = re.sub(r'href="#', f'href="#{key}-', text)
-    return text.replace("<svg ", f'<svg role="img" aria-label="{html.escape(label)}" ', 1)

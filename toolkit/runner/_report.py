@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toolkit.runner._chart import significant, standalone
 from toolkit.runner._figures import (
     COLOURS,
+    METHODS,
     Arrow,
     Band,
     Bar,
@@ -25,11 +27,11 @@ from toolkit.runner._figures import (
     draw_arrows,
     draw_bands,
     draw_bars,
+    draw_curves,
     draw_methods,
     draw_parameters,
     draw_strips,
     draw_sweep,
-    significant,
 )
 from toolkit.runner._findings import Difference, broken_claims, compared, finals, rounding, verdict_of
 from toolkit.runner._records import BLOCKED, WITHOUT_EFFECT, ExperimentRecords, Record, overrides_of
@@ -47,8 +49,6 @@ _AT_THE_LIMIT = 1e-5
 
 # The smallest number of seeds for which the report shows where each seed ended.
 _MANY_SEEDS = 10
-
-_GREYS = ("#999999", "#333333", "#bbbbbb")  # of what others have said
 
 # A sweep with more curves than this is shown in its table only.
 _MOST_PANELS = 4
@@ -80,33 +80,32 @@ class VariantView:
 
 @dataclass(frozen=True)
 class SeedsView:
-    """Where the seeds ended: a picture, and a table of medians and ranges with a row for every variant."""
+    """Where the seeds ended: a picture, and a table of medians and ranges whose rows begin with the variant."""
 
     count: int
     picture: str
     heads: list[str]
-    rows: list[tuple[str, list[str]]]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
 class SweepView:
-    """Results of the runs for each value of a swept quantity; a table row is (value, variant, cells)."""
+    """Results of the runs for each value of a swept quantity; a table row begins with value and variant."""
 
     label: str
-    variants: int
     picture: str
     heads: list[str]
-    rows: list[tuple[str, str, list[str]]]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
 class MethodsView:
-    """Results of other methods on the same model: a picture, and a table with a row (method, cells) for each method."""
+    """Results of other methods on the same model: a picture, and a table whose rows begin with the method."""
 
     label: str
     picture: str
     heads: list[str]
-    rows: list[tuple[str, list[str]]]
+    rows: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,8 @@ class ExperimentView:
     about: str
     objective: str
     better: str
-    blocked_final: str
-    blocked_target: str
     variants: list[VariantView]
+    rows: list[list[str]]
     arrows: str
     parameters: str
     curves: str
@@ -153,10 +151,10 @@ def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
     names = [name for name in newest["variants"] if name != BLOCKED]
     colours = {name: COLOURS[(index + 1) % len(COLOURS)] for index, name in enumerate(names)}
     every, all_colours = [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}
-    key = f"x-{experiment.name}"
+    variants = [_variant(records, name, colours[name]) for name in names]
     better = "higher is better" if newest["objective"]["higher_is_better"] else "lower is better"
     return ExperimentView(
-        key=key,
+        key=f"x-{experiment.name}",
         title=newest["config"]["title"],
         finding="" if overrides_of(records) else newest["config"]["finding"],
         with_values=" ".join(overrides_of(records)),
@@ -165,23 +163,19 @@ def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
         about=newest["about"],
         objective=newest["objective"]["label"],
         better=better,
-        blocked_final=_spread(finals(records, BLOCKED)),
-        blocked_target=_target(records, BLOCKED),
-        variants=[_variant(records, name, colours[name]) for name in names],
-        arrows=draw_arrows(
-            [(title, _arrows(of, when, colours)) for when, title, of in _moments(records)], f"{key}-arrows"
-        ),
-        parameters=_parameters(records, names, colours, f"{key}-parameters"),
-        curves=draw_bands(
-            _curves(records, every, all_colours),
-            [] if newest.get("methods") else _references(newest, COLOURS[len(every) :]),
-            f"{key}-curves",
-        ),
-        seeds=_seeds(records, every, all_colours, f"{key}-seeds"),
-        sweep=_sweep(records, every, all_colours, f"{key}-sweep"),
-        methods=_methods(records, f"{key}-methods"),
-        others=_others(experiment, names, all_colours, f"{key}-others"),
-        costs=draw_bars(_costs(records, every, all_colours), f"{key}-costs"),
+        variants=variants,
+        rows=[
+            ["blocked", "0°", "×1", "0", _target(records, BLOCKED), _spread(finals(records, BLOCKED)), "×1", "×1"],
+            *([f"{v.name} open", v.angle, v.ratio, v.leak, v.target, v.final, v.time, v.memory] for v in variants),
+        ],
+        arrows=draw_arrows([(title, _arrows(of, when, colours)) for when, title, of in _moments(records)]),
+        parameters=_parameters(records, names, colours),
+        curves=draw_bands(_curves(records, every, all_colours), [] if newest.get("methods") else _references(newest)),
+        seeds=_seeds(records, every, all_colours),
+        sweep=_sweep(records, every, all_colours),
+        methods=_methods(records),
+        others=_others(experiment, names, all_colours),
+        costs=draw_bars(_costs(records, every, all_colours)),
         config=newest["source"].strip(),
         command=_command(experiment.name, newest),
         provenance=_provenance(records),
@@ -189,11 +183,12 @@ def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
 
 
 def draw_card(experiment: ExperimentRecords) -> str:
-    """Draw the objective over training, small."""
+    """Draw the objective over training, as a file."""
     records = experiment.records
     names = list(records[-1].data["variants"])
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
-    return draw_bands(_curves(records, names, colours)[:1], [], f"card-{experiment.name}", width=3.0)
+    ((title, bands, _),) = _curves(records, names, colours)[:1]
+    return standalone(draw_curves(title, "training step", bands, (), height=170))
 
 
 def first_sentence(text: str) -> str:
@@ -371,7 +366,7 @@ def _arrows(records: Sequence[Record], when: str, colours: dict[str, str]) -> li
     return arrows
 
 
-def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> str:
+def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> str:
     when, _, reached = _moments(records)[-1]
     effects = {name: [record.data["comparison"][when]["effects"][name] for record in reached] for name in names}
     known = list(effects[names[0]][0]["per_parameter"])
@@ -384,14 +379,14 @@ def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[s
     shown = [parameter for parameter in known if parameter in kept]
     series = [
         (
-            name,
+            _legend(name, [BLOCKED, *names]),
             [values(name, parameter, "cosine") for parameter in shown],
             [values(name, parameter, "ratio") for parameter in shown],
             colours[name],
         )
         for name in names
     ]
-    return draw_parameters(shown, series, key)
+    return draw_parameters(shown, series)
 
 
 def _curves(
@@ -402,19 +397,21 @@ def _curves(
     panels = []
     for metric in metrics[:3]:
         bands = []
-        for name in names:
+        for index, name in enumerate(names):
             runs = [record.data["variants"][name] for record in records]
             longest = max((run["steps"] for run in runs), key=len)
             values = np.full((len(runs), len(longest)), np.nan)
             for row, run in zip(values, runs, strict=True):
                 row[: len(run["steps"])] = [np.nan if v is None else v for v in run["metrics"][metric]]
-            bands.append(Band(_legend(name, names), np.asarray(longest, dtype=float), values, colours[name]))
+            # The later lines are dashed, so that a line that lies exactly on another is still seen.
+            steps = np.asarray(longest, dtype=float)
+            bands.append(Band(_legend(name, names), steps, values, colours[name], min(index, 3)))
         title = newest["objective"]["label"] if metric == "objective" else metric.replace("_", " ")
         panels.append((title, bands, _best(records) if metric == "objective" else None))
     return panels
 
 
-def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> SeedsView | None:
+def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> SeedsView | None:
     """Return where every seed ended; None if the seeds are few enough for the curves to show it."""
     if len(records) < _MANY_SEEDS:
         return None
@@ -433,16 +430,16 @@ def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
         strips = [Strip(_legend(name, names), np.asarray(ends[metric, name]), colours[name]) for name in names]
         panels.append((titles[metric], strips, marks.get(metric)))
     events = _events(records, metrics)
-    heads = [*titles.values(), *(_headline(event) for event in events)]
+    heads = ["variant", *titles.values(), *(_headline(event) for event in events)]
     rows = []
     for name in names:
         cells = [_range(ends[metric, name], _brief) for metric in metrics]
         cells += [_count(event, ends[event["metric"], name]) for event in events]
-        rows.append((_legend(name, names), cells))
-    return SeedsView(len(records), draw_strips(panels, key), heads, rows)
+        rows.append([_legend(name, names), *cells])
+    return SeedsView(len(records), draw_strips(panels), heads, rows)
 
 
-def _sweep(records: Sequence[Record], names: Sequence[str], colours: dict[str, str], key: str) -> SweepView | None:
+def _sweep(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> SweepView | None:
     newest = records[-1].data
     swept = newest.get("sweep")
     if swept is None:
@@ -468,17 +465,18 @@ def _sweep(records: Sequence[Record], names: Sequence[str], colours: dict[str, s
             values = {curve: found[name][curve][:, index].tolist() if found[name] else [] for curve in curves}
             cells = [_range(values[curve], _brief) for curve in curves]
             cells += [_count(event, values[event["metric"]]) for event in events]
-            rows.append((f"{position:g}", _legend(name, names), cells))
-    picture = draw_sweep(swept["label"], positions, panels[:_MOST_PANELS], key)
-    return SweepView(swept["label"], len(names), picture, [*curves, *(_headline(event) for event in events)], rows)
+            rows.append([f"{position:g}", _legend(name, names), *cells])
+    heads = [swept["label"], "variant", *curves, *(_headline(event) for event in events)]
+    picture = draw_sweep(swept["label"], positions, panels[:_MOST_PANELS])
+    return SweepView(swept["label"], picture, heads, rows)
 
 
-def _references(data: Mapping[str, Any], colours: Sequence[str]) -> list[Level]:
+def _references(data: Mapping[str, Any]) -> list[Level]:
     known = data["config"].get("references", {})
-    return [Level(name, value, colours[index % len(colours)]) for index, (name, value) in enumerate(known.items())]
+    return [Level(name, value, dashes=1 + index) for index, (name, value) in enumerate(known.items())]
 
 
-def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
+def _methods(records: Sequence[Record]) -> MethodsView | None:
     records = [record for record in records if (record.data.get("methods") or {}).get("trained")]
     if not records:
         return None
@@ -488,12 +486,12 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
     bands, levels, rows = [], [], []
     others = [metric for metric in next(iter(methods["trained"].values()))["metrics"] if metric != "objective"]
     for index, name in enumerate(methods["trained"]):
-        colour = COLOURS[1 + index % (len(COLOURS) - 1)]
+        dashes, colour = divmod(index, len(METHODS))
         trained = [record.data["methods"]["trained"][name] for record in records]
         values = np.asarray([method["metrics"]["objective"] for method in trained], dtype=float)
         best = at = "–"
         if values.shape[1] > 1:
-            bands.append(Band(name, np.asarray(methods["steps"], dtype=float), values, colour))
+            bands.append(Band(name, np.asarray(methods["steps"], dtype=float), values, METHODS[colour], dashes))
             ranked = np.where(np.isfinite(values), sign * values, -np.inf)
             tops = ranked.max(axis=1, keepdims=True)
             best = _range((sign * tops).ravel().tolist(), _brief)
@@ -501,23 +499,21 @@ def _methods(records: Sequence[Record], key: str) -> MethodsView | None:
             reached = (ranked >= tops - rounding(records) * np.abs(tops)).argmax(axis=1)
             at = _range([float(methods["steps"][step]) for step in reached], "{:.0f}".format)
         elif np.isfinite(values).any():
-            levels.append(Level(name, float(np.nanmean(values)), colour))
+            levels.append(Level(name, float(np.nanmean(values)), METHODS[colour], dashes))
         ends = [
             _range([method["metrics"][metric][-1] for method in trained], _brief) for metric in ("objective", *others)
         ]
-        rows.append((name, [best, at, *ends, _range([method["seconds"] for method in trained], "{:.3g} s".format)]))
-    references = _references(newest, _GREYS)
+        rows.append([name, best, at, *ends, _range([method["seconds"] for method in trained], "{:.3g} s".format)])
+    references = _references(newest)
     for level in references:
-        rows.append((level.label, ["–", "–", _brief(level.value), *["–"] * len(others), "–"]))
+        rows.append([level.label, "–", "–", _brief(level.value), *["–"] * len(others), "–"])
     label, objective = methods["label"], newest["objective"]["label"]
-    heads = ["best on the way", f"at {label}", "at the end", *others, "processor time"]
-    picture = draw_methods(objective, label, bands, [*levels, *references], _best(records), key)
+    heads = ["method", "best on the way", f"at {label}", "at the end", *others, "processor time"]
+    picture = draw_methods(objective, label, bands, [*levels, *references], _best(records))
     return MethodsView(label, picture, heads, rows)
 
 
-def _others(
-    experiment: ExperimentRecords, names: Sequence[str], colours: dict[str, str], key: str
-) -> OthersView | None:
+def _others(experiment: ExperimentRecords, names: Sequence[str], colours: dict[str, str]) -> OthersView | None:
     """Return the results with other values of the config; None if there are none."""
     groups = [experiment.records, *experiment.overridden]
     if len(groups) == 1:
@@ -535,10 +531,10 @@ def _others(
         for name in names
         if name in records[-1].data["variants"]
     ]
-    return OthersView(_swept_values(groups, [BLOCKED, *names], colours, key), rows)
+    return OthersView(_swept_values(groups, [BLOCKED, *names], colours), rows)
 
 
-def _swept_values(groups: Sequence[Sequence[Record]], names: Sequence[str], colours: dict[str, str], key: str) -> str:
+def _swept_values(groups: Sequence[Sequence[Record]], names: Sequence[str], colours: dict[str, str]) -> str:
     """Draw the objective over a number that alone differs between groups of records; nothing if there is none."""
     configs = [records[-1].data["config"] for records in groups]
     varied = [name for name in configs[0] if any(config.get(name) != configs[0][name] for config in configs)]
@@ -554,7 +550,7 @@ def _swept_values(groups: Sequence[Sequence[Record]], names: Sequence[str], colo
             if name in records[-1].data["variants"]:
                 values[: len(records), column] = finals(records, name)
         bands.append(Band(_legend(name, names), np.asarray(positions), values, colours[name]))
-    return draw_sweep(varied[0], positions, [(groups[0][-1].data["objective"]["label"], bands)], key)
+    return draw_sweep(varied[0], positions, [(groups[0][-1].data["objective"]["label"], bands)])
 
 
 def _swept(records: Sequence[Record], name: str, count: int) -> dict[str, NDArray[np.float64]]:

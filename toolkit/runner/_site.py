@@ -5,6 +5,7 @@ Imports neither torch nor an algorithm: pages can be drawn where these are not i
 
 from __future__ import annotations
 
+import html
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 
 import jinja2
 
+from toolkit.runner._chart import PALETTE, STYLE, Key, legend
 from toolkit.runner._figures import COLOURS
 from toolkit.runner._findings import RULE, broken_claims, compared
 from toolkit.runner._records import BLOCKED, ExperimentRecords, overrides_of, read_all, read_zoo
@@ -31,7 +33,9 @@ class Card:
     title: str
     subject: str
     sentence: str
+    objective: str
     alt: str
+    with_values: str
     broken: bool
     endings: list[str]
     variants: list[tuple[str, str, str]]
@@ -62,6 +66,7 @@ def write_site(root: Path, names: Collection[str] | None = None) -> Path:
         subjects=sorted({card.subject for card in cards}),
         endings=sorted({ending for card in cards for ending in card.endings}),
         zoo=zoo,
+        keys=_keys(max((len(card.variants) for card in cards), default=1)),
     )
     return _write(root / "index.html", text)
 
@@ -90,12 +95,22 @@ def _card(file: str, experiment: ExperimentRecords) -> Card:
         title=data["config"]["title"],
         subject=data["config"]["experiment"].split("_")[0],
         sentence="" if overrides_of(records) else first_sentence(data["config"]["finding"]),
+        objective=data["objective"]["label"],
         alt=f"{data['objective']['label']} over training: {about}.",
+        with_values=" ".join(overrides_of(records)),
         broken=not overrides_of(records) and bool(broken_claims(records)),
         endings=sorted({difference.kind for difference in found.values()}),
         variants=[(name, variant_verdict(records, name)["label"], effects[name]) for name in names],
         size=max((value for value in clear if math.isfinite(value)), default=0.0),
     )
+
+
+def _keys(variants: int) -> str:
+    """Return the legend of all cards."""
+    opened = ("with a block open", "with another block open", "with a third set of blocks open")
+    names = zip(opened[:variants], COLOURS[1:], strict=False)
+    keys = [Key(name, colour, index) for index, (name, colour) in enumerate(names, start=1)]
+    return legend([Key("with every block in place", COLOURS[0]), *keys])
 
 
 def _files(experiments: Sequence[ExperimentRecords]) -> list[str]:
@@ -107,11 +122,19 @@ def _files(experiments: Sequence[ExperimentRecords]) -> list[str]:
 @cache
 def _environment() -> jinja2.Environment:
     loader = jinja2.PackageLoader("toolkit.runner", "templates")
-    return jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
+    environment.filters["breakable"] = _breakable
+    return environment
+
+
+def _breakable(name: str) -> str:
+    """Return a name as HTML that may continue on the next line between its words, never inside of one."""
+    return re.sub(r"([._/=])(?=\w)", r"\1<wbr>", html.escape(name))
 
 
 def _render(template: str, **values: Any) -> str:
-    return _environment().get_template(f"{template}.html.j2").render(blocked_colour=COLOURS[0], rule=RULE, **values)
+    text = _environment().get_template(f"{template}.html.j2")
+    return text.render(palette=PALETTE, chart_style=STYLE, rule=RULE, **values)
 
 
 def _write(path: Path, text: str) -> Path:
