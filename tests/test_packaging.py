@@ -95,6 +95,12 @@ def test_wheel_holds_one_package_with_experiments_configs_and_zoo_inside(tmp_pat
     assert "Requires-Python: >=3.11" in metadata
 
 
+def test_the_citation_names_the_version_and_the_license():
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {PROJECT['project']['version']}\n" in citation
+    assert f"\nlicense: {PROJECT['project']['license']}\n" in citation
+
+
 def test_changelog_knows_the_version():
     version = re.escape(PROJECT["project"]["version"])
     assert re.search(rf"^## \[{version}\]", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
