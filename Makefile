@@ -63,7 +63,7 @@ bench: $(VENV)/installed-test
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf docs/_build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf docs/_build docs/gallery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:

@@ -14,8 +14,8 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
 
-# The tests' own files and Sphinx's settings have no examples; a doctest run would import them a second time.
-collect_ignore_glob = ["docs/conf.py", "docs/_build/*"]
+# Sphinx's settings, the notebooks and the picture's script have no examples; a doctest run would import and run them.
+collect_ignore_glob = ["docs/conf.py", "docs/notebooks/*", "docs/gallery/*", "docs/_build/*"]
 
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"]).pytest()
 

@@ -22,20 +22,39 @@ sys.path.insert(0, str(ROOT))
 
 project = "stopgrad"
 version = release = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_build"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_gallery.gen_gallery",
+]
+exclude_patterns = ["_build", "notebooks"]
 html_theme = "furo"
 html_title = "stopgrad"
+html_show_copyright = False
 html_math_renderer = "mathml"
 default_role = "py:obj"  # `name` in a docstring is a link where there is something to link to
 
-myst_enable_extensions = ["dollarmath"]
+myst_enable_extensions = ["deflist", "dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 napoleon_use_ivar = True
+
+# Scripts that the build runs, each as a page with its pictures and as a notebook to download.
+sphinx_gallery_conf = {
+    "examples_dirs": "notebooks",
+    "gallery_dirs": "gallery",
+    "filename_pattern": "",
+    "within_subsection_order": "FileNameSortKey",
+    "download_all_examples": False,
+    "min_reported_time": 60,
+    "show_memory": False,
+    "write_computation_times": False,
+}
 
 # Methods that scikit-learn adds to each estimator, with links into its own documentation.
 autodoc_default_options = {

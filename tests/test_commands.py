@@ -17,6 +17,8 @@ NOT_HERE = ("own_data",)
 # What would take minutes is made short; a command stays as it is but for these additions.
 SHORT = ["--set", "seeds=1", "--set", "steps=2", "--set", "evaluate_every=1"]
 
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -28,7 +30,7 @@ def commands_of(text):
         for line in block.splitlines()
     ]
     commands = [re.split(r" {2,}|\s+#", line.removeprefix("$ "))[0].strip() for line in lines]
-    return [command for command in commands if not command.startswith(("error:", "make", "source"))]
+    return [command for command in commands if not command.startswith(("error:", "make", "pip install", "source"))]
 
 
 COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands_of(path.read_text("utf-8"))))
@@ -70,6 +72,7 @@ def installed(tmp_path_factory):
     work.mkdir()
     (work / "example.py").write_text(_example())
     (work / "train.py").write_text(_block("python", "optimizer.step()"))
+    (work / "stuck.py").write_text(_block("python", "left over", TUTORIAL))
     return work, folder / "venv" / "bin"
 
 
@@ -78,9 +81,9 @@ def _example():
     return _block("python", "print(audit(loss))").replace("print(audit(loss))", "def make_loss():\n    return loss")
 
 
-def _block(language, part):
-    """Return the block of README with this part."""
-    text = (ROOT / "README.md").read_text("utf-8")
+def _block(language, part, document=ROOT / "README.md"):
+    """Return the block of a document with this part."""
+    text = document.read_text("utf-8")
     (found,) = (block for block in re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL) if part in block)
     return found
 
@@ -115,6 +118,18 @@ def test_command_works(command, installed):
 def test_the_first_command_has_the_answer_that_readme_shows(installed):
     done = _done(["stopgrad", "audit", "train.py", "--step", "10"], installed)
     assert done.stdout == _block("text", "step 10")
+
+
+def test_the_tutorial_shows_the_answers_before_and_after_the_repair(installed):
+    done = _done(["stopgrad", "audit", "stuck.py", "--step", "10"], installed)
+    assert done.stdout == _block("text", "stuck.py:12:5", TUTORIAL)
+    stuck = _block("python", "left over", TUTORIAL)
+    repaired = re.sub(r" +with torch.no_grad.*\n    ", "", stuck).replace("assert loss > 0.7", "assert loss < 0.01")
+    folder = installed[0] / "repaired"
+    folder.mkdir()
+    (folder / "stuck.py").write_text(repaired)
+    done = _done(["stopgrad", "audit", "stuck.py", "--step", "10"], (folder, installed[1]))
+    assert done.stdout.endswith(_block("text", "stuck.py:13:13", TUTORIAL))
 
 
 def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
