@@ -726,10 +726,10 @@ def test_a_name_breaks_between_its_words_alone(site):
 def test_a_card_tells_that_its_values_are_not_the_configs(results, tmp_path):
     run_config(load_config(results.parent / "toy_report.toml", ["steps=4", "seeds=1"]), tmp_path)
     text = " ".join(write_site(tmp_path).read_text().split())
-    assert "With other values than the config's: <code>steps=<wbr>4" in text
+    assert "With other values than the config's: <code>steps=4" in text
     (found,) = read_all(tmp_path)
     single = " ".join(write_single([found], tmp_path / "single.html").read_text().split())
-    assert "<small>with <code>steps=<wbr>4" in single
+    assert "<small>with <code>steps=4" in single
 
 
 def test_only_the_named_pages_are_drawn_again(site):
@@ -796,6 +796,12 @@ def test_a_wide_sweep_has_a_logarithmic_axis():
     assert with_zero[1] - with_zero[0] > 1
     left, middle, right = _centres(draw_sweep("rate", [1, 2, 4], [("loss", [_band([1, 2, 4], [[1, 2, 3]])])]))
     assert 2 * (middle - left) == pytest.approx(right - middle, abs=0.21)
+
+
+def test_values_at_rounding_leave_an_axis_linear():
+    assert fit([1e-16, -3e-17, 0.0, 8.0, -5.0], 0, 1).kind == "linear"
+    assert fit([-1.0, -2.0, -3.0, -5e7], 0, 1).kind == "asinh"
+    assert fit([1e-11, 1e-3], 0, 1).kind == "log"
 
 
 @pytest.mark.parametrize(

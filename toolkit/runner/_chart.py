@@ -48,6 +48,9 @@ _DASHES = ("", "6 5", ".1 4.5", "9 5 .1 5")  # with round ends, which lengthen a
 # A larger number is drawn as missing, and a smaller one as zero: products of such numbers are out of range.
 _LARGEST, _SMALLEST = 1e250, 1e-250
 
+# A smaller number does not make an axis of both signs logarithmic.
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True)
 class Scale:
@@ -117,17 +120,21 @@ class Key:
 
 
 def fit(values: Iterable[float], start: float, end: float, *, wide: float = 1e3, margin: float = 0.05) -> Scale:
-    """Return a scale that holds all finite values. It is logarithmic if their sizes differ by more than `wide`."""
+    """Return a scale that holds all finite values.
+
+    It is logarithmic if positive values differ by more than a factor `wide`, or if some of any sign are `wide` squared
+    times as large as half of them.
+    """
     known = sorted(value if abs(value) > _SMALLEST else 0.0 for value in values if abs(value) <= _LARGEST)
     if not known:
         return Scale(0.0, 1.0, start, end)
     low, high = known[0], known[-1]
-    sizes = [abs(value) for value in known if value] or [1.0]
+    sizes = [abs(value) for value in known if abs(value) > _ROUNDING] or [1.0]
     if low > 0 and high > wide * low:
         room = 10 ** (margin * (math.log10(high) - math.log10(low)))
         return Scale(low / room, high * room, start, end, "log")
     unit = min(sizes) if low == 0 else statistics.median(sizes)
-    if max(sizes) > wide * unit:
+    if max(sizes) > wide**2 * unit:
         return Scale(low - margin * abs(low), high + margin * abs(high), start, end, "asinh", unit)
     room = margin * (high - low) or 0.05 * abs(high) or 0.5
     return Scale(low - room, high + room, start, end)

@@ -1,4 +1,4 @@
-"""The pictures of the report. Each is drawn with its values on hover and a sentence that says what it shows.
+"""The pictures of the report. Each has its values on hover, and its results in words for those who do not see it.
 
 Imports neither torch nor an algorithm.
 """
@@ -200,22 +200,33 @@ def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[st
 
 
 def draw_curves(
-    title: str, label: str, bands: Sequence[Band], levels: Sequence[Level], *, wide: float = 1e3, height: float = 200
+    title: str,
+    label: str,
+    bands: Sequence[Band],
+    levels: Sequence[Level],
+    *,
+    wide: float = 1e3,
+    height: float = 200,
+    told: bool = True,
 ) -> str:
-    """Return a chart of curves: the mean of the seeds, and their range as a shade."""
+    """Return a chart of curves: the mean of the seeds, and their range as a shade. `told`: values appear on hover."""
     ends = [value for band in bands for _, column in band.known for value in (min(column), max(column))]
     up = fit([*ends, *(level.value for level in levels)], height - 24, 8, wide=wide)
     steps = sorted({step for band in bands for step, _ in band.known})
     parts, across = frame(fit(steps, 0, 1, wide=math.inf, margin=0), up, None if steps else [])
+    shades = lines = ""
     for index, band in enumerate(bands):
         lows, highs, middles = (
             [(across.place(step), up.place(of(column))) for step, column in band.known]
             for of in (min, max, statistics.fmean)
         )
-        parts += area([*lows, *highs[::-1]], band.colour) + line(middles, band.key, 3 if index == 0 else 2)
+        shades += area([*lows, *highs[::-1]], band.colour)
+        lines += line(middles, band.key, 3 if index == 0 else 2)
+    parts += shades + lines
     for level in levels:
         parts += line([(x, up.place(level.value)) for x in (across.start, across.end)], level.key, 1.5)
-    parts += _columns(label, steps, bands, across, up, statistics.fmean)
+    if told:
+        parts += _columns(label, steps, bands, across, up, statistics.fmean)
     return svg(height, parts, _story(title, label, bands, levels, statistics.fmean))
 
 

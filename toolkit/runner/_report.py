@@ -188,7 +188,7 @@ def draw_card(experiment: ExperimentRecords) -> str:
     names = list(records[-1].data["variants"])
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
     ((title, bands, _),) = _curves(records, names, colours)[:1]
-    return standalone(draw_curves(title, "training step", bands, (), height=170))
+    return standalone(draw_curves(title, "training step", bands, (), height=170, told=False))
 
 
 def first_sentence(text: str) -> str:
