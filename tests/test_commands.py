@@ -132,6 +132,14 @@ def test_the_tutorial_shows_the_answers_before_and_after_the_repair(installed):
     assert done.stdout.endswith(_block("text", "stuck.py:13:13", TUTORIAL))
 
 
+def test_every_file_that_readme_shows_is_there():
+    text = (ROOT / "README.md").read_text("utf-8")
+    found = re.findall(r"\]\(([^)#]+)\)|`(docs/[\w./]+)`", text)
+    assert len(found) > 5
+    for link in (link or path for link, path in found):
+        assert (ROOT / link).is_file(), link
+
+
 def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
     work, binaries = installed
     project = work / "own"

@@ -22,7 +22,7 @@ from toolkit.runner._findings import RULE, broken_claims, compared
 from toolkit.runner._records import BLOCKED, ExperimentRecords, overrides_of, read_all, read_zoo
 from toolkit.runner._report import draw_card, experiment_view, first_sentence, training_effect, variant_verdict
 
-__all__ = ["write_single", "write_site"]
+__all__ = ["sketch", "write_single", "write_site"]
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,11 @@ def write_single(experiments: Sequence[ExperimentRecords], page: Path, zoo: Sequ
     return _write(page, _render("single", experiments=[experiment_view(one) for one in experiments], zoo=zoo))
 
 
+def sketch() -> str:
+    """Return the picture that explains a block."""
+    return _environment().get_template("_sketch.svg.j2").render()
+
+
 def _card(file: str, experiment: ExperimentRecords) -> Card:
     records = experiment.records
     data, names = records[-1].data, [name for name in records[-1].data["variants"] if name != BLOCKED]
@@ -129,7 +134,7 @@ def _environment() -> jinja2.Environment:
 
 def _breakable(name: str) -> str:
     """Return a name as HTML that may continue on the next line between its words, never inside of one."""
-    return re.sub(r"([._/=])(?=\w)", r"\1<wbr>", html.escape(name))
+    return re.sub(r"([._/])(?=\w)", r"\1<wbr>", html.escape(name))
 
 
 def _render(template: str, **values: Any) -> str:
