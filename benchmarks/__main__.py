@@ -70,10 +70,10 @@ def main(chosen: list[str]) -> int:
 
 
 def _keep_memory() -> None:
-    """Let the allocator keep what is freed.
+    """Let the allocator keep freed memory.
 
-    Else large tensors come from new pages or from old ones by luck, and new ones take several times as long as what is
-    computed: neither side of a ratio is then measured.
+    Otherwise a large tensor lies on new pages or on old ones, by chance. New pages take several times as long as the
+    computation, which is then not measured.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:

@@ -18,7 +18,7 @@ class Row:
     """One line of the benchmark table.
 
     Attributes:
-        what: Ours and what it is held against.
+        what: Our code, and the code that it is compared with.
         ratio: Our figure divided by theirs: below 1 is better.
         goal: The ratio to reach, in words; empty if there is none.
         note: Both figures with their units, sizes, anything a reader needs to judge the ratio.

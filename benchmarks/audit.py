@@ -97,6 +97,6 @@ def _row(what: str, ours: Callable[[], object], theirs: Callable[[], object]) ->
 
 
 def attributes_of_torch() -> list[object]:
-    """Return what an audit replaces while it runs: nothing of it may cost a program anything afterwards."""
+    """Return the attributes of torch that an audit replaces while it runs, and has to restore."""
     owners = (Tensor, nn.Parameter, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.set_grad_enabled)
     return [value for owner in owners for value in vars(owner).values()] + [torch.tensor, torch.asarray, torch.detach]

@@ -26,7 +26,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Cell:
-    """One size of problem, and what it was measured at: seconds of `STEPS` steps, set-up and last E-step included."""
+    """One size of problem, with its seconds for `STEPS` steps, set-up and last E-step included."""
 
     kind: CovarianceType
     n_samples: int

@@ -1,4 +1,4 @@
-"""EM beside scikit-learn over the whole grid of sizes, and what both need of memory: takes half an hour."""
+"""Time and memory of EM and of scikit-learn over the whole grid of sizes: takes half an hour."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ torch.set_num_threads(1)
 x = np.load(sys.argv[1], mmap_mode="r")
 begin = time.perf_counter()
 found = fit(x, 5, covariance_type="diag", cache=False, max_iter=3, tol=0, generator=torch.Generator().manual_seed(0))
-# Not `ru_maxrss`: it begins with what the process that started this one had in memory.
+# Not `ru_maxrss`: it begins with the memory of the process that started this one.
 peak = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))
 print(int(peak.split()[1]) / 1024, time.perf_counter() - begin, found.log_likelihood)
 """

@@ -22,7 +22,7 @@ SIZES = ((128, 4096, 50_257), (1024, 512, 50_257))
 
 
 def rows() -> Iterator[Row]:
-    """Measure forward plus backward in float32: time, and what a process grows by beside its gradients."""
+    """Measure forward plus backward in float32: time, and the memory of a process beyond its gradients."""
     for size in SIZES:
         yield _time(size)
         yield from _memory(size)
@@ -79,7 +79,7 @@ def _text(size: tuple[int, int, int]) -> str:
 
 
 def _grown(name: str, size: tuple[int, int, int]) -> list[int]:
-    """Return the bytes by which a process's peak exceeds what it began with, without and with the gradients."""
+    """Return the growth of a process in bytes, from its start to its peak, without and with the gradients."""
     # Large blocks go back to the system at once: the second step starts where the first did.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}
     command = [sys.executable, "-m", "benchmarks.linear_cross_entropy", json.dumps([name, size])]

@@ -17,7 +17,7 @@ from toolkit.rbm import NEGATIVE_SAMPLES, RBM, FusedTrainer, contrastive_diverge
 
 
 def rows() -> Iterator[Row]:
-    """Measure updates in float32 and float64, and what an open block keeps alive."""
+    """Measure updates in float32 and float64, and the memory that an open block keeps."""
     yield _persistent_update("fused PCD-1 update", "at most 1.15")
     yield _persistent_update("centred with weight decay", "", offset_rate=0.01, weight_decay=1e-3)
     yield _persistent_update("sampling in bfloat16", "", product_dtype=torch.bfloat16)
