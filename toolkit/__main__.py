@@ -20,6 +20,9 @@ import click
 
 __all__ = ["main"]
 
+# The name of the table of expected stops.
+_TABLE = "stop"
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stopgrad")
@@ -35,7 +38,22 @@ def main() -> None:
 @click.option("--all", "all_passes", is_flag=True, help="Answer for all backward passes of this step.")
 @click.option("--continue", "continues", is_flag=True, help="Let the script go on after the answer.")
 @click.option("--verify", is_flag=True, help="Run the script again, without recording, and compare bit for bit.")
-@click.option("--json", "as_json", is_flag=True, help="Print plain JSON.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "json", "github"]),
+    default="text",
+    show_default=True,
+    help="Print text, JSON (see `docs/gradients.md`), or text with annotations for GitHub.",
+)
+@click.option("--json", "form", flag_value="json", help="The same as `--format json`.")
+@click.option(
+    "--expect",
+    type=click.Path(path_type=Path, dir_okay=False, resolve_path=True),
+    metavar="FILE.toml",
+    help="Compare the stops with this table; end with 1 if one is gone, new, or has another effect.",
+)
+@click.option("--update", is_flag=True, help="Write the table of `--expect`.")
 @click.option("--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page.")
 @click.option("--witness", type=click.Path(path_type=Path), hidden=True)
 def audit(
@@ -46,7 +64,9 @@ def audit(
     all_passes: bool,
     continues: bool,
     verify: bool,
-    as_json: bool,
+    form: str,
+    expect: Path | None,
+    update: bool,
     page_path: Path | None,
     witness: Path | None,
 ) -> None:
@@ -61,16 +81,20 @@ def audit(
 
     The answer is written to stdout, the output of the program to stderr.
 
-    Ends with 0; with 1 if an answer is not valid or the program fails, and with 2 if there is nothing to audit.
+    Ends with 0; with 1 if an answer is not valid or not as expected, or the program fails; with 2 if there is nothing
+    to audit.
     """
     if module is None and not words:
         _stop("The program should be a script, FILE:FUNCTION, or -m MODULE. Found none.")
     if backward is not None and all_passes:
         _stop("`--backward` should not stand beside `--all`. Found both.")
+    if update and expect is None:
+        _stop("`--update` should stand beside `--expect`. Found it alone.")
+    expected = [] if expect is None or update else _expected(expect)
     program = words[0] if module is None else module
     file, _, function = program.rpartition(":")
     if module is None and file and function.isidentifier() and not Path(program).is_file():
-        answers = {"": _answer_of_function(file, function)}
+        answers = {0: _answer_of_function(file, function)}
         verified = ""
     else:
         from toolkit.gradients.audit.scripts import Question, Script
@@ -82,8 +106,23 @@ def audit(
         if witness is not None:
             _bear_witness(script, question, witness)
         answers, verified = _answers_of_script(script, question, verify=verify)
-    pages = [] if page_path is None else _write_pages(page_path, answers, program)
-    if as_json:
+    named = {f"step {step}, backward pass {number}" if number else "": answer for number, answer in answers.items()}
+    pages = [] if page_path is None else _write_pages(page_path, named, program)
+    is_valid = all(answer.valid for answer in answers.values()) and not verified.startswith("NOT")
+    _print(named, verified, form)
+    if form == "github":
+        _annotate([answer for answer in answers.values() if expect is None or not answer.valid])
+    is_expected = True
+    if expect is not None and is_valid:
+        asked = None if update else [stop for stop in expected if all_passes or stop.backward in answers]
+        is_expected = _holds(expect, asked, answers, form)
+    for page in pages:
+        click.echo(f"page: {page}", err=True)
+    sys.exit(0 if is_valid and is_expected else 1)
+
+
+def _print(answers: dict[str, Any], verified: str, form: str) -> None:
+    if form == "json":
         found = [
             {"backward": name, **answer.to_dict()} if name else answer.to_dict() for name, answer in answers.items()
         ]
@@ -91,9 +130,46 @@ def audit(
     else:
         click.echo("\n\n".join(_text(name, answer) for name, answer in answers.items()))
         click.echo(verified, nl=bool(verified))
-    for page in pages:
-        click.echo(f"page: {page}", err=True)
-    sys.exit(0 if all(answer.valid for answer in answers.values()) and not verified.startswith("NOT") else 1)
+
+
+def _expected(path: Path) -> list[Any]:
+    """Return the stops of a table."""
+    from toolkit.gradients.audit.expectations import read_tables
+
+    if not path.is_file():
+        _stop(f"`--expect` should be a file, which `--update` writes. Found none at {path}.")
+    try:
+        tables = read_tables(path)
+    except ValueError as error:
+        _stop(str(error))
+    if tables.keys() - {_TABLE}:
+        _stop(f"`{path.name}` should have stops under [[{_TABLE}]] alone. Found {sorted(tables)}.")
+    return tables.get(_TABLE, [])
+
+
+def _holds(path: Path, expected: list[Any] | None, answers: dict[int, Any], form: str) -> bool:
+    """Print each difference from the expected stops, and return whether there is none; None writes the table."""
+    from toolkit.gradients.audit.annotations import error_of
+    from toolkit.gradients.audit.expectations import differences, stops_of, write_tables
+
+    found = [stop for backward, answer in answers.items() for stop in stops_of(answer, path.parent, backward)]
+    if expected is None:
+        write_tables(path, {_TABLE: found}, shlex.join(["stopgrad", *sys.argv[1:]]))
+        click.echo(f"expectations: {len(found)} stops in {path}", err=True)
+        return True
+    told = differences(expected, found)
+    for difference in told:
+        line = error_of(difference, path.parent) if form == "github" else f"NOT as expected: {difference}"
+        click.echo(line, err=form == "json")
+    return not told
+
+
+def _annotate(answers: list[Any]) -> None:
+    from toolkit.gradients.audit.annotations import notices_of
+
+    for answer in answers:
+        for line in notices_of(answer):
+            click.echo(line)
 
 
 def _text(name: str, answer: Any) -> str:
@@ -112,24 +188,23 @@ def _answer_of_function(path: str, name: str) -> Any:
         return _asked(f"{path}:{name}", lambda: audited(loss, params))
 
 
-def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dict[str, Any], str]:
-    """Return heading -> answer, and a sentence about the second run."""
+def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dict[int, Any], str]:
+    """Return backward pass -> answer, and a sentence about the second run."""
     from toolkit.gradients.audit.scripts import RecordedRun
 
     run = RecordedRun(question, digests=verify)
     code = _run(run, script)
     if not run.audits:
         sys.exit(code) if code else _stop(f"The script should come to {question}. Found its end after {run.progress}.")
-    answers = {f"step {question.step}, {name}": answer for name, answer in run.audits.items()}
-    return answers, _verified(run) if verify else ""
+    return run.audits, _verified(run) if verify else ""
 
 
 def _run(run: Any, script: Any) -> int:
-    """Run a script; return its exit status, after the traceback of an error."""
+    """Run a script; return its exit status, after the traceback of an error. Paths are as before it ran."""
     from toolkit.gradients.audit.scripts import Refused
 
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), contextlib.chdir("."):
             run.run(script)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)

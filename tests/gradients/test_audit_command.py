@@ -14,7 +14,7 @@ from folders import ROOT
 
 from toolkit.__main__ import main
 from toolkit.gradients import audit
-from toolkit.gradients.audit.page import stop_span
+from toolkit.gradients.audit.source import stop_span
 
 DETACH = torch.Tensor.detach
 

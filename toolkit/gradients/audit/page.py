@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import ast
 import html
 import linecache
 import math
 import platform
-import re
 
 import torch
 
 from toolkit.blocks import Site
 from toolkit.gradients.audit.answer import Audit
+from toolkit.gradients.audit.source import stop_span
 from toolkit.gradients.verdict import BlockEffect, Difference, Verdict
 
-__all__ = ["page", "stop_span"]
+__all__ = ["page"]
 
 _LINES_AROUND = 3
 
@@ -46,52 +45,6 @@ def page(found: Audit, title: str, command: str) -> str:
         command=_text(command),
         versions=_text(f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}"),
     )
-
-
-def stop_span(source: str, line: int, column: int, kind: str) -> tuple[int, int] | None:
-    """Return the columns of the call that stops the gradient, from 0; None if the call spans several lines.
-
-    Args:
-        source: The whole file.
-        line: Line of the place, from 1.
-        column: Column of the place, from 1.
-        kind: The kind of the place, as in `Audit.kinds`.
-    """
-    word = next(iter(re.findall(r"\w+", kind.rpartition(".")[2])), "")
-    try:
-        nodes = list(ast.walk(ast.parse(source)))
-    except SyntaxError:
-        return None
-    for node in nodes:
-        if isinstance(node, ast.With | ast.AsyncWith) and _starts(node, line, column):
-            found = [item.context_expr for item in node.items if word in _names(item.context_expr)]
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and column == 1:
-            found = [decorator for decorator in node.decorator_list if word in _names(decorator)]
-        elif isinstance(node, ast.Call) and _starts(node, line, column) and _last_name(node.func) == word:
-            if not node.args and node.end_lineno == line:
-                return (node.func.end_col_offset or 0) - len(word) - 1, node.end_col_offset or 0
-            found = [node]
-        elif isinstance(node, ast.Attribute) and _starts(node, line, column) and f".{node.attr}" == kind:
-            found = [node]
-        else:
-            continue
-        for part in found:
-            if part.lineno == part.end_lineno == line:
-                return part.col_offset, part.end_col_offset or 0
-    return None
-
-
-def _starts(node: ast.stmt | ast.expr, line: int, column: int) -> bool:
-    return (node.lineno, node.col_offset) == (line, column - 1)
-
-
-def _names(node: ast.expr) -> set[str]:
-    return {getattr(part, "attr", getattr(part, "id", "")) for part in ast.walk(node)}
-
-
-def _last_name(node: ast.expr) -> str:
-    name: str = getattr(node, "attr", getattr(node, "id", ""))
-    return name
 
 
 def _summary(found: Audit) -> str:

@@ -222,7 +222,7 @@ class RecordedRun(ScriptRun):
     def __init__(self, question: Question, *, digests: bool = False) -> None:
         """Prepare a run."""
         super().__init__(question, digests=digests)
-        self.audits: dict[str, Audit] = {}
+        self.audits: dict[int, Audit] = {}
         self._recorder: Recorder | None = None
 
     def run(self, script: Script) -> None:
@@ -249,7 +249,7 @@ class RecordedRun(ScriptRun):
             if value.grad_fn is not None and is_asked:
                 if self._recorder.reaches_beyond(value) and self.lessons.earlier < _MOST_STEPS_EARLIER:
                     self._start_earlier()
-                self.audits[f"backward pass {self.backward_passes}"] = self._recorder.answer(value, inputs, None)
+                self.audits[self.backward_passes] = self._recorder.answer(value, inputs, None)
             elif value.grad_fn is not None:
                 self._recorder.prepare(value)
             yield
