@@ -1,13 +1,15 @@
 """The assertions: what passes, what fails with a table, what is refused, and that the program is left as it was."""
 
+import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from toolkit import block, scope, stop_gradient, stop_recording
+from toolkit import audit, block, scope, stop_gradient, stop_recording
 from toolkit.testing import assert_blocked, assert_flows, assert_load_bearing, assert_redundant
 
 TARGET = block("test_testing.target", "The target is a label.")
@@ -161,6 +163,100 @@ def test_a_block_without_a_name_is_known_by_its_place() -> None:
     assert_load_bearing(loss, re.search(r"\['(.*?)'\]", str(caught.value))[1])
 
 
+# --- bare places -------------------------------------------------------------------------------------------------
+
+
+class _Bare:
+    def __init__(self) -> None:
+        self.w = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64, requires_grad=True)
+
+    def shifted(self) -> Tensor:
+        shift = (
+            self.w.max()
+            .detach()
+        )  # fmt: skip
+        return (self.w - shift).exp().sum().log() + shift
+
+    @torch.no_grad()
+    def factor(self) -> Tensor:
+        return self.w.exp().detach() + torch.ones(3).detach()
+
+    def scaled(self) -> Tensor:
+        return (self.w * self.factor()).sum()
+
+    def idle(self) -> Tensor:
+        return (self.w * torch.ones(3).detach()).sum()
+
+
+def _line(text: str) -> str:
+    lines = Path(__file__).read_text("utf-8").splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if line.strip().startswith(text))
+    return f"{Path(__file__).name}:{number}"
+
+
+def test_lines_functions_and_classes_are_places() -> None:
+    bare = _Bare()
+    for place in (
+        _line("self.w.max()"),
+        _line(".detach()"),
+        f"tests/{_line('.detach()')}",
+        _Bare.shifted,
+        bare.shifted,
+    ):
+        with pytest.raises(AssertionError, match=r"`self.w.max\(\).detach\(\)` in _Bare.shifted: redundant"):
+            assert_load_bearing(bare.shifted, place)
+        assert_redundant(bare.shifted, place)
+        assert_blocked(bare.shifted, place)
+    for place in (_Bare.factor, _Bare):
+        assert_load_bearing(bare.scaled, place)
+        assert_blocked(bare.scaled, place)
+        with pytest.raises(AssertionError, match=r"`@torch.no_grad\(\)` in _Bare.factor; .*: partial"):
+            assert_redundant(bare.scaled, place)
+
+
+def test_a_column_tells_stops_of_a_line_apart() -> None:
+    w = torch.tensor(2.0, requires_grad=True)
+
+    def loss() -> Tensor:
+        return w * w.detach() + w.detach() - w.detach() * torch.ones(()).detach()
+
+    place = _line("return w * w.detach() +")
+    columns = [int(effect.name.rpartition(":")[2]) for effect in audit(loss).effects]
+    assert_load_bearing(loss, f"{place}:{columns[0]}")
+    with pytest.raises(AssertionError, match="no-op, nothing that carries a gradient reaches it"):
+        assert_load_bearing(loss, f"{place}:{columns[-1]}")
+    with pytest.raises(AssertionError, match=r"no stop at .*:99: `return w \* w"):
+        assert_load_bearing(loss, f"{place}:99")
+
+
+def test_a_place_without_a_stop_tells_the_nearest() -> None:
+    bare, here = _Bare(), re.escape(_line("return (self.w * torch.ones(3).detach())"))
+    other = _line("self.w = ")
+    for assertion in (assert_blocked, assert_redundant, assert_load_bearing):
+        with pytest.raises(AssertionError) as caught:
+            assertion(bare.idle, other)
+        text = str(caught.value)
+        assert f"Found no stop at {other}: `self.w = torch.tensor([1.0, -2.0, 0.5]," in text
+        assert re.search(rf"The nearest stops:\n  \S*{here}:\d+ `torch.ones\(3\).detach\(\)` in _Bare.idle", text)
+    with pytest.raises(AssertionError, match=r"Found no stop at _Bare.shifted\.\nloss"):
+        assert_blocked(lambda: bare.w.sum(), _Bare.shifted)
+
+
+def test_a_stop_without_a_gradient_blocks_nothing() -> None:
+    with pytest.raises(AssertionError, match="nothing that carries a gradient reaches it"):
+        assert_blocked(_Bare().idle, _Bare.idle)
+
+
+def test_places_that_cannot_be_asked_about() -> None:
+    w, clock = torch.ones(2, requires_grad=True), random.SystemRandom()
+    with pytest.raises(ValueError, match=r"A place should have a source\. Found <built-in function"):
+        assert_blocked(lambda: (w * w.detach()).sum(), len)
+    with pytest.raises(RuntimeError, match=r"`loss` should do the same each time it runs\. Found the program is not"):
+        assert_blocked(lambda: (w * w.detach()).sum() * clock.random(), _Bare)
+    with pytest.raises(AssertionError, match=r"`w.tanh\(\).detach_\(\)` in .* not opened: it stops the tensor object"):
+        assert_redundant(lambda: (w * w.tanh().detach_()).sum(), test_places_that_cannot_be_asked_about)
+
+
 # --- misuse ------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +287,7 @@ def test_a_parameter_that_the_program_holds_but_does_not_use_is_blocked(learner:
 def test_what_is_no_block_of_the_program_is_refused(learner: _Learner, assertion: Callable) -> None:
     with pytest.raises(ValueError, match=r"those that the program meets: \['test_testing.target'\]. Found 'targt'."):
         assertion(learner.right, "targt")
-    with pytest.raises(TypeError, match=r"`block` should be a Block or its name. Found list\."):
+    with pytest.raises(TypeError, match=r"`block` should be a Block, its name or a place. Found list\."):
         assertion(learner.right, [TARGET])
 
 

@@ -1,7 +1,8 @@
 """Assertions about the gradients of a program, for a user's own test suite.
 
-The program's state is restored. A failed assertion raises `AssertionError` with the table of a comparison; an invalid
-question raises `ValueError` or `TypeError`.
+A stop is a block, or a bare place: a line ``"model.py:88"``, a function or a class, which stand for all stops in them,
+opened together. The program's state is restored. A failed assertion raises `AssertionError` with the table of a
+comparison; an invalid question raises `ValueError` or `TypeError`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import NoReturn
 from torch import Tensor, nn
 
 from toolkit.blocks import Block
+from toolkit.gradients import Audit, audit
 from toolkit.gradients._program import Answer, Program, named_parameters
+from toolkit.gradients.audit.named import NamedPlace, Place, named_place, told
 from toolkit.gradients.compare import Comparison, compare
 from toolkit.gradients.graph import graph_of
 
@@ -22,18 +25,19 @@ __all__ = ["assert_blocked", "assert_flows", "assert_load_bearing", "assert_redu
 Parameter = str | Tensor | nn.Module
 
 
-def assert_blocked(loss: Callable[[], Tensor], param: Parameter) -> None:
+def assert_blocked(loss: Callable[[], Tensor], param: Parameter | Place) -> None:
     """Assert that no gradient of `loss` reaches a parameter: the graph has no path to it.
 
     A path whose gradient happens to be zero counts as a path, so that the assertion does not depend on present values.
+    Of a place, assert that a gradient is stopped there.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
         param: A parameter, or a module for all of its parameters; or a name in `loss`, ``"encoder.weight"`` for the
-            weight of a variable ``encoder``.
+            weight of a variable ``encoder``. Or a place: ``"model.py:88"``, a function or a class.
 
     Raises:
-        AssertionError: If a path exists.
+        AssertionError: If a path exists; or if no stop at the place has a gradient to stop.
         TypeError: If `loss` does not return a tensor, or `param` is of another type.
         ValueError: If the loss is not a real scalar, is NaN or has no gradient, or if `loss` does not use the parameter
             or the parameter requires no gradient.
@@ -47,6 +51,9 @@ def assert_blocked(loss: Callable[[], Tensor], param: Parameter) -> None:
         >>> assert_flows(loss, "online.weight")
     """
     __tracebackhide__ = True
+    if (place := named_place(param)) is not None:
+        _assert_stops_at(loss, place)
+        return
     answer = _answer(loss, param)
     found = [
         f"a path to {name!r}, gradient {gradient.norm():.3g}"
@@ -86,17 +93,18 @@ def assert_flows(loss: Callable[[], Tensor], param: Parameter) -> None:
         _fail("`param` should get a gradient.", found, compare(loss))
 
 
-def assert_redundant(loss: Callable[[], Tensor], block: Block | str) -> None:
+def assert_redundant(loss: Callable[[], Tensor], block: Block | Place) -> None:
     """Assert that a block is redundant: opening it changes the gradient by rounding at most.
 
     A gradient must reach the block; otherwise the assertion fails, because the block was not tested.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
-        block: A block or its name. The name of an unnamed block is its place, ``"file.py:line:column"``.
+        block: A block or its name; or a place of bare stops, ``"model.py:88"``, a function or a class.
 
     Raises:
-        AssertionError: If opening the block changes the gradient, or if no gradient reaches the block.
+        AssertionError: If opening the block changes the gradient, if no gradient reaches it, or if there is no stop at
+            the place.
         TypeError: If `loss` does not return a tensor, or `block` is not a block.
         ValueError: If the program does not reach the block, or for a loss that is invalid for `assert_blocked`.
 
@@ -111,7 +119,7 @@ def assert_redundant(loss: Callable[[], Tensor], block: Block | str) -> None:
     _assert_verdict(loss, block, {"redundant"}, "`block` should be redundant: with it open the gradient is the same.")
 
 
-def assert_load_bearing(loss: Callable[[], Tensor], block: Block | str) -> None:
+def assert_load_bearing(loss: Callable[[], Tensor], block: Block | Place) -> None:
     """Assert that a block is load-bearing: opening it changes the gradient.
 
     Args:
@@ -119,33 +127,72 @@ def assert_load_bearing(loss: Callable[[], Tensor], block: Block | str) -> None:
         block: As in `assert_redundant`.
 
     Raises:
-        AssertionError: If opening the block changes the gradient by rounding at most.
+        AssertionError: If opening the block changes the gradient by rounding at most, or if there is no stop at the
+            place.
         TypeError: As for `assert_redundant`.
         ValueError: As for `assert_redundant`.
 
     Example:
         >>> x = torch.tensor(3.0, requires_grad=True)
         >>> assert_load_bearing(lambda: x * stop_gradient(x, "doc.factor"), "doc.factor")
+        >>> loss = lambda: x * x.detach()
+        >>> assert_load_bearing(loss, loss)
     """
     __tracebackhide__ = True
     wish = "`block` should be load-bearing: with it open the gradient is another."
     _assert_verdict(loss, block, {"partial", "cuts", "makes"}, wish)
 
 
-def _assert_verdict(loss: Callable[[], Tensor], block: Block | str, verdicts: Collection[str], wish: str) -> None:
+def _assert_verdict(loss: Callable[[], Tensor], block: Block | Place, verdicts: Collection[str], wish: str) -> None:
     __tracebackhide__ = True
-    if not isinstance(block, (Block, str)):
-        raise TypeError(f"`block` should be a Block or its name. Found {type(block).__name__}.")
-    comparison = compare(loss, blocks=[block])
-    if comparison.unopened:
-        _fail(wish, (f"{name!r} not opened: {reason}" for name, reason in comparison.unopened.items()), comparison)
-    (effect,) = comparison.effects
-    if effect.verdict.kind not in verdicts:
-        unmet = ", nothing that carries a gradient reaches it" if effect.verdict.kind == "no-op" else ""
-        _fail(wish, [f"{effect.name!r}: {effect.verdict}{unmet}"], comparison)
+    found: Comparison | Audit
+    if (place := named_place(block)) is not None:
+        found, names = _stops_at(loss, place, wish)
+        unopened = {told(found, entry.site): entry.reason for entry in found.unopened if entry.site in names}
+        label = "; ".join(told(found, name) for name in names)
+    elif isinstance(block, (Block, str)):
+        found = compare(loss, blocks=[block])
+        names = [block.name if isinstance(block, Block) else block]
+        unopened = {repr(name): reason for name, reason in found.unopened.items()}
+        label = repr(names[0])
+    else:
+        raise TypeError(f"`block` should be a Block, its name or a place. Found {type(block).__name__}.")
+    if unopened:
+        _fail(wish, [f"{stop} not opened: {reason}" for stop, reason in unopened.items()], found)
+    verdict = (found[names[0]] if len(names) == 1 else found.effect(names)).verdict
+    if verdict.kind not in verdicts:
+        unmet = ", nothing that carries a gradient reaches it" if verdict.kind == "no-op" else ""
+        _fail(wish, [f"{label}: {verdict}{unmet}"], found)
 
 
-def _answer(loss: Callable[[], Tensor], param: Parameter) -> Answer:
+def _assert_stops_at(loss: Callable[[], Tensor], place: NamedPlace) -> None:
+    __tracebackhide__ = True
+    wish = "A gradient should be stopped at the place."
+    found, names = _stops_at(loss, place, wish)
+    silent = {effect.name for effect in found.effects if effect.verdict.kind == "no-op"}
+    if silent.issuperset(names):
+        reason = "nothing that carries a gradient reaches it"
+        _fail(wish, [f"{told(found, name)}: {reason}" for name in names], found)
+
+
+def _stops_at(loss: Callable[[], Tensor], place: NamedPlace, wish: str) -> tuple[Audit, list[str]]:
+    """Return the audit, and the stops at a place, of which there is at least one."""
+    __tracebackhide__ = True
+    found = audit(loss)
+    if not found.valid:
+        raise RuntimeError(f"`loss` should do the same each time it runs. Found {found.reason}.")
+    names = place.stops(found)
+    if len({found.sites[name].file for name in names}) > 1:
+        raise ValueError(f"A place should be in one file. Found {' and '.join(told(found, name) for name in names)}.")
+    if not names:
+        line = f": `{source}`" if (source := place.source(found)) else ""
+        near = [f"\n  {told(found, name)}" for name in place.nearest(found)]
+        nearest = f"\nThe nearest stops:{''.join(near)}" if near else ""
+        _fail(wish, [f"no stop at {place.name}{line}{nearest}"], found)
+    return found, names
+
+
+def _answer(loss: Callable[[], Tensor], param: object) -> Answer:
     """Return the gradients of a plain run for the parameters of `param`."""
     program = Program(loss, None)
     parts = program.parts
@@ -178,6 +225,6 @@ def _answer(loss: Callable[[], Tensor], param: Parameter) -> Answer:
     return answer
 
 
-def _fail(wish: str, found: Iterable[str], comparison: Comparison) -> NoReturn:
+def _fail(wish: str, found: Iterable[str], comparison: Comparison | Audit) -> NoReturn:
     __tracebackhide__ = True
     raise AssertionError(f"{wish} Found {'; '.join(found)}.\n{comparison}")
