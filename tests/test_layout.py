@@ -64,7 +64,7 @@ ARROWS = [
     (r"toolkit\.runner\._command", r"toolkit\.(__main__|runner\.\w+)"),
     (r"toolkit\.runner(\.\w+)?", r"toolkit(\.(_checks|blocks|gradients(\.\w+)*|runner(\.\w+)?))?"),
     (r"toolkit\._\w+", r"toolkit\.(blocks|_\w+)"),
-    (r"toolkit\.testing", r"toolkit\.(blocks|_\w+|gradients(\.\w+)*)"),
+    (r"toolkit\.(testing|pytest_plugin)", r"toolkit\.(blocks|_\w+|gradients(\.\w+)*)"),
     (r"toolkit\.(?P<room>\w+)(\.\w+)*", r"toolkit\.(blocks|_\w+|{room}(\.\w+)*)"),
     (r"experiments\.__main__", r"toolkit\.runner\._command"),
     (r"experiments(\.\w+)?", r"toolkit(?!\.runner\.)(\.\w+)*|experiments\._\w+"),
