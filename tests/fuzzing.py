@@ -200,6 +200,13 @@ $o = t$i
 """
 
 STATE = """
+t$i = 0.5 * ⟨$a.sin()⟩
+leaves.append(t$i.requires_grad_())
+$o = t$i * $b
+with ⟦⟧:
+    t$i = $a[1:] * $b[1:]
+leaves.append(t$i.requires_grad_())
+$o = $b + t$i.mean(0)
 | cache$i = {}
 if "value" not in cache$i:
     cache$i["value"] = ⟨$a.tanh()⟩
@@ -261,6 +268,12 @@ $o = x$i
 with torch.autocast("cpu", torch.bfloat16):
     ...
 $o = $z.float()
+with ⟦⟧:
+    s$i = $a.tanh()
+    with torch.enable_grad():
+        ...
+    s$i = s$i * $z
+$o = s$i + $z
 """
 
 # Of these and the next, the function f$i(x$i, y$i) holds the statements inside.
@@ -308,6 +321,7 @@ from toolkit import stop_gradient, stop_recording
 torch.set_default_dtype(torch.$dtype)
 random.seed($seed), np.random.seed($seed), torch.manual_seed($seed)
 rows = torch.tensor([0, 2, 2, 4])
+leaves = []
 u, v, w, unused = (torch.randn(4, 3).requires_grad_() for _ in range(4))
 params = {"u": u, "v": v, "w": w, "unused": unused}
 
@@ -959,6 +973,10 @@ class _StepChecker(_Checker):
             gradient = params[name].grad
             if not _same(torch.zeros_like(expected) if gradient is None else gradient, expected):
                 self.note("step", f"the step's own gradient by {name} is off")
+        plain, _ = execute(self.program.source())
+        plain().backward()
+        if not all(map(_same_or_none, _gradients_of_leaves(loss), _gradients_of_leaves(plain))):
+            self.note("step", "the step's own gradient by a leaf that the program makes is off")
 
     def is_missed(self, stop: str) -> bool:
         """Return whether a stop that the answer leaves out does something."""
@@ -978,6 +996,15 @@ class _StepChecker(_Checker):
 
 def _sentence(error: Exception) -> str:
     return (str(error) or repr(error)).splitlines()[0]
+
+
+def _gradients_of_leaves(loss: Callable[[], Tensor]) -> list[Tensor | None]:
+    """Return the gradients of the leaves that a program has made."""
+    return [leaf.grad for leaf in loss.__globals__["leaves"]]
+
+
+def _same_or_none(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b is None or (a is not None and b is not None and _same(a, b))
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -130,6 +131,151 @@ def test_named_blocks_are_answered_too():
     leaks = {effect.name: effect.leak for effect in answer.audits[0].effects}
     assert leaks == {"test.region": 18.0, "test.value": 1.0}
     assert w.grad == 9.0
+
+
+def _derived(x):
+    return 3 * (x * x).detach()
+
+
+def _direct(x):
+    return x.exp().detach()
+
+
+def _view(x):
+    return (x * x).detach()[1:]
+
+
+def _region(x):
+    with torch.no_grad():
+        return x * x * 2
+
+
+def _used(x):
+    held = (x * x).detach() * 1
+    return held + held.sum() * x.detach()
+
+
+@pytest.mark.parametrize("kept", [_derived, _direct, _view, _region, _used], ids=lambda kept: kept.__name__)
+@pytest.mark.parametrize("by", ["method", "attribute"])
+def test_a_leaf_that_the_step_makes_of_a_constant_gets_its_gradient(kept, by):
+    def step(w, leaves, by="method"):  # without its stop, the attribute could not be set
+        held = kept(w)
+        if by == "method":
+            held.requires_grad_()
+        else:
+            held.requires_grad = True
+        leaves.append(held)
+        return (w * held.sum() + held.square().sum()).sum()
+
+    w = torch.tensor([3.0, 2.0], requires_grad=True)
+    step(w, plain := [], by).backward()
+    expected, w.grad = w.grad, None
+    with audited({"w": w}) as answer:
+        step(w, made := [], by).backward()
+    assert torch.equal(w.grad, expected)
+    assert made[0].is_leaf
+    assert torch.equal(made[0].grad, plain[0].grad)
+    found = {effect.name: effect.leak for effect in answer.audits[0].effects}
+    again = {effect.name: effect.leak for effect in audit(lambda: step(w, []), {"w": w}).effects}
+    assert found == pytest.approx(again)
+    assert min(found.values()) > 1
+    assert not answer.audits[0].unopened
+
+
+def test_a_constant_may_be_told_that_it_requires_no_gradient():
+    w = torch.tensor([3.0, 2.0], requires_grad=True)
+    with audited({"w": w}) as answer:
+        held = 3 * (w * w).detach()
+        held.requires_grad_(False).requires_grad = False
+        (w * held).sum().backward()
+    assert torch.equal(w.grad, 3 * w.detach() ** 2)
+    (effect,) = answer.audits[0].effects
+    assert effect.leak == pytest.approx((6 * w.detach() ** 2).norm().item())
+    assert not held.requires_grad
+
+
+def test_a_function_behind_a_leaf_that_the_step_makes_is_not_taken_for_linear():
+    class Clamped(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g.clamp(-1, 1)
+
+    w = torch.tensor([3.0, 2.0], requires_grad=True)
+    with audited({"w": w}) as answer:
+        held = Clamped.apply(w.detach())
+        early = held.sum()
+        (w * held.requires_grad_() * early).sum().backward()
+    assert "may not be linear" in answer.audits[0].unopened[0].reason
+
+
+def test_a_view_in_use_that_becomes_a_leaf_is_refused():
+    w = torch.tensor([3.0, 2.0], requires_grad=True)
+    with audited({"w": w}):
+        held = (w * w).detach()[1:]
+        in_use = weakref.ref(held)
+        with pytest.raises(RuntimeError, match="a view of it, which is in use, becomes a leaf"):
+            held.requires_grad_()
+    assert in_use() is held
+
+
+def _set_on(a, b):
+    with torch.set_grad_enabled(True):
+        return a * b
+
+
+def _enabled(a, b):
+    with torch.enable_grad(), torch.enable_grad():
+        return a * b
+
+
+@torch.enable_grad()
+def _decorated(a, b):
+    return a * b
+
+
+def _on_for_good(a, b):
+    torch.set_grad_enabled(True)
+    return a * b
+
+
+def _closed_again(a, b):
+    with torch.enable_grad():
+        with torch.no_grad():
+            c = a * b
+        return a * b + c
+
+
+def _on_a_device(a, b):
+    with torch.device("cpu"), torch.enable_grad():
+        return a * b
+
+
+@pytest.mark.parametrize(
+    "inside", [_set_on, _enabled, _decorated, _on_for_good, _closed_again, _on_a_device], ids=lambda f: f.__name__
+)
+def test_a_region_opens_in_which_recording_is_switched_on_again(inside):
+    w, v = (torch.tensor(values, requires_grad=True) for values in ([3.0, 2.0], [1.0, -2.0]))
+
+    def loss():
+        with torch.no_grad():
+            a = w * w
+            b = inside(a, v)
+            c = b * w
+        return (b * w + c * v).sum()
+
+    expected = audit(loss, {"w": w, "v": v})
+    with audited({"w": w, "v": v}) as answer:
+        loss().backward()
+    (found,) = answer.audits
+    assert all(torch.equal(found.blocked[name], expected.blocked[name]) for name in "wv")
+    assert torch.equal(w.grad, expected.blocked["w"])
+    assert torch.equal(v.grad, expected.blocked["v"])
+    assert not found.unopened
+    assert {e.name: e.leak for e in found.effects} == pytest.approx({e.name: e.leak for e in expected.effects})
 
 
 def test_nothing_behind_a_stop_runs():

@@ -17,17 +17,44 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import _recomputation_hook
 
 from toolkit.blocks import Site, carries_gradient
-from toolkit.gradients._gates import EVERY_BLOCK, Cut, GateBoard, Meeting, gate_of, next_number, reachable_nodes
+from toolkit.gradients._gates import (
+    EVERY_BLOCK,
+    Cut,
+    GateBoard,
+    Meeting,
+    forget_source,
+    gate_of,
+    is_cut,
+    made_leaf,
+    next_number,
+    reachable_nodes,
+    successors,
+)
 
-__all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "changed_by"]
+__all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "changed_by"]
 
 WRITES_STAY_BLOCKED = "in-place changes inside of it to older tensors stay blocked"
 """The reason why a region opens only in part."""
 
+_VIEW = "a view of it, which is in use, becomes a leaf that requires a gradient"
 _HOOKS = "toolkit.gradients.hooks"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _TOOLKIT = str(Path(__file__).parents[1]) + "/"
 _OVERRIDES = _TORCH + "overrides.py"
+
+
+class Unrecordable(RuntimeError):
+    """A step whose gradient would not be that of the plain step.
+
+    Attributes:
+        places: Place -> the reason why it should not be recorded.
+    """
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        """Name the places."""
+        listed = "; ".join(f"{place}: {reason}" for place, reason in places.items())
+        super().__init__(f"The step should be recorded without these places. Found {listed}.")
+        self.places = places
 
 
 class CutBoard(GateBoard):
@@ -47,7 +74,7 @@ class CutBoard(GateBoard):
         super().__init__(records=True)
         self.written: set[str] = set()
         self.first, self.latest = next_number(), ""
-        self._real = real
+        self._real, self._leaves = real, list[Any]()
         self._anchor = torch.empty((), requires_grad=True)
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
@@ -99,6 +126,61 @@ class CutBoard(GateBoard):
     def is_earlier(self, node: Any) -> bool:
         """Return whether a node was made before the recording, and may be freed."""
         return not hasattr(node, "variable") and node._sequence_nr() < self.first
+
+    def is_constant(self, tensor: Tensor) -> bool:
+        """Return whether a tensor with a recorded graph is a constant of the plain program."""
+        node = tensor.grad_fn
+        return not (node is None or self.is_earlier(node) or self.leads_to_a_leaf(node, {}))
+
+    def leads_to_a_leaf(self, node: Any, known: dict[Any, bool]) -> bool:
+        """Return whether the plain program has a graph behind this node; `known` keeps what was found."""
+        order, stack = list[Any](), [node]
+        while stack:
+            here = stack.pop()
+            if here in known:
+                continue
+            known[here] = hasattr(here, "variable") or self.is_earlier(here)
+            closed = is_cut(here) or self.regions_of(here)
+            if not (known[here] or closed):
+                order.append(here)
+                stack.extend(successors(here))
+        for here in sorted(order, key=lambda node: node._sequence_nr()):  # the nodes behind a node were made before it
+            known[here] = any(known[behind] for behind in successors(here))
+        return known[node]
+
+    def may_require(self, tensor: Tensor, *, required: bool) -> bool:
+        """Return whether the program may set whether a tensor requires a gradient.
+
+        A constant of the plain program is a leaf there. If it should require a gradient, it becomes a leaf here, too,
+        from which derivatives of open stops go on. If it should not, it stays as it is.
+        """
+        if not self.is_constant(tensor):
+            return True
+        if required:
+            source = get_gradient_edge(tensor)
+            self._detach(tensor)
+            tensor.requires_grad_()
+            self._leaves.append(made_leaf(tensor, source))
+        return required
+
+    def _detach(self, tensor: Tensor) -> None:
+        if not tensor._is_view():
+            tensor.detach_()
+            return
+        node = tensor.grad_fn
+        try:
+            torch.utils.swap_tensors(tensor, tensor.detach())
+        except RuntimeError as error:
+            places = {name for behind in reachable_nodes(node, EVERY_BLOCK) for name in self._blocks_of(behind)}
+            raise Unrecordable(dict.fromkeys(sorted(places), _VIEW)) from error
+
+    def _blocks_of(self, node: Any) -> frozenset[str]:
+        return gate_of(node) | self.regions_of(node)
+
+    def forget_leaves(self) -> None:
+        """Make ordinary leaves of those that were made of constants."""
+        for node in self._leaves:
+            forget_source(node)
 
     def hook(self, tensor: Tensor) -> None:
         """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""

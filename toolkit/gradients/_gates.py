@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,12 +31,15 @@ __all__ = [
     "Cut",
     "GateBoard",
     "Meeting",
+    "forget_source",
     "gate_of",
     "is_cut",
     "is_foreign",
+    "made_leaf",
     "next_number",
     "reachable_nodes",
     "regions_of",
+    "source_of",
     "successors",
     "unrecorded",
 ]
@@ -190,8 +194,9 @@ class GateBoard(Gates):
     def _end(self, region: _Region) -> None:
         if region.end is None:
             region.end = next_number()
-            self.meetings[region.name].carried += region.end - region.start
-            if region.end == region.start:  # nothing was recorded in it
+            recorded = sum(map(region.holds, range(region.start, region.end)))
+            self.meetings[region.name].carried += recorded
+            if not recorded:
                 self._regions.remove(region)
 
     def is_linear(self, root: Any) -> bool:
@@ -208,9 +213,17 @@ class GateBoard(Gates):
             return not leaf._backward_hooks
         return not is_foreign(node) and node._sequence_nr() >= self.start
 
-    def pierce(self) -> None:
-        """Note that the program switches recording on inside of active regions."""
-        self.pierced.update(region.name for region in self._regions if region.end is None)
+    def pierce(self, switch: object) -> None:
+        """Note that the program switches recording on inside of active regions, by a context or for good."""
+        for region in self._entered():
+            self.pierced.add(region.name)
+            region.gaps.append(_Gap(next_number(), switch))
+
+    def mend(self, switch: object) -> None:
+        """Note the end of a context that may have switched recording on."""
+        for gap in (region.gaps[-1] for region in self._regions if region.gaps):
+            if gap.end is None and gap.switch is switch:
+                gap.end = next_number()
 
     def note_elsewhere(self, name: str) -> None:
         """Note a block that another thread reached."""
@@ -218,7 +231,7 @@ class GateBoard(Gates):
 
     def make_views(self, tensors: Iterable[Tensor]) -> None:
         """Let autograd make the nodes of views now, whose base has changed, and keep them out of regions."""
-        entered = [region for region in self._regions if region.end is None]
+        entered = self._entered()
         for tensor in tensors if entered else ():
             if tensor._is_view():
                 start = next_number()
@@ -228,7 +241,7 @@ class GateBoard(Gates):
 
     def open_regions(self) -> set[str]:
         """Return the recorded regions that the program is in."""
-        return {region.name for region in self._regions if region.end is None}
+        return {region.name for region in self._entered()}
 
     def keeps_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call stays out of the graph."""
@@ -246,6 +259,10 @@ class GateBoard(Gates):
         """Note that the program looks at a node, which may get hooks unseen."""
         self.linear = False
 
+    def may_require(self, tensor: Tensor, *, required: bool) -> bool:
+        """Return whether the program may set whether a tensor requires a gradient."""
+        return True
+
     def close_regions(self, *roots: Tensor) -> None:
         """Turn the nodes behind `roots` that were made in a region into gates."""
         if not self._regions:
@@ -259,6 +276,10 @@ class GateBoard(Gates):
                     node.metadata[_REGIONS] = names
                     node.register_hook(functools.partial(self._cross, names))
 
+    def _entered(self) -> list[_Region]:
+        """Return the regions that the program is in, and in which it has not switched recording on again."""
+        return [region for region in self._regions if region.end is None and not region.is_pierced]
+
     def regions_of(self, node: Any) -> frozenset[str]:
         """Return the regions in which a node was made."""
         number = node._sequence_nr()
@@ -266,8 +287,7 @@ class GateBoard(Gates):
 
     def _cross(self, names: frozenset[str], results: tuple[Tensor | None, ...], _: Any) -> tuple[None, ...] | None:
         """Drop the gradients of a node of these regions, unless they are open or the derivative is taken inside."""
-        entered = {region.name for region in self._regions if region.end is None}
-        passing = [self.passes(name) for name in names - entered]
+        passing = [self.passes(name) for name in names - self.open_regions()]
         return None if all(passing) else (None,) * len(results)
 
 
@@ -279,10 +299,30 @@ class _Region:
     start: int
     end: int | None = None
     views: set[int] = field(default_factory=set)  # made inside, because autograd makes views of the outside late
+    gaps: list[_Gap] = field(default_factory=list)
+
+    @property
+    def is_pierced(self) -> bool:
+        """Whether recording is switched on now."""
+        return bool(self.gaps) and self.gaps[-1].end is None
 
     def holds(self, number: int) -> bool:
         """Return whether the node with this number was made inside; autograd counts from 0 in each thread."""
-        return self.start <= number and (self.end is None or number < self.end) and number not in self.views
+        is_inside = self.start <= number and (self.end is None or number < self.end)
+        return is_inside and number not in self.views and not any(gap.holds(number) for gap in self.gaps)
+
+
+@dataclass(eq=False)
+class _Gap:
+    """The numbers of the nodes made while recording is switched on inside of a region: they belong to the outside."""
+
+    start: int
+    switch: object
+    end: int | None = None
+
+    def holds(self, number: int) -> bool:
+        """Return whether the node with this number was made meanwhile."""
+        return self.start <= number and (self.end is None or number < self.end)
 
 
 def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
@@ -300,10 +340,32 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
 
 
 def successors(node: Any) -> list[Any]:
-    """Return the nodes behind a node; behind a cut, the node whose gradient it stops."""
-    if is_cut(node):
-        return [] if node.source is None else [node.source.node]
+    """Return the nodes behind a node; behind a cut or a made leaf, the node whose gradient ends there."""
+    if is_cut(node) and node.source is None:
+        return []
+    if (source := source_of(node)) is not None:
+        return [source.node]
     return [successor for successor, _ in node.next_functions if successor is not None]
+
+
+def source_of(node: Any) -> GradientEdge | None:
+    """Return the edge whose gradient ends at a cut, or at a leaf that was made of a constant; None for other nodes."""
+    if is_cut(node):
+        source: GradientEdge = node.source
+        return source
+    return node.metadata.get(_SOURCE) if hasattr(node, "variable") else None
+
+
+def made_leaf(tensor: Tensor, source: GradientEdge) -> Any:
+    """Return the node of a leaf whose gradient goes on to `source` in a derivative of stops that are open."""
+    node: Any = get_gradient_edge(tensor).node
+    node.metadata[_SOURCE] = source
+    return node
+
+
+def forget_source(node: Any) -> None:
+    """Make an ordinary leaf of a made one."""
+    node.metadata.pop(_SOURCE, None)
 
 
 def gate_of(node: Any) -> frozenset[str]:
@@ -403,10 +465,12 @@ class Cut(torch.autograd.Function):
 
 
 _REGIONS = "toolkit.gradients.regions"
+_SOURCE = "toolkit.gradients.source"
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 _GRAD_FN = torch._C.TensorBase.__dict__["grad_fn"].__get__
+_REQUIRE_GRADIENT = torch._C.TensorBase.__dict__["requires_grad"].__set__
 
 
 class _Watch(TorchFunctionMode):
@@ -426,18 +490,38 @@ class _Watch(TorchFunctionMode):
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if func in self._derivatives:
             self._board.derive(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
-        elif func is torch._C._set_grad_enabled and args == (True,) and sys._getframe(1).f_code.co_name != "__exit__":
-            self._board.pierce()  # and not the end of a region, which restores what was
+        elif func is torch._C._set_grad_enabled:
+            self._switch(args)
         elif func is Tensor.register_hook:
             handle = func(*args, **kwargs)
             self._board.hook(args[0])
             return handle
         elif func == _GRAD_FN:
             self._board.hand_out_a_node()
+        elif (func is Tensor.requires_grad_ or func == _REQUIRE_GRADIENT) and not self._board.may_require(
+            args[0], required=all(args[1:]) and kwargs.get("requires_grad", True)
+        ):
+            return args[0]
         if self._board.keeps_out(func, args, kwargs):
             with unrecorded():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _switch(self, args: tuple[Any, ...]) -> None:
+        """Note that recording is switched on, or off; the end of a context restores the state before it."""
+        frame = _beyond_modes(sys._getframe(2))
+        context = frame.f_locals.get("self")
+        if frame.f_code.co_name == "__exit__":
+            self._board.mend(context)
+        elif args == (True,):
+            self._board.pierce(context)
+
+
+def _beyond_modes(frame: FrameType) -> FrameType:
+    """Return the frame of a call that passed through modes."""
+    while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
+        frame = frame.f_back
+    return frame
 
 
 @contextmanager

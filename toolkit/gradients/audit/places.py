@@ -371,15 +371,17 @@ class BareBlocks:
 
     def _enter_set_grad_enabled(self, original: Any) -> Any:
         def enter(context: Any) -> None:
-            if "_toolkit" in context.__dict__:
+            if context.__dict__.get("_toolkit"):
                 return
             caller = _caller()
             site = self._site("set_grad_enabled", caller) if _is_decorating(caller) and not context.mode else None
             if site is not None:
                 torch._C._set_grad_enabled(context.prev)
             if site is None or not self._begin(context, site, "set_grad_enabled"):
-                context.__dict__.pop("_toolkit", None)
                 original(context)
+                if context.mode:  # as `enable_grad`
+                    context.__dict__["_toolkit"] = [(None, self._region, self._closed)]
+                    self._region = None
 
         return enter
 

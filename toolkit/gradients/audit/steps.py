@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cached_property
 from types import FrameType
@@ -22,8 +22,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from toolkit.blocks import has_storage
 from toolkit.gradients._answers import Answers, Closed, Leak
-from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, CutBoard
-from toolkit.gradients._gates import EVERY_BLOCK, gate_of, is_cut, is_foreign, reachable_nodes, regions_of, successors
+from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, CutBoard, Unrecordable
+from toolkit.gradients._gates import (
+    EVERY_BLOCK,
+    gate_of,
+    is_cut,
+    is_foreign,
+    reachable_nodes,
+    regions_of,
+    source_of,
+    successors,
+)
 from toolkit.gradients._program import Answer, Parameters, coarsest, named_parameters
 from toolkit.gradients._snapshot import Parts, Snapshot, without_compiled_code
 from toolkit.gradients.audit.answer import Audit
@@ -43,20 +52,6 @@ _EAGER = "compiled functions ran in eager mode"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
 
-class Unrecordable(RuntimeError):
-    """A step whose gradient would not be that of the plain step.
-
-    Attributes:
-        places: Place -> the reason why it should not be recorded.
-    """
-
-    def __init__(self, places: Mapping[str, str]) -> None:
-        """Name the places."""
-        listed = "; ".join(f"{place}: {reason}" for place, reason in places.items())
-        super().__init__(f"The step should be recorded without these places. Found {listed}.")
-        self.places = places
-
-
 class Refused(ValueError):
     """A step that cannot be audited; the message says why, in a sentence."""
 
@@ -72,7 +67,7 @@ class Recorder:
     def __init__(self, real: Mapping[str, str]) -> None:
         """Record every place except those in `real`, place -> reason."""
         self.board = CutBoard(real)
-        self.bare = BareBlocks(real=dict(real), spares=EVERY_BLOCK, is_constant=self._is_constant)
+        self.bare = BareBlocks(real=dict(real), spares=EVERY_BLOCK, is_constant=self.board.is_constant)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -131,16 +126,13 @@ class Recorder:
             self.board.close_regions(value)
             refuse_strays(value, self.board)
 
-    def _is_constant(self, tensor: Tensor) -> bool:
-        node = tensor.grad_fn
-        return not (node is None or self.board.is_earlier(node) or _leads_to_a_leaf(node, self.board, {}))
-
     def _forget(self) -> None:
         """Make constants of the tensors that are constants of the plain program."""
         board, known = self.board, dict[Any, bool]()
+        board.forget_leaves()
         for tensor in _live_tensors():
             node = tensor.grad_fn
-            if node is None or board.is_earlier(node) or _leads_to_a_leaf(node, board, known):
+            if node is None or board.is_earlier(node) or board.leads_to_a_leaf(node, known):
                 continue
             if not tensor._is_view():
                 tensor.detach_()
@@ -178,6 +170,7 @@ class StepAnswers(Answers):
         refuse_strays(value, board)
         self._cuts = [node for node in self._nodes if is_cut(node)]
         self.earlier = {node.block_name for node in self._cuts if node.source is None}
+        self._made_leaves = [node for node in self._nodes if source_of(node) and not is_cut(node)]
         self._snapshot = Snapshot(self.parts, self.params)
         self._snapshot.forget_values()
         self._versions = {name: parameter._version for name, parameter in self.params.items()}
@@ -260,10 +253,10 @@ class StepAnswers(Answers):
         opened = frozenset(open)
         if opened & self.board.inner:
             raise Closed(_INNER)
-        if opened & {name for cut in self._bent for name in gate_of(cut)}:
-            raise Closed("a hook or a custom function behind it may not be linear")
         if opened & self.earlier.difference(*(gate_of(cut) for cut in self._cuts if cut.source is not None)):
             raise Closed(_EARLIER)
+        if opened & self._bent:
+            raise Closed("a hook or a custom function behind it may not be linear")
         leaks, reached = dict[str, Tensor](), set(self.plain.reached)
         with self.passing(opened):
             arrived = self._arrived
@@ -279,10 +272,8 @@ class StepAnswers(Answers):
             while arrived := {cut: cotangent for cut, cotangent in arrived.items() if self._passes(cut, opened)}:
                 sources = [cut.source for cut in arrived]
                 found, arrived = self._derivatives(sources, list(arrived.values()), self._cuts_behind(sources))
-                for name, leak in found.items():
-                    if leak is not None:
-                        leaks[name] = _sum(leaks[name], leak) if name in leaks else leak
-                        reached.add(name)
+                _add(leaks, found.items())
+                reached.update(name for name, leak in found.items() if leak is not None)
         return leaks, frozenset(reached)
 
     def _refuse_strays(self, opened: frozenset[str]) -> None:
@@ -296,18 +287,22 @@ class StepAnswers(Answers):
     ) -> tuple[dict[str, Tensor | None], dict[Any, Tensor]]:
         """Return parameter -> gradient, None without a path, and cut -> the cotangent that arrives at it."""
         wanted = {name: parameter for name, parameter in self.params.items() if parameter.requires_grad}
-        inputs: list[Any] = [*wanted.values(), *(GradientEdge(cut, 0) for cut in cuts)]
+        ends = [*cuts, *self._made_leaves]
+        inputs: list[Any] = [*wanted.values(), *(GradientEdge(node, 0) for node in ends)]
         found: dict[str, Tensor | None] = dict.fromkeys(self.params)
-        if not inputs:
-            return found, {}
-        try:
-            with self.board.keeping_hooks(self._nodes):
-                gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
-        except RuntimeError as error:
-            raise Closed(_EARLIER) if "second time" in str(error) else error from error
-        found.update(zip(wanted, gradients, strict=False))
-        arrived = zip(cuts, gradients[len(wanted) :], strict=True)
-        return found, {cut: cotangent for cut, cotangent in arrived if cotangent is not None}
+        arrived: dict[Any, Tensor] = {}
+        while inputs and outputs:
+            try:
+                with self.board.keeping_hooks(self._nodes):
+                    gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
+            except RuntimeError as error:
+                raise Closed(_EARLIER) if "second time" in str(error) else error from error
+            _add(found, zip(wanted, gradients, strict=False))
+            at_ends = dict(zip(ends, gradients[len(wanted) :], strict=True))
+            _add(arrived, ((cut, at_ends[cut]) for cut in cuts))
+            further = {leaf: cotangent for leaf in self._made_leaves if (cotangent := at_ends[leaf]) is not None}
+            outputs, cotangents = [source_of(leaf) for leaf in further], list(further.values())
+        return found, arrived
 
     def _passes(self, cut: Any, opened: frozenset[str]) -> bool:
         return cut.source is not None and gate_of(cut) <= opened and regions_of(cut) <= opened
@@ -316,14 +311,15 @@ class StepAnswers(Answers):
         return [node for node in _plainly_behind([source.node for source in sources]) if is_cut(node)]
 
     @cached_property
-    def _bent(self) -> list[Any]:
-        """The cuts behind which a hook or a custom function runs, of which it is not known whether it is linear."""
-        return [
-            cut
-            for cut in self._cuts
-            if cut.source is not None
-            and not (self.board.linear and all(map(self._is_plain, reachable_nodes(cut.source.node, EVERY_BLOCK))))
-        ]
+    def _bent(self) -> set[str]:
+        """The blocks behind which a hook or a custom function runs, of which it is not known whether it is linear."""
+        bent = set[str]()
+        for node in [*self._cuts, *self._made_leaves]:
+            source = source_of(node)
+            behind = [] if source is None else list(reachable_nodes(source.node, EVERY_BLOCK))
+            if not (self.board.linear and all(map(self._is_plain, behind))):
+                bent |= gate_of(node) or frozenset().union(*map(_blocks_of, behind))
+        return bent
 
     def _is_plain(self, node: Any) -> bool:
         return not (is_foreign(node) or self.board.is_hooked(node))
@@ -411,8 +407,6 @@ def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) ->
     some_stray = any(map(strays, [*entries, *_plainly_behind(entries)]))
     for node in entries:
         regions = regions_of(node) - opened
-        for name in regions & board.pierced:
-            found[name] = "recording is switched on again inside of it"
         for behind in filter(strays, [node, *_plainly_behind([node])]) if some_stray else ():
             reason = _EARLIER if board.is_earlier(behind) else "a hook or a custom function behind it would run"
             found.update(dict.fromkeys(regions, reason))
@@ -515,6 +509,17 @@ def _compiles() -> bool:
     return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
 
 
+def _blocks_of(node: Any) -> frozenset[str]:
+    return gate_of(node) | regions_of(node)
+
+
+def _add(sums: dict[Any, Any], terms: Iterable[tuple[Any, Tensor | None]]) -> None:
+    """Add gradients to those that are there already."""
+    for key, term in terms:
+        if term is not None:
+            sums[key] = term if sums.get(key) is None else _sum(sums[key], term)
+
+
 def _sum(a: Tensor, b: Tensor) -> Tensor:
     """Return a sum of gradients, dense if one of them is."""
     return a + b if a.layout is b.layout else a.to_dense() + b.to_dense()
@@ -550,20 +555,3 @@ def _plainly_behind(nodes: Sequence[Any]) -> Iterator[Any]:
                 seen.add(behind)
                 stack.append(behind)
                 yield behind
-
-
-def _leads_to_a_leaf(node: Any, board: CutBoard, known: dict[Any, bool]) -> bool:
-    """Return whether the plain program has a graph behind this node; `known` keeps what was found."""
-    order, stack = list[Any](), [node]
-    while stack:
-        here = stack.pop()
-        if here in known:
-            continue
-        known[here] = hasattr(here, "variable") or board.is_earlier(here)
-        closed = is_cut(here) or board.regions_of(here)
-        if not (known[here] or closed):
-            order.append(here)
-            stack.extend(successors(here))
-    for here in sorted(order, key=lambda node: node._sequence_nr()):  # the nodes behind a node were made before it
-        known[here] = any(known[behind] for behind in successors(here))
-    return known[node]
