@@ -222,6 +222,35 @@ def test_a_view_in_use_that_becomes_a_leaf_is_refused():
     assert in_use() is held
 
 
+def test_state_that_a_function_writes_in_its_backward_pass_is_written_once():
+    class Counted(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        def backward(ctx, g):
+            mean.mul_(0.5).add_(1)
+            mean[1:].add_(1)
+            return g * mean.sum()
+
+    w = torch.tensor([3.0, 2.0], requires_grad=True)
+
+    def step():
+        held = w.square()
+        return (Counted.apply(w) * held.detach()).sum()
+
+    mean = torch.zeros(2)
+    step().backward()
+    expected, plain, w.grad, mean = w.grad, mean, None, torch.zeros(2)
+    with audited({"w": w}) as answer:
+        step().backward()
+    assert torch.equal(mean, plain)
+    assert mean._version == plain._version
+    assert torch.equal(w.grad, expected)
+    assert torch.equal(answer.audits[0].blocked["w"], expected)
+
+
 def _set_on(a, b):
     with torch.set_grad_enabled(True):
         return a * b

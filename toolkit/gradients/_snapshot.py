@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from toolkit.blocks import has_storage, no_graph
 
-__all__ = ["INSTALLED", "Parts", "Snapshot", "find_parts", "without_compiled_code"]
+__all__ = ["INSTALLED", "Kept", "Parts", "Snapshot", "find_parts", "without_compiled_code"]
 
 # A loss function reaches few objects; the bound only ends the search of a pathological program.
 _MOST_OBJECTS = 1_000_000
@@ -129,7 +129,7 @@ class Snapshot:
         small = {id(t) for t in [*leaves, *buffers, *parameters.values()]}
         self._data = {id(t) for t in self._tensors if id(t) not in small and t.nbytes > _LARGEST_STATE}
         self._names = {id(t): name for name, t in parts.tensors.items()}
-        self._values: list[_Kept] | None = self._kept_now()
+        self._values: list[Kept] | None = self._kept_now()
 
     @contextmanager
     def set_aside(self, *, runs: bool = True) -> Iterator[_Moved]:
@@ -181,10 +181,8 @@ class Snapshot:
                 for kept in sorted([*changed, *values], key=lambda kept: kept.values is None):
                     kept.put_back()
 
-    def _kept_now(self) -> list[_Kept]:
-        return [
-            _Kept.now(tensor, self._names.get(id(tensor), ""), id(tensor) in self._data) for tensor in self._tensors
-        ]
+    def _kept_now(self) -> list[Kept]:
+        return [Kept.now(tensor, self._names.get(id(tensor), ""), id(tensor) in self._data) for tensor in self._tensors]
 
     def storages(self) -> set[int]:
         """Return the present memory of the program's tensors, buffers included."""
@@ -204,7 +202,7 @@ class _Moved:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
     """The state of a leaf at one time: its memory, its values, and autograd's count of their changes.
 
     Of data there is no copy of the values: a program that writes into them is refused.
@@ -217,23 +215,27 @@ class _Kept:
     version: int
 
     @classmethod
-    def now(cls, leaf: Tensor, name: str, is_data: bool) -> _Kept:
+    def now(cls, leaf: Tensor, name: str, is_data: bool) -> Kept:
+        """Take the state of a leaf; of data without its values."""
         memory = torch._C.TensorBase.detach(leaf)
         return cls(leaf, name, memory, None if is_data else memory.clone(), leaf._version)
 
-    def again(self) -> _Kept:
+    def again(self) -> Kept:
         """Return what it is now."""
         return self.now(self.leaf, self.name, self.values is None)
 
     def is_touched(self) -> bool:
+        """Return whether the leaf may have changed."""
         return self.leaf._version != self.version or _address(self.leaf) != _address(self.memory)
 
     def is_changed(self) -> bool:
+        """Return whether the leaf has changed."""
         if self.values is None:
             return self.is_touched()
         return self.is_touched() or not _same(torch._C.TensorBase.detach(self.leaf), self.values)
 
     def put_back(self) -> None:
+        """Restore the state."""
         if self.values is None:
             raise RuntimeError(
                 f"`loss` should not write into its data. Found `{self.name}` changed, too large to be put back."

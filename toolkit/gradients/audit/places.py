@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
 from toolkit.gradients._gates import reachable_nodes, unrecorded
-from toolkit.gradients._snapshot import INSTALLED
+from toolkit.gradients._snapshot import INSTALLED, Kept
 
 __all__ = ["BareBlocks", "Escape"]
 
@@ -112,6 +112,7 @@ class BareBlocks:
     _is_active: bool = False
     _closed: tuple[str, ...] = ()
     _writes: set[str] = field(default_factory=set)
+    _undone: list[Kept] | None = None
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
 
     @contextmanager
@@ -181,6 +182,22 @@ class BareBlocks:
         spared = self._writes.intersection(places).difference(self.spares)
         self.spares = spared.union(self.spares)
         return bool(spared)
+
+    @contextmanager
+    def undoing(self) -> Iterator[None]:
+        """Undo the changes in place that functions and hooks of the program make to older tensors."""
+        outer, self._undone = self._undone, []
+        try:
+            yield
+        finally:
+            undone, self._undone = self._undone, outer
+            with torch._C.DisableTorchFunction():  # these changes are not noted
+                for kept in reversed(undone):
+                    kept.put_back()
+
+    def _keep(self, tensors: Iterable[Tensor]) -> None:
+        if self._undone is not None:
+            self._undone += [Kept.now(tensor, "", is_data=False) for tensor in tensors if self._is_state(tensor)]
 
     # --- what stops a tensor ---
 
@@ -492,6 +509,7 @@ class _Watch(TorchFunctionMode):
             and (site := bare._site("_set_grad_enabled", _caller()))
         ):
             bare.real[str(site)] = _WITHOUT_END
+        bare._keep(changed_by(func, args, kwargs))
         region = bare._region
         if region is None:
             return func(*args, **kwargs)

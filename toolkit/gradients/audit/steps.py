@@ -95,7 +95,7 @@ class Recorder:
         given = None if params is None else named_parameters(params, parts)
         if given is None and inputs is not None:
             given = parameters_of(list(inputs), parts)
-        answers = StepAnswers(value, self.board, given, parts)
+        answers = StepAnswers(value, self.board, self.bare, given, parts)
         comparison = Comparison(answers, answers.names(self.bare.partly), nested=self.bare.nested)
         return Audit(
             comparison,
@@ -152,9 +152,11 @@ class StepAnswers(Answers):
 
     board: CutBoard
 
-    def __init__(self, value: Tensor, board: CutBoard, params: Mapping[str, Tensor] | None, parts: Parts) -> None:
+    def __init__(
+        self, value: Tensor, board: CutBoard, bare: BareBlocks, params: Mapping[str, Tensor] | None, parts: Parts
+    ) -> None:
         """Differentiate `value` by `params`, or by every leaf, with every block in place."""
-        self._value, self.board = value, board
+        self._value, self.board, self._bare = value, board, bare
         self.remarks, self.reason, self._is_quiet = [], "", False
         board.close_regions(value)
         self._nodes = list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
@@ -186,7 +188,7 @@ class StepAnswers(Answers):
     @contextmanager
     def passing(self, open: Collection[str]) -> Iterator[None]:
         """Let the cuts of `open` pass in derivatives."""
-        with super().passing(open), self.board.keeping_hooks(self._nodes):
+        with super().passing(open), self.board.keeping_hooks(self._nodes), self._bare.undoing():
             yield
 
     def names(self, partly: Collection[str]) -> list[str]:
@@ -293,7 +295,7 @@ class StepAnswers(Answers):
         arrived: dict[Any, Tensor] = {}
         while inputs and outputs:
             try:
-                with self.board.keeping_hooks(self._nodes):
+                with self.board.keeping_hooks(self._nodes), self._bare.undoing():
                     gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
                 raise Closed(_EARLIER) if "second time" in str(error) else error from error
