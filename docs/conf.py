@@ -114,7 +114,8 @@ class Zoo(SphinxDirective):
         section += nodes.literal_block("", "import" + code[2].rstrip(), language="python")
         threads = nodes.paragraph(text="Met in ")
         for index, source in enumerate(examined["sources"]):
-            threads += [nodes.Text(", " if index else ""), nodes.literal(text=source)]
+            address = f"https://github.com/{source.replace('#', '/issues/')}"
+            threads += [nodes.Text(", " if index else ""), nodes.reference("", source, refuri=address)]
         section += threads
         return section
 

@@ -571,21 +571,19 @@ class TestInABrowser:
 
     @pytest.mark.parametrize("scheme", ["light", "dark"])
     @pytest.mark.parametrize("width", [390, 1400])
-    def test_a_page_can_be_read(self, site, browser, width, scheme):
+    def test_a_page_can_be_read(self, site, page, browser, width, scheme):
         """Nothing is cut off, texts are 12 pixels high at least, and have a contrast of 4.5 at least."""
-        for page in (
-            site,
-            *(site.parent / "pages" / f"{name}.html" for name in ("toy_swept", "toy_beside", "em_iris")),
-        ):
-            _open(browser, page, width, scheme)
-            assert browser.execute_script("return document.documentElement.scrollWidth - innerWidth") <= 0, page
+        names = ("toy_swept", "toy_beside", "em_iris")
+        for file in (site, page, *(site.parent / "pages" / f"{name}.html" for name in names)):
+            _open(browser, file, width, scheme)
+            assert browser.execute_script("return document.documentElement.scrollWidth - innerWidth") <= 0, file
             texts = browser.execute_script(_TEXTS)
             assert len(texts) > 50
             for text, colour, ground, size, left, right in texts:
-                assert size >= 12, f"{page.name}: {text}"
-                assert _contrast(colour, ground) >= 4.5, f"{page.name}: {text}"
-                assert left >= -1, f"{page.name}: {text}"
-                assert right <= width + 1, f"{page.name}: {text}"
+                assert size >= 12, f"{file.name}: {text}"
+                assert _contrast(colour, ground) >= 4.5, f"{file.name}: {text}"
+                assert left >= -1, f"{file.name}: {text}"
+                assert right <= width + 1, f"{file.name}: {text}"
             assert _complaints(browser) == []
 
     def test_a_picture_in_a_card_has_text_of_twelve_pixels(self, site, browser):
@@ -632,6 +630,15 @@ class TestInABrowser:
         assert browser.execute_script(shown, "") == len(read_all(site.parent))
         assert 1 <= browser.execute_script(shown, "species of IRIS") < 5
         assert browser.execute_script(shown, "no such words") == 0
+        assert browser.execute_script(shown, "") > 5
+        redundant = browser.execute_script(
+            "document.querySelector('#verdict').value = 'redundant';"
+            "document.querySelector('#subject').value = 'softmax';"
+            "document.querySelector('#subject').dispatchEvent(new Event('input', {bubbles: true}));"
+            "return [...document.querySelectorAll('.card')].filter(card => !card.hidden).map(card => card.innerText)"
+        )
+        assert len(redundant) == 2
+        assert all("redundant" in text and "softmax." in text for text in redundant)
 
 
 # Every text of a page: itself, its colour, the colour behind it, its height, and its ends.
@@ -796,6 +803,11 @@ def test_a_wide_sweep_has_a_logarithmic_axis():
     assert with_zero[1] - with_zero[0] > 1
     left, middle, right = _centres(draw_sweep("rate", [1, 2, 4], [("loss", [_band([1, 2, 4], [[1, 2, 3]])])]))
     assert 2 * (middle - left) == pytest.approx(right - middle, abs=0.21)
+
+
+def test_a_training_step_is_an_integer():
+    svg = draw_bands([("loss", [_band([0, 1, 2], [[3.0, 2.0, 1.0]])], None)], [])
+    assert re.findall(r'text-anchor="middle">(\S+?)<', svg) == ["0", "1", "2"]
 
 
 def test_values_at_rounding_leave_an_axis_linear():

@@ -466,6 +466,8 @@ def test_the_report_shows_every_bug_and_needs_no_torch(examined, tmp_path):
         assert entry["title"].replace("`", "") in text
         assert entry["story"].replace("`", "") in text
         assert all(source in text for source in entry["sources"])
+        for repository, number in (source.split("#") for source in entry["sources"]):
+            assert f'href="https://github.com/{repository}/issues/{number}"' in page
         assert all(complaint in text for complaint in entry["buggy"]["complaints"])
         for variant in ("buggy", "fixed"):
             assert all(f"{what} at {where}: {verdict}" in text for where, what, verdict in entry[variant]["places"])
@@ -480,5 +482,7 @@ def test_what_a_record_says_is_escaped(examined, tmp_path):
     wrong = {**examined[0], "title": "<b>bold</b>", "story": "<script>"}
     page = write_single([], tmp_path / "index.html", [wrong]).read_text()
     assert "<b>bold" not in page
-    assert "<script>" not in page
+    plain = write_single([], tmp_path / "plain.html", [{**examined[0], "story": ""}]).read_text()
+    assert page.count("<script") == plain.count("<script"), "the page's own"
+    assert "&lt;script&gt;" in page
     assert "&lt;b&gt;bold" in page

@@ -213,7 +213,8 @@ def draw_curves(
     ends = [value for band in bands for _, column in band.known for value in (min(column), max(column))]
     up = fit([*ends, *(level.value for level in levels)], height - 24, 8, wide=wide)
     steps = sorted({step for band in bands for step, _ in band.known})
-    parts, across = frame(fit(steps, 0, 1, wide=math.inf, margin=0), up, None if steps else [])
+    across = fit(steps, 0, 1, wide=math.inf, margin=0)
+    parts, across = frame(across, up, [tick for tick in across.ticks() if steps and tick.is_integer()])
     shades = lines = ""
     for index, band in enumerate(bands):
         lows, highs, middles = (

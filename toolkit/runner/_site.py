@@ -64,6 +64,7 @@ def write_site(root: Path, names: Collection[str] | None = None) -> Path:
         cards=cards,
         hero=hero if hero is not None and hero.size > 0 else None,
         subjects=sorted({card.subject for card in cards}),
+        verdicts=sorted({verdict for card in cards for _, verdict, _ in card.variants}),
         endings=sorted({ending for card in cards for ending in card.endings}),
         zoo=zoo,
         keys=_keys(max((len(card.variants) for card in cards), default=1)),
