@@ -27,15 +27,14 @@ help:
 run: $(VENV)/installed-run
 	$(BIN)/stopgrad run configs
 	$(BIN)/stopgrad zoo
-	$(BIN)/stopgrad report
 
 run-all: run
 	$(BIN)/stopgrad run configs/adversarial_methods.toml --set seeds=3
 	$(BIN)/stopgrad run configs/adversarial_steps.toml --set worst_starts=4 --set worst_steps=200
-	$(BIN)/stopgrad run configs/adversarial_overfitting.toml --set ensemble=[0.1,0.3] --set evaluate_every=100
+	$(BIN)/stopgrad run configs/adversarial_overfitting.toml --set seeds=3
+	$(BIN)/stopgrad run configs/adversarial_overfitting.toml --set ensemble=[0.1,0.3] --set evaluate_every=100 --set seeds=3
 	$(BIN)/stopgrad run configs/adversarial_trades.toml --set ensemble=[0.1,0.2,0.3] --set evaluate_every=50
 	$(BIN)/stopgrad run configs/adversarial_vat.toml --set ensemble=[0.5,1.0] --set evaluate_every=25
-	$(BIN)/stopgrad report
 
 report: $(VENV)/installed-run
 	$(BIN)/stopgrad report

@@ -325,7 +325,10 @@ def test_damage_is_told_on_the_page_and_by_the_command_and_the_other_pages_are_d
     assert sentence in (results / "pages" / "toy_damage_a.html").read_text()
     assert "A seed is left out" not in (results / "pages" / "toy_damage_b.html").read_text()
 
+    untouched = results / "pages" / "toy_damage_b.html"
+    untouched.write_text("as it was")
     again = _run(one, results, "--jobs", "1", "--set", "steps=1")
+    assert untouched.read_text() == "as it was", "a run draws its own configs again"
     assert "seed 1 of 2 has a record already" in again.stderr
     assert "seed 2 of 2 took" in again.stderr
     assert "A seed is left out" not in (results / "pages" / "toy_damage_a.html").read_text()

@@ -447,6 +447,7 @@ def test_the_command_fails_for_a_zoo_that_is_wrong(tmp_path, stays, error):
     done = CliRunner().invoke(main, ["zoo", str(tmp_path), "--results", str(tmp_path / "results")])
     assert done.exit_code == 1
     assert done.stderr == f"error: {error}\n"
+    assert "one" in (tmp_path / "results" / "pages" / "zoo.html").read_text()
 
 
 def test_the_report_shows_every_bug_and_needs_no_torch(examined, tmp_path):

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -123,7 +123,8 @@ class _Pages:
     """Draws the pages while units run: after the first record, and whenever a config has all its seeds."""
 
     def __init__(self, units: Sequence[Unit], results: Path) -> None:
-        self._results, self._left = results, Counter(unit.label for unit in units)
+        self._units, self._results = units, results
+        self._left = Counter(unit.label for unit in units)
         self._drawn = False
 
     def on_record(self, unit: Unit) -> None:
@@ -133,10 +134,10 @@ class _Pages:
             self._drawn = self._write([unit.path.stem])
 
     def draw(self) -> bool:
-        """Draw all pages, with all times; return whether that was possible."""
-        return self._write(None)
+        """Draw the pages of all configs, with all times; return whether that was possible."""
+        return self._write({unit.path.stem for unit in self._units})
 
-    def _write(self, names: list[str] | None) -> bool:
+    def _write(self, names: Collection[str]) -> bool:
         from toolkit.runner._site import write_site
 
         try:
@@ -172,11 +173,12 @@ def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("docs/zoo"))
 @RESULTS
 def zoo(folder: Path, results: Path) -> None:
-    """Audit the programs of the bug zoo, with and without their bugs, and record the results for the report.
+    """Audit the programs of the bug zoo, with and without their bugs; record the results, and draw them.
 
     FOLDER holds the programs; the bundled zoo by default.
     """
     from toolkit.runner._records import write_zoo
+    from toolkit.runner._site import write_site
     from toolkit.runner._zoo import examine, read_programs
 
     _check_writable(results)
@@ -190,6 +192,7 @@ def zoo(folder: Path, results: Path) -> None:
         for complaint in program["buggy"]["complaints"]:
             click.echo(f"    {complaint}")
     write_zoo(results, examined)
+    write_site(results, ())
     wrong = [f"{program['name']}: no bug was found" for program in examined if not program["buggy"]["complaints"]]
     wrong += [f"{program['name']}: blamed without its bug" for program in examined if program["fixed"]["complaints"]]
     if wrong:

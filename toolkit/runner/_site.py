@@ -47,7 +47,7 @@ def write_site(root: Path, names: Collection[str] | None = None) -> Path:
 
     Args:
         root: The results folder.
-        names: The configs whose pages are drawn again. None: all.
+        names: The configs whose pages are drawn again; a page that is missing is always drawn. None: all.
     """
     experiments, zoo = read_all(root), read_zoo(root)
     pages = root / "pages"
