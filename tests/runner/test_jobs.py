@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 
 import pytest
 import toy
@@ -114,6 +114,26 @@ def test_nothing_runs_beside_a_measurement(tmp_path, monkeypatch):
     assert crew.begun[:3] == [("measured", 4, 0), ("trained", 0, 0), ("trained", 1, 1)]
     assert max(beside for _, _, beside in crew.begun) == 1
     assert {beside for task, _, beside in crew.begun if task == "measured"} == {0}
+
+
+def test_units_that_ended_are_kept_when_the_process_of_another_is_killed(tmp_path, monkeypatch):
+    class Killed(_Slowly):
+        def messages(self):
+            for number, future in enumerate(self.running):
+                if number % 2:
+                    future.set_result(Answer((), ""))
+                else:
+                    future.set_exception(BrokenExecutor())
+            self.running = []
+            return iter(())
+
+    monkeypatch.setattr(_jobs, "write_record", lambda *_: None)
+    crew, units = Killed(), units_of(load_config(toy.install("toy_kept", tmp_path), ["seeds=8"]))
+    crew.count, kept = 6, []
+    with Progress() as progress:
+        run = _jobs._Run(tmp_path, False, progress, lambda unit: kept.append(unit.seed))
+        assert [unit.seed for unit in run._killed(units, crew)] == [0, 2, 4, 6, 7]
+    assert sorted(kept) == [1, 3, 5]
 
 
 @pytest.mark.parametrize("jobs", ["1", "2"])

@@ -119,7 +119,7 @@ class _Run:
                 while waiting and len(running) < crew.count:
                     if self._claim(unit := waiting.pop()):
                         running[crew.submit(trained, unit)] = unit
-                for future in self._ended(running, crew):
+                for future in sorted(self._ended(running, crew), key=_was_killed):
                     self._end(running[future], future.result())
                     del running[future]
         except BrokenExecutor:
@@ -181,6 +181,10 @@ class _Run:
 
     def _is_finished(self, unit: Unit) -> bool:
         return is_finished(unit.folder(self._root), unit.seed)
+
+
+def _was_killed(future: Future[Answer]) -> bool:
+    return isinstance(future.exception(), BrokenExecutor)
 
 
 def _expected_seconds(root: Path, unit: Unit) -> float:

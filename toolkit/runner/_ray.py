@@ -55,8 +55,8 @@ class _Cluster:
 
     @property
     def count(self) -> int:
-        """The number of processors, which changes with the nodes."""
-        return max(1, int(self._resources().get("CPU", 0)))
+        """Twice the number of processors, which changes with the nodes."""
+        return max(1, 2 * int(self._resources().get("CPU", 0)))
 
     def submit(self, task: Task, unit: Unit) -> Future[Answer]:
         config, future = unit.config.config, Future[Answer]()

@@ -129,8 +129,7 @@ def is_finished(folder: Path, seed: int) -> bool:
 
 def lacks_seconds(folder: Path, seed: int) -> bool:
     """Return whether the record of a seed has to be completed by its times."""
-    found = _read(_seed(folder, seed))
-    if seed >= MEASURED_SEEDS or isinstance(found, Damage):
+    if seed >= MEASURED_SEEDS or isinstance(found := _read(_seed(folder, seed)), Damage):
         return False
     return any(variant["seconds_per_step"] is None for variant in found.data["variants"].values())
 

@@ -1,7 +1,6 @@
-"""Units: the seeds of configs, each small enough to be sent anywhere. Here they run, in whatever process.
+"""Units, the seeds of configs: small enough to be sent to any process, and run there.
 
-A unit is its config's path, the overrides, and the seed. What it sends back is data alone: the process that asked for
-it keeps the records.
+A unit is its config's path, the overrides, and the seed. It sends back data alone: the main process keeps the records.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from toolkit.runner._comparison import RunError, folder_of, record_of, times_of
-from toolkit.runner._config import LoadedConfig, load_config
+from toolkit.runner._config import ConfigError, LoadedConfig, load_config
 
 __all__ = ["Answer", "Message", "Tell", "Unit", "measured", "trained", "units_of"]
 
@@ -105,14 +104,14 @@ def _tell_method(unit: Unit, tell: Tell, name: str) -> None:
 
 
 def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> Answer:
-    config, begin = unit.config, time.monotonic()
     try:
+        config, begin = unit.config, time.monotonic()
         return Answer(function(config), seconds=time.monotonic() - begin)
-    except RunError as error:
+    except (ConfigError, RunError) as error:
         return Answer(error=str(error))
     except Exception as error:
         line = next(iter(str(error).splitlines()), repr(error))
-        at = _place(error, Path(str(config.module.__file__)).parent)
+        at = _place(error, Path(str(unit.config.module.__file__)).parent)
         return Answer(error=f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}")
 
 

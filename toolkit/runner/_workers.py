@@ -25,7 +25,7 @@ class Workers(Protocol):
 
     @property
     def count(self) -> int:
-        """The number of units that can run side by side."""
+        """The number of units to have submitted: more than run, so that none waits for the main process."""
         ...
 
     def submit(self, task: Task, unit: Unit) -> Future[Answer]:
@@ -44,7 +44,7 @@ def in_this_process(tell: Tell) -> Iterator[Workers]:
 
 
 class _Here:
-    count = 1  # the unit that is submitted
+    count = 1
 
     def __init__(self, tell: Tell) -> None:
         self._tell = tell
@@ -77,7 +77,7 @@ def in_processes(count: int) -> Iterator[Workers]:
 
 class _Processes:
     def __init__(self, count: int, pool: ProcessPoolExecutor, messages: Any) -> None:
-        self.count, self._pool, self._messages = count, pool, messages
+        self.count, self._pool, self._messages = 2 * count, pool, messages
 
     def submit(self, task: Task, unit: Unit) -> Future[Answer]:
         try:
