@@ -225,7 +225,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "runner": [
         ("if key not in WITHOUT_EFFECT}", "if key in WITHOUT_EFFECT}", "test_records test_report"),
-        ("if force or not is_finished(folder, seed):", "if True:", "test_experiments"),
+        (
+            "left = [unit for unit in records.values() if self._force or not self._is_finished(unit)]",
+            "left = [*records.values()]",
+            "test_experiments",
+        ),
         (
             "if not math.isfinite(value):\n            diverged_at",
             "if math.isnan(value):\n            diverged_at",

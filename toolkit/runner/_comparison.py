@@ -47,21 +47,12 @@ class RunError(Exception):
     """A run that cannot be compared; its text says why."""
 
 
-def run_config(
-    loaded: LoadedConfig,
-    root: Path,
-    *,
-    force: bool = False,
-    on_step: Callable[[], None] = lambda: None,
-    on_method: Callable[[str], None] = lambda name: None,
-) -> Path:
+def run_config(loaded: LoadedConfig, root: Path, *, on_method: Callable[[str], None] = lambda name: None) -> Path:
     """Run every seed of a config that has no record yet, one after the other, and return the folder of the records.
 
     Args:
         loaded: The config.
         root: The results folder.
-        force: Whether to run finished seeds again.
-        on_step: Called after each training step of each variant.
         on_method: Called with the name of each of the other methods before it is trained.
 
     Raises:
@@ -69,8 +60,8 @@ def run_config(
     """
     folder = folder_of(loaded, root)
     for seed in range(loaded.config.seeds):
-        if force or not is_finished(folder, seed):
-            write_record(folder, seed, *record_of(loaded, seed, on_step=on_step, on_method=on_method))
+        if not is_finished(folder, seed):
+            write_record(folder, seed, *record_of(loaded, seed, on_method=on_method))
         if lacks_seconds(folder, seed):
             write_times(folder, seed, times_of(loaded, seed, on_method))
     return folder

@@ -107,7 +107,8 @@ class _Run:
     def show(self, message: Message) -> None:
         """Show what a unit says."""
         kind, unit, value = message
-        getattr(self._progress, kind)(str(unit), value)
+        if kind != "begin" or unit in self._claims:  # messages of other processes may come late
+            getattr(self._progress, kind)(str(unit), value)
 
     def _killed(self, units: list[Unit], crew: Workers) -> list[Unit]:
         """Run the units until a process is killed, and return those that did not end."""
@@ -147,7 +148,6 @@ class _Run:
         claim = self._claims[unit] = contextlib.ExitStack()
         mine = claim.enter_context(claimed(unit.folder(self._root), unit.seed))
         if mine and (self._force or not self._is_finished(unit)):
-            self._progress.begin(str(unit), unit.steps)
             return True
         claim.close()
         self._progress.end(str(unit), "has a record from another run" if mine else "is left to another run")

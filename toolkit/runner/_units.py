@@ -63,7 +63,7 @@ class Answer:
     seconds: float = 0.0
 
 
-# What a unit says while it runs: ("step" | "method", unit, value).
+# What a unit says while it runs: ("begin" | "step" | "method", unit, value).
 Message = tuple[str, Unit, Any]
 Tell = Callable[[Message], None]
 
@@ -91,6 +91,7 @@ def trained(unit: Unit, tell: Tell) -> Answer:
             steps, told = 0, time.monotonic()
 
     on_method = partial(_tell_method, unit, tell)
+    tell(("begin", unit, unit.steps))
     return _answer(unit, lambda config: record_of(config, unit.seed, on_step=on_step, on_method=on_method))
 
 
