@@ -79,11 +79,20 @@ def audit(
     program and returns a scalar tensor; or the loss and the parameters to differentiate by: a module, a dict, or a list
     of tensors.
 
-    The answer is written to stdout, the output of the program to stderr.
+    The answer is written to stdout, the output of the program to stderr. Each stop is opened alone; its verdict is the
+    effect on the gradient:
+
+    \b
+    no-op               none: no gradient comes to the stop ("carry nothing")
+    redundant           none: the leak is rounding
+    below the noise     too small for the precision of the program
+    partial             load-bearing: the gradient is another
+    cuts all paths      load-bearing: only the stop keeps the gradient from these parameters
+    makes the gradient  load-bearing: without the stop the gradient of these parameters is zero
 
     Ends with 0; with 1 if an answer is not valid or not as expected, or the program fails; with 2 if there is nothing
     to audit.
-    """
+    """  # noqa: D301 - the sign by which click leaves lines as they are
     if module is None and not words:
         _stop("The program should be a script, FILE:FUNCTION, or -m MODULE. Found none.")
     if backward is not None and all_passes:

@@ -531,7 +531,7 @@ def test_text_page_and_json(pair):
         return (a * a.exp().detach()).sum() * a.mean().item()
 
     found = audit(loss, pair.a)
-    assert str(found).splitlines()[1] == "1 stop: 1 load-bearing"
+    assert str(found).splitlines()[1] == "1 stop: 1 load-bearing (1 partial)"
     assert "where" in str(found).splitlines()[2]
     assert "leaves the graph: item()" in str(found)
     assert "<table>" in found._repr_html_()

@@ -118,6 +118,11 @@ def test_the_table_names_every_place(program):
     assert "the program prints" not in result.stdout
 
 
+def test_the_summary_names_the_verdicts_that_bear_load(program):
+    result = _run(f"{program}:make_loss")
+    assert result.stdout.splitlines()[1] == "3 stops: 3 load-bearing (2 partial, 1 cuts all paths)"
+
+
 def test_json_is_what_the_audit_says(program):
     result = _run(f"{program}:with_parameters", "--json")
     assert result.exit_code == 0
@@ -241,3 +246,5 @@ def test_help_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "FILE:FUNCTION" in done.stdout
+    for label in ("no-op", "redundant", "below the noise", "partial", "cuts all paths", "makes the gradient"):
+        assert f"\n  {label}  " in done.stdout, "a newcomer finds each verdict of the table explained"

@@ -26,8 +26,9 @@ __all__ = ["Audit", "Unopened"]
 
 
 # The verdicts as a summary counts them, in its order.
+_BEARING = "load-bearing"
 _SUMMARY = {
-    **dict.fromkeys(("partial", "cuts", "makes"), "load-bearing"),
+    **dict.fromkeys(("partial", "cuts", "makes"), _BEARING),
     "noise": "below the noise",
     "redundant": "redundant",
     "no-op": "carry nothing",
@@ -186,8 +187,12 @@ class Audit:
 
     def summary(self) -> str:
         """Return the number of stops by their verdict, in a line."""
-        kinds = Counter(_SUMMARY[effect.verdict.kind] for effect in self.effects)
+        verdicts = [effect.verdict for effect in self.effects]
+        kinds = Counter(_SUMMARY[verdict.kind] for verdict in verdicts)
+        bearing = Counter(verdict.label for verdict in verdicts if _SUMMARY[verdict.kind] == _BEARING)
         counted = [f"{kinds[kind]} {kind}" for kind in dict.fromkeys(_SUMMARY.values()) if kinds[kind]]
+        if bearing:
+            counted[0] += f" ({', '.join(f'{n} {label}' for label, n in bearing.items())})"
         closed = len({entry.site for entry in self.unopened} - {effect.name for effect in self.effects})
         n_places = len(self.effects) + closed
         counted += [f"{closed} not opened"] if closed else []
