@@ -50,6 +50,21 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("None if i in outputs else cotangent for i", "cotangent for i", "test_grad"),
         ("elif not gradient.isfinite().all():", "elif gradient.isfinite().all():", "test_testing"),
     ],
+    "audit": [
+        ("        same = self.verdict == found.verdict or", "        same = True or", "test_audit_expectations"),
+        ("        elif not wanted.is_met_by(seen):", "        elif wanted.is_met_by(seen):", "test_audit_expectations"),
+        ("or (node.lineno != line and name == (line, column - 1))", "", "test_audit_expectations"),
+        ("and self.column in (0, site.column)", "", "test_testing"),
+        ("    if silent.issuperset(names):", "    if silent.issubset(names):", "test_testing"),
+        ("        if step >= self._next:", "        if step > self._next:", "test_audit_callbacks"),
+        ("            self._leaves.append(made_leaf(tensor, source))\n", "", "test_audit_steps"),
+        (
+            "            if gap.end is None and gap.switch is switch:",
+            "            if gap.end is None:",
+            "test_audit_steps",
+        ),
+        ("                for kept in reversed(undone):", "                for kept in undone:", "test_audit_steps"),
+    ],
     "lint": [
         ("if held.changed and held.has(leaf):", "if held.has(leaf):", "test_aliases"),
         ("if held.changed and held.is_alive:", "if held.changed:", "test_aliases"),

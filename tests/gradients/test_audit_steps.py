@@ -307,6 +307,47 @@ def test_a_region_opens_in_which_recording_is_switched_on_again(inside):
     assert {e.name: e.leak for e in found.effects} == pytest.approx({e.name: e.leak for e in expected.effects})
 
 
+def test_a_transform_inside_of_a_region_is_refused_before_the_backward_pass():
+    w = torch.tensor([3.0, 2.0], requires_grad=True)
+    with audited({"w": w}):
+        with torch.no_grad():
+            slope = torch.func.grad(lambda x: x.pow(3).sum())(w)
+        with pytest.raises(RuntimeError, match=r"a transform of torch\.func switches recording on again"):
+            (w * slope).sum().backward()
+    assert w.grad is None
+
+
+def test_a_region_in_a_function_that_a_derivative_of_the_step_runs_again():
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return held(x).clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            with torch.enable_grad():
+                x = ctx.saved_tensors[0].clone().requires_grad_()
+                y = held(x) + 2 * x
+            return torch.autograd.grad(y, x, g)[0]
+
+    @stop_recording("test.held")
+    def held(x):
+        return x.pow(3)
+
+    def step():
+        (slope,) = torch.autograd.grad(Again.apply(w * 1.0).square().sum(), w)
+        return (w * slope).sum()
+
+    w = torch.tensor([3.0, 2.0], requires_grad=True)
+    plain = step()
+    with audited({"w": w}) as answer:
+        watched = step()
+        watched.backward()
+    assert watched.item() == plain.item()
+    assert [entry.site for entry in answer.audits[0].unopened] == ["test.held"]
+
+
 def test_nothing_behind_a_stop_runs():
     calls = []
 

@@ -74,7 +74,7 @@ class CutBoard(GateBoard):
         super().__init__(records=True)
         self.written: set[str] = set()
         self.first, self.latest = next_number(), ""
-        self._real, self._leaves = real, list[Any]()
+        self._real, self._leaves, self._is_inside = real, list[Any](), False
         self._anchor = torch.empty((), requires_grad=True)
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
@@ -87,7 +87,7 @@ class CutBoard(GateBoard):
             return None
         if not torch.is_grad_enabled():
             return None
-        if not self._in_forward and not _is_checkpointed():
+        if self._derives and not _is_checkpointed():
             return None
         if self.is_earlier(get_gradient_edge(input).node):  # whose graph may be freed: it is known, and never passes
             input = input.detach()
@@ -96,7 +96,7 @@ class CutBoard(GateBoard):
 
     def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
         """Record a region; None if it should not be recorded."""
-        if not self._in_forward:
+        if self._derives:
             if not _is_checkpointed():
                 self.meetings.setdefault(name, Meeting(site)).carried += 1
                 self.inner.add(name)
@@ -108,13 +108,27 @@ class CutBoard(GateBoard):
         self.latest = name
         return super().region(name, site, both_modes=both_modes)
 
+    @property
+    def _derives(self) -> bool:
+        """Whether a derivative runs functions and hooks of the program: a backward pass, or one inside of the step."""
+        return self._is_inside or not self._in_forward
+
+    @contextmanager
+    def deriving(self) -> Iterator[None]:
+        """Take a derivative inside of the step, whose functions and hooks stop their gradients for real."""
+        outer, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = outer
+
     def _note(self, input: Tensor, name: str, site: Site) -> bool:
         """Note the use of a block; return whether it stops a gradient.
 
         A backward pass meets a block in a checkpoint, for the second time, and in a function or hook of its own.
         """
         carries = carries_gradient(input)
-        own = carries and not self._in_forward and not _is_checkpointed()
+        own = carries and self._derives and not _is_checkpointed()
         if own:
             self.inner.add(name)
         if self._in_forward or own:

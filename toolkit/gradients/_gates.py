@@ -74,8 +74,9 @@ class GateBoard(Gates):
         linear: Whether the forward pass showed no operation that may act nonlinearly on cotangents.
         inner: Blocks that no gate can answer for: a derivative *inside* the forward pass reached them, or no graph is
             recorded at their place.
-        pierced: Recorded regions in which the program switched recording on again. Some of their nodes are recorded
-            even while they are closed, and it is not known which.
+        pierced: Recorded regions in which the program switched recording on again, so that some nodes made meanwhile
+            are recorded even while the regions are closed.
+        blurred: Those of them of which it is not known which nodes these are.
         regions: Blocks that are regions.
         elsewhere: Blocks that other threads reached meanwhile.
     """
@@ -87,6 +88,7 @@ class GateBoard(Gates):
     linear: bool = True
     inner: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
+    blurred: set[str] = field(default_factory=set)
     regions: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
     start: int = 0
@@ -194,9 +196,8 @@ class GateBoard(Gates):
     def _end(self, region: _Region) -> None:
         if region.end is None:
             region.end = next_number()
-            recorded = sum(map(region.holds, range(region.start, region.end)))
-            self.meetings[region.name].carried += recorded
-            if not recorded:
+            self.meetings[region.name].carried += region.size
+            if not region.size:  # nothing was recorded in it
                 self._regions.remove(region)
 
     def is_linear(self, root: Any) -> bool:
@@ -214,9 +215,16 @@ class GateBoard(Gates):
         return not is_foreign(node) and node._sequence_nr() >= self.start
 
     def pierce(self, switch: object) -> None:
-        """Note that the program switches recording on inside of active regions, by a context or for good."""
-        for region in self._entered():
-            self.pierced.add(region.name)
+        """Note that the program switches recording on inside of active regions, by a context or for good.
+
+        A transform of `torch.func` switches it on for its own level alone.
+        """
+        entered = self._entered()
+        self.pierced.update(region.name for region in entered)
+        if torch._C._are_functorch_transforms_active():
+            self.blurred.update(region.name for region in entered)
+            return
+        for region in entered:
             region.gaps.append(_Gap(next_number(), switch))
 
     def mend(self, switch: object) -> None:
@@ -250,6 +258,10 @@ class GateBoard(Gates):
     def derive(self, *roots: Tensor) -> None:
         """Prepare for a derivative that the program takes."""
         self.close_regions(*roots)
+
+    def deriving(self) -> AbstractContextManager[None]:
+        """Make the context of a derivative that the program takes."""
+        return nullcontext()
 
     def hook(self, tensor: Tensor) -> None:
         """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""
@@ -300,6 +312,13 @@ class _Region:
     end: int | None = None
     views: set[int] = field(default_factory=set)  # made inside, because autograd makes views of the outside late
     gaps: list[_Gap] = field(default_factory=list)
+
+    @property
+    def size(self) -> int:
+        """The number of nodes made inside of a passage that is over."""
+        end = self.start if self.end is None else self.end
+        gaps = sum((end if gap.end is None else gap.end) - gap.start for gap in self.gaps)
+        return end - self.start - len(self.views) - gaps
 
     @property
     def is_pierced(self) -> bool:
@@ -490,6 +509,8 @@ class _Watch(TorchFunctionMode):
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if func in self._derivatives:
             self._board.derive(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+            with self._board.deriving():
+                return func(*args, **kwargs)
         elif func is torch._C._set_grad_enabled:
             self._switch(args)
         elif func is Tensor.register_hook:

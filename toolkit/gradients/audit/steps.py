@@ -48,6 +48,7 @@ Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[Non
 
 _EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
 _INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
+_BLURRED = "a transform of torch.func switches recording on again inside of it"
 _EAGER = "compiled functions ran in eager mode"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
@@ -409,6 +410,7 @@ def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) ->
     some_stray = any(map(strays, [*entries, *_plainly_behind(entries)]))
     for node in entries:
         regions = regions_of(node) - opened
+        found.update(dict.fromkeys(regions & board.blurred, _BLURRED))
         for behind in filter(strays, [node, *_plainly_behind([node])]) if some_stray else ():
             reason = _EARLIER if board.is_earlier(behind) else "a hook or a custom function behind it would run"
             found.update(dict.fromkeys(regions, reason))

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerCallback
-
 from toolkit.gradients.audit.history import LeakHistory, RepeatedAudit
+
+try:
+    from transformers import TrainerCallback
+except ModuleNotFoundError:  # blocks and documents are found by importing every module
+    TrainerCallback = object
 
 __all__ = ["AuditCallback"]
 
