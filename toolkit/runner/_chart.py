@@ -1,7 +1,8 @@
 """The parts of a chart, as SVG and HTML text: scales, axes, marks with their values, legends.
 
 Colours are CSS variables, so that a page can be read in the dark. A chart is 320 units wide and its text 12 units high:
-on a phone a unit is a pixel. Matplotlib fixes the colours of its SVG, and its text shrinks with the page. Imports neither torch nor toolkit.
+on a phone a unit is a pixel. Matplotlib fixes the colours of its SVG, and its text shrinks with the page. Imports
+neither torch nor toolkit.
 """
 
 from __future__ import annotations
