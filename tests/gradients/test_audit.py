@@ -762,3 +762,30 @@ def test_parameters_that_an_earlier_call_kept_are_told(program, name):
     warm = audit(lambda: program(net, x, kept), net)
     assert warm.effects == []
     assert warm.remarks == ([f"kept from an earlier call, and not audited: `{name}`"] if name else [])
+
+
+class _Caching(nn.Module):
+    """Keeps a detached weight in a private dict that is empty at first, as objectives of torchrl do."""
+
+    def __init__(self):
+        super().__init__()
+        self._cache = {}
+        self.weight = nn.Parameter(torch.tensor([0.3, -1.1]))
+
+    def forward(self, x):
+        if "weight" not in self._cache:
+            self._cache["weight"] = self.weight.detach()
+        with torch.no_grad():
+            scale = self.weight.square().sum()
+        return (self.weight * self._cache["weight"] * x).sum() * scale
+
+
+def test_an_empty_private_dict_of_a_module_is_put_back():
+    net, x = _Caching(), torch.tensor([2.0, 0.7])
+    found = audit(lambda: net(x), net)
+    assert net._cache == {}
+    names = [effect.name for effect in found.effects]
+    assert len(names) == 2
+    w = net.weight.detach().clone().requires_grad_()
+    (expected,) = torch.autograd.grad((w * w * x).sum() * w.square().sum(), w)
+    torch.testing.assert_close(found.gradient(names)["weight"], expected)

@@ -58,6 +58,9 @@ _COPIED = frozenset(
     ]
 )
 
+# Attributes of every module, most of them empty dicts of hooks.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
 
 @dataclass
 class Parts:
@@ -608,7 +611,7 @@ class _Search:
         for key, value in own.items():
             if key in ("_parameters", "_buffers", "_modules"):
                 self.parts.state.append(_Mapping(value))
-            elif not (isinstance(value, dict) and not value and key.startswith("_")):
+            elif not (key in _OF_EVERY_MODULE and isinstance(value, dict) and not value):
                 self.add(_join(prefix, key), value)
         self._add_class(prefix, type(module))
 
