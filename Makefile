@@ -10,7 +10,7 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # OpenMP threads that spin while they wait make small models up to ten times slower on two cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help run run-all test test-portable mutants report docs bench clean clean-venv
+.PHONY: help run run-all test test-portable mutants report docs bench atlas clean clean-venv
 
 help:
 	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
@@ -21,6 +21,7 @@ help:
 	@echo 'make report      draw the report again, from the records in results/'
 	@echo 'make docs        build the documentation into docs/_build/'
 	@echo 'make bench       measure this project beside its peers'
+	@echo 'make atlas       audit the losses of public packages, in a virtual environment of their own'
 	@echo 'make clean       delete caches and built documents; results/ and .venv stay'
 	@echo 'make clean-venv  delete .venv'
 
@@ -60,6 +61,12 @@ docs: $(VENV)/installed-docs
 
 bench: $(VENV)/installed-test
 	$(BIN)/python -m benchmarks
+
+atlas:
+	$(PYTHON) -m venv $(VENV)-atlas
+	$(VENV)-atlas/bin/python -m pip install --quiet --requirement benchmarks/atlas/requirements.txt
+	$(VENV)-atlas/bin/python -m pip install --quiet --editable .
+	$(VENV)-atlas/bin/python -m benchmarks atlas
 
 clean:
 	rm -rf docs/_build docs/gallery dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

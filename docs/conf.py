@@ -1,4 +1,4 @@
-"""Settings of the documentation, the directives for blocks and the zoo, and formulas that need no network."""
+"""Settings of the documentation, the directives for blocks, zoo and atlas, and formulas that need no network."""
 
 import contextlib
 import sys
@@ -120,6 +120,20 @@ class Zoo(SphinxDirective):
         return section
 
 
+class Atlas(SphinxDirective):
+    """Shows the records of the atlas: figures, and a table that sorts by a column where scripts run."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a paragraph and a table."""
+        from benchmarks.atlas.page import figures, table
+        from benchmarks.atlas.records import RECORDS, read_records
+
+        for path in RECORDS.glob("*.json"):
+            self.env.note_dependency(str(path))
+        records = read_records()
+        return [nodes.paragraph(text=figures(records)), nodes.raw("", table(records), format="html")]
+
+
 def formula(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
     """Write a formula as MathML, which browsers draw by themselves."""
     block = isinstance(node, nodes.math_block)
@@ -136,4 +150,5 @@ def setup(app: Sphinx) -> None:
     """Register the directives and the writer of formulas."""
     app.add_directive("blocks", Blocks)
     app.add_directive("zoo", Zoo)
+    app.add_directive("atlas", Atlas)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

@@ -1,0 +1,52 @@
+"""An atlas of the stops in public packages: each answer of an audit beside the package without these stops.
+
+    python -m benchmarks atlas [--package NAME]
+
+Each program in `programs/` builds the losses of one package; `records/` holds the answers. The packages are pinned in
+`requirements.txt`; ``make atlas`` installs them into a virtual environment of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pkgutil
+import warnings
+from collections.abc import Iterator
+from importlib.metadata import version
+
+import torch
+
+from benchmarks._measure import Row
+from benchmarks.atlas import programs
+from benchmarks.atlas.comparison import compared_losses
+from benchmarks.atlas.records import Record
+
+ON_REQUEST = True
+
+
+def rows() -> Iterator[Row]:
+    """Write the record of each package, or of the one that is named; yield the share of answers that differ."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks atlas")
+    parser.add_argument("--package", help="the name in the package index")
+    chosen = parser.parse_known_args()[0].package
+    for info in pkgutil.iter_modules(programs.__path__, f"{programs.__name__}."):
+        package = info.name.rpartition(".")[2].replace("_", "-")
+        if chosen in (None, package):
+            yield _row(_surveyed(package, info.name))
+
+
+def _surveyed(package: str, module: str) -> Record:
+    """Return the record of a package, and write it."""
+    warnings.simplefilter("ignore")  # of the packages
+    record = Record(package, version(package), torch.__version__.partition("+")[0], compared_losses(module))
+    record.write()
+    return record
+
+
+def _row(record: Record) -> Row:
+    compared = [answer for _, answer in record.answers() if answer.agrees is not None]
+    wrong = [answer for answer in compared if not answer.agrees]
+    failed = [loss for loss in record.losses if loss.failure]
+    note = f"{len(compared)} answers of {len(record.losses)} losses compared, {len(failed)} losses without an answer"
+    what = f"{record.package} {record.version}: answers that differ from the removal"
+    return Row(what, len(wrong) / len(compared) if compared else 0.0, "0", note)

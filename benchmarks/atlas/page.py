@@ -1,0 +1,79 @@
+"""The records as a sentence of figures and a table of HTML, without the packages."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Iterator
+
+from benchmarks.atlas.records import Answer, Loss, Record
+
+__all__ = ["figures", "table"]
+
+_HEAD = ("package", "loss", "place", "source", "verdict", "leak", "ratio", "after the removal")
+
+# Sorts by the column whose head is clicked; numbers by their value.
+_SCRIPT = """
+document.querySelectorAll("table.atlas th").forEach((head, column) => head.addEventListener("click", () => {
+  const body = head.closest("table").tBodies[0];
+  const key = row => row.cells[column].dataset.key ?? row.cells[column].innerText;
+  const order = head.dataset.order = head.dataset.order === "1" ? "-1" : "1";
+  const compared = (a, b) => isNaN(a) || isNaN(b) ? a.localeCompare(b) : a - b;
+  body.append(...[...body.rows].sort((a, b) => order * compared(key(a), key(b))));
+}));
+"""
+
+
+def figures(records: Iterable[Record]) -> str:
+    """Return the counts of all records, in words."""
+    records = list(records)
+    losses = [loss for record in records for loss in record.losses]
+    answers = [answer for loss in losses for answer in loss.answers]
+    places = {
+        (record.package, place) for record in records for _, answer in record.answers() for place in answer.places
+    }
+    compared = [answer for answer in answers if answer.agrees is not None]
+    return (
+        f"{len(losses)} losses of {len(records)} packages reach {len(places)} stops. "
+        f"{len(compared)} of {len(answers)} answers could be compared with the removal, "
+        f"and {sum(bool(answer.agrees) for answer in compared)} agree. "
+        f"{sum(bool(loss.failure) for loss in losses)} losses have no answer."
+    )
+
+
+def table(records: Iterable[Record]) -> str:
+    """Return a row for each answer, as HTML that sorts by a click on the head of a column."""
+    rows = [_row(_cells(record, loss, answer)) for record in records for loss, answer in record.answers()]
+    failed = [
+        _row([(f"{record.package} {record.version}", ""), (loss.name, ""), (loss.failure, ""), *[("", "")] * 5])
+        for record in records
+        for loss in record.losses
+        if loss.failure
+    ]
+    head = "".join(f'<th style="cursor: pointer">{name}</th>' for name in _HEAD)
+    body = "\n".join([*rows, *failed])
+    return (
+        '<div style="overflow-x: auto"><table class="docutils atlas">'
+        f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n<script>{_SCRIPT}</script>\n"
+    )
+
+
+def _cells(record: Record, loss: Loss, answer: Answer) -> Iterator[tuple[str, str]]:
+    """Yield the HTML of each cell, and the key that it is sorted by."""
+    yield html.escape(f"{record.package} {record.version}"), ""
+    yield html.escape(loss.name), ""
+    yield "<br>".join(_linked(place, link) for place, link in zip(answer.places, answer.links, strict=True)), ""
+    yield "<br>".join(f"<code>{html.escape(source)}</code>" for source in answer.sources), ""
+    yield html.escape(answer.verdict), ""
+    for number in (answer.leak, answer.ratio):
+        yield ("", "-1") if number is None else (f"{number:.3g}", repr(number))
+    told = {True: "agrees", False: "differs", None: "not compared"}[answer.agrees]
+    yield html.escape(f"{told}. {answer.remark}" if answer.remark else told), ""
+
+
+def _linked(place: str, link: str) -> str:
+    return f'<a href="{html.escape(link)}">{html.escape(place)}</a>' if link else html.escape(place)
+
+
+def _row(cells: Iterable[tuple[str, str]]) -> str:
+    keyed = ((f' data-key="{key}"' if key else "", text) for text, key in cells)
+    return "<tr>" + "".join(f"<td{key}>{text}</td>" for key, text in keyed) + "</tr>"
