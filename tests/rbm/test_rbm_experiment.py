@@ -439,9 +439,9 @@ def test_without_its_files_a_config_ends_with_a_line_for_each(tmp_path):
 
 
 def test_a_folder_of_configs_leaves_out_those_that_need_files():
-    from toolkit.runner._command import _files
+    from toolkit.runner._choice import chosen_configs
 
-    assert MNIST not in set(_files((FOLDER,)))
+    assert MNIST.stem not in {loaded.name for loaded in chosen_configs([FOLDER], [], [])}
 
 
 @pytest.mark.parametrize(

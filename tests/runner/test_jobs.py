@@ -257,9 +257,9 @@ def test_a_sweep_runs_every_combination_and_the_report_shows_them_side_by_side(t
     assert len(found.records) == 2
     values = [(overrides_of(records), len(records)) for records in found.overridden]
     assert sorted(values) == [(["learning_rate=0.05"], 3), (["learning_rate=0.2"], 3)]
-    page = (tmp_path / "pages" / "toy_sweep.html").read_text()
+    page = (tmp_path / "pages" / "toy_sweep.html").read_text().replace("<wbr>", "")
     assert page.count("<h3>With other values</h3>") == 1
-    assert "<td>learning_rate=0.2</td>" in page
+    assert '<th scope="row">learning_rate=0.2</th>' in page
 
 
 @pytest.mark.parametrize(
