@@ -9,7 +9,7 @@ from benchmarks.atlas.records import Answer, Loss, Record
 
 __all__ = ["figures", "table"]
 
-_HEAD = ("package", "loss", "place", "source", "verdict", "leak", "ratio", "after the removal")
+_HEAD = ("package", "loss", "verdict", "leak", "ratio", "after the removal", "place", "source")
 
 # Sorts by the column whose head is clicked; numbers by their value.
 _SCRIPT = """
@@ -36,7 +36,7 @@ def figures(records: Iterable[Record]) -> str:
         f"{len(losses)} losses of {len(records)} packages reach {len(places)} stops. "
         f"{len(compared)} of {len(answers)} answers could be compared with the removal, "
         f"and {sum(bool(answer.agrees) for answer in compared)} agree. "
-        f"{sum(bool(loss.failure) for loss in losses)} losses have no answer."
+        f"Losses without an answer: {sum(bool(loss.failure) for loss in losses)}."
     )
 
 
@@ -49,10 +49,10 @@ def table(records: Iterable[Record]) -> str:
         for loss in record.losses
         if loss.failure
     ]
-    head = "".join(f'<th style="cursor: pointer">{name}</th>' for name in _HEAD)
+    head = "".join(f'<th scope="col" style="cursor: pointer">{name}</th>' for name in _HEAD)
     body = "\n".join([*rows, *failed])
     return (
-        '<div style="overflow-x: auto"><table class="docutils atlas">'
+        '<div style="overflow-x: auto; font-size: 0.8em"><table class="docutils atlas">'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n<script>{_SCRIPT}</script>\n"
     )
 
@@ -61,13 +61,13 @@ def _cells(record: Record, loss: Loss, answer: Answer) -> Iterator[tuple[str, st
     """Yield the HTML of each cell, and the key that it is sorted by."""
     yield html.escape(f"{record.package} {record.version}"), ""
     yield html.escape(loss.name), ""
-    yield "<br>".join(_linked(place, link) for place, link in zip(answer.places, answer.links, strict=True)), ""
-    yield "<br>".join(f"<code>{html.escape(source)}</code>" for source in answer.sources), ""
     yield html.escape(answer.verdict), ""
     for number in (answer.leak, answer.ratio):
         yield ("", "-1") if number is None else (f"{number:.3g}", repr(number))
     told = {True: "agrees", False: "differs", None: "not compared"}[answer.agrees]
     yield html.escape(f"{told}. {answer.remark}" if answer.remark else told), ""
+    yield "<br>".join(_linked(place, link) for place, link in zip(answer.places, answer.links, strict=True)), ""
+    yield "<br>".join(f"<code>{html.escape(source)}</code>" for source in answer.sources), ""
 
 
 def _linked(place: str, link: str) -> str:
