@@ -529,3 +529,15 @@ def test_a_stop_of_an_earlier_step_counts_only_in_the_loss():
     assert not audit.effects
     assert "earlier step" in audit.unopened[0].reason
     assert shown.grad_fn is None
+
+
+def test_recording_that_is_switched_off_inside_of_a_region_is_on_again_behind_it():
+    w = torch.tensor(3.0, requires_grad=True)
+    with audited({"w": w}) as step:
+        with torch.no_grad():
+            torch.set_grad_enabled(False)
+            scale = w * w
+        (w * scale + (w * w).detach()).backward()
+    assert w.grad == 9
+    assert [effect.leak for effect in step.audits[0].effects] == [0, 6]
+    assert "without `with`" in step.audits[0].unopened[0].reason

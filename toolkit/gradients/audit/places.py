@@ -352,6 +352,8 @@ class BareBlocks:
             if inner is None:
                 return original(context, *error)
             inner.__exit__(*error)
+            if torch._C.is_grad_enabled() != context.prev:  # switched inside, by a call without ``with``
+                torch._C._set_grad_enabled(context.prev)
             return None
 
         return leave
