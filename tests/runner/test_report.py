@@ -69,7 +69,7 @@ class _Page(HTMLParser):
         self.text.append(data)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -88,12 +88,12 @@ def results(tmp_path_factory):
     return root / "results"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def page(results):
     return write_single(read_all(results), results / "single.html")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def parsed(page):
     return _Page(page.read_text())
 
@@ -684,7 +684,7 @@ def test_lines_have_a_contrast_of_three_and_no_two_share_a_colour(palette):
     assert len({palette[name] for name in names}) == len(names)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def site(results):
     return write_site(results)
 
