@@ -1,7 +1,8 @@
 """A call of every public function of a room that takes a number or a generator, for tests that ask all the same.
 
-`FUNCTIONS` has the public functions; `CALLS` has, for each of them, a small call that succeeds. An algorithm that is
-one file has its `BlockCase` and no entry here.
+`FUNCTIONS` has the public functions; `CALLS` has, for each of them, a small call that succeeds. A room may have its own
+in ``tests/<room>/calls_<room>.py``, under the same names. An algorithm that is one file has its `BlockCase` and no
+entry here.
 """
 
 import importlib
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from folders import TESTS
 from torch import nn
 
 import toolkit
@@ -94,10 +96,6 @@ def numbers_of(function: Callable[..., Any]) -> dict[str, set[str]]:
         for name, kind in kinds.items()
         if kind & {"int", "float"} and not kind & {"Array", "Sequence[float]"}
     }
-
-
-# All but those that nobody calls.
-FUNCTIONS = {name: function for name, function in public_functions().items() if name not in RESULTS | ABSTRACT}
 
 
 def _generator() -> torch.Generator:
@@ -561,6 +559,15 @@ CALLS: dict[str, Call] = {
     "softmax.naive_softmax": Call(softmax.naive_softmax, input=INPUTS, dim=1),
     "softmax.softmax": Call(softmax.softmax, input=INPUTS, dim=1),
 }
+
+# Of the rooms that have theirs in a file of their own, which may import from this one.
+for _file in sorted(TESTS.rglob("calls_*.py")):
+    _room = importlib.import_module(_file.stem)
+    CALLS |= _room.CALLS
+    RESULTS |= getattr(_room, "RESULTS", set())
+
+# All but those that nobody calls.
+FUNCTIONS = {name: function for name, function in public_functions().items() if name not in RESULTS | ABSTRACT}
 
 
 def given(name: str, argument: str) -> Any:

@@ -1,13 +1,15 @@
 """What every block must be tried with: a program, its parameters, and a witness of both of its gradients.
 
 Each algorithm's test file lists its programs in ``BLOCK_CASES``; `test_block_contract.py` asks all of them the same.
+``PEER_CASES`` are those that are written once more for JAX and TensorFlow, in `peer_programs`.
 """
 
 import functools
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from folders import TESTS
@@ -29,7 +31,7 @@ class BlockCase:
         opened: Witness of the gradient with the block open. None: central finite differences of `loss`, whose value
             does not depend on the block.
         tolerance: Largest allowed ``|gradient - witness| / |witness|``.
-        without_peer: Why no program of another library finds the gradients too, where `peer_programs.py` has none.
+        without_peer: Why no program of another library finds the gradients too, where `peer_programs` has none.
     """
 
     id: str
@@ -42,15 +44,29 @@ class BlockCase:
     without_peer: str = ""
 
 
+# Parameters and constants by name, and the loss of both.
+PeerCase = tuple[
+    Mapping[str, Tensor], Mapping[str, Tensor], Callable[[Mapping[str, Tensor], Mapping[str, Tensor]], Tensor]
+]
+
+
 @functools.cache
 def block_cases() -> list[BlockCase]:
     """Return the cases of every test file, imported under the name that pytest gives it."""
-    cases = []
+    return [case for cases in _in_test_files("BLOCK_CASES") for case in cases]
+
+
+@functools.cache
+def peer_cases() -> dict[str, PeerCase]:
+    """Return name -> the torch side of a program in `peer_programs`, from the ``PEER_CASES`` of every test file."""
+    return {name: case for cases in _in_test_files("PEER_CASES") for name, case in cases.items()}
+
+
+def _in_test_files(variable: str) -> Iterator[Any]:
     for file in sorted(TESTS.rglob("test_*.py")):
-        if re.search(r"^BLOCK_CASES\b", file.read_text("utf-8"), re.MULTILINE):
+        if re.search(rf"^{variable}\b", file.read_text("utf-8"), re.MULTILINE):
             name = ".".join(file.relative_to(TESTS.parent).with_suffix("").parts)
-            cases += importlib.import_module(name).BLOCK_CASES
-    return cases
+            yield getattr(importlib.import_module(name), variable)
 
 
 def flatten(tree: Mapping[str, Tensor]) -> Tensor:
