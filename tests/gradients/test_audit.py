@@ -789,3 +789,27 @@ def test_an_empty_private_dict_of_a_module_is_put_back():
     w = net.weight.detach().clone().requires_grad_()
     (expected,) = torch.autograd.grad((w * w * x).sum() * w.square().sum(), w)
     torch.testing.assert_close(found.gradient(names)["weight"], expected)
+
+
+def test_a_place_answers_as_its_row_after_others_failed_together_with_it():
+    """A failure of two places together blocks writes of one of them for that question alone."""
+    w = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
+    mean = torch.zeros(3, dtype=torch.float64)
+
+    def loss():
+        with torch.no_grad():
+            mean.mul_(0.9).add_(w, alpha=0.1)
+        with torch.no_grad():
+            scale = w.sin()
+        if mean.requires_grad and scale.requires_grad:
+            raise RuntimeError("together they fail")
+        return (w * scale - mean).sum()
+
+    found = audit(loss, {"w": w})
+    writes, _ = (effect.name for effect in found.effects)
+    (row,) = (effect for effect in found.effects if effect.name == writes)
+    assert row.leak == pytest.approx(0.1 * 3**0.5)
+    for _ in range(2):
+        torch.testing.assert_close(found.gradient([writes])["w"], found.blocked["w"] - 0.1)
+        assert found.effect([writes]).leak == row.leak
+        found.gradient([effect.name for effect in found.effects])

@@ -40,6 +40,10 @@ __all__ = ["Answers", "Closed", "Leak", "ProgramAnswers", "Unrepeatable", "answe
 _MOVED = "state in the globals of a package was found only after some runs, and has changed since before them"
 
 
+# Blocks -> a context in which the cause of their failure is exempt; its value is whether there is such a cause.
+Sparing = Callable[[Collection[str]], AbstractContextManager[bool]]
+
+
 @dataclass(frozen=True)
 class Leak:
     """The leak of open blocks.
@@ -141,9 +145,10 @@ class ProgramAnswers(Answers):
         differs: Whether two plain runs were seen to differ.
     """
 
-    def __init__(self, program: Program, spare: Callable[[Collection[str]], bool]) -> None:
-        """Run the program; if a run with open blocks fails, `spare` may exempt the cause."""
-        self.program, self._spare = program, spare
+    def __init__(self, program: Program, sparing: Sparing) -> None:
+        """Run the program; if a run with open blocks fails, `sparing` may exempt the cause."""
+        self.program, self._sparing = program, sparing
+        self._spared: set[frozenset[str]] = set()  # blocks that only open together if the cause is exempt
         self.remarks: list[str] = []
         self.reason, self.differs, self._is_quiet = "", False, False
         self.board, value, moved = self._recorded()
@@ -288,18 +293,28 @@ class ProgramAnswers(Answers):
 
     def _run_again(self, open: Collection[str]) -> Answer:
         """Run the program with these blocks really removed; raise if it computes something else."""
-        try:
-            answer = self.program.answer(self.params, open)
-        except Exception:
-            if not self._spare(open):
-                raise
-            answer = self.program.answer(self.params, open)
+        answer = self._opened(open)
         # A derivative inside of the program that reaches one of the blocks changes values.
         if math.isclose(answer.loss, self._first_loss, rel_tol=self._loss_rounding):
             return answer
         if (again := self.program.loss()) != self._first_loss:
             why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}")
             raise Unrepeatable(f"`loss` should do the same each time it runs. Found {why}")
+        return answer
+
+    def _opened(self, open: Collection[str], nudge: tuple[int, float] | None = None) -> Answer:
+        """Run the program with these blocks really removed, the cause of a failure exempt if that is possible."""
+        blocks = frozenset(open)
+        if blocks not in self._spared:
+            try:
+                return self.program.answer(self.params, blocks, nudge=nudge)
+            except Exception:
+                with self._sparing(blocks) as spares:
+                    if not spares:
+                        raise
+        with self._sparing(blocks):
+            answer = self.program.answer(self.params, blocks, nudge=nudge)
+        self._spared.add(blocks)
         return answer
 
     def _refuse_strangers(self) -> None:
@@ -365,7 +380,7 @@ class ProgramAnswers(Answers):
         A graph that existed before the program ran does not change with the parameters.
         """
         try:
-            return self.program.answer(self.params, open, nudge=(seed, size)).gradients
+            return self._opened(open, (seed, size)).gradients
         except Exception:
             return None
 
@@ -378,15 +393,16 @@ def answers_of(
     loss: Callable[[], Tensor],
     params: Parameters,
     around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
-    spare: Callable[[Collection[str]], bool] = lambda _: False,
+    sparing: Sparing = lambda _: nullcontext(False),
 ) -> ProgramAnswers:
     """Run a loss function, and answer for it.
 
-    Every run except the plain one is inside of `around`. If a run with open blocks fails, `spare` may exempt the cause.
+    Every run except the plain one is inside of `around`. If a run with open blocks fails, `sparing` may exempt the
+    cause.
     """
-    answers = ProgramAnswers(Program(loss, params, around), spare)
+    answers = ProgramAnswers(Program(loss, params, around), sparing)
     if answers.differs:  # by state in the globals of a package, perhaps
-        again = ProgramAnswers(Program(loss, params, around, everywhere=True), spare)
+        again = ProgramAnswers(Program(loss, params, around, everywhere=True), sparing)
         answers = answers if again.reason else again
         answers.remarks += [] if again.reason else [_MOVED]
     return answers

@@ -57,7 +57,7 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
     bare = BareBlocks()
     with bare.replaced():  # raises an error inside of another audit
         pass
-    answers = answers_of(loss, params, bare.replaced, bare.spare)
+    answers = answers_of(loss, params, bare.replaced, bare.sparing)
     comparison = Comparison(answers, nested=bare.nested)
     kept = [] if comparison.reason else _kept_from_earlier_calls(answers)
     cached = [f"the results of {name}" for name in answers.program.parts.cached]

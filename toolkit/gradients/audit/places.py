@@ -177,11 +177,18 @@ class BareBlocks:
         stops += [(Tensor, "__deepcopy__", self._copied), (Tensor, "__reduce_ex__", self._pickled)]
         return stops
 
-    def spare(self, places: Iterable[str]) -> bool:
-        """Keep writes of these regions into older tensors blocked from now on; return whether this is new."""
-        spared = self._writes.intersection(places).difference(self.spares)
-        self.spares = spared.union(self.spares)
-        return bool(spared)
+    @contextmanager
+    def sparing(self, places: Iterable[str]) -> Iterator[bool]:
+        """Keep the writes of these regions into older tensors blocked; give whether there are any that were not."""
+        outer, partly = self.spares, dict(self.partly)
+        self.spares = self._writes.intersection(places).union(outer)
+        try:
+            yield len(self.spares) > len(outer)
+        except BaseException:
+            self.partly = partly
+            raise
+        finally:
+            self.spares = outer
 
     @contextmanager
     def undoing(self) -> Iterator[None]:
