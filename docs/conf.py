@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from toolkit.runner._zoo import Program
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
 project = "stopgrad"
 version = release = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
@@ -134,6 +134,16 @@ class Atlas(SphinxDirective):
         return [nodes.paragraph(text=figures(records)), nodes.raw("", table(records), format="html")]
 
 
+class BlockAtlas(SphinxDirective):
+    """Shows every block with its reason and its measured effect, as a table that sorts where scripts run."""
+
+    def run(self) -> list[nodes.Node]:
+        """Return a table."""
+        from block_atlas import table
+
+        return [nodes.raw("", table(), format="html")]
+
+
 def formula(self: HTML5Translator, node: nodes.math | nodes.math_block) -> None:
     """Write a formula as MathML, which browsers draw by themselves."""
     block = isinstance(node, nodes.math_block)
@@ -151,4 +161,5 @@ def setup(app: Sphinx) -> None:
     app.add_directive("blocks", Blocks)
     app.add_directive("zoo", Zoo)
     app.add_directive("atlas", Atlas)
+    app.add_directive("block-atlas", BlockAtlas)
     app.add_html_math_renderer("mathml", (formula, None), (formula, None))

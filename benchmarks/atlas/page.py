@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from benchmarks.atlas.records import Answer, Loss, Record
 
-__all__ = ["figures", "table"]
+__all__ = ["figures", "sortable", "table"]
 
 _HEAD = ("package", "loss", "verdict", "leak", "ratio", "after the removal", "place", "source")
 
@@ -42,15 +42,20 @@ def figures(records: Iterable[Record]) -> str:
 
 def table(records: Iterable[Record]) -> str:
     """Return a row for each answer, as HTML that sorts by a click on the head of a column."""
-    rows = [_row(_cells(record, loss, answer)) for record in records for loss, answer in record.answers()]
+    rows = [_cells(record, loss, answer) for record in records for loss, answer in record.answers()]
     failed = [
-        _row([(f"{record.package} {record.version}", ""), (loss.name, ""), (loss.failure, ""), *[("", "")] * 5])
+        [(f"{record.package} {record.version}", ""), (loss.name, ""), (loss.failure, ""), *[("", "")] * 5]
         for record in records
         for loss in record.losses
         if loss.failure
     ]
-    head = "".join(f'<th scope="col" style="cursor: pointer">{name}</th>' for name in _HEAD)
-    body = "\n".join([*rows, *failed])
+    return sortable(_HEAD, [*rows, *failed])
+
+
+def sortable(columns: Iterable[str], rows: Iterable[Iterable[tuple[str, str]]]) -> str:
+    """Return a table as HTML; a cell is its HTML and the key that it is sorted by, empty for its text."""
+    head = "".join(f'<th scope="col" style="cursor: pointer">{name}</th>' for name in columns)
+    body = "\n".join(map(_row, rows))
     return (
         '<div style="overflow-x: auto; font-size: 0.8em"><table class="docutils atlas">'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n<script>{_SCRIPT}</script>\n"
