@@ -28,9 +28,7 @@ _KINDS = {"cuts": "cuts all paths", "makes": "makes the gradient"} | {
 
 __all__ = ["cases_of_blocks", "row", "table"]
 
-COLUMNS = (
-    "family", "block", "reason", "verdict", "leak", "asymmetry", "kept for the backward pass", "opened by",
-)  # fmt: skip
+COLUMNS = ("family", "block", "verdict", "leak", "asymmetry", "bytes kept", "opened by")
 
 
 def table() -> str:
@@ -59,8 +57,7 @@ def row(cases: list[BlockCase], configs: list[str]) -> list[tuple[str, str]]:
     family, _, name = case.block.name.partition(".")
     return [
         (f'<a href="{family}.html">{family.replace("_", " ")}</a>', family),
-        (f"<code>{html.escape(name)}</code>", name),
-        (html.escape(case.block.why), ""),
+        (f'<div style="min-width: 20em"><code>{name}</code><br>{html.escape(case.block.why)}</div>', name),
         (" or ".join(sorted({verdict for verdict, _ in answers})), ""),
         _number(leak),
         _number(_asymmetry(case)),
@@ -96,11 +93,11 @@ def _bytes(case: BlockCase) -> tuple[str, str]:
     closed = measure_memory(lambda: case.loss(parameters)).graph
     with unblock(case.block):
         opened = measure_memory(lambda: case.loss(parameters)).graph
-    return f"{closed:,} bytes, open {opened:,}", str(opened / closed)
+    return f"{closed:,}<br>open {opened:,}", str(opened / closed)
 
 
 def _number(value: float | None) -> tuple[str, str]:
-    return ("", "-1") if value is None else (f"{value:.3g}", repr(value))
+    return ("", "-1") if value is None else ("0" if value < 1e-12 else f"{value:.3g}", repr(value))
 
 
 def _configs() -> dict[str, list[str]]:

@@ -42,7 +42,7 @@ def test_one_of_two_shifts_moves_the_gradient():
 
 
 def test_a_block_keeps_less_than_an_open_one():
-    told, key = _cells("em.responsibilities")["kept for the backward pass"]
+    told, key = _cells("em.responsibilities")["bytes kept"]
     closed, opened = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+\d", told))
     assert closed < opened
     assert float(key) == opened / closed

@@ -57,7 +57,7 @@ def sortable(columns: Iterable[str], rows: Iterable[Iterable[tuple[str, str]]]) 
     head = "".join(f'<th scope="col" style="cursor: pointer">{name}</th>' for name in columns)
     body = "\n".join(map(_row, rows))
     return (
-        '<div style="overflow-x: auto; font-size: 0.8em"><table class="docutils atlas">'
+        '<div style="overflow-x: auto; font-size: 0.8em"><table class="docutils atlas" style="text-align: left">'
         f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>\n<script>{_SCRIPT}</script>\n"
     )
 
