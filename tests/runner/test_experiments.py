@@ -213,8 +213,8 @@ def test_a_method_is_told_on_the_way(tmp_path, monkeypatch):
     path = toy.install("toy_tells", tmp_path)
     options = ["--set", "kind=methods", "--jobs", "1", "--results", str(tmp_path / "results")]
     done = CliRunner().invoke(main, ["run", str(path), *options])
-    assert "toy_tells: seed 1 of 2 is timed\ntoy_tells: walk <b>on</b>\ntoy_tells: jump\n" in done.stderr
-    assert "toy_tells: seed 2 of 2 runs\ntoy_tells: walk <b>on</b>\ntoy_tells: jump\n" in done.stderr
+    assert "toy_tells: seed 0 (1 of 2) is timed\ntoy_tells: walk <b>on</b>\ntoy_tells: jump\n" in done.stderr
+    assert "toy_tells: seed 1 (2 of 2) runs\ntoy_tells: walk <b>on</b>\ntoy_tells: jump\n" in done.stderr
 
 
 def test_references_are_no_reason_to_run_again(tmp_path, monkeypatch):

@@ -52,7 +52,7 @@ def test_side_by_side_leaves_the_same_records_as_one_after_the_other(tmp_path):
     path = toy.install("toy_jobs", tmp_path)
     for jobs in ("1", "2"):
         done = _run(path, tmp_path / jobs, "--jobs", jobs, "--set", "seeds=4")
-        assert re.search(r"toy_jobs: seed 4 of 4 took \d+\.\d s", done.stderr)
+        assert re.search(r"toy_jobs: seed 3 \(4 of 4\) took \d+\.\d s", done.stderr)
     one, other = (_records(tmp_path / jobs) for jobs in ("1", "2"))
     assert [record.seed for record in other] == [0, 1, 2, 3]
     assert list(map(_outcome, one)) == list(map(_outcome, other))
@@ -68,7 +68,7 @@ def test_a_record_without_times_is_completed_by_the_next_run(tmp_path):
     data = json.loads(file.read_text())
     data["variants"]["blocked"]["seconds_per_step"] = None
     file.write_text(json.dumps(data))
-    assert "seed 1 of 2 has a record already" in _run(path, tmp_path).stderr
+    assert "seed 0 (1 of 2) has a record already" in _run(path, tmp_path).stderr
     assert json.loads(file.read_text())["variants"]["blocked"]["seconds_per_step"] > 0
 
 
@@ -206,7 +206,7 @@ def test_a_unit_that_another_run_has_is_left_to_it(tmp_path):
     with claimed(folder_of(load_config(path), tmp_path), 0) as mine:
         assert mine
         done = _run(path, tmp_path, "--jobs", "1")
-    assert "toy_claimed: seed 1 of 2 is left to another run" in done.stderr
+    assert "toy_claimed: seed 0 (1 of 2) is left to another run" in done.stderr
     assert [record.seed for record in _records(tmp_path)] == [1]
 
 
@@ -349,6 +349,6 @@ def test_damage_is_told_on_the_page_and_by_the_command_and_the_other_pages_are_d
     untouched.write_text("as it was")
     again = _run(one, results, "--jobs", "1", "--set", "steps=1")
     assert untouched.read_text() == "as it was", "a run draws its own configs again"
-    assert "seed 1 of 2 has a record already" in again.stderr
-    assert "seed 2 of 2 took" in again.stderr
+    assert "seed 0 (1 of 2) has a record already" in again.stderr
+    assert "seed 1 (2 of 2) took" in again.stderr
     assert "A seed is left out" not in (results / "pages" / "toy_damage_a.html").read_text()

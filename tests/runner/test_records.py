@@ -206,7 +206,7 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path, jobs
     again = start()
     output, _ = again.communicate()
     assert again.returncode == 0, output
-    assert "seed 1 of 2 has a record already" in output
+    assert "seed 0 (1 of 2) has a record already" in output
     assert _seeds(folder) == [0, 1]
     now = json.loads((folder / "seed-000" / "record.json").read_text())
     for data in (first, now):  # which the second run may have measured

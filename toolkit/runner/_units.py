@@ -42,7 +42,7 @@ class Unit:
     steps: int
 
     def __str__(self) -> str:
-        return f"{self.label}: seed {self.seed + 1} of {self.seeds}"
+        return f"{self.label}: seed {self.seed} ({self.seed + 1} of {self.seeds})"
 
     @property
     def config(self) -> LoadedConfig:
