@@ -15,7 +15,14 @@ from sybil import Sybil
 from sybil.parsers.myst import PythonCodeBlockParser
 
 # Sphinx's settings, the notebooks and the picture's script have no examples; a doctest run would import and run them.
-collect_ignore_glob = ["docs/conf.py", "docs/pictures.py", "docs/notebooks/*", "docs/gallery/*", "docs/_build/*"]
+collect_ignore_glob = [
+    "docs/conf.py",
+    "docs/block_atlas.py",
+    "docs/pictures.py",
+    "docs/notebooks/*",
+    "docs/gallery/*",
+    "docs/_build/*",
+]
 
 pytest_collect_file = Sybil(parsers=[PythonCodeBlockParser()], patterns=["README.md", "docs/*.md"]).pytest()
 

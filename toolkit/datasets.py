@@ -58,17 +58,32 @@ class Dataset:
 
 
 def iris(*, dtype: torch.dtype = torch.float64) -> Dataset:
-    """Return Fisher's iris: 150 flowers, 4 lengths in centimetres, 3 species."""
+    """Return Fisher's iris: 150 flowers, 4 lengths in centimetres, 3 species.
+
+    Example:
+        >>> iris().inputs.shape
+        torch.Size([150, 4])
+    """
     return _bundled("load_iris", "iris", dtype)
 
 
 def wine(*, dtype: torch.dtype = torch.float64) -> Dataset:
-    """Return the wine data: 178 wines, 13 chemical measurements in their original units, 3 cultivars."""
+    """Return the wine data: 178 wines, 13 chemical measurements in their original units, 3 cultivars.
+
+    Example:
+        >>> wine().inputs.shape
+        torch.Size([178, 13])
+    """
     return _bundled("load_wine", "wine", dtype)
 
 
 def digits(*, dtype: torch.dtype = torch.float64) -> Dataset:
-    """Return the handwritten digits: 1797 images of 8 x 8, flattened to 64 and scaled from 0..16 to [0, 1]."""
+    """Return the handwritten digits: 1797 images of 8 x 8, flattened to 64 and scaled from 0..16 to [0, 1].
+
+    Example:
+        >>> digits().inputs.shape, digits().inputs.amax()
+        (torch.Size([1797, 64]), tensor(1., dtype=torch.float64))
+    """
     raw = _bundled("load_digits", "digits", dtype)
     return Dataset(raw.inputs / 16, raw.labels, raw.name)
 
@@ -84,6 +99,11 @@ def bars_and_stripes(side: int, *, dtype: torch.dtype = torch.float64) -> Datase
 
     Raises:
         ValueError: If `side` is not between 2 and 12.
+
+    Example:
+        >>> bars_and_stripes(2, dtype=torch.float32).inputs[1:3]  # the two images with one full row
+        tensor([[1., 1., 0., 0.],
+                [0., 0., 1., 1.]])
     """
     side = integer("side", side, 2, 12)
     codes = (torch.arange(2**side)[:, None] >> torch.arange(side)) & 1
@@ -105,6 +125,11 @@ def two_gaussians(
 
     Raises:
         ValueError: If `n_samples` or `n_features` is not positive.
+
+    Example:
+        >>> data = two_gaussians(1000, separation=6.0, generator=torch.Generator().manual_seed(0))
+        >>> [round(data.inputs[data.labels == label, 0].mean().item()) for label in (0, 1)]
+        [-3, 3]
     """
     n_samples, n_features = integer("n_samples", n_samples), integer("n_features", n_features)
     separation = number("separation", separation)
@@ -184,6 +209,15 @@ def mnist(directory: str | Path, *, train: bool = True) -> Dataset:
         FileNotFoundError: If a file is missing.
         ValueError: As for `idx`; also if there are no images, images have no dimensions, or the numbers of labels and
             images differ.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name, sizes in ("images-idx3", [1, 1, 2]), ("labels-idx1", [1]):
+        ...         header = bytes([0, 0, 8, len(sizes)]) + b"".join(size.to_bytes(4) for size in sizes)
+        ...         _ = Path(folder, f"train-{name}-ubyte").write_bytes(header + bytes([7, 9][: sizes[-1]]))
+        ...     mnist(folder).inputs
+        tensor([[7, 9]], dtype=torch.uint8)
     """
     images_file, labels_file = mnist_files(directory, train=train)
     images, labels = idx(images_file), idx(labels_file)
@@ -201,6 +235,14 @@ def mnist_files(directory: str | Path, *, train: bool = True) -> tuple[Path, Pat
 
     Raises:
         FileNotFoundError: If one of the two is missing.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     for name in ("t10k-images-idx3-ubyte.gz", "t10k-labels.idx1-ubyte"):
+        ...         Path(folder, name).touch()
+        ...     [path.name for path in mnist_files(folder, train=False)]
+        ['t10k-images-idx3-ubyte.gz', 't10k-labels.idx1-ubyte']
     """
     part, found = "train" if train else "t10k", []
     for kind in ("images-idx3", "labels-idx1"):
@@ -267,6 +309,13 @@ def cifar100(path: str | Path, *, train: bool = True, coarse: bool = False) -> D
     Raises:
         FileNotFoundError: As in `cifar10`.
         ValueError: As in `cifar10`; the largest labels are 19 (coarse) and 99.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.NamedTemporaryFile() as file:
+        ...     _ = file.write(bytes([7, 31, *[255] * 3072])), file.flush()
+        ...     cifar100(file.name).labels, cifar100(file.name, coarse=True).labels
+        (tensor([31]), tensor([7]))
     """
     labels = {"coarse_label_names.txt": 20, "fine_label_names.txt": 100}
     name = "CIFAR-100, coarse" if coarse else "CIFAR-100"

@@ -79,6 +79,11 @@ def declared_blocks() -> dict[str, Block]:
     """Return every block known so far, declared or ad hoc, sorted by name.
 
     A module's blocks are known once it is imported, an ad-hoc block once it has run.
+
+    Example:
+        >>> _ = block("doc.declared", "An example of a reason.")
+        >>> declared_blocks()["doc.declared"].why
+        'An example of a reason.'
     """
     return dict(sorted(known.items()))
 
@@ -210,6 +215,14 @@ def is_blocked(name: Block | str) -> bool:
 
     Raises:
         ValueError: If the name is unknown.
+
+    Example:
+        >>> shift = block("doc.asked", "An example of a reason.")
+        >>> w = torch.ones(2, requires_grad=True)
+        >>> with unblock(shift):
+        ...     opened = is_blocked(shift), stop_gradient(w, shift).requires_grad
+        >>> is_blocked(shift), opened
+        (True, (False, True))
     """
     if is_dynamo_compiling():
         return name_in_graph(name) not in _switch.open_when_compiled
@@ -223,6 +236,12 @@ def scope(name: str) -> Iterator[None]:
     """Prefix the names of ad-hoc blocks: inside ``scope("critic")`` the block ``"target"`` is ``"critic/target"``.
 
     Scopes nest. Declared blocks keep their names.
+
+    Example:
+        >>> with scope("critic"), scope("head"):
+        ...     _ = stop_gradient(torch.ones(2), "doc.scoped")
+        >>> "critic/head/doc.scoped" in declared_blocks()
+        True
     """
     if is_dynamo_compiling():
         with prefix_in_graph(name):

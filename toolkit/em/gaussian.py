@@ -287,6 +287,11 @@ def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: Cov
 
     Raises:
         ValueError: If the type is unknown, or the shapes do not fit together.
+
+    Example:
+        >>> two = {"log_weights": torch.zeros(2), "means": torch.eye(2), "log_cholesky": torch.zeros(2)}
+        >>> from_unconstrained(two, "spherical").weights
+        tensor([0.5000, 0.5000])
     """
     means = unconstrained["means"]
     return GaussianParameters(

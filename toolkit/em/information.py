@@ -82,6 +82,13 @@ def observed_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
     References:
         Efron & Hinkley, "Assessing the accuracy of the maximum likelihood estimator: observed versus expected Fisher
         information", 1978, section 1.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [1.0], [2.0], [3.0]], dtype=torch.float64)
+        >>> one = m_step(x, torch.ones_like(x), covariance_type="spherical")
+        >>> observed_information(one, x)[1, 1]  # of the mean: N / variance
+        tensor(3.2000, dtype=torch.float64)
     """
     at = _Coordinates(mixture, x, sample_weight)
 
@@ -112,6 +119,13 @@ def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.2.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [2.0], [5.0], [9.0]], dtype=torch.float64)
+        >>> two = m_step(x, torch.eye(2).double().repeat_interleave(2, 0), covariance_type="spherical")
+        >>> bool(torch.linalg.eigvalsh(complete_information(two, x) - observed_information(two, x)).min() > -1e-9)
+        True
     """
     at = _Coordinates(mixture, x, sample_weight)
 
@@ -142,6 +156,13 @@ def missing_information(mixture: Family, x: Tensor, sample_weight: Tensor | None
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.2.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [1.0], [2.0], [3.0]], dtype=torch.float64)
+        >>> one = m_step(x, torch.ones_like(x), covariance_type="spherical")
+        >>> bool(missing_information(one, x).abs().max() < 1e-9)  # one component has no labels to lose
+        True
     """
     at = _Coordinates(mixture, x, sample_weight)
     here = at.mixture(at.position)
@@ -175,6 +196,13 @@ def louis_information(mixture: Family, x: Tensor, sample_weight: Tensor | None =
 
     References:
         Louis, "Finding the observed information matrix when using the EM algorithm", 1982, equation 3.1.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [2.0], [5.0], [9.0]], dtype=torch.float64)
+        >>> two = m_step(x, torch.eye(2).double().repeat_interleave(2, 0), covariance_type="spherical")
+        >>> torch.allclose(louis_information(two, x), observed_information(two, x))
+        True
     """
     return complete_information(mixture, x, sample_weight) - missing_information(mixture, x, sample_weight)
 
@@ -202,6 +230,13 @@ def em_jacobian(mixture: Family, x: Tensor, sample_weight: Tensor | None = None)
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, theorem 4.
         Meng & Rubin, "Using EM to obtain asymptotic variance-covariance matrices: the SEM algorithm", 1991,
         equation 2.2.1, where the matrix is the transpose, from differences of EM's own steps.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [1.0], [2.0], [3.0]], dtype=torch.float64)
+        >>> one = m_step(x, torch.ones_like(x), covariance_type="spherical")
+        >>> bool(em_jacobian(one, x).abs().max() < 1e-9)  # with one component, a step ends at the maximum
+        True
     """
     at = _Coordinates(mixture, x, sample_weight)
 
@@ -238,6 +273,14 @@ def missing_information_rate(mixture: Family, x: Tensor, sample_weight: Tensor |
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 3.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [2.0], [5.0], [9.0]], dtype=torch.float64)
+        >>> two = m_step(x, torch.eye(2).double().repeat_interleave(2, 0), covariance_type="spherical")
+        >>> rates = missing_information_rate(two, x)
+        >>> bool((0 <= rates).all() and (rates < 1).all())
+        True
     """
     basis = _whitener(complete_information(mixture, x, sample_weight))
     rates: Tensor = torch.linalg.eigvalsh(basis.mT @ missing_information(mixture, x, sample_weight) @ basis)

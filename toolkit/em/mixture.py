@@ -80,6 +80,13 @@ def log_density(mixture: Mixture, x: Tensor) -> Tensor:
 
     Returns:
         (N,), nats.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.eye(2).repeat_interleave(2, 0)
+        >>> two = m_step(x, r, covariance_type="diag")
+        >>> log_density(two, x)
+        tensor([-2.1103, -2.0765, -2.8041, -2.8052])
     """
     return mixture.log_joint(x).logsumexp(-1)
 
@@ -94,6 +101,13 @@ def log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = N
 
     Returns:
         Scalar, nats per sample.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.eye(2).repeat_interleave(2, 0)
+        >>> two = m_step(x, r, covariance_type="diag")
+        >>> log_likelihood(two, x)
+        tensor(-2.4490)
     """
     return _mean(log_density(mixture, x), sample_weight)
 
@@ -112,6 +126,17 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.eye(2).repeat_interleave(2, 0)
+        >>> two = m_step(x, r, covariance_type="diag")
+        >>> responsibilities, _ = e_step(two, x)
+        >>> responsibilities.round(decimals=2)
+        tensor([[1.0000, 0.0000],
+                [0.9700, 0.0300],
+                [0.0000, 1.0000],
+                [0.0000, 1.0000]])
     """
     log_joint = mixture.log_joint(x)
     return log_responsibilities(log_joint).exp(), _mean(log_joint.logsumexp(-1), sample_weight)
@@ -146,6 +171,13 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
         1977, discussion. Louis, "Finding the observed information matrix when using the EM algorithm", 1982,
         equation 3.1. Baudry, "Estimation and model selection for model-based clustering with the conditional
         classification likelihood", 2015, section 2.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.eye(2).repeat_interleave(2, 0)
+        >>> two = m_step(x, r, covariance_type="diag")
+        >>> bool(surrogate(two, x) < log_likelihood(two, x))  # by the entropy of the responsibilities
+        True
     """
     log_joint = mixture.log_joint(x)
     return _mean(expectation(log_responsibilities(log_joint).exp(), log_joint), sample_weight)
@@ -176,6 +208,15 @@ def evidence_lower_bound(
     References:
         Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
         lemma 1. Ueda & Nakano, "Deterministic annealing EM algorithm", 1998, section 3.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.eye(2).repeat_interleave(2, 0)
+        >>> two = m_step(x, r, covariance_type="diag")
+        >>> bool((evidence_lower_bound(two, x) - log_likelihood(two, x)).abs() < 1e-5)
+        True
+        >>> bool(evidence_lower_bound(two, x, inverse_temperature=0.5) < log_likelihood(two, x))
+        True
     """
     inverse_temperature = number("inverse_temperature", inverse_temperature, least=0)
     log_joint = mixture.log_joint(x)

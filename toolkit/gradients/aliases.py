@@ -81,9 +81,7 @@ def alias_guard() -> Iterator[None]:
         >>> with warnings.catch_warnings(record=True) as caught, alias_guard():
         ...     warnings.simplefilter("always")
         ...     target = stop_gradient(w, "doc.target")
-        ...     with torch.no_grad():
-        ...         _ = w.add_(1)
-        ...     distance = (w - target).norm()  # 0, and not 1.4
+        ...     distance = (w.data.add_(1) - target).norm()  # 0, and not 1.4
         >>> caught[0].category.__name__
         'AliasWarning'
     """

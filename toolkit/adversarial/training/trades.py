@@ -100,6 +100,13 @@ def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6
     References:
         As `trades_loss`, with the clean distribution held as in Miyato, Maeda, Koyama and Ishii, "Virtual adversarial
         training: a regularization method for supervised and semi-supervised learning", 2018.
+
+    Example:
+        >>> from functools import partial
+        >>> x, weight = torch.full((1, 2), 0.5), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> attack = partial(nearby_pgd, epsilon=0.25, steps=2)
+        >>> held_trades_loss(lambda x: x @ weight.T, x, torch.tensor([0]), beta=6.0, attack=attack)
+        tensor(0.4713)
     """
     beta = number("beta", beta, least=0)
     clean, moved = _logits(model, x, labels, attack)

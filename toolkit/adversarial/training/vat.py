@@ -131,6 +131,11 @@ def power_direction(
 
     References:
         Miyato et al., "Virtual adversarial training", 2018, section 3.3 and algorithm 1.
+
+    Example:
+        >>> weight = torch.tensor([[3.0, 4.0], [0.0, 0.0]])
+        >>> power_direction(lambda x: x @ weight.T, torch.ones(1, 2), generator=torch.Generator().manual_seed(0)).abs()
+        tensor([[0.6000, 0.8000]])
     """
     iterations, generator = integer("iterations", iterations), own_generator(generator)
     xi = torch.finfo(x.dtype).eps ** (1 / 3) if xi is None else xi

@@ -91,6 +91,12 @@ def weight_perturbation(model: nn.Module, loss: Callable[[nn.Module], Tensor], *
 
     References:
         Wu, Xia and Wang, "Adversarial weight perturbation helps robust generalization", 2020, section 4.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1, bias=False)
+        >>> _ = model.load_state_dict({"weight": torch.tensor([[3.0, 4.0]])})
+        >>> weight_perturbation(model, lambda model: model(torch.tensor([[1.0, 0.0]])).sum(), gamma=0.1)
+        {'weight': tensor([[3.5000, 4.0000]], grad_fn=<AddBackward0>)}
     """
     gamma, weights = number("gamma", gamma, least=0), _weights(model)
     return _ascended(model, weights, lambda: (weights, loss(model)), gamma)

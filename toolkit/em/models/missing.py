@@ -114,6 +114,14 @@ def marginal_log_joint(parameters: GaussianParameters, x: Tensor) -> Tensor:
 
     References:
         Ghahramani & Jordan, "Supervised learning from incomplete data via an EM approach", 1994, section 3.
+
+    Example:
+        >>> from toolkit.em import GaussianParameters
+        >>> one = GaussianParameters.from_covariances(weights=torch.ones(1), means=torch.tensor([[0.0, 3.0]]),
+        ...     covariances=torch.tensor([[[1.0, 0.5], [0.5, 1.0]]]), covariance_type="full")
+        >>> x = torch.tensor([[2.0, torch.nan]])
+        >>> marginal_log_joint(one, x)  # the log-density of 2 under N(0, 1)
+        tensor([[-2.9189]])
     """
     check_features(parameters, x)
     data = _prepare(x, None, parameters.n_components)
@@ -148,6 +156,14 @@ def surrogate_missing(parameters: GaussianParameters, x: Tensor, sample_weight: 
 
     References:
         Little & Rubin, "Statistical analysis with missing data", 2002, sections 8.4 and 11.2.
+
+    Example:
+        >>> from toolkit.em import GaussianParameters
+        >>> one = GaussianParameters.from_covariances(weights=torch.ones(1), means=torch.tensor([[0.0, 3.0]]),
+        ...     covariances=torch.tensor([[[1.0, 0.5], [0.5, 1.0]]]), covariance_type="full")
+        >>> x = torch.tensor([[2.0, torch.nan]])
+        >>> surrogate_missing(one, x)
+        tensor(-4.1940)
     """
     responsibilities, _ = e_step(MissingGaussian(parameters), x)
     weights = x.new_ones(len(x)) if sample_weight is None else sample_weight
@@ -346,6 +362,12 @@ def start_missing(
 
     References:
         Chi, Chi & Baraniuk, "k-POD: a method for k-means clustering of missing data", 2016, section 2.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 0.2], [1.0, torch.nan], [8.0, 4.0], [9.0, 5.0], [torch.nan, 6.0], [0.5, 0.0]])
+        >>> start_missing(x, 2, covariance_type="diag", generator=torch.Generator().manual_seed(0)).means
+        tensor([[0.5000, 0.1000],
+                [8.5000, 5.0000]], dtype=torch.float64)
     """
     _check(x, sample_weight)
     n_components, reg_covar = integer("n_components", n_components, 1, len(x)), number("reg_covar", reg_covar, least=0)
@@ -453,6 +475,15 @@ def draw_missing(
 
     References:
         Little & Rubin, "Statistical analysis with missing data", 2002, section 5.4.
+
+    Example:
+        >>> from toolkit.em import GaussianParameters
+        >>> one = GaussianParameters.from_covariances(weights=torch.ones(1), means=torch.tensor([[0.0, 3.0]]),
+        ...     covariances=torch.tensor([[[1.0, 0.5], [0.5, 1.0]]]), covariance_type="full")
+        >>> x = torch.tensor([[2.0, torch.nan]])
+        >>> draws = draw_missing(one, x, 1000, generator=torch.Generator().manual_seed(0))
+        >>> draws.shape, round(draws[:, 0, 1].mean().item())  # 3 + 0.5 * 2
+        (torch.Size([1000, 1, 2]), 4)
     """
     check_features(parameters, x)
     n_draws = integer("n_draws", n_draws)

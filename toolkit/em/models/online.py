@@ -126,6 +126,13 @@ def online_start(
     References:
         Cappé & Moulines, "On-line expectation-maximization algorithm for latent data models", 2009. On step size,
         averaging and burn-in: Cappé, "Online expectation-maximisation", 2011, sections 3.2 and 3.3.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [2.0], [5.0], [9.0]])
+        >>> two = m_step(x, torch.eye(2).repeat_interleave(2, 0), covariance_type="diag")
+        >>> online_step(online_start(two, exponent=1.0), x).parameters.means.mT
+        tensor([[0.9928, 6.9541]], dtype=torch.float64)
     """
     exponent = number("exponent", exponent, least=0, most=1)
     least_step = number("least_step", least_step, least=0, most=1)
@@ -265,6 +272,13 @@ def incremental_start(
 
     Raises:
         ValueError: If an argument is out of range.
+
+    Example:
+        >>> from toolkit.em import m_step
+        >>> x = torch.tensor([[0.0], [2.0], [5.0], [9.0]])
+        >>> two = m_step(x, torch.eye(2).repeat_interleave(2, 0), covariance_type="diag")
+        >>> incremental_step(incremental_start(two), "first batch", x).parameters.means.mT
+        tensor([[0.9854, 6.9090]], dtype=torch.float64)
     """
     burn_in, reg_covar = number("burn_in", burn_in, least=0), number("reg_covar", reg_covar, least=0)
     return IncrementalState(

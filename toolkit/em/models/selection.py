@@ -55,6 +55,10 @@ def aic(log_likelihood: float, n_parameters: int, n_samples: float) -> float:
 
     References:
         Akaike, "A new look at the statistical model identification", 1974, section V.
+
+    Example:
+        >>> aic(log_likelihood=-1.5, n_parameters=5, n_samples=100)
+        310.0
     """
     log_likelihood, n_samples, n_parameters = _checked(log_likelihood, n_samples, n_parameters)
     return -2 * n_samples * log_likelihood + 2 * n_parameters
@@ -101,6 +105,13 @@ def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor
     References:
         Biernacki, Celeux & Govaert, "Assessing a mixture model for clustering with the integrated completed
         likelihood", 2000, equation 8.
+
+    Example:
+        >>> from toolkit.em import log_likelihood, m_step
+        >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.eye(2).repeat_interleave(2, 0)
+        >>> two = m_step(x, r, covariance_type="diag")
+        >>> icl(two, x, n_parameters=5) > bic(log_likelihood(two, x).item(), 5, 4)
+        True
     """
     log_joint = mixture.log_joint(x)
     weights = torch.ones_like(log_joint[:, 0]) if sample_weight is None else sample_weight.to(log_joint)

@@ -87,6 +87,13 @@ def tempered_start(
     Raises:
         ValueError: If a number is not positive, or `reference` does not have the shape (V,).
         TypeError: If `reference` is not a tensor.
+
+    Example:
+        >>> from toolkit.rbm import RBM
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> state = tempered_start(rbm, n_temperatures=3, n_chains=4, generator=generator)
+        >>> state.visible.shape, state.hidden.shape
+        (torch.Size([3, 4, 3]), torch.Size([3, 4, 2]))
     """
     n_temperatures, n_chains = integer("n_temperatures", n_temperatures), integer("n_chains", n_chains)
     joint = _joint_of(rbm)
@@ -221,6 +228,13 @@ def swap_probabilities(
         ValueError: If `inverse_temperatures` is not increasing from 0 or more to 1 or less, or `reference` does not
             have the shape (V,).
         TypeError: If `reference` is not a tensor.
+
+    Example:
+        >>> from toolkit.rbm import RBM
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> state = tempered_start(rbm, n_temperatures=3, n_chains=4, generator=generator)
+        >>> swap_probabilities(rbm, state.visible, state.hidden, inverse_temperatures=[0, 0.5, 1]).shape
+        torch.Size([2, 4])
     """
     joint = _joint_of(rbm)
     betas = _check_temperatures(inverse_temperatures, joint)

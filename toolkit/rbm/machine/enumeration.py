@@ -116,6 +116,13 @@ def exact_samples(joint: Joint, n: int, generator: torch.Generator | None = None
 
     Raises:
         ValueError: If `n` is not positive or the parameters are not finite, and as for `log_partition`.
+
+    Example:
+        >>> from toolkit.rbm import RBM
+        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
+        >>> visible, hidden = exact_samples(rbm.joint, 5, generator)
+        >>> visible.shape, hidden.shape
+        (torch.Size([5, 3]), torch.Size([5, 2]))
     """
     n = integer("n", n)
     with no_graph(), _own_types(joint):

@@ -266,6 +266,12 @@ def likelihood_gradient(rbm: RBM, data: Tensor) -> dict[str, Tensor]:
     Raises:
         ValueError: If `data` has no rows or not V columns, or both layers are too large to enumerate.
         TypeError: If `data` does not have the type of the parameters.
+
+    Example:
+        >>> from toolkit.rbm import RBM
+        >>> rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
+        >>> {name: tuple(g.shape) for name, g in likelihood_gradient(rbm, torch.eye(3)).items()}
+        {'weights': (3, 2), 'visible_bias': (3,), 'hidden_bias': (2,)}
     """
     rbm.check_rows(data, "data")
     return _difference(rbm.model_statistics(), rbm.statistics(data))
