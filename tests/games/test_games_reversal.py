@@ -1,5 +1,7 @@
 """Gradient reversal: the same bits, the negative gradient; with the block open, no reversal."""
 
+import importlib.util
+
 import pytest
 import torch
 from contract import BlockCase
@@ -113,3 +115,13 @@ def test_compiled_and_vectorised():
 def test_a_scale_that_is_negative_or_not_finite_is_refused(scale):
     with pytest.raises(ValueError, match="`scale` should be finite and not negative"):
         reverse_gradient(torch.ones(2), scale)
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("pytorch_revgrad"), reason="pytorch_revgrad is not installed")
+def test_the_reversal_of_pytorch_revgrad():
+    from pytorch_revgrad import RevGrad
+
+    p = features()
+    (expected,) = torch.autograd.grad(RevGrad(alpha=0.7)(p["source"]).sin().sum(), p["source"])
+    (found,) = torch.autograd.grad(reverse_gradient(p["source"], 0.7).sin().sum(), p["source"])
+    torch.testing.assert_close(found, expected)
