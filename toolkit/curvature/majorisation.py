@@ -26,6 +26,7 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss
 
 from toolkit._checks import choice, number
 from toolkit.blocks import block, stop_gradient
@@ -83,8 +84,7 @@ def robust_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
     """
     scale = _checked(kind, scale)
     if kind == "huber":
-        size = residuals.abs()
-        return torch.where(size <= scale, residuals.square() / 2, scale * (size - scale / 2))
+        return huber_loss(residuals, torch.zeros_like(residuals), reduction="none", delta=scale)
     u = (residuals / scale).square()
     if kind == "cauchy":
         return scale**2 / 2 * u.log1p()
@@ -112,7 +112,13 @@ def robust_weights(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         >>> robust_weights(torch.tensor([0.0, 1.0, 4.0]), kind="huber", scale=1.0)
         tensor([1.0000, 1.0000, 0.2500])
     """
-    return _log_weights(residuals, kind, _checked(kind, scale)).exp()
+    scale = _checked(kind, scale)
+    if kind == "huber":
+        return scale / residuals.abs().clamp(min=scale)
+    u = (residuals / scale).square()
+    if kind == "welsch":
+        return (-u).exp()
+    return 1 / (1 + u) if kind == "cauchy" else (1 + u) ** -2
 
 
 def reweighted_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
