@@ -185,6 +185,29 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("middle + math.log(self.upper.chains / self.lower.chains)", "middle", "test_rbm_evaluation"),
         ("initial * min(1.0, (1 - part) / (1 - hold))", "initial * (1 - part) / (1 - hold)", "test_rbm_training"),
     ],
+    "games": [
+        ("moved.append(_minus(players[i], step, rate))", "moved.append(players[i])", "test_games_play"),
+        ("return 0.5 * (_dot(held, field) - _sum(", "return 0.5 * (_dot(held, field) + _sum(", "test_games_play"),
+        ("(norms - 1).square().mean()", "norms.square().mean()", "test_games_gan"),
+        (
+            "return _slopes(discriminator, samples).square().sum(1)",
+            "return _slopes(discriminator, samples).square().mean(1)",
+            "test_games_gan",
+        ),
+        (
+            "torch.lerp(stop_gradient(input, REVERSED), input, -scale)",
+            "torch.lerp(stop_gradient(input, REVERSED), input, scale)",
+            "test_games_reversal",
+        ),
+    ],
+    "curvature": [
+        ("(slope * (outputs - held)).sum()", "(slope * outputs).sum()", "test_curvature_divergences"),
+        ("p * torch.where(p > 0, log_p - log_q, 0)", "p * (log_p - log_q)", "test_curvature_divergences"),
+        ("(radius / length).sqrt()", "(radius / length)", "test_curvature_products"),
+        ("size / before, direction)", "0 * size / before, direction)", "test_curvature_products"),
+        ("penalty = v.expm1() - v", "penalty = v.expm1() - 2 * v", "test_curvature_majorisation"),
+        ("else (1 + u) ** -2", "else (1 + u) ** -1", "test_curvature_majorisation"),
+    ],
     "adversarial": [
         (
             "stride = attack.stride(2.5 / steps, step_size)\n        best",
