@@ -1,0 +1,65 @@
+"""Checks of the tensors that every function of the room takes, and their choice by action."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+__all__ = ["chosen", "common_dtype", "floating", "of_actions", "of_shape", "same_shape", "wide"]
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def floating(**tensors: Tensor) -> None:
+    """Raise a ValueError unless all of the tensors are real floating-point numbers: a flag is neither 0 nor 1."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"`{name}` should be a floating-point tensor. Found {found}.")
+
+
+def of_shape(shape: torch.Size, whose: str, **tensors: Tensor) -> None:
+    """Raise a ValueError unless all of the tensors are floating-point and have this shape: nothing is broadcast."""
+    floating(**tensors)
+    for name, tensor in tensors.items():
+        if tensor.shape != shape:
+            raise ValueError(f"`{name}` should have the shape {tuple(shape)} {whose}. Found {tuple(tensor.shape)}.")
+
+
+def same_shape(**tensors: Tensor) -> None:
+    """Raise a ValueError unless all of the tensors are floating-point and have the shape of the first."""
+    first = next(iter(tensors))
+    floating(**{first: tensors[first]})
+    of_shape(tensors[first].shape, f"of `{first}`", **tensors)
+
+
+def of_actions(shape: torch.Size, whose: str, **actions: Tensor) -> None:
+    """Raise a ValueError unless the actions are integers and have this shape."""
+    for name, action in actions.items():
+        if not isinstance(action, Tensor) or action.dtype not in _INTEGERS:
+            found = action.dtype if isinstance(action, Tensor) else type(action).__name__
+            raise ValueError(f"`{name}` should be a tensor of integers. Found {found}.")
+        if action.shape != shape:
+            raise ValueError(f"`{name}` should have the shape {tuple(shape)} {whose}. Found {tuple(action.shape)}.")
+
+
+def chosen(values: Tensor, actions: Tensor, dim: int = -1) -> Tensor:
+    """Return the values of the actions: (*, A, ...) and (*) to (*, ...), with A at `dim`."""
+    index = actions.long()
+    if dim == -1 and values.ndim == actions.ndim + 1:
+        return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+    shape = list(values.shape)
+    shape[dim] = 1
+    return values.gather(dim, index[..., None, None].expand(shape)).squeeze(dim)
+
+
+def common_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the type of a result of all of the tensors."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return tensors of half precision as float32, others as they are."""
+    return tuple(tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors)
