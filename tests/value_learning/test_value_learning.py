@@ -235,9 +235,9 @@ def c51_td(parameters: Tensors, *, opened: bool) -> dict[str, Tensor]:
 
 def c51_q(parameters: Tensors, *, opened: bool) -> dict[str, Tensor]:
     gradient = {name: torch.zeros_like(value) for name, value in parameters.items()}
-    selector = parameters.get("selector", parameters["next"]).detach()
+    selector = parameters.get("selector", parameters["next"].softmax(-1) @ NEXT_ATOMS).detach()
     for i in range(3):
-        means = [float((row.softmax(-1) * NEXT_ATOMS).sum()) for row in selector[i]]
+        means = selector[i].tolist()
         best = means.index(max(means))
         row, leak = c51_row(
             parameters["logits"][i, ACTIONS[i]].detach(), R[i], D[i], parameters["next"][i, best].detach()
@@ -411,7 +411,7 @@ BLOCK_CASES = [
     BlockCase(
         id="categorical-double-q-learning",
         block=CATEGORICAL_TARGET,
-        parameters=given({"logits": draw(3, 3, 3, 5), "next": draw(4, 3, 3, 4), "selector": draw(13, 3, 3, 4)}),
+        parameters=given({"logits": draw(3, 3, 3, 5), "next": draw(4, 3, 3, 4), "selector": SELECTOR}),
         loss=lambda p: categorical_double_q_learning(
             ATOMS, p["logits"], ACTIONS, R, D, NEXT_ATOMS, p["next"], p["selector"]
         ).sum(),
@@ -441,6 +441,90 @@ def gradient(case: BlockCase, opened: tuple[Block, ...] = ()) -> dict[str, Tenso
     with unblock(*opened):
         found = torch.autograd.grad(case.loss(parameters), [*parameters.values()], materialize_grads=True)
     return dict(zip(parameters, found, strict=True))
+
+
+# --- the same programs in JAX and TensorFlow: `peer_programs/value_learning.py` ---------------------------------------
+
+
+def temporal_differences(p: Tensors, c: Tensors) -> Tensor:
+    step = (p["q"], ACTIONS, c["rewards"], c["discounts"])
+    taken = p["q"].gather(-1, ACTIONS[:, None])[:, 0]
+    errors = (
+        td_learning(taken, c["rewards"], c["discounts"], p["v"]),
+        sarsa(*step, p["q_next"], NEXT),
+        expected_sarsa(*step, p["q_next"], p["probs"]),
+        q_learning(*step, p["q_next"]),
+        double_q_learning(*step, p["q_next"], SELECTOR),
+    )
+    return sum(weight * half_squares(error) for weight, error in enumerate(errors, start=1))
+
+
+def returns_of_several_steps(p: Tensors, c: Tensors) -> Tensor:
+    v = p["v"]
+    pairs = n_step_bootstrapped_returns(c["rewards"], c["discounts"], v[:, 1:], 2) - v[:, :-1]
+    mixed = td_lambda(v[:, :-1], c["rewards"], c["discounts"], v[:, 1:], 0.7)
+    return half_squares(pairs) + 2 * half_squares(mixed)
+
+
+def distributions_of_returns(p: Tensors, c: Tensors) -> Tensor:
+    step = (c["rewards"], c["discounts"])
+    categorical = categorical_td_learning(c["atoms"], p["logits"], *step, c["atoms"], p["next_logits"])
+    following = p["next_theta"].unsqueeze(-1)
+    actions = torch.zeros_like(ACTIONS)
+    quantiles = quantile_q_learning(
+        p["theta"].unsqueeze(-1), c["tau"], actions, *step, following, following, huber_param=0.5
+    )
+    return categorical.sum() + quantiles.sum()
+
+
+def gradient_temporal_differences(p: Tensors, c: Tensors) -> Tensor:
+    v, following, h = c["phi"] @ p["theta"], c["phi_next"] @ p["theta"], c["phi"] @ p["w"]
+    arguments = (v, c["rewards"], c["discounts"], following, h, c["rho"])
+    return (gtd2_loss(*arguments) + 2 * tdc_loss(*arguments) + 3 * error_estimate_loss(*arguments)).sum()
+
+
+def averaged_target_network(p: Tensors, c: Tensors) -> Tensor:
+    target = incremental_update(p, {"weights": c["old"]}, 0.3)["weights"]
+    return half_squares(c["rewards"] + c["phi_next"] @ target - c["phi"] @ p["weights"])
+
+
+def one_hot(actions: Tensor) -> Tensor:
+    return torch.nn.functional.one_hot(actions, 3).double()
+
+
+STEPS = {"rewards": R, "discounts": D}
+PEER_CASES = {
+    "temporal_differences": (
+        {"v": Q_NEXT[:, 1].clone(), "q": Q, "q_next": Q_NEXT, "probs": P},
+        {**STEPS, "taken": one_hot(ACTIONS), "taken_next": one_hot(NEXT), "preferred": one_hot(SELECTOR.argmax(-1))},
+        temporal_differences,
+    ),
+    "returns_of_several_steps": (
+        {"v": VALUES},
+        {"rewards": REWARDS, "discounts": DISCOUNTS},
+        returns_of_several_steps,
+    ),
+    "distributions_of_returns": (
+        {
+            "logits": draw(26, 3, 4),
+            "next_logits": draw(27, 3, 4),
+            "theta": draw(28, 3, 3),
+            "next_theta": draw(29, 3, 3),
+        },
+        {**STEPS, "atoms": tensor(-1, 0, 1, 2), "tau": TAU},
+        distributions_of_returns,
+    ),
+    "gradient_temporal_differences": (
+        WEIGHTS,
+        {"phi": PHI, "phi_next": PHI_NEXT, "rho": RHO, "rewards": REWARD, "discounts": DISCOUNT},
+        gradient_temporal_differences,
+    ),
+    "averaged_target_network": (
+        {"weights": WEIGHTS["theta"]},
+        {"old": WEIGHTS["w"], "phi": PHI, "phi_next": PHI_NEXT, "rewards": REWARD},
+        averaged_target_network,
+    ),
+}
 
 
 # --- numbers that were computed elsewhere ----------------------------------------------------------------------------
@@ -715,9 +799,9 @@ def test_a_projection_onto_uneven_atoms_keeps_the_mean():
 
 
 def test_the_greedy_action_of_c51_is_that_of_the_selector():
-    logits, following, selector = draw(3, 3, 3, 5), draw(4, 3, 3, 4), draw(13, 3, 3, 4)
-    double = categorical_double_q_learning(ATOMS, logits, ACTIONS, R, D, NEXT_ATOMS, following, selector)
-    best = (selector.softmax(-1) @ NEXT_ATOMS).argmax(-1)
+    logits, following = draw(3, 3, 3, 5), draw(4, 3, 3, 4)
+    double = categorical_double_q_learning(ATOMS, logits, ACTIONS, R, D, NEXT_ATOMS, following, SELECTOR)
+    best = SELECTOR.argmax(-1)
     assert not torch.equal(best, (following.softmax(-1) @ NEXT_ATOMS).argmax(-1))
     rows = torch.arange(3)
     single = categorical_td_learning(ATOMS, logits[rows, ACTIONS], R, D, NEXT_ATOMS, following[rows, best])
@@ -934,7 +1018,7 @@ def test_gradients_on_a_gpu_are_those_on_the_processor(opened):
             "`v_logits_tm1` should have the shape (3, 5) of its atoms. Found (3, 3).",
         ),
         (
-            lambda: categorical_q_learning(ATOMS, ATOMS, ACTIONS, R, D, NEXT_ATOMS, Q),
+            lambda: categorical_double_q_learning(ATOMS, ATOMS, ACTIONS, R, D, NEXT_ATOMS, Q, Q),
             "`q_logits_tm1` should have 2 dimensions or more, none empty. Found (5,).",
         ),
         (

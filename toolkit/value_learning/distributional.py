@@ -161,9 +161,11 @@ def categorical_q_learning(
         >>> categorical_q_learning(z, logits, torch.tensor(1), torch.tensor(0.0), torch.tensor(1.0), z, logits)
         tensor(0.6931)
     """
-    return categorical_double_q_learning(
-        q_atoms_tm1, q_logits_tm1, a_tm1, r_t, discount_t, q_atoms_t, q_logits_t, q_logits_t
-    )
+    _check_atoms(q_atoms_t=q_atoms_t)
+    of_shape(torch.Size([*q_logits_t.shape[:-1], len(q_atoms_t)]), "of its atoms", q_logits_t=q_logits_t)
+    logits, atoms = wide(q_logits_t, q_atoms_t)
+    q_t = (logits.softmax(-1) * atoms).sum(-1)
+    return categorical_double_q_learning(q_atoms_tm1, q_logits_tm1, a_tm1, r_t, discount_t, q_atoms_t, q_logits_t, q_t)
 
 
 def categorical_double_q_learning(
@@ -174,11 +176,12 @@ def categorical_double_q_learning(
     discount_t: Tensor,
     q_atoms_t: Tensor,
     q_logits_t: Tensor,
-    q_logits_t_selector: Tensor,
+    q_t_selector: Tensor,
 ) -> Tensor:
-    r"""Return the loss of `categorical_q_learning` with the next action chosen by another network.
+    r"""Return the loss of `categorical_q_learning` with the next action chosen by other values.
 
-    With `CATEGORICAL_TARGET` open the leak goes to `q_logits_t`. The selector gets no gradient in both cases.
+    These are the online network's means in the usual form. With `CATEGORICAL_TARGET` open the leak goes to
+    `q_logits_t`. The selector gets no gradient in both cases.
 
     Args:
         q_atoms_tm1: As in `categorical_q_learning`, and so are the other arguments.
@@ -188,7 +191,7 @@ def categorical_double_q_learning(
         discount_t: (\*).
         q_atoms_t: (J,).
         q_logits_t: Logits whose distribution enters the label, (\*, A, J).
-        q_logits_t_selector: Logits of which the action with the highest mean is chosen, (\*, A, J).
+        q_t_selector: Values of the actions after the step, of which the best is chosen, (\*, A).
 
     Returns:
         (\*), in nats.
@@ -202,7 +205,7 @@ def categorical_double_q_learning(
 
     Example:
         >>> z, one, action = torch.tensor([0.0, 1.0]), torch.tensor(1.0), torch.tensor(1)
-        >>> logits, selector = torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([[2.0, 0.0], [0.0, 2.0]])
+        >>> logits, selector = torch.tensor([[0.0, 9.0], [9.0, 0.0]]), torch.tensor([0.0, 2.0])
         >>> categorical_double_q_learning(z, logits, action, 0 * one, one, z, logits, selector)
         tensor(0.0012)
     """
@@ -211,13 +214,13 @@ def categorical_double_q_learning(
     batch, n_actions = _batch_and_actions("q_logits_tm1", q_logits_tm1, -2)
     of_shape(torch.Size([*batch, n_actions, len(q_atoms_tm1)]), "of its atoms", q_logits_tm1=q_logits_tm1)
     after = torch.Size([*batch, n_actions, len(q_atoms_t)])
-    of_shape(after, "of its atoms", q_logits_t=q_logits_t, q_logits_t_selector=q_logits_t_selector)
+    of_shape(after, "of its atoms", q_logits_t=q_logits_t)
+    of_shape(q_logits_tm1.shape[:-1], "of `q_logits_tm1` without its atoms", q_t_selector=q_t_selector)
     of_shape(batch, "of `q_logits_tm1` without actions and atoms", r_t=r_t, discount_t=discount_t)
     of_actions(batch, "of `r_t`", a_tm1=a_tm1)
-    next_logits, selector, atoms = wide(q_logits_t, q_logits_t_selector, q_atoms_t)
-    best = (selector.softmax(-1) * atoms).sum(-1).argmax(-1)
-    probs = chosen(next_logits, best, -2).softmax(-1)
-    return _cross_entropy(q_atoms_tm1, chosen(q_logits_tm1, a_tm1, -2), r_t, discount_t, q_atoms_t, probs)
+    (next_logits,) = wide(chosen(q_logits_t, q_t_selector.argmax(-1), -2))
+    logits = chosen(q_logits_tm1, a_tm1, -2)
+    return _cross_entropy(q_atoms_tm1, logits, r_t, discount_t, q_atoms_t, next_logits.softmax(-1))
 
 
 def quantile_regression_loss(dist_src: Tensor, tau_src: Tensor, dist_target: Tensor, *, huber_param: float) -> Tensor:
