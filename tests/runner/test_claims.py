@@ -72,6 +72,14 @@ def test_a_verdict_is_a_sentence(ends, says):
     assert verdicts(records) == [f"open is partial; {says}"]
 
 
+def test_a_verdict_that_is_a_verb_needs_no_other():
+    records = [_record(seed, {}, ends=(1.0, 1.0)) for seed in range(2)]
+    for record, label in zip(records, ("makes the gradient", "redundant"), strict=True):
+        record.data["comparison"]["first"]["effects"]["open"]["verdict"]["label"] = label
+    (line,) = verdicts(records)
+    assert line.startswith("open makes the gradient or is redundant; ")
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_config_makes_claims_and_those_on_training_have_seeds_enough(path):
     """That both variants end the same, to the bit, is no matter of chance."""

@@ -146,9 +146,15 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     lines = []
     for name in records[-1].data["variants"]:
         if name != BLOCKED:
-            kinds = dict.fromkeys(verdict_of(r.data["comparison"]["first"]["effects"][name])["label"] for r in records)
-            lines.append(f"{name} is {' or '.join(kinds)}; {_training(compared(records, name))}")
+            kinds = dict.fromkeys(_told(r.data["comparison"]["first"]["effects"][name]) for r in records)
+            lines.append(f"{name} {' or '.join(kinds)}; {_training(compared(records, name))}")
     return lines
+
+
+def _told(effect: Mapping[str, Any]) -> str:
+    """Return a verdict as the end of a sentence that begins with the block."""
+    label: str = verdict_of(effect)["label"]
+    return label if label.startswith(("cuts", "makes")) else f"is {label}"
 
 
 def _training(found: Difference) -> str:
