@@ -1,0 +1,44 @@
+"""All blocks of this room on a GPU: the cases of the other files, made again with their constants there."""
+
+import runpy
+
+import pytest
+import torch
+from contract import flatten
+from folders import TESTS
+
+from toolkit import unblock
+
+FILES = sorted(path for path in (TESTS / "weighting").glob("test_weighting_*.py") if path.stem != "test_weighting_gpu")
+
+
+def _gradient(case):
+    parameters = case.parameters()
+    gradients = torch.autograd.grad(case.loss(parameters), list(parameters.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(parameter) if gradient is None else gradient
+        for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_gradients_are_those_of_the_witnesses(file):
+    check_on("cuda", file)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_the_cases_can_be_made_again(file):
+    check_on("cpu", file)
+
+
+def check_on(device, file):
+    with torch.device(device):
+        for case in runpy.run_path(str(file))["BLOCK_CASES"]:
+            found = _gradient(case)
+            assert {gradient.device.type for gradient in found.values()} == {device}
+            torch.testing.assert_close(flatten(found), flatten(case.blocked(case.parameters())))
+            if case.opened:
+                with unblock(case.block):
+                    torch.testing.assert_close(flatten(_gradient(case)), flatten(case.opened(case.parameters())))

@@ -1,0 +1,131 @@
+r"""Entropic optimal transport whose dual potentials are held constant.
+
+The potentials are optimal, so the derivative of the dual value through them is zero (envelope theorem), and the block
+saves the backward pass through all iterations. That holds for first derivatives at convergence. After few iterations
+the blocked gradient has an error of first order in the error of the potentials, the open one of second order. Second
+derivatives are wrong with the block at any number of iterations: the potentials move with the points.
+
+N and M points of weight a and b; ``*`` leading dimensions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from toolkit._checks import integer, number
+from toolkit.blocks import block, stop_recording
+
+__all__ = ["POTENTIALS", "sinkhorn_loss", "sinkhorn_potentials"]
+
+POTENTIALS = block(
+    "weighting.potentials",
+    "The potentials are optimal for the cost, so the first derivative through them is zero; holding them saves the "
+    "backward pass through the iterations.",
+)
+
+
+def sinkhorn_loss(
+    cost: Tensor, a: Tensor | None = None, b: Tensor | None = None, *, epsilon: float, iterations: int = 100
+) -> Tensor:
+    r"""Return the value of entropic optimal transport, :math:`\min_P \langle P, M \rangle + \epsilon KL(P, a b^T)`.
+
+    .. math:: \langle a, f \rangle + \langle b, g \rangle
+        - \epsilon \Bigl(\sum_{ij} a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon} - 1\Bigr)
+
+    with the potentials f, g of `sinkhorn_potentials`. With the block `POTENTIALS` in place the gradient by the cost is
+    the plan :math:`P_{ij} = a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon}`, and by a it is :math:`f - \epsilon` up to
+    convergence. Opened, it is the derivative of the value after these iterations; it has converged to the same. The
+    blocked Hessian is not that of the value.
+
+    Args:
+        cost: M, (\*, N, M).
+        a: Weights that sum to 1, (\*, N). None: uniform.
+        b: Likewise, (\*, M).
+        epsilon: Strength of the entropy, in the units of the cost.
+        iterations: Updates of each potential.
+
+    Returns:
+        (\*), in the units of the cost.
+
+    Raises:
+        ValueError: If the shapes do not fit, `epsilon` is not positive, or `iterations` is not a positive integer.
+
+    References:
+        Cuturi, "Sinkhorn distances: lightspeed computation of optimal transport", 2013. Feydy, Séjourné, Vialard,
+        Amari, Trouvé and Peyré, "Interpolating between optimal transport and MMD using Sinkhorn divergences", 2019.
+
+    Example:
+        >>> x, y = torch.tensor([[0.1], [0.9], [0.4]]), torch.tensor([[0.0], [1.2]])
+        >>> sinkhorn_loss((x - y.T).square() / 2, epsilon=0.3)
+        tensor(0.1841)
+    """
+    epsilon, log_a, log_b = _checked(cost, a, b, epsilon)
+    with stop_recording(POTENTIALS):
+        f, g = _potentials(cost, log_a, log_b, epsilon, integer("iterations", iterations))
+    log_plan = (f[..., :, None] + g[..., None, :] - cost) / epsilon + log_a[..., :, None] + log_b[..., None, :]
+    dual = (log_a.exp() * f).sum(-1) + (log_b.exp() * g).sum(-1)
+    return dual - epsilon * (log_plan.exp().sum((-2, -1)) - 1)
+
+
+def sinkhorn_potentials(
+    cost: Tensor, a: Tensor | None = None, b: Tensor | None = None, *, epsilon: float, iterations: int = 100
+) -> tuple[Tensor, Tensor]:
+    r"""Return the dual potentials of entropic optimal transport, by updates in the log domain from g = 0.
+
+    .. math:: f_i = -\epsilon \log \sum_j b_j e^{(g_j - M_{ij}) / \epsilon}, \qquad
+        g_j = -\epsilon \log \sum_i a_i e^{(f_i - M_{ij}) / \epsilon}
+
+    Nothing is held constant here; `sinkhorn_loss` holds them.
+
+    Args:
+        cost: As in `sinkhorn_loss`, and so are the other arguments.
+        a: (\*, N), or None.
+        b: (\*, M), or None.
+        epsilon: Strength of the entropy.
+        iterations: Updates of each potential.
+
+    Returns:
+        f (\*, N) and g (\*, M), in the units of the cost.
+
+    Raises:
+        ValueError: As in `sinkhorn_loss`.
+
+    References:
+        As `sinkhorn_loss`.
+
+    Example:
+        >>> sinkhorn_potentials(torch.tensor([[0.0, 1.0], [3.0, 0.0]]), epsilon=1.0)
+        (tensor([0.0308, 1.0308]), tensor([ 0.5354, -0.4646]))
+    """
+    epsilon, log_a, log_b = _checked(cost, a, b, epsilon)
+    return _potentials(cost, log_a, log_b, epsilon, integer("iterations", iterations))
+
+
+def _potentials(cost: Tensor, log_a: Tensor, log_b: Tensor, epsilon: float, iterations: int) -> tuple[Tensor, Tensor]:
+    kernel = -cost / epsilon
+    to_rows, to_columns = kernel + log_b[..., None, :], kernel + log_a[..., :, None]
+    g = torch.zeros_like(cost[..., 0, :])
+    for _ in range(iterations):
+        f = -torch.logsumexp(to_rows + g[..., None, :], -1)
+        g = -torch.logsumexp(to_columns + f[..., :, None], -2)
+    return epsilon * f, epsilon * g
+
+
+def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -> tuple[float, Tensor, Tensor]:
+    """Return the strength and the logarithms of both weights."""
+    epsilon = number("epsilon", epsilon, above=0)
+    if cost.ndim < 2 or 0 in cost.shape[-2:]:
+        raise ValueError(f"`cost` should have the shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
+    logs = []
+    for name, weights, dim in (("a", a, -2), ("b", b, -1)):
+        n = cost.shape[dim]
+        if weights is None:
+            logs.append(cost.new_full((n,), -math.log(n)))
+        elif weights.shape[-1:] != (n,):
+            raise ValueError(f"`{name}` should have {n} entries, as `cost` has. Found {tuple(weights.shape)}.")
+        else:
+            logs.append(weights.log())
+    return epsilon, logs[0], logs[1]
