@@ -1,0 +1,344 @@
+"""Held weights and statistics with their blocks open: another loss, growing activations, a collapsed generator.
+
+- ``focal``: a classifier of digits, some of whose labels are wrong, by focal loss. The paper's loss differentiates its
+  weight; programs that hold the weight minimise another loss, the cross entropy without its first terms.
+- ``renorm``: a classifier with batch renormalisation on small batches. Open, its layers have the gradient of inference,
+  to which normalisation is a fixed scale, and the weights grow.
+- ``consistency``: a consistency model of the first two principal components of the digits, which makes a point from
+  noise in one step. Open, the predictions at two noise levels move towards each other.
+
+N images, D features, C classes, T noise levels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from experiments._digits import Batches, gradient_of, network, on_device, split_digits
+from toolkit.adversarial.networks import mlp
+from toolkit.datasets import Dataset, digits
+from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
+from toolkit.weighting import (
+    batch_renorm,
+    consistency_function,
+    consistency_loss,
+    held_focal_loss,
+    karras_times,
+)
+
+__all__ = ["Config", "run"]
+
+_EPSILON = 1e-3
+_SPREAD = "spread of the samples over that of the data"
+
+
+class Config(ExperimentConfig):
+    """Values of an experiment on held weights and statistics.
+
+    Attributes:
+        task: ``"focal"``, ``"renorm"`` or ``"consistency"``; see the module.
+        batch_size: Images of a batch.
+        widths: Units of the hidden layers.
+        gamma: focal: exponent of the weight.
+        label_noise: focal: share of the training labels that are drawn anew.
+        momentum: renorm: share of a batch in the running statistics.
+        rmax: renorm: bound of the scale.
+        dmax: renorm: bound of the shift.
+        n_levels: consistency: T.
+        highest: consistency: standard deviation of the noise from which samples are made; that of the data is 0.5.
+    """
+
+    task: Literal["focal", "renorm", "consistency"]
+    batch_size: Annotated[int, Field(ge=2)]
+    widths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
+    gamma: Annotated[int, Field(ge=0)] = 2
+    label_noise: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    momentum: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    rmax: Annotated[float, Field(ge=1)] = 3.0
+    dmax: Annotated[float, Field(ge=0)] = 5.0
+    n_levels: Annotated[int, Field(ge=2)] = 20
+    highest: Annotated[float, Field(gt=0.002)] = 5.0
+
+
+def run(config: Config, seed: int) -> Run:
+    """Return one seeded run of the config's task."""
+    return {"focal": _focal, "renorm": _renorm, "consistency": _consistency}[config.task](config, seed)
+
+
+def _digits(config: Config) -> tuple[Dataset, Dataset]:
+    train, test = split_digits(getattr(torch, config.dtype))
+    return on_device(train, config.device), on_device(test, config.device)
+
+
+def _judge(logits: Tensor, labels: Tensor) -> dict[str, float]:
+    return {
+        "objective": nn.functional.cross_entropy(logits, labels).item(),
+        "accuracy": (logits.argmax(-1) == labels).double().mean().item(),
+        "mean confidence": logits.softmax(-1).amax(-1).mean().item(),
+    }
+
+
+def _steps(config: Config) -> list[int]:
+    return sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
+
+
+_OBJECTIVE = Objective(label="held-out cross entropy (nats per image)", higher_is_better=False)
+
+
+# --- focal loss ------------------------------------------------------------------------------------------------------
+
+
+def _focal(config: Config, seed: int) -> Run:
+    _, test = _digits(config)
+    model, batches = _noisy_classifier(config, seed)
+    parameters = dict(model.named_parameters())
+
+    def target() -> Mapping[str, Tensor]:
+        logits = model(batches.inputs)
+        p = torch.softmax(logits.detach(), -1)
+        own = p.gather(1, batches.labels[:, None])
+        residual = p - nn.functional.one_hot(batches.labels, p.shape[1])
+        cotangent = (1 - own) ** config.gamma * residual / len(p)
+        found = torch.autograd.grad(logits, list(parameters.values()), cotangent)
+        return dict(zip(parameters, found, strict=True))
+
+    def evaluate() -> dict[str, float]:
+        with torch.no_grad():
+            return _judge(model(test.inputs), test.labels)
+
+    return Run(
+        parameters=parameters,
+        loss=lambda: held_focal_loss(model(batches.inputs), batches.labels, gamma=config.gamma),
+        objective=_OBJECTIVE,
+        evaluate=evaluate,
+        optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate),
+        target=target,
+        after_step=batches.advance,
+        methods=_other_losses(config, seed, test),
+    )
+
+
+def _noisy_classifier(config: Config, seed: int) -> tuple[nn.Module, Batches]:
+    """Return a classifier and batches in which some labels are drawn anew."""
+    train, _ = _digits(config)
+    generator = torch.Generator().manual_seed(seed)
+    wrong = torch.rand(len(train.labels), generator=generator) < config.label_noise
+    drawn = torch.randint(int(train.labels.max()) + 1, wrong.shape, generator=generator)
+    noisy = torch.where(wrong, drawn, train.labels.cpu()).to(train.labels.device)
+    model = network("mlp", train, widths=config.widths, activation="relu", generator=generator)
+    return model, Batches(Dataset(train.inputs, noisy, train.name), config.batch_size, generator)
+
+
+def _without_first_terms(logits: Tensor, labels: Tensor, *, n_terms: int) -> Tensor:
+    """Return the mean of ``-log p`` without the first terms of its expansion in ``1 - p``."""
+    log_p = logits.log_softmax(-1).gather(1, labels[:, None])
+    missed = -torch.expm1(log_p)
+    return (-log_p - sum(missed**j / j for j in range(1, n_terms + 1))).mean()
+
+
+def _other_losses(config: Config, seed: int, test: Dataset) -> Methods:
+    """Return training by cross entropy, and by the loss whose gradient the held weight gives."""
+    losses: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+        "cross entropy": nn.functional.cross_entropy,
+        f"cross entropy without its first {config.gamma} terms": partial(_without_first_terms, n_terms=config.gamma),
+    }
+
+    def train(loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Sequence[float]]:
+        model, batches = _noisy_classifier(config, seed)
+        parameters = dict(model.named_parameters())
+        optimizer, found = torch.optim.Adam(parameters.values(), lr=config.learning_rate), []
+        for step in range(config.steps + 1):
+            if step in _steps(config):
+                with torch.no_grad():
+                    found.append(_judge(model(test.inputs), test.labels))
+            for name, slope in gradient_of(loss(model(batches.inputs), batches.labels), parameters).items():
+                parameters[name].grad = slope
+            if step < config.steps:
+                optimizer.step()
+                batches.advance(step + 1)
+        return {name: [metrics[name] for metrics in found] for name in found[0]}
+
+    return Methods(
+        label="update",
+        steps=tuple(_steps(config)),
+        train={name: partial(train, loss) for name, loss in losses.items()},
+    )
+
+
+# --- batch renormalisation -------------------------------------------------------------------------------------------
+
+
+class _Renormalised:
+    """A classifier whose hidden layers are renormalised, with running statistics that `advance` moves.
+
+    The loss can then be computed any number of times on a batch.
+    """
+
+    def __init__(self, config: Config, data: Dataset, generator: torch.Generator) -> None:
+        self.config = config
+        model = network("mlp", data, widths=config.widths, activation="relu", generator=generator)
+        self.layers = [layer for layer in model if isinstance(layer, nn.Linear)]  # type: ignore[attr-defined]
+        self.parameters = dict(model.named_parameters())
+        self.seen: list[tuple[Tensor, Tensor]] = []
+        self.running: list[tuple[Tensor, Tensor]] = []
+        with torch.no_grad():
+            h = data.inputs
+            for layer in self.layers[:-1]:
+                self.running.append(_moments(layer(h)))
+                h = torch.relu(_by_formula(layer(h), *self.running[-1]))
+
+    def __call__(self, x: Tensor, normalise: Callable[..., Tensor]) -> Tensor:
+        """Return logits, and remember the statistics of the layers."""
+        self.seen = []
+        for layer, (mean, std) in zip(self.layers[:-1], self.running, strict=True):
+            x = layer(x)
+            with torch.no_grad():
+                self.seen.append(_moments(x))
+            x = torch.relu(normalise(x, mean, std))
+        logits: Tensor = self.layers[-1](x)
+        return logits
+
+    def advance(self, step: int) -> None:
+        """Move the running statistics towards those of the last call."""
+        self.running = [
+            (torch.lerp(mean, new_mean, self.config.momentum), torch.lerp(std, new_std, self.config.momentum))
+            for (mean, std), (new_mean, new_std) in zip(self.running, self.seen, strict=True)
+        ]
+
+
+def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.mean(0), (x.var(0, correction=0) + _EPSILON).sqrt()
+
+
+def _by_formula(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return (x - mean) / std
+
+
+def _renorm(config: Config, seed: int) -> Run:
+    train, test = _digits(config)
+    generator = torch.Generator().manual_seed(seed)
+    model = _Renormalised(config, train, generator)
+    batches = Batches(train, config.batch_size, generator)
+    renormalised = partial(batch_renorm, rmax=config.rmax, dmax=config.dmax, eps=_EPSILON)
+
+    def witness(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+        """Return torch's batch normalisation, scaled and shifted by numbers."""
+        own_mean, own_std = _moments(x.detach())
+        r = (own_std / std).clamp(1 / config.rmax, config.rmax)
+        d = ((own_mean - mean) / std).clamp(-config.dmax, config.dmax)
+        return nn.functional.batch_norm(x, None, None, training=True, eps=_EPSILON) * r + d
+
+    def loss(normalise: Callable[..., Tensor]) -> Tensor:
+        return nn.functional.cross_entropy(model(batches.inputs, normalise), batches.labels)
+
+    def evaluate() -> dict[str, float]:
+        seen = model.seen
+        with torch.no_grad():
+            found = _judge(model(test.inputs, _by_formula), test.labels)
+        model.seen = seen
+        return {**found, "norm of the first layer": model.layers[0].weight.norm().item()}
+
+    def after_step(step: int) -> None:
+        model.advance(step)
+        batches.advance(step)
+
+    return Run(
+        parameters=model.parameters,
+        loss=partial(loss, renormalised),
+        objective=_OBJECTIVE,
+        evaluate=evaluate,
+        optimizer=torch.optim.SGD(model.parameters.values(), lr=config.learning_rate),
+        target=lambda: gradient_of(loss(witness), model.parameters),
+        after_step=after_step,
+    )
+
+
+# --- consistency model -----------------------------------------------------------------------------------------------
+
+
+class _Draws:
+    """Pairs of noisy points for each step."""
+
+    def __init__(self, config: Config, data: Tensor, generator: torch.Generator) -> None:
+        self.config, self.data, self.generator = config, data, generator
+        self.times = karras_times(config.n_levels, sigma_max=config.highest).to(data)
+        self.advance(0)
+
+    def advance(self, step: int) -> None:
+        """Draw points, their noise, and two neighbouring levels."""
+        size, g = (self.config.batch_size,), self.generator
+        self.x = self.data[torch.randint(len(self.data), size, generator=g).to(self.data.device)]
+        self.noise = torch.randn(self.x.shape, generator=g, dtype=self.x.dtype).to(self.x)
+        level = torch.randint(self.config.n_levels - 1, size, generator=g).to(self.x.device)
+        self.earlier, self.t = self.times[level], self.times[level + 1]
+
+
+def _principal_components(config: Config, seed: int) -> tuple[Tensor, Tensor]:
+    """Return two halves of the digits' first two principal components, with standard deviation 0.5."""
+    inputs = digits(dtype=getattr(torch, config.dtype)).inputs
+    _, _, axes = torch.linalg.svd(inputs - inputs.mean(0), full_matrices=False)
+    points = (inputs - inputs.mean(0)) @ axes[:2].T
+    points = 0.5 * points / points.std(0)
+    order = torch.randperm(len(points), generator=torch.Generator().manual_seed(seed))
+    one, other = points[order].to(config.device).chunk(2)
+    return one, other
+
+
+def _energy_distance(x: Tensor, y: Tensor) -> float:
+    """Return ``2 E|x - y| - E|x - x'| - E|y - y'|`` in the units of the data, without bias."""
+    within = [torch.cdist(z, z).sum() / (len(z) * (len(z) - 1)) for z in (x, y)]
+    return float(2 * torch.cdist(x, y).mean() - within[0] - within[1])
+
+
+def _consistency(config: Config, seed: int) -> Run:
+    train, test = _principal_components(config, seed)
+    generator = torch.Generator().manual_seed(seed)
+    network = mlp(3, 2, widths=config.widths, activation=nn.SiLU, generator=generator).to(train)
+    parameters = dict(network.named_parameters())
+    draws = _Draws(config, train, generator)
+    noise = config.highest * torch.randn(1000, 2, generator=generator, dtype=train.dtype).to(train)
+
+    def raw(x: Tensor, t: Tensor) -> Tensor:
+        scaled = x / (t.square() + 0.25).sqrt()[:, None]
+        return network(torch.cat([scaled, t.log()[:, None] / 4], 1))  # type: ignore[no-any-return]
+
+    model = consistency_function(raw)
+
+    def loss() -> Tensor:
+        return consistency_loss(model, draws.x, draws.noise, draws.t, draws.earlier).mean()
+
+    def target() -> Mapping[str, Tensor]:
+        late, early = (
+            0.25 / ((t - 0.002) ** 2 + 0.25) * x + 0.5 * (t - 0.002) / (0.25 + t**2) ** 0.5 * raw(x, t[:, 0])
+            for t in (draws.t[:, None], draws.earlier[:, None])
+            for x in [draws.x + t * draws.noise]
+        )
+        cotangent = 2 * (late - early).detach() / len(late)
+        found = torch.autograd.grad(late, list(parameters.values()), cotangent)
+        return dict(zip(parameters, found, strict=True))
+
+    def evaluate() -> dict[str, float]:
+        with torch.no_grad():
+            samples = model(noise, noise.new_full((len(noise),), config.highest))
+            return {
+                "objective": _energy_distance(samples, test),
+                _SPREAD: (samples.std(0).mean() / test.std(0).mean()).item(),
+                "training loss": loss().item(),
+            }
+
+    return Run(
+        parameters=parameters,
+        loss=loss,
+        objective=Objective(label="energy distance to held-out points (units of the data)", higher_is_better=False),
+        evaluate=evaluate,
+        optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate),
+        target=target,
+        after_step=draws.advance,
+        events=[Event(says="the samples shrank to less than half the spread of the data", metric=_SPREAD, below=0.5)],
+    )
