@@ -285,6 +285,23 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_zoo",
         ),
     ],
+    "weighting": [
+        ("missed.clamp(min=torch.finfo(missed.dtype).tiny) ** gamma", "missed**gamma", "test_weighting_focal"),
+        ("for mask in (~same | itself, same)]", "for mask in (~same, same)]", "test_weighting_circle"),
+        (
+            "losses.clamp(min=torch.finfo(losses.dtype).tiny))",
+            "losses)",
+            "test_weighting_balancing",
+        ),
+        ("create_graph=graph)", "create_graph=False)", "test_weighting_balancing"),
+        (
+            "        if not self.training:\n            scale, shift = self._with",
+            "        if False:\n            scale, shift = self._with",
+            "test_weighting_statistics",
+        ),
+        ("f = -torch.logsumexp(to_rows + g", "f = -torch.logsumexp(kernel + g", "test_weighting_transport"),
+        ("(target or model)(x + _as(earlier, x)", "model(x + _as(earlier, x)", "test_weighting_consistency"),
+    ],
 }
 
 

@@ -177,7 +177,7 @@ def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float
             f"`targets` should have the shape of `inputs`, {tuple(x.shape)}. Found {tuple(targets.shape)}."
         )
     t = targets.to(x.dtype)
-    weight = _weight(torch.sigmoid(x) * (1 - t) + torch.sigmoid(-x) * t, gamma)
+    weight = _weight(torch.lerp(torch.sigmoid(x), torch.sigmoid(-x), t), gamma)
     loss = functional.binary_cross_entropy_with_logits(x, t, reduction="none")
     if alpha is None:
         return weight, loss

@@ -85,7 +85,8 @@ def batch_renorm(
         >>> batch_renorm(x, torch.tensor([0.2]), torch.tensor([1.5])).T
         tensor([[ 0.2000, -0.8000,  1.2000, -0.0667]])
     """
-    return _renormalized(input, _moments(input, eps), running_mean, running_std, rmax, dmax)
+    mean, std = _moments(input, eps)
+    return _fused(input, *_corrections(mean, std, running_mean, running_std, rmax, dmax), eps)
 
 
 class BatchRenorm(nn.Module):
@@ -144,20 +145,22 @@ class BatchRenorm(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input, (N, C, *)."""
-        if self.training:
-            mean, std = moments = _moments(input, self.eps)
-            y = _renormalized(input, moments, self.running_mean, self.running_std, self.rmax, self.dmax)
-            mean, std = stop_gradient((mean.flatten(), std.flatten()), RUNNING_STATISTICS)
-            # New tensors: the old ones may be saved for a backward pass.
-            self.running_mean = torch.lerp(self.running_mean, mean.to(self.running_mean.dtype), self.momentum)
-            self.running_std = torch.lerp(self.running_std, std.to(self.running_std.dtype), self.momentum)
-        else:
-            shape = _of_channels(input, self.running_mean, "running_mean")
-            y = (input - self.running_mean.view(shape)) / self.running_std.view(shape)
+        if not self.training:
+            scale, shift = self._with_affine(1 / self.running_std, torch.zeros_like(self.running_std))
+            shape = _of_channels(input, self.running_mean)
+            return (input - self.running_mean.view(shape)) * scale.view(shape) + shift.view(shape)
+        mean, std = _moments(input, self.eps)
+        r, d = _corrections(mean, std, self.running_mean, self.running_std, self.rmax, self.dmax)
+        mean, std = stop_gradient((mean, std), RUNNING_STATISTICS)
+        # New tensors: the old ones may be saved for a backward pass.
+        self.running_mean = torch.lerp(self.running_mean, mean.to(self.running_mean.dtype), self.momentum)
+        self.running_std = torch.lerp(self.running_std, std.to(self.running_std.dtype), self.momentum)
+        return _fused(input, *self._with_affine(r, d), self.eps)
+
+    def _with_affine(self, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         if self.weight is None or self.bias is None:
-            return y
-        shape = _of_channels(input, self.weight, "weight")
-        return y * self.weight.view(shape) + self.bias.view(shape)
+            return scale, shift
+        return scale * self.weight, shift * self.weight + self.bias
 
     def extra_repr(self) -> str:
         """Return the sizes for the printed form."""
@@ -242,32 +245,37 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
 
 
 def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the mean and the deviation of each channel, (1, C, 1, ...)."""
+    """Return the mean and the deviation of each channel, (C,)."""
     if x.ndim < 2 or x.shape[0] == 0:
         raise ValueError(f"`input` should have the shape (N, C, ...) with N > 0. Found {tuple(x.shape)}.")
     eps = number("eps", eps, above=0)
-    var, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0, keepdim=True)
+    var, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
     return mean, (var + eps).sqrt()
 
 
-def _renormalized(
-    x: Tensor, moments: tuple[Tensor, Tensor], running_mean: Tensor, running_std: Tensor, rmax: float, dmax: float
-) -> Tensor:
+def _corrections(
+    mean: Tensor, std: Tensor, running_mean: Tensor, running_std: Tensor, rmax: float, dmax: float
+) -> tuple[Tensor, Tensor]:
+    """Return scale and shift of each channel, (C,)."""
     rmax, dmax = number("rmax", rmax, least=1), number("dmax", dmax, least=0)
-    mean, std = moments
-    old_mean = running_mean.view(_of_channels(x, running_mean, "running_mean"))
-    old_std = running_std.view(_of_channels(x, running_std, "running_std"))
-    r = (std / old_std).clamp(1 / rmax, rmax)
-    d = ((mean - old_mean) / old_std).clamp(-dmax, dmax)
-    r, d = stop_gradient((r, d), CORRECTIONS)
-    return (x - mean) / std * r + d
+    for name, running in (("running_mean", running_mean), ("running_std", running_std)):
+        if running.shape != mean.shape:
+            raise ValueError(
+                f"`{name}` should have one value for each of the {len(mean)} channels. Found {tuple(running.shape)}."
+            )
+    r = (std / running_std).clamp(1 / rmax, rmax)
+    d = ((mean - running_mean) / running_std).clamp(-dmax, dmax)
+    return stop_gradient((r, d), CORRECTIONS)
 
 
-def _of_channels(x: Tensor, values: Tensor, name: str) -> tuple[int, ...]:
+def _fused(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """Return the normalised batch, scaled and shifted, by torch's kernel, which takes a batch of one too."""
+    cudnn = torch.backends.cudnn.enabled
+    return torch.batch_norm(x, scale.to(x.dtype), shift.to(x.dtype), None, None, True, 0.0, float(eps), cudnn)
+
+
+def _of_channels(x: Tensor, values: Tensor) -> tuple[int, ...]:
     """Return the shape in which a value of each channel broadcasts to the input."""
     if x.ndim < 2 or values.shape != x.shape[1:2]:
-        raise ValueError(
-            f"`{name}` should have one value for each channel of `input`. "
-            f"Found {tuple(values.shape)} and {tuple(x.shape)}."
-        )
+        raise ValueError(f"`input` should have {len(values)} channels in dimension 1. Found {tuple(x.shape)}.")
     return (1, -1, *[1] * (x.ndim - 2))
