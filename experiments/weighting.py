@@ -1,7 +1,9 @@
-"""Held weights and statistics with their blocks open: another loss, growing activations, a collapsed generator.
+"""Held weights and statistics with their blocks open: other losses, growing activations, a collapsed generator.
 
 - ``focal``: a classifier of digits, some of whose labels are wrong, by focal loss. The paper's loss differentiates its
   weight; programs that hold the weight minimise another loss, the cross entropy without its first terms.
+- ``circle``: embeddings of digits by circle loss. Open, a pair of different digits that is less than orthogonal is
+  pushed together.
 - ``renorm``: a classifier with batch renormalisation on small batches. Open, its layers have the gradient of inference,
   to which normalisation is a fixed scale, and the weights grow.
 - ``consistency``: a consistency model of the first two principal components of the digits, which makes a point from
@@ -26,6 +28,7 @@ from toolkit.datasets import Dataset, digits
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
 from toolkit.weighting import (
     batch_renorm,
+    circle_loss,
     consistency_function,
     consistency_loss,
     held_focal_loss,
@@ -42,11 +45,14 @@ class Config(ExperimentConfig):
     """Values of an experiment on held weights and statistics.
 
     Attributes:
-        task: ``"focal"``, ``"renorm"`` or ``"consistency"``; see the module.
+        task: ``"focal"``, ``"circle"``, ``"renorm"`` or ``"consistency"``; see the module.
         batch_size: Images of a batch.
         widths: Units of the hidden layers.
         gamma: focal: exponent of the weight.
         label_noise: focal: share of the training labels that are drawn anew.
+        n_features: circle: D of the embeddings.
+        margin: circle: m.
+        scale: circle: gamma of the paper.
         momentum: renorm: share of a batch in the running statistics.
         rmax: renorm: bound of the scale.
         dmax: renorm: bound of the shift.
@@ -54,11 +60,14 @@ class Config(ExperimentConfig):
         highest: consistency: standard deviation of the noise from which samples are made; that of the data is 0.5.
     """
 
-    task: Literal["focal", "renorm", "consistency"]
+    task: Literal["focal", "circle", "renorm", "consistency"]
     batch_size: Annotated[int, Field(ge=2)]
     widths: Annotated[list[Annotated[int, Field(ge=1)]], Field(min_length=1)]
     gamma: Annotated[int, Field(ge=0)] = 2
     label_noise: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    n_features: Annotated[int, Field(ge=2)] = 32
+    margin: Annotated[float, Field(gt=0, lt=1)] = 0.25
+    scale: Annotated[float, Field(gt=0)] = 16.0
     momentum: Annotated[float, Field(gt=0, lt=1)] = 0.05
     rmax: Annotated[float, Field(ge=1)] = 3.0
     dmax: Annotated[float, Field(ge=0)] = 5.0
@@ -68,7 +77,8 @@ class Config(ExperimentConfig):
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run of the config's task."""
-    return {"focal": _focal, "renorm": _renorm, "consistency": _consistency}[config.task](config, seed)
+    tasks = {"focal": _focal, "circle": _circle, "renorm": _renorm, "consistency": _consistency}
+    return tasks[config.task](config, seed)
 
 
 def _digits(config: Config) -> tuple[Dataset, Dataset]:
@@ -169,6 +179,66 @@ def _other_losses(config: Config, seed: int, test: Dataset) -> Methods:
         steps=tuple(_steps(config)),
         train={name: partial(train, loss) for name, loss in losses.items()},
     )
+
+
+# --- circle loss -----------------------------------------------------------------------------------------------------
+
+
+def _circle(config: Config, seed: int) -> Run:
+    train, test = _digits(config)
+    generator = torch.Generator().manual_seed(seed)
+    width = train.inputs.shape[1]
+    model = mlp(width, config.n_features, widths=config.widths, generator=generator).to(train.inputs)
+    parameters = dict(model.named_parameters())
+    batches = Batches(train, config.batch_size, generator)
+
+    def unit(inputs: Tensor) -> Tensor:
+        return nn.functional.normalize(model(inputs), dim=1)
+
+    def target() -> Mapping[str, Tensor]:
+        cosines = unit(batches.inputs)
+        cosines = cosines @ cosines.T
+        same = batches.labels[:, None] == batches.labels
+        cotangent = _slopes_of_circle_loss(cosines.detach(), same, m=config.margin, gamma=config.scale)
+        found = torch.autograd.grad(cosines, list(parameters.values()), cotangent)
+        return dict(zip(parameters, found, strict=True))
+
+    def evaluate() -> dict[str, float]:
+        with torch.no_grad():
+            x, y = unit(train.inputs), unit(test.inputs)
+        nearest = train.labels[(y @ x.T).topk(5).indices].mode(1).values
+        same, cosines = test.labels[:, None] == test.labels, y @ y.T
+        return {
+            "objective": (nearest == test.labels).double().mean().item(),
+            "mean cosine of equal digits": cosines[same].mean().item(),
+            "mean cosine of different digits": cosines[~same].mean().item(),
+            "share of different digits with a cosine below 0": (cosines[~same] < 0).double().mean().item(),
+        }
+
+    return Run(
+        parameters=parameters,
+        loss=lambda: circle_loss(model(batches.inputs), batches.labels, m=config.margin, gamma=config.scale),
+        objective=Objective(label="held-out accuracy of five neighbours", higher_is_better=True),
+        evaluate=evaluate,
+        optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate),
+        target=target,
+        after_step=batches.advance,
+    )
+
+
+def _slopes_of_circle_loss(cosines: Tensor, same: Tensor, *, m: float, gamma: float) -> Tensor:
+    """Return the gradient by the similarities, (N, N), from the formulas of the paper, equations 9 and 10.
+
+    Every anchor needs partners of both kinds, or its row is 0.
+    """
+    positive = same & ~torch.eye(len(same), dtype=torch.bool, device=same.device)
+    to_p, to_n = (1 + m - cosines).clamp(min=0), (cosines + m).clamp(min=0)
+    pulls = (-gamma * to_p * (cosines - 1 + m)).exp() * positive
+    pushes = (gamma * to_n * (cosines - m)).exp() * ~same
+    product = pulls.sum(1, keepdim=True) * pushes.sum(1, keepdim=True)
+    z = product / (1 + product) / (product > 0).sum()
+    pull, push = (each / each.sum(1, keepdim=True).clamp(min=1e-300) for each in (pulls, pushes))
+    return gamma * z * (push * to_n - pull * to_p)
 
 
 # --- batch renormalisation -------------------------------------------------------------------------------------------

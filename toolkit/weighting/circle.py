@@ -87,7 +87,7 @@ def circle_loss_of_similarities(positive: Tensor, negative: Tensor, *, m: float 
         ValueError: If the leading dimensions differ, or `m` or `gamma` is not positive.
 
     References:
-        As `circle_loss`; equation 8 for the loss.
+        As `circle_loss`.
 
     Example:
         >>> s = torch.tensor([0.3, -0.1, 0.5], requires_grad=True)
