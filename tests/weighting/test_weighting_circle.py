@@ -144,6 +144,7 @@ def test_batches_are_rows():
     torch.testing.assert_close(torch.func.vmap(circle_loss_of_similarities)(positive, negative), found)
 
 
+@pytest.mark.keeps_its_sums
 def test_compiled_is_eager():
     e = _embeddings()["embeddings"]
     compiled = torch.compile(circle_loss, backend="aot_eager", fullgraph=True)

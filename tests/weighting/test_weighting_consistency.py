@@ -163,6 +163,7 @@ def test_images_of_any_shape():
     torch.testing.assert_close(found, (t - s) ** 2 * z.square().sum((1, 2, 3)))
 
 
+@pytest.mark.keeps_its_sums
 def test_compiled_is_eager():
     p = THETA()
     (found,) = torch.autograd.grad(torch.compile(_loss(), backend="aot_eager")(p), p["theta"])

@@ -150,6 +150,12 @@ def test_vmap_is_a_loop(loss):
     x = torch.randn(3, 4, dtype=torch.float64)
     t = (torch.randn(3, 4) > 0).double()
     torch.testing.assert_close(torch.func.vmap(loss)(x, t), loss(x, t))
+
+
+@pytest.mark.keeps_its_sums
+def test_compiled_is_eager():
+    x, t = SIGMOID()["x"].detach(), TARGETS
+    loss = held_sigmoid_focal_loss
     compiled = torch.compile(loss, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, t), loss(x, t))
 

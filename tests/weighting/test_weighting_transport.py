@@ -166,6 +166,7 @@ def test_points_of_no_weight_and_small_epsilon(dtype):
     torch.testing.assert_close(loss, sinkhorn_loss(cost[1:], a[1:], epsilon=1e-3))
 
 
+@pytest.mark.keeps_its_sums
 def test_compiled_is_eager():
     p = POINTS()
     compiled = torch.compile(lambda x: sinkhorn_loss(cost_of(x), epsilon=0.3, iterations=3), backend="eager")
