@@ -162,8 +162,20 @@ def test_points_of_no_weight_and_small_epsilon(dtype):
     assert loss.isfinite()
     assert by_cost[0].eq(0).all()
     assert by_cost.isfinite().all()
-    assert by_a[1:].isfinite().all()
+    f, _ = sinkhorn_potentials(cost, a, epsilon=1e-3)
+    torch.testing.assert_close(by_a, f - 1e-3, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(loss, sinkhorn_loss(cost[1:], a[1:], epsilon=1e-3))
+
+
+def test_two_distant_points_of_no_weight():
+    """Their density is beyond all numbers, and their plan 0."""
+    x = doubles(0, 1, 9).requires_grad_()
+    a, y, b = doubles(0.5, 0.5, 0).requires_grad_(), doubles(0, 1, 9), doubles(0.4, 0.6, 0).requires_grad_()
+    loss = sinkhorn_loss((x[:, None] - y).square(), a, b, epsilon=1e-2, iterations=50)
+    found = torch.autograd.grad(loss, (x, a, b))
+    assert loss.isfinite()
+    assert all(slope.isfinite().all() for slope in found)
+    assert found[0][2] == 0
 
 
 @pytest.mark.keeps_its_sums

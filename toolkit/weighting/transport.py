@@ -36,7 +36,7 @@ def sinkhorn_loss(
         - \epsilon \Bigl(\sum_{ij} a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon} - 1\Bigr)
 
     with the potentials f, g of `sinkhorn_potentials`. With the block `POTENTIALS` in place the gradient by the cost is
-    the plan :math:`P_{ij} = a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon}`, and by a it is :math:`f - \epsilon` up to
+    the plan :math:`P_{ij} = a_i b_j e^{(f_i + g_j - M_{ij}) / \epsilon}`, and by a it is :math:`f - \epsilon` at
     convergence. Opened, it is the derivative of the value after these iterations; it has converged to the same. The
     blocked Hessian is not that of the value.
 
@@ -62,12 +62,13 @@ def sinkhorn_loss(
         >>> sinkhorn_loss((x - y.T).square() / 2, epsilon=0.3)
         tensor(0.1841)
     """
-    epsilon, log_a, log_b = _checked(cost, a, b, epsilon)
+    epsilon, a, b = _checked(cost, a, b, epsilon)
     with stop_recording(POTENTIALS):
-        f, g = _potentials(cost, log_a, log_b, epsilon, integer("iterations", iterations))
-    log_plan = (f[..., :, None] + g[..., None, :] - cost) / epsilon + log_a[..., :, None] + log_b[..., None, :]
-    dual = (log_a.exp() * f).sum(-1) + (log_b.exp() * g).sum(-1)
-    return dual - epsilon * (log_plan.exp().sum((-2, -1)) - 1)
+        f, g = _potentials(cost, a, b, epsilon, integer("iterations", iterations))
+    # A density can overflow only between two points without weight, where the plan is 0.
+    log_density = ((f[..., :, None] + g[..., None, :] - cost) / epsilon).clamp(max=_largest_exponent(cost.dtype))
+    plan = a[..., :, None] * b[..., None, :] * log_density.exp()
+    return (a * f).sum(-1) + (b * g).sum(-1) - epsilon * (plan.sum((-2, -1)) - 1)
 
 
 def sinkhorn_potentials(
@@ -100,13 +101,13 @@ def sinkhorn_potentials(
         >>> sinkhorn_potentials(torch.tensor([[0.0, 1.0], [3.0, 0.0]]), epsilon=1.0)
         (tensor([0.0308, 1.0308]), tensor([ 0.5354, -0.4646]))
     """
-    epsilon, log_a, log_b = _checked(cost, a, b, epsilon)
-    return _potentials(cost, log_a, log_b, epsilon, integer("iterations", iterations))
+    epsilon, a, b = _checked(cost, a, b, epsilon)
+    return _potentials(cost, a, b, epsilon, integer("iterations", iterations))
 
 
-def _potentials(cost: Tensor, log_a: Tensor, log_b: Tensor, epsilon: float, iterations: int) -> tuple[Tensor, Tensor]:
+def _potentials(cost: Tensor, a: Tensor, b: Tensor, epsilon: float, iterations: int) -> tuple[Tensor, Tensor]:
     kernel = -cost / epsilon
-    to_rows, to_columns = kernel + log_b[..., None, :], kernel + log_a[..., :, None]
+    to_rows, to_columns = kernel + b.log()[..., None, :], kernel + a.log()[..., :, None]
     g = torch.zeros_like(cost[..., 0, :])
     for _ in range(iterations):
         f = -torch.logsumexp(to_rows + g[..., None, :], -1)
@@ -114,18 +115,18 @@ def _potentials(cost: Tensor, log_a: Tensor, log_b: Tensor, epsilon: float, iter
     return epsilon * f, epsilon * g
 
 
+def _largest_exponent(dtype: torch.dtype) -> float:
+    return math.log(torch.finfo(dtype).max) - 1
+
+
 def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -> tuple[float, Tensor, Tensor]:
-    """Return the strength and the logarithms of both weights."""
+    """Return the strength and both weights."""
     epsilon = number("epsilon", epsilon, above=0)
     if cost.ndim < 2 or 0 in cost.shape[-2:]:
         raise ValueError(f"`cost` should have the shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
-    logs = []
-    for name, weights, dim in (("a", a, -2), ("b", b, -1)):
-        n = cost.shape[dim]
-        if weights is None:
-            logs.append(cost.new_full((n,), -math.log(n)))
-        elif weights.shape[-1:] != (n,):
+    found = []
+    for name, weights, n in (("a", a, cost.shape[-2]), ("b", b, cost.shape[-1])):
+        if weights is not None and weights.shape[-1:] != (n,):
             raise ValueError(f"`{name}` should have {n} entries, as `cost` has. Found {tuple(weights.shape)}.")
-        else:
-            logs.append(weights.log())
-    return epsilon, logs[0], logs[1]
+        found.append(cost.new_full((n,), 1 / n) if weights is None else weights)
+    return epsilon, found[0], found[1]
