@@ -23,10 +23,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from experiments._digits import Batches, gradient_of, network, on_device, split_digits
+from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset, digits
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
 from toolkit.weighting import (
+    CONSISTENCY_TARGET,
     batch_renorm,
     circle_loss,
     consistency_function,
@@ -368,24 +370,12 @@ def _energy_distance(x: Tensor, y: Tensor) -> float:
 
 def _consistency(config: Config, seed: int) -> Run:
     train, test = _principal_components(config, seed)
-    generator = torch.Generator().manual_seed(seed)
-    network = mlp(3, 2, widths=config.widths, activation=nn.SiLU, generator=generator).to(train)
-    parameters = dict(network.named_parameters())
-    draws = _Draws(config, train, generator)
-    noise = config.highest * torch.randn(1000, 2, generator=generator, dtype=train.dtype).to(train)
-
-    def raw(x: Tensor, t: Tensor) -> Tensor:
-        scaled = x / (t.square() + 0.25).sqrt()[:, None]
-        return network(torch.cat([scaled, t.log()[:, None] / 4], 1))  # type: ignore[no-any-return]
-
-    model = consistency_function(raw)
-
-    def loss() -> Tensor:
-        return consistency_loss(model, draws.x, draws.noise, draws.t, draws.earlier).mean()
+    learner = _Learner(config, seed, train)
+    parameters, draws = learner.parameters, learner.draws
 
     def target() -> Mapping[str, Tensor]:
         late, early = (
-            0.25 / ((t - 0.002) ** 2 + 0.25) * x + 0.5 * (t - 0.002) / (0.25 + t**2) ** 0.5 * raw(x, t[:, 0])
+            0.25 / ((t - 0.002) ** 2 + 0.25) * x + 0.5 * (t - 0.002) / (0.25 + t**2) ** 0.5 * learner.raw(x, t[:, 0])
             for t in (draws.t[:, None], draws.earlier[:, None])
             for x in [draws.x + t * draws.noise]
         )
@@ -393,22 +383,76 @@ def _consistency(config: Config, seed: int) -> Run:
         found = torch.autograd.grad(late, list(parameters.values()), cotangent)
         return dict(zip(parameters, found, strict=True))
 
-    def evaluate() -> dict[str, float]:
-        with torch.no_grad():
-            samples = model(noise, noise.new_full((len(noise),), config.highest))
-            return {
-                "objective": _energy_distance(samples, test),
-                _SPREAD: (samples.std(0).mean() / test.std(0).mean()).item(),
-                "training loss": loss().item(),
-            }
-
     return Run(
         parameters=parameters,
-        loss=loss,
+        loss=lambda: learner.loss(draws.x, draws.noise),
         objective=Objective(label="energy distance to held-out points (units of the data)", higher_is_better=False),
-        evaluate=evaluate,
+        evaluate=lambda: learner.judge(test),
         optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate),
         target=target,
         after_step=draws.advance,
         events=[Event(says="the samples shrank to less than half the spread of the data", metric=_SPREAD, below=0.5)],
+        methods=_exact_pairs(config, seed, train, test),
+    )
+
+
+class _Learner:
+    """A consistency model of points in the plane, its batches, and the noise from which it makes samples."""
+
+    def __init__(self, config: Config, seed: int, data: Tensor) -> None:
+        self.config, generator = config, torch.Generator().manual_seed(seed)
+        self.network = mlp(3, 2, widths=config.widths, activation=nn.SiLU, generator=generator).to(data)
+        self.parameters = dict(self.network.named_parameters())
+        self.draws = _Draws(config, data, generator)
+        self.noise = config.highest * torch.randn(500, 2, generator=generator, dtype=data.dtype).to(data)
+        self.model = consistency_function(self.raw)
+
+    def raw(self, x: Tensor, t: Tensor) -> Tensor:
+        scaled = x / (t.square() + 0.25).sqrt()[:, None]
+        found: Tensor = self.network(torch.cat([scaled, t.log()[:, None] / 4], 1))
+        return found
+
+    def loss(self, x: Tensor, noise: Tensor) -> Tensor:
+        return consistency_loss(self.model, x, noise, self.draws.t, self.draws.earlier).mean()
+
+    @torch.no_grad()
+    def judge(self, test: Tensor) -> dict[str, float]:
+        samples = self.model(self.noise, self.noise.new_full((len(self.noise),), self.config.highest))
+        return {
+            "objective": _energy_distance(samples, test),
+            _SPREAD: (samples.std(0).mean() / test.std(0).mean()).item(),
+            "training loss": self.loss(self.draws.x, self.draws.noise).item(),
+        }
+
+
+def _exact_pairs(config: Config, seed: int, train: Tensor, test: Tensor) -> Methods:
+    """Return training on pairs without noise: the lower level follows from the higher one by the flow of the data.
+
+    The flow is that of the training points, ``(x - E[data | x]) / t``, as in consistency distillation with an exact
+    teacher.
+    """
+
+    def learn(opened: Sequence[str]) -> dict[str, Sequence[float]]:
+        learner = _Learner(config, seed, train)
+        optimizer = torch.optim.Adam(learner.parameters.values(), lr=config.learning_rate)
+        for step in range(config.steps):
+            draws = learner.draws
+            t = draws.t[:, None]
+            noisy = draws.x + t * draws.noise
+            mean = torch.softmax(-(torch.cdist(noisy, train) / t).square() / 2, -1) @ train
+            with unblock(*opened):
+                slopes = gradient_of(learner.loss(mean, (noisy - mean) / t), learner.parameters)
+            for name, parameter in learner.parameters.items():
+                parameter.grad = slopes[name]
+            optimizer.step()
+            draws.advance(step + 1)
+        return {name: [value] for name, value in learner.judge(test).items()}
+
+    return Methods(
+        label="update",
+        steps=(config.steps,),
+        train={
+            "exact pairs, with the block": partial(learn, []),
+            "exact pairs, without the block": partial(learn, [CONSISTENCY_TARGET.name]),
+        },
     )
