@@ -301,6 +301,17 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("f = -torch.logsumexp(to_rows + g", "f = -torch.logsumexp(kernel + g", "test_weighting_transport"),
         ("(target or model)(x + _as(earlier, x)", "model(x + _as(earlier, x)", "test_weighting_consistency"),
+    "stochastic": [
+        ("(costs.sum(0) - costs) / (len(costs) - 1)", "costs.mean(0).expand_as(costs)", "test_stochastic"),
+        ("(1 - magic_box(log_probs)) * baselines", "(magic_box(log_probs) - 1) * baselines", "test_stochastic"),
+        ('    if name == "_cached_x_y":\n', '    if name == "_cached":\n', "test_stochastic"),
+        ("weights * terms.masked_fill(weights == 0, 0.0)", "weights * terms", "test_stochastic"),
+        (
+            "before = torch.cat([edge, scan(values[:-1], 0)])",
+            "before = torch.cat([edge, scan(values[1:], 0)])",
+            "test_stochastic",
+        ),
+        ("softplus(second + softplus(sign * logits))", "softplus(second + softplus(logits))", "test_stochastic"),
     ],
 }
 

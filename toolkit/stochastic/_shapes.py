@@ -1,0 +1,35 @@
+"""Shapes that have to fit: tensors that broadcast to a larger shape would be averaged over pairs that do not belong."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["fits", "same_shape", "several"]
+
+
+def same_shape(**tensors: Tensor) -> None:
+    """Raise a ValueError unless all tensors have the shape of the first."""
+    (first, reference), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != reference.shape:
+            shapes = f"{tuple(tensor.shape)} and {tuple(reference.shape)}"
+            raise ValueError(f"`{name}` should have the shape of `{first}`. Found {shapes}.")
+
+
+def fits(name: str, tensor: Tensor, into: str, other: Tensor) -> None:
+    """Raise a ValueError unless a tensor broadcasts to the shape of another."""
+    try:
+        found = torch.broadcast_shapes(tensor.shape, other.shape)
+    except RuntimeError:
+        found = None
+    if found != other.shape:
+        shapes = f"{tuple(tensor.shape)} and {tuple(other.shape)}"
+        raise ValueError(f"`{name}` should broadcast to the shape of `{into}`. Found {shapes}.")
+
+
+def several(name: str, tensor: Tensor, least: int = 1) -> None:
+    """Raise a ValueError unless the first dimension has one entry, or `least` of them."""
+    if tensor.ndim == 0 or len(tensor) < least:
+        count = "a sample" if least == 1 else f"at least {least} samples"
+        raise ValueError(f"`{name}` should have {count} along dimension 0. Found shape {tuple(tensor.shape)}.")
