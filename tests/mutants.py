@@ -304,7 +304,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     "stochastic": [
         ("(costs.sum(0) - costs) / (len(costs) - 1)", "costs.mean(0).expand_as(costs)", "test_stochastic"),
         ("(1 - magic_box(log_probs)) * baselines", "(magic_box(log_probs) - 1) * baselines", "test_stochastic"),
-        ('    if name == "_cached_x_y":\n', '    if name == "_cached":\n', "test_stochastic"),
+        (
+            "        return stop_gradient(part, DENSITY_PARAMETERS)\n",
+            "        return part.detach()\n",
+            "test_stochastic",
+        ),
         ("weights * terms.masked_fill(weights == 0, 0.0)", "weights * terms", "test_stochastic"),
         (
             "before = torch.cat([edge, scan(values[:-1], 0)])",

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -418,6 +419,12 @@ def test_dice_has_the_derivatives_of_the_mean_to_any_order(baseline):
     assert _derivatives(value, theta, 4) == pytest.approx(exact, rel=1e-12)
 
 
+def test_a_baseline_of_dice_is_subtracted_from_the_costs_of_its_step_on():
+    theta = PARAMETERS["stochastic_dice"]["theta"].clone().requires_grad_()
+    (found,) = _grad(_dice({"theta": theta}, CONSTANTS["stochastic_dice"]), theta)
+    torch.testing.assert_close(found, _dice_witness(1)({"theta": theta})["theta"])
+
+
 def test_a_surrogate_of_the_first_order_is_wrong_at_the_second():
     theta = _t(0.3)[0].requires_grad_()
 
@@ -476,10 +483,20 @@ def _mixture(loc, scale):
 def test_nested_distributions_are_held_in_all_their_parts(make):
     a, b, z = _t(0.3, -0.4).requires_grad_(), _t(0.6, 0.9).requires_grad_(), _t(0.1, 0.5).requires_grad_()
     z = z if make is not _mixture else z[0]
-    held, plain = path_log_prob(make(a, b), z), make(a, b).log_prob(z)
+    q = make(a, b)
+    plain, held = q.log_prob(z), path_log_prob(q, z)
     assert torch.equal(held, plain)
     assert _grad(held.sum(), a, b, allow_unused=True, retain_graph=True) == (None, None)
     torch.testing.assert_close(_grad(held.sum(), z), _grad(plain.sum(), z))
+
+
+def test_a_weak_reference_to_an_inverse_is_made_again():
+    """Earlier versions of torch keep the inverse of a transform that way."""
+    affine, z = AffineTransform(_t(0.3)[0], _t(1.7)[0]), _t(0.4)[0]
+    q = TransformedDistribution(Normal(_t(0.1)[0], _t(0.8)[0]), [affine])
+    expected = q.log_prob(z)
+    affine._inv = weakref.ref(affine)
+    assert path_log_prob(q, z) == expected
 
 
 def test_a_cached_inverse_does_not_hide_the_path():
@@ -491,6 +508,17 @@ def test_a_cached_inverse_does_not_hide_the_path():
         torch.manual_seed(0)
         slopes.append(torch.cat(_grad(path_log_prob(q, q.rsample()).sum(), a, b)))
     torch.testing.assert_close(slopes[0], slopes[1])
+
+
+def test_a_cache_leaves_the_value_of_an_open_block_as_it_is():
+    """Not the sample before the transform, whose inverse has another last bit."""
+    q = _tanh_normal(_t(0.3, -0.4).requires_grad_(), _t(0.6, 0.9), 1)
+    torch.manual_seed(0)
+    z = q.rsample((50,))
+    closed = path_log_prob(q, z)
+    with unblock(stochastic.DENSITY_PARAMETERS):
+        opened = path_log_prob(q, z)
+    assert torch.equal(closed, opened)
 
 
 def test_parameters_that_cannot_be_found_are_refused():

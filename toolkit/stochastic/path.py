@@ -64,7 +64,7 @@ def path_log_prob(distribution: Distribution, value: Tensor) -> Tensor:
 
     Args:
         distribution: Of `torch.distributions`; mixtures, products and transformed ones are followed to their tensors,
-            and caches of transforms are left out, as a cached inverse does not depend on the sample.
+            and caches of transforms are not used, as a cached inverse does not depend on the sample.
         value: A reparameterised sample.
 
     Returns:
@@ -85,7 +85,7 @@ def path_log_prob(distribution: Distribution, value: Tensor) -> Tensor:
         >>> torch.autograd.grad(path_log_prob(q, z), mean)  # q.log_prob(z) has no gradient by the mean
         (tensor(-0.8750),)
     """
-    return _held(distribution).log_prob(value)  # type: ignore[no-any-return]
+    return _held(distribution, {}).log_prob(value)  # type: ignore[no-any-return]
 
 
 def implicit_sample(distribution: Distribution, value: Tensor) -> Tensor:
@@ -127,25 +127,26 @@ def implicit_sample(distribution: Distribution, value: Tensor) -> Tensor:
     return stop_gradient(value, IMPLICIT_SAMPLE) - step
 
 
-def _held(part: Any) -> Any:
-    """Return a distribution, or a part of one, with all of its tensors behind the block."""
+def _held(part: Any, known: dict[int, Any]) -> Any:
+    """Return a distribution, or a part of one, with all of its tensors behind the block.
+
+    A transform and its inverse refer to each other: `known` has the copies made so far. A cache of a transform knows
+    its sample by identity, and the tensors held are others.
+    """
     if isinstance(part, Tensor):
         return stop_gradient(part, DENSITY_PARAMETERS)
     if isinstance(part, (list, tuple)) and not isinstance(part, torch.Size):
-        return type(part)([_held(each) for each in part])
+        return type(part)([_held(each, known) for each in part])
     if isinstance(part, (Distribution, Transform)):
-        held = copy.copy(part)
-        held.__dict__.update({name: _held_attribute(part, name, value) for name, value in vars(part).items()})
-        return held
+        if id(part) not in known:
+            known[id(part)] = held = copy.copy(part)
+            held.__dict__.update({name: _held(value, known) for name, value in vars(part).items()})
+        return known[id(part)]
+    if isinstance(part, weakref.ref):
+        return None  # the inverse of a transform in earlier versions of torch, which makes it again
     if isinstance(part, _PLAIN):
         return part
     raise TypeError(
         f"`distribution` should hold its parameters in tensors, distributions and transforms. Found "
         f"{type(part).__name__}."
     )
-
-
-def _held_attribute(part: Distribution | Transform, name: str, value: Any) -> Any:
-    if name == "_cached_x_y":
-        return None, None
-    return None if isinstance(value, weakref.ref) else _held(value)
