@@ -10,6 +10,7 @@ from torch import nn
 
 SOURCES = [
     "astariul/encode-attend-navigate-pytorch#3",
+    "ChenRocks/fast_abs_rl#49",
     "keras-team/keras-io#194",
     "muupan/async-rl#12",
     "pytorch/rl#1187",
