@@ -66,15 +66,13 @@ DRAWS = torch.eye(3, dtype=torch.float64)[torch.tensor([0, 2, 2, 1, 0])]
 FEATURES = _t(0.5, -1.0, 2.0, 0.3, 0.7)
 
 
-def _score_function(p, c):
+def _sampled(p, c):
     log_q = p["theta"].log_softmax(0)
     costs = log_q - c["log_p"]
-    baseline = c["features"] * p["slope"]
-    sampled = score_function_loss(c["draws"] @ log_q, c["draws"] @ costs, baseline=baseline)
-    return sampled + enumerated_loss(log_q, log_q * c["rewards"])
+    return score_function_loss(c["draws"] @ log_q, c["draws"] @ costs, baseline=c["features"] * p["slope"])
 
 
-def _score_function_witness(score_cost=0, baseline=0, sampling_weights=0):
+def _sampled_witness(score_cost=0, baseline=0):
     """The gradient with these blocks open, from the scores of the draws."""
 
     def witness(parameters):
@@ -83,10 +81,20 @@ def _score_function_witness(score_cost=0, baseline=0, sampling_weights=0):
         scores, log_q = DRAWS - q, DRAWS @ q.log()
         signal = log_q - DRAWS @ LOG_P - FEATURES * slope
         by_theta = ((signal + 1 + score_cost * log_q)[:, None] * scores).mean(0)
-        r = REWARDS
-        by_theta += q * (r - q @ r)
-        by_theta += sampling_weights * q * (q.log() * r - q @ (q.log() * r))
         return {"theta": by_theta, "slope": -baseline * (log_q * FEATURES).mean()[None]}
+
+    return witness
+
+
+def _enumerated(p, c):
+    log_q = p["theta"].log_softmax(0)
+    return enumerated_loss(log_q, log_q * c["rewards"])
+
+
+def _enumerated_witness(weights=0):
+    def witness(parameters):
+        q, r = parameters["theta"].detach().softmax(0), REWARDS
+        return {"theta": q * (r - q @ r) + weights * q * (q.log() * r - q @ (q.log() * r))}
 
     return witness
 
@@ -113,61 +121,80 @@ def _dice_witness(box):
 
 LOG_WEIGHTS = _t(0.3, -1.2, 0.8, 1.1, 0.4, -0.6).reshape(3, 2)
 LOG_PROBS = _t(-0.7, -1.9, -0.3, -1.1, -2.3, -0.8).reshape(3, 2)
+# By their weight in the program of the peers.
+IMPORTANCE = [
+    (1, lambda p, c: iwae_loss(p["log_weights"])),
+    (2, lambda p, c: dreg_loss(p["log_weights"])),
+    (3, lambda p, c: wake_loss(p["log_weights"], p["log_probs"])),
+    (4, lambda p, c: vimco_loss(p["log_weights"], p["log_probs"])),
+]
 
 
-def _importance(p, c):
-    log_w, log_q = p["log_weights"], p["log_probs"]
-    return iwae_loss(log_w) + 2 * dreg_loss(log_w) + 3 * wake_loss(log_w, log_q) + 4 * vimco_loss(log_w, log_q)
-
-
-def _importance_witness(iwae=0, dreg=0, wake=0, vimco=0):
-    """The gradient with these blocks open: sums over the samples, in NumPy, with weights that are not normalised."""
+def _importance_witness(of_column, leaks=0):
+    """The gradient in NumPy, column by column: from w, the normalised w and its Jacobian, and log q."""
 
     def witness(parameters):
-        by_weights, by_probs = np.zeros((3, 2)), np.zeros((3, 2))
-        for n in range(2):
-            log_w, log_q = (parameters[name].detach().numpy()[:, n] for name in ("log_weights", "log_probs"))
-            w = np.exp(log_w)
+        log_w = parameters["log_weights"].detach().numpy()
+        log_q = parameters.get("log_probs", parameters["log_weights"]).detach().numpy()
+        gradients = []
+        for column in range(2):
+            w = np.exp(log_w[:, column])
             normal = w / w.sum()
             jacobian = np.diag(normal) - np.outer(normal, normal)
-            by_weights[:, n] += normal + iwae * jacobian @ log_w
-            by_weights[:, n] += 2 * (normal**2 + dreg * jacobian @ (2 * normal * log_w))
-            by_weights[:, n] += 3 * wake * jacobian @ log_q
-            by_probs[:, n] += 3 * normal
-            by_weights[:, n] += 4 * normal
-            for k in range(3):
-                others = np.delete(w, k)
-                geometric = math.sqrt(others.prod())
-                by_probs[k, n] += 4 * math.log(w.sum() / (others.sum() + geometric))
-                without = np.insert(others + geometric / 2, k, 0) / (others.sum() + geometric)
-                by_weights[:, n] += 4 * vimco * log_q[k] * (normal - without)
-        return {"log_weights": -torch.from_numpy(by_weights) / 2, "log_probs": -torch.from_numpy(by_probs) / 2}
+            gradients.append(of_column(w, normal, jacobian, log_q[:, column], leaks))
+        found = (-torch.from_numpy(np.stack(slopes, 1)) / 2 for slopes in zip(*gradients, strict=True))
+        return dict(zip(parameters, found, strict=False))
 
     return witness
 
 
-PATH = {"mean": _t(0.5, -0.3), "log_scale": _t(-0.2, 0.4), "rate": _t(0.7, 1.9)}
+def _iwae(w, normal, jacobian, log_q, leaks):
+    return (normal + leaks * jacobian @ np.log(w),)
+
+
+def _dreg(w, normal, jacobian, log_q, leaks):
+    return (normal**2 + leaks * jacobian @ (2 * normal * np.log(w)),)
+
+
+def _wake(w, normal, jacobian, log_q, leaks):
+    return leaks * jacobian @ log_q, normal
+
+
+def _vimco(w, normal, jacobian, log_q, leaks):
+    by_weights, by_probs = normal.copy(), np.zeros(3)
+    for k in range(3):
+        others = np.delete(w, k)
+        geometric = math.sqrt(others.prod())
+        by_probs[k] = math.log(w.sum() / (others.sum() + geometric))
+        without = np.insert(others + geometric / 2, k, 0) / (others.sum() + geometric)
+        by_weights += leaks * log_q[k] * (normal - without)
+    return by_weights, by_probs
+
+
 NOISE, UNIFORM, OF_DENSITY, OF_SAMPLE = _t(0.7, -1.1), _t(0.4, 1.3), _t(1.0, -0.6), _t(0.8, 0.3)
 
 
-def _path(p, c):
-    q = Normal(p["mean"], p["log_scale"].exp())
-    z = p["mean"] + p["log_scale"].exp() * c["noise"]
-    exponential = Exponential(p["rate"])
-    y = implicit_sample(exponential, c["uniform"] / p["rate"])
-    constant = 0.5 * math.log(2 * math.pi)
-    return (c["of_density"] * (path_log_prob(q, z) + constant)).sum() + (c["of_sample"] * y.square()).sum()
+def _density(p, c):
+    scale = p["log_scale"].exp()
+    log_prob = path_log_prob(Normal(p["mean"], scale), p["mean"] + scale * c["noise"])
+    return (c["of_density"] * (log_prob + 0.5 * math.log(2 * math.pi))).sum()
 
 
-def _path_witness(density_parameters=0, paths=1):
+def _density_witness(parameters):
+    by_mean = -OF_DENSITY * NOISE / parameters["log_scale"].detach().exp()
+    return {"mean": by_mean, "log_scale": -OF_DENSITY * NOISE**2}
+
+
+def _implicit(p, c):
+    return (c["of_sample"] * implicit_sample(Exponential(p["rate"]), c["uniform"] / p["rate"]).square()).sum()
+
+
+def _implicit_witness(paths=1):
     """`paths` is how many times the derivative of the sample is counted."""
 
     def witness(parameters):
-        scale, rate = parameters["log_scale"].detach().exp(), parameters["rate"].detach()
-        by_mean = -OF_DENSITY * NOISE / scale * (1 - density_parameters)
-        by_log_scale = -OF_DENSITY * NOISE**2 * (1 - density_parameters) - density_parameters * OF_DENSITY
-        y = UNIFORM / rate
-        return {"mean": by_mean, "log_scale": by_log_scale, "rate": paths * OF_SAMPLE * 2 * y * (-y / rate)}
+        rate = parameters["rate"].detach()
+        return {"rate": paths * OF_SAMPLE * 2 * UNIFORM / rate * (-UNIFORM / rate**2)}
 
     return witness
 
@@ -176,28 +203,34 @@ BITS, COST, OF_BITS = _t(1, 0, 1), _t(0.3, 0.2, 0.9), _t(0.4, -0.7, 1.2)
 FIRST, SECOND = _t(0.9, -1.4, 0.2), _t(-0.3, 0.6, 1.1)
 
 
-def _discrete_draws(p, c):
-    theta, b = p["theta"], c["bits"]
-    sign = 2 * b - 1
+def _control(p, c):
+    theta, sign = p["theta"], 2 * c["bits"] - 1
     conditional = (sign * softplus(c["second"] + softplus(sign * theta))).sigmoid().square()
-    relaxed = (theta + c["first"]).sigmoid().square()
-    rebar = rebar_loss(-softplus(-sign * theta), c["cost"], relaxed, conditional)
-    return rebar + (c["of_bits"] * straight_through(b, theta.sigmoid()) ** 3).sum()
+    return rebar_loss(-softplus(-sign * theta), c["cost"], (theta + c["first"]).sigmoid().square(), conditional)
 
 
-def _discrete_draws_witness(rebar=0, through=1):
+def _control_witness(leaks=0):
     def witness(parameters):
         theta = parameters["theta"].detach()
         p, sign = theta.sigmoid(), 2 * BITS - 1
-        score, log_prob = BITS - p, torch.where(BITS > 0, p, 1 - p).log()
+        log_prob = torch.where(BITS > 0, p, 1 - p).log()
         inner = SECOND + softplus(sign * theta)
         c = [(theta + FIRST).sigmoid(), (sign * softplus(inner)).sigmoid()]
         slopes = [2 * y**2 * (1 - y) for y in c]
         slopes[1] = slopes[1] * inner.sigmoid() * (sign * theta).sigmoid()  # sign^2 = 1
-        by_theta = (score * (COST - c[1] ** 2) + slopes[0] - slopes[1] - rebar * log_prob * slopes[1]) / 3
-        return {"theta": by_theta + through * OF_BITS * 3 * BITS**2 * p * (1 - p)}
+        score = (BITS - p) * (COST - c[1] ** 2)
+        return {"theta": (score + slopes[0] - slopes[1] - leaks * log_prob * slopes[1]) / 3}
 
     return witness
+
+
+def _through(p, c):
+    return (c["of_bits"] * straight_through(c["bits"], p["theta"].sigmoid()) ** 3).sum()
+
+
+def _through_witness(parameters):
+    p = parameters["theta"].detach().sigmoid()
+    return {"theta": OF_BITS * 3 * BITS**2 * p * (1 - p)}
 
 
 CONSTANTS = {
@@ -211,28 +244,34 @@ PARAMETERS = {
     "stochastic_score": {"theta": THETA, "slope": _t(0.6)},
     "stochastic_dice": {"theta": 0.5 * BASELINES + 0.1},
     "stochastic_importance": {"log_weights": LOG_WEIGHTS, "log_probs": LOG_PROBS},
-    "stochastic_path": PATH,
+    "stochastic_path": {"mean": _t(0.5, -0.3), "log_scale": _t(-0.2, 0.4), "rate": _t(0.7, 1.9)},
     "stochastic_draws": {"theta": _t(0.4, -0.8, 1.3)},
 }
 LOSSES = {
-    "stochastic_score": _score_function,
+    "stochastic_score": lambda p, c: _sampled(p, c) + _enumerated(p, c),
     "stochastic_dice": _dice,
-    "stochastic_importance": _importance,
-    "stochastic_path": _path,
-    "stochastic_draws": _discrete_draws,
+    "stochastic_importance": lambda p, c: sum(weight * loss(p, c) for weight, loss in IMPORTANCE),
+    "stochastic_path": lambda p, c: _density(p, c) + _implicit(p, c),
+    "stochastic_draws": lambda p, c: _control(p, c) + _through(p, c),
 }
 PEER_CASES = {name: (PARAMETERS[name], CONSTANTS[name], loss) for name, loss in LOSSES.items()}
 
 
-def _case(program, block, blocked, opened, **options):
+def _zero(parameters):
+    return {name: torch.zeros_like(value) for name, value in parameters.items()}
+
+
+def _case(program, block, names, part, blocked, opened, **options):
+    """Return the case of a part of a program that depends on these parameters."""
+
     def loss(parameters):
-        device = next(iter(parameters.values())).device
-        return LOSSES[program](parameters, {name: value.to(device) for name, value in CONSTANTS[program].items()})
+        device = parameters[names[0]].device
+        return part(parameters, {name: value.to(device) for name, value in CONSTANTS[program].items()})
 
     return BlockCase(
         id=block.name.replace(".", "-").replace("_", "-"),
         block=block,
-        parameters=_leaves(**PARAMETERS[program]),
+        parameters=_leaves(**{name: PARAMETERS[program][name] for name in names}),
         loss=loss,
         blocked=blocked,
         opened=opened,
@@ -240,35 +279,49 @@ def _case(program, block, blocked, opened, **options):
     )
 
 
+def _importance_case(index, block, names, of_column):
+    witnesses = _importance_witness(of_column), _importance_witness(of_column, 1)
+    return _case("stochastic_importance", block, names, IMPORTANCE[index][1], *witnesses)
+
+
+def _implicit_case(block, paths, **options):
+    witnesses = _implicit_witness(), _implicit_witness(paths)
+    return _case("stochastic_path", block, ["rate"], _implicit, *witnesses, **options)
+
+
+SCORE, BOTH, GAUSSIAN = ["theta", "slope"], ["log_weights", "log_probs"], ["mean", "log_scale"]
 BLOCK_CASES = [
-    _case("stochastic_score", stochastic.SCORE_COST, _score_function_witness(), _score_function_witness(score_cost=1)),
-    _case("stochastic_score", stochastic.BASELINE, _score_function_witness(), _score_function_witness(baseline=1)),
+    _case("stochastic_score", stochastic.SCORE_COST, SCORE, _sampled, _sampled_witness(), _sampled_witness(1, 0)),
+    _case("stochastic_score", stochastic.BASELINE, SCORE, _sampled, _sampled_witness(), _sampled_witness(0, 1)),
     _case(
         "stochastic_score",
         stochastic.SAMPLING_WEIGHTS,
-        _score_function_witness(),
-        _score_function_witness(sampling_weights=1),
+        ["theta"],
+        _enumerated,
+        _enumerated_witness(),
+        _enumerated_witness(1),
     ),
-    _case("stochastic_dice", stochastic.MAGIC_BOX, _dice_witness(1), _dice_witness(0)),
-    _case("stochastic_importance", stochastic.IWAE_WEIGHTS, _importance_witness(), _importance_witness(iwae=1)),
-    _case("stochastic_importance", stochastic.DREG_WEIGHTS, _importance_witness(), _importance_witness(dreg=1)),
-    _case("stochastic_importance", stochastic.WAKE_WEIGHTS, _importance_witness(), _importance_witness(wake=1)),
-    _case("stochastic_importance", stochastic.VIMCO_SIGNAL, _importance_witness(), _importance_witness(vimco=1)),
-    _case("stochastic_path", stochastic.DENSITY_PARAMETERS, _path_witness(), _path_witness(density_parameters=1)),
-    _case("stochastic_path", stochastic.IMPLICIT_SAMPLE, _path_witness(), _path_witness(paths=2)),
-    _case("stochastic_path", stochastic.IMPLICIT_POINT, _path_witness(), _path_witness(paths=0)),
-    _case("stochastic_path", stochastic.IMPLICIT_CDF, _path_witness(), _path_witness(paths=0)),
+    _case("stochastic_dice", stochastic.MAGIC_BOX, ["theta"], _dice, _dice_witness(1), _dice_witness(0)),
+    _importance_case(0, stochastic.IWAE_WEIGHTS, BOTH[:1], _iwae),
+    _importance_case(1, stochastic.DREG_WEIGHTS, BOTH[:1], _dreg),
+    _importance_case(2, stochastic.WAKE_WEIGHTS, BOTH, _wake),
+    _importance_case(3, stochastic.VIMCO_SIGNAL, BOTH, _vimco),
     _case(
         "stochastic_path",
-        stochastic.IMPLICIT_DENSITY,
-        _path_witness(),
-        _path_witness(),
-        without_peer="Its leak is zero: it divides a difference that is zero.",
+        stochastic.DENSITY_PARAMETERS,
+        GAUSSIAN,
+        _density,
+        _density_witness,
+        lambda parameters: {"mean": torch.zeros_like(OF_DENSITY), "log_scale": -OF_DENSITY},
     ),
-    _case("stochastic_draws", stochastic.REBAR_SIGNAL, _discrete_draws_witness(), _discrete_draws_witness(rebar=1)),
-    _case(
-        "stochastic_draws", stochastic.STRAIGHT_THROUGH, _discrete_draws_witness(), _discrete_draws_witness(through=0)
+    _implicit_case(stochastic.IMPLICIT_SAMPLE, 2),
+    _implicit_case(stochastic.IMPLICIT_POINT, 0),
+    _implicit_case(stochastic.IMPLICIT_CDF, 0),
+    _implicit_case(
+        stochastic.IMPLICIT_DENSITY, 1, without_peer="Its leak is zero: it divides a difference that is zero."
     ),
+    _case("stochastic_draws", stochastic.REBAR_SIGNAL, ["theta"], _control, _control_witness(), _control_witness(1)),
+    _case("stochastic_draws", stochastic.STRAIGHT_THROUGH, ["theta"], _through, _through_witness, _zero),
 ]
 
 
