@@ -1,5 +1,6 @@
 """The surrogates of the stochastic estimators."""
 
+import math
 from typing import Any
 
 from peer_programs._parts import Arrays, log_one_plus_exp, log_softmax, sigmoid
@@ -36,12 +37,12 @@ def stochastic_importance(np: Any, stop: Any, grad: Any, p: Arrays, c: Arrays) -
     iwae = np.sum(stop("stochastic.iwae_weights", normalised) * log_w, axis=0)
     dreg = np.sum(stop("stochastic.dreg_weights", normalised) ** 2 * log_w, axis=0)
     wake = np.sum(stop("stochastic.wake_weights", normalised) * log_q, axis=0)
-    bound = log_sum(np, log_w) - np.log(3.0)
+    bound = log_sum(np, log_w) - math.log(3)
     vimco = bound
     for k in range(3):
         others = np.concatenate([log_w[:k], log_w[k + 1 :]])
         without = np.concatenate([others, np.mean(others, axis=0)[None]])
-        vimco = vimco + log_q[k] * stop("stochastic.vimco_signal", bound - (log_sum(np, without) - np.log(3.0)))
+        vimco = vimco + log_q[k] * stop("stochastic.vimco_signal", bound - (log_sum(np, without) - math.log(3)))
     return -np.mean(iwae + 2 * dreg + 3 * wake + 4 * vimco)
 
 
@@ -54,7 +55,11 @@ def stochastic_path(np: Any, stop: Any, grad: Any, p: Arrays, c: Arrays) -> Any:
     cdf = 1 - np.exp(-p["rate"] * point)
     density = p["rate"] * np.exp(-p["rate"] * point)
     step = (cdf - stop("stochastic.implicit_cdf", cdf)) / density
-    return value + np.sum(c["of_sample"] * (stop("stochastic.implicit_sample", y) - step) ** 2)
+    value = value + np.sum(c["of_sample"] * (stop("stochastic.implicit_sample", y) - step) ** 2)
+    drawn = stop("stochastic.wake_samples", p["mean"] + np.exp(p["log_scale"]) * c["noises"])
+    log_prob = -0.5 * ((drawn - p["mean"]) / np.exp(p["log_scale"])) ** 2 - p["log_scale"] - c["constant"]
+    normalised = np.exp(c["log_weights"] - log_sum(np, c["log_weights"]))
+    return value - np.mean(np.sum(normalised * log_prob, axis=0))
 
 
 def stochastic_draws(np: Any, stop: Any, grad: Any, p: Arrays, c: Arrays) -> Any:
@@ -82,6 +87,7 @@ PROGRAMS = {
         "stochastic.implicit_sample",
         "stochastic.implicit_point",
         "stochastic.implicit_cdf",
+        "stochastic.wake_samples",
     ),
     stochastic_draws: ("stochastic.rebar_signal", "stochastic.straight_through"),
 }

@@ -40,6 +40,7 @@ from toolkit.stochastic import (
     straight_through,
     vimco_loss,
     wake_loss,
+    wake_proposal_loss,
 )
 
 
@@ -177,7 +178,7 @@ NOISE, UNIFORM, OF_DENSITY, OF_SAMPLE = _t(0.7, -1.1), _t(0.4, 1.3), _t(1.0, -0.
 def _density(p, c):
     scale = p["log_scale"].exp()
     log_prob = path_log_prob(Normal(p["mean"], scale), p["mean"] + scale * c["noise"])
-    return (c["of_density"] * (log_prob + 0.5 * math.log(2 * math.pi))).sum()
+    return (c["of_density"] * (log_prob + HALF_LOG_TAU)).sum()
 
 
 def _density_witness(parameters):
@@ -197,6 +198,21 @@ def _implicit_witness(paths=1):
         return {"rate": paths * OF_SAMPLE * 2 * UNIFORM / rate * (-UNIFORM / rate**2)}
 
     return witness
+
+
+NOISES = _t(0.7, -1.1, 0.2, 1.4, -0.4, 0.9).reshape(3, 2)
+HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
+
+
+def _wake_samples(p, c):
+    q = Normal(p["mean"], p["log_scale"].exp())
+    return wake_proposal_loss(c["log_weights"], q, p["mean"] + p["log_scale"].exp() * c["noises"])
+
+
+def _wake_samples_witness(parameters):
+    w = LOG_WEIGHTS.exp() / LOG_WEIGHTS.exp().sum(0)
+    by_mean = -(w * NOISES).sum(0) / parameters["log_scale"].detach().exp()
+    return {"mean": by_mean / 2, "log_scale": -(w * (NOISES**2 - 1)).sum(0) / 2}
 
 
 BITS, COST, OF_BITS = _t(1, 0, 1), _t(0.3, 0.2, 0.9), _t(0.4, -0.7, 1.2)
@@ -237,7 +253,15 @@ CONSTANTS = {
     "stochastic_score": {"log_p": LOG_P, "draws": DRAWS, "features": FEATURES, "rewards": REWARDS},
     "stochastic_dice": {"sign": SIGN, "costs": COSTS, "baselines": BASELINES},
     "stochastic_importance": {},
-    "stochastic_path": {"noise": NOISE, "uniform": UNIFORM, "of_density": OF_DENSITY, "of_sample": OF_SAMPLE},
+    "stochastic_path": {
+        "noise": NOISE,
+        "uniform": UNIFORM,
+        "of_density": OF_DENSITY,
+        "of_sample": OF_SAMPLE,
+        "noises": NOISES,
+        "log_weights": LOG_WEIGHTS,
+        "constant": _t(HALF_LOG_TAU)[0],
+    },
     "stochastic_draws": {"bits": BITS, "cost": COST, "of_bits": OF_BITS, "first": FIRST, "second": SECOND},
 }
 PARAMETERS = {
@@ -251,7 +275,7 @@ LOSSES = {
     "stochastic_score": lambda p, c: _sampled(p, c) + _enumerated(p, c),
     "stochastic_dice": _dice,
     "stochastic_importance": lambda p, c: sum(weight * loss(p, c) for weight, loss in IMPORTANCE),
-    "stochastic_path": lambda p, c: _density(p, c) + _implicit(p, c),
+    "stochastic_path": lambda p, c: _density(p, c) + _implicit(p, c) + _wake_samples(p, c),
     "stochastic_draws": lambda p, c: _control(p, c) + _through(p, c),
 }
 PEER_CASES = {name: (PARAMETERS[name], CONSTANTS[name], loss) for name, loss in LOSSES.items()}
@@ -313,6 +337,14 @@ BLOCK_CASES = [
         _density,
         _density_witness,
         lambda parameters: {"mean": torch.zeros_like(OF_DENSITY), "log_scale": -OF_DENSITY},
+    ),
+    _case(
+        "stochastic_path",
+        stochastic.WAKE_SAMPLES,
+        GAUSSIAN,
+        _wake_samples,
+        _wake_samples_witness,
+        lambda parameters: {"mean": torch.zeros(2).double(), "log_scale": torch.full((2,), 0.5).double()},
     ),
     _implicit_case(stochastic.IMPLICIT_SAMPLE, 2),
     _implicit_case(stochastic.IMPLICIT_POINT, 0),
@@ -655,7 +687,7 @@ def test_only_continuous_scalars_have_implicit_samples(q):
 
 # --- several importance samples ----------------------------------------------------------------------------------
 
-NOISES = _t(0.7, -1.1, 0.2)
+THREE = _t(0.7, -1.1, 0.2)
 
 
 def _log_weights(mean, scale, noise):
@@ -685,17 +717,18 @@ ESTIMATORS = {
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_estimators_of_the_bound_at_given_samples(name):
     loss, opened, expected = ESTIMATORS[name]
-    assert _bound_gradient(loss, NOISES, opened) == pytest.approx(expected, abs=1e-10)
+    assert _bound_gradient(loss, THREE, opened) == pytest.approx(expected, abs=1e-10)
 
 
-def _quadrature_mean(loss, opened, n=60):
+def _quadrature_mean(loss, opened, n=60, whole=False):
     """The mean of a gradient over both samples, by Gauss-Hermite quadrature of n^2 points."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(n)
     weights = torch.from_numpy(np.outer(weights, weights).ravel() / (2 * math.pi))
     noise = torch.from_numpy(np.stack([x.ravel() for x in np.meshgrid(nodes, nodes, indexing="ij")]))
     mean, scale = (x.expand(n * n).clone().requires_grad_() for x in _t(0.5, 0.8).unbind())
     with unblock(*opened):
-        slopes = _grad(n * n * loss(_log_weights(mean, scale, noise)), mean, scale)
+        value = loss(mean, scale, noise) if whole else loss(_log_weights(mean, scale, noise))
+        slopes = _grad(n * n * value, mean, scale)
     return [-(weights @ slope).item() for slope in slopes]
 
 
@@ -704,6 +737,20 @@ def test_dreg_has_the_mean_of_iwae_and_sticking_the_landing_has_not():
     assert iwae == pytest.approx([0.2218823994, -0.4081107871], abs=1e-9)
     assert _quadrature_mean(dreg_loss, []) == pytest.approx(iwae, abs=1e-6)
     assert _quadrature_mean(iwae_loss, []) == pytest.approx([0.4421619331, -0.8322621433], abs=1e-9)
+
+
+def test_the_wake_phase_of_a_proposal_by_quadrature():
+    """Its mean is that of the path form of Tucker and others, with the weights w - w^2."""
+
+    def path_form(log_weights):
+        w = log_weights.detach().softmax(0)
+        return -((w - w**2) * log_weights).sum(0).mean()
+
+    def wake(mean, scale, noise):
+        return wake_proposal_loss(_log_weights(mean, scale, noise), Normal(mean, scale), mean + scale * noise)
+
+    assert _quadrature_mean(path_form, []) == pytest.approx([0.2202795837, -0.4241514759], abs=1e-9)
+    assert _quadrature_mean(wake, [], whole=True) == pytest.approx([0.2202795337, -0.4241513562], abs=1e-9)
 
 
 def test_the_blocked_weights_give_the_gradient_of_the_bound():

@@ -16,12 +16,14 @@ from toolkit.stochastic.importance import (
     DREG_WEIGHTS,
     IWAE_WEIGHTS,
     VIMCO_SIGNAL,
+    WAKE_SAMPLES,
     WAKE_WEIGHTS,
     dreg_loss,
     iwae_bound,
     iwae_loss,
     vimco_loss,
     wake_loss,
+    wake_proposal_loss,
 )
 from toolkit.stochastic.path import (
     DENSITY_PARAMETERS,
@@ -59,6 +61,7 @@ __all__ = [
     "SCORE_COST",
     "STRAIGHT_THROUGH",
     "VIMCO_SIGNAL",
+    "WAKE_SAMPLES",
     "WAKE_WEIGHTS",
     "RelaxedBernoulli",
     "dice_loss",
@@ -76,4 +79,5 @@ __all__ = [
     "straight_through",
     "vimco_loss",
     "wake_loss",
+    "wake_proposal_loss",
 ]

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.distributions import Distribution
 
 from toolkit.blocks import block, stop_gradient
 from toolkit.stochastic._shapes import same_shape, several
@@ -21,12 +22,14 @@ __all__ = [
     "DREG_WEIGHTS",
     "IWAE_WEIGHTS",
     "VIMCO_SIGNAL",
+    "WAKE_SAMPLES",
     "WAKE_WEIGHTS",
     "dreg_loss",
     "iwae_bound",
     "iwae_loss",
     "vimco_loss",
     "wake_loss",
+    "wake_proposal_loss",
 ]
 
 IWAE_WEIGHTS = block(
@@ -41,6 +44,11 @@ DREG_WEIGHTS = block(
 WAKE_WEIGHTS = block(
     "stochastic.wake_weights",
     "The weights say which samples the posterior prefers; the model follows the samples, the weights follow no one.",
+)
+WAKE_SAMPLES = block(
+    "stochastic.wake_samples",
+    "The proposal moves towards the samples that the weights prefer; if they moved along, they would stay likely "
+    "anyway.",
 )
 VIMCO_SIGNAL = block(
     "stochastic.vimco_signal",
@@ -98,7 +106,7 @@ def iwae_loss(log_weights: Tensor) -> Tensor:
         ValueError: If there is no sample.
 
     References:
-        Burda, Grosse & Salakhutdinov, "Importance weighted autoencoders", 2016.
+        Burda, Grosse & Salakhutdinov, "Importance weighted autoencoders", 2016, equation 14.
 
     Example:
         >>> log_weights = torch.tensor([0.0, 1.0], requires_grad=True)
@@ -145,10 +153,10 @@ def dreg_loss(log_weights: Tensor) -> Tensor:
 def wake_loss(log_weights: Tensor, log_probs: Tensor) -> Tensor:
     r"""Return :math:`-\sum_k sg(\tilde w_k) \log r(z_k)`, the loss of reweighted wake-sleep.
 
-    With log-probabilities of the model, :math:`\log p(x, z_k)`, this is the wake phase of the model. With those of the
-    proposal, :math:`\log q(z_k)` at samples without a gradient, it is the wake phase of the proposal, which lowers
-    :math:`KL(p(z | x) \| q)`. Both are self-normalised, so their bias is of order 1 / K. The update is no gradient of a
-    loss. With the block open the weights move too: they learn to prefer the sample that is likely already.
+    With log-probabilities of the model, :math:`\log p(x, z_k)`, this is the wake phase of the model; that of the
+    proposal is `wake_proposal_loss`. The weights are normalised by their own sum, so the bias is of order 1 / K. The
+    update is no gradient of a loss. With the block open the weights move too: they learn to prefer the sample that is
+    likely already.
 
     Args:
         log_weights: As in `iwae_bound`, (K, \*).
@@ -172,6 +180,37 @@ def wake_loss(log_weights: Tensor, log_probs: Tensor) -> Tensor:
     same_shape(log_weights=log_weights, log_probs=log_probs)
     several("log_weights", log_weights)
     return -_weighted(stop_gradient(log_weights.softmax(0), WAKE_WEIGHTS), log_probs)
+
+
+def wake_proposal_loss(log_weights: Tensor, proposal: Distribution, samples: Tensor) -> Tensor:
+    r"""Return :math:`-\sum_k sg(\tilde w_k) \log q(sg(z_k))`, the wake phase of the proposal.
+
+    It lowers :math:`KL(p(z | x) \| q)`, the divergence from the posterior, for samples of any kind. With
+    `WAKE_SAMPLES` open and reparameterised samples, the samples move along with the proposal: a Gaussian then keeps its
+    mean and only becomes narrower.
+
+    Args:
+        log_weights: As in `iwae_bound`, (K, \*).
+        proposal: q, whose log-probabilities of the samples have the shape of the log-weights.
+        samples: K samples of it along dimension 0.
+
+    Returns:
+        A scalar, in nats.
+
+    Raises:
+        ValueError: If the shapes differ, or there is no sample.
+
+    References:
+        Bornschein & Bengio, "Reweighted wake-sleep", 2015.
+
+    Example:
+        >>> mean = torch.tensor(0.5, requires_grad=True)
+        >>> q = torch.distributions.Normal(mean, 1.0)
+        >>> wake_proposal_loss(torch.tensor([0.0, 1.0]), q, torch.tensor([0.5, 1.5])).backward()
+        >>> mean.grad  # minus the weight of the second sample
+        tensor(-0.7311)
+    """
+    return wake_loss(log_weights, proposal.log_prob(stop_gradient(samples, WAKE_SAMPLES)))
 
 
 def vimco_loss(log_weights: Tensor, log_probs: Tensor) -> Tensor:
