@@ -960,7 +960,8 @@ def test_losses_can_be_mapped_over_a_batch(program):
             torch.testing.assert_close(mapped[name][i], slope)
 
 
-@pytest.mark.parametrize("program", sorted(set(LOSSES) - {"stochastic_path"}))
+@pytest.mark.keeps_its_sums
+@pytest.mark.parametrize("program", LOSSES)
 def test_losses_compile_without_a_break(program):
     torch.compiler.reset()
     leaves = {name: x.clone().requires_grad_() for name, x in PARAMETERS[program].items()}
