@@ -208,6 +208,28 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("penalty = v.expm1() - v", "penalty = v.expm1() - 2 * v", "test_curvature_majorisation"),
         ("else (1 + u) ** -2", "else (1 + u) ** -1", "test_curvature_majorisation"),
     ],
+    "self_supervised": [
+        (".sum(-1) / torch.where(directed, norms, 1), 0)", ".sum(-1) / norms, 0)", "test_self_supervised"),
+        ("*answers[:t], *answers[t + 1 : seen]", "*answers[:seen]", "test_self_supervised"),
+        (
+            "scaled = torch.add(-scores.amax(-2, keepdim=True) / epsilon, scores",
+            "scaled = torch.add(0 * scores.amax(-2, keepdim=True), scores",
+            "test_self_supervised",
+        ),
+        ("if turn % _TURNS == 0 or turn == iterations:", "if turn == iterations:", "test_self_supervised"),
+        (
+            "        if self.training:\n            self.center =",
+            "        if True:\n            self.center =",
+            "test_self_supervised_state",
+        ),
+        (
+            "**dict(module.named_buffers())}",
+            "}",
+            "test_self_supervised_state",
+        ),
+        ("(confidence >= threshold, nats, 0)", "(confidence > threshold, nats, 0)", "test_self_supervised"),
+        ("[queue[len(newest) :], newest[", "[queue[: -len(newest)], newest[", "test_self_supervised_state"),
+    ],
     "adversarial": [
         (
             "stride = attack.stride(2.5 / steps, step_size)\n        best",

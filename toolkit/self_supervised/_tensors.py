@@ -1,0 +1,68 @@
+"""Checks and parts that the losses of this room share.
+
+V views, T of them seen by the teacher, N samples, K classes, prototypes or outputs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+__all__ = ["cross_view_entropy", "exact_products", "same_shape", "views", "wide"]
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def wide(input: Tensor) -> Tensor:
+    """Return a tensor of half precision as float32, any other unchanged."""
+    return input.float() if input.dtype in _HALF else input
+
+
+def exact_products(input: Tensor) -> AbstractContextManager[None]:
+    """Return a region whose matrix products keep the precision of their factors, also under autocast."""
+    return torch.autocast(input.device.type, enabled=False)
+
+
+def same_shape(name: str, value: Tensor, other_name: str, other: Tensor, ndim: int = 1) -> None:
+    """Raise a ValueError unless two tensors have the same shape, of at least `ndim` dimensions."""
+    if value.shape != other.shape or value.ndim < ndim:
+        raise ValueError(
+            f"`{name}` should have the shape of `{other_name}`, with {ndim} or more dimensions. Found "
+            f"{tuple(value.shape)} and {tuple(other.shape)}."
+        )
+
+
+def views(name: str, value: Tensor, shape: torch.Size | None = None, most: int | None = None) -> None:
+    r"""Raise a ValueError unless a tensor is (V, \*, K): all views of one `shape`, and at most `most` of them."""
+    if value.ndim < 3 or (shape is not None and value.shape[1:] != shape):
+        expected = "(views, samples, outputs)" if shape is None else f"(views, {', '.join(map(str, shape))})"
+        raise ValueError(f"`{name}` should have shape {expected}. Found {tuple(value.shape)}.")
+    if len(value) < (2 if most is None else 1) or (most is not None and len(value) > most):
+        expected = "at least two views" if most is None else f"from 1 to {most} views"
+        raise ValueError(f"`{name}` should have {expected}. Found {len(value)}.")
+
+
+def cross_view_entropy(targets: Tensor, log_probabilities: Tensor) -> Tensor:
+    r"""Return the mean of :math:`-\sum_k q_{tk} \log p_{vk}` over samples and pairs of different views.
+
+    The answers that a target is compared with are added first. A matrix product over all samples would be shorter, but
+    its sums lose up to three digits of float32.
+
+    Args:
+        targets: Distributions q of the first T views, (T, \*, K).
+        log_probabilities: log p of all views, (V, \*, K).
+    """
+    answers, seen = log_probabilities.unbind(0), len(targets)
+    unseen = [_sum(answers[seen:])] if len(answers) > seen else []
+    total = targets.new_zeros(())
+    for t, target in enumerate(targets.unbind(0)):
+        total = total - (target * _sum([*unseen, *answers[:t], *answers[t + 1 : seen]])).sum()
+    return total / (seen * (len(answers) - 1) * targets[0, ..., 0].numel())
+
+
+def _sum(terms: Sequence[Tensor]) -> Tensor:
+    return functools.reduce(torch.add, terms)
