@@ -1,0 +1,425 @@
+r"""Learning from one's own answers: which collapse does a stop prevent, and which one something else?
+
+Images of digits, each seen in two views: noise is added and pixels are removed.
+
+- ``simsiam``: SimSiam's embeddings predict each other, with a stop on the target or without it. The spectrum of the
+  embeddings shows the collapse, which batch normalisation hides from their variance.
+- ``dino``: a student follows the sharpened answers of a teacher, the running average of past students. The stop stands
+  in the average and on the answers. Other methods: no average, so that the student is its own teacher, with the stop
+  and without it.
+- ``fixmatch``: few labels, and pseudo-labels for the other images: the class that the model itself finds in the first
+  view, once it is confident. Other methods: the labels alone, and soft pseudo-labels, with their stop and without it.
+
+N images, K outputs, D features of an embedding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from experiments._digits import gradient_of, on_device, split_digits
+from toolkit import unblock
+from toolkit.adversarial.networks import mlp
+from toolkit.datasets import Dataset
+from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
+from toolkit.self_supervised import (
+    DINO_TARGET,
+    EMA_STUDENT,
+    SOFT_LABEL,
+    dino_center,
+    dino_loss,
+    ema,
+    fixmatch_loss,
+    simsiam_loss,
+    soft_label_loss,
+)
+
+__all__ = ["Config", "effective_rank", "neighbour_accuracy", "run"]
+
+Loss = Callable[[], Tensor]
+
+
+class Config(ExperimentConfig):
+    """Values of an experiment on self-supervised learning.
+
+    Attributes:
+        task: ``"simsiam"``, ``"dino"`` or ``"fixmatch"``; see the module.
+        batch_size: Images of a batch; fixmatch: without labels.
+        n_features: simsiam and dino: D, of the embedding, and K of dino.
+        width: Units of the hidden layers.
+        noise: Standard deviation of the noise on pixels, which lie in [0, 1].
+        removed: Share of the pixels that a view lacks; fixmatch: the second view.
+        momentum: dino: of the teacher; its centre has 0.9.
+        labelled: fixmatch: images of each class with a label.
+        threshold: fixmatch: confidence from which a pseudo-label counts.
+    """
+
+    task: Literal["simsiam", "dino", "fixmatch"]
+    batch_size: Annotated[int, Field(ge=2)] = 256
+    n_features: Annotated[int, Field(ge=2)] = 32
+    width: Annotated[int, Field(ge=1)] = 64
+    noise: Annotated[float, Field(ge=0)] = 0.25
+    removed: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    labelled: Annotated[int, Field(ge=1)] = 4
+    threshold: Annotated[float, Field(gt=0, lt=1)] = 0.95
+
+
+def run(config: Config, seed: int) -> Run:
+    """Return one seeded run of the config's task."""
+    return {"simsiam": _simsiam, "dino": _dino, "fixmatch": _fixmatch}[config.task](config, seed)
+
+
+def effective_rank(embeddings: Tensor) -> float:
+    """Return the exponential of the entropy of the shares of variance along the principal directions.
+
+    It is the number of directions if all have the same variance, and 1 for embeddings on a line.
+
+    Args:
+        embeddings: (N, D).
+    """
+    shares = _spectrum(embeddings).square()
+    return float(torch.special.entr(shares / shares.sum()).sum().exp())
+
+
+def neighbour_accuracy(embeddings: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, *, k: int = 5) -> float:
+    """Return the share of test points whose label is the most frequent one of the k nearest embeddings by angle.
+
+    Args:
+        embeddings: (N, D).
+        labels: (N,).
+        test: (M, D).
+        test_labels: (M,).
+        k: Neighbours that vote; a tie goes to the smaller label.
+    """
+    nearest = (_unit(test) @ _unit(embeddings).mT).topk(k).indices
+    votes = nn.functional.one_hot(labels[nearest]).sum(1)
+    return (votes.argmax(-1) == test_labels).double().mean().item()
+
+
+# --- views --------------------------------------------------------------------------------------------------------
+
+
+class _Views:
+    """Two views of the current batch, and of the next ones by a seeded source.
+
+    Args:
+        images: (N, D).
+        config: Size of the batches, and the corruption.
+        generator: Draws the batches and the corruption.
+    """
+
+    def __init__(self, images: Tensor, config: Config, generator: torch.Generator) -> None:
+        self._images, self._config, self._generator = images, config, generator
+        self.advance(0)
+
+    def advance(self, step: int) -> None:
+        """Draw the views of the next batch."""
+        chosen = torch.randint(len(self._images), (self._config.batch_size,), generator=self._generator)
+        images = self._images[chosen.to(self._images.device)]
+        removed, noise = self._config.removed, self._config.noise
+        weak = self._config.task == "fixmatch"
+        self.first = self._corrupted(images, 0.0 if weak else removed, noise / 2 if weak else noise)
+        self.second = self._corrupted(images, removed, noise)
+
+    def _corrupted(self, images: Tensor, removed: float, noise: float) -> Tensor:
+        drawn = torch.randn(images.shape, generator=self._generator, dtype=images.dtype)
+        kept = torch.rand(images.shape, generator=self._generator) >= removed
+        return (images + noise * drawn.to(images)) * kept.to(images)
+
+
+# --- SimSiam ------------------------------------------------------------------------------------------------------
+
+
+def _simsiam(config: Config, seed: int) -> Run:
+    train, test, generator = _data(config, seed)
+    encoder = nn.Sequential(
+        *_layers([64, config.width], generator), _norm(config.width), nn.ReLU(),
+        *_layers([config.width, config.n_features], generator), _norm(config.n_features),
+    ).to(train.inputs)  # fmt: skip
+    predictor = nn.Sequential(
+        *_layers([config.n_features, config.n_features // 2], generator), _norm(config.n_features // 2), nn.ReLU(),
+        *_layers([config.n_features // 2, config.n_features], generator),
+    ).to(train.inputs)  # fmt: skip
+    parameters = _named(nn.ModuleDict({"encoder": encoder, "predictor": predictor}))
+    views = _Views(train.inputs, config, generator)
+
+    def answers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        z1, z2 = encoder(views.first), encoder(views.second)
+        return predictor(z1), predictor(z2), z1, z2
+
+    def target() -> dict[str, Tensor]:
+        p1, p2, z1, z2 = answers()
+        slopes = [-_slope_of_cosine(p, z) / (2 * len(p)) for p, z in ((p1, z2), (p2, z1))]
+        return _pulled_back([p1, p2], slopes, parameters)
+
+    return Run(
+        parameters=parameters,
+        loss=lambda: simsiam_loss(*answers()),
+        objective=_NEIGHBOURS,
+        evaluate=lambda: _judged(encoder, train, test),
+        optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9),
+        target=target,
+        after_step=views.advance,
+        events=[Event(says="fewer than four directions were left", metric="effective rank", below=4.0)],
+        sweep=_spectrum_of(encoder, test, config),
+    )
+
+
+# --- DINO ---------------------------------------------------------------------------------------------------------
+
+
+class _Distillation:
+    """A student, its teacher and their centre, in the forms that are compared.
+
+    Args:
+        config: The values.
+        seed: Of the run.
+        average: Whether the teacher is an average; else it is the student itself.
+    """
+
+    def __init__(self, config: Config, seed: int, *, average: bool = True) -> None:
+        self.train, self.test, generator = _data(config, seed)
+        self.student = nn.Sequential(
+            *_layers([64, config.width], generator), nn.ReLU(), *_layers([config.width, config.n_features], generator)
+        ).to(self.train.inputs)
+        self.views = _Views(self.train.inputs, config, generator)
+        self.parameters = _named(self.student)
+        self._momentum = config.momentum if average else 0.0
+        self._past = {name: value.detach().clone() for name, value in self.parameters.items()}
+        self._teacher, self._outputs = self._past, self.train.inputs
+        self.center = self.train.inputs.new_zeros(config.n_features)
+
+    def outputs(self) -> tuple[Tensor, Tensor]:
+        """Return the outputs of student and teacher for both views, (2, N, K) each."""
+        views = torch.stack([self.views.first, self.views.second])
+        teacher = ema(self._past, self.parameters, momentum=self._momentum)
+        outputs = functional_call(self.student, teacher, (views,))
+        self._teacher = {name: value.detach() for name, value in teacher.items()}
+        self._outputs = outputs.detach()
+        return self.student(views), outputs
+
+    def loss(self) -> Tensor:
+        """Return the surrogate."""
+        return dino_loss(*self.outputs(), self.center)
+
+    def advance(self, step: int) -> None:
+        """Keep the teacher and the centre of the step, and draw the next views."""
+        self._past, self.center = self._teacher, dino_center(self.center, self._outputs)
+        self.views.advance(step)
+
+
+def _dino(config: Config, seed: int) -> Run:
+    made = _Distillation(config, seed)
+
+    def target() -> dict[str, Tensor]:
+        student, teacher = made.outputs()
+        wanted = ((teacher - made.center) / 0.04).softmax(-1).flip(0)
+        slope = ((student / 0.1).softmax(-1) - wanted).detach() / 0.1 / student[..., 0].numel()
+        return _pulled_back([student], [slope], made.parameters)
+
+    def alone(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
+        itself = _Distillation(config, seed, average=False)
+        optimizer = torch.optim.SGD(itself.parameters.values(), lr=config.learning_rate)
+        judge = partial(_judged, itself.student, itself.train, itself.test)
+        with unblock(*open_blocks):
+            return _trained(config, itself.loss, optimizer, itself.advance, judge)
+
+    return Run(
+        parameters=made.parameters,
+        loss=made.loss,
+        objective=_NEIGHBOURS,
+        evaluate=lambda: _judged(made.student, made.train, made.test),
+        optimizer=torch.optim.SGD(made.parameters.values(), lr=config.learning_rate),
+        target=target,
+        after_step=made.advance,
+        events=[Event(says="all embeddings pointed in one direction", metric=_SPREAD, below=0.1)],
+        methods=Methods(
+            label="update",
+            steps=_steps(config),
+            train={
+                "no average, with the stop": partial(alone, ()),
+                "no average, without the stop": partial(alone, (DINO_TARGET.name, EMA_STUDENT.name)),
+            },
+        ),
+    )
+
+
+# --- FixMatch -----------------------------------------------------------------------------------------------------
+
+
+def _fixmatch(config: Config, seed: int) -> Run:
+    model, parameters, losses, views, evaluate = _few_labels(config, seed)
+
+    def target() -> dict[str, Tensor]:
+        weak, strong = model(views.first), model(views.second)
+        likely = weak.detach().softmax(-1)
+        slope = strong.detach().softmax(-1) - nn.functional.one_hot(likely.argmax(-1), 10)
+        slope = slope * (likely.amax(-1, keepdim=True) >= config.threshold) / len(slope)
+        labelled = gradient_of(losses["labels alone"](), parameters)
+        pulled = _pulled_back([strong], [slope], parameters)
+        return {name: labelled[name] + pulled[name] for name in parameters}
+
+    def other(name: str, open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
+        _, parameters, losses, views, evaluate = _few_labels(config, seed)
+        optimizer = torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9)
+        with unblock(*open_blocks):
+            return _trained(config, losses[name], optimizer, views.advance, evaluate)
+
+    return Run(
+        parameters=parameters,
+        loss=losses["hard"],
+        objective=Objective(label="test accuracy", higher_is_better=True),
+        evaluate=evaluate,
+        optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9),
+        target=target,
+        after_step=views.advance,
+        methods=Methods(
+            label="update",
+            steps=_steps(config),
+            train={
+                "labels alone": partial(other, "labels alone", ()),
+                "soft labels": partial(other, "soft", ()),
+                "soft labels, without the stop": partial(other, "soft", (SOFT_LABEL.name,)),
+            },
+        ),
+    )
+
+
+def _few_labels(
+    config: Config, seed: int
+) -> tuple[nn.Module, dict[str, Tensor], dict[str, Loss], _Views, Callable[[], dict[str, float]]]:
+    """Return a classifier, its parameters, losses by name, the views of images without labels, and its judge."""
+    train, test, generator = _data(config, seed)
+    model = nn.Sequential(*mlp(64, 10, widths=[config.width], activation=nn.ReLU, generator=generator)).to(train.inputs)
+    order = torch.randperm(len(train.labels), generator=generator).to(train.labels.device)
+    chosen = torch.cat([order[train.labels[order] == label][: config.labelled] for label in range(10)])
+    images, labels = train.inputs[chosen], train.labels[chosen]
+    views = _Views(train.inputs, config, generator)
+    parameters = _named(model)
+
+    def labelled() -> Tensor:
+        return nn.functional.cross_entropy(model(images), labels)
+
+    losses: dict[str, Loss] = {
+        "labels alone": labelled,
+        "hard": lambda: labelled() + fixmatch_loss(model(views.second), model(views.first), threshold=config.threshold),
+        "soft": lambda: labelled() + soft_label_loss(model(views.second), model(views.first)),
+    }
+
+    @torch.no_grad()
+    def evaluate() -> dict[str, float]:
+        logits = model(test.inputs)
+        p = logits.softmax(-1)
+        return {
+            "objective": (logits.argmax(-1) == test.labels).double().mean().item(),
+            "entropy of the answers (nats)": torch.special.entr(p).sum(-1).mean().item(),
+            "share of confident answers": (p.amax(-1) >= config.threshold).double().mean().item(),
+        }
+
+    return model, parameters, losses, views, evaluate
+
+
+# --- shared parts -------------------------------------------------------------------------------------------------
+
+_NEIGHBOURS = Objective(label="accuracy of the five nearest neighbours", higher_is_better=True)
+_SPREAD = "spread of the directions (1: all, 0: one)"
+
+
+def _data(config: Config, seed: int) -> tuple[Dataset, Dataset, torch.Generator]:
+    train, test = split_digits(getattr(torch, config.dtype))
+    return on_device(train, config.device), on_device(test, config.device), torch.Generator().manual_seed(seed)
+
+
+def _layers(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
+    return mlp(sizes[0], sizes[1], widths=[], generator=generator)
+
+
+def _norm(width: int) -> nn.Module:
+    """Return batch normalisation by the statistics of the batch, also in evaluation: it has no state."""
+    return nn.BatchNorm1d(width, affine=False, track_running_stats=False)
+
+
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    return dict(module.named_parameters())
+
+
+def _unit(x: Tensor) -> Tensor:
+    return nn.functional.normalize(x, dim=-1)
+
+
+def _spectrum(embeddings: Tensor) -> Tensor:
+    """Return the singular values of the centred embeddings, the largest first."""
+    values: Tensor = torch.linalg.svdvals(embeddings - embeddings.mean(0))
+    return values
+
+
+@torch.no_grad()
+def _judged(encoder: nn.Module, train: Dataset, test: Dataset) -> dict[str, float]:
+    known, asked = encoder(train.inputs), encoder(test.inputs)
+    spread = _unit(asked).std(0, correction=0).mean() * math.sqrt(asked.shape[1])
+    return {
+        "objective": neighbour_accuracy(known, train.labels, asked, test.labels),
+        "effective rank": effective_rank(asked),
+        _SPREAD: spread.item(),
+    }
+
+
+def _spectrum_of(encoder: nn.Module, test: Dataset, config: Config) -> Sweep:
+    @torch.no_grad()
+    def evaluate() -> Mapping[str, Sequence[float]]:
+        values = _spectrum(encoder(test.inputs))
+        return {"singular value, as a share of the largest": (values / values[0]).tolist()}
+
+    return Sweep(
+        label="number of the singular value",
+        values=tuple(map(float, range(1, config.n_features + 1))),
+        evaluate=evaluate,
+    )
+
+
+def _slope_of_cosine(p: Tensor, z: Tensor) -> Tensor:
+    """Return the gradient of the cosine of p and z by p, as a constant."""
+    p, z = p.detach(), z.detach()
+    cosine = (_unit(p) * _unit(z)).sum(-1, keepdim=True)
+    slope: Tensor = (_unit(z) - cosine * _unit(p)) / p.norm(dim=-1, keepdim=True)
+    return slope
+
+
+def _pulled_back(
+    outputs: Sequence[Tensor], slopes: Sequence[Tensor], parameters: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    found = torch.autograd.grad(outputs, list(parameters.values()), slopes)
+    return dict(zip(parameters, found, strict=True))
+
+
+def _steps(config: Config) -> tuple[int, ...]:
+    return tuple(sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps}))
+
+
+def _trained(
+    config: Config,
+    loss: Loss,
+    optimizer: torch.optim.Optimizer,
+    advance: Callable[[int], None],
+    judge: Callable[[], Mapping[str, float]],
+) -> dict[str, Sequence[float]]:
+    """Train by a loss, and return the metrics at each step of evaluation."""
+    found: list[Mapping[str, float]] = []
+    for step in range(config.steps + 1):
+        if step in _steps(config):
+            found.append(judge())
+        if step < config.steps:
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+            advance(step + 1)
+    return {name: [each[name] for each in found] for name in found[0]}
