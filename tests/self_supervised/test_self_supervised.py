@@ -778,7 +778,7 @@ def test_half_precision_is_computed_in_float32(program, dtype):
     assert slope.dtype == dtype
 
 
-@pytest.mark.parametrize("program", [name for name in PEER_CASES if name not in ("swav", "moco_later")])
+@pytest.mark.parametrize("program", PEER_CASES)
 def test_a_batch_of_losses_is_the_losses(program):
     parameters, constants, loss = PEER_CASES[program]
     stacked = {name: torch.stack([value, value.flip(-1)]) for name, value in parameters.items()}
@@ -787,6 +787,7 @@ def test_a_batch_of_losses_is_the_losses(program):
     torch.testing.assert_close(found, torch.stack(expected))
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.parametrize("program", PEER_CASES)
 def test_a_compiled_loss_is_the_loss(program):
     torch._dynamo.reset()

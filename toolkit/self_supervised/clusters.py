@@ -128,6 +128,8 @@ def dino_center(center: Tensor, teacher: Tensor, *, momentum: float = 0.9) -> Te
 class DINOLoss(nn.Module):
     """DINO's loss with its centre, which moves after each call in training mode and stays in evaluation mode.
 
+    Each process of a distributed training has a centre of its own samples.
+
     Args:
         output_dim: K.
         student_temperature: As in `dino_loss`.
