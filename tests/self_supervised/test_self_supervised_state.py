@@ -268,3 +268,23 @@ def test_a_comparison_leaves_the_centre_where_it_was():
     }
     assert torch.equal(loss.center, before)
     assert comparison[DINO_CENTER].leak == 0
+
+
+# --- compiled -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.keeps_its_sums
+def test_compiled_modules_keep_their_state():
+    torch._dynamo.reset()
+    student, teacher = torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    plain, compiled = DINOLoss(5), DINOLoss(5)
+    run = torch.compile(compiled, backend="eager", fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(run(student, teacher), plain(student, teacher))
+    torch.testing.assert_close(compiled.center, plain.center)
+    queue = KeyQueue(6, 5)
+    expected = enqueue(enqueue(queue.keys, student[0]), student[1])
+    run = torch.compile(queue, backend="eager", fullgraph=True)
+    for keys in student:
+        run(keys)
+    assert torch.equal(queue.keys, expected)
