@@ -1,0 +1,184 @@
+"""Straight-through estimators: a value on a grid, with the gradient of the continuous input.
+
+c the cotangent that arrives at the result. Every value lies exactly on its grid: the sums round to it in any precision.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from toolkit._checks import integer, number
+from toolkit._random import own_generator
+from toolkit.blocks import block, stop_gradient
+
+__all__ = ["ONE_HOT", "ROUND", "SIGN", "TOP_K", "gumbel_softmax", "one_hot_ste", "round_ste", "sign_ste", "top_k_ste"]
+
+ROUND = block(
+    "quantization.round",
+    "Rounding has slope zero almost everywhere: with the rounding error held constant, the gradient of the result is "
+    "passed to the input.",
+)
+SIGN = block(
+    "quantization.sign",
+    "A sign has slope zero: with its distance from the clipped input held constant, the gradient passes where the "
+    "input is not clipped.",
+)
+TOP_K = block(
+    "quantization.top_k",
+    "The entries left out have slope zero: with the amount removed held constant, they too receive the gradient and "
+    "can return among the largest.",
+)
+ONE_HOT = block(
+    "quantization.one_hot",
+    "An index has no slope: with the distance of the one-hot vector from the probabilities held constant, the "
+    "probabilities receive its gradient.",
+)
+
+
+def round_ste(x: Tensor) -> Tensor:
+    """Return ``x + sg(round(x) - x)``, the nearest integers, halves to even.
+
+    With the block in place the gradient is c, with the block open 0, that of rounding.
+
+    Args:
+        x: Of any shape.
+
+    References:
+        Bengio, Léonard and Courville, "Estimating or propagating gradients through stochastic neurons for conditional
+        computation", 2013.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.7], requires_grad=True)
+        >>> (round_ste(x) * torch.tensor([1.0, 2.0])).sum().backward()
+        >>> round_ste(x).tolist(), x.grad
+        ([0.0, -2.0], tensor([1., 2.]))
+    """
+    return x + stop_gradient(x.round() - x, ROUND)
+
+
+def sign_ste(x: Tensor) -> Tensor:
+    """Return ``h + sg(sign(x) - h)`` with ``h = clip(x, -1, 1)`` and ``sign(0) = 1``.
+
+    With the block in place the gradient is c where ``|x| <= 1`` and 0 elsewhere, with the block open it is 0.
+
+    Args:
+        x: Of any shape.
+
+    References:
+        Hubara, Courbariaux, Soudry, El-Yaniv and Bengio, "Binarized neural networks", 2016, section 1.3.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.7], requires_grad=True)
+        >>> (sign_ste(x) * torch.tensor([1.0, 2.0])).sum().backward()
+        >>> sign_ste(x).tolist(), x.grad
+        ([1.0, -1.0], tensor([1., 0.]))
+    """
+    clipped = x.clamp(-1, 1)
+    return clipped + stop_gradient(torch.where(x >= 0, 1.0, -1.0).to(x.dtype) - clipped, SIGN)
+
+
+def top_k_ste(x: Tensor, k: int, *, dim: int = -1) -> Tensor:
+    """Return ``x + sg(m x - x)`` with the mask m of the `k` entries of largest magnitude: the others are 0.
+
+    With the block in place the gradient is c, also for the entries left out. With the block open it is ``m c``, the
+    gradient of a sparse layer: not 0, unlike that of the other functions here.
+
+    Args:
+        x: Of any shape.
+        k: The number of entries that are kept along `dim`.
+        dim: The dimension.
+
+    Raises:
+        ValueError: If `x` has no dimension `dim`, or `k` is not between 1 and its size.
+
+    References:
+        Bengio, Léonard and Courville, "Estimating or propagating gradients through stochastic neurons for conditional
+        computation", 2013, for the estimator.
+
+    Example:
+        >>> x = torch.tensor([0.3, -1.7, 2.2], requires_grad=True)
+        >>> top_k_ste(x, 2).square().sum().backward()
+        >>> top_k_ste(x, 1).tolist(), x.grad
+        ([0.0, 0.0, 2.200000047683716], tensor([ 0.0000, -3.4000,  4.4000]))
+    """
+    dim = _checked(dim, x)
+    k = integer("k", k, 1, x.shape[dim])
+    kept = torch.zeros_like(x, dtype=torch.bool).scatter(dim, x.abs().topk(k, dim=dim).indices, True)
+    return x + stop_gradient(x * kept - x, TOP_K)
+
+
+def one_hot_ste(probabilities: Tensor, *, dim: int = -1) -> Tensor:
+    """Return ``p + sg(onehot(argmax p) - p)``: exactly one-hot, with the gradient of the probabilities p.
+
+    With the block in place the gradient is c, with the block open 0.
+
+    Args:
+        probabilities: Entries in [0, 1], along `dim`.
+        dim: The dimension.
+
+    Raises:
+        ValueError: If `probabilities` has no dimension `dim`.
+
+    References:
+        Jang, Gu and Poole, "Categorical reparameterization with Gumbel-softmax", 2016, section 2.2.
+
+    Example:
+        >>> p = torch.tensor([0.2, 0.5, 0.3], requires_grad=True)
+        >>> (one_hot_ste(p) * torch.tensor([1.0, -2.0, 4.0])).sum().backward()
+        >>> one_hot_ste(p).tolist(), p.grad
+        ([0.0, 1.0, 0.0], tensor([ 1., -2.,  4.]))
+    """
+    dim = _checked(dim, probabilities)
+    chosen = probabilities.argmax(dim, keepdim=True)
+    hard = torch.zeros_like(probabilities).scatter(dim, chosen, 1.0)
+    return probabilities + stop_gradient(hard - probabilities, ONE_HOT)
+
+
+def gumbel_softmax(
+    logits: Tensor, *, temperature: float = 1.0, dim: int = -1, generator: torch.Generator | None = None
+) -> Tensor:
+    r"""Draw one-hot vectors, with the gradient of the relaxed draw.
+
+    .. math::
+        y = \operatorname{softmax}((l + g) / \tau), \qquad g \sim \operatorname{Gumbel}(0, 1)
+
+    The result is ``one_hot_ste(y)``, a sample of ``softmax(logits)`` at every temperature. With the block in place the
+    gradient is ``y (c - y.c) / temperature``, with the block open 0.
+
+    Args:
+        logits: Unnormalised log-probabilities; -inf: never drawn.
+        temperature: :math:`\tau`. A low one has less bias and more variance.
+        dim: The dimension of the categories.
+        generator: Draws g on the CPU. None: torch's global generator of the device of `logits`.
+
+    Raises:
+        ValueError: If `temperature` is not positive, or `logits` has no dimension `dim`.
+
+    References:
+        Jang, Gu and Poole, "Categorical reparameterization with Gumbel-softmax", 2016, equations 1 and 2, section 2.2.
+
+    Example:
+        >>> logits = torch.tensor([0.0, 2.0, -torch.inf])
+        >>> gumbel_softmax(logits, generator=torch.Generator().manual_seed(0))
+        tensor([0., 1., 0.])
+    """
+    temperature = number("temperature", temperature, above=0)
+    dim = _checked(dim, logits)
+    relaxed = torch.softmax((logits + _gumbel_noise(logits, generator)) / temperature, dim)
+    return one_hot_ste(relaxed, dim=dim)
+
+
+def _checked(dim: int, x: Tensor) -> int:
+    """Return the number of a dimension of `x`."""
+    return integer("dim", dim, -x.ndim, x.ndim - 1)
+
+
+def _gumbel_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return standard Gumbel noise of this shape, finite also where a draw of low precision would be 0."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if generator is None:
+        draws = torch.empty_like(like, dtype=dtype).exponential_()
+    else:
+        draws = torch.empty(like.shape, dtype=dtype).exponential_(generator=own_generator(generator)).to(like.device)
+    return draws.clamp_(min=torch.finfo(dtype).tiny).log_().neg_().to(like.dtype)
