@@ -283,6 +283,17 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_adversarial_minimal",
         ),
     ],
+    "quantization": [
+        ("centred = codebook - mean\n", "centred = codebook\n", "test_quantization_vector"),
+        ("(2 * along_origin - both)", "(2 * along_ends - both)", "test_quantization_vector"),
+        ("if quantizer.training and indices.numel():", "if indices.numel():", "test_quantization_vector"),
+        ("sums - n[:, None] * codebook", "sums - codebook", "test_quantization_vector"),
+        ("dead = counts < below\n", "dead = counts > below\n", "test_quantization_vector"),
+        ("remainder = remainder - stop_gradient(codes, RESIDUAL)", "pass", "test_quantization_vector"),
+        ("offset = 0.5 * (1 - levels % 2)", "offset = 0.5 * (levels % 2)", "test_quantization"),
+        ("slope(constant) * (x - constant)", "slope(x) * (x - constant)", "test_quantization_spikes"),
+        ("else kept * (1 - fired)", "else kept * fired", "test_quantization_spikes"),
+    ],
     "runner": [
         ("if key not in WITHOUT_EFFECT}", "if key in WITHOUT_EFFECT}", "test_records test_report"),
         (

@@ -640,6 +640,11 @@ def test_codes_of_half_precision_inputs_are_of_half_precision():
     assert z.grad.isfinite().all()
 
 
+def test_a_quantizer_is_made_on_the_device_of_the_context():
+    with torch.device("meta"):
+        assert {value.device.type for value in VectorQuantizer(4, 8).state_dict().values()} == {"meta"}
+
+
 def test_a_quantizer_is_saved_and_loaded():
     quantizer = VectorQuantizer(4, 8, generator=seeded())
     quantizer(torch.randn(50, 4, generator=seeded(1)))

@@ -184,7 +184,8 @@ def kmeans_codebook(
     steps = integer("steps", steps, 0)
     codebook_size = integer("codebook_size", codebook_size, 1, len(z))
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    codebook = z[torch.randperm(len(z), generator=own_generator(generator))[:codebook_size].to(z.device)]
+    order = torch.randperm(len(z), generator=own_generator(generator), device="cpu")
+    codebook = z[order[:codebook_size].to(z.device)]
     counts = z.new_zeros(codebook_size)
     for _ in range(steps):
         codebook, _ = averaged_codebook(codebook, counts, z, nearest_codes(z, codebook), decay=0)
@@ -228,7 +229,8 @@ def check_vectors(z: Tensor, dim: int) -> None:
 
 def first_codes(codebook_size: int, dim: int, generator: torch.Generator | None) -> Tensor:
     """Return random codes (K, D) with norms around 1."""
-    return torch.randn(codebook_size, dim, generator=own_generator(generator)) / math.sqrt(dim)
+    codes = torch.randn(codebook_size, dim, generator=own_generator(generator), device="cpu") / math.sqrt(dim)
+    return codes.to(torch.get_default_device())
 
 
 def _check_sizes(z: Tensor, codebook: Tensor) -> None:
@@ -248,5 +250,5 @@ def _drawn(z: Tensor, number_of_rows: int, generator: torch.Generator | None) ->
     rows = z.reshape(-1, z.shape[-1])
     if len(rows) == 0:
         raise ValueError(f"`z` should have vectors. Found {tuple(z.shape)}.")
-    chosen = torch.randint(len(rows), (number_of_rows,), generator=own_generator(generator))
+    chosen = torch.randint(len(rows), (number_of_rows,), generator=own_generator(generator), device="cpu")
     return rows[chosen.to(rows.device)]

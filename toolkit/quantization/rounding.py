@@ -180,5 +180,6 @@ def _gumbel_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         draws = torch.empty_like(like, dtype=dtype).exponential_()
     else:
-        draws = torch.empty(like.shape, dtype=dtype).exponential_(generator=own_generator(generator)).to(like.device)
+        draws = torch.empty(like.shape, dtype=dtype, device="cpu").exponential_(generator=own_generator(generator))
+        draws = draws.to(like.device)
     return draws.clamp_(min=torch.finfo(dtype).tiny).log_().neg_().to(like.dtype)
