@@ -8,7 +8,7 @@ import sklearn.cluster
 import torch
 from contract import BlockCase
 from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
 from toolkit import compare, unblock
 from toolkit.gradients import field_jacobian
@@ -440,6 +440,17 @@ def test_missing_values_stay_missing():
     assert quantizer.eval()(torch.tensor([[math.nan, 0.0]])).codes.isnan().any()
 
 
+def test_tangents_pass_as_cotangents_do():
+    z, v = (torch.randn(5, 2, generator=seeded(seed), dtype=torch.float64) for seed in (1, 2))
+    quantizer = VectorQuantizer(2, 6, generator=seeded()).double().eval()
+    codes, tangent = jvp(lambda z: quantizer(z).codes, (z,), (v,))
+    assert torch.equal(codes, quantizer(z).codes)
+    assert torch.equal(tangent, v)
+    _, tangent = jvp(lambda z: rotation_trick(z, codes), (z,), (v,))
+    expected = torch.stack([rotation(a, b) @ d for a, b, d in zip(z, codes, v, strict=True)])
+    torch.testing.assert_close(tangent, expected)
+
+
 def test_functions_map():
     z = torch.randn(4, 3, 2, generator=seeded(1), dtype=torch.float64)
 
@@ -452,6 +463,7 @@ def test_functions_map():
 
 
 @pytest.mark.parametrize("estimator", ["straight_through", "rotation"])
+@pytest.mark.keeps_its_sums
 def test_compiled_code_gives_the_same_blocked_and_open(estimator):
     torch.compiler.reset()
     block = STRAIGHT_THROUGH if estimator == "straight_through" else ROTATION

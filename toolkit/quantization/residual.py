@@ -43,7 +43,7 @@ class ResidualVectorQuantizer(nn.Module):
 
     .. math::
         r_1 = z, \qquad r_{i+1} = r_i - \operatorname{sg}(e_i), \qquad
-        y = \text{straight\_through}\Bigl(z, \sum_i e_i\Bigr)
+        y = \operatorname{sg}\Bigl(\sum_i e_i\Bigr) + z - \operatorname{sg}(z)
 
     There is one straight-through step, around the sum. With one in each stage, as in other programs, the decoder's
     gradient arrives at the encoder M times; here dy/dz is the identity, while every commitment loss keeps its gradient:
