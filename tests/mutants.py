@@ -334,6 +334,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("f = -torch.logsumexp(to_rows + g", "f = -torch.logsumexp(kernel + g", "test_weighting_transport"),
         ("(target or model)(x + _as(earlier, x)", "model(x + _as(earlier, x)", "test_weighting_consistency"),
+    ],
     "stochastic": [
         ("(costs.sum(0) - costs) / (len(costs) - 1)", "costs.mean(0).expand_as(costs)", "test_stochastic"),
         ("(1 - magic_box(log_probs)) * baselines", "(magic_box(log_probs) - 1) * baselines", "test_stochastic"),
