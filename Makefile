@@ -89,8 +89,8 @@ $(VENV)/installed-test: $(VENV)/installed-run
 	@touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed-run
-	@echo 'Installing what the documentation needs.'
-	@$(INSTALL) --group docs
+	@echo 'Installing what the documentation needs; its page of all blocks asks the programs of the tests.'
+	@$(INSTALL) --group docs --group test
 	@touch $@
 
 # Debian keeps `ensurepip` in a package of its own. Without it, a pip or a uv that is there already can fill the venv.
