@@ -7,7 +7,7 @@ import torch
 from contract import block_cases, relative_error
 from torch import nn
 
-from toolkit import compare
+from toolkit import compare, unblock
 from toolkit.games import FAKE, JUDGE, discriminator_loss, generator_loss
 
 CASES = [case for case in block_cases() if case.block.name.startswith("games.")]
@@ -45,6 +45,26 @@ def test_one_backward_pass_serves_both_networks():
         *torch.autograd.grad(first, list(discriminator.parameters())),
     )
     torch.testing.assert_close(tuple(comparison.blocked.values()), own)
+
+
+def test_compiled_losses_of_a_gan_without_a_break():
+    """Closed and open: opening a block recompiles."""
+    torch.manual_seed(0)
+    discriminator, real = nn.Linear(2, 1), torch.randn(6, 2)
+    fake = torch.randn(6, 2, requires_grad=True)
+
+    def joint(fake):
+        of_discriminator = discriminator_loss(discriminator, real, fake, kind="hinge")
+        return of_discriminator + generator_loss(discriminator, fake, kind="hinge")
+
+    compiled = torch.compile(joint, backend="eager", fullgraph=True)
+    leaves, found = [fake, *discriminator.parameters()], []
+    for blocks in ((), (FAKE,), (JUDGE,), ()):
+        with unblock(*blocks):
+            found.append(torch.autograd.grad(compiled(fake), leaves))
+            torch.testing.assert_close(found[-1], torch.autograd.grad(joint(fake), leaves))
+    assert not torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][1], found[2][1])
 
 
 def test_the_room_exports_its_parts():
