@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from folders import ROOT
 
 from toolkit import unblock
 from toolkit.curvature import HELD_POLICY, hessian_product, kl_from_held, natural_gradient
+from toolkit.runner._zoo import read_programs
 
 
 def draw(seed, *shape):
@@ -98,3 +100,15 @@ def test_wrong_arguments_are_refused():
     for name, value in {"damping": -1.0, "iterations": 0, "tolerance": -1.0, "radius": 0.0}.items():
         with pytest.raises(ValueError, match=f"`{name}` should be"):
             natural_gradient(loss, divergence, parameters, **{name: value})
+
+
+def test_the_trust_region_of_the_zoo_by_hand():
+    """Held, its program has the Fisher product as its gradient; not held, zero, although the values are the same."""
+    (program,) = (p for p in read_programs(ROOT / "docs" / "zoo") if p.path.stem == "trust_region_that_follows")
+    torch.manual_seed(0)
+    networks, states, vector = program.module.setup()
+    logits = networks["policy"](states)
+    parameters = list(networks["policy"].parameters())
+    expected = flat(hessian_product(kl_from_held(logits, logits).mean(), parameters, vector))
+    torch.testing.assert_close(flat(program.audit("fixed").blocked.values()), expected.to(torch.get_default_dtype()))
+    assert flat(program.audit("buggy").blocked.values()).abs().max() < 1e-7 < expected.abs().max()
