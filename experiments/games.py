@@ -236,7 +236,10 @@ def _digits(config: Config, seed: int) -> Run:
         loss=loss,
         objective=Objective(label="energy distance from the digits", higher_is_better=False),
         evaluate=evaluate,
-        optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate, betas=(0.5, 0.9), foreach=False),
+        # Adam divides by the size of a gradient: without a floor it would take steps along rounding errors.
+        optimizer=torch.optim.Adam(
+            parameters.values(), lr=config.learning_rate, betas=(0.5, 0.9), eps=1e-5, foreach=False
+        ),
         target=target,
         after_step=advance,
     )
