@@ -18,6 +18,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import huber_loss, l1_loss
 
 from toolkit._checks import number
 from toolkit.blocks import block, stop_gradient
@@ -259,11 +260,10 @@ def quantile_regression_loss(dist_src: Tensor, tau_src: Tensor, dist_target: Ten
     of_shape(torch.Size([*batch, *dist_target.shape[-1:]]), "of `dist_src` up to the last", dist_target=dist_target)
     dtype = dist_src.dtype
     dist_src, tau_src, dist_target = wide(dist_src, tau_src, dist_target)
-    tau = tau_src.unsqueeze(-1)
-    error = dist_target.unsqueeze(-2) - dist_src.unsqueeze(-1)
-    near = error.clamp(-kappa, kappa)
-    huber = near * (error - 0.5 * near) if kappa > 0 else error.abs()
-    return (torch.where(error < 0, 1 - tau, tau) * huber).mean(-1).sum(-1).to(dtype)
+    pairs = torch.Size([*dist_src.shape, dist_target.shape[-1]])
+    theta, y, tau = dist_src.unsqueeze(-1).expand(pairs), dist_target.unsqueeze(-2).expand(pairs), tau_src.unsqueeze(-1)
+    losses = huber_loss(theta, y, reduction="none", delta=kappa) if kappa else l1_loss(theta, y, reduction="none")
+    return (torch.where(y < theta, 1 - tau, tau) * losses).mean(-1).sum(-1).to(dtype)
 
 
 def quantile_q_learning(
