@@ -75,6 +75,39 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ('bare.kinds.get(place) == ".data"', 'bare.kinds.get(place) == "detach"', "test_audit"),
     ],
+    "value_learning": [
+        (
+            "    target = torch.addcmul(r_t, discount_t, (probs_a_t * q_t).sum(-1))",
+            "    target = torch.addcmul(r_t, discount_t, q_t.mean(-1))",
+            "test_value_learning",
+        ),
+        (
+            "chosen(q_t_value, q_t_selector.argmax(-1))",
+            "chosen(q_t_value, q_t_value.argmax(-1))",
+            "test_value_learning",
+        ),
+        (
+            "torch.cat([returns[..., 1:], v_t[..., -1:]], -1)",
+            "torch.cat([returns[..., 1:], returns[..., -1:]], -1)",
+            "test_value_learning",
+        ),
+        (
+            "last = torch.addcmul(r_t[..., -1], discount_t[..., -1], v_t[..., -1])",
+            "last = constants[..., -1]",
+            "test_value_learning",
+        ),
+        (
+            "torch.searchsorted(z_q, z, right=True) - 1)",
+            "torch.searchsorted(z_q, z, right=True) - 2)",
+            "test_value_learning",
+        ),
+        ("torch.where(y < theta, 1 - tau, tau)", "torch.where(y < theta, tau, 1 - tau)", "test_value_learning"),
+        (
+            "return (correction if rho_tm1 is None else rho_tm1 * correction) - error * v_tm1",
+            "return correction - error * v_tm1",
+            "test_value_learning",
+        ),
+    ],
     "softmax": [
         ("shift = stop_gradient(finite_maximum(x, dim), SHIFT)", "shift = finite_maximum(x, dim)", "test_softmax"),
         (
