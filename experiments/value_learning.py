@@ -7,10 +7,14 @@ r"""Values of a Markov chain by temporal differences: the label held constant, a
 - ``baird``: Baird's star. Every transition is certain and all rewards are 0, but the states are not visited as often as
   the policy that is judged would visit them. TD(0) diverges. The residual gradient, and the methods GTD2 and TDC, which
   have a second vector of weights, do not.
+- ``cliff``: Q-learning beside a cliff, with all steps in every update. The world is certain, so the true values are a
+  minimum of the residual gradient's loss too. Labels come from a target network, and two blocks guard the same path:
+  one on the copy of the parameters, one on the label.
 - ``distribution``: the random walk with a distribution of returns on fixed atoms for each state, as in C51.
 
 References:
-    Sutton and Barto, "Reinforcement learning: an introduction", 2018, examples 6.2 and 7.1, sections 11.2 and 11.7.
+    Sutton and Barto, "Reinforcement learning: an introduction", 2018, examples 6.2, 6.6 and 7.1, sections 11.2,
+    11.7.
     Baird, "Residual algorithms: reinforcement learning with function approximation", 1995.
 
 S states, E episodes of at most T steps, N transitions, K atoms.
@@ -32,6 +36,8 @@ from toolkit.value_learning import (
     categorical_td_learning,
     error_estimate_loss,
     gtd2_loss,
+    incremental_update,
+    q_learning,
     td_lambda,
     td_learning,
     tdc_loss,
@@ -44,18 +50,19 @@ class Config(ExperimentConfig):
     """Values of an experiment on temporal differences.
 
     Attributes:
-        task: ``"random_walk"``, ``"baird"`` or ``"distribution"``; see the module.
+        task: ``"random_walk"``, ``"baird"``, ``"cliff"`` or ``"distribution"``; see the module.
         n_states: random_walk, distribution: S, an odd number; episodes begin in the middle.
         n_episodes: random_walk, distribution: E.
         lambda_: random_walk: the lambda of the training.
         swept_lambdas: random_walk: the lambdas for which the fixed point is computed.
         n_atoms: distribution: number of atoms from 0 to 1.
-        discount: baird: the discount of a step.
+        discount: baird, cliff: the discount of a step.
         batch_size: baird: number of transitions of an update.
         estimate_rate: baird: step size of the second weights of GTD2 and TDC, in multiples of the learning rate.
+        target_rate: cliff: step size of the target network towards the online one; 1 is a copy in every update.
     """
 
-    task: Literal["random_walk", "baird", "distribution"]
+    task: Literal["random_walk", "baird", "cliff", "distribution"]
     n_states: Annotated[int, Field(ge=3)] = 5
     n_episodes: Annotated[int, Field(ge=1)] = 100
     lambda_: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -64,11 +71,13 @@ class Config(ExperimentConfig):
     discount: Annotated[float, Field(gt=0, lt=1)] = 0.99
     batch_size: Annotated[int, Field(ge=1)] = 32
     estimate_rate: Annotated[float, Field(gt=0)] = 5.0
+    target_rate: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run of the config's task."""
-    return {"random_walk": _random_walk, "baird": _baird, "distribution": _distribution}[config.task](config, seed)
+    tasks = {"random_walk": _random_walk, "baird": _baird, "cliff": _cliff, "distribution": _distribution}
+    return tasks[config.task](config, seed)
 
 
 @dataclass(frozen=True)
@@ -290,6 +299,77 @@ def _gradient_td(
             second.sub_(by_second, alpha=config.estimate_rate * config.learning_rate)
         batch.draw()
     return dict(found)
+
+
+def _cliff(config: Config, seed: int) -> Run:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, config.dtype)
+    before, actions, rewards, after = _cliff_steps(dtype)
+    discounts = config.discount * (after < _GOAL).to(dtype)
+    values = torch.randn(_GOAL, 4, generator=generator, dtype=dtype).requires_grad_()
+    held = {"values": values.detach().clone()}
+    best = _best_values(before, actions, rewards, discounts, after)
+
+    def loss() -> Tensor:
+        target = incremental_update({"values": values}, held, config.target_rate)["values"]
+        following = torch.cat([target, torch.zeros_like(target[:1])])[after]
+        errors = q_learning(values[before], actions, rewards, discounts, following)
+        return errors.square().sum() / 2
+
+    @torch.no_grad()
+    def target() -> dict[str, Tensor]:
+        labels = (1 - config.target_rate) * held["values"] + config.target_rate * values
+        highest = torch.cat([labels.max(1).values, values.new_zeros(1)])[after]
+        errors = rewards + discounts * highest - values[before, actions]
+        return {"values": torch.zeros_like(values).index_put((before, actions), -errors)}
+
+    @torch.no_grad()
+    def follow(step: int) -> None:
+        held["values"].lerp_(values, config.target_rate)
+
+    def evaluate() -> dict[str, float]:
+        chosen = best.gather(1, values.detach().argmax(1, keepdim=True))[before, 0]
+        as_good = (chosen - best.max(1).values[before]).abs() < 1e-9
+        return {
+            "objective": _rms(values.detach()[before, actions] - best[before, actions]),
+            "states with the best action": as_good.double().mean().item(),
+        }
+
+    return Run(
+        parameters={"values": values},
+        loss=loss,
+        objective=Objective(label="error of the values (root mean square)", higher_is_better=False, best=0.0),
+        evaluate=evaluate,
+        optimizer=torch.optim.SGD([values], lr=config.learning_rate),
+        target=target,
+        after_step=follow,
+    )
+
+
+# Four rows of twelve, the start at the lower left. The goal at the lower right ends the episode.
+_ROWS, _COLUMNS, _GOAL = 4, 12, 47
+
+
+def _cliff_steps(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return states, actions, rewards and next states of all possible steps."""
+    steps = []
+    for state in range(37):
+        row, column = divmod(state, _COLUMNS)
+        for action, (down, right) in enumerate(((-1, 0), (0, 1), (1, 0), (0, -1))):
+            at = (min(max(row + down, 0), _ROWS - 1), min(max(column + right, 0), _COLUMNS - 1))
+            fell = at[0] == _ROWS - 1 and 0 < at[1] < _COLUMNS - 1
+            following = 36 if fell else at[0] * _COLUMNS + at[1]
+            steps.append((state, action, -100 if fell else -1, following))
+    before, actions, rewards, after = torch.tensor(steps).unbind(1)
+    return before, actions, rewards.to(dtype), after
+
+
+def _best_values(before: Tensor, actions: Tensor, rewards: Tensor, discounts: Tensor, after: Tensor) -> Tensor:
+    """Return the values of the best policy by value iteration, (47, 4)."""
+    values = rewards.new_zeros(_GOAL + 1, 4)
+    for _ in range(1000):
+        values[before, actions] = rewards + discounts * values[after].max(1).values
+    return values[:_GOAL]
 
 
 def _distribution(config: Config, seed: int) -> Run:

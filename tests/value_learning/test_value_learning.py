@@ -11,6 +11,7 @@ from contract import BlockCase, relative_error
 from torch import Tensor
 from torch.func import vmap
 
+from experiments.value_learning import Config, Walk, run, true_values
 from toolkit import Block, unblock
 from toolkit.gradients import field_jacobian
 from toolkit.value_learning import (
@@ -867,6 +868,35 @@ def test_networks_that_differ_are_refused():
         incremental_update({"a": R}, {"b": R}, 0.5)
     with pytest.raises(ValueError, match=r"`old_tensors\['a'\]` should have the shape \(3,\) and the dtype"):
         incremental_update({"a": R}, {"a": R[:2]}, 0.5)
+
+
+# --- the worlds of the experiment ------------------------------------------------------------------------------------
+
+
+def test_the_walk_has_its_known_values():
+    torch.testing.assert_close(true_values(5), tensor(1, 2, 3, 4, 5) / 6)
+    walk = Walk.sampled(5, 2000, torch.Generator().manual_seed(0), torch.float64)
+    before, rewards, discounts, after = walk.transitions()
+    assert len(before) == int((walk.states[:, :-1] < 5).sum())
+    assert int((discounts == 0).sum()) == 2000
+    assert bool(((after - before).abs() == 1)[discounts > 0].all())
+    assert bool((before[rewards == 1] == 4).all())
+    assert abs(float(rewards.sum()) / 2000 - 0.5) < 4 * 0.5 / math.sqrt(2000)
+
+
+def test_q_learning_beside_the_cliff_finds_the_safe_way():
+    """Thirteen steps lead from the start around the cliff to the goal."""
+    base = {"experiment": "value_learning", "title": "t", "finding": "f", "open": ["value_learning.q_target"]}
+    config = Config(**base, task="cliff", discount=0.9, steps=60, learning_rate=1.0)
+    made = run(config, 0)
+    for step in range(60):
+        made.optimizer.zero_grad()
+        made.loss().backward()
+        made.optimizer.step()
+        made.after_step(step + 1)
+    (values,) = made.parameters.values()
+    assert values[36].max().item() == pytest.approx(-(1 - 0.9**13) / 0.1)
+    assert made.evaluate()["objective"] < 1e-9
 
 
 # --- forms -----------------------------------------------------------------------------------------------------------
