@@ -2,9 +2,9 @@ r"""Temporal-difference errors of one step: TD(0), Sarsa, expected Sarsa, Q-lear
 
 Each function returns the error :math:`\delta = \operatorname{sg}(y) - x` of a prediction x and its target y. Half of
 its square is the loss. With the block of the target in place the gradient of that loss is :math:`-\delta \nabla x`: one
-step of regression onto a label that happens to be computed from the same values. It is the gradient of no function.
-With the block open it is :math:`\delta (\nabla y - \nabla x)`, the residual gradient of Baird (1995). That is the
-gradient of the mean squared error of the samples, whose minimum is another one unless the next state is certain.
+step of regression onto a label that happens to be computed from the same values. In general it is the gradient of no
+function. With the block open it is :math:`\delta (\nabla y - \nabla x)`, the residual gradient of Baird (1995). That is
+the gradient of the mean squared error of the samples, whose minimum is another one unless the next state is certain.
 
 ``*`` the dimensions of the batch, A actions; time t-1 is ``tm1``. A ``discount_t`` is 0 at the end of an episode.
 
