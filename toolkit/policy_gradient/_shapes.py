@@ -1,0 +1,47 @@
+"""Checks of shapes. Reinforcement learning's classic silent error is (N,) against (N, 1), which broadcast to (N, N)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["actions_of", "alike", "floating", "scalar"]
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def alike(**tensors: object) -> None:
+    """Raise a ValueError unless all these tensors have the shape of the first."""
+    names = iter(tensors)
+    first = next(names)
+    shape = _shape(first, tensors[first])
+    for name in names:
+        found = _shape(name, tensors[name])
+        if found != shape:
+            raise ValueError(f"`{name}` should have the shape {tuple(shape)} of `{first}`. Found {tuple(found)}.")
+
+
+def actions_of(logits_t: Tensor, a_t: Tensor) -> None:
+    """Raise a ValueError unless `a_t` are integers, one for each row of `logits_t`."""
+    rows = _shape("logits_t", logits_t)[:-1]
+    if not logits_t.dim() or _shape("a_t", a_t) != rows:
+        raise ValueError(f"`a_t` should have the shape {tuple(rows)}, as `logits_t`. Found {tuple(a_t.shape)}.")
+    if a_t.dtype not in _INTEGERS:
+        raise ValueError(f"`a_t` should be integers. Found {a_t.dtype}.")
+
+
+def scalar(name: str, tensor: object) -> None:
+    """Raise a ValueError unless `tensor` has one element and no dimensions."""
+    if _shape(name, tensor) != ():
+        raise ValueError(f"`{name}` should be a tensor without dimensions. Found the shape {tuple(tensor.shape)}.")  # type: ignore[attr-defined]
+
+
+def floating(tensor: Tensor) -> Tensor:
+    """Return integers in torch's default type, and anything else unchanged."""
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
+
+
+def _shape(name: str, tensor: object) -> torch.Size:
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"`{name}` should be a tensor. Found {type(tensor).__name__}.")
+    return tensor.shape

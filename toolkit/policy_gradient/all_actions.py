@@ -1,0 +1,160 @@
+"""Policy gradients as sums over all actions, without sampling noise, and policy gradients by regret.
+
+Leading dimensions (*) are batches and times, A actions. Losses are sums over actions and means over the rest.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from toolkit.blocks import block, stop_gradient
+from toolkit.policy_gradient._shapes import alike
+from toolkit.policy_gradient.sampled import ADVANTAGE
+
+__all__ = ["ACTION_VALUES", "SAMPLING", "expected_policy_gradient_loss", "qpg_loss", "rm_loss", "rpg_loss"]
+
+SAMPLING = block(
+    "policy_gradient.sampling",
+    "The probabilities stand for the frequencies of draws, which carry no gradient: the score alone does.",
+)
+ACTION_VALUES = block(
+    "policy_gradient.action_values",
+    "The values of the actions are measurements: a regret falls by a better policy, not by values that are equal.",
+)
+
+# A masked action has the logit -inf, and 0 * -inf is NaN. Below this, probabilities are 0 in every floating type.
+_LOG_OF_ZERO = -1e4
+
+
+def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Tensor | None = None) -> Tensor:
+    r"""Return the expectation of REINFORCE's surrogate, the mean of ``-sum_a sg(pi_a) log pi_a sg(q_a - b)``.
+
+    With both blocks in place the gradient by a row of logits is ``-pi_a (q_a - J) / N``, ``J = sum_a pi_a q_a``: the
+    gradient of ``-J``, whatever the baseline. With `SAMPLING` open each term is multiplied by ``1 + log pi_a``, so an
+    action less likely than ``1 / e`` = 37 % is pushed in the wrong direction. With `ADVANTAGE` open and the baseline
+    ``b = J`` it is ``(1 + H(pi))`` times the right one.
+
+    Args:
+        logits_t: (\*, A).
+        q_t: (\*, A), the value of each action.
+        baseline_t: (\*), b. None: 0.
+
+    Returns:
+        A scalar, in nats times the units of the reward.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Williams, "Simple statistical gradient-following algorithms for connectionist reinforcement learning", 1992.
+        Ciosek and Whiteson, "Expected policy gradients", 2018.
+
+    Example:
+        >>> logits = torch.zeros(1, 2, requires_grad=True)
+        >>> loss = expected_policy_gradient_loss(logits, torch.tensor([[1.0, 0.0]]))
+        >>> torch.autograd.grad(loss, logits)
+        (tensor([[-0.2500,  0.2500]]),)
+    """
+    alike(logits_t=logits_t, q_t=q_t)
+    advantages = q_t
+    if baseline_t is not None:
+        alike(row_of_logits_t=logits_t[..., 0], baseline_t=baseline_t)
+        advantages = q_t - baseline_t.unsqueeze(-1)
+    log_prob = logits_t.log_softmax(-1)
+    weights = stop_gradient(log_prob.exp(), SAMPLING) * stop_gradient(advantages, ADVANTAGE)
+    return -(weights * log_prob.clamp(min=_LOG_OF_ZERO)).sum(-1).mean()
+
+
+def qpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
+    r"""Return the loss of the Q-based policy gradient, the mean of ``-sum_a pi_a sg(q_a - sum_b pi_b q_b)``.
+
+    Its value is always 0. With the block `ADVANTAGE` in place the gradient by a row of logits is that of
+    ``-sum_a pi_a q_a``; open it is exactly 0, for logits and values.
+
+    Args:
+        logits_t: (\*, A).
+        q_t: (\*, A), the value of each action.
+
+    Returns:
+        A scalar, in the units of the reward.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Srinivasan, Lanctot, Zambaldi, Perolat, Tuyls, Munos and Bowling, "Actor-critic policy optimization in partially
+        observable multiagent environments", 2018, section 3.
+
+    Example:
+        >>> logits = torch.zeros(1, 2, requires_grad=True)
+        >>> torch.autograd.grad(qpg_loss(logits, torch.tensor([[1.0, 0.0]])), logits)
+        (tensor([[-0.2500,  0.2500]]),)
+    """
+    policy, advantages = _policy_and_advantages(logits_t, q_t)
+    return -(policy * stop_gradient(advantages, ADVANTAGE)).sum(-1).mean()
+
+
+def rm_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
+    r"""Return the loss of the regret-matching policy gradient, the mean of ``-sum_a pi_a sg(max(q_a - J, 0))``.
+
+    J is ``sum_b pi_b q_b``. With the block `ADVANTAGE` in place the gradient by a row of logits is
+    ``-pi_a (m_a - sum_b pi_b m_b) / N`` with the positive advantages m, and the values get none. Open, with
+    ``P = sum of pi_b over the actions with a positive advantage``, the value of an action gets
+    ``-pi_a ([q_a > J] - P) / N``.
+
+    Args:
+        logits_t: (\*, A).
+        q_t: (\*, A), the value of each action.
+
+    Returns:
+        A scalar, in the units of the reward.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018,
+        section 3.
+
+    Example:
+        >>> rm_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+        tensor(-0.2500)
+    """
+    policy, advantages = _policy_and_advantages(logits_t, q_t)
+    return -(policy * stop_gradient(advantages.relu(), ADVANTAGE)).sum(-1).mean()
+
+
+def rpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
+    r"""Return the loss of the regret policy gradient, the mean of ``sum_a max(sg(q_a) - J, 0)``: the summed regret.
+
+    J is ``sum_b pi_b sg(q_b)``. Here the advantage carries the gradient of the policy. With the block `ACTION_VALUES`
+    in place the gradient by a row of logits is ``-n pi_a (q_a - J) / N``, n being the number of actions with a positive
+    advantage. Open, the value of an action gets ``([q_a > J] - n pi_a) / N``, which makes all values equal.
+
+    Args:
+        logits_t: (\*, A).
+        q_t: (\*, A), the value of each action.
+
+    Returns:
+        A scalar, in the units of the reward.
+
+    Raises:
+        ValueError: If shapes differ.
+
+    References:
+        Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018,
+        section 3.
+
+    Example:
+        >>> rpg_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
+        tensor(0.5000)
+    """
+    alike(logits_t=logits_t, q_t=q_t)
+    q = stop_gradient(q_t, ACTION_VALUES)
+    return (q - (logits_t.softmax(-1) * q).sum(-1, keepdim=True)).relu().sum(-1).mean()
+
+
+def _policy_and_advantages(logits_t: Tensor, q_t: Tensor) -> tuple[Tensor, Tensor]:
+    alike(logits_t=logits_t, q_t=q_t)
+    policy = logits_t.softmax(-1)
+    return policy, q_t - (policy * q_t).sum(-1, keepdim=True)

@@ -1,0 +1,69 @@
+"""Advantages of several samples from one state: each is judged by the others.
+
+Leading dimensions (*) are states, K samples of one group.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+
+from toolkit._checks import choice, number
+from toolkit.policy_gradient._shapes import floating
+
+__all__ = ["group_advantages"]
+
+
+def group_advantages(
+    rewards: Tensor,
+    *,
+    baseline: Literal["mean", "leave_one_out"],
+    scale: Literal["std", "none"] = "none",
+    epsilon: float = 1e-4,
+) -> Tensor:
+    r"""Return rewards minus a baseline of their group, as constants for a policy's loss.
+
+    - ``"leave_one_out"`` (RLOO): the mean of the other rewards. The policy gradient is unbiased.
+    - ``"mean"``: the mean of all. A sample's own reward is part of its baseline, so the advantage, and the expected
+      policy gradient, is exactly ``(K - 1) / K`` of the former: 3/4 for four samples.
+    - ``scale="std"`` (GRPO): divided by ``std + epsilon``, the deviation with K - 1 in its denominator. The expected
+      gradient is then not a multiple of that of the expected reward.
+
+    The block `ADVANTAGE` of the loss holds the result constant.
+
+    Args:
+        rewards: (\*, K), at least two samples in a group.
+        baseline: See above.
+        scale: See above.
+        epsilon: Added to the deviation, in the units of the rewards; groups of equal rewards get advantages of 0.
+
+    Returns:
+        (\*, K).
+
+    Raises:
+        ValueError: If there is no group of two, or an argument is none of its choices.
+
+    References:
+        Kool, van Hoof and Welling, "Buy 4 REINFORCE samples, get a baseline for free!", 2019.
+        Shao et al., "DeepSeekMath: pushing the limits of mathematical reasoning in open language models", 2024.
+
+    Example:
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), baseline="leave_one_out")
+        tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
+        >>> group_advantages(torch.tensor([1.0, 0.0, 0.0, 0.0]), baseline="mean")
+        tensor([ 0.7500, -0.2500, -0.2500, -0.2500])
+    """
+    choice("baseline", baseline, ("mean", "leave_one_out"))
+    choice("scale", scale, ("std", "none"))
+    epsilon = number("epsilon", epsilon, above=0)
+    if rewards.dim() == 0 or rewards.shape[-1] < 2:
+        raise ValueError(f"`rewards` should have groups of at least two. Found the shape {tuple(rewards.shape)}.")
+    rewards = floating(rewards)
+    k = rewards.shape[-1]
+    centred = rewards - rewards.mean(-1, keepdim=True)
+    advantages = centred * (k / (k - 1)) if baseline == "leave_one_out" else centred
+    if scale == "none":
+        return advantages
+    deviation = (centred.square().sum(-1, keepdim=True) / (k - 1)).sqrt()
+    return advantages / (deviation + epsilon)
