@@ -327,6 +327,27 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("slope(constant) * (x - constant)", "slope(x) * (x - constant)", "test_quantization_spikes"),
         ("else kept * (1 - fired)", "else kept * fired", "test_quantization_spikes"),
     ],
+    "policy_gradient": [
+        (
+            "errors = weights * (torch.addcmul(r_t, discount_t, v_t) - v_tm1)",
+            "errors = torch.addcmul(r_t, discount_t, v_t) - v_tm1",
+            "test_policy_gradient_numbers",
+        ),
+        (
+            "x[..., :-step], decay, x[..., step:]), x[..., -step:]]",
+            "x[..., :-step], decay, x[..., step:]), 0 * x[..., -step:]]",
+            "test_policy_gradient_numbers",
+        ),
+        ("centred * (k / (k - 1)) if", "centred * (k / k) if", "test_policy_gradient_numbers"),
+        ("log_prob.clamp(min=_LOG_OF_ZERO)", "log_prob", "test_policy_gradient_edges"),
+        ("return log_prob_t.where(mask_t, 0)", "return log_prob_t", "test_policy_gradient_edges"),
+        (
+            "log_slope = 2 * (math.log(2) - u - torch.nn.functional.softplus(-2 * u))",
+            "log_slope = (1 - u.tanh().square()).log()",
+            "test_policy_gradient_edges",
+        ),
+        ('reduction="none", ignore_index=_NO_ACTION', 'reduction="none"', "test_policy_gradient_edges"),
+    ],
     "runner": [
         ("if key not in WITHOUT_EFFECT}", "if key in WITHOUT_EFFECT}", "test_records test_report"),
         (
