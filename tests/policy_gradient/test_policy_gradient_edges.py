@@ -155,6 +155,17 @@ def test_a_compiled_loss_is_the_same(name):
         torch.testing.assert_close(found, expected)
 
 
+def test_value_and_gradient_compile_together():
+    """As jax compiles them: faster than a compiled loss that is differentiated afterwards."""
+
+    def loss(values):
+        return pg.gae_value_loss(R, D, 0.7, values)
+
+    torch.compiler.reset()
+    found = torch.compile(torch.func.grad_and_value(loss), fullgraph=True, backend="aot_eager")(V)
+    torch.testing.assert_close(found, torch.func.grad_and_value(loss)(V))
+
+
 def test_leading_dimensions_are_any():
     generator = torch.Generator().manual_seed(2)
     logits = torch.randn(2, 3, 4, 5, generator=generator)

@@ -147,6 +147,7 @@ def gaussian_log_prob(a_t: Tensor, mean_t: Tensor, log_std_t: Tensor) -> Tensor:
 
 def _surprise(logits_t: Tensor, a_t: Tensor) -> Tensor:
     """Return ``-log pi(a)``, in nats."""
-    rows = logits_t.reshape(-1, logits_t.shape[-1])
-    losses = torch.nn.functional.cross_entropy(rows, a_t.reshape(-1).long(), reduction="none", ignore_index=_NO_ACTION)
-    return losses.reshape(a_t.shape)
+    if a_t.dim() > 1:
+        return _surprise(logits_t.flatten(0, -2), a_t.flatten()).reshape(a_t.shape)
+    labels = a_t if a_t.dtype == torch.int64 else a_t.long()
+    return torch.nn.functional.cross_entropy(logits_t, labels, reduction="none", ignore_index=_NO_ACTION)
