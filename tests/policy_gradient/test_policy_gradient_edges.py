@@ -198,11 +198,19 @@ MISTAKES = {
     ),
     "a column of actions": (
         lambda: pg.policy_gradient_loss(LOGITS, ACTIONS[:, None], COLUMN),
-        "`a_t` should have the shape (2,), as `logits_t`. Found (2, 1).",
+        "`a_t` should have the shape (2,) of `logits_t` without its last dimension. Found (2, 1).",
     ),
     "actions that are fractions": (
         lambda: pg.policy_gradient_loss(LOGITS, ADVANTAGES, ADVANTAGES),
         "`a_t` should be integers. Found torch.float64.",
+    ),
+    "a baseline for each action": (
+        lambda: pg.expected_policy_gradient_loss(LOGITS, Q, Q),
+        "`baseline_t` should have the shape (2,) of `logits_t` without its last dimension. Found (2, 3).",
+    ),
+    "logits without dimensions": (
+        lambda: pg.policy_gradient_loss(LOGITS[0, 0], ACTIONS[0], ADVANTAGES[0]),
+        "`logits_t` should have at least one dimension. Found none.",
     ),
     "a number for a tensor": (
         lambda: pg.policy_gradient_loss(LOGITS, ACTIONS, 0.5),

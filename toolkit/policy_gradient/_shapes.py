@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["actions_of", "alike", "floating", "scalar"]
+__all__ = ["actions_of", "alike", "floating", "one_for_each_row", "scalar"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -21,11 +21,22 @@ def alike(**tensors: object) -> None:
             raise ValueError(f"`{name}` should have the shape {tuple(shape)} of `{first}`. Found {tuple(found)}.")
 
 
+def one_for_each_row(**tensors: object) -> None:
+    """Raise a ValueError unless the second tensor has the shape of the first without its last dimension."""
+    (first, rows), (name, tensor) = tensors.items()
+    shape, found = _shape(first, rows), _shape(name, tensor)
+    if not shape:
+        raise ValueError(f"`{first}` should have at least one dimension. Found none.")
+    if found != shape[:-1]:
+        raise ValueError(
+            f"`{name}` should have the shape {tuple(shape[:-1])} of `{first}` without its last dimension. "
+            f"Found {tuple(found)}."
+        )
+
+
 def actions_of(logits_t: Tensor, a_t: Tensor) -> None:
     """Raise a ValueError unless `a_t` are integers, one for each row of `logits_t`."""
-    rows = _shape("logits_t", logits_t)[:-1]
-    if not logits_t.dim() or _shape("a_t", a_t) != rows:
-        raise ValueError(f"`a_t` should have the shape {tuple(rows)}, as `logits_t`. Found {tuple(a_t.shape)}.")
+    one_for_each_row(logits_t=logits_t, a_t=a_t)
     if a_t.dtype not in _INTEGERS:
         raise ValueError(f"`a_t` should be integers. Found {a_t.dtype}.")
 

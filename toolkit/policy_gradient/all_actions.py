@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from toolkit.blocks import block, stop_gradient
-from toolkit.policy_gradient._shapes import alike
+from toolkit.policy_gradient._shapes import alike, one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
 
 __all__ = ["ACTION_VALUES", "SAMPLING", "expected_policy_gradient_loss", "qpg_loss", "rm_loss", "rpg_loss"]
@@ -58,7 +58,7 @@ def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Ten
     alike(logits_t=logits_t, q_t=q_t)
     advantages = q_t
     if baseline_t is not None:
-        alike(row_of_logits_t=logits_t[..., 0], baseline_t=baseline_t)
+        one_for_each_row(logits_t=logits_t, baseline_t=baseline_t)
         advantages = q_t - baseline_t.unsqueeze(-1)
     log_prob = logits_t.log_softmax(-1)
     weights = stop_gradient(log_prob.exp(), SAMPLING) * stop_gradient(advantages, ADVANTAGE)
@@ -83,7 +83,7 @@ def qpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
 
     References:
         Srinivasan, Lanctot, Zambaldi, Perolat, Tuyls, Munos and Bowling, "Actor-critic policy optimization in partially
-        observable multiagent environments", 2018, section 3.
+        observable multiagent environments", 2018.
 
     Example:
         >>> logits = torch.zeros(1, 2, requires_grad=True)
@@ -113,8 +113,7 @@ def rm_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
         ValueError: If shapes differ.
 
     References:
-        Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018,
-        section 3.
+        Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018.
 
     Example:
         >>> rm_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
@@ -142,8 +141,7 @@ def rpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
         ValueError: If shapes differ.
 
     References:
-        Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018,
-        section 3.
+        Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018.
 
     Example:
         >>> rpg_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit._checks import choice, number
 from toolkit.blocks import block, stop_gradient
-from toolkit.policy_gradient._shapes import alike
+from toolkit.policy_gradient._shapes import alike, one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
 
 __all__ = [
@@ -158,7 +158,7 @@ def grpo_loss(
     beta = number("beta", beta, least=0)
     if log_prob_t.dim() < 2:
         raise ValueError(f"`log_prob_t` should have the shape (*, K, T). Found {tuple(log_prob_t.shape)}.")
-    alike(log_prob_of_a_token=log_prob_t[..., 0], adv=adv)
+    one_for_each_row(log_prob_t=log_prob_t, adv=adv)
     if beta and reference_log_prob_t is None:
         raise ValueError(f"`reference_log_prob_t` should be given for a positive `beta`. Found None, {beta:g}.")
     if mask_t is not None:
