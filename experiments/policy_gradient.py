@@ -243,10 +243,9 @@ def _weights_of_images(shares: Sequence[float], n_samples: int) -> Mapping[str, 
         right = torch.ones(k + 1, k, dtype=torch.float64).tril(-1)
         judged = _judged(right, advantages)  # type: ignore[arg-type]
         ways = torch.tensor([math.comb(k, count) for count in range(k + 1)], dtype=torch.float64)
-        found[f"weight in the gradient, {name}"] = [
-            float((ways * (p**right * (1 - p) ** (1 - right)).prod(-1) * (judged * _scores(right, p)).mean(-1)).sum())
-            for p in shares
-        ]
+        chances = [ways * (p**right * (1 - p) ** (1 - right)).prod(-1) for p in shares]
+        weights = [chance @ (judged * _scores(right, p)).mean(-1) for chance, p in zip(chances, shares, strict=True)]
+        found[f"weight in the gradient, {name}"] = [round(weight.item(), 12) for weight in weights]  # no curve of noise
     return found
 
 
