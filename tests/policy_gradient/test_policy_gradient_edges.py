@@ -142,6 +142,7 @@ def test_losses_of_sampled_actions_map_over_a_batch():
     torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.parametrize("name", ["policy_gradient", "grouped", "off_policy", "vtrace_advantages", "soft_critic"])
 def test_a_compiled_loss_is_the_same(name):
     parameters, constants, loss = PEER_CASES[name]
@@ -155,6 +156,7 @@ def test_a_compiled_loss_is_the_same(name):
         torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.keeps_its_sums
 def test_value_and_gradient_compile_together():
     """As jax compiles them: faster than a compiled loss that is differentiated afterwards."""
 

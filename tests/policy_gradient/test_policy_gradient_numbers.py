@@ -422,6 +422,24 @@ def test_the_deterministic_policy_gradient():
     close(gradient(lambda: held(leaves, {}), leaves["matrix"], opened=[pg.CRITIC])[0], (0.08, -0.14), (-0.14, 0.245))
 
 
+def test_an_open_critic_that_learns_from_the_actions_of_the_policy_ends_one_too_high():
+    """With the losses summed and rewards of ``2 a - 0.5``, the fixed point is ``r + 1``, and r with the block."""
+    actions = tensor([0.3], [-1.2], [0.8])
+    rewards = 2 * actions[:, 0] - 0.5
+    critic = torch.nn.Linear(1, 1).double()
+    for opened, bias in (([], -0.5), ([pg.CRITIC], 0.5)):
+        with torch.no_grad():
+            critic.weight.fill_(2.0)
+            critic.bias.fill_(bias)
+
+        def loss():
+            error = pg.td3_critic_loss(critic(actions).T, rewards, 0 * rewards, 0 * rewards[None])
+            return error - pg.held_critic(critic, actions).mean()
+
+        for slope in gradient(loss, *critic.parameters(), opened=opened):
+            torch.testing.assert_close(slope, torch.zeros_like(slope), rtol=0, atol=1e-15)
+
+
 def test_one_critic_is_that_of_ddpg():
     q, later, r, d = tensor(0.3, -0.2), tensor(1.0, 0.5), tensor(0.7, -0.3), tensor(0.9, 0.0)
     expected = 0.5 * torch.nn.functional.mse_loss(q, r + d * later)

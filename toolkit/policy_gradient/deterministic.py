@@ -42,8 +42,8 @@ def held_critic(critic: nn.Module, *inputs: Tensor) -> Tensor:
 
     The loss of DDPG, TD3 and SAC for the policy is ``-held_critic(critic, states, actions).mean()``, in SAC plus the
     entropy. With the block `CRITIC` in place the policy gets the slope of the critic. Open, the critic gets the
-    gradient of ``-Q`` by its parameters, which raises its values at the actions of the policy: with half of the squared
-    error beside it under one optimiser, by 1 at the fixed point.
+    gradient of ``-Q`` by its parameters, which raises its values at the actions of the policy. With half of the squared
+    error beside it under one optimiser, its fixed point is 1 too high if it learns from these very actions.
 
     Args:
         critic: A module.
