@@ -178,6 +178,23 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_em_acceleration",
         ),
     ],
+    "bilevel": [
+        ("better = residual < least  # false for NaN", "better = residual == residual", "test_bilevel_solvers"),
+        ("z = torch.where(done[:, None], z, history.acc", "z = (history.acc", "test_bilevel_solvers"),
+        (
+            "        ctx.save_for_backward(output, *args)\n",
+            "        ctx.save_for_backward(inputs[2], *args)\n",
+            "test_bilevel",
+        ),
+        ("if t and factor != 1:", "if factor != 1:", "test_bilevel_unrolling"),
+        (
+            "    if factor == 0:\n        return held",
+            "    if factor < 0:\n        return held",
+            "test_bilevel_unrolling",
+        ),
+        ("scale = torch.where(size > 0, size, 1)\n", "scale = torch.ones_like(size)\n", "test_bilevel_equilibrium"),
+        ("        if not bool(curvature > 0):\n", "        if not bool(curvature != 0):\n", "test_bilevel_solvers"),
+    ],
     "rbm": [
         (
             "return joint.free_energy(data).mean() - joint.free_energy(negative).mean()",

@@ -29,8 +29,8 @@ EARLY_STEPS = block(
 )
 STATE = block(
     "bilevel.state",
-    "The state that a recurrence carries into the next piece of a sequence: the gradient ends there, and the memory is "
-    "that of one piece.",
+    "The state that a recurrence carries into the next piece of a sequence: the gradient ends there, so that each piece "
+    "can be differentiated, and its memory freed, by itself.",
 )
 
 T = TypeVar("T")
