@@ -104,7 +104,7 @@ def _every(k):
 
 
 def _drawn(probability=0.4, seed=3):
-    uniform = torch.rand(len(INPUTS), generator=torch.Generator().manual_seed(seed))
+    uniform = torch.rand(len(INPUTS), generator=torch.Generator().manual_seed(seed), device="cpu")
     return [0.0 if u < probability else 1 / (1 - probability) for u in uniform.tolist()]
 
 

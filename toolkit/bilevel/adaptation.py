@@ -97,7 +97,8 @@ def _inner_gradient(loss: Loss, parameters: dict[str, Tensor]) -> dict[str, Tens
 def _plain_gradient(loss: Loss, parameters: dict[str, Tensor], recorded: bool) -> dict[str, Tensor]:
     """Return the gradient as `torch.func.grad` does, in two thirds of its time."""
     with torch.enable_grad():
-        leaves = {name: variable(value if recorded else constants(value)) for name, value in parameters.items()}
+        values = parameters if recorded else constants(parameters)
+        leaves = {name: variable(value) for name, value in values.items()}
         slopes = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=recorded, materialize_grads=True)
     return dict(zip(leaves, slopes, strict=True))
 

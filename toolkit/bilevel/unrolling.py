@@ -30,7 +30,7 @@ EARLY_STEPS = block(
 STATE = block(
     "bilevel.state",
     "The state that a recurrence carries into the next piece of a sequence: the gradient ends there, so that each piece "
-    "can be differentiated, and its memory freed, by itself.",
+    "can be differentiated by itself, and its memory freed.",
 )
 
 T = TypeVar("T")
