@@ -76,6 +76,19 @@ def test_one_sample_diverges_and_the_others_converge():
     assert found.value[[0, 2], 0].tolist() == pytest.approx([2, 1 / 0.7], rel=1e-4)
 
 
+def test_a_sample_that_converged_is_not_changed_any_more():
+    rates, seen = torch.tensor([[0.0], [0.9]]).double(), []
+
+    def function(z):
+        seen.append(z.clone())
+        return rates * z + torch.ones_like(z)
+
+    start = torch.tensor([[1.0 + 1e-12], [0.0]], dtype=torch.float64)
+    fixed_point(function, start, memory=0, max_steps=20)
+    assert {z[0].item() for z in seen} == {1.0 + 1e-12}
+    assert len({z[1].item() for z in seen}) == 20
+
+
 def test_the_best_iterate_is_returned():
     """From here on plain iteration only gets worse."""
     found = fixed_point(lambda z: 2 * z, torch.full((1, 1), 0.5), memory=0, max_steps=10)
@@ -128,7 +141,7 @@ def test_conjugate_gradients_of_zero_are_zero():
 
 
 def test_a_matrix_that_is_not_positive_definite_is_noticed():
-    assert not conjugate_gradient(lambda x: x * torch.tensor([1.0, -1.0]), torch.ones(2)).converged
+    assert not conjugate_gradient(lambda x: x * torch.tensor([1.0, -2.0]), torch.ones(2)).converged
 
 
 @pytest.mark.parametrize("steps", [1, 4])

@@ -232,10 +232,11 @@ def test_early_steps_cost_no_memory():
     assert memory[4] == memory[40]
 
 
-def test_a_held_state_that_is_not_finite_stops_no_gradient_of_others():
+def test_a_slope_that_is_not_finite_ends_at_a_cut():
     """A factor of 0 is a cut, not a product with 0."""
     a = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
-    _, outputs = truncated_scan(lambda h, x: ((a * h).sqrt(), a * x), torch.zeros(()).double(), _vector(1, 2), every=1)
+    first = torch.zeros(()).double()
+    _, outputs = truncated_scan(lambda h, x: ((a * h).sqrt(), a * x + h), first, _vector(1, 2), every=1)
     assert torch.autograd.grad(outputs.sum(), a)[0].item() == 3
 
 

@@ -29,8 +29,8 @@ EARLY_STEPS = block(
 )
 STATE = block(
     "bilevel.state",
-    "The state that a recurrence carries into the next piece of a sequence: the gradient ends there, so that each piece "
-    "can be differentiated by itself, and its memory freed.",
+    "The state that a recurrence carries into the next piece of a sequence: the gradient ends there, so each piece can "
+    "be differentiated by itself, and its memory freed.",
 )
 
 T = TypeVar("T")
