@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from toolkit import unblock
 from toolkit.bilevel import FIXED_POINT, ConvergenceWarning, equilibrium, fixed_point, phantom
+from toolkit.gradients.field import field_jacobian
 from toolkit.gradients.memory import measure_memory
 
 
@@ -181,6 +182,16 @@ def _directional(loss, p, order):
 def test_second_and_third_derivatives_are_those_of_unrolling(order):
     p = _parameters()
     torch.testing.assert_close(_directional(_implicit, p, order), _directional(_unrolled, p, order))
+
+
+def test_the_one_step_field_is_the_gradient_of_no_loss_and_the_implicit_one_of_the_unrolled_loss():
+    p = _parameters()
+    assert field_jacobian(lambda: _phantom(1, 1.0)(p), p).asymmetry == pytest.approx(0.785, abs=1e-3)
+    field = field_jacobian(lambda: _implicit(p), p)
+    assert field.is_gradient_field
+    flat = torch.cat([value.detach().flatten() for value in p.values()])
+    unrolled = lambda v: _unrolled({"W": v[:4].view(2, 2), "b": v[4:].view(2, 2)})  # noqa: E731
+    torch.testing.assert_close(field.jacobian, torch.autograd.functional.hessian(unrolled, flat))
 
 
 def test_a_module_is_passed_by_its_parameters():

@@ -107,6 +107,12 @@ def test_samples_keep_their_shape():
     torch.testing.assert_close(found.value, torch.full((2, 3, 4), 2.0), rtol=1e-4, atol=0)
 
 
+def test_no_samples_need_no_steps():
+    found = fixed_point(torch.cos, torch.zeros(0, 2))
+    assert found.value.shape == (0, 2)
+    assert found.converged.all()
+
+
 @pytest.mark.parametrize("start", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), [[0.0]]])
 def test_a_start_that_is_no_batch_is_refused(start):
     with pytest.raises(ValueError, match="`start` should be a floating-point tensor"):

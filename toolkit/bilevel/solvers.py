@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit.blocks import no_graph
+from toolkit.blocks import constants
 
 __all__ = [
     "ConvergenceWarning",
@@ -103,19 +103,20 @@ def fixed_point(
     steps = torch.zeros(len(z), dtype=torch.int64, device=z.device)
     for step in range(1, max_steps + 1):
         f = function(z.view_as(start)).flatten(1)
-        with no_graph():
-            residual = torch.linalg.vector_norm(f - z, dim=1)
-            better = residual < least  # false for NaN
-            least, steps = torch.where(better, residual, least), torch.where(better, step, steps)
-            converged = residual <= limit * (1 + torch.linalg.vector_norm(z, dim=1))
-            done = done | converged | ~residual.isfinite()
+        residual = torch.linalg.vector_norm(constants(f - z), dim=1)
+        better = residual < least  # false for NaN
+        least, steps = torch.where(better, residual, least), torch.where(better, step, steps)
+        done = done | (residual <= limit * _size(z)) | ~residual.isfinite()
         best = torch.where(better[:, None], z, best)
         if step == max_steps or bool(done.all()):
             break
         z = torch.where(done[:, None], z, history.accelerated(f, f - z))
-    with no_graph():
-        converged = least <= limit * (1 + torch.linalg.vector_norm(best, dim=1))
-    return Solved(best.view_as(start), least, steps, converged)
+    return Solved(best.view_as(start), least, steps, least <= limit * _size(best))
+
+
+def _size(z: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(constants(z), dim=1)
+    return 1 + norm
 
 
 class _History:
@@ -142,9 +143,8 @@ def _least_squares(columns: Tensor, target: Tensor) -> Tensor:
     The columns are scaled to length 1, for they shrink from step to step; their scale does not change the result.
     """
     exact = torch.promote_types(columns.dtype, torch.float32)
-    with no_graph():
-        length = torch.linalg.vector_norm(columns, dim=1, keepdim=True)
-        scale = torch.where(length > 0, length, 1).to(exact)
+    length = torch.linalg.vector_norm(constants(columns), dim=1, keepdim=True)
+    scale = torch.where(length > 0, length, 1).to(exact)
     unit = columns.to(exact) / scale
     ridge = 100 * torch.finfo(exact).eps * torch.eye(unit.shape[-1], dtype=exact, device=unit.device)
     gram = unit.mT @ unit + ridge
@@ -228,8 +228,7 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
     x = step_size * b
     for _ in range(steps - 1):
         x = x - step_size * (operator(x) - b)
-    with no_graph():
-        residual = torch.linalg.vector_norm(operator(x) - b)
+    residual = torch.linalg.vector_norm(constants(operator(x) - b))
     return Solved(x, residual, torch.tensor(steps, device=b.device), torch.tensor(True, device=b.device))
 
 
