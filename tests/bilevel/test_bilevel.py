@@ -346,14 +346,20 @@ def test_adaptation_compiles():
         (lambda: adapt(_inner, _start(), steps=-1, step_size=0.1), "`steps` should be an integer from 0"),
         (lambda: adapt(_inner, _start(), steps=1, step_size=0), "`step_size` should be positive"),
         (lambda: adapt(_inner, _start(), steps=1, step_size={}), r"`step_size` should .* Found none for \['w'\]"),
-        (lambda: reptile_loss(_start(), {}, step_size=1), r"`adapted` should have the names \['w'\]. Found \[\]"),
+        (lambda: reptile_loss(_start(), {}, step_size=1), r"`adapted` should have the names and shapes .* Found {}"),
+        (
+            lambda: reptile_loss(_start(), {"w": torch.zeros(2, 1)}, step_size=1),
+            r"`adapted` should have the names and shapes .* Found {'w': \(2, 1\)}",
+        ),
+        (lambda: adapt(lambda p: p["w"], _start(), steps=1, step_size=1), r"`loss` should return a scalar. .* \(2,\)"),
+        (lambda: implicit_minimum(torch.sin, torch.ones(2)), r"`loss` should return a scalar. Found shape \(2,\)"),
         (lambda: newton_step(torch.sin, torch.zeros(2, 2)), r"`solution` should be a vector .* Found shape \(2, 2\)"),
         (
             lambda: implicit_adapt(_inner, _start(), strength=0, minimise=MINIMISE),
             "`strength` should be positive",
         ),
     ],
-    ids=["steps", "step_size", "missing", "names", "vector", "strength"],
+    ids=["steps", "step_size", "missing", "names", "shapes", "loss", "minimum", "vector", "strength"],
 )
 def test_wrong_arguments_are_refused(call, error):
     with pytest.raises(ValueError, match=error):

@@ -119,6 +119,11 @@ def test_a_start_that_is_no_batch_is_refused(start):
         fixed_point(lambda z: z, start)
 
 
+def test_a_function_that_changes_the_shape_is_refused():
+    with pytest.raises(ValueError, match=r"`function` should return the shape of its input, \(3, 2\). Found \(3, 1\)"):
+        fixed_point(lambda z: z.sum(1, keepdim=True), torch.zeros(3, 2))
+
+
 def _positive(n=8, seed=1):
     root = torch.randn(n, n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return root @ root.T + 0.1 * torch.eye(n).double(), torch.arange(1.0, n + 1, dtype=torch.float64)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from toolkit._checks import integer, number
-from toolkit.bilevel.implicit import SOLUTION, attached
+from toolkit.bilevel.implicit import SOLUTION, attached, scalar, slope_of
 from toolkit.bilevel.solvers import LinearSolver, conjugate_gradient
 from toolkit.blocks import block, constants, is_blocked, no_graph, stop_gradient, stop_recording, variable
 
@@ -50,8 +50,7 @@ def adapt(
         \prod_{i=0}^{k-1} (I - \alpha H_i) \, g'
 
     with the Hessians :math:`H_i` of the inner loss at the iterates. A step size that is a tensor gets its gradient
-    either way, as in Meta-SGD. Inner gradients are computed under `torch.no_grad` as
-    well.
+    either way, as in Meta-SGD. It adapts under `torch.no_grad` as well.
 
     Args:
         loss: The inner loss: parameters to a scalar.
@@ -63,8 +62,9 @@ def adapt(
         Name -> adapted parameter.
 
     Raises:
-        ValueError: If `steps` is not an integer from 0, a number `step_size` not positive and finite, or if a parameter
-            has no step size.
+        ValueError: If `steps` is not an integer from 0, a number `step_size` not positive and finite, if a parameter
+        has
+            no step size, or `loss` does not return a scalar.
 
     References:
         Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", 2017, section 5.2
@@ -88,7 +88,7 @@ def _inner_gradient(loss: Loss, parameters: dict[str, Tensor]) -> dict[str, Tens
     recorded = torch.is_grad_enabled() and not is_blocked(INNER_GRADIENT)
     if is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         with nullcontext() if recorded else no_graph():
-            gradient = torch.func.grad(loss)(parameters)
+            gradient = slope_of(loss)(parameters)
     else:
         gradient = _plain_gradient(loss, parameters, recorded)
     return {name: stop_gradient(slope, INNER_GRADIENT) for name, slope in gradient.items()}
@@ -99,7 +99,8 @@ def _plain_gradient(loss: Loss, parameters: dict[str, Tensor], recorded: bool) -
     with torch.enable_grad():
         values = parameters if recorded else constants(parameters)
         leaves = {name: variable(value) for name, value in values.items()}
-        slopes = torch.autograd.grad(loss(leaves), list(leaves.values()), create_graph=recorded, materialize_grads=True)
+        value = scalar(loss(leaves))
+        slopes = torch.autograd.grad(value, list(leaves.values()), create_graph=recorded, materialize_grads=True)
     return dict(zip(leaves, slopes, strict=True))
 
 
@@ -131,7 +132,7 @@ def reptile_loss(parameters: Parameters, adapted: Parameters, *, step_size: floa
         A scalar.
 
     Raises:
-        ValueError: If `step_size` is not positive and finite, or the names differ.
+        ValueError: If `step_size` is not positive and finite, or names or shapes differ.
 
     References:
         Nichol, Achiam and Schulman, "On first-order meta-learning algorithms", 2018.
@@ -144,8 +145,9 @@ def reptile_loss(parameters: Parameters, adapted: Parameters, *, step_size: floa
         tensor(6.4000)
     """
     step_size = number("step_size", step_size, above=0)
-    if parameters.keys() != adapted.keys():
-        raise ValueError(f"`adapted` should have the names {sorted(parameters)}. Found {sorted(adapted)}.")
+    shapes, found = ({name: tuple(value.shape) for name, value in sorted(p.items())} for p in (parameters, adapted))
+    if shapes != found:
+        raise ValueError(f"`adapted` should have the names and shapes of `parameters`, {shapes}. Found {found}.")
     held = {name: stop_gradient(value, ADAPTED) for name, value in adapted.items()}
     squares = [(value - held[name]).square().sum() for name, value in parameters.items()]
     return torch.stack(squares).sum() / (2 * step_size)
@@ -205,7 +207,7 @@ def implicit_adapt(
     with stop_recording(SOLUTION):
         found = minimise(lambda phi: proximal(phi, parameters), parameters)
     vectors = (_as_vector({name: each[name] for name in parameters}) for each in (found, parameters))
-    return _as_dict(attached(torch.func.grad(of_vectors), *vectors, solver=solver), parameters)
+    return _as_dict(attached(slope_of(of_vectors), *vectors, solver=solver), parameters)
 
 
 def _as_vector(parameters: Parameters) -> Tensor:

@@ -24,7 +24,16 @@ from torch import Tensor
 from toolkit.bilevel.solvers import LinearSolver, Operator, conjugate_gradient, warn_unless_converged
 from toolkit.blocks import block, carries_gradient, constants, no_graph, stop_gradient
 
-__all__ = ["JACOBIAN", "SOLUTION", "attached", "implicit_minimum", "implicit_root", "newton_step"]
+__all__ = [
+    "JACOBIAN",
+    "SOLUTION",
+    "attached",
+    "implicit_minimum",
+    "implicit_root",
+    "newton_step",
+    "scalar",
+    "slope_of",
+]
 
 SOLUTION = block(
     "bilevel.solution",
@@ -132,7 +141,7 @@ def implicit_minimum(
         The value of `solution`.
 
     Raises:
-        ValueError: As `implicit_root`.
+        ValueError: As `implicit_root`, or if `loss` does not return a scalar.
 
     Warns:
         ConvergenceWarning: As `implicit_root`; also if the Hessian is not positive definite.
@@ -146,7 +155,19 @@ def implicit_minimum(
         >>> torch.autograd.grad(w, a)
         (tensor([0.5000]),)
     """
-    return implicit_root(torch.func.grad(loss), solution, *args, solver=solver)
+    return implicit_root(slope_of(loss), solution, *args, solver=solver)
+
+
+def slope_of(loss: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return `torch.func.grad` of a loss, which has to be a scalar."""
+    return torch.func.grad(lambda *args: scalar(loss(*args)))
+
+
+def scalar(value: Tensor) -> Tensor:
+    """Return a loss if it is one."""
+    if value.dim():
+        raise ValueError(f"`loss` should return a scalar. Found shape {tuple(value.shape)}.")
+    return value
 
 
 def attached(residual: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver) -> Tensor:

@@ -80,7 +80,9 @@ def fixed_point(
         max_steps: Number of evaluations of `function` after which the search ends.
 
     Raises:
-        ValueError: If `start` has no dimension of samples and one more, or if a number is out of range.
+        ValueError: If `start` has no dimension of samples and one more, `function` returns another shape, or a number
+        is
+            out of range.
 
     References:
         Walker and Ni, "Anderson acceleration for fixed-point iterations", 2011.
@@ -102,7 +104,7 @@ def fixed_point(
     least = torch.full((len(z),), torch.inf, dtype=z.dtype, device=z.device)
     steps = torch.zeros(len(z), dtype=torch.int64, device=z.device)
     for step in range(1, max_steps + 1):
-        f = function(z.view_as(start)).flatten(1)
+        f = _checked(function(z.view_as(start)), start).flatten(1)
         residual = torch.linalg.vector_norm(constants(f - z), dim=1)
         better = residual < least  # false for NaN
         least, steps = torch.where(better, residual, least), torch.where(better, step, steps)
@@ -112,6 +114,14 @@ def fixed_point(
             break
         z = torch.where(done[:, None], z, history.accelerated(f, f - z))
     return Solved(best.view_as(start), least, steps, least <= limit * _size(best))
+
+
+def _checked(value: Tensor, like: Tensor) -> Tensor:
+    if value.shape != like.shape:
+        raise ValueError(
+            f"`function` should return the shape of its input, {tuple(like.shape)}. Found {tuple(value.shape)}."
+        )
+    return value
 
 
 def _size(z: Tensor) -> Tensor:
