@@ -113,10 +113,23 @@ def test_known_numbers(slope, blocked, opened):
         assert slope_of(loss) == pytest.approx(opened, rel=1e-9)
 
 
-def test_without_a_reset_the_potential_is_a_filter():
-    _, potentials = leaky_integrate_and_fire(CURRENTS, decay=DECAY, reset="none")
-    filtered = [sum(DECAY ** (t - k) * CURRENTS[k].item() for k in range(t + 1)) for t in range(4)]
-    assert potentials.tolist() == pytest.approx(filtered)
+@pytest.mark.parametrize(
+    ("reset", "after"),
+    [
+        ("subtract", lambda u, spiked: DECAY * u - spiked),
+        ("zero", lambda u, spiked: 0.0 if spiked else DECAY * u),
+        ("none", lambda u, spiked: DECAY * u),
+    ],
+)
+def test_potentials_follow_their_recursion(reset, after):
+    spikes, potentials = leaky_integrate_and_fire(WEIGHT * CURRENTS, decay=DECAY, reset=reset)
+    u, expected = 0.0, []
+    for current in (WEIGHT * CURRENTS).tolist():
+        u = after(u, u > 1) + current
+        expected.append(u)
+    assert potentials.tolist() == pytest.approx(expected)
+    assert spikes.tolist() == [float(u > 1) for u in expected]
+    assert 0 < spikes.sum() < 4 or reset == "none"
 
 
 @pytest.mark.parametrize(
