@@ -39,6 +39,18 @@ def test_a_step_in_each_stage_multiplies_the_gradient_of_the_encoder(stages):
     torch.testing.assert_close(slope, (stages * c).expand(40, 3))
 
 
+def test_the_factor_of_the_stages_is_a_divided_commitment():
+    """``M c + 2 beta d`` is M times ``c + 2 (beta / M) d``: Adam sees no difference."""
+    one, other = (autoencoder(n_quantizers=4, commitment=beta) for beta in (0.8, 0.2))
+    z = one.encoder(images())
+    codes, loss = step_in_each_stage(one.quantizer, z)
+    in_each_stage = torch.nn.functional.mse_loss(one.decoder(codes), images()) + loss
+    found = torch.autograd.grad(in_each_stage, list(one.encoder.parameters()))
+    expected = torch.autograd.grad(other.loss(images()), list(other.encoder.parameters()))
+    for slope, its_slope in zip(found, expected, strict=True):
+        torch.testing.assert_close(slope, 4 * its_slope)
+
+
 def test_codebooks_start_at_the_k_means_of_the_latent_vectors():
     model = autoencoder()
     assert len(model.quantizer(model.encoder(images())).indices.unique()) == 5
