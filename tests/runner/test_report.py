@@ -28,6 +28,7 @@ from toolkit.runner._figures import (
     Strip,
     draw_arrows,
     draw_bands,
+    draw_parameters,
     draw_strips,
     draw_sweep,
 )
@@ -543,6 +544,13 @@ def _open(browser, page, width, scheme):
 
 def _complaints(browser):
     return [entry for entry in browser.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+
+def test_the_shortest_and_the_longest_gradient_have_a_place():
+    """The axis ends at the inverse of the shortest, whose inverse is rounded to either side of it."""
+    ratios = np.random.default_rng(0).uniform(0.01, 0.5, 300).tolist()
+    for ratio in [*ratios, *(1 / ratio for ratio in ratios)]:
+        assert "nan" not in draw_parameters(["weight"], [("open", [0.5], [ratio], "var(--open-1)")])
 
 
 in_a_browser = [pytest.mark.browser, pytest.mark.filterwarnings("ignore")]

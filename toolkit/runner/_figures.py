@@ -134,7 +134,8 @@ def draw_parameters(names: Sequence[str], series: Sequence[tuple[str, Sequence[f
     `series` holds (label, cosines, ratios, colour) of every variant.
     """
     sizes = [ratio for _, _, ratios, _ in series for ratio in ratios if math.isfinite(ratio) and ratio > 0]
-    reach = max([2.0, *(max(ratio, 1 / ratio) for ratio in sizes)])
+    # A little more than the ends: the inverse of an inverse may be rounded to beyond the value.
+    reach = 1.001 * max([2.0, *(max(ratio, 1 / ratio) for ratio in sizes)])
     turns = [
         (label, [degrees(cosine) if math.isfinite(cosine) else math.nan for cosine in cosines], colour)
         for label, cosines, _, colour in series
