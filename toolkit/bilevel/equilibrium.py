@@ -87,7 +87,7 @@ def phantom(
 def equilibrium(
     function: Callable[..., Tensor], start: Tensor, *args: Tensor, solver: FixedPointSolver = fixed_point
 ) -> Solved:
-    r"""Return a fixed point of :math:`f(z, a_1, a_2, \dots)` with its implicit gradient, of any order.
+    r"""Return a fixed point of :math:`f(z, a_1, a_2, \ldots)` with its implicit gradient, of any order.
 
     The backward pass solves :math:`u = J^\top u + \bar z` with the same solver, for each sample, and needs the memory
     of one evaluation of f. Second and further derivatives are right as well. The block `FIXED_POINT` is redundant: it

@@ -85,7 +85,7 @@ def newton_step(residual: Operator, solution: Tensor) -> Tensor:
 
 
 def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver) -> Tensor:
-    r"""Return a root of :math:`F(w, a_1, a_2, \dots)` with its gradient by the arguments a, of any order.
+    r"""Return a root of :math:`F(w, a_1, a_2, \ldots)` with its gradient by the arguments a, of any order.
 
     The backward pass solves :math:`(\partial F / \partial w)^\top u = \bar w` without forming the matrix, and returns
     :math:`-(\partial F / \partial a)^\top u`. Derivatives of this pass are computed in the same way, so the second and
@@ -124,7 +124,7 @@ def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: L
 def implicit_minimum(
     loss: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver = conjugate_gradient
 ) -> Tensor:
-    r"""Return a minimum over w of :math:`L(w, a_1, a_2, \dots)` with its gradient by the arguments a, of any order.
+    r"""Return a minimum over w of :math:`L(w, a_1, a_2, \ldots)` with its gradient by the arguments a, of any order.
 
     `implicit_root` for the slope :math:`\partial L / \partial w`, whose Jacobian is the Hessian:
 

@@ -1,7 +1,7 @@
 r"""Surrogates of differentiable games: their gradient is a direction of play, although no loss has it as its gradient.
 
-Player i has parameters :math:`x_i` and a loss :math:`L_i(x_1, \dots, x_n)`. The field of simultaneous play is
-:math:`\xi = (\partial_1 L_1, \dots, \partial_n L_n)`, and :math:`J` its Jacobian, whose antisymmetric part turns the
+Player i has parameters :math:`x_i` and a loss :math:`L_i(x_1, \ldots, x_n)`. The field of simultaneous play is
+:math:`\xi = (\partial_1 L_1, \ldots, \partial_n L_n)`, and :math:`J` its Jacobian, whose antisymmetric part turns the
 players around each other. Step sizes are positive: all players minimise.
 
 n players. A player is a tensor or a tree of tensors, such as ``dict(module.named_parameters())``; each loss is called
@@ -89,7 +89,7 @@ def simultaneous_loss(losses: Sequence[Loss], players: Sequence[Player]) -> Tens
 
 
 def alternating_loss(losses: Sequence[Loss], players: Sequence[Player], *, learning_rate: float) -> Tensor:
-    r"""Return :math:`\sum_i L_i(\operatorname{sg} x^+_1, \dots, \operatorname{sg} x^+_{i-1}, x_i, \dots)`.
+    r"""Return :math:`\sum_i L_i(\operatorname{sg} x^+_1, \ldots, \operatorname{sg} x^+_{i-1}, x_i, \ldots)`.
 
     Here :math:`x^+_j = x_j - \alpha \partial_j L_j` is the move that player j has made already. A step of gradient
     descent on this surrogate with the same rate :math:`\alpha` is one round of alternating play: every player answers

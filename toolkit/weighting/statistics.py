@@ -144,7 +144,7 @@ class BatchRenorm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(n, device=device, dtype=dtype)) if affine else None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input, (N, C, *)."""
+        """Return the normalised input, of the same shape."""
         if not self.training:
             scale, shift = self._with_affine(1 / self.running_std, torch.zeros_like(self.running_std))
             shape = _of_channels(input, self.running_mean)

@@ -1,6 +1,6 @@
 r"""Hidden Markov models: their parameters, Baum-Welch, Viterbi, posteriors, and the surrogate for gradient EM.
 
-A path of states :math:`z_1 \dots z_T` has the joint log-density
+A path of states :math:`z_1 \ldots z_T` has the joint log-density
 
 .. math:: a(z) = \log \pi_{z_1} + \sum_{t>1} \log A_{z_{t-1} z_t} + \sum_t \log b_{z_t}(x_t),
 
