@@ -2,7 +2,6 @@
 
 import json
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch import nn
 
 from toolkit import compare, stop_gradient
 from toolkit.gradients import Verdict
-from toolkit.gradients._answers import Leak
-from toolkit.gradients._rounding import Rounding
 from toolkit.gradients.verdict import equal, rounding
 from toolkit.testing import assert_load_bearing, assert_redundant
 
@@ -211,30 +208,3 @@ def test_no_leak_is_lost_because_its_square_is_too_small_or_too_large(dtype, siz
     comparison = compare(lambda: (held * stop_gradient(w.detach() * held, "verdict.size")).sum(), {"held": held})
     assert comparison["verdict.size"].leak == pytest.approx(size * 3**0.5, rel=1e-2)
     assert comparison["verdict.size"].verdict.kind == "partial"
-
-
-@pytest.mark.parametrize(
-    ("turns", "is_kept"),
-    [
-        pytest.param([0.7, 1.3, 1.4, 0.6] * 3, True, id="changes its length by 40 %"),
-        pytest.param([1.2] * 11 + [-1.0], False, id="turns around once in twelve times"),
-        pytest.param([1.2] * 11 + [0.1], False, id="almost vanishes once"),
-    ],
-)
-@pytest.mark.parametrize("precision", [2.0**-7, 2.0**-23])
-def test_a_leak_of_few_digits_is_told_from_rounding_by_its_direction(turns, is_kept, precision):
-    """A leak of rounding points elsewhere after each change of the parameters; one that never turns is none."""
-    leak = torch.tensor([1.0, -2.0, 0.5])
-
-    def nudged(nudge, size, names=()):
-        return {"w": turns[nudge] * leak if names else torch.zeros(3)}
-
-    plain = SimpleNamespace(gradients={"w": torch.zeros(3)})
-    answers = SimpleNamespace(params={"w": leak}, plain=plain, precision=precision, nudged=nudged)
-    rounding = Rounding(answers, torch.zeros(1))
-    rounding.__dict__["_is_resolved"] = False
-    parts = Leak({"w": leak}, frozenset({"w"}), carried=True)
-    rows = torch.tensor([[leak.square().sum(), 0.0, leak.square().sum(), 0.0]], dtype=torch.float64)
-    noise, kept = rounding._noise(["block"], parts, rows)
-    assert kept.tolist() == [is_kept and precision > 1e-3]
-    assert noise.item() >= 0.19 * leak.norm()

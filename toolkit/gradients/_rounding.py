@@ -21,18 +21,14 @@ from toolkit.gradients.verdict import Verdict, flat, norm, rounding
 
 __all__ = ["Rounding"]
 
-# The number of random changes of the parameters that show how far rounding moves a leak, and with few digits.
-_NUDGES, _NUDGES_OF_FEW_DIGITS = 6, 12
+# The number of random changes of the parameters that show how far rounding moves a leak.
+_NUDGES = 6
 
 # Factor of the loss, in a backward pass that shows rounding: no power of two, which would round alike.
 _PART = 3.0
 
 # A leak that moves by more than a third of itself is undecided; one that moves by less than a thirtieth is clear.
 _MOST_NOISE, _CLEAR = 3.0, 30.0
-
-# A leak that keeps this part of itself, along itself, under every change of few digits is told all the same: rounding
-# turns by more than a right angle every other time, so that twelve times without are one chance in 4,096.
-_KEPT = 0.25
 
 
 class Rounding:
@@ -55,8 +51,8 @@ class Rounding:
             if not beyond.any():
                 return Verdict("redundant")
             if not self._is_clear(names, leak, rows):
-                noise, kept = self._noise(names, leak, rows)
-                told = beyond & ((leaks > _MOST_NOISE * noise) | kept)
+                noise = self._noise(names, leak, rows)
+                told = beyond & (leaks > _MOST_NOISE * noise)
                 if not told.any():
                     if self._answers.precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
                         return Verdict("redundant")
@@ -145,31 +141,27 @@ class Rounding:
             moved = torch.maximum(moved, torch.tensor(distances, dtype=torch.float64))
         return moved >= 0.1 * self._squares.sqrt()
 
-    def _noise(self, names: Sequence[str], leak: Leak, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of a leak under a rounding of the parameters, (P,), and whether few digits keep it, (P,).
+    def _noise(self, names: Sequence[str], leak: Leak, rows: Tensor) -> Tensor:
+        """Return (P,), the change of a leak under a rounding of the parameters.
 
-        For a program that does not run again, the change is the rounding of the gradient itself.
+        For a program that does not run again, it is the rounding of the gradient itself.
         """
         leaks, _, opened, blocked = rows.sqrt().unbind(1)
+        noise = torch.zeros(len(self._params), dtype=torch.float64)
         # A few digits may come out the same by chance, a gradient's may not.
         low = self._answers.precision > torch.finfo(torch.float32).eps
-        noise, kept = torch.zeros(len(self._params), dtype=torch.float64), (leaks > 0) & low
-        nudges = _NUDGES_OF_FEW_DIGITS if low else 1 if self._is_resolved else _NUDGES
-        for nudge in range(nudges):
+        for nudge in range(1 if self._is_resolved and not low else _NUDGES):
             size = _nudge(self._answers.precision, nudge)
             open, without = self._answers.nudged(nudge, size, names), self._answers.nudged(nudge, size)
             if open is None or without is None:
-                noise = torch.maximum(noise, self._answers.precision * torch.maximum(opened, blocked))
-                return noise, torch.zeros_like(kept)
+                return torch.maximum(noise, self._answers.precision * torch.maximum(opened, blocked))
             for index, name in enumerate(self._params):
-                nudged = flat(open[name]).double() - flat(without[name]).double()
-                part = leak.parts[name].double() if name in leak.parts else torch.zeros_like(nudged)
-                noise[index] = max(noise[index].item(), (nudged - part).norm().item())
-                kept[index] &= (nudged * part).sum() > _KEPT * part.square().sum()
-            told = leaks > _MOST_NOISE * noise
-            if not (told | kept).any() or (nudge and (leaks > _CLEAR * noise).any()):
-                return noise, torch.zeros_like(kept)
-        return noise, kept
+                moved = flat(open[name]).double() - flat(without[name]).double()
+                moved = moved - leak.parts[name].double() if name in leak.parts else moved
+                noise[index] = max(noise[index].item(), moved.norm().item())
+            if not (leaks > _MOST_NOISE * noise).any() or (nudge and (leaks > _CLEAR * noise).any()):
+                break
+        return noise
 
     @cached_property
     def _arrivals_of_a_part(self) -> list[tuple[str, GradientEdge, Tensor]]:
