@@ -62,7 +62,7 @@ def row(cases: list[BlockCase], configs: list[str]) -> list[tuple[str, str]]:
         _number(leak),
         _number(_asymmetry(case)),
         _bytes(case),
-        ("<br>".join(f"<code>{config}</code>" for config in configs), str(len(configs))),
+        ("<br>".join(f"<code>{config.replace('_', '_<wbr>')}</code>" for config in configs), str(len(configs))),
     ]
 
 
