@@ -208,3 +208,29 @@ def test_no_leak_is_lost_because_its_square_is_too_small_or_too_large(dtype, siz
     comparison = compare(lambda: (held * stop_gradient(w.detach() * held, "verdict.size")).sum(), {"held": held})
     assert comparison["verdict.size"].leak == pytest.approx(size * 3**0.5, rel=1e-2)
     assert comparison["verdict.size"].verdict.kind == "partial"
+
+
+def test_a_small_leak_that_two_hundred_parameters_share_gets_a_verdict():
+    """No parameter has a tenth of the leak, so that no single one can show whether it is rounding."""
+    weights = {f"w{index}": torch.tensor(1.0 + index / 100, requires_grad=True) for index in range(200)}
+    large = torch.tensor(3.0, requires_grad=True)
+
+    def loss():
+        total = torch.stack(list(weights.values())).sum()
+        return large * 1e3 + total * 1e-2 + 1e-9 * (total * stop_gradient(total, "test_verdict.shared"))
+
+    effect = compare(loss, {"large": large, **weights})["test_verdict.shared"]
+    assert effect.verdict.kind == "partial"
+
+
+def test_blocks_are_answered_for_where_no_gradient_is_a_number():
+    w = torch.tensor([0.0, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def loss():
+        root = (w * 0).sqrt().sum()  # an infinite slope, times zero
+        return root + (stop_gradient(w, "test_verdict.one") * stop_gradient(w * 2, "test_verdict.two") * w).sum()
+
+    found = compare(loss, {"w": w})
+    assert found.blocked["w"].isnan().all()
+    assert [effect.name for effect in found.effects] == ["test_verdict.one", "test_verdict.two"]
+    assert "test_verdict.one" in str(found)

@@ -82,7 +82,10 @@ class Rounding:
             return False
         whole = sizes[0].item()
         shares = {name: norm([part]) for name, part in leak.parts.items()}
-        last = max((self._last_uses.get(name, 0), name) for name, share in shares.items() if share > 0.1 * whole)[1]
+        large = [(self._last_uses.get(name, 0), name) for name, share in shares.items() if share > 0.1 * whole]
+        if not large:  # more than a hundred parameters, with a small share each
+            return False
+        last = max(large)[1]
         arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals_of_a_part if name in names]
         edges, cotangents = zip(*arrived, strict=True)
         with self._answers.passing(names):

@@ -294,7 +294,7 @@ class Comparison:
         sizes.append(self._together.ratio * self._blocked_norm)
         for parameter, part in leak.parts.items():
             total[parameter] = total[parameter].sub_(part) if parameter in total else part
-        largest = max(size for size in sizes if size == size)
+        largest = max((size for size in sizes if size == size), default=math.nan)
         self.interaction = norm(total.values()) / largest if largest else 0.0
 
     def _find_sets(self) -> None:
