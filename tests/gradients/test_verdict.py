@@ -233,4 +233,5 @@ def test_blocks_are_answered_for_where_no_gradient_is_a_number():
     found = compare(loss, {"w": w})
     assert found.blocked["w"].isnan().all()
     assert [effect.name for effect in found.effects] == ["test_verdict.one", "test_verdict.two"]
+    assert not any(effect.verdict.kind in ("redundant", "no-op") for effect in found.effects)
     assert "test_verdict.one" in str(found)

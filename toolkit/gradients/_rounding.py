@@ -46,7 +46,8 @@ class Rounding:
             return Verdict("no-op")
         if cut := leak.reached - self._answers.plain.reached:
             return Verdict("cuts", tuple(sorted(cut)))
-        beyond = leaks > self._allowed * torch.maximum(opened, blocked)
+        # Written so that a leak beside a gradient that is NaN is beyond it: nothing is known to be rounding there.
+        beyond = (leaks > 0) & ~(leaks <= self._allowed * torch.maximum(opened, blocked))
         if leaks.isfinite().all():
             if not beyond.any():
                 return Verdict("redundant")
