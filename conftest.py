@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -35,6 +36,15 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.freeze()
     gc.enable()
     return found
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Forget compiled code at the end of a file: torch compiles one function in eight ways at most, in all files."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None and dynamo.utils.counters and (nextitem is None or nextitem.path != item.path):
+        dynamo.reset()
+        dynamo.utils.counters.clear()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

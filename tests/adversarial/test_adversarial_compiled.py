@@ -20,6 +20,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch's own import of inductor
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)

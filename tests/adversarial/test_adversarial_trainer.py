@@ -1102,6 +1102,7 @@ def test_dropout_is_drawn_from_the_generator():
     assert not equal(found[0], found[2])
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.slow
 def test_a_compiled_model_is_trained_as_it_is_written(digit_rows):
     (x, labels), _ = digit_rows

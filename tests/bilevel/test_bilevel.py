@@ -330,6 +330,7 @@ def test_first_order_maml_is_the_gradient_of_no_loss():
     assert field_jacobian(lambda: _maml(p, 0), p).is_gradient_field  # nothing is adapted, nothing blocked
 
 
+@pytest.mark.keeps_its_sums
 def test_adaptation_compiles():
     compiled = torch.compile(lambda w: _maml({"w": w}), backend="aot_eager", fullgraph=True)
     for opened in ((), (INNER_GRADIENT,), ()):

@@ -240,6 +240,7 @@ def test_a_slope_that_is_not_finite_ends_at_a_cut():
     assert torch.autograd.grad(outputs.sum(), a)[0].item() == 3
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.parametrize("opened", [(), (STATE,)])
 def test_a_scan_compiles(opened):
     compiled = torch.compile(lambda a: _truncated(2)({"a": a}), backend="aot_eager", fullgraph=True)

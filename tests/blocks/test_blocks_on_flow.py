@@ -164,6 +164,7 @@ def test_a_string_that_was_made_is_as_good_as_a_literal() -> None:
 # --- graphs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_raises(backend: str) -> None:
     torch._dynamo.reset()

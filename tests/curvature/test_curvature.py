@@ -40,6 +40,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.keeps_its_sums
 @pytest.mark.parametrize(("program", "block"), PROGRAMS.values(), ids=PROGRAMS)
 def test_compiled_and_vectorised(program, block):
     x = torch.tensor([[0.3, -1.2, 2.0], [0.8, 0.5, -0.1]], dtype=torch.float64, requires_grad=True)

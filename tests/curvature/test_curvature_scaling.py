@@ -58,6 +58,7 @@ def test_half_the_gradient_at_every_step_of_an_unrolled_model():
     assert torch.autograd.grad(state, start)[0].item() == pytest.approx((1.5 * 0.5) ** 3)
 
 
+@pytest.mark.keeps_its_sums
 def test_compiled_and_vectorised():
     x = X.clone().requires_grad_()
     compiled = torch.compile(lambda x: scale_gradient(x, 0.25), backend="aot_eager", fullgraph=True)

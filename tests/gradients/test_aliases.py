@@ -196,6 +196,7 @@ def test_blocks_that_are_open_or_compared_hold_nothing_or_are_watched() -> None:
         target.sum()
 
 
+@pytest.mark.keeps_its_sums
 def test_compiled_functions_are_watched() -> None:
     w = torch.ones(2, requires_grad=True)
     compiled = torch.compile(lambda w: stop_gradient(w, "lint.compiled"), backend="eager", fullgraph=True)

@@ -433,6 +433,7 @@ def test_cotangents_of_a_second_derivative_can_be_given() -> None:
         gradgradcheck(lambda w: loop(w) * _Wrong.apply(w), w, grad_outputs=cotangent)
 
 
+@pytest.mark.keeps_its_sums
 def test_a_compiled_program_runs_the_python_that_it_was_made_of() -> None:
     compiled = torch.compile(temporal_differences, backend="eager")
     compiled(_point())

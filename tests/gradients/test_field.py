@@ -407,6 +407,7 @@ def test_a_bare_detach_is_constant_at_both_orders() -> None:
     torch.testing.assert_close(field.jacobian, (2 * p.detach().exp()).diag())
 
 
+@pytest.mark.keeps_its_sums
 def test_a_compiled_program_runs_the_python_that_it_was_made_of() -> None:
     p = _leaf(0.7, -0.4)
     compiled = torch.compile(temporal_differences, backend="eager")
