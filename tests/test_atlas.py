@@ -2,6 +2,7 @@
 
 import ast
 import contextlib
+import dataclasses
 import re
 from importlib.metadata import distributions
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from folders import ROOT
 
+from benchmarks.atlas.links import repository
 from benchmarks.atlas.page import figures, table
 from benchmarks.atlas.records import RECORDS, Answer, Loss, Record, read_records
 from benchmarks.atlas.removal import NotRemovable, Stop, without
@@ -56,6 +58,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
     assert table([record]).count("<tr>") == 3
 
 
+def test_a_package_links_to_the_repository_that_it_names():
+    assert repository("torch") == "https://github.com/pytorch/pytorch"
+    named = Record("package", "1.0", "2.13.0", [Loss("loss", "It failed.")], "https://github.com/a/b")
+    assert '<td><a href="https://github.com/a/b">package 1.0</a></td>' in table([named])
+    assert "<td>package 1.0</td>" in table([dataclasses.replace(named, repository="")])
+
+
 def test_the_page_counts_what_the_records_hold():
     records = read_records()
     answers = [answer for record in records for _, answer in record.answers()]
@@ -71,7 +80,7 @@ FINDING = re.compile(
 
 def test_the_findings_in_words_are_those_of_the_records():
     findings = FINDING.findall((ROOT / "docs" / "atlas.md").read_text("utf-8"))
-    assert len(findings) == 8
+    assert len(findings) == 10
     records = {record.package: record for record in read_records()}
     for package, name, leak, ratio, cosine, places in findings:
         (answer,) = (

@@ -19,6 +19,7 @@ import torch
 from benchmarks._measure import Row
 from benchmarks.atlas import programs
 from benchmarks.atlas.comparison import compared_losses
+from benchmarks.atlas.links import repository
 from benchmarks.atlas.records import Record
 
 ON_REQUEST = True
@@ -38,7 +39,8 @@ def rows() -> Iterator[Row]:
 def _surveyed(package: str, module: str) -> Record:
     """Return the record of a package, and write it."""
     warnings.simplefilter("ignore")  # of the packages
-    record = Record(package, version(package), torch.__version__.partition("+")[0], compared_losses(module))
+    released = torch.__version__.partition("+")[0]
+    record = Record(package, version(package), released, compared_losses(module), repository(package))
     record.write()
     return record
 

@@ -1,10 +1,18 @@
-"""Where a line of a published package can be read."""
+"""Where a published package, or a line of it, can be read."""
 
 from __future__ import annotations
 
-from importlib.metadata import version
+import re
+from importlib.metadata import metadata, version
 
-__all__ = ["link"]
+__all__ = ["link", "repository"]
+
+
+def repository(package: str) -> str:
+    """Return the address of a package's repository that its metadata name, and "" if they name none."""
+    named = [metadata(package)["Home-page"] or "", *(metadata(package).get_all("Project-URL") or [])]
+    found = (re.search(r"https://git(?:hub|lab)\.com/[\w.-]+/[\w.-]+", line) for line in named)
+    return next((match[0].removesuffix(".git") for match in found if match), "")
 
 
 def link(place: str) -> str:

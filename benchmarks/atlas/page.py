@@ -44,7 +44,7 @@ def table(records: Iterable[Record]) -> str:
     """Return a row for each answer, as HTML that sorts by a click on the head of a column."""
     rows = [_cells(record, loss, answer) for record in records for loss, answer in record.answers()]
     failed = [
-        [(f"{record.package} {record.version}", ""), (loss.name, ""), (loss.failure, ""), *[("", "")] * 5]
+        [(_package(record), ""), (loss.name, ""), (loss.failure, ""), *[("", "")] * 5]
         for record in records
         for loss in record.losses
         if loss.failure
@@ -64,7 +64,7 @@ def sortable(columns: Iterable[str], rows: Iterable[Iterable[tuple[str, str]]]) 
 
 def _cells(record: Record, loss: Loss, answer: Answer) -> Iterator[tuple[str, str]]:
     """Yield the HTML of each cell, and the key that it is sorted by."""
-    yield html.escape(f"{record.package} {record.version}"), ""
+    yield _package(record), ""
     yield html.escape(loss.name), ""
     yield html.escape(answer.verdict), ""
     for number in (answer.leak, answer.ratio):
@@ -75,8 +75,12 @@ def _cells(record: Record, loss: Loss, answer: Answer) -> Iterator[tuple[str, st
     yield "<br>".join(f"<code>{html.escape(source)}</code>" for source in answer.sources), ""
 
 
-def _linked(place: str, link: str) -> str:
-    return f'<a href="{html.escape(link)}">{html.escape(place)}</a>' if link else html.escape(place)
+def _package(record: Record) -> str:
+    return _linked(f"{record.package} {record.version}", record.repository)
+
+
+def _linked(text: str, link: str) -> str:
+    return f'<a href="{html.escape(link)}">{html.escape(text)}</a>' if link else html.escape(text)
 
 
 def _row(cells: Iterable[tuple[str, str]]) -> str:

@@ -76,12 +76,14 @@ class Record:
         version: Its version.
         torch: The version of torch.
         losses: One for each function of the program.
+        repository: Its address; empty if the package does not name it.
     """
 
     package: str
     version: str
     torch: str
     losses: list[Loss]
+    repository: str = ""
 
     def write(self, folder: Path = RECORDS) -> None:
         """Write the record, in place of an earlier one of the package."""
