@@ -676,6 +676,37 @@ def test_a_container_of_a_package_is_named_by_its_caller(pair, tmp_path, monkeyp
     assert effect.site.startswith(f"{HERE}:")
 
 
+def _twice(function):
+    @functools.wraps(function)
+    def wrapper(x):
+        return 2 * function(x)
+
+    return wrapper
+
+
+@torch.no_grad()
+@_twice
+def _behind_one_decorator(x):
+    return x.exp()
+
+
+@torch.no_grad()
+@_twice
+def _behind_it_too(x):
+    return x.sin()
+
+
+def test_functions_behind_one_decorator_are_places_of_their_own():
+    x = torch.tensor([0.3, 0.7], requires_grad=True)
+    answer = audit(lambda: (x * _behind_one_decorator(x) + x * _behind_it_too(x)).sum(), {"x": x})
+    functions = [function.__wrapped__.__wrapped__ for function in (_behind_one_decorator, _behind_it_too)]
+    lines = [function.__code__.co_firstlineno for function in functions]
+    assert [effect.site.rsplit(":", 2)[1] for effect in answer.effects] == [str(line) for line in lines]
+    leaks = [effect.leak for effect in answer.effects]
+    expected = [(2 * x * slope).norm().item() for slope in (x.exp(), x.cos())]
+    assert leaks == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_container_whose_method_is_decorated_is_named_by_its_caller(pair, tmp_path, monkeypatch):
     (tmp_path / "decorated_container.py").write_text(
         "def cached(f): return lambda *args: f(*args)\n"

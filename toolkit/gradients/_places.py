@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 
 from toolkit.blocks import Site, site_of
 
-__all__ = ["user_site"]
+__all__ = ["decorated", "user_site"]
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _TOOLKIT = str(Path(__file__).parent.parent) + "/"
@@ -18,12 +20,28 @@ _TOOLKIT = str(Path(__file__).parent.parent) + "/"
 def user_site(frame: FrameType | None) -> Site:
     """Return the innermost place outside of torch and this library; for a decorated function, the function's place."""
     inner = frame
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
-        decorated = frame.f_locals.get("func") if frame.f_code.co_name == "decorate_context" else None
-        code = getattr(decorated, "__code__", None)
-        if code is not None and not code.co_filename.startswith((_TORCH, _TOOLKIT)):
-            return Site(code.co_filename, code.co_firstlineno, 1, code.co_qualname)
+    while frame is not None and _is_internal(frame.f_code.co_filename):
+        if frame.f_code.co_name == "decorate_context" and (site := decorated(frame.f_locals.get("func"), _is_internal)):
+            return site
         frame = frame.f_back
     found = frame or inner
     assert found is not None
     return site_of(found)
+
+
+def decorated(function: Any, internal: Callable[[str], bool]) -> Site | None:
+    """Return the place of a decorated function: the innermost that is not internal, at its first decorator.
+
+    The wrapper of a decorator in between would be one place for all functions that it wraps.
+    """
+    found = None
+    while function is not None:
+        code = getattr(function, "__code__", None)
+        if code is not None and not internal(code.co_filename):
+            found = Site(code.co_filename, code.co_firstlineno, 1, code.co_qualname)
+        function = getattr(function, "__wrapped__", None)
+    return found
+
+
+def _is_internal(file: str) -> bool:
+    return file.startswith((_TORCH, _TOOLKIT))

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
 from toolkit.gradients._gates import reachable_nodes, unrecorded
+from toolkit.gradients._places import decorated
 from toolkit.gradients._snapshot import INSTALLED, Kept
 
 __all__ = ["BareBlocks", "Escape"]
@@ -461,10 +462,9 @@ class BareBlocks:
                 self.elsewhere[f"{kind} at {site_of(frame)}"] = None
             return None
         if file.endswith("_contextlib.py") and "func" in frame.f_locals:  # the decorator form: the function's place
-            code = getattr(frame.f_locals["func"], "__code__", None)
-            if code is None or _is_machinery(code.co_filename):
+            site = decorated(frame.f_locals["func"], _is_machinery)
+            if site is None:
                 return None
-            site = Site(code.co_filename, code.co_firstlineno, 1, code.co_qualname)
         elif _is_machinery(file):
             return None
         else:
