@@ -85,6 +85,22 @@ def test_a_slope_of_zero_is_not_clipped():
     assert torch.autograd.grad(loss, slope)[0].tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+@pytest.mark.parametrize("reward", [0.1, 1000.1, -1e6 - 0.3])
+def test_equal_rewards_have_no_advantage(baseline, reward):
+    # The mean of equal numbers is not always that number: 7 x 1000.1 in single precision is one of the cases.
+    for k in range(2, 12):
+        rewards = torch.full((k,), reward)
+        assert pg.group_advantages(rewards, baseline=baseline, scale="std").tolist() == [0] * k
+
+
+def test_the_deviation_of_rewards_in_half_precision_does_not_overflow():
+    rewards = torch.tensor([300.0, 0.0, 0.0, 0.0])
+    expected = pg.group_advantages(rewards, baseline="mean", scale="std")
+    found = pg.group_advantages(rewards.half(), baseline="mean", scale="std")
+    torch.testing.assert_close(found.float(), expected, rtol=4e-3, atol=0)  # a few roundings of 2^-11
+
+
 def test_smoothed_actions_stay_near_and_inside():
     actions = torch.linspace(-1, 1, 1001)
     found = pg.smoothed_actions(actions, noise=3.0, clip=0.1, generator=torch.Generator().manual_seed(0))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit.policy_gradient._shapes import floating
+from toolkit.policy_gradient._shapes import alike, floating
 
 __all__ = ["group_advantages"]
 
@@ -42,7 +43,7 @@ def group_advantages(
         (\*, K).
 
     Raises:
-        ValueError: If there is no group of two, or an argument is none of its choices.
+        ValueError: If `rewards` is not a tensor with groups of at least two, or an argument is none of its choices.
 
     References:
         Kool, van Hoof and Welling, "Buy 4 REINFORCE samples, get a baseline for free!", 2019.
@@ -57,13 +58,15 @@ def group_advantages(
     choice("baseline", baseline, ("mean", "leave_one_out"))
     choice("scale", scale, ("std", "none"))
     epsilon = number("epsilon", epsilon, above=0)
+    alike(rewards=rewards)
     if rewards.dim() == 0 or rewards.shape[-1] < 2:
         raise ValueError(f"`rewards` should have groups of at least two. Found the shape {tuple(rewards.shape)}.")
-    rewards = floating(rewards)
-    k = rewards.shape[-1]
-    centred = rewards - rewards.mean(-1, keepdim=True)
+    rewards, k = floating(rewards), rewards.shape[-1]
+    # The mean of equal numbers may be rounded to another one, and divided by epsilon the difference counts.
+    offsets = rewards - rewards[..., :1]
+    centred = offsets - offsets.mean(-1, keepdim=True)
     advantages = centred * (k / (k - 1)) if baseline == "leave_one_out" else centred
     if scale == "none":
         return advantages
-    deviation = (centred.square().sum(-1, keepdim=True) / (k - 1)).sqrt()
+    deviation: Tensor = torch.linalg.vector_norm(centred, dim=-1, keepdim=True) / (k - 1) ** 0.5
     return advantages / (deviation + epsilon)
