@@ -295,9 +295,16 @@ def test_a_batch_of_tasks_is_a_loop_over_them():
         torch.testing.assert_close(found, expected)
 
 
-def test_adaptation_works_without_recording():
-    with torch.no_grad():
-        assert adapt(_inner, _start(), steps=3, step_size=RATE)["w"].tolist() == _descended(_start()["w"], 3).tolist()
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_adaptation_works_without_recording(mode):
+    start = _start()
+    with mode():
+        assert adapt(_inner, start, steps=3, step_size=RATE)["w"].tolist() == _descended(start["w"], 3).tolist()
+
+
+def test_a_loss_without_parameters_adapts_nothing():
+    p = _start()
+    assert torch.equal(adapt(lambda p: torch.zeros(()), p, steps=2, step_size=RATE)["w"], p["w"])
 
 
 def test_the_graph_of_blocked_steps_is_not_kept():

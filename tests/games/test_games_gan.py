@@ -1,11 +1,13 @@
 """GANs: each loss moves its own network alone, and each penalty trains the discriminator; derivatives by hand."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from contract import BlockCase
 from torch import nn
+from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from toolkit import unblock
@@ -271,6 +273,21 @@ def test_a_penalty_on_images_takes_the_norm_of_a_whole_sample():
     torch.testing.assert_close(value, (weight.norm() - 1) ** 2)
     value = zero_centred_penalty(lambda x: (weight * x).sum((1, 2, 3)), images)
     torch.testing.assert_close(value, weight.square().sum())
+
+
+def test_penalties_work_in_functional_programs():
+    network = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    weights = dict(network.named_parameters())
+    functional = torch.func.grad(lambda w: zero_centred_penalty(partial(functional_call, network, w), REAL))(
+        {name: weight.detach() for name, weight in weights.items()}
+    )
+    expected = torch.autograd.grad(zero_centred_penalty(network, REAL), list(weights.values()), materialize_grads=True)
+    torch.testing.assert_close(tuple(functional.values()), expected)
+
+
+def test_a_discriminator_that_is_constant_has_no_slope():
+    assert gradient_penalty(lambda x: torch.zeros(len(x)), REAL, REAL).item() == 1
+    assert zero_centred_penalty(lambda x: torch.zeros(len(x)), REAL).item() == 0
 
 
 def test_the_judge_keeps_its_gradients_and_its_statistics():

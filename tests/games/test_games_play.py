@@ -1,5 +1,7 @@
 """Play: every surrogate has the stated direction as its gradient, in a game whose derivatives are written by hand."""
 
+from functools import partial
+
 import pytest
 import torch
 from contract import BlockCase
@@ -329,6 +331,47 @@ def test_values_need_no_gradient():
         assert simultaneous_loss(GAME, list(p.values())).item() == pytest.approx(first(**p).item() + second(**p).item())
         assert not lola_loss(GAME, list(p.values()), learning_rate=RATE).requires_grad
         assert not consensus_penalty(GAME, [value.detach() for value in p.values()]).requires_grad
+
+
+SURROGATES = {
+    "simultaneous": simultaneous_loss,
+    "alternating": partial(alternating_loss, learning_rate=RATE),
+    "lookahead": partial(lookahead_loss, learning_rate=RATE),
+    "lola": partial(lola_loss, learning_rate=RATE),
+    "consensus": consensus_penalty,
+    "symplectic": symplectic_penalty,
+}
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_many_games_at_once_and_compiled_ones_have_the_gradients_of_single_ones(name):
+    """`torch.func.vmap` plays one game for each start."""
+
+    def surrogate(x, y):
+        return SURROGATES[name](GAME, [x, y])
+
+    x, y = (point(x, y) for x, y in ((0.7, -0.8), (-0.2, 0.4)))
+    expected = torch.stack([torch.stack(torch.autograd.grad(surrogate(**p), list(p.values()))) for p in (x, y)], 1)
+    starts = [torch.stack([x[name], y[name]]).detach() for name in x]
+    found = torch.func.vmap(torch.func.grad(surrogate, argnums=(0, 1)))(*starts)
+    torch.testing.assert_close(torch.stack(found), expected)
+    compiled = torch.compile(surrogate, backend="aot_eager", fullgraph=True)
+    found = torch.stack(torch.autograd.grad(compiled(**x), list(x.values())))
+    torch.testing.assert_close(found, expected[:, 0])
+
+
+def test_a_loss_without_a_player_gives_it_no_direction():
+    p = list(point().values())
+    constant = [lambda x, y: y.square(), lambda x, y: torch.zeros(())]
+    for players in (p, [value.detach() for value in p]):
+        assert [slope.item() for slope in game_field(constant, players)] == [0, 0]
+    assert lola_loss(constant, p, learning_rate=RATE).item() == pytest.approx(p[1].item() ** 2)
+
+
+@pytest.mark.parametrize("name", SURROGATES)
+def test_a_loss_that_is_no_scalar_is_refused(name):
+    with pytest.raises(ValueError, match=r"^`loss` should return a scalar\. Found shape \(2,\)\.$"):
+        SURROGATES[name]([lambda x, y: x * y, lambda x, y: -x * y], [torch.ones(2), torch.ones(2)])
 
 
 @pytest.mark.parametrize("losses", [GAME[:1], [*GAME, first]])

@@ -10,16 +10,15 @@ Parameters are a dict of tensors, as `torch.func.functional_call` takes them; th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from toolkit._checks import integer, number
-from toolkit.bilevel.implicit import SOLUTION, attached, scalar, slope_of
+from toolkit._slopes import value_and_slopes
+from toolkit.bilevel.implicit import SOLUTION, attached, slope_of
 from toolkit.bilevel.solvers import LinearSolver, conjugate_gradient
-from toolkit.blocks import block, constants, is_blocked, no_graph, stop_gradient, stop_recording, variable
+from toolkit.blocks import block, is_blocked, stop_gradient, stop_recording
 
 __all__ = ["ADAPTED", "INNER_GRADIENT", "adapt", "implicit_adapt", "reptile_loss"]
 
@@ -50,7 +49,8 @@ def adapt(
         \prod_{i=0}^{k-1} (I - \alpha H_i) \, g'
 
     with the Hessians :math:`H_i` of the inner loss at the iterates. A step size that is a tensor gets its gradient
-    either way, as in Meta-SGD. It adapts under `torch.no_grad` as well.
+    either way, as in Meta-SGD. It adapts under `torch.no_grad` and
+    `torch.inference_mode` as well.
 
     Args:
         loss: The inner loss: parameters to a scalar.
@@ -85,23 +85,10 @@ def adapt(
 
 
 def _inner_gradient(loss: Loss, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    recorded = torch.is_grad_enabled() and not is_blocked(INNER_GRADIENT)
-    if is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
-        with nullcontext() if recorded else no_graph():
-            gradient = slope_of(loss)(parameters)
-    else:
-        gradient = _plain_gradient(loss, parameters, recorded)
-    return {name: stop_gradient(slope, INNER_GRADIENT) for name, slope in gradient.items()}
-
-
-def _plain_gradient(loss: Loss, parameters: dict[str, Tensor], recorded: bool) -> dict[str, Tensor]:
-    """Return the gradient as `torch.func.grad` does, in two thirds of its time."""
-    with torch.enable_grad():
-        values = parameters if recorded else constants(parameters)
-        leaves = {name: variable(value) for name, value in values.items()}
-        value = scalar(loss(leaves))
-        slopes = torch.autograd.grad(value, list(leaves.values()), create_graph=recorded, materialize_grads=True)
-    return dict(zip(leaves, slopes, strict=True))
+    names, values = list(parameters), list(parameters.values())
+    recorded = not is_blocked(INNER_GRADIENT)
+    _, slopes = value_and_slopes(lambda leaves: loss(dict(zip(names, leaves, strict=True))), values, recorded=recorded)
+    return {name: stop_gradient(slope, INNER_GRADIENT) for name, slope in zip(names, slopes, strict=True)}
 
 
 def _step_sizes(

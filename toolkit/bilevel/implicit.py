@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit._slopes import scalar
 from toolkit.bilevel.solvers import LinearSolver, Operator, conjugate_gradient, warn_unless_converged
 from toolkit.blocks import block, carries_gradient, constants, no_graph, stop_gradient
 
@@ -31,7 +32,6 @@ __all__ = [
     "implicit_minimum",
     "implicit_root",
     "newton_step",
-    "scalar",
     "slope_of",
 ]
 
@@ -161,13 +161,6 @@ def implicit_minimum(
 def slope_of(loss: Callable[..., Tensor]) -> Callable[..., Any]:
     """Return `torch.func.grad` of a loss, which has to be a scalar."""
     return torch.func.grad(lambda *args: scalar(loss(*args)))
-
-
-def scalar(value: Tensor) -> Tensor:
-    """Return a loss if it is one."""
-    if value.dim():
-        raise ValueError(f"`loss` should return a scalar. Found shape {tuple(value.shape)}.")
-    return value
 
 
 def attached(residual: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver) -> Tensor:

@@ -19,7 +19,8 @@ from torch.nn.functional import logsigmoid, relu
 
 from toolkit._checks import choice, number
 from toolkit._random import own_generator
-from toolkit.blocks import block, stop_gradient, variable
+from toolkit._slopes import value_and_slopes
+from toolkit.blocks import block, stop_gradient
 
 __all__ = [
     "FAKE",
@@ -252,9 +253,5 @@ def dirac_gan(*, kind: Kind, real: float = 0.0) -> tuple[Loss, Loss]:
 
 def _slopes(discriminator: Callable[[Tensor], Tensor], points: Tensor) -> Tensor:
     """Return the gradient of each logit by its own sample, (N, features), recorded if gradients are."""
-    recorded = torch.is_grad_enabled()
-    with torch.enable_grad():
-        points = variable(points)
-        total = discriminator(points).sum()
-        (slopes,) = torch.autograd.grad(total, points, create_graph=recorded)
+    (slopes,) = value_and_slopes(lambda inputs: discriminator(*inputs).sum(), [points])[1]
     return slopes.reshape(len(points), -1)

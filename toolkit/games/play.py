@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from toolkit._checks import number
-from toolkit.blocks import block, is_blocked, map_tensors, stop_gradient, variable
+from toolkit._slopes import scalar, value_and_slopes
+from toolkit.blocks import block, is_blocked, map_tensors, stop_gradient
 
 __all__ = [
     "EARLIER_MOVES",
@@ -72,7 +73,7 @@ def simultaneous_loss(losses: Sequence[Loss], players: Sequence[Player]) -> Tens
         A scalar.
 
     Raises:
-        ValueError: If `losses` and `players` are not equally many, or fewer than two.
+        ValueError: If `losses` and `players` are not equally many, or fewer than two, or a loss is no scalar.
 
     References:
         Mescheder, Nowozin and Geiger, "The numerics of GANs", 2017, section 2. Balduzzi et al., "The mechanics of
@@ -85,7 +86,7 @@ def simultaneous_loss(losses: Sequence[Loss], players: Sequence[Player]) -> Tens
         (tensor(2.), tensor(-1.))
     """
     _check(losses, players)
-    return _sum(loss(*_seen_by(i, players)) for i, loss in enumerate(losses))
+    return _sum(scalar(loss(*_seen_by(i, players))) for i, loss in enumerate(losses))
 
 
 def alternating_loss(losses: Sequence[Loss], players: Sequence[Player], *, learning_rate: float) -> Tensor:
@@ -163,7 +164,7 @@ def lookahead_loss(losses: Sequence[Loss], players: Sequence[Player], *, learnin
     for i, loss in enumerate(losses):
         seen, steps = _opponents_steps(losses, players, i, recorded=recorded)
         steps = map_tensors(lambda tensor: stop_gradient(tensor, OPPONENT_STEP), steps)
-        total.append(loss(*_after(seen, steps, rate)))
+        total.append(scalar(loss(*_after(seen, steps, rate))))
     return _sum(total)
 
 
@@ -200,7 +201,7 @@ def lola_loss(losses: Sequence[Loss], players: Sequence[Player], *, learning_rat
     total = []
     for i, loss in enumerate(losses):
         seen, steps = _opponents_steps(losses, players, i, recorded=True)
-        total.append(loss(*_after(seen, steps, rate)))
+        total.append(scalar(loss(*_after(seen, steps, rate))))
     return _sum(total)
 
 
@@ -329,15 +330,15 @@ def _with_slopes(
     loss: Loss, players: Sequence[Player], of: Iterable[int], *, recorded: bool = True
 ) -> tuple[Tensor, list[Player]]:
     """Return a loss, and its gradient by some of the players."""
-    recorded = recorded and torch.is_grad_enabled()
     chosen = list(of)
-    with torch.enable_grad():
-        players = [map_tensors(variable, player) if j in chosen else player for j, player in enumerate(players)]
-        value = loss(*players)
-        leaves, form = tree_flatten([players[j] for j in chosen])
-        slopes = torch.autograd.grad(value, leaves, create_graph=recorded, retain_graph=True, allow_unused=True)
-    found = [torch.zeros_like(leaf) if slope is None else slope for leaf, slope in zip(leaves, slopes, strict=True)]
-    return value, tree_unflatten(found, form)
+    leaves, form = tree_flatten([players[j] for j in chosen])
+
+    def at(values: list[Tensor]) -> Tensor:
+        moved = dict(zip(chosen, tree_unflatten(values, form), strict=True))
+        return loss(*(moved.get(j, player) for j, player in enumerate(players)))
+
+    value, slopes = value_and_slopes(at, leaves, recorded=recorded)
+    return value, tree_unflatten(slopes, form)
 
 
 def _after(players: Sequence[Player], slopes: Sequence[Player], rate: float) -> list[Player]:
