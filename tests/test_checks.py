@@ -1,5 +1,6 @@
 """Numbers that a caller gives: every public function takes and refuses the same ones, and says so in one form."""
 
+import itertools
 import math
 import re
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from toolkit._checks import choice, integer, number
+from toolkit._checks import broadcasts, choice, integer, number
 
 NUMBERS = {name: found for name, function in calls.FUNCTIONS.items() if (found := calls.numbers_of(function))}
 
@@ -91,3 +92,13 @@ def test_choices() -> None:
     for value in ("c", None, ["a"], torch.tensor(1)):
         with pytest.raises(ValueError, match=re.escape(f"`mode` should be one of 'a', 'b'. Found {value!r}.")):
             choice("mode", value, ("a", "b"))
+
+
+def test_shapes_that_broadcast_without_growth() -> None:
+    sizes = [(), (1,), (3,), (2,), (1, 3), (3, 1), (3, 3), (1, 1, 3), (0,), (2, 3)]
+    for shape, to in itertools.product(sizes, sizes):
+        try:
+            expected = torch.broadcast_shapes(shape, to) == to
+        except RuntimeError:
+            expected = False
+        assert broadcasts(shape, to) == expected, (shape, to)

@@ -7,11 +7,11 @@ number, and neither is a tensor that carries a gradient: as a plain number it wo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["choice", "index", "integer", "level", "number", "real"]
+__all__ = ["broadcasts", "choice", "index", "integer", "level", "number", "real"]
 
 
 def integer(name: str, value: object, least: int = 1, most: int | None = None) -> int:
@@ -86,6 +86,12 @@ def choice(name: str, value: object, choices: Iterable[str]) -> None:
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"`{name}` should be one of {', '.join(map(repr, choices))}. Found {value!r}.")
+
+
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Say whether an array of a shape broadcasts to another shape, without making it larger."""
+    pairs = zip(reversed(shape), reversed(to), strict=False)
+    return len(shape) <= len(to) and all(size in (1, other) for size, other in pairs)
 
 
 def _plain(value: Any) -> object:

@@ -1000,6 +1000,10 @@ WRONG = [
         (lambda loss=loss: loss(X[:0]), "`log_weights` should have a sample along dimension 0. Found shape (0, 2).")
         for loss in (iwae_bound, iwae_loss, dreg_loss)
     ),
+    (
+        lambda: implicit_sample(Normal(torch.zeros(3, 1), 1.0), X[:, 0]),
+        "`value` should have a shape that ends with the batch shape (3, 1) of the distribution. Found (3,).",
+    ),
     (lambda: rebar_loss(X, X, X, Y), "`conditional` should have the shape of `log_prob`. Found (3,) and (3, 2)."),
     (lambda: straight_through(X, Y), "`mean` should have the shape of `sample`. Found (3,) and (3, 2)."),
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from toolkit._checks import number
+from toolkit._checks import broadcasts, number
 from toolkit.blocks import block, stop_recording
 from toolkit.policy_gradient._recursion import discounted_sums
 from toolkit.policy_gradient._shapes import alike
@@ -225,11 +225,7 @@ def _lambda(lambda_: float | Tensor, r_t: Tensor) -> float | Tensor:
         raise ValueError(f"`r_t` should have at least one time. Found the shape {tuple(r_t.shape)}.")
     if not isinstance(lambda_, Tensor) or lambda_.dim() == 0:
         return number("lambda_", lambda_, least=0, most=1)
-    try:
-        fits = torch.broadcast_shapes(lambda_.shape, r_t.shape) == r_t.shape
-    except RuntimeError:
-        fits = False
-    if not fits:
+    if not broadcasts(lambda_.shape, r_t.shape):
         raise ValueError(
             f"`lambda_` should broadcast to the shape {tuple(r_t.shape)} of `r_t`. Found {tuple(lambda_.shape)}."
         )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from toolkit._checks import broadcasts
 
 __all__ = ["fits", "same_shape", "several"]
 
@@ -19,11 +20,7 @@ def same_shape(**tensors: Tensor) -> None:
 
 def fits(name: str, tensor: Tensor, into: str, other: Tensor) -> None:
     """Raise a ValueError unless a tensor broadcasts to the shape of another."""
-    try:
-        found = torch.broadcast_shapes(tensor.shape, other.shape)
-    except RuntimeError:
-        found = None
-    if found != other.shape:
+    if not broadcasts(tensor.shape, other.shape):
         shapes = f"{tuple(tensor.shape)} and {tuple(other.shape)}"
         raise ValueError(f"`{name}` should broadcast to the shape of `{into}`. Found {shapes}.")
 

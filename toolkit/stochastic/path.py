@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributions import Distribution, Transform
 from torch.distributions.constraints import Constraint
 
+from toolkit._checks import broadcasts
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -106,7 +107,8 @@ def implicit_sample(distribution: Distribution, value: Tensor) -> Tensor:
         The same samples, (\*). The gradient is 0 where the density underflows.
 
     Raises:
-        ValueError: If the distribution is discrete or its events are not scalars.
+        ValueError: If the distribution is discrete, its events are not scalars, or `value` does not have its batch
+            shape as last dimensions.
 
     References:
         Figurnov, Mohamed & Mnih, "Implicit reparameterization gradients", 2018.
@@ -120,6 +122,9 @@ def implicit_sample(distribution: Distribution, value: Tensor) -> Tensor:
     if distribution.event_shape or distribution.support.is_discrete:  # type: ignore[union-attr]
         found = f"events of shape {tuple(distribution.event_shape)} of {type(distribution).__name__}"
         raise ValueError(f"`distribution` should be continuous with scalar events. Found {found}.")
+    if not broadcasts(distribution.batch_shape, value.shape):
+        shapes = f"{tuple(distribution.batch_shape)} of the distribution. Found {tuple(value.shape)}"
+        raise ValueError(f"`value` should have a shape that ends with the batch shape {shapes}.")
     point = stop_gradient(value, IMPLICIT_POINT)
     cdf = distribution.cdf(point)
     density = stop_gradient(distribution.log_prob(point).exp(), IMPLICIT_DENSITY)
