@@ -863,6 +863,14 @@ def test_a_target_network_shares_no_memory_and_copies_counters():
     assert target["batches"] == 7
 
 
+@pytest.mark.parametrize("step_size", [0, 0.3, 1])
+def test_a_mask_of_infinite_numbers_stays_and_a_copy_forgets_what_was_before(step_size):
+    mask = {"mask": torch.triu(torch.full((3, 3), -torch.inf), 1)}
+    assert torch.equal(incremental_update(mask, mask, step_size)["mask"], mask["mask"])
+    broken = incremental_update({"weight": R}, {"weight": torch.full_like(R, torch.nan)}, step_size)["weight"]
+    assert torch.equal(broken, R) if step_size == 1 else broken.isnan().all()
+
+
 def test_networks_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"`old_tensors` should have the names of `new_tensors`. Found .*\['a', 'b'\]"):
         incremental_update({"a": R}, {"b": R}, 0.5)

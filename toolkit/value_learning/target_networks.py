@@ -65,6 +65,12 @@ def incremental_update(
                 f"`old_tensors[{name!r}]` should have the shape {tuple(new.shape)} and the dtype {new.dtype}. "
                 f"Found {tuple(old.shape)} and {old.dtype}."
             )
-        is_number = new.is_floating_point() or new.is_complex()
-        updated[name] = stop_gradient(torch.lerp(old, new, tau) if is_number else new.clone(), TARGET_PARAMETERS)
+        updated[name] = stop_gradient(_average(old, new, tau), TARGET_PARAMETERS)
     return updated
+
+
+def _average(old: Tensor, new: Tensor, tau: float) -> Tensor:
+    if tau == 1 or not (new.is_floating_point() or new.is_complex()):
+        return new.clone()
+    # Not `lerp`, which takes a difference: the infinite numbers of a mask would become NaN.
+    return torch.add((1 - tau) * old, new, alpha=tau) if tau else old.clone()
