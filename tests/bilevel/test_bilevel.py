@@ -250,6 +250,17 @@ def test_reptile_and_implicit_maml_have_the_known_gradients():
     assert _gradient(_imaml, _start()).tolist() == pytest.approx([0.5616247016, -0.4968762668], abs=1e-10)
 
 
+def test_implicit_adaptation_keeps_the_dtype_of_each_parameter():
+    p = {"w": torch.ones(2, requires_grad=True), "bias": torch.ones(1, dtype=torch.float64, requires_grad=True)}
+    inner = lambda p: p["w"].square().sum() + p["bias"].square().sum()  # noqa: E731
+    adapted = implicit_adapt(inner, p, strength=2.0, minimise=MINIMISE)
+    assert {name: value.dtype for name, value in adapted.items()} == {"w": torch.float32, "bias": torch.float64}
+    slopes = torch.autograd.grad(sum(value.sum() for value in adapted.values()), list(p.values()))
+    assert [slope.dtype for slope in slopes] == [torch.float32, torch.float64]
+    for slope in slopes:  # lambda / (lambda + 2)
+        torch.testing.assert_close(slope, torch.full_like(slope, 0.5))
+
+
 def test_reptile_with_both_blocks_open_is_the_gradient_of_the_distance():
     p = _start()
     found = _gradient(_reptile, p, ADAPTED, INNER_GRADIENT)
@@ -354,6 +365,15 @@ def test_adaptation_compiles():
         (lambda: adapt(_inner, _start(), steps=-1, step_size=0.1), "`steps` should be an integer from 0"),
         (lambda: adapt(_inner, _start(), steps=1, step_size=0), "`step_size` should be positive"),
         (lambda: adapt(_inner, _start(), steps=1, step_size={}), r"`step_size` should .* Found none for \['w'\]"),
+        (lambda: adapt(_inner, _start(), steps=1, step_size={"w": -1}), r"`step_size\['w'\]` should be positive"),
+        (
+            lambda: adapt(_inner, _start(), steps=1, step_size=torch.full((2, 1), 0.1)),
+            r"^`step_size` should broadcast to the shape \(2,\) of its parameter. Found \(2, 1\)",
+        ),
+        (
+            lambda: adapt(_inner, _start(), steps=1, step_size={"w": torch.ones(3)}),
+            r"`step_size\['w'\]` should broadcast to the shape \(2,\) of its parameter. Found \(3,\)",
+        ),
         (lambda: reptile_loss(_start(), {}, step_size=1), r"`adapted` should have the names and shapes .* Found {}"),
         (
             lambda: reptile_loss(_start(), {"w": torch.zeros(2, 1)}, step_size=1),
@@ -367,7 +387,10 @@ def test_adaptation_compiles():
             "`strength` should be positive",
         ),
     ],
-    ids=["steps", "step_size", "missing", "names", "shapes", "loss", "minimum", "vector", "strength"],
+    ids=[
+        *("steps", "step_size", "missing", "sign", "column", "length", "names", "shapes"),
+        *("loss", "minimum", "vector", "strength"),
+    ],
 )
 def test_wrong_arguments_are_refused(call, error):
     with pytest.raises(ValueError, match=error):

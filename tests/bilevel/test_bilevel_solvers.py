@@ -1,6 +1,7 @@
 """Solvers: dense solves, scipy, and honesty about convergence."""
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -119,9 +120,24 @@ def test_a_start_that_is_no_batch_is_refused(start):
         fixed_point(lambda z: z, start)
 
 
-def test_a_function_that_changes_the_shape_is_refused():
-    with pytest.raises(ValueError, match=r"`function` should return the shape of its input, \(3, 2\). Found \(3, 1\)"):
-        fixed_point(lambda z: z.sum(1, keepdim=True), torch.zeros(3, 2))
+@pytest.mark.parametrize(
+    ("name", "solve"),
+    {
+        "function": lambda change: fixed_point(change, torch.ones(3, 2)),
+        "operator": lambda change: conjugate_gradient(change, torch.ones(3, 2)),
+        "operator of a series": lambda change: neumann_series(change, torch.ones(3, 2), steps=2, step_size=0.1),
+    }.items(),
+)
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(lambda z: z.sum(1, keepdim=True), "(3, 1) and torch.float32"), (torch.Tensor.half, "(3, 2) and torch.float16")],
+)
+def test_a_function_that_changes_shape_or_dtype_is_refused(name, solve, change, found):
+    error = (
+        f"`{name.split()[0]}` should return the shape and dtype of its input, (3, 2) and torch.float32. Found {found}."
+    )
+    with pytest.raises(ValueError, match=re.escape(error)):
+        solve(change)
 
 
 def _positive(n=8, seed=1):

@@ -1,5 +1,7 @@
 """Truncated unrolling and truncated backpropagation through time: sums over the steps that carry a gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 from contract import BlockCase, finite_differences
@@ -217,6 +219,20 @@ def test_a_state_that_is_a_tree_is_held_as_a_whole():
     expected = torch.autograd.grad(torch.stack(pieces).square().sum(), list(cell.parameters()))
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close((h, c), state)
+
+
+def test_a_counter_in_a_state_stays_a_counter():
+    """Only numbers with a derivative are scaled at a cut that is not made."""
+
+    def step(state, input):
+        h, count, done, note, flag = state
+        return (0.5 * h + input, count + 1, done + 1, note, ~flag), h
+
+    first = (torch.zeros(2), torch.tensor(0), 0, None, torch.tensor(True))
+    scan = partial(randomly_truncated_scan, step, first, torch.ones(6, 2), generator=torch.Generator().manual_seed(0))
+    (_, count, done, note, flag), _ = scan(probability=0.5)
+    assert (count.dtype, count.item(), done, note, flag.item()) == (torch.int64, 6, 6, None, True)
+    assert isinstance(done, int)
 
 
 def test_the_first_state_has_a_gradient():

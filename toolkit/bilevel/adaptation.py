@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from toolkit._checks import integer, number
+from toolkit._checks import broadcasts, integer, number
 from toolkit._slopes import value_and_slopes
 from toolkit.bilevel.implicit import SOLUTION, attached, slope_of
 from toolkit.bilevel.solvers import LinearSolver, conjugate_gradient
@@ -62,9 +62,9 @@ def adapt(
         Name -> adapted parameter.
 
     Raises:
-        ValueError: If `steps` is not an integer from 0, a number `step_size` not positive and finite, if a parameter
-        has
-            no step size, or `loss` does not return a scalar.
+        ValueError: If `steps` is not an integer from 0, a step size is a number that is not positive and finite or a
+            tensor that would change the shape of a parameter, if a parameter has none, or `loss` does not return a
+            scalar.
 
     References:
         Finn, Abbeel and Levine, "Model-agnostic meta-learning for fast adaptation of deep networks", 2017, section 5.2
@@ -91,16 +91,21 @@ def _inner_gradient(loss: Loss, parameters: dict[str, Tensor]) -> dict[str, Tens
     return {name: stop_gradient(slope, INNER_GRADIENT) for name, slope in zip(names, slopes, strict=True)}
 
 
-def _step_sizes(
-    step_size: float | Tensor | Mapping[str, Tensor], parameters: Parameters
-) -> Mapping[str, float | Tensor]:
-    if isinstance(step_size, Mapping):
-        if missing := sorted(parameters.keys() - step_size.keys()):
-            raise ValueError(f"`step_size` should have a value for each parameter. Found none for {missing}.")
-        return step_size
+def _step_sizes(step_size: float | Tensor | Mapping[str, Tensor], parameters: Parameters) -> dict[str, float | Tensor]:
+    if not isinstance(step_size, Mapping):
+        return {name: _step_size("step_size", step_size, value) for name, value in parameters.items()}
+    if missing := sorted(parameters.keys() - step_size.keys()):
+        raise ValueError(f"`step_size` should have a value for each parameter. Found none for {missing}.")
+    return {name: _step_size(f"step_size[{name!r}]", step_size[name], value) for name, value in parameters.items()}
+
+
+def _step_size(name: str, step_size: float | Tensor, parameter: Tensor) -> float | Tensor:
     if not isinstance(step_size, Tensor):
-        step_size = number("step_size", step_size, above=0)
-    return dict.fromkeys(parameters, step_size)
+        return number(name, step_size, above=0)
+    if not broadcasts(step_size.shape, parameter.shape):
+        shapes = f"{tuple(parameter.shape)} of its parameter. Found {tuple(step_size.shape)}"
+        raise ValueError(f"`{name}` should broadcast to the shape {shapes}.")
+    return step_size
 
 
 def reptile_loss(parameters: Parameters, adapted: Parameters, *, step_size: float) -> Tensor:
@@ -202,5 +207,5 @@ def _as_vector(parameters: Parameters) -> Tensor:
 
 
 def _as_dict(vector: Tensor, like: Parameters) -> dict[str, Tensor]:
-    parts = vector.split([value.numel() for value in like.values()])
-    return {name: part.view(value.shape) for part, (name, value) in zip(parts, like.items(), strict=True)}
+    parts = zip(vector.split([value.numel() for value in like.values()]), like.items(), strict=True)
+    return {name: part.view(value.shape).to(value.dtype) for part, (name, value) in parts}

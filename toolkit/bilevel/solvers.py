@@ -80,9 +80,8 @@ def fixed_point(
         max_steps: Number of evaluations of `function` after which the search ends.
 
     Raises:
-        ValueError: If `start` has no dimension of samples and one more, `function` returns another shape, or a number
-        is
-            out of range.
+        ValueError: If `start` has no dimension of samples and one more, `function` returns another shape or dtype, or a
+            number is out of range.
 
     References:
         Walker and Ni, "Anderson acceleration for fixed-point iterations", 2011.
@@ -104,7 +103,7 @@ def fixed_point(
     least = torch.full((len(z),), torch.inf, dtype=z.dtype, device=z.device)
     steps = torch.zeros(len(z), dtype=torch.int64, device=z.device)
     for step in range(1, max_steps + 1):
-        f = _checked(function(z.view_as(start)), start).flatten(1)
+        f = _checked("function", function(z.view_as(start)), start).flatten(1)
         residual = torch.linalg.vector_norm(constants(f - z), dim=1)
         better = residual < least  # false for NaN
         least, steps = torch.where(better, residual, least), torch.where(better, step, steps)
@@ -116,10 +115,11 @@ def fixed_point(
     return Solved(best.view_as(start), least, steps, least <= limit * _size(best))
 
 
-def _checked(value: Tensor, like: Tensor) -> Tensor:
-    if value.shape != like.shape:
+def _checked(name: str, value: Tensor, like: Tensor) -> Tensor:
+    if value.shape != like.shape or value.dtype != like.dtype:
         raise ValueError(
-            f"`function` should return the shape of its input, {tuple(like.shape)}. Found {tuple(value.shape)}."
+            f"`{name}` should return the shape and dtype of its input, {tuple(like.shape)} and {like.dtype}. "
+            f"Found {tuple(value.shape)} and {value.dtype}."
         )
     return value
 
@@ -178,7 +178,7 @@ def conjugate_gradient(
             exact arithmetic, and ten more.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or `operator` returns another shape or dtype.
 
     References:
         Hestenes and Stiefel, "Methods of conjugate gradients for solving linear systems", 1952.
@@ -193,7 +193,7 @@ def conjugate_gradient(
     x, r, p = torch.zeros_like(b), b, b
     square, steps = _inner(r, r), 0
     while steps < max_steps and bool(square.sqrt() > limit):
-        product = operator(p)
+        product = _checked("operator", operator(p), b)
         steps, curvature = steps + 1, _inner(p, product)
         if not bool(curvature > 0):
             break
@@ -225,7 +225,7 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
         `converged` is true whatever the residual: the sum is the answer to the question.
 
     Raises:
-        ValueError: If a number is out of range.
+        ValueError: If a number is out of range, or `operator` returns another shape or dtype.
 
     References:
         Lorraine, Vicol and Duvenaud, "Optimizing millions of hyperparameters by implicit differentiation", 2020.
@@ -237,7 +237,7 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
     steps, step_size = integer("steps", steps), number("step_size", step_size, above=0)
     x = step_size * b
     for _ in range(steps - 1):
-        x = x - step_size * (operator(x) - b)
+        x = x - step_size * (_checked("operator", operator(x), b) - b)
     residual = torch.linalg.vector_norm(constants(operator(x) - b))
     return Solved(x, residual, torch.tensor(steps, device=b.device), torch.tensor(True, device=b.device))
 

@@ -178,4 +178,9 @@ def _scaled(state: State, factor: float) -> State:
     held = stop_gradient(state, STATE)
     if factor == 0:
         return held  # zero times infinity is NaN
-    return tree_map(lambda still, moving: still + factor * (moving - still), held, state)  # type: ignore[no-any-return]
+
+    def scaled(still: Any, moving: Any) -> Any:
+        differentiable = isinstance(moving, Tensor) and (moving.is_floating_point() or moving.is_complex())
+        return still + factor * (moving - still) if differentiable else moving
+
+    return tree_map(scaled, held, state)  # type: ignore[no-any-return]
