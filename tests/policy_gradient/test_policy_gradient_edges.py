@@ -48,6 +48,38 @@ def test_saturated_logits_have_finite_losses_and_gradients():
         assert torch.autograd.grad(loss, logits)[0].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "opened", [[], [pg.IMPORTANCE_WEIGHTS], [pg.ADVANTAGE]], ids=["blocked", "weights", "advantage"]
+)
+def test_an_action_that_the_policy_never_takes_has_no_weight(opened):
+    logits, advantages = tensor([0.2, -math.inf, 0.7], [0.1, 0.3, -0.5]).requires_grad_(), leaf(ADVANTAGES)
+    with unblock(*opened):
+        log_prob = logits.log_softmax(-1)[torch.arange(2), torch.tensor([1, 0])]
+        loss = pg.off_policy_pg_loss(log_prob, tensor(-1.0, -1.2), advantages)
+        alone = pg.off_policy_pg_loss(log_prob[1:], tensor(-1.2), advantages[1:]) / 2
+    torch.testing.assert_close(loss, alone)
+    found, expected = (
+        torch.autograd.grad(x, [logits, advantages], retain_graph=True, materialize_grads=True) for x in (loss, alone)
+    )
+    torch.testing.assert_close(found, expected)
+    assert pg.off_policy_pg_loss(tensor(math.nan), tensor(-1.0), tensor(1.0)).isnan()
+
+
+@pytest.mark.parametrize("wide", ["r_t", "discount_t", "rho_tm1", "lambda_"])
+def test_rewards_of_numpy_in_double_precision_are_taken(wide):
+    arguments = {
+        "v_tm1": V[:-1],
+        "v_t": V[1:],
+        "r_t": R,
+        "discount_t": D,
+        "rho_tm1": RHO,
+        "lambda_": tensor(0.5, 0.6, 0.7, 0.8),
+    }
+    mixed = {name: value if name == wide else value.float() for name, value in arguments.items()}
+    for found, expected in zip(*(pg.vtrace_td_error_and_advantage(**each) for each in (mixed, arguments)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
+
+
 def test_padding_may_hold_anything():
     log_prob = tensor([-1.0, math.nan], [-0.5, -0.2]).requires_grad_()
     mask = torch.tensor([[True, False], [True, True]])

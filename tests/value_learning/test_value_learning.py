@@ -1067,6 +1067,14 @@ def test_gradients_on_a_gpu_are_those_on_the_processor(opened):
             lambda: quantile_regression_loss(R, TAU, R, huber_param=-1),
             "`huber_param` should be finite and not negative. Found -1.",
         ),
+        (
+            lambda: quantile_regression_loss(R, TAU, R[:0], huber_param=1),
+            "`dist_target` should have 1 dimensions or more, none empty. Found (0,).",
+        ),
+        (
+            lambda: quantile_q_learning(Q, TAU, ACTIONS[0], R[0], D[0], Q[:0], Q, huber_param=1),
+            "`dist_q_t_selector` should have 2 dimensions or more, none empty. Found (0, 3).",
+        ),
         (lambda: gtd2_loss(R, R, D, R, R, RHO), "`rho_tm1` should have the shape (3,) of `v_tm1`. Found (4,)."),
         (lambda: incremental_update({}, {}, 2), "`step_size` should be from 0 to 1. Found 2."),
     ],

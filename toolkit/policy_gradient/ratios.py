@@ -6,6 +6,7 @@ the action that was taken, in nats. Losses are means.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -213,7 +214,9 @@ def off_policy_pg_loss(
     rho = (log_prob_t - behaviour_log_prob_t).exp()
     if clip_rho is not None:
         rho = rho.clamp(max=number("clip_rho", clip_rho, above=0))
-    return -(stop_gradient(rho, IMPORTANCE_WEIGHTS) * log_prob_t * stop_gradient(adv_t, ADVANTAGE)).mean()
+    # An action that the policy would never take has the weight 0, and 0 * -inf is NaN.
+    scores = log_prob_t.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
+    return -(stop_gradient(rho, IMPORTANCE_WEIGHTS) * scores * stop_gradient(adv_t, ADVANTAGE)).mean()
 
 
 def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator = "k3") -> Tensor:

@@ -201,13 +201,13 @@ def vtrace_td_error_and_advantage(
     alike(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     clip_pg = number("clip_pg_rho_threshold", clip_pg_rho_threshold, above=0, infinite=True)
     lambda_ = _lambda(lambda_, r_t)
-    targets = _vtrace_targets(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshold)
+    errors = _vtrace_targets(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshold) - v_tm1
     with stop_recording(ADVANTAGE):
         weight = lambda_ if isinstance(lambda_, float) else lambda_.expand_as(r_t)[..., :-1]
-        later = torch.lerp(v_tm1[..., 1:], targets[..., 1:], weight)
+        later = v_tm1[..., 1:] + weight * errors[..., 1:]
         q_estimate = r_t + discount_t * torch.cat([later, v_t[..., -1:]], -1)
         pg_advantage = rho_tm1.clamp(max=clip_pg) * (q_estimate - v_tm1)
-    return VTraceOutput(targets - v_tm1, pg_advantage, q_estimate)
+    return VTraceOutput(errors, pg_advantage, q_estimate)
 
 
 def _checked(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> float | Tensor:

@@ -258,6 +258,7 @@ def quantile_regression_loss(dist_src: Tensor, tau_src: Tensor, dist_target: Ten
     if tau_src.shape != (n_quantiles,):
         of_shape(dist_src.shape, "of `dist_src`, or of its last dimension", tau_src=tau_src)
     of_shape(torch.Size([*batch, *dist_target.shape[-1:]]), "of `dist_src` up to the last", dist_target=dist_target)
+    _batch_and_actions("dist_target", dist_target, -1)
     dtype = dist_src.dtype
     dist_src, tau_src, dist_target = wide(dist_src, tau_src, dist_target)
     pairs = torch.Size([*dist_src.shape, dist_target.shape[-1]])
@@ -311,6 +312,7 @@ def quantile_q_learning(
     floating(dist_q_tm1=dist_q_tm1, dist_q_t=dist_q_t, dist_q_t_selector=dist_q_t_selector)
     (*batch, _), n_actions = _batch_and_actions("dist_q_tm1", dist_q_tm1, -1)
     for name, dist in (("dist_q_t_selector", dist_q_t_selector), ("dist_q_t", dist_q_t)):
+        _batch_and_actions(name, dist, -2)
         wanted = torch.Size([*batch, *dist.shape[-2:-1], n_actions])
         of_shape(wanted, "of `dist_q_tm1` but for its quantiles", **{name: dist})
     of_shape(torch.Size(batch), "of `dist_q_tm1` without quantiles and actions", r_t=r_t, discount_t=discount_t)
