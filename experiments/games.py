@@ -137,7 +137,8 @@ def _dirac(config: Config, seed: int) -> Run:
         parameters=players,
         loss=lambda: simultaneous(players),
         objective=Objective(label="distance from the equilibrium", higher_is_better=False, best=0.0),
-        evaluate=lambda: {"objective": _distance(players)},
+        evaluate=lambda: _place(players),
+        plane=("psi", "theta"),
         optimizer=torch.optim.SGD(players.values(), lr=config.learning_rate),
         target=target,
         sweep=Sweep(label="weight of the correction", values=_SWEPT, evaluate=sweep),
@@ -152,16 +153,16 @@ def _dirac(config: Config, seed: int) -> Run:
 def _played(
     rule: Rule, start: Callable[[], Players], steps: Sequence[int], learning_rate: float
 ) -> dict[str, list[float]]:
-    """Return the distances from the equilibrium at these steps of gradient descent on the surrogate of a rule."""
-    players, distances = start(), []
+    """Return the places of the players at these steps of gradient descent on the surrogate of a rule."""
+    players, places = start(), []
     optimizer = torch.optim.SGD(players.values(), lr=learning_rate)
     for step in range(steps[-1] + 1):
         if step in steps:
-            distances.append(_distance(players))
+            places.append(_place(players))
         optimizer.zero_grad()
         rule(players).backward()
         optimizer.step()
-    return {"objective": distances}
+    return {name: [place[name] for place in places] for name in places[0]}
 
 
 def _slope(kind: str, t: Tensor) -> Tensor:
@@ -178,8 +179,10 @@ def _judged(kind: str, t: Tensor) -> Tensor:
     return -torch.ones_like(t)
 
 
-def _distance(players: Players) -> float:
-    return math.hypot(*(value.item() for value in players.values()))
+def _place(players: Players) -> dict[str, float]:
+    """Return the distance from the equilibrium, and the coordinates."""
+    coordinates = {name: value.item() for name, value in players.items()}
+    return {"objective": math.hypot(*coordinates.values()), **coordinates}
 
 
 def _asymmetry(loss: Callable[[], Tensor], players: Players) -> float:

@@ -41,6 +41,8 @@ def test_the_rules_turn_outwards_around_and_inwards():
     ends = [found[name][-1] for name in ("LookAhead", "LOLA", "with the consensus correction")]
     assert ends == sorted(ends, reverse=True)
     assert ends[0] < 0.5
+    place = one.evaluate()
+    assert place["objective"] == pytest.approx(math.hypot(*(place[name] for name in one.plane)))
 
 
 def test_the_correction_makes_the_field_more_of_a_gradient():

@@ -25,10 +25,12 @@ from toolkit.runner._figures import (
     METHODS,
     Arrow,
     Band,
+    Path,
     Strip,
     draw_arrows,
     draw_bands,
     draw_parameters,
+    draw_plane,
     draw_strips,
     draw_sweep,
 )
@@ -491,6 +493,34 @@ def test_references_are_lines_of_the_training_where_there_are_no_other_methods(r
     assert re.search(r'aria-label="[^"]*; elsewhere 0.25', after)
     assert "<span>elsewhere</span>" in after
     assert "elsewhere" not in before
+
+
+def test_a_plane_is_drawn_in_place_of_the_curves_of_its_coordinates(results, tmp_path):
+    found = [experiment for experiment in read_all(results) if experiment.name == "toy_report"]
+    for record in found[0].records:
+        record.data["plane"] = ["psi", "theta"]
+        for variant in record.data["variants"].values():
+            count = len(variant["steps"])
+            variant["metrics"] |= {"psi": [*range(count - 1), None], "theta": [0.5] * count}
+    text = write_single(found, tmp_path / "plane.html").read_text()
+    last = count - 2
+    assert f"the path of (psi, theta): blocked from (0, 0.5) to ({last}, 0.5)" in text
+    assert "psi, over the training step" not in text
+
+
+def test_a_plane_has_equal_units_and_a_dot_where_each_path_begins():
+    paths = [Path(Key("blocked", COLOURS[0]), [(0, 0), (3, 0), (3, 4)]), Path(Key("broken", COLOURS[1]), [])]
+    svg = draw_plane(
+        "x", "y", [("one", paths), ("other", [Path(Key("far", COLOURS[2]), [(9, -2)])]), ("none", paths[1:])]
+    )
+    (a, b, c) = (tuple(map(float, place.split())) for place in re.search(r'd="M([^"]*L[^"]*)"', svg)[1].split("L"))
+    assert (b[0] - a[0]) / 3 == pytest.approx((b[1] - c[1]) / 4, rel=0.01)
+    assert (b[1], c[0]) == (a[1], b[0])
+    assert f'cx="{a[0]}" cy="{a[1]}"' in svg
+    assert "one, the path of (x, y): blocked from (0, 0) to (3, 4)." in svg
+    assert svg.count("<svg viewBox") == 2
+    assert "broken" not in svg
+    assert draw_plane("x", "y", [("none", paths[1:])]).count("viewBox") == 0
 
 
 def test_records_from_before_there_were_events_are_still_drawn(results, tmp_path):

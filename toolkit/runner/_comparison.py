@@ -140,6 +140,7 @@ def record_of(
         "methods": None
         if methods is None
         else {"label": methods.label, "steps": list(methods.steps), "trained": _untimed(methods, seed, on_method)},
+        "plane": run.plane,
         "comparison": {"first": first.to_dict(), "last": last.to_dict()},
         "variants": variants,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),

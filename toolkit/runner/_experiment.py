@@ -127,6 +127,7 @@ class Run:
         events: Possible outcomes of a run, counted over the seeds.
         sweep: Results for each value of a swept quantity, or None.
         methods: Other ways to learn the same model, or None.
+        plane: Two metrics that are coordinates, drawn as the path of a run through a plane and not as curves, or None.
     """
 
     parameters: Mapping[str, Tensor]
@@ -139,6 +140,7 @@ class Run:
     events: Sequence[Event] = ()
     sweep: Sweep | None = None
     methods: Methods | None = None
+    plane: tuple[str, str] | None = None
 
 
 def _numbers_of(part: Objective | Event, *names: str) -> None:

@@ -33,8 +33,8 @@ from toolkit.runner._chart import (
 )
 
 __all__ = [
-    "COLOURS", "METHODS", "Arrow", "Band", "Bar", "Level", "Strip", "degrees", "draw_arrows", "draw_bands",
-    "draw_bars", "draw_curves", "draw_methods", "draw_parameters", "draw_strips", "draw_sweep",
+    "COLOURS", "METHODS", "Arrow", "Band", "Bar", "Level", "Path", "Strip", "degrees", "draw_arrows", "draw_bands",
+    "draw_bars", "draw_curves", "draw_methods", "draw_parameters", "draw_plane", "draw_strips", "draw_sweep",
 ]  # fmt: skip
 
 COLOURS = ("var(--blocked)", *(f"var(--open-{index})" for index in range(1, 6)))
@@ -119,6 +119,14 @@ class Strip:
     colour: str
 
 
+@dataclass(frozen=True)
+class Path:
+    """The points (x, y) of a run in the plane of two metrics, in their order."""
+
+    key: Key
+    points: Sequence[tuple[float, float]]
+
+
 def draw_arrows(panels: Sequence[tuple[str, Sequence[Arrow]]]) -> str:
     """Draw the gradients as arrows, one panel a moment of training; the blocked one points right with length 1.
 
@@ -198,6 +206,14 @@ def draw_sweep(label: str, positions: Sequence[float], panels: Sequence[tuple[st
     """Draw the results for each value of a swept quantity: a dot per seed, and a line through the medians."""
     drawn = [panel(title, _swept(title, label, positions, bands), label) for title, bands in panels]
     return _figure(drawn, [band.key for _, bands in panels for band in bands])
+
+
+def draw_plane(x: str, y: str, panels: Sequence[tuple[str, Sequence[Path]]]) -> str:
+    """Draw paths through the plane of two metrics: all panels alike, with equal units along both axes."""
+    panels = [(title, known) for title, paths in panels if (known := [path for path in paths if path.points])]
+    points = [point for _, paths in panels for path in paths for point in path.points]
+    drawn = [panel(title, _plane(x, y, title, paths, points), f"{x} across, {y} up") for title, paths in panels]
+    return _figure(drawn, [path.key for _, paths in panels for path in paths])
 
 
 def draw_curves(
@@ -337,6 +353,22 @@ def _length(ratio: float) -> str:
     if math.isnan(ratio):
         return "0 / 0"
     return "vanishes" if ratio == 0 else f"×{significant(ratio, 3)}" if math.isfinite(ratio) else "only when open"
+
+
+def _plane(x: str, y: str, title: str, paths: Sequence[Path], points: Sequence[tuple[float, float]]) -> str:
+    """Return a chart in which `points` have a place, with a dot where each path begins and its end in words."""
+    scales = [fit(values, 0, 1, wide=math.inf) for values in zip(*points, strict=True)]
+    reach = max(scale.high - scale.low for scale in scales) / 2
+    across, up = (replace(s, low=(s.low + s.high) / 2 - reach, high=(s.low + s.high) / 2 + reach) for s in scales)
+    side = WIDTH - 12 - frame(across, replace(up, start=1, end=0))[1].start
+    parts, across = frame(across, replace(up := replace(up, start=8 + side, end=8)))
+    told = []
+    for path in paths:
+        places = [(across.place(at), up.place(height)) for at, height in path.points]
+        parts += line(places, path.key) + dot(*places[0], 3.5, path.key.colour)
+        ends = (f"({significant(at, 4)}, {significant(height, 4)})" for at, height in (path.points[0], path.points[-1]))
+        told.append(f"{path.key.label} from {' to '.join(ends)}")
+    return svg(side + 32, parts, f"{title}, the path of ({x}, {y}): {'; '.join(told)}.")
 
 
 def _strips(title: str, strips: Sequence[Strip], value: float | None) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from toolkit.runner._chart import significant, standalone
+from toolkit.runner._chart import Key, significant, standalone
 from toolkit.runner._figures import (
     COLOURS,
     METHODS,
@@ -22,6 +22,7 @@ from toolkit.runner._figures import (
     Band,
     Bar,
     Level,
+    Path,
     Strip,
     degrees,
     draw_arrows,
@@ -30,6 +31,7 @@ from toolkit.runner._figures import (
     draw_curves,
     draw_methods,
     draw_parameters,
+    draw_plane,
     draw_strips,
     draw_sweep,
 )
@@ -134,6 +136,7 @@ class ExperimentView:
     arrows: str
     parameters: str
     curves: str
+    plane: str
     seeds: SeedsView | None
     sweep: SweepView | None
     methods: MethodsView | None
@@ -171,6 +174,7 @@ def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
         arrows=draw_arrows([(title, _arrows(of, when, colours)) for when, title, of in _moments(records)]),
         parameters=_parameters(records, names, colours),
         curves=draw_bands(_curves(records, every, all_colours), [] if newest.get("methods") else _references(newest)),
+        plane=_plane(records, every, all_colours),
         seeds=_seeds(records, every, all_colours),
         sweep=_sweep(records, every, all_colours),
         methods=_methods(records),
@@ -392,8 +396,7 @@ def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[s
 def _curves(
     records: Sequence[Record], names: Sequence[str], colours: dict[str, str]
 ) -> list[tuple[str, list[Band], float | None]]:
-    newest = records[-1].data
-    metrics = list(newest["variants"][BLOCKED]["metrics"])
+    newest, metrics = records[-1].data, _metrics(records)
     panels = []
     for metric in metrics[:3]:
         bands = []
@@ -411,12 +414,37 @@ def _curves(
     return panels
 
 
+def _metrics(records: Sequence[Record]) -> list[str]:
+    """Return the metrics that are drawn as curves."""
+    newest = records[-1].data
+    return [name for name in newest["variants"][BLOCKED]["metrics"] if name not in (newest.get("plane") or ())]
+
+
+def _plane(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> str:
+    """Draw the path of the first seed in the plane of two metrics, for each variant and each other method."""
+    first = records[0].data
+    if not (plane := first.get("plane")):
+        return ""
+
+    def path(label: str, metrics: Mapping[str, Sequence[float | None]], colour: str, dashes: int = 0) -> Path:
+        points = zip(*(metrics.get(name, ()) for name in plane), strict=True)
+        return Path(Key(label, colour, dashes), [(x, y) for x, y in points if x is not None and y is not None])
+
+    variants = [
+        path(_legend(name, names), first["variants"][name]["metrics"], colours[name], min(index, 3))
+        for index, name in enumerate(names)
+    ]
+    methods = enumerate(((first["methods"] or {}).get("trained") or {}).items())
+    others = [path(name, trained["metrics"], METHODS[index % len(METHODS)]) for index, (name, trained) in methods]
+    x, y = plane
+    return draw_plane(x, y, [("with the block and without", variants), *((each.key.label, [each]) for each in others)])
+
+
 def _seeds(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> SeedsView | None:
     """Return where every seed ended; None if the seeds are few enough for the curves to show it."""
     if len(records) < _MANY_SEEDS:
         return None
-    newest = records[-1].data
-    metrics = list(newest["variants"][BLOCKED]["metrics"])
+    newest, metrics = records[-1].data, _metrics(records)
     ends = {(metric, name): finals(records, name, metric) for metric in metrics for name in names}
     label = newest["objective"]["label"]
     titles = {metric: label if metric == "objective" else metric.replace("_", " ") for metric in metrics}
@@ -484,7 +512,10 @@ def _methods(records: Sequence[Record]) -> MethodsView | None:
     methods = newest["methods"]
     sign = 1 if newest["objective"]["higher_is_better"] else -1
     bands, levels, rows = [], [], []
-    others = [metric for metric in next(iter(methods["trained"].values()))["metrics"] if metric != "objective"]
+    coordinates = newest.get("plane") or ()
+    others = [
+        name for name in next(iter(methods["trained"].values()))["metrics"] if name not in ("objective", *coordinates)
+    ]
     for index, name in enumerate(methods["trained"]):
         dashes, colour = divmod(index, len(METHODS))
         trained = [record.data["methods"]["trained"][name] for record in records]
