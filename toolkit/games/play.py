@@ -175,16 +175,7 @@ def lola_loss(losses: Sequence[Loss], players: Sequence[Player], *, learning_rat
     influence on the learning of the others, whom it takes for naive learners. The opponents themselves are held by the
     block `OPPONENTS`; with it open, the gradient is that of the whole sum, which also moves the opponents.
 
-    Args:
-        losses: As in `simultaneous_loss`.
-        players: As in `simultaneous_loss`.
-        learning_rate: The opponents' step size, :math:`\alpha`.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        ValueError: As in `alternating_loss`.
+    Arguments, result and errors are those of `lookahead_loss`.
 
     References:
         Foerster, Chen, Al-Shedivat, Whiteson, Abbeel and Mordatch, "Learning with opponent-learning awareness", 2018.
@@ -212,15 +203,7 @@ def consensus_penalty(losses: Sequence[Loss], players: Sequence[Player]) -> Tens
     the field shorter. The gradient is that of :math:`\lVert \xi \rVert^2 / 2`; with the block `FIELD` open it is twice
     as long, so the block is a factor of two in gamma and nothing else.
 
-    Args:
-        losses: As in `simultaneous_loss`.
-        players: As in `simultaneous_loss`.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        ValueError: As in `simultaneous_loss`.
+    Arguments, result and errors are those of `simultaneous_loss`.
 
     References:
         Mescheder, Nowozin and Geiger, "The numerics of GANs", 2017, section 4, algorithm 2.
@@ -249,15 +232,7 @@ def symplectic_penalty(losses: Sequence[Loss], players: Sequence[Player]) -> Ten
     the second sum being the derivative of each player's loss along the held field, of gradient :math:`J \xi`. With the
     block `FIELD` open, the gradient is :math:`A^T \xi + (J^T \xi - \sum_i J^T \nabla L_i) / 2`.
 
-    Args:
-        losses: As in `simultaneous_loss`.
-        players: As in `simultaneous_loss`.
-
-    Returns:
-        A scalar.
-
-    Raises:
-        ValueError: As in `simultaneous_loss`.
+    Arguments, result and errors are those of `simultaneous_loss`.
 
     References:
         Balduzzi, Racanière, Martens, Foerster, Tuyls and Graepel, "The mechanics of n-player differentiable games",
@@ -279,15 +254,10 @@ def symplectic_penalty(losses: Sequence[Loss], players: Sequence[Player]) -> Ten
 def game_field(losses: Sequence[Loss], players: Sequence[Player]) -> list[Player]:
     r"""Return the field :math:`\xi`, differentiable: each player's gradient of its own loss by its own parameters.
 
-    Args:
-        losses: As in `simultaneous_loss`.
-        players: As in `simultaneous_loss`.
+    Arguments and errors are those of `simultaneous_loss`.
 
     Returns:
         The gradients, in the form of `players`; zeros where a loss does not depend on a parameter.
-
-    Raises:
-        ValueError: As in `simultaneous_loss`.
 
     References:
         Balduzzi et al., "The mechanics of n-player differentiable games", 2018, section 2.

@@ -102,15 +102,7 @@ def rm_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
     ``P = sum of pi_b over the actions with a positive advantage``, the value of an action gets
     ``-pi_a ([q_a > J] - P) / N``.
 
-    Args:
-        logits_t: (\*, A).
-        q_t: (\*, A), the value of each action.
-
-    Returns:
-        A scalar, in the units of the reward.
-
-    Raises:
-        ValueError: If shapes differ.
+    Arguments, result and errors are those of `qpg_loss`.
 
     References:
         Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018.
@@ -130,15 +122,7 @@ def rpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
     in place the gradient by a row of logits is ``-n pi_a (q_a - J) / N``, n being the number of actions with a positive
     advantage. Open, the value of an action gets ``([q_a > J] - n pi_a) / N``, which makes all values equal.
 
-    Args:
-        logits_t: (\*, A).
-        q_t: (\*, A), the value of each action.
-
-    Returns:
-        A scalar, in the units of the reward.
-
-    Raises:
-        ValueError: If shapes differ.
+    Arguments, result and errors are those of `qpg_loss`.
 
     References:
         Srinivasan et al., "Actor-critic policy optimization in partially observable multiagent environments", 2018.

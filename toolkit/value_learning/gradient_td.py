@@ -98,19 +98,7 @@ def tdc_loss(
     and a correction. With `TDC_ERROR` open they also get :math:`-\rho v_{t-1} \nabla \delta`, with `TDC_ESTIMATE` open
     h gets :math:`\rho \gamma_t v_t`.
 
-    Args:
-        v_tm1: As in `gtd2_loss`, and so are the other arguments.
-        r_t: (\*).
-        discount_t: (\*).
-        v_t: (\*).
-        h_tm1: (\*).
-        rho_tm1: (\*), or None.
-
-    Returns:
-        (\*), in squared units of the reward; its value says nothing about progress.
-
-    Raises:
-        ValueError: As in `gtd2_loss`.
+    Arguments, result and errors are those of `gtd2_loss`.
 
     References:
         Sutton et al., 2009, the algorithm TDC; Sutton and Barto, "Reinforcement learning: an introduction", 2018,
@@ -135,19 +123,7 @@ def error_estimate_loss(
     `ESTIMATED_ERROR` open the parameters of v get :math:`-\rho h (\gamma_t \nabla v_t - \nabla v_{t-1})`: exactly the
     opposite of GTD2.
 
-    Args:
-        v_tm1: As in `gtd2_loss`, and so are the other arguments.
-        r_t: (\*).
-        discount_t: (\*).
-        v_t: (\*).
-        h_tm1: (\*).
-        rho_tm1: (\*), or None.
-
-    Returns:
-        (\*), in squared units of the reward.
-
-    Raises:
-        ValueError: As in `gtd2_loss`.
+    Arguments, shapes, units and errors are those of `gtd2_loss`.
 
     References:
         As `gtd2_loss`: the least mean squares step for the second weights.
