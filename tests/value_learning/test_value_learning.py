@@ -748,6 +748,23 @@ def test_one_step_returns_are_the_targets_of_td():
     torch.testing.assert_close(n_step_bootstrapped_returns(REWARDS, DISCOUNTS, v, n=1), errors + VALUES[:, :-1])
 
 
+@pytest.mark.parametrize("length", [1, 2, 47, 48, 49, 130])
+def test_returns_of_any_length_follow_their_definition(length):
+    r, v, lambda_ = draw(31, 2, length), draw(32, 2, length).requires_grad_(), draw(33, 2, length).sigmoid()
+    discounts = draw(34, 2, length).sigmoid() * (draw(35, 2, length) > -1.5)
+    expected = [r[:, -1] + discounts[:, -1] * v[:, -1]]
+    for t in reversed(range(length - 1)):
+        mixed = (1 - lambda_[:, t]) * v[:, t] + lambda_[:, t] * expected[0]
+        expected.insert(0, r[:, t] + discounts[:, t] * mixed)
+    expected = torch.stack(expected, 1)
+    with unblock(LAMBDA_RETURNS):
+        found = lambda_returns(r, discounts, v, lambda_)
+    torch.testing.assert_close(found, expected)
+    weights = draw(36, 2, length)
+    slopes = (torch.autograd.grad((weights * each).sum(), v)[0] for each in (found, expected))
+    torch.testing.assert_close(*slopes)
+
+
 def test_lambda_may_differ_between_steps_and_carry_a_gradient():
     lambdas = tensor([[0.3, 0.9, 0.5, 0.7], [0.1, 0.4, 0.8, 0.6]]).requires_grad_()
     expected, later = [], None

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import broadcasts, number
+from toolkit._recursion import discounted_sums
 from toolkit.blocks import block, stop_recording
-from toolkit.policy_gradient._recursion import discounted_sums
 from toolkit.policy_gradient._shapes import alike
 from toolkit.policy_gradient.sampled import ADVANTAGE, VALUE_TARGET
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._recursion import discounted_sums
 from toolkit.blocks import block, stop_gradient
 from toolkit.value_learning._arguments import common_dtype, of_shape, same_shape, wide
 
@@ -112,9 +113,9 @@ def lambda_returns(r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambda_: Tensor
     r_t, discount_t, v_t = wide(r_t, discount_t, v_t)
     decay = discount_t * lambda_
     # Each return is an affine function of the next one. The last one is not mixed: it ends in its value.
-    constants = torch.addcmul(r_t, discount_t - decay, v_t)
-    last = torch.addcmul(r_t[..., -1], discount_t[..., -1], v_t[..., -1])
-    returns = _composed(constants, decay, last)
+    mixed = torch.addcmul(r_t, discount_t - decay, v_t)
+    last = torch.addcmul(r_t[..., -1:], discount_t[..., -1:], v_t[..., -1:])
+    returns = discounted_sums(torch.cat([mixed[..., :-1], last], -1), decay)
     return stop_gradient(returns.to(dtype), LAMBDA_RETURNS)
 
 
@@ -148,14 +149,6 @@ def td_lambda(v_tm1: Tensor, r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambd
     """
     same_shape(v_tm1=v_tm1, r_t=r_t)
     return lambda_returns(r_t, discount_t, v_t, lambda_) - v_tm1
-
-
-def _composed(constants: Tensor, decay: Tensor, last: Tensor) -> Tensor:
-    """Return the solution of ``G_t = constants_t + decay_t G_{t+1}`` that ends with `last`."""
-    returns = [last]
-    for constant, factor in zip(constants.unbind(-1)[-2::-1], decay.unbind(-1)[-2::-1], strict=True):
-        returns.append(torch.addcmul(constant, factor, returns[-1]))
-    return torch.stack(returns[::-1], -1)
 
 
 def _check(r_t: Tensor, discount_t: Tensor, v_t: Tensor) -> None:
