@@ -92,8 +92,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_value_learning",
         ),
         (
-            "last = torch.addcmul(r_t[..., -1], discount_t[..., -1], v_t[..., -1])",
-            "last = constants[..., -1]",
+            "last = torch.addcmul(r_t[..., -1:], discount_t[..., -1:], v_t[..., -1:])",
+            "last = mixed[..., -1:]",
             "test_value_learning",
         ),
         (
@@ -179,6 +179,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
     ],
     "bilevel": [
+        (
+            "return still + factor * (moving - still) if diff",
+            "return still + factor * (moving - still) if True or diff",
+            "test_bilevel_unrolling",
+        ),
         ("better = residual < least  # false for NaN", "better = residual == residual", "test_bilevel_solvers"),
         ("z = torch.where(done[:, None], z, history.acc", "z = (history.acc", "test_bilevel_solvers"),
         (
@@ -236,6 +241,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("initial * min(1.0, (1 - part) / (1 - hold))", "initial * (1 - part) / (1 - hold)", "test_rbm_training"),
     ],
     "games": [
+        ("        if not value.requires_grad:\n", "        if False:\n", "test_games_play"),
         ("moved.append(_minus(players[i], step, rate))", "moved.append(players[i])", "test_games_play"),
         ("return 0.5 * (_dot(held, field) - _sum(", "return 0.5 * (_dot(held, field) + _sum(", "test_games_play"),
         ("(norms - 1).square().mean()", "norms.square().mean()", "test_games_gan"),
@@ -345,6 +351,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("else kept * (1 - fired)", "else kept * fired", "test_quantization_spikes"),
     ],
     "policy_gradient": [
+        ("offsets = rewards - rewards[..., :1]", "offsets = rewards", "test_policy_gradient_edges"),
         (
             "errors = weights * (torch.addcmul(r_t, discount_t, v_t) - v_tm1)",
             "errors = torch.addcmul(r_t, discount_t, v_t) - v_tm1",
@@ -407,6 +414,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("(target or model)(x + _as(earlier, x)", "model(x + _as(earlier, x)", "test_weighting_consistency"),
     ],
     "stochastic": [
+        ("    if not broadcasts(distribution.batch_shape, value.shape):\n", "    if False:\n", "test_stochastic"),
         ("(costs.sum(0) - costs) / (len(costs) - 1)", "costs.mean(0).expand_as(costs)", "test_stochastic"),
         ("(1 - magic_box(log_probs)) * baselines", "(magic_box(log_probs) - 1) * baselines", "test_stochastic"),
         (
