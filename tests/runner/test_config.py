@@ -160,6 +160,26 @@ def test_an_unknown_experiment_is_named_with_the_nearest_one(config):
     assert f"{config}:1: experiment: unknown experiment 'softmaxx'; did you mean 'softmax'?" in _message(config)
 
 
+@pytest.mark.parametrize(
+    ("line", "other", "says"),
+    [
+        ("class Config(ExperimentConfig)", "class Konfig(ExperimentConfig)", "`Config` should be a class derived from"),
+        ("class Config(ExperimentConfig)", "class Config(BaseModel)", "`Config` should be a class derived from"),
+        ("def run(", "def walk(", "`run` should be a function of a config and a seed. Found None."),
+        ("import signal", "import signals", "ModuleNotFoundError: No module named 'signals'"),
+    ],
+    ids=["no-config", "another-class", "no-run", "no-import"],
+)
+def test_an_experiment_that_is_not_whole_is_one_line_with_its_file(tmp_path, line, other, says):
+    name = f"toy_broken_{next(NUMBERS)}"
+    path, module = toy.install(name, tmp_path), tmp_path / "experiments" / f"{name}.py"
+    module.write_text(module.read_text().replace(line, other))
+    assert _message(path).startswith(f"{module}: {says}")
+    listed = CliRunner().invoke(main, ["list", name, "--configs", str(tmp_path)])
+    assert (listed.exit_code, len(listed.stderr.splitlines())) == (2, 1)
+    assert says in listed.stderr
+
+
 def test_a_missing_experiment_lists_all(config):
     _edited(config, f'experiment = "{config.stem}"', "")
     assert ", ".join(experiment_folders(config)) in _message(config)

@@ -134,6 +134,36 @@ def test_an_unfair_run_ends_the_command_line_with_code_1(tmp_path, monkeypatch):
     assert "so a difference would not be due to the block" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("name", "line", "other", "says"),
+    [
+        ("ends_without_run", "    return Run(", "    Run(", "`run` of the experiment should return a Run. Found None."),
+        (
+            "ends_without_objective",
+            '{"objective": weight',
+            '{"loss": weight',
+            "`evaluate` should return a metric 'objective'. Found ['first weight', 'loss'].",
+        ),
+        (
+            "ends_by_exit",
+            "    def loss():",
+            '    raise SystemExit("enough")\n\n    def loss():',
+            "SystemExit: enough (at ",
+        ),
+    ],
+)
+def test_an_experiment_that_fails_ends_the_command_line_with_its_reason(tmp_path, name, line, other, says):
+    path = toy.install(f"toy_{name}", tmp_path)
+    module = tmp_path / "experiments" / f"{path.stem}.py"
+    module.write_text(module.read_text().replace(line, other))
+    done = CliRunner().invoke(main, ["run", str(path), "--jobs", "1", "--results", str(tmp_path / "results")])
+    assert done.exit_code == 1
+    errors = [found for found in done.stderr.splitlines() if found.startswith("error: ")]
+    assert errors
+    assert all(says in found and str(path) in found for found in errors)
+    assert read_all(tmp_path / "results") == []
+
+
 def test_a_run_that_diverges_is_recorded_as_one(tmp_path, monkeypatch):
     loaded = load_config(toy.install("toy_diverges", tmp_path), ["kind=diverges", "seeds=1"])
     run_config(loaded, tmp_path / "results")

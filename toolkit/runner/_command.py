@@ -228,12 +228,13 @@ def report(results: Path, single: Path | None) -> None:
 @click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True)
 def list_command(experiment: str | None, configs: Path) -> None:
     """Show experiments, their blocks, and the available configs; of one EXPERIMENT its keys, types and defaults."""
+    from toolkit.runner._config import ConfigError
     from toolkit.runner._listing import keys_of, listing
 
     folder = here_or_bundled(configs)
     try:
         click.echo(listing(folder) if experiment is None else keys_of(experiment, folder))
-    except ValueError as error:
+    except (ValueError, ConfigError) as error:
         _stop(str(error), 2)
 
 

@@ -90,10 +90,7 @@ def record_of(
     torch.set_num_threads(config.threads)
     started = datetime.now(UTC)
 
-    def make() -> Run:
-        run: Run = loaded.module.run(config, seed)
-        return run
-
+    make = partial(_made, loaded, seed)
     first = _Gradients(make(), config.variants, loaded.path)
     memory = {variant: _memory(make(), variant) for variant in config.variants}
     begin = time.perf_counter()  # the first seed of a process has imported all that it needs
@@ -154,6 +151,13 @@ def record_of(
     return data, arrays
 
 
+def _made(loaded: LoadedConfig, seed: int) -> Run:
+    run = loaded.module.run(loaded.config, seed)
+    if not isinstance(run, Run):
+        raise RunError(f"{loaded.path}: `run` of the experiment should return a Run. Found {run!r}.")
+    return run
+
+
 class _Gradients:
     """The gradients of every variant at the present parameters of a run, and their distances from the target."""
 
@@ -206,7 +210,7 @@ def times_of(loaded: LoadedConfig, seed: int, on_method: Callable[[str], None] =
         ``"variants"``: for each variant the seconds of a step, and the times of the sweep. ``"methods"``: the other
         methods, as `train_methods` returns them.
     """
-    config, make = loaded.config, partial(loaded.module.run, loaded.config, seed)
+    config, make = loaded.config, partial(_made, loaded, seed)
     torch.set_num_threads(config.threads)
     variants = {
         variant_name(variant): {"seconds_per_step": seconds, "sweep": measure_sweep(make(), variant)}

@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from toolkit.runner._discovery import experiment_folders, import_experiment
 from toolkit.runner._records import variant_name
 
-__all__ = ["ConfigError", "ExperimentConfig", "LoadedConfig", "load_config"]
+__all__ = ["ConfigError", "ExperimentConfig", "LoadedConfig", "load_config", "load_experiment"]
 
 BlockSet = str | list[str]
 
@@ -157,11 +157,7 @@ def load_config(path: Path, overrides: Iterable[str] = (), swept: Iterable[str] 
     name = values["experiment"]
     if name not in known:
         raise ConfigError(f"{where('experiment')}: unknown experiment {name!r}{_suggest(name, known)}")
-    try:
-        module = import_experiment(name, known[name])
-    except Exception as error:
-        reason = next(iter(str(error).splitlines()), repr(error))
-        raise ConfigError(f"{known[name]}/{name}.py: {type(error).__name__}: {reason}") from error
+    module = load_experiment(name, known[name])
     config_class: type[ExperimentConfig] = module.Config
     try:
         config = config_class.model_validate(values)
@@ -172,6 +168,26 @@ def load_config(path: Path, overrides: Iterable[str] = (), swept: Iterable[str] 
     _check_device(config, where)
     label = " ".join((path.stem, *swept))
     return LoadedConfig(path.stem, label, path, source, (*overrides, *swept), config, module)
+
+
+def load_experiment(name: str, folder: Path) -> ModuleType:
+    """Import an experiment, and check that it has a `Config` and a `run`.
+
+    Raises:
+        ConfigError: If it cannot be imported, or has not both.
+    """
+    file = folder / f"{name}.py"
+    try:
+        module = import_experiment(name, folder)
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), repr(error))
+        raise ConfigError(f"{file}: {type(error).__name__}: {reason}") from error
+    config, run = (getattr(module, part, None) for part in ("Config", "run"))
+    if not (isinstance(config, type) and issubclass(config, ExperimentConfig)):
+        raise ConfigError(f"{file}: `Config` should be a class derived from ExperimentConfig. Found {config!r}.")
+    if not callable(run):
+        raise ConfigError(f"{file}: `run` should be a function of a config and a seed. Found {run!r}.")
+    return module
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel
 
 import toolkit
+from toolkit.runner._config import load_experiment
 from toolkit.runner._discovery import experiment_folders, import_experiment
 
 __all__ = ["import_everything", "keys_of", "listing"]
@@ -54,13 +55,14 @@ def keys_of(experiment: str, configs: Path) -> str:
 
     Raises:
         ValueError: If there is no such experiment.
+        ConfigError: As `load_experiment`.
     """
     known = experiment_folders(configs / "any.toml")
     if experiment not in known:
         found = _experiment_of(configs / f"{experiment}.toml")
         hint = f", a config of the experiment {found}: `stopgrad list {found}`" if found in known else ""
         raise ValueError(f"`experiment` should be one of {', '.join(known)}. Found {experiment!r}{hint}.")
-    config: type[BaseModel] = import_experiment(experiment, known[experiment]).Config
+    config: type[BaseModel] = load_experiment(experiment, known[experiment]).Config
     lines = [f"Keys of a config with experiment = {experiment!r}"]
     for name, key in config.model_fields.items():
         default = "required" if key.is_required() else f"default {key.get_default(call_default_factory=True)!r}"

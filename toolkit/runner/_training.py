@@ -83,7 +83,10 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
     for step in range(config.steps + 1):
         if step % config.evaluate_every == 0 or step == config.steps:
             steps.append(step)
-            for name, value in run.evaluate().items():
+            found = run.evaluate()
+            if "objective" not in found:
+                raise ValueError(f"`evaluate` should return a metric 'objective'. Found {sorted(found)}.")
+            for name, value in found.items():
                 metrics.setdefault(name, []).append(float(value))
         if step == config.steps:
             break

@@ -110,13 +110,13 @@ def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> 
         return Answer(function(config), seconds=time.monotonic() - begin)
     except (ConfigError, RunError) as error:
         return Answer(error=str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = next(iter(str(error).splitlines()), repr(error))
         at = _place(error, Path(str(unit.config.module.__file__)).parent)
         return Answer(error=f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}")
 
 
-def _place(error: Exception, experiments: Path) -> str:
+def _place(error: BaseException, experiments: Path) -> str:
     """Return the innermost place of an error in the experiments, or in this library if it is in none of them."""
     frames = traceback.extract_tb(error.__traceback__)[::-1]
     for folder in (experiments, Path(__file__).parents[1]):
