@@ -16,6 +16,7 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -42,6 +43,8 @@ from toolkit.runner import Event, ExperimentConfig, Objective, Run
 __all__ = ["Config", "distribution", "principal_components", "run"]
 
 Data = Literal["iris", "wine", "digits", "two_gaussians"]
+
+_STARTS = 5  # at most this many are drawn until EM finds a maximum
 
 _SURROGATES = {"expected_log_joint": surrogate, "evidence_lower_bound": evidence_lower_bound}
 
@@ -184,6 +187,13 @@ def _problem(config_json: str, seed: int) -> tuple[Tensor, GaussianParameters, f
         x = x / x.std(0, correction=0)
     if config.principal_components:
         x = principal_components(x, config.principal_components)
+    for _ in range(_STARTS - 1):
+        with contextlib.suppress(ValueError):  # a component that closes in on a few samples has no maximum
+            return x, *_start_and_maximum(config, x, generator)
+    return x, *_start_and_maximum(config, x, generator)
+
+
+def _start_and_maximum(config: Config, x: Tensor, generator: torch.Generator) -> tuple[GaussianParameters, float]:
     first = start(
         x,
         config.n_components,
@@ -194,4 +204,4 @@ def _problem(config_json: str, seed: int) -> tuple[Tensor, GaussianParameters, f
     )
     for _ in range(config.em_steps):
         first, _ = em_step(first, x)
-    return x, first, maximise_likelihood(first, x, tol=1e-10, max_iter=10_000).log_likelihood
+    return first, maximise_likelihood(first, x, tol=1e-10, max_iter=10_000).log_likelihood
