@@ -34,7 +34,7 @@ from toolkit.runner._figures import (
     draw_strips,
     draw_sweep,
 )
-from toolkit.runner._findings import verdict_of
+from toolkit.runner._findings import compared, verdict_of
 from toolkit.runner._records import BLOCKED, Record, read_all
 from toolkit.runner._report import (
     _agreed,
@@ -50,7 +50,7 @@ from toolkit.runner._report import (
     _turn,
     training_effect,
 )
-from toolkit.runner._site import write_single, write_site
+from toolkit.runner._site import _size, write_single, write_site
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
@@ -330,6 +330,23 @@ def test_better_and_worse_are_said_where_the_interval_excludes_zero(dtype, pairs
     assert outcome in _outcome(records, "open")
 
 
+@pytest.mark.parametrize(
+    ("pairs", "size"),
+    [
+        ([(2, 10)] * 6, 0.8),
+        ([(2e-9, 1e-8)] * 6, 0.8),
+        ([(0, 3)] * 6, 1.0),
+        ([(2, math.nan), *[(2, 10)] * 6], 0.8),
+        ([(10, 2)] * 6, 0.0),
+        ([(2, 2)] * 6, 0.0),
+        ([(2, 3), (2, 1)], 0.0),
+    ],
+)
+def test_a_gain_counts_by_its_share_of_the_largest_final_objective(pairs, size):
+    records = _ended("float64", pairs)
+    assert _size(records, "open", compared(records, "open")) == pytest.approx(size)
+
+
 VERDICTS = {
     "no-op": ("no-op", []),
     "redundant": ("redundant", []),
@@ -391,6 +408,7 @@ def test_a_verdict_in_a_sentence(kind, numbers, expected):
     [
         ([TURNED], "turns the gradient by 30° and makes it 2 times as long"),
         ([TURNED, TURNED, MADE], "turns the gradient by 30° and makes it 2 times as long"),
+        ([{**TURNED, "ratio": 1.004}], "turns the gradient by 30° and keeps its length"),
         ([MADE], "makes the gradient vanish"),
         ([{**MADE, "ratio": 1e-16, "cosine": 0.3}], "makes the gradient vanish"),
         ([{"ratio": 3e7, "cosine": 0.5, "leak": 1.0}], "makes a vanished gradient 3e+07 times as long"),
@@ -398,7 +416,17 @@ def test_a_verdict_in_a_sentence(kind, numbers, expected):
         ([{"ratio": None, "cosine": None, "leak": 0.0}], "leaves a zero gradient at zero"),
         ([{"ratio": None, "cosine": None, "leak": None}], "makes the gradient infinite or NaN"),
     ],
-    ids=["turned", "turned in most seeds", "made", "made to rounding", "vanished", "out of nothing", "zero", "nan"],
+    ids=[
+        "turned",
+        "turned in most seeds",
+        "turned alone",
+        "made",
+        "made to rounding",
+        "vanished",
+        "out of nothing",
+        "zero",
+        "nan",
+    ],
 )
 def test_what_opening_does_to_the_gradient(effects, expected):
     assert _turn(effects) == expected
@@ -740,6 +768,15 @@ def test_the_site_is_light(site):
     """Pages are sent over slow lines."""
     assert site.stat().st_size < 500_000
     assert max(page.stat().st_size for page in (site.parent / "pages").iterdir()) < 1_500_000
+
+
+def test_cards_of_clear_gains_come_first_and_are_named_by_the_room_of_their_blocks(site):
+    cards = re.findall(r"<article.*?</article>", site.read_text(), re.DOTALL)
+    clear = ["makes training: better" in card for card in cards]
+    assert any(clear)
+    assert clear == sorted(clear, reverse=True)
+    subjects = {re.search(r'data-subject="([^"]*)"', card)[1] for card in cards}
+    assert subjects >= {"em", "adversarial", "policy gradient", "self supervised"}
 
 
 def test_every_picture_says_which_results_it_shows(site):

@@ -300,7 +300,9 @@ def _turn(effects: Sequence[dict[str, Any]]) -> str:
     if length < _NOTHING:
         return "makes the gradient vanish"
     angle = significant(_median(_degrees(effect["cosine"]) for effect in effects), 2)
-    return f"turns the gradient by {angle}° and makes it {significant(length, 2)} times as long"
+    times = significant(length, 2)
+    longer = "keeps its length" if times == "1" else f"makes it {times} times as long"
+    return f"turns the gradient by {angle}° and {longer}"
 
 
 def training_effect(records: Sequence[Record], name: str) -> str:

@@ -18,8 +18,8 @@ import jinja2
 
 from toolkit.runner._chart import PALETTE, STYLE, Key, legend
 from toolkit.runner._figures import COLOURS
-from toolkit.runner._findings import RULE, broken_claims, compared
-from toolkit.runner._records import BLOCKED, ExperimentRecords, overrides_of, read_all, read_zoo
+from toolkit.runner._findings import RULE, Difference, broken_claims, compared, finals
+from toolkit.runner._records import BLOCKED, ExperimentRecords, Record, overrides_of, read_all, read_zoo
 from toolkit.runner._report import draw_card, experiment_view, first_sentence, training_effect, variant_verdict
 
 __all__ = ["sketch", "write_single", "write_site"]
@@ -58,11 +58,13 @@ def write_site(root: Path, names: Collection[str] | None = None) -> Path:
     if zoo:
         _write(pages / "zoo.html", _render("zoo", zoo=zoo))
     cards = [_card(file, experiment) for file, experiment in zip(_files(experiments), experiments, strict=True)]
-    hero = max(cards, key=lambda card: card.size, default=None)
+    cards.sort(key=lambda card: -card.size)
+    hero = max(cards, key=lambda card: (card.size > 0, len(card.variants) == 1, card.size), default=None)
     text = _render(
         "index",
         cards=cards,
         hero=hero if hero is not None and hero.size > 0 else None,
+        hero_keys=_keys(len(hero.variants)) if hero is not None else "",
         subjects=sorted({card.subject for card in cards}),
         verdicts=sorted({verdict for card in cards for _, verdict, _ in card.variants}),
         endings=sorted({ending for card in cards for ending in card.endings}),
@@ -94,12 +96,10 @@ def _card(file: str, experiment: ExperimentRecords) -> Card:
     found = {name: compared(records, name) for name in names}
     effects = {name: training_effect(records, name) for name in names}
     about = "; ".join(f"with {name} open instead, the block makes training {effects[name]}" for name in names)
-    blocked = abs(data["variants"][BLOCKED]["metrics"]["objective"][-1] or 1.0)
-    clear = [difference.low / blocked for difference in found.values() if difference.kind == "better"]
     return Card(
         file=file,
         title=data["config"]["title"],
-        subject=data["config"]["experiment"].split("_")[0],
+        subject=min(data["blocks"]).partition(".")[0].replace("_", " "),
         sentence="" if overrides_of(records) else first_sentence(data["config"]["finding"]),
         objective=data["objective"]["label"],
         alt=f"{data['objective']['label']} over training: {about}.",
@@ -107,8 +107,16 @@ def _card(file: str, experiment: ExperimentRecords) -> Card:
         broken=not overrides_of(records) and bool(broken_claims(records)),
         endings=sorted({difference.kind for difference in found.values()}),
         variants=[(name, variant_verdict(records, name)["label"], effects[name]) for name in names],
-        size=max((value for value in clear if math.isfinite(value)), default=0.0),
+        size=max(_size(records, name, difference) for name, difference in found.items()),
     )
+
+
+def _size(records: Sequence[Record], name: str, found: Difference) -> float:
+    """Return the least plausible gain by a block as a share of the largest final objective; 0 if it is not better."""
+    if found.kind != "better":
+        return 0.0
+    ends = [abs(end) for variant in (BLOCKED, name) for end in finals(records, variant)]
+    return found.low / max(end for end in ends if math.isfinite(end))
 
 
 def _keys(variants: int) -> str:
