@@ -14,7 +14,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 
 help:
 	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
-	@echo 'make run-all     the same, and the long forms of the configs that make run shortens'
+	@echo 'make run-all     the same, with more seeds, and the long forms of the configs that make run shortens'
 	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
 	@echo 'make test-portable  the numerical tests, as on other machines'
 	@echo 'make mutants     break lines of the project, each of which a test has to notice'
@@ -29,13 +29,16 @@ run: $(VENV)/installed-run
 	$(BIN)/stopgrad run configs
 	$(BIN)/stopgrad zoo
 
+# A longer form that changes no record of a seed, more seeds say, adds to the records; any other stands beside them.
 run-all: run
-	$(BIN)/stopgrad run configs/adversarial_methods.toml --set seeds=3
-	$(BIN)/stopgrad run configs/adversarial_steps.toml --set worst_starts=4 --set worst_steps=200
-	$(BIN)/stopgrad run configs/adversarial_overfitting.toml --set seeds=3
-	$(BIN)/stopgrad run configs/adversarial_overfitting.toml --set ensemble=[0.1,0.3] --set evaluate_every=100 --set seeds=3
-	$(BIN)/stopgrad run configs/adversarial_trades.toml --set ensemble=[0.1,0.2,0.3] --set evaluate_every=50
-	$(BIN)/stopgrad run configs/adversarial_vat.toml --set ensemble=[0.5,1.0] --set evaluate_every=25
+	$(BIN)/stopgrad run configs/em_*.toml --set seeds=20
+	$(BIN)/stopgrad run configs/adversarial_*.toml configs/rbm_bars_and_stripes.toml configs/rbm_defaults.toml --set seeds=5
+	$(BIN)/stopgrad run configs/adversarial_methods.toml --set steps=200 --set seeds=3
+	$(BIN)/stopgrad run configs/adversarial_steps.toml --set attack_steps=[1,2,5,10,20,40] --set steps=40 --set worst_starts=4 --set worst_steps=200
+	$(BIN)/stopgrad run configs/adversarial_overfitting.toml --set steps=800 --set ensemble=[0.1,0.3] --set seeds=3
+	$(BIN)/stopgrad run configs/adversarial_trades.toml --set steps=400 --set ensemble=[0.1,0.2,0.3]
+	$(BIN)/stopgrad run configs/adversarial_vat.toml --set steps=200 --set ensemble=[0.5,1.0]
+	$(BIN)/stopgrad run configs/rbm_bars_and_stripes.toml --set steps=3000
 
 report: $(VENV)/installed-run
 	$(BIN)/stopgrad report

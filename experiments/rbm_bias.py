@@ -167,7 +167,9 @@ def _contrastive_divergence(rbm: RBM, start: Tensor, *, steps: int) -> dict[str,
 
 
 def _improved(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, Tensor]:
-    return gradient_fields(rbm, start, steps=steps)["improved"]
+    loss = exact_divergence(rbm, start, steps=steps, divergence="improved")
+    parameters = dict(rbm.named_parameters())
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
 
 
 def _difference(minuend: Mapping[str, Tensor], subtrahend: Mapping[str, Tensor]) -> dict[str, Tensor]:
