@@ -264,7 +264,7 @@ def test_signs_have_no_derivative() -> None:
 @pytest.mark.slow
 def test_virtual_directions_that_move_are_moved_away() -> None:
     """With the direction open the model passes its own probe, and falls to what the probe no longer finds."""
-    settings = config("adversarial_vat", evaluate_every=200)
+    settings = config("adversarial_vat", steps=200, evaluate_every=200)
     ends, shares = {}, {}
     for name, opened in (("blocked", []), ("clean", [VIRTUAL_CLEAN]), ("direction", [VIRTUAL_DIRECTION])):
         one = run(settings, seed=0)

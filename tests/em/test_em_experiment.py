@@ -30,10 +30,10 @@ def finals(config: Config, *opened: str, seed: int = 0) -> dict[str, float]:
     return {name: values[-1] for name, values in metrics.items()}
 
 
-def test_training_on_samples_has_at_least_twenty_seeds():
+def test_training_on_samples_has_the_seeds_that_an_interval_for_the_median_needs():
     counts = {path.stem: load_config(path).config.seeds for path in CONFIGS}
     del counts["em_population"]  # an integral: there are no samples to draw
-    assert min(counts.values()) >= 20
+    assert min(counts.values()) >= 6
     assert len(counts) >= 6
 
 

@@ -26,7 +26,16 @@ def config(**values) -> Config:
 
 
 def short(**values) -> Config:
-    return config(**{"n_hidden": 5, "steps": 400, "evaluate_every": 200, "swept_steps": [1, 4, 16], **values})
+    return config(
+        **{
+            "n_hidden": 5,
+            "steps": 400,
+            "learning_rate": 0.5,
+            "evaluate_every": 200,
+            "swept_steps": [1, 4, 16],
+            **values,
+        }
+    )
 
 
 def gradient(one) -> dict[str, torch.Tensor]:
@@ -121,7 +130,7 @@ def test_without_the_second_block_the_improved_loss_has_no_negative_phase():
 
 @pytest.mark.slow
 def test_the_finding_of_the_config():
-    values = config(swept_steps=[1], evaluate_every=1200)  # only the ends are looked at
+    values = config(swept_steps=[1], evaluate_every=540)  # only the ends are looked at
     ends: dict[str, list[float]] = {"blocked": [], "open": []}
     for seed in range(values.seeds):
         ends["blocked"].append(train(run(values, seed), values).metrics["objective"][-1])
@@ -133,10 +142,10 @@ def test_the_finding_of_the_config():
             ends.setdefault(name, []).append(each["metrics"]["objective"][-1])
     medians = {name: statistics.median(found) for name, found in ends.items()}
     # The finding's two decimals, to a step more than their rounding.
-    expected = {"blocked": -3.12, "open": -3.02, "CD-2": -2.92}
+    expected = {"blocked": -3.20, "open": -3.07, "CD-2": -3.00}
     assert {name: medians[name] for name in expected} == pytest.approx(expected, abs=0.015)
     assert max(ends["the third term with its opposite sign"]) < -3.7
-    assert all(0.08 < b - a < 0.12 for a, b in zip(ends["blocked"], ends["open"], strict=True))
+    assert all(0.11 < b - a < 0.15 for a, b in zip(ends["blocked"], ends["open"], strict=True))
 
 
 BAD = {

@@ -310,7 +310,7 @@ def test_the_likelihood_of_cd_and_of_pcd_rises_and_falls():
 @pytest.mark.slow
 def test_centred_tempering_comes_close_to_the_best_possible():
     """Of 6 seeds one ends between -3.430 and -3.423, and the other between -3.407 and -3.405."""
-    ((*_, tempered), (*_, averaged)) = _curves(2, 4, seed=0, evaluate_every=3000)
+    ((*_, tempered), (*_, averaged)) = _curves(2, 4, seed=0, steps=3000, evaluate_every=3000)
     assert tempered > -3.44
     assert -3.41 < averaged <= -math.log(30)
 
