@@ -55,6 +55,13 @@ def test_blocked_training_ends_where_em_ends_and_open_training_below(path):
         assert opened[LOST] == pytest.approx(blocked[LOST], abs=1e-12)
 
 
+def test_a_start_from_which_a_component_closes_in_on_a_few_samples_is_drawn_again():
+    """The first start of this seed gives a component four of the flowers."""
+    values = load_config(folders.CONFIGS / "em_iris.toml").config
+    found = run(values, seed=7).evaluate()
+    assert found["smallest weight"] > 0.05
+
+
 @every_config
 def test_seeds_differ(path):
     values = load_config(path).config.model_copy(update={"steps": 1})
