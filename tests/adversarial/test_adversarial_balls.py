@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from toolkit import adversarial as adv
 from toolkit.adversarial import certify_linear
@@ -305,3 +306,81 @@ def test_a_ball_of_some_rows_is_theirs():
 def test_what_names_no_ball_is_refused(options, error):
     with pytest.raises(TypeError, match=error):
         adv.pgd(torch.nn.Linear(2, 2), torch.rand(1, 2), torch.tensor([0]), **options)
+
+
+# --- cost ----------------------------------------------------------------------------------------------------------
+
+
+class Passes(TorchDispatchMode):
+    """Counts the operations that read or write a tensor of at least some size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view and any(isinstance(one, Tensor) and one.numel() >= self.size for one in (*args, out)):
+            self.names.append(func.overloadpacket.__name__)
+        return out
+
+
+@pytest.mark.parametrize(("norm", "epsilon", "limit"), [("linf", 0.1, 3), ("l2", 1.0, 27 + 6), ("l1", 5.0, 19 + 2)])
+def test_a_step_reads_the_batch_a_few_times(norm: str, epsilon: float, limit: int) -> None:
+    """The counts are those of three rounds in L2 and one selection in L1, and one of either more is allowed.
+
+    No coordinates are sorted in full: in L1 a step that ends after a few of them took five times as long.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x, start, gradient = (torch.rand(16, 200, generator=generator) for _ in range(3))
+    ball = Ball(epsilon, norm, (0, 1)).around(x)
+    example, gradient = ball.project(2 * start - 0.5), gradient - 0.5
+    with torch.no_grad(), Passes(x.numel()) as passes:
+        ball.step(example, gradient, torch.full((1, 1), epsilon / 4))
+    assert len(passes.names) <= limit
+    assert "sort" not in passes.names
+
+
+@pytest.mark.parametrize("epsilon", [0.3, 8.0, 20.0, 60.0, 500.0])
+def test_steepest_coordinates_are_the_same_however_many_are_selected(epsilon: float) -> None:
+    """Few coordinates use up the budget, many, all, or not even all; the witness fills them one after the other."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(3, 200, generator=generator, dtype=torch.float64)
+    gradient = torch.randn(3, 200, generator=generator, dtype=torch.float64)
+    gradient[2] *= torch.arange(200) < 30
+    budgets = epsilon * torch.tensor([1.0, 0.1, 1.0], dtype=torch.float64)
+    found = Ball(budgets, "l1", (0, 1)).around(x).farthest(gradient)
+    for *row, left in zip(x.tolist(), gradient.tolist(), found.tolist(), budgets.tolist(), strict=True):
+        clean, slopes, moved = row
+        expected = list(clean)
+        for i in sorted(range(200), key=lambda i, slopes=slopes: -abs(slopes[i])):
+            room = (1 - clean[i] if slopes[i] > 0 else clean[i]) * (slopes[i] != 0)
+            length = min(room, left)
+            expected[i] += math.copysign(length, slopes[i])
+            left -= length
+        assert moved == pytest.approx(expected, abs=1e-12)  # 200 sums of numbers of size 10
+
+
+@pytest.mark.parametrize("other", [math.inf, math.nan, 1e-200, 0.0], ids=str)
+def test_direction_of_a_sample_has_the_same_bits_beside_any_other(other: float) -> None:
+    gradient = torch.randn(1, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ball = Ball(0.5, "l2", None).around(torch.zeros(2, 9, dtype=torch.float64))
+    beside = ball.direction(torch.cat([gradient, torch.full_like(gradient, other)]))
+    assert torch.equal(beside[0], ball.direction(gradient.expand(2, 9))[0])
+    assert beside[1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_projection_of_points_far_out_of_the_box_ends(dtype: torch.dtype) -> None:
+    """Offsets over twelve decades take the most rounds. The length is the radius, or all that the box leaves."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(40, 300, generator=generator, dtype=torch.float64).to(dtype)
+    offset = 10 ** (12 * torch.rand(x.shape, generator=generator, dtype=torch.float64) - 6).to(dtype)
+    radius = torch.linspace(0, 9, 40)
+    projected = Ball(radius, "l2", (0, 1)).around(x).project(x + offset)
+    length, clipped = ((point.double() - x.double()).norm(dim=1) for point in (projected, (x + offset).clamp(0, 1)))
+    bound = 64 * torch.finfo(dtype).eps  # of sums over 300 squares, and of a quotient of them
+    torch.testing.assert_close(length, torch.minimum(radius.double(), clipped), rtol=bound, atol=bound)

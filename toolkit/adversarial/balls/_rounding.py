@@ -20,8 +20,9 @@ def add_inward(x: Tensor, displacement: Tensor) -> Tensor:
     total = x + displacement
     # Knuth's two-sum (The Art of Computer Programming 2, section 4.2.2, theorem B): total + error is the exact sum.
     virtual = total - x
-    error = (x - (total - virtual)) + (displacement - virtual)
-    return _step_towards(x, total, too_far=is_positive(error * -displacement.sign()))
+    error = total - virtual
+    torch.sub(x, error, out=error).add_(torch.sub(displacement, virtual, out=virtual))
+    return _step_towards(x, total, too_far=error.mul_(-displacement.sign()).sign_().clamp_(min=0))
 
 
 def to_dtype_inward(displacement: Tensor, dtype: torch.dtype) -> Tensor:
@@ -60,19 +61,22 @@ def shrink(example: Tensor, x: Tensor, radius: Tensor, order: int) -> Tensor:
         order: Order of the norm, 1 or 2.
     """
     with no_graph():
-        offset = example.double() - x.double()
+        centre = x.double()
+        offset = example.double() - centre
         slack = (x[:1].numel() + 8) * torch.finfo(torch.float64).eps  # rounding of the norm itself
         size = torch.linalg.vector_norm(offset, order, tuple(range(1, x.dim())), keepdim=True)
         # The factor is a little smaller than necessary, so that a second call would not shrink again.
-        offset = offset * (radius * (1 - 2 * slack) / size.masked_fill(size == 0, 1))
-        inside = add_inward(x, to_dtype_inward(offset, x.dtype))
-        inside = torch.where(size > radius * (1 - slack), inside, example)
+        offset *= radius * (1 - 2 * slack) / size.masked_fill(size == 0, 1)
+        moved = (centre + offset).to(x.dtype)
+        too_far = (moved.double() - centre).abs_().sub_(offset.abs_()).sign_().clamp_(min=0).to(x.dtype)
+        inside = torch.where(size > radius * (1 - slack), _step_towards(x, moved, too_far=too_far), example)
     return laid_out_as(x, follow(inside, example))
 
 
 def _step_towards(target: Tensor, value: Tensor, *, too_far: Tensor) -> Tensor:
-    """Return the next number towards `target` where `too_far` is 1, and `value` where it is 0."""
-    return torch.nextafter(value, torch.lerp(value, target, too_far))
+    """Return the next number towards `target` where `too_far` is 1, and `value` where it is 0; overwrite `too_far`."""
+    towards = torch.lerp(value, target, too_far, out=too_far)
+    return torch.nextafter(value, towards, out=towards)
 
 
 def laid_out_as(x: Tensor, example: Tensor) -> Tensor:

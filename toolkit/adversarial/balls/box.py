@@ -59,7 +59,7 @@ def sizes_of(argument: str, value: object, device: torch.device | None = None) -
             raise TypeError(
                 f"`{argument}` should be a number, or a tensor with one per sample. Found {found}."
             ) from None
-        if not ((sizes >= 0) & sizes.isfinite()).all():
+        if sizes.numel() and not (sizes.min() >= 0 and sizes.max() < math.inf):
             found = f"{value:g}" if isinstance(value, int | float) else f"a smallest value of {sizes.min().item():g}"
             raise ValueError(f"`{argument}` should be finite and not negative. Found {found}.")
         return sizes
@@ -80,7 +80,7 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
     if not (lower <= upper).all():
         least_first = f"Found {_in_words(lower)} and {_in_words(upper)}."
         raise ValueError(f"`bounds` should have the least value before the greatest. {least_first}")
-    if x.numel():
+    if x.numel() and not torch.maximum(lower - x, x - upper).max() <= 0:
         sizes = [side.abs().masked_fill(side.isinf(), 0) for side in (lower, upper)]
         rounding = 2 * torch.finfo(x.dtype).eps * torch.maximum(*sizes)
         if not ((lower - x <= rounding) & (x - upper <= rounding)).all():

@@ -17,6 +17,8 @@ from toolkit.blocks import no_graph
 
 __all__ = ["L1Ball"]
 
+_FEW = 16  # coordinates to select before all are sorted
+
 
 @dataclass(frozen=True)
 class L1Ball:
@@ -27,8 +29,8 @@ class L1Ball:
         radius: Epsilon, float64, (N or 1, 1, ...).
         lower: Least value in the box.
         upper: Greatest value in the box.
-        down: ``lower - x``, in at least single precision.
-        up: ``upper - x``, in at least single precision.
+        down: ``lower - x``, at least ``-epsilon``, in at least single precision.
+        up: ``upper - x``, at most epsilon, in at least single precision.
         free: 1 where a coordinate may change, 0 where it may not; None if all may.
     """
 
@@ -43,7 +45,9 @@ class L1Ball:
     @classmethod
     def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> L1Ball:
         """Return the ball around `x`, cut by the box."""
-        return cls(x, radius, lower, upper, *room(x, lower, upper), free)
+        down, up = room(x, lower, upper)
+        most = radius.to(up.dtype)
+        return cls(x, radius, lower, upper, torch.maximum(down, -most), torch.minimum(up, most), free)
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Return the unit vector of the coordinate with the largest gradient, shared evenly among ties."""
@@ -128,14 +132,14 @@ class L1Ball:
     def _greedy(self, gradient: Tensor) -> Tensor:
         """Return the displacement in the set that raises a linear function most; its direction is a constant."""
         gradient = self._masked(gradient.to(self.down.dtype))
-        budget = self.radius.to(self.down.dtype).flatten(1)
-        limit = torch.where(gradient > 0, self.up, torch.where(gradient < 0, -self.down, 0)).clamp(min=0).flatten(1)
+        budget, signs = self.radius.to(self.down.dtype).flatten(1), gradient.sign()
+        limit = torch.maximum(signs * self.up, signs * self.down).flatten(1)
         with no_graph():
-            order = gradient.abs().flatten(1).argsort(dim=1, descending=True, stable=True)
-        limit = torch.minimum(limit.gather(1, order), budget)
-        before = F.pad(limit.cumsum(1), (1, -1))
-        length = torch.minimum(limit, (budget - before).clamp(min=0))
-        return torch.zeros_like(limit).scatter(1, order, length).view_as(gradient) * gradient.sign()
+            order = _steepest(gradient.abs().flatten(1), limit, budget)
+        taken = limit.gather(1, order)
+        before = F.pad(taken.cumsum(1), (1, -1))
+        length = torch.minimum(taken, (budget - before).clamp(min=0))
+        return torch.zeros_like(limit).scatter(1, order, length).view_as(gradient) * signs
 
     def _threshold(self, size: Tensor, limit: Tensor) -> Tensor:
         """Return the lambda of `project`, (N, 1, ...), 0 for samples in the ball.
@@ -166,6 +170,23 @@ class L1Ball:
         exact = (sum_of(between * size) + sum_of(limit.masked_fill(~held, 0)) - radius) / count.clamp(min=1)
         # With no coordinate between 0 and its limit lambda does not move with the point.
         return torch.where(count > 0, exact.clamp(min=0), guess) * outside
+
+
+def _steepest(size: Tensor, limit: Tensor, budget: Tensor) -> Tensor:
+    """Return the coordinates in falling order of `size`, (N, K), at least until their limits use up the budget.
+
+    Args:
+        size: Absolute slopes, (N, D).
+        limit: Room of every coordinate, (N, D).
+        budget: Sum of the room to use, (N or 1, 1).
+    """
+    n, count = size.shape[1], _FEW
+    while 2 * count < n:
+        order = size.topk(count, 1).indices
+        if (limit.gather(1, order).sum(1, keepdim=True) >= budget).all():
+            return order
+        count *= 4
+    return size.argsort(dim=1, descending=True, stable=True)
 
 
 def _column(like: Tensor, n: int | None = None) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.adversarial.balls._rounding import is_positive, shrink
+from toolkit.adversarial.balls._rounding import follow, is_positive, shrink
 from toolkit.adversarial.balls.box import draw, features, norm_of, room, sum_of, wide
-from toolkit.blocks import no_graph
+from toolkit.blocks import carries_gradient, no_graph
 
 __all__ = ["L2Ball"]
 
@@ -51,18 +51,13 @@ class L2Ball:
         gradient = gradient.to(wide(gradient))
         if self.free is not None:
             gradient = gradient * self.free
-        with no_graph():  # the direction does not depend on this factor, so neither does its derivative
-            largest = gradient.abs().amax(features(gradient), keepdim=True)
-            infinite = not largest.isfinite().all()
-        if infinite:  # the steepest coordinates count, and those without a slope do not
-            gradient = gradient.nan_to_num(0.0)
+        norm = norm_of(gradient)
         with no_graph():
-            if infinite:
-                largest = gradient.abs().amax(features(gradient), keepdim=True)
-            largest = largest.masked_fill(largest == 0, math.inf)
-        scaled = gradient / largest
-        unit: Tensor = scaled / norm_of(scaled).clamp(min=0.5)  # the norm is at least 1, or 0
-        return unit.to(self.x.dtype)
+            limits = torch.finfo(norm.dtype)
+            is_exact = norm.clamp(limits.tiny**0.25, limits.max**0.25) == norm
+        if not is_exact.all():
+            gradient, norm = _rescaled(gradient, is_exact)
+        return (gradient * norm.reciprocal()).to(self.x.dtype)
 
     def project(self, example: Tensor) -> Tensor:
         """Return the nearest point of the ball and the box together, up to rounding.
@@ -73,7 +68,8 @@ class L2Ball:
         """
         x = self.x.to(self.down.dtype)
         offset = example.to(self.down.dtype) - x
-        return torch.clamp((x + self._scale(offset) * offset).to(self.x.dtype), self.lower, self.upper)
+        moved = torch.addcmul(x, offset, self._scale(offset))
+        return torch.clamp(moved.to(self.x.dtype), self.lower, self.upper)
 
     def sample(self, generator: torch.Generator) -> Tensor:
         """Draw uniformly from the ball, and clip to the box."""
@@ -127,22 +123,64 @@ class L2Ball:
     def _scale(self, offset: Tensor) -> Tensor:
         """Return the s of `project`: ``s^2 = (epsilon^2 - |held|^2) / |free|^2``, at most 1.
 
-        Held are the coordinates of ``s v`` that lie on the box, free the others. Starting with none held, each round
-        scales the free ones to reach the sphere and holds those that leave the box. The scale only grows, so held
-        coordinates stay held, and a few rounds are enough (at most D, as in Michelot 1986). A coordinate is held once s
-        is beyond the share of it that fits the box, so only the last round is differentiated.
+        Held are the coordinates of ``s v`` that lie on the box, free the others: ``|s v_i|^2 > |clip(v)_i|^2`` for the
+        held ones. Only the last of the rounds that find them is differentiated.
         """
-        tiny = torch.finfo(offset.dtype).tiny
-        squares, on_box = offset.square(), torch.clamp(offset, self.down, self.up).square()
         radius = self.radius.square().to(offset.dtype)
         with no_graph():
-            fits = on_box / squares  # s^2 at which the coordinate meets the box
-            held = torch.zeros_like(offset)
-        while True:
-            room = (radius - sum_of(held * on_box)).clamp(min=tiny)
-            squared = (room / sum_of((1 - held) * squares).clamp(min=tiny)).clamp(max=1)
+            on_box = torch.clamp(offset, self.down, self.up).square_()
+            squared = _share(offset.square().flatten(1), on_box.flatten(1), radius.flatten(1))
+            squared = squared.view(-1, *radius.shape[1:])
+        if carries_gradient(offset) or carries_gradient(self.down):
+            squares, on_box = offset.square(), torch.clamp(offset, self.down, self.up).square()
             with no_graph():
-                leaving = torch.maximum(held, is_positive(squared - fits))
-            if torch.equal(leaving, held):
-                return squared.sqrt()
-            held = leaving
+                held = is_positive(squared * squares - on_box)
+            tiny = torch.finfo(offset.dtype).tiny
+            room = (radius - sum_of(held * on_box)).clamp(min=tiny)
+            squared = follow(squared, (room / sum_of((1 - held) * squares).clamp(min=tiny)).clamp(max=1))
+        return squared.sqrt()
+
+
+def _rescaled(gradient: Tensor, is_exact: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gradients with a largest component of 1 where the norm is not exact, and their norms; 1 for zeros.
+
+    Among infinite components the others count as 0, and so does NaN.
+    """
+    gradient = gradient.nan_to_num(0.0)
+    with no_graph():  # the direction does not depend on this factor, so neither does its derivative
+        largest = gradient.abs().amax(features(gradient), keepdim=True)
+        largest = largest.masked_fill(is_exact | (largest == 0), 1)
+    scaled = gradient / largest
+    norm = norm_of(scaled)
+    return scaled, norm.masked_fill(norm == 0, 1)
+
+
+def _share(squares: Tensor, on_box: Tensor, radius: Tensor) -> Tensor:
+    """Return the q at which ``sum min(q * squares, on_box) = radius``, (N, 1); 1 where the sum of `on_box` is less.
+
+    The sum is concave in q and made of straight pieces. Newton's method starts at or below the root, so it rises to the
+    root in a few rounds, at most as many as there are pieces (Michelot 1986).
+
+    Args:
+        squares: Squared components of an offset, (N, D).
+        on_box: The same of the offset in the box, at most `squares`.
+        radius: Squared radius, (N or 1, 1).
+    """
+    limits = torch.finfo(squares.dtype)
+    total = on_box.sum(1, keepdim=True)
+    target = torch.minimum(radius, total)
+    if torch.equal(target, total):
+        return torch.ones_like(total)
+    slack = 8 * limits.eps * target  # rounding of the sums
+    share = (target / squares.sum(1, keepdim=True).clamp(min=limits.tiny)).clamp(max=1)
+    reached = torch.empty_like(squares)
+    while True:
+        torch.mul(squares, share, out=reached)
+        missing = target - torch.minimum(reached, on_box).sum(1, keepdim=True)
+        if not (missing > slack).any():
+            return share
+        free = reached.le_(on_box).mul_(squares).sum(1, keepdim=True)
+        following = torch.addcdiv(share, missing.clamp(min=0), free.clamp(min=limits.tiny)).clamp(max=1)
+        if torch.equal(following, share):
+            return share
+        share = following
