@@ -681,7 +681,7 @@ REFUSED = {
     "one class": (
         {"model": nn.Linear(5, 1).double()},
         ValueError,
-        "`logits` should have shape (N, C) with at least two classes. Found (3, 1).",
+        "`model` should return logits (3, C) with at least two classes. Found (3, 1).",
     ),
 }
 

@@ -102,3 +102,81 @@ def test_the_curve_takes_the_other_fields_of_a_ball():
 def test_wrong_radii_are_refused(epsilons, error):
     with pytest.raises(ValueError, match=error):
         adv.robustness_curve(NET, X, LABELS, epsilons=epsilons)
+
+
+# --- arguments that no attack can answer ---------------------------------------------------------------------------
+
+SPARSE = {
+    "jsma": partial(adv.jsma, share=0.5),
+    "sparsefool": adv.sparsefool,
+    "one_pixel": _seeded(adv.one_pixel, steps=2, population=5),
+}
+EVERY = {
+    **{name: partial(attack, epsilon=0.1) for name, attack in ATTACKS.items()},
+    "vmi_fgsm": partial(_seeded(adv.vmi_fgsm), epsilon=0.1),
+    "ddn": adv.ddn,
+    "carlini_wagner": partial(adv.carlini_wagner, steps=5),
+    **SPARSE,
+}
+NOT_LOGITS = {
+    "one number each": (lambda x: x.sum(1), r"should return logits \(12, C\) with at least two classes. Found \(12,\)"),
+    "one class": (lambda x: x[:, :1], r"should return logits \(12, C\) with at least two classes. Found \(12, 1\)"),
+    "a batch of its own": (lambda x: NET(x[:5]), r"should return logits \(12, C\) with .* Found \(5, 3\)"),
+    "images": (lambda x: x.view(-1, 3, 3), r"should return logits \(12, C\) with .* Found \(12, 3, 3\)"),
+    "a dictionary": (lambda x: {"logits": NET(x)}, "should return logits, a tensor .* Found dict: pick"),
+    "text": ("resnet", "should be a function of the inputs. Found str"),
+}
+
+
+@pytest.mark.parametrize("labels", [None, LABELS], ids=["answers", "labels"])
+@pytest.mark.parametrize("model", NOT_LOGITS)
+@pytest.mark.parametrize("attack", EVERY.values(), ids=EVERY)
+def test_a_model_without_logits_is_named(attack, model, labels):
+    function, error = NOT_LOGITS[model]
+    with pytest.raises((TypeError, ValueError), match="^`model` " + error):
+        attack(function, X, labels)
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+@pytest.mark.parametrize("attack", EVERY.values(), ids=EVERY)
+def test_a_label_out_of_range_is_named(attack, label):
+    with pytest.raises(
+        ValueError, match=rf"^`labels` should be from 0 to 2\. Found {min(label, 0)} to {max(label, 2)}"
+    ):
+        attack(NET, X, torch.arange(12).remainder(3).index_fill(0, torch.tensor([5]), label))
+
+
+@pytest.mark.parametrize("attack", EVERY.values(), ids=EVERY)
+def test_a_misspelt_keyword_is_named(attack):
+    with pytest.raises(TypeError, match=r"named by `epsilon`, `norm`, `bounds` and `mask`, or by `ball`\. Found `eps`"):
+        attack(NET, X, eps=0.1)
+
+
+@pytest.mark.parametrize("option", [{"epsilon": 0.1}, {"norm": "l2"}, {"ball": adv.Ball(0.1)}], ids=str)
+@pytest.mark.parametrize("attack", SPARSE.values(), ids=SPARSE)
+def test_attacks_that_count_coordinates_refuse_a_ball(attack, option):
+    with pytest.raises(TypeError, match=r"^`(epsilon|norm|ball)` should be left out of an attack that counts"):
+        attack(NET, X, **option)
+
+
+@pytest.mark.parametrize("attack", [adv.multi_target, adv.linearised, adv.ensemble, adv.robust_accuracy])
+def test_attacks_on_all_classes_refuse_targets(attack):
+    with pytest.raises(TypeError, match=r"^`targets` should be left out of an attack that tries all classes"):
+        attack(NET, X, epsilon=0.1, targets=LABELS)
+    attack(NET, X[:1], epsilon=0.1, targets=None)
+
+
+def test_a_share_of_less_than_a_pair_is_refused():
+    with pytest.raises(ValueError, match=r"`share` should leave a pair of the 9 coordinates to change\. Found 0\.2"):
+        adv.jsma(NET, X, share=0.2)
+
+
+@pytest.mark.filterwarnings("ignore:`model` should have a gradient")  # by the ensemble, of the same row
+@pytest.mark.parametrize("attack", EVERY.values(), ids=EVERY)
+def test_logits_that_are_nan_make_no_example_that_is(attack):
+    broken = lambda x: NET(x).masked_fill((x[:, :1] - X[0, 0]).abs() < 0.05, float("nan"))  # noqa: E731
+    fixed = torch.ones(9, dtype=torch.bool).index_fill(0, torch.tensor([0]), False)  # so that it remains NaN
+    labels = LABELS[:3].index_fill(0, torch.tensor([0]), 0)  # the answer that torch reads from NaN, so no success
+    found = attack(broken, X[:3], labels, mask=fixed)
+    assert found.isfinite().all()
+    assert 0 <= found.min() <= found.max() <= 1

@@ -97,7 +97,7 @@ class Search:
     def start(self) -> tuple[Nearest, Tensor]:
         """Return the record that holds only the clean inputs, and their logits (N, C)."""
         attack = self.attack
-        logits = attack.model(attack.x)
+        logits = attack.inspected(attack.model(attack.x))
         with no_graph():
             distance = torch.where(attack.succeeds(logits), 0.0, torch.inf).double()
         return Nearest(attack.x, distance, strength(attack, logits)), logits

@@ -42,7 +42,7 @@ def random_directions(
         labels: (N,). None: the model's answers at `x`.
         draws: Number of directions. Each costs an evaluation of the model.
         generator: Draws the directions. None: torch's global generator.
-        **options: `CommonOptions`: the ball, and `logits`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
     """
     generator = own_generator(generator)
     with setting(model, x, labels, **options) as attack:

@@ -30,6 +30,7 @@ __all__ = [
     "differentiate",
     "picked",
     "setting",
+    "untargeted",
 ]
 
 # The place of the logits in the output of a model: an index, a key or an attribute; or a function of the output.
@@ -88,7 +89,7 @@ class Setting:
     def logits(self, example: Tensor) -> Tensor:
         """Return the logits (N, C) at an example, as constants."""
         with no_graph():
-            return self._looked_at(self.model(example.clone()))  # the model may begin with an in-place operation
+            return self.inspected(self.model(example.clone()))  # the model may begin with an in-place operation
 
     def gradient(self, example: Tensor, loss: Loss | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the point, the gradient of every sample's loss by its own input there, and the logits.
@@ -110,7 +111,7 @@ class Setting:
         recorded = torch.is_grad_enabled()
         point = variable(example)
         with torch.enable_grad():
-            logits = self._looked_at(self.slopes(point))
+            logits = self.inspected(self.slopes(point))
             losses = None if loss is None else loss(logits, self.goal)
         if losses is None:
             outputs, slope = logits, margin_slope(logits, self.goal)
@@ -123,17 +124,12 @@ class Setting:
             )
         return point, differentiate(outputs, point, slope, recorded=recorded), logits
 
-    def _looked_at(self, logits: Tensor) -> Tensor:
-        """Return the logits; the first time, raise if they are not a tensor or a class is out of range."""
+    def inspected(self, logits: Tensor) -> Tensor:
+        """Return the logits; the first time, raise if they are not (N, C) or a class is out of range."""
         if "logits" not in self.checked:
-            if not isinstance(logits, Tensor):
-                raise TypeError(
-                    f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}: pick the logits "
-                    "from it, as in `logits=0`."
-                )
-            if logits.dim() == 2 and logits.shape[1] > 1:
-                for name, classes in (("labels", self.labels), ("targets", self.targets)):
-                    _check_range(name, classes, logits.shape[1])
+            _check_logits(logits, len(self.x))
+            for name, classes in (("labels", self.labels), ("targets", self.targets)):
+                _check_range(name, classes, logits.shape[1])
             self.checked.add("logits")
         return logits
 
@@ -208,6 +204,13 @@ class GradientOptions(AttackOptions, total=False):
     gradient_dtype: torch.dtype | None
 
 
+def untargeted(options: CommonOptions) -> CommonOptions:
+    """Return the keywords of an attack that tries all classes; raise TypeError if there are `targets` among them."""
+    if options.get("targets") is not None:
+        raise TypeError("`targets` should be left out of an attack that tries all classes. `pgd` and `apgd` take them.")
+    return options
+
+
 @contextmanager
 def setting(
     model: Callable[[Tensor], Tensor],
@@ -233,16 +236,18 @@ def setting(
         **ball: The threat model.
 
     Raises:
-        TypeError: As in `Ball.around`; if `labels` or `targets` are not integers, or `gradient_dtype` is given for a
-            model that is not a `torch.nn.Module`.
+        TypeError: As in `Ball.around`; if `model` cannot be called, `labels` or `targets` are not integers, or
+            `gradient_dtype` is given for a model that is not a `torch.nn.Module`.
         ValueError: As in `Ball.around`, or if there is not one label, or target, per sample.
     """
+    if not callable(model):
+        raise TypeError(f"`model` should be a function of the inputs. Found {type(model).__name__}.")
     threat = ball_of(**ball)
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
         x = _ordinary("x", x)
         targets = None if targets is None else _ordinary("targets", targets)
         region = threat.around(x)
-        labels = picked(model, logits)(x.clone()).argmax(1) if labels is None else _ordinary("labels", labels)
+        labels = _answers(picked(model, logits), x) if labels is None else _ordinary("labels", labels)
         for name, classes in (("labels", labels), ("targets", targets)):
             _check_classes(name, classes, x)
         slopes = picked(model, logits) if gradient_dtype is None else _in_dtype(model, gradient_dtype, logits)
@@ -299,6 +304,24 @@ def _ordinary(name: str, tensor: object) -> Tensor:
         kind = "a tensor" if name == "x" else "a tensor of integers"
         raise TypeError(f"`{name}` should be {kind}. Found {type(tensor).__name__}.")
     return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _answers(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    logits = model(x.clone())
+    _check_logits(logits, len(x))
+    return logits.argmax(1)
+
+
+def _check_logits(logits: object, n: int) -> None:
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}: pick the logits from it, "
+            "as in `logits=0`."
+        )
+    if logits.dim() != 2 or len(logits) != n or logits.shape[1] < 2:
+        raise ValueError(
+            f"`model` should return logits ({n}, C) with at least two classes. Found {tuple(logits.shape)}."
+        )
 
 
 def _check_range(name: str, classes: Tensor | None, n_classes: int) -> None:

@@ -69,7 +69,7 @@ def apgd(
         restarts: Number of ascents, each from a start of its own.
         random_start: As in `pgd`.
         generator: As in `pgd`.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`: with ``until="success"`` the first one on which

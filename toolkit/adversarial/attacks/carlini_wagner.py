@@ -49,7 +49,7 @@ def carlini_wagner(
         steps: Largest number of Adam's steps per search.
         searches: Number of weights c that are tried for every sample.
         learning_rate: Adam's first rate: about the change of a coordinate per step, in the units of `x`.
-        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `n_classes`.
 
     Returns:
         As in `deepfool`.

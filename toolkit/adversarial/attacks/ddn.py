@@ -49,7 +49,7 @@ def ddn(
         labels: (N,). None: the model's answers at `x`.
         steps: Number of gradient steps.
         shrinkage: Gamma in the paper, between 0 and 1.
-        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `n_classes`.
 
     Returns:
         As in `deepfool`.

@@ -45,7 +45,7 @@ def deepfool(
         labels: (N,). None: the model's answers at `x`.
         steps: Largest number of steps. Rows that are done are dropped.
         overshoot: The part of a step by which the next starts beyond the boundary, at least 0.
-        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `n_classes`.
 
     Returns:
         The nearest adversarial examples found, with the shape, dtype and device of `x`: `x` itself where the model errs

@@ -25,7 +25,7 @@ from toolkit._checks import integer, level, number
 from toolkit._progress import Progress
 from toolkit._random import seeded_generator
 from toolkit.adversarial.attacks._random_directions import random_directions
-from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting
+from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting, untargeted
 from toolkit.adversarial.attacks._suitability import warn_of_unsuited_models
 from toolkit.adversarial.attacks.apgd import apgd
 from toolkit.adversarial.attacks.fab import fab
@@ -161,7 +161,7 @@ def evaluate_robustness(
         generator: Draws all random numbers. An integer seeds a new one: by default the same call gives the same result.
             None: torch's global generator.
         verbose: 1 prints a line after each attack on each batch; 2 also the processor time.
-        **options: `CommonOptions`: the ball, and `logits`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
 
     Returns:
         The robust rows, the examples, and the count of rows that each attack broke.
@@ -192,7 +192,7 @@ def evaluate_robustness(
         raise TypeError(f"`attacks` should be a mapping of names to attacks, at least one. Found {found}.")
     draws = seeded_generator(generator)
     with (
-        setting(model, x, labels, **options) as whole,
+        setting(model, x, labels, **untargeted(options)) as whole,
         Progress(verbose=verbose, interval=1, callback=None) as progress,
     ):
         _warn_of_a_ball_as_wide_as_the_box(whole)
@@ -254,7 +254,7 @@ def robust_accuracy(
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
         verbose: As in `evaluate_robustness`.
-        **options: `CommonOptions`: the ball, and `logits`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
 
     Raises:
         TypeError: As in `pgd`.
@@ -364,7 +364,7 @@ def ensemble(
         batch_size: Rows at once.
         generator: As in `evaluate_robustness`.
         verbose: As in `evaluate_robustness`.
-        **options: `CommonOptions`: the ball, and `logits`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
 
     Returns:
         Examples with the shape, dtype and device of `x`: where a row was broken, the example that broke it; else the

@@ -62,7 +62,7 @@ def fab(
         extrapolation: Eta, at least 1.
         retreat: The part of an adversarial displacement that the walk goes on from, from 0 to 1.
         generator: Draws the starts after the first, if any. None: torch's global generator.
-        **options: `MinimalOptions`: the ball, `targets` and `n_classes`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `n_classes`.
 
     Returns:
         As in `deepfool`.

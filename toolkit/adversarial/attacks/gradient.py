@@ -42,7 +42,7 @@ def fgsm(
         x: Clean inputs, (N, ...), inside of `bounds`.
         labels: (N,). None: the model's answers at `x`.
         loss: As in `pgd`.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
@@ -83,7 +83,7 @@ def rs_fgsm(
         step_size: Length of the step; one for all, or (N,). None: ``1.25 * epsilon``, as in the paper.
         loss: As in `pgd`.
         generator: Draws the start. None: torch's global generator.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
@@ -148,7 +148,7 @@ def pgd(
             deterministic and its rows do not depend on each other. None: if there are several `restarts`, or a
             `generator`.
         generator: Draws the starts, if they are random. None: torch's global generator.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic; a

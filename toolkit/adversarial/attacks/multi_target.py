@@ -17,7 +17,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit._random import own_generator
-from toolkit.adversarial.attacks._setting import CommonOptions, Setting, differentiate, setting
+from toolkit.adversarial.attacks._setting import CommonOptions, Setting, differentiate, setting, untargeted
 from toolkit.adversarial.attacks.losses import class_index, difference_loss
 from toolkit.adversarial.balls._rounding import follow
 from toolkit.adversarial.balls.box import draw
@@ -68,7 +68,7 @@ def multi_target(
         gradient_dtype: As in `pgd`.
         generator: Draws starts, and the coordinates that move, of the ascents after the first. None: torch's global
             generator.
-        **options: `CommonOptions`: the ball, and `logits`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, the values of `x` where the model errs there
@@ -77,7 +77,7 @@ def multi_target(
         them, the linearised one included; the choice among them is a constant.
 
     Raises:
-        TypeError: As in `pgd`.
+        TypeError: As in `pgd`, or if there are `targets`.
         ValueError: As in `pgd`, or if `n_targets` or `at_once` is not positive.
 
     References:
@@ -93,7 +93,7 @@ def multi_target(
     steps = integer("steps", steps, 0)
     restarts = integer("restarts", restarts)
     draws = own_generator(generator) if restarts > 1 else None
-    with setting(model, x, labels, gradient_dtype=gradient_dtype, **options) as attack:
+    with setting(model, x, labels, gradient_dtype=gradient_dtype, **untargeted(options)) as attack:
         return _search(attack, steps=steps, n_targets=n_targets, restarts=restarts, at_once=at_once, generator=draws)
 
 
@@ -121,7 +121,7 @@ def linearised(
         n_targets: T.
         at_once: Number of pairs that the model is run on at once.
         gradient_dtype: As in `pgd`.
-        **options: `CommonOptions`: the ball, and `logits`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `logits`.
 
     Returns:
         As in `multi_target`.
@@ -135,7 +135,7 @@ def linearised(
         >>> linearised(lambda x: x @ weight.T, torch.ones(1, 2), torch.tensor([0]), epsilon=0.5, norm="l2")
         tensor([[0.7000, 0.6000]])
     """
-    with setting(model, x, labels, gradient_dtype=gradient_dtype, **options) as attack:
+    with setting(model, x, labels, gradient_dtype=gradient_dtype, **untargeted(options)) as attack:
         return _search(attack, steps=0, n_targets=n_targets, restarts=1, at_once=at_once, generator=None)
 
 

@@ -5,8 +5,9 @@ N samples, each of shape (...) with D features in all, C classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -63,7 +64,8 @@ def jsma(
         labels: (N,). None: the model's answers at `x`.
         share: The largest share of the coordinates to change, above 0 and at most 1; gamma of the paper.
         theta: The change of a coordinate in a step, clipped to the box; negative to lower coordinates.
-        **options: `SparseOptions`. Without `targets` the target is the likeliest class other than the label.
+        **options: `bounds`, `mask`, `targets`, `logits`. Without `targets` the target is the likeliest class other than
+            the label.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; the values of `x` where the attack has succeeded
@@ -71,7 +73,7 @@ def jsma(
 
     Raises:
         TypeError: As in `pgd`.
-        ValueError: As in `pgd`, or if `share` is out of its range, or `theta` is 0.
+        ValueError: As in `pgd`, or if `share` is out of its range or of no two coordinates, or `theta` is 0.
 
     References:
         Papernot, McDaniel, Jha, Fredrikson, Celik and Swami, "The limitations of deep learning in adversarial
@@ -85,10 +87,11 @@ def jsma(
     share, theta = number("share", share, above=0, most=1), number("theta", theta)
     if theta == 0:
         raise ValueError(f"`theta` should not be 0. Found {theta!r}.")
-    with setting(model, x, labels, epsilon=None, **options) as attack:
+    with setting(model, x, labels, **_whole_box(options)) as attack:
         example = attack.x.clone()
+        pairs = _pairs(share, attack.x)
         target = _target(attack)
-        for _ in range(int(share * example[:1].numel()) // 2):
+        for _ in range(pairs):
             rows = (~attack.succeeds(attack.logits(example))).nonzero()[:, 0]
             if not len(rows):
                 break
@@ -99,6 +102,22 @@ def jsma(
             if not found.any():
                 break
         return attack.ball.settle(example)
+
+
+def _whole_box(options: SparseOptions) -> dict[str, Any]:
+    """Return the options of an attack on the whole box; raise for those of a ball."""
+    for name in ("ball", "epsilon", "norm"):
+        if name in options:
+            raise TypeError(f"`{name}` should be left out of an attack that counts coordinates. Give `bounds`.")
+    return {"epsilon": None, **options}
+
+
+def _pairs(share: float, x: Tensor) -> int:
+    """Return the number of pairs to change; raise if there is none."""
+    size = math.prod(x.shape[1:])
+    if share * size < 2:
+        raise ValueError(f"`share` should leave a pair of the {size} coordinates to change. Found {share:g}.")
+    return int(share * size) // 2
 
 
 def _target(attack: Setting) -> Tensor:
@@ -151,7 +170,7 @@ def sparsefool(
         labels: (N,). None: the model's answers at `x`.
         steps: Largest number of steps.
         overshoot: Lambda of the paper, at least 1. A larger one takes fewer steps and changes more coordinates.
-        **options: `SparseOptions`.
+        **options: `bounds`, `mask`, `targets`, `logits`.
 
     Returns:
         As in `jsma`.
@@ -170,7 +189,7 @@ def sparsefool(
         tensor([[0.5000, 0.9125, 0.5000]])
     """
     steps, overshoot = integer("steps", steps), number("overshoot", overshoot, least=1)
-    with setting(model, x, labels, epsilon=None, **options) as attack:
+    with setting(model, x, labels, **_whole_box(options)) as attack:
         example = attack.x.clone()
         for _ in range(steps):
             rows = (~attack.succeeds(attack.logits(example))).nonzero()[:, 0]
@@ -184,8 +203,11 @@ def sparsefool(
             point, slope, _ = part.gradient(boundary, difference_loss)
             gain = overshoot * inner(slope, point - here)
             move = shortest_move("l1", here, slope, gain, part.ball.lower, part.ball.upper)
-            moved = (here.to(move.dtype) + move).to(here.dtype)
-            example = example.index_copy(0, rows, torch.clamp(moved, part.ball.lower, part.ball.upper))
+            moved = (here.to(move.dtype) + move.nan_to_num(0.0)).to(here.dtype)
+            moved = torch.clamp(moved, part.ball.lower, part.ball.upper)
+            if torch.equal(moved, here):
+                break
+            example = example.index_copy(0, rows, moved)
         return attack.ball.settle(example)
 
 
@@ -214,7 +236,7 @@ def one_pixel(
         steps: Number of generations.
         population: Number of candidates, at least 4. A step evaluates all of them.
         generator: Draws the candidates and their combinations. None: torch's global generator.
-        **options: `SparseOptions`. The bounds have to be finite.
+        **options: `bounds`, `mask`, `targets`, `logits`. The bounds have to be finite.
 
     Returns:
         The best candidates, with the shape, dtype and device of `x`; the values of `x` where the attack has succeeded
@@ -237,7 +259,7 @@ def one_pixel(
     """
     pixels, steps, population = integer("pixels", pixels), integer("steps", steps), integer("population", population, 4)
     draws = own_generator(generator)
-    with setting(model, x, labels, epsilon=None, **options) as attack:
+    with setting(model, x, labels, **_whole_box(options)) as attack:
         bounds = attack.threat.bounds
         if bounds is None or not all(torch.as_tensor(side).isfinite().all() for side in bounds):
             raise ValueError(f"`bounds` should be finite: values are drawn between them. Found {bounds}.")

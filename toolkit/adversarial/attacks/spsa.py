@@ -49,7 +49,7 @@ def spsa(
         delta: Length of the differences, in the units of `x`.
         learning_rate: Adam's rate: about the change of a coordinate per step, in the units of `x`.
         generator: Draws the signs. None: torch's global generator.
-        **options: `AttackOptions`: the ball and `targets`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; the values of `x` where the model errs already.
@@ -106,4 +106,4 @@ def _estimate(part: Setting, example: Tensor, signs: Tensor, delta: float) -> Te
         values = strength(part.rows(index), part.logits(points.flatten(0, 1))).view(len(points), -1)
         difference = (values[: len(some)] - values[len(some) :]).to(total.dtype)
         total += torch.einsum("sn,s...->n...", difference, some.to(total.dtype))
-    return total / (2 * delta * len(signs))
+    return (total / (2 * delta * len(signs))).nan_to_num(0.0)  # of logits that are NaN nothing is known

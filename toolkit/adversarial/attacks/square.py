@@ -60,7 +60,7 @@ def square(
         queries: Largest number of evaluations of the model per sample, the clean input included.
         proportion: Share of the pixels that is changed at first, above 0 and at most 1.
         generator: Draws windows and signs. None: torch's global generator.
-        **options: `AttackOptions`: the ball and `targets`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`, inside of ball and box in exact arithmetic;

@@ -54,7 +54,7 @@ def mi_fgsm(
         loss: As in `pgd`.
         random_start: As in `pgd`.
         generator: As in `pgd`.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         Adversarial examples with the shape, dtype and device of `x`; a constant while the block `EXAMPLE` is in place.
@@ -104,7 +104,7 @@ def ni_fgsm(
         steps: Number of gradient steps.
         step_size: Length of a step in the norm; one for all, or (N,). None: ``epsilon / steps``.
         momentum: As in `mi_fgsm`.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         As in `mi_fgsm`.
@@ -161,7 +161,7 @@ def di_fgsm(
         resize: The smallest scale, above 0 and at most 1.
         probability: Probability that the images are transformed, from 0 to 1.
         generator: Draws the transformations. None: torch's global generator.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         As in `mi_fgsm`.
@@ -220,7 +220,7 @@ def ti_fgsm(
         momentum: As in `mi_fgsm`.
         kernel: Rows and columns of the kernel, odd.
         sigma: Standard deviation of the kernel, in pixels. None: a sixth of its width, as in the authors' code.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         As in `mi_fgsm`.
@@ -284,7 +284,7 @@ def vmi_fgsm(
         neighbours: Number of points that are drawn in each step. Each costs a gradient.
         radius: Radius of the ball around x_t that they are drawn from, in units of epsilon.
         generator: Draws the points. None: torch's global generator.
-        **options: `GradientOptions`: the ball, `targets` and `gradient_dtype`.
+        **options: `epsilon`, `norm`, `bounds`, `mask` or `ball`; `targets`, `logits`, `gradient_dtype`.
 
     Returns:
         As in `mi_fgsm`.

@@ -179,8 +179,14 @@ def ball_of(**options: Unpack[BallOptions]) -> Ball:
     """Return the ball that the keywords of an attack name.
 
     Raises:
-        TypeError: If there is neither a ball nor an `epsilon`, or a ball and a field of one.
+        TypeError: If there is neither a ball nor an `epsilon`, a ball and a field of one, or another keyword.
     """
+    unknown = sorted({*options} - BallOptions.__annotations__.keys())
+    if unknown:
+        raise TypeError(
+            "The threat model should be named by `epsilon`, `norm`, `bounds` and `mask`, or by `ball`. "
+            f"Found `{'`, `'.join(unknown)}`."
+        )
     if "ball" not in options:
         if "epsilon" not in options:
             raise TypeError("`epsilon` should be given, or a `ball`. Found neither.")
