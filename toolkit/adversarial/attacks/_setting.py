@@ -326,7 +326,7 @@ def _check_logits(logits: object, n: int) -> None:
 
 def _check_range(name: str, classes: Tensor | None, n_classes: int) -> None:
     if classes is not None and classes.numel():
-        least, most = int(classes.min()), int(classes.max())
+        least, most = (int(side) for side in classes.aminmax())
         if not 0 <= least <= most < n_classes:
             raise ValueError(f"`{name}` should be from 0 to {n_classes - 1}. Found {least} to {most}.")
 

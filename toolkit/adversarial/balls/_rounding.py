@@ -45,6 +45,8 @@ def round_inward(value: float | Tensor, x: Tensor, inwards: float) -> Tensor:
     """Return one side of the box in x's dtype, rounded inwards."""
     exact = torch.as_tensor(value, dtype=torch.float64, device=x.device)
     rounded = exact.to(x.dtype)
+    if torch.equal(rounded.double(), exact):
+        return rounded
     outside = rounded.double() < exact if inwards > 0 else rounded.double() > exact
     return torch.where(outside, torch.nextafter(rounded, torch.full_like(rounded, inwards)), rounded)
 

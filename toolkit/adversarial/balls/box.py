@@ -6,6 +6,7 @@ N samples, each of shape (...) with D features in all.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 import torch
@@ -49,6 +50,8 @@ def sizes_of(argument: str, value: object, device: torch.device | None = None) -
         TypeError: If `value` is not a number, nor a sequence or tensor of numbers.
         ValueError: If a value is negative or not finite.
     """
+    if type(value) in (int, float) and 0 <= value <= sys.float_info.max:  # type: ignore[operator]
+        return torch.tensor(value, dtype=torch.float64, device=device)
     with no_graph():
         try:
             if torch.as_tensor(value).dtype == torch.bool:

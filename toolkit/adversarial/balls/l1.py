@@ -17,7 +17,7 @@ from toolkit.blocks import no_graph
 
 __all__ = ["L1Ball"]
 
-_FEW = 16  # coordinates to select before all are sorted
+_FEW = 32  # coordinates to select before all are sorted
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class L1Ball:
         References:
             Frank and Wolfe, "An algorithm for quadratic programming", 1956 (steps towards the vertex).
         """
-        move = self._greedy(torch.where(stride < 0, -gradient, gradient))
+        move = self._greedy(gradient * stride.sign())
         start, end = example.to(move.dtype), self.x.to(move.dtype) + move
         length = sum_of((end - start).abs())
         share = stride.abs().to(move.dtype) / length.masked_fill(length == 0, torch.inf)
@@ -181,11 +181,11 @@ def _steepest(size: Tensor, limit: Tensor, budget: Tensor) -> Tensor:
         budget: Sum of the room to use, (N or 1, 1).
     """
     n, count = size.shape[1], _FEW
-    while 2 * count < n:
+    while 2 * count <= n:
         order = size.topk(count, 1).indices
         if (limit.gather(1, order).sum(1, keepdim=True) >= budget).all():
             return order
-        count *= 4
+        count *= 2
     return size.argsort(dim=1, descending=True, stable=True)
 
 
