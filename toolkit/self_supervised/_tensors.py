@@ -7,33 +7,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
-__all__ = ["cross_view_entropy", "exact_products", "same_shape", "views", "wide"]
-
-_HALF = (torch.float16, torch.bfloat16)
-
-
-def wide(input: Tensor) -> Tensor:
-    """Return a tensor of half precision as float32, any other unchanged."""
-    return input.float() if input.dtype in _HALF else input
-
-
-def exact_products(input: Tensor) -> AbstractContextManager[None]:
-    """Return a region whose matrix products keep the precision of their factors, also under autocast."""
-    return torch.autocast(input.device.type, enabled=False)
-
-
-def same_shape(name: str, value: Tensor, other_name: str, other: Tensor, ndim: int = 1) -> None:
-    """Raise a ValueError unless two tensors have the same shape, of at least `ndim` dimensions."""
-    if value.shape != other.shape or value.ndim < ndim:
-        raise ValueError(
-            f"`{name}` should have the shape of `{other_name}`, with {ndim} or more dimensions. Found "
-            f"{tuple(value.shape)} and {tuple(other.shape)}."
-        )
+__all__ = ["cross_view_entropy", "views"]
 
 
 def views(name: str, value: Tensor, shape: torch.Size | None = None, most: int | None = None) -> None:

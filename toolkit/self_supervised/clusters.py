@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
+from toolkit._tensors import exact_products, wide
 from toolkit.blocks import block, stop_gradient
-from toolkit.self_supervised._tensors import cross_view_entropy, exact_products, views, wide
+from toolkit.self_supervised._tensors import cross_view_entropy, views
 
 __all__ = [
     "DINO_CENTER",

@@ -11,8 +11,8 @@ from torch.nn.functional import normalize
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
+from toolkit._tensors import exact_products, same_shape, wide
 from toolkit.blocks import block, stop_gradient
-from toolkit.self_supervised._tensors import exact_products, same_shape, wide
 
 __all__ = ["MOCO_KEY", "MOCO_QUEUE", "KeyQueue", "enqueue", "moco_loss"]
 
