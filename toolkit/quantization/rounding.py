@@ -10,6 +10,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
+from toolkit._tensors import wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["ONE_HOT", "ROUND", "SIGN", "TOP_K", "gumbel_softmax", "one_hot_ste", "round_ste", "sign_ste", "top_k_ste"]
@@ -130,9 +131,7 @@ def one_hot_ste(probabilities: Tensor, *, dim: int = -1) -> Tensor:
         ([0.0, 1.0, 0.0], tensor([ 1., -2.,  4.]))
     """
     dim = _checked(dim, probabilities)
-    chosen = probabilities.argmax(dim, keepdim=True)
-    hard = torch.zeros_like(probabilities).scatter(dim, chosen, 1.0)
-    return probabilities + stop_gradient(hard - probabilities, ONE_HOT)
+    return _one_hot(probabilities, probabilities.argmax(dim, keepdim=True), dim)
 
 
 def gumbel_softmax(
@@ -143,8 +142,9 @@ def gumbel_softmax(
     .. math::
         y = \operatorname{softmax}((l + g) / \tau), \qquad g \sim \operatorname{Gumbel}(0, 1)
 
-    The result is ``one_hot_ste(y)``, a sample of ``softmax(logits)`` at every temperature. With the block in place the
-    gradient is ``y (c - y.c) / temperature``, with the block open 0.
+    The result is the one-hot vector of ``argmax(l + g)``, a sample of ``softmax(logits)`` at every temperature, with
+    the gradient of y as in `one_hot_ste`. With the block in place the gradient is ``y (c - y.c) / temperature``, with
+    the block open 0. Half precision is drawn in float32: rounded noise has ties, which favour the first category.
 
     Args:
         logits: Unnormalised log-probabilities; -inf: never drawn.
@@ -165,8 +165,10 @@ def gumbel_softmax(
     """
     temperature = number("temperature", temperature, above=0)
     dim = _checked(dim, logits)
-    relaxed = torch.softmax((logits + _gumbel_noise(logits, generator)) / temperature, dim)
-    return one_hot_ste(relaxed, dim=dim)
+    noisy = wide(logits) + _gumbel_noise(wide(logits), generator)
+    # Not the argmax of the relaxed draw: at a high temperature its entries are equal but for rounding.
+    chosen = noisy.argmax(dim, keepdim=True)
+    return _one_hot(torch.softmax(noisy / temperature, dim), chosen, dim).to(logits.dtype)
 
 
 def _checked(dim: int, x: Tensor) -> int:
@@ -174,12 +176,17 @@ def _checked(dim: int, x: Tensor) -> int:
     return integer("dim", dim, -x.ndim, x.ndim - 1)
 
 
+def _one_hot(probabilities: Tensor, chosen: Tensor, dim: int) -> Tensor:
+    """Return the one-hot vectors of the chosen indices, with the gradient of the probabilities."""
+    hard = torch.zeros_like(probabilities).scatter(dim, chosen, 1.0)
+    return probabilities + stop_gradient(hard - probabilities, ONE_HOT)
+
+
 def _gumbel_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return standard Gumbel noise of this shape, finite also where a draw of low precision would be 0."""
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    """Return standard Gumbel noise of this shape, finite also where a draw would be 0."""
     if generator is None:
-        draws = torch.empty_like(like, dtype=dtype).exponential_()
+        draws = torch.empty_like(like).exponential_()
     else:
-        draws = torch.empty(like.shape, dtype=dtype, device="cpu").exponential_(generator=own_generator(generator))
+        draws = torch.empty(like.shape, dtype=like.dtype, device="cpu").exponential_(generator=own_generator(generator))
         draws = draws.to(like.device)
-    return draws.clamp_(min=torch.finfo(dtype).tiny).log_().neg_().to(like.dtype)
+    return draws.clamp_(min=torch.finfo(like.dtype).tiny).log_().neg_()
