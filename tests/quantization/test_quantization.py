@@ -261,6 +261,16 @@ def test_draws_have_the_probabilities_at_every_temperature():
         assert ((draws.mean(0) - p).abs() <= 4.5 * (p * (1 - p) / 40_000).sqrt()).all()
 
 
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 1e7), (torch.bfloat16, 20.0)])
+def test_rounding_favours_no_category(dtype, temperature):
+    """Relaxed entries of these temperatures are often equal in their precision; a tie would choose the first."""
+    n = 100_000
+    generator = torch.Generator().manual_seed(2)
+    draws = gumbel_softmax(torch.zeros(n, 2, dtype=dtype), temperature=temperature, generator=generator)
+    assert draws.dtype == dtype
+    assert abs(draws[:, 0].double().mean() - 0.5) < 4.5 * 0.5 / n**0.5  # 4.5 standard errors
+
+
 def test_a_seed_decides_the_draw():
     torch.manual_seed(5)
     one = gumbel_softmax(torch.zeros(50, 3))
@@ -298,6 +308,21 @@ def test_zero_is_a_code_and_large_inputs_end_at_the_outermost_levels():
     assert codes.tolist() == [[0, 0, 0], [0.75, 1, 0.5], [-1, -1, -1]]
 
 
+def test_a_missing_coordinate_has_no_index_and_no_other_index_a_code():
+    quantizer = FiniteScalarQuantizer(LEVELS)
+    codes, indices = quantizer(torch.tensor([[0.0, math.nan, 0.0], [0.0, 0.0, 0.0]]))
+    assert indices.tolist() == [-1, quantizer(torch.zeros(3)).indices.item()]
+    assert codes.isnan().tolist() == [[False, True, False], [False] * 3]
+    assert quantizer.codes_of(torch.tensor([-1, 160, 159])).isnan().all(1).tolist() == [True, True, False]
+
+
+def test_the_largest_product_of_levels_has_all_its_indices():
+    quantizer = FiniteScalarQuantizer([2] * 62)
+    z = torch.where(torch.arange(62) % 3 == 0, 1.0, -1.0)
+    codes, indices = quantizer(z)
+    assert torch.equal(quantizer.codes_of(indices), codes)
+
+
 def test_saturated_inputs_have_finite_gradients():
     z = torch.tensor([[1e4] * 3, [-1e4] * 3], requires_grad=True)
     FiniteScalarQuantizer(LEVELS)(z).codes.sum().backward()
@@ -323,7 +348,15 @@ def test_the_module_keeps_its_precision_wherever_it_is_moved():
         (lambda: FiniteScalarQuantizer([]), "`levels` should have an entry for each coordinate. Found none."),
         (lambda: FiniteScalarQuantizer([4, 1]), "`levels` should be an integer from 2. Found 1."),
         (lambda: FiniteScalarQuantizer([4], margin=0), "`margin` should be positive and finite. Found 0."),
-        (lambda: FiniteScalarQuantizer([4, 4])(X), r"`z` should have shape \(..., 2\). Found \(3,\)."),
+        (
+            lambda: FiniteScalarQuantizer([2] * 63),
+            r"`levels` should have a product below 2\^63. Found 92",
+        ),
+        (lambda: FiniteScalarQuantizer([4, 4])(X), r"`z` should be .* \(..., 2\). Found torch.float64 \(3,\)."),
+        (
+            lambda: FiniteScalarQuantizer([4])(X[:1].long()),
+            "`z` should be floating-point .* Found torch.int64",
+        ),
     ],
 )
 def test_wrong_input_is_named(call, message):

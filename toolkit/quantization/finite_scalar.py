@@ -5,6 +5,8 @@ D coordinates with L_1 ... L_D levels, c the cotangent at the result.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import integer, number
 from toolkit.blocks import block, stop_gradient
+from toolkit.quantization.codebook import check_vectors
 
 __all__ = ["FINITE_SCALAR", "FiniteScalarQuantizer", "FiniteScalars"]
 
@@ -28,7 +31,7 @@ class FiniteScalars(NamedTuple):
 
     Attributes:
         codes: (..., D), each in [-1, 1].
-        indices: (...), below the product of the levels.
+        indices: (...), below the product of the levels; -1 where a coordinate is NaN.
     """
 
     codes: Tensor
@@ -54,7 +57,7 @@ class FiniteScalarQuantizer(nn.Module):
         margin: :math:`\epsilon`: how far, relatively, the bounds lie beyond the outermost levels.
 
     Raises:
-        ValueError: If `levels` is empty or has an entry below 2, or `margin` is not positive.
+        ValueError: If `levels` is empty, has an entry below 2 or a product from 2^63, or `margin` is not positive.
 
     References:
         Mentzer, Minnen, Agustsson and Tschannen, "Finite scalar quantization: VQ-VAE made simple", 2023; the
@@ -76,11 +79,13 @@ class FiniteScalarQuantizer(nn.Module):
         super().__init__()
         if len(levels) == 0:
             raise ValueError("`levels` should have an entry for each coordinate. Found none.")
-        counts = torch.tensor([integer("levels", level, 2) for level in levels])
+        counts = [integer("levels", level, 2) for level in levels]
         self.margin = number("margin", margin, above=0)
-        self.codebook_size = int(counts.prod())
-        self.register_buffer("levels", counts, persistent=False)
-        self.register_buffer("strides", counts.cumprod(0) // counts, persistent=False)
+        *strides, self.codebook_size = itertools.accumulate(counts, operator.mul, initial=1)
+        if self.codebook_size >= 2**63:
+            raise ValueError(f"`levels` should have a product below 2^63. Found {self.codebook_size}.")
+        self.register_buffer("levels", torch.tensor(counts), persistent=False)
+        self.register_buffer("strides", torch.tensor(strides), persistent=False)
 
     def forward(self, z: Tensor) -> FiniteScalars:
         """Return codes and their indices.
@@ -89,21 +94,22 @@ class FiniteScalarQuantizer(nn.Module):
             z: (..., D).
 
         Raises:
-            ValueError: If the last dimension is not D.
+            ValueError: If the last dimension is not D, or `z` is not floating point.
         """
-        if z.ndim == 0 or z.shape[-1] != len(self.levels):
-            raise ValueError(f"`z` should have shape (..., {len(self.levels)}). Found {tuple(z.shape)}.")
+        check_vectors(z, len(self.levels))
         bounded = self._bounded(z.to(torch.promote_types(z.dtype, torch.float32)))
         rounded = bounded + stop_gradient(bounded.round() - bounded, FINITE_SCALAR)
         half = self.levels // 2
         indices = ((rounded.long() + half) * self.strides).sum(-1)
-        return FiniteScalars((rounded / half).to(z.dtype), indices)
+        known = torch.where(rounded.isnan().any(-1), -1, indices)
+        return FiniteScalars((rounded / half).to(z.dtype), known)
 
     def codes_of(self, indices: Tensor) -> Tensor:
-        """Return the codes (..., D) with these indices (...), in torch's default dtype."""
+        """Return the codes (..., D) with these indices (...), in torch's default dtype; NaN where there is no code."""
         places = indices[..., None] // self.strides % self.levels
         half = self.levels // 2
-        return (places - half) / half
+        exists = (indices >= 0) & (indices < self.codebook_size)
+        return torch.where(exists[..., None], (places - half) / half, torch.nan)
 
     def _bounded(self, z: Tensor) -> Tensor:
         """Return b."""
