@@ -1,6 +1,7 @@
 """Surrogate slopes of spikes, and the reset with and without a gradient."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -186,13 +187,22 @@ def test_neurons_are_independent_and_functions_map():
     assert slopes.tolist() == pytest.approx([slope_of(fire, w) for w in weights.tolist()])
 
 
-def test_a_start_continues_a_sequence():
-    spikes, potentials = leaky_integrate_and_fire(CURRENTS[:1], decay=DECAY)
-    assert spikes.tolist() == [0]
-    rest = leaky_integrate_and_fire(CURRENTS[1:], decay=DECAY, start=potentials[-1])
-    whole = leaky_integrate_and_fire(CURRENTS, decay=DECAY)
-    assert torch.equal(rest.potentials, whole.potentials[1:])
-    assert torch.equal(rest.spikes, whole.spikes[1:])
+@pytest.mark.parametrize("opened", [False, True])
+@pytest.mark.parametrize("reset", ["subtract", "zero", "none"])
+def test_a_start_continues_a_sequence(reset, opened):
+    """Cut anywhere, also after a spike, whose reset then belongs to the second part."""
+    currents = CURRENTS.clone().requires_grad_()
+    run = partial(leaky_integrate_and_fire, decay=DECAY, reset=reset)
+    with unblock(RESET) if opened and reset != "none" else nullcontext():
+        whole = run(currents)
+        assert whole.spikes.any()
+        for cut in range(1, len(currents)):
+            first = run(currents[:cut])
+            rest = run(currents[cut:], start=first.potentials[-1])
+            assert torch.equal(torch.cat([first.potentials, rest.potentials]), whole.potentials)
+            assert torch.equal(torch.cat([first.spikes, rest.spikes]), whole.spikes)
+            slopes = [torch.autograd.grad(out.potentials[-1], currents, retain_graph=True)[0] for out in (rest, whole)]
+            torch.testing.assert_close(*slopes)
 
 
 def test_a_decay_can_be_learnt():
@@ -226,6 +236,14 @@ def test_gradients_on_a_device(device, opened):
         ({"decay": 0.5, "threshold": 0}, "`threshold` should be positive and finite. Found 0."),
         ({"decay": 0.5, "reset": "none "}, "`reset` should be one of 'subtract', 'zero', 'none'. Found 'none '."),
         ({"decay": 0.5, "currents": torch.zeros(0, 3)}, r"`currents` should have shape \(T, ...\) with T >= 1."),
+        (
+            {"decay": 0.5, "currents": torch.zeros(2, 3), "start": torch.zeros(3, 1)},
+            r"`start` should broadcast to \(3,\). Found \(3, 1\).",
+        ),
+        (
+            {"decay": torch.full((2,), 0.5), "currents": torch.zeros(2, 3)},
+            r"`decay` should broadcast to \(3,\). Found \(2,\).",
+        ),
     ],
 )
 def test_wrong_input_is_named(arguments, message):

@@ -162,16 +162,17 @@ def leaky_integrate_and_fire(
 
     Args:
         currents: I, (T, ...).
-        decay: :math:`\beta`, the share of the potential that is left after a step, from 0 to 1; a tensor that
-            broadcasts to (...) is learnt and not checked.
+        decay: :math:`\beta`, the share of the potential that is left after a step, from 0 to 1; the values of a tensor
+            that broadcasts to (...) are learnt and not checked.
         threshold: :math:`\theta`.
         reset: ``"subtract"`` the threshold after a spike, return to ``"zero"``, or ``"none"``.
         slope: Surrogate slope :math:`\sigma'` of a spike, as in `spike`.
-        start: :math:`u_0`, (...), before the first current and below the threshold. None: 0.
+        start: :math:`u_0`, broadcast to (...), the potential before the first current. Above the threshold it has just
+            fired: the last potential of one call continues it in the next. None: 0.
 
     Raises:
-        ValueError: If `decay` is not between 0 and 1, `threshold` is not positive, or `reset` is unknown, or `currents`
-            has no time steps.
+        ValueError: If `decay` is not between 0 and 1, `threshold` is not positive, `reset` is unknown, `currents` has
+            no time steps, or a shape does not fit.
 
     References:
         Neftci, Mostafa and Zenke, "Surrogate gradient learning in spiking neural networks", 2019.
@@ -189,15 +190,28 @@ def leaky_integrate_and_fire(
         decay = number("decay", decay, least=0, most=1)
     if currents.ndim == 0 or len(currents) == 0:
         raise ValueError(f"`currents` should have shape (T, ...) with T >= 1. Found {tuple(currents.shape)}.")
+    for name, value in (("decay", decay), ("start", start)):
+        if isinstance(value, Tensor):
+            _check_fits(name, value, currents[0])
     potential = torch.zeros_like(currents[0]) if start is None else start
+    last = None if start is None else spike(start - threshold, slope)
     spikes: list[Tensor] = []
     potentials: list[Tensor] = []
     for current in currents.unbind():
         kept = decay * potential
-        if spikes and reset != "none":
-            fired = stop_gradient(spikes[-1], RESET)
+        if last is not None and reset != "none":
+            fired = stop_gradient(last, RESET)
             kept = kept - threshold * fired if reset == "subtract" else kept * (1 - fired)
         potential = kept + current
-        spikes.append(spike(potential - threshold, slope))
+        last = spike(potential - threshold, slope)
+        spikes.append(last)
         potentials.append(potential)
     return SpikeTrains(torch.stack(spikes), torch.stack(potentials))
+
+
+def _check_fits(name: str, value: Tensor, current: Tensor) -> None:
+    """Raise a ValueError unless a tensor broadcasts to the shape of a current: it would enlarge all others."""
+    if value.ndim > current.ndim or any(
+        n not in (1, m) for n, m in zip(reversed(value.shape), reversed(current.shape), strict=False)
+    ):
+        raise ValueError(f"`{name}` should broadcast to {tuple(current.shape)}. Found {tuple(value.shape)}.")
