@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["exact_products", "same_shape", "wide"]
+__all__ = ["exact_products", "same_shape", "unit", "wide"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -18,6 +18,12 @@ _HALF = (torch.float16, torch.bfloat16)
 def wide(input: Tensor) -> Tensor:
     """Return a tensor of half precision as float32, any other unchanged."""
     return input.float() if input.dtype in _HALF else input
+
+
+def unit(input: Tensor) -> Tensor:
+    """Return vectors divided by their norms along the last dimension; 0 stays 0 and gets no gradient."""
+    norms = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
+    return input / torch.where(norms > 0, norms, torch.inf)
 
 
 def exact_products(input: Tensor) -> AbstractContextManager[object]:

@@ -366,6 +366,14 @@ def test_the_nearest_code_is_the_nearest(shape):
     assert torch.equal(nearest_codes(z, codebook), distances.argmin(-1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_codes_of_half_precision_are_compared_in_float32(dtype):
+    z, codebook = (torch.randn(n, 16, generator=seeded(n)).to(dtype) for n in (500, 64))
+    assert torch.equal(nearest_codes(z, codebook), nearest_codes(z.double(), codebook.double()))
+    large = torch.tensor([[1.0], [100.0]]).expand(2, 64).to(dtype)  # squares beyond the range of float16
+    assert nearest_codes(large, large).tolist() == [0, 1]
+
+
 def test_the_first_of_several_nearest_codes_is_chosen():
     assert nearest_codes(tensor([[0.0], [5.0]]), tensor([[1.0], [-1.0], [1.0], [-1.0]])).tolist() == [0, 0]
 
@@ -585,6 +593,23 @@ def test_a_restarted_code_is_a_vector_of_the_batch_with_a_new_count():
         assert quantizer.counts.tolist() == [5.5, 1.5, 1.5]
 
 
+@pytest.mark.parametrize("estimator", ["straight_through", "rotation"])
+@pytest.mark.parametrize("metric", ["euclidean", "cosine"])
+@pytest.mark.parametrize("learning", ["average", "loss"])
+def test_passes_before_one_backward_pass_leave_its_graph_as_it_was(learning, metric, estimator):
+    """A restart writes into the codebook, also when an earlier pass still needs its directions."""
+    choices = {"learning": learning, "metric": metric, "estimator": estimator}
+    z = torch.randn(8, 2, generator=seeded(1), requires_grad=True)
+    found = []
+    for below in (0.0, 20.0):  # no code and every code is restarted
+        quantizer = VectorQuantizer(2, 3, **choices, restart_below=below, generator=seeded())
+        codes, _, loss = quantizer(z)
+        if below:
+            assert not torch.equal(quantizer(2 * z).codes, codes)
+        found.append(torch.autograd.grad(codes.square().sum() + loss, [z, *quantizer.parameters()]))
+    assert all(torch.equal(alone, before) for alone, before in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("learning", ["average", "loss"])
 def test_a_start_by_k_means_uses_all_codes(learning):
     z = 5 + torch.randn(300, 4, generator=seeded(1))
@@ -633,6 +658,12 @@ def test_cosine_codes_are_directions():
     assert quantizer(torch.zeros(1, 3)).codes.isfinite().all()
 
 
+def test_a_vector_without_a_direction_has_no_gradient():
+    z = torch.zeros(1, 3, requires_grad=True)
+    codes, _, loss = VectorQuantizer(3, 6, metric="cosine", generator=seeded())(z)
+    assert torch.autograd.grad(codes.sum() + loss, z)[0].tolist() == [[0, 0, 0]]
+
+
 def test_averaged_cosine_codes_are_mean_directions():
     quantizer = VectorQuantizer(2, 2, metric="cosine", decay=0.0, generator=seeded())
     quantizer.codebook.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
@@ -677,6 +708,12 @@ def test_perplexity_is_the_number_of_codes_in_equal_use(indices, expected):
     assert found.item() == pytest.approx(expected, nan_ok=True)
 
 
+def test_perplexity_counts_further_than_float32():
+    """Ones of float32 add up to 2^24 at most."""
+    indices = torch.zeros((), dtype=torch.int32).expand(2**24 + 2**22)
+    assert codebook_perplexity(indices, 2) == 1
+
+
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)])
 def test_gradients_on_a_device(case, device, monkeypatch):
@@ -710,6 +747,25 @@ def test_gradients_on_a_device(case, device, monkeypatch):
         (
             lambda: ResidualVectorQuantizer(2, 3, 2).codes_of(torch.zeros(4, 3).long()),
             r"`indices` should have shape \(..., m\), m from 1 to 2. Found \(4, 3\).",
+        ),
+        (
+            lambda: straight_through(BATCH, BATCH[0]),
+            r"`codes` should have the shape of `z`. Found \(2,\) and",
+        ),
+        (lambda: rotation_trick(BATCH, BATCH[0]), "`codes` should have the shape of `z`."),
+        (lambda: codebook_loss(BATCH, BATCH[0]), "`codes` should have the shape of `z`."),
+        (lambda: commitment_loss(BATCH, BATCH[0]), "`codes` should have the shape of `z`."),
+        (
+            lambda: averaged_codebook(CODEBOOK, COUNTS, BATCH, torch.zeros(3, 1).long(), decay=0.5),
+            r"`indices` should have the shape \(3,\). Found \(3, 1\).",
+        ),
+        (
+            lambda: averaged_codebook(CODEBOOK, COUNTS[:1], BATCH, torch.zeros(3).long(), decay=0.5),
+            r"`counts` should have shape \(3,\). Found \(1,\).",
+        ),
+        (
+            lambda: restarted_codebook(CODEBOOK, COUNTS[:, None], BATCH, below=1.0),
+            r"`counts` should have shape \(3,\). Found \(3, 1\).",
         ),
         (lambda: nearest_codes(Z, Z), r"`codebook` should have shape \(K, D\). Found \(2,\)."),
         (

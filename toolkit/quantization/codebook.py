@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
+from toolkit._tensors import exact_products, wide
 from toolkit.blocks import block, constants, no_graph, stop_gradient, stop_recording
 
 __all__ = [
@@ -43,7 +44,7 @@ def nearest_codes(z: Tensor, codebook: Tensor) -> Tensor:
     """Return the indices ``argmin_k |z - e_k|`` of the nearest codes.
 
     They maximise ``z.e'_k - |e'_k|^2 / 2 - m.e'_k`` with codes ``e' = e - m`` relative to their mean m, so that a
-    common offset of data and codes costs no precision. Indices have no gradient.
+    common offset of data and codes costs no precision. Indices have no gradient. Half precision is computed in float32.
 
     Args:
         z: (..., D).
@@ -63,7 +64,8 @@ def nearest_codes(z: Tensor, codebook: Tensor) -> Tensor:
         tensor([0, 1])
     """
     _check_sizes(z, codebook)
-    with no_graph(), torch.autocast(z.device.type, enabled=False):
+    with no_graph(), exact_products(z):
+        codebook = wide(codebook)
         mean = codebook.mean(0)
         centred = codebook - mean
         offset = -(centred @ mean + centred.square().sum(1) / 2)
@@ -107,8 +109,10 @@ def averaged_codebook(
         (tensor([[0.3333],
                 [3.5000]]), tensor([1.5000, 1.0000]))
     """
-    _check_sizes(z, codebook)
+    _check_sizes(z, codebook, counts)
     decay = number("decay", decay, least=0, most=1)
+    if indices.shape != z.shape[:-1]:
+        raise ValueError(f"`indices` should have the shape {tuple(z.shape[:-1])}. Found {tuple(indices.shape)}.")
     if codebook.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"`codebook` should be of float32 or float64 to be averaged. Found {codebook.dtype}.")
     with stop_recording(AVERAGES):
@@ -147,7 +151,7 @@ def restarted_codebook(
         (tensor([[0.0000],
                 [0.5000]]), tensor([3., 1.]))
     """
-    _check_sizes(z, codebook)
+    _check_sizes(z, codebook, counts)
     below = number("below", below, least=0)
     dead = counts < below
     drawn = _drawn(z, len(codebook), generator).to(codebook.dtype)
@@ -210,8 +214,10 @@ def codebook_perplexity(indices: Tensor, codebook_size: int) -> Tensor:
         tensor(2.)
     """
     size = integer("codebook_size", codebook_size)
-    ones = torch.ones(indices.numel(), device=indices.device)
-    shares = torch.zeros(size, device=indices.device).index_add(0, indices.reshape(-1), ones) / indices.numel()
+    chosen = indices.reshape(-1)
+    # Counted in integers: float32 stops at 2^24.
+    counts = torch.zeros(size, dtype=torch.int64, device=chosen.device)
+    shares = counts.index_add(0, chosen, counts.new_ones(()).expand(len(chosen))) / len(chosen)
     perplexity: Tensor = torch.special.entr(shares).sum().exp()
     return perplexity
 
@@ -233,9 +239,11 @@ def first_codes(codebook_size: int, dim: int, generator: torch.Generator | None)
     return codes.to(torch.get_default_device())
 
 
-def _check_sizes(z: Tensor, codebook: Tensor) -> None:
+def _check_sizes(z: Tensor, codebook: Tensor, counts: Tensor | None = None) -> None:
     if codebook.ndim != 2 or len(codebook) == 0:
         raise ValueError(f"`codebook` should have shape (K, D). Found {tuple(codebook.shape)}.")
+    if counts is not None and counts.shape != codebook.shape[:1]:
+        raise ValueError(f"`counts` should have shape ({len(codebook)},). Found {tuple(counts.shape)}.")
     check_vectors(z, codebook.shape[1])
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit._checks import choice, integer, number
+from toolkit._tensors import same_shape, unit
 from toolkit.blocks import block, no_graph, stop_gradient
 from toolkit.quantization.codebook import (
     averaged_codebook,
@@ -89,6 +90,9 @@ def straight_through(z: Tensor, codes: Tensor) -> Tensor:
         z: (..., D), finite.
         codes: e, of the same shape.
 
+    Raises:
+        ValueError: If the shapes differ.
+
     References:
         van den Oord, Vinyals and Kavukcuoglu, "Neural discrete representation learning", 2017, section 3.2.
 
@@ -98,6 +102,7 @@ def straight_through(z: Tensor, codes: Tensor) -> Tensor:
         >>> z.grad, e.grad
         (tensor([0., 2.]), None)
     """
+    same_shape("codes", codes, "z", z)
     return stop_gradient(codes, STRAIGHT_THROUGH) + (z - stop_gradient(z, STRAIGHT_THROUGH))
 
 
@@ -117,6 +122,9 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
         z: (..., D), finite.
         codes: e, of the same shape.
 
+    Raises:
+        ValueError: If the shapes differ.
+
     References:
         Fifty, Junkins, Duan, Iyengar, Liu, Amid, Thrun and Ré, "Restructuring vector quantization with the rotation
         trick", 2024, section 4.2.
@@ -127,6 +135,7 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
         >>> z.grad
         tensor([ 3., -2.])
     """
+    same_shape("codes", codes, "z", z)
     origin, ends = stop_gradient(z, ROTATION), stop_gradient(codes, ROTATION)
     return ends + _rotated(z - origin, origin, ends)
 
@@ -158,6 +167,9 @@ def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
         z: (..., D).
         codes: e, of the same shape.
 
+    Raises:
+        ValueError: If the shapes differ.
+
     References:
         van den Oord, Vinyals and Kavukcuoglu, "Neural discrete representation learning", 2017, equation 3, second term,
         there a sum over D.
@@ -166,6 +178,7 @@ def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
         >>> codebook_loss(torch.tensor([0.4, 1.2]), torch.tensor([0.0, 1.0]))
         tensor(0.1000)
     """
+    same_shape("codes", codes, "z", z)
     return functional.mse_loss(codes, stop_gradient(z, CODEBOOK_TARGETS))
 
 
@@ -179,6 +192,9 @@ def commitment_loss(z: Tensor, codes: Tensor) -> Tensor:
         z: (..., D).
         codes: e, of the same shape.
 
+    Raises:
+        ValueError: If the shapes differ.
+
     References:
         van den Oord, Vinyals and Kavukcuoglu, "Neural discrete representation learning", 2017, equation 3, third term,
         there a sum over D.
@@ -187,6 +203,7 @@ def commitment_loss(z: Tensor, codes: Tensor) -> Tensor:
         >>> commitment_loss(torch.tensor([0.4, 1.2]), torch.tensor([0.0, 1.0]))
         tensor(0.1000)
     """
+    same_shape("codes", codes, "z", z)
     return functional.mse_loss(z, stop_gradient(codes, COMMITMENT_TARGETS))
 
 
@@ -298,7 +315,7 @@ class VectorQuantizer(nn.Module):
         return f"{self.dim}, {self.codebook_size}, learning={self.learning!r}, estimator={self.estimator!r}"
 
     def _directions(self, x: Tensor) -> Tensor:
-        return functional.normalize(x, dim=-1) if self.metric == "cosine" else x
+        return unit(x) if self.metric == "cosine" else x
 
     def _learn(self, z: Tensor, indices: Tensor, generator: torch.Generator | None) -> None:
         """Move averages and counts, and restart codes."""
@@ -319,7 +336,8 @@ class VectorQuantizer(nn.Module):
 
 def looked_up(quantizer: VectorQuantizer, z: Tensor, generator: torch.Generator | None) -> Quantized:
     """Return plain codes, without an estimator; in training mode, let the quantizer learn."""
-    codebook = quantizer._directions(quantizer.codebook)
+    # A copy where a restart writes into the parameter, whose directions remember it for the backward pass.
+    codebook = quantizer._directions(quantizer.codebook.clone() if quantizer.restart_below else quantizer.codebook)
     indices = nearest_codes(z, codebook)
     codes = functional.embedding(indices, codebook).to(z.dtype)
     loss = quantizer.commitment * commitment_loss(z, codes)
