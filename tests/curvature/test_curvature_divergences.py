@@ -342,6 +342,42 @@ def test_impossible_actions_and_saturated_logits(divergence):
     assert slope[0, 1] == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    """Neighbouring policies: rounded logarithms would make some divergences negative."""
+    logits = draw(21, 200, 16)
+    logits, held = logits.to(dtype), (logits + 0.02 * draw(22, 200, 16)).to(dtype)
+    for divergence in (kl_from_held, kl_to_held):
+        found, expected = divergence(logits, held), divergence(logits.double(), held.double())
+        assert found.dtype == torch.float32
+        # 16 differences of logarithms around 3, each rounded to 2^-24 of it, weighted by probabilities.
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-6)
+    found = gaussian_kl_from_held(*(value.to(dtype) for value in GAUSSIAN.values()))
+    assert found.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: held_divergence(half_squares, OUTPUTS, OUTPUTS[..., :1]), "`held` should have the shape of `outputs`"),
+        (lambda: kl_from_held(OUTPUTS, OUTPUTS[..., :1]), "`held` should have the shape of `logits`"),
+        (lambda: kl_to_held(OUTPUTS[..., None, :], OUTPUTS), "`held` should have the shape of `logits`"),
+        (
+            lambda: gaussian_kl_from_held(*torch.zeros(2, 3, 1), *torch.zeros(2, 3, 1)[:, :1]),
+            r"`held_mean` should have the shape of `mean`.* Found \(1, 1\) and \(3, 1\)",
+        ),
+        (
+            lambda: gaussian_kl_from_held(torch.zeros(3, 1), torch.zeros(3), torch.zeros(3, 1), torch.zeros(3)),
+            r"`log_std` should have the shape \(3, 1\) or \(1,\). Found \(3,\).",
+        ),
+        (lambda: gauss_newton_loss(half_squares, network(W), W), r"`parameters` should be a list of tensors. Found"),
+    ],
+)
+def test_wrong_input_is_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 @pytest.mark.skipif(not importlib.util.find_spec("backpack"), reason="backpack is not installed")
 def test_the_products_of_backpack():
     from backpack.hessianfree.ggnvp import ggn_vector_product

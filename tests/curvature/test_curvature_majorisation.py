@@ -277,6 +277,29 @@ def test_wrong_arguments_are_refused(function):
         function(RESIDUALS, kind="huber", scale=0.0)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_large_residuals_of_half_precision_have_a_loss(kind):
+    """Their squares exceed the range of float16."""
+    r = torch.tensor([-30000.0, 300.0, 0.5], dtype=torch.float16, requires_grad=True)
+    exact = r.detach().double()
+    for function in (robust_loss, robust_weights, reweighted_loss, half_quadratic_loss):
+        found = function(r, kind=kind, scale=1.0)
+        torch.testing.assert_close(found, function(exact, kind=kind, scale=1.0).to(found))
+        assert torch.autograd.grad(found.sum(), r, allow_unused=True)[0].isfinite().all()
+
+
+def test_a_residual_whose_square_is_infinite_has_the_largest_loss():
+    r = torch.tensor([1e20, 1e-20], requires_grad=True)
+    loss = robust_loss(r, kind="geman_mcclure", scale=2.0)
+    assert loss[0] == 2
+    assert torch.autograd.grad(loss.sum(), r)[0].tolist() == pytest.approx([0, 1e-20])
+
+
+def test_an_anchor_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="`anchor` should have the shape of `point`"):
+        proximal_penalty(POINT, ANCHORS[:, None], step=1)
+
+
 def test_a_step_that_is_not_positive_is_refused():
     with pytest.raises(ValueError, match="`step` should be positive"):
         proximal_penalty(POINT, ANCHORS, step=0)

@@ -97,6 +97,9 @@ def test_wrong_arguments_are_refused():
     parameters, loss, divergence, _, _ = setting()
     with pytest.raises(ValueError, match=r"`vector` should have the shapes \[\(4, 3\), \(3,\)\]"):
         hessian_product(divergence, parameters, [torch.ones(4, 3)])
+    for call in (lambda w: hessian_product(loss, w, [w]), lambda w: natural_gradient(loss, divergence, w)):
+        with pytest.raises(ValueError, match=r"`parameters` should be a list of tensors. Found a tensor, \(4, 3\)"):
+            call(parameters[0])
     for name, value in {"damping": -1.0, "iterations": 0, "tolerance": -1.0, "radius": 0.0}.items():
         with pytest.raises(ValueError, match=f"`{name}` should be"):
             natural_gradient(loss, divergence, parameters, **{name: value})

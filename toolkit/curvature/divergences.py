@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from toolkit._tensors import same_shape, wide
 from toolkit.blocks import block, is_blocked, stop_gradient, variable
+from toolkit.curvature.products import tensors_of
 
 __all__ = [
     "HELD_OUTPUTS",
@@ -61,6 +63,9 @@ def held_divergence(loss: Callable[[Tensor], Tensor], outputs: Tensor, held: Ten
     Returns:
         A scalar, in the units of `loss`; not negative but for rounding.
 
+    Raises:
+        ValueError: If the shapes differ.
+
     References:
         Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002, for the matrix.
         Martens, "New insights and perspectives on the natural gradient method", 2020, section 8.
@@ -70,6 +75,7 @@ def held_divergence(loss: Callable[[Tensor], Tensor], outputs: Tensor, held: Ten
         >>> held_divergence(lambda f: (f - 7).square().sum() / 2, f, h)
         tensor(2.5000)
     """
+    same_shape("held", held, "outputs", outputs)
     held = stop_gradient(held, HELD_OUTPUTS)
     recorded = not is_blocked(HELD_OUTPUTS) and torch.is_grad_enabled()
     with torch.enable_grad():
@@ -100,6 +106,9 @@ def gauss_newton_loss(loss: Callable[[Tensor], Tensor], outputs: Tensor, paramet
     Returns:
         A scalar, in the units of `loss`.
 
+    Raises:
+        ValueError: If `parameters` is a tensor.
+
     References:
         Schraudolph, "Fast curvature matrix-vector products for second-order gradient descent", 2002.
 
@@ -110,7 +119,7 @@ def gauss_newton_loss(loss: Callable[[Tensor], Tensor], outputs: Tensor, paramet
         >>> model, slope, torch.autograd.grad(slope, w)[0]
         (tensor(4.5000, grad_fn=<AddBackward0>), tensor(12., grad_fn=<AddBackward0>), tensor(16.))
     """
-    parameters = list(parameters)
+    parameters = tensors_of(parameters)
     value = loss(outputs)
     if not value.requires_grad:
         return value
@@ -136,7 +145,10 @@ def kl_from_held(logits: Tensor, held: Tensor) -> Tensor:
         held: (\*, C), logits of the old policy.
 
     Returns:
-        (\*).
+        (\*); half precision is computed in float32.
+
+    Raises:
+        ValueError: If the shapes differ.
 
     References:
         Schulman, Levine, Moritz, Jordan and Abbeel, "Trust region policy optimization", 2015, appendix C.
@@ -145,7 +157,8 @@ def kl_from_held(logits: Tensor, held: Tensor) -> Tensor:
         >>> kl_from_held(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
         tensor(0.1201)
     """
-    return _divergence(torch.log_softmax(stop_gradient(held, HELD_POLICY), -1), torch.log_softmax(logits, -1))
+    log_p, log_q = _log_probabilities(logits, held)
+    return _divergence(log_q, log_p)
 
 
 def kl_to_held(logits: Tensor, held: Tensor) -> Tensor:
@@ -160,7 +173,10 @@ def kl_to_held(logits: Tensor, held: Tensor) -> Tensor:
         held: (\*, C).
 
     Returns:
-        (\*).
+        As `kl_from_held`.
+
+    Raises:
+        ValueError: If the shapes differ.
 
     References:
         Kakade, "A natural policy gradient", 2001, for the metric; Ziegler et al., "Fine-tuning language models from
@@ -170,7 +186,7 @@ def kl_to_held(logits: Tensor, held: Tensor) -> Tensor:
         >>> kl_to_held(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 0.0]))
         tensor(0.1109)
     """
-    return _divergence(torch.log_softmax(logits, -1), torch.log_softmax(stop_gradient(held, HELD_POLICY), -1))
+    return _divergence(*_log_probabilities(logits, held))
 
 
 def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held_log_std: Tensor) -> Tensor:
@@ -187,7 +203,10 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
         held_log_std: As `log_std`, of the old policy.
 
     Returns:
-        (\*), the sum over the dimensions.
+        (\*), the sum over the dimensions; half precision is computed in float32.
+
+    Raises:
+        ValueError: If a held argument has not the shape of its own, or `log_std` has neither shape.
 
     References:
         Schulman, Levine, Moritz, Jordan and Abbeel, "Trust region policy optimization", 2015, appendix C.
@@ -197,10 +216,23 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
         >>> gaussian_kl_from_held(torch.tensor([1.0, 2.0]), zeros, zeros, zeros)
         tensor(2.5000)
     """
-    held_mean, held_log_std = stop_gradient((held_mean, held_log_std), HELD_POLICY)
+    same_shape("held_mean", held_mean, "mean", mean, 1)
+    same_shape("held_log_std", held_log_std, "log_std", log_std)
+    if log_std.shape not in (mean.shape, mean.shape[-1:]):
+        raise ValueError(
+            f"`log_std` should have the shape {tuple(mean.shape)} or {tuple(mean.shape[-1:])}. Found "
+            f"{tuple(log_std.shape)}."
+        )
+    mean, log_std = wide(mean), wide(log_std)
+    held_mean, held_log_std = stop_gradient((wide(held_mean), wide(held_log_std)), HELD_POLICY)
     narrowing = held_log_std - log_std
     distance = (mean - held_mean) * (-log_std).exp()
     return (0.5 * ((2 * narrowing).expm1() + distance.square()) - narrowing).sum(-1)
+
+
+def _log_probabilities(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+    same_shape("held", held, "logits", logits, 1)
+    return torch.log_softmax(wide(logits), -1), torch.log_softmax(stop_gradient(wide(held), HELD_POLICY), -1)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:

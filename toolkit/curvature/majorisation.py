@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from toolkit._checks import choice, number
+from toolkit._tensors import same_shape, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -69,7 +70,7 @@ def robust_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         scale: c, the residual from which a point loses influence.
 
     Returns:
-        (\*).
+        (\*); half precision is computed in float32 and rounded.
 
     Raises:
         ValueError: If `kind` is not one of the four, or `scale` not positive.
@@ -82,28 +83,24 @@ def robust_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         >>> robust_loss(torch.tensor([0.0, 1.0, 3.0]), kind="huber", scale=1.0)
         tensor([0.0000, 0.5000, 2.5000])
     """
-    scale = _checked(kind, scale)
+    r, scale = _checked(residuals, kind, scale)
     if kind == "huber":
-        return huber_loss(residuals, torch.zeros_like(residuals), reduction="none", delta=scale)
-    u = (residuals / scale).square()
-    if kind == "cauchy":
-        return scale**2 / 2 * u.log1p()
-    return scale**2 / 2 * (u / (1 + u) if kind == "geman_mcclure" else -(-u).expm1())
+        loss = huber_loss(r, torch.zeros_like(r), reduction="none", delta=scale)
+    elif kind == "cauchy":
+        loss = scale**2 / 2 * (r / scale).square().log1p()
+    else:  # for Geman and McClure u / (1 + u), also where u is infinite
+        u = (r / scale).square()
+        loss = -(scale**2) / 2 * (-u.log1p() if kind == "geman_mcclure" else -u).expm1()
+    return loss.to(residuals.dtype)
 
 
 def robust_weights(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
     r"""Return the weights :math:`w = \rho'(r) / r` of iteratively reweighted least squares, from 0 to 1.
 
     Args:
-        residuals: As in `robust_loss`.
-        kind: As in `robust_loss`.
-        scale: As in `robust_loss`.
-
-    Returns:
-        (\*).
-
-    Raises:
-        ValueError: As in `robust_loss`.
+        residuals: As in `robust_loss`, and so are the other arguments, the shape of the result and the errors.
+        kind: One of the table's.
+        scale: c.
 
     References:
         As `robust_loss`.
@@ -112,13 +109,8 @@ def robust_weights(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         >>> robust_weights(torch.tensor([0.0, 1.0, 4.0]), kind="huber", scale=1.0)
         tensor([1.0000, 1.0000, 0.2500])
     """
-    scale = _checked(kind, scale)
-    if kind == "huber":
-        return scale / residuals.abs().clamp(min=scale)
-    u = (residuals / scale).square()
-    if kind == "welsch":
-        return (-u).exp()
-    return 1 / (1 + u) if kind == "cauchy" else (1 + u) ** -2
+    r, scale = _checked(residuals, kind, scale)
+    return _weights(r, kind, scale).to(residuals.dtype)
 
 
 def reweighted_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
@@ -128,15 +120,9 @@ def reweighted_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
     its gradient is :math:`w r (1 + r w' / 2 w)`, the last column of the module's table.
 
     Args:
-        residuals: As in `robust_loss`.
-        kind: As in `robust_loss`.
-        scale: As in `robust_loss`.
-
-    Returns:
-        (\*).
-
-    Raises:
-        ValueError: As in `robust_loss`.
+        residuals: As in `robust_loss`, and so are the other arguments, the shape of the result and the errors.
+        kind: One of the table's.
+        scale: c.
 
     References:
         Holland and Welsch, "Robust regression using iteratively reweighted least-squares", 1977.
@@ -146,8 +132,9 @@ def reweighted_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         >>> torch.autograd.grad(reweighted_loss(r, kind="huber", scale=1.0).sum(), r)
         (tensor([0.5000, 1.0000]),)
     """
-    weights = stop_gradient(robust_weights(residuals, kind=kind, scale=scale), WEIGHTS)
-    return weights * residuals.square() / 2
+    r, scale = _checked(residuals, kind, scale)
+    weights = stop_gradient(_weights(r, kind, scale), WEIGHTS)
+    return (weights * r.square() / 2).to(residuals.dtype)
 
 
 def half_quadratic_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
@@ -158,15 +145,9 @@ def half_quadratic_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tenso
     differs: the weights, with the block; :math:`\rho''`, negative for an outlier, without.
 
     Args:
-        residuals: As in `robust_loss`.
-        kind: As in `robust_loss`.
-        scale: As in `robust_loss`.
-
-    Returns:
-        (\*).
-
-    Raises:
-        ValueError: As in `robust_loss`.
+        residuals: As in `robust_loss`, and so are the other arguments, the shape of the result and the errors.
+        kind: One of the table's.
+        scale: c.
 
     References:
         Geman and Reynolds, "Constrained restoration and the recovery of discontinuities", 1992. Black and Rangarajan,
@@ -176,15 +157,15 @@ def half_quadratic_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tenso
         >>> half_quadratic_loss(torch.tensor([0.0, 1.0, 3.0]), kind="huber", scale=1.0)
         tensor([0.0000, 0.5000, 2.5000])
     """
-    scale = _checked(kind, scale)
-    v = stop_gradient(_log_weights(residuals, kind, scale), MAJORISER)
+    r, scale = _checked(residuals, kind, scale)
+    v = stop_gradient(_log_weights(r, kind, scale), MAJORISER)
     if kind == "huber":
         penalty = (-v).expm1()
     elif kind == "cauchy":
         penalty = v.expm1() - v
     else:
         penalty = (v / 2).expm1().square() if kind == "geman_mcclure" else v * v.exp() - v.expm1()
-    return v.exp() * residuals.square() / 2 + scale**2 / 2 * penalty
+    return (v.exp() * r.square() / 2 + scale**2 / 2 * penalty).to(residuals.dtype)
 
 
 def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
@@ -203,7 +184,7 @@ def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
         A scalar, the sum.
 
     Raises:
-        ValueError: If `step` is not positive.
+        ValueError: If `step` is not positive, or the shapes differ.
 
     References:
         Parikh and Boyd, "Proximal algorithms", 2014, section 1.1.
@@ -213,18 +194,28 @@ def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
         tensor(5.)
     """
     step = number("step", step, above=0)
+    same_shape("anchor", anchor, "point", point)
     return (point - stop_gradient(anchor, ANCHOR)).square().sum() / (2 * step)
 
 
-def _log_weights(residuals: Tensor, kind: Kind, scale: float) -> Tensor:
+def _weights(r: Tensor, kind: Kind, scale: float) -> Tensor:
     if kind == "huber":
-        return -(residuals.abs() / scale).clamp(min=1).log()
-    u = (residuals / scale).square()
+        return scale / r.abs().clamp(min=scale)
+    u = (r / scale).square()
+    if kind == "welsch":
+        return (-u).exp()
+    return 1 / (1 + u) if kind == "cauchy" else (1 + u) ** -2
+
+
+def _log_weights(r: Tensor, kind: Kind, scale: float) -> Tensor:
+    if kind == "huber":
+        return -(r.abs() / scale).clamp(min=1).log()
+    u = (r / scale).square()
     if kind == "welsch":
         return -u
     return -u.log1p() if kind == "cauchy" else -2 * u.log1p()
 
 
-def _checked(kind: Kind, scale: float) -> float:
+def _checked(residuals: Tensor, kind: Kind, scale: float) -> tuple[Tensor, float]:
     choice("kind", kind, get_args(Kind))
-    return number("scale", scale, above=0)
+    return wide(residuals), number("scale", scale, above=0)

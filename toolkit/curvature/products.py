@@ -26,7 +26,7 @@ def hessian_product(value: Tensor, parameters: Iterable[Tensor], vector: Sequenc
         Like `parameters`, without a graph.
 
     Raises:
-        ValueError: If `vector` does not have the shapes of `parameters`.
+        ValueError: If `vector` does not have the shapes of `parameters`, or `parameters` is a tensor.
 
     References:
         Pearlmutter, "Fast exact multiplication by the Hessian", 1994.
@@ -36,7 +36,7 @@ def hessian_product(value: Tensor, parameters: Iterable[Tensor], vector: Sequenc
         >>> hessian_product((w**3).sum(), [w], [torch.tensor([1.0, 10.0])])
         [tensor([  6., 120.])]
     """
-    parameters, vector = list(parameters), list(vector)
+    parameters, vector = tensors_of(parameters), list(vector)
     shapes = [tuple(parameter.shape) for parameter in parameters]
     if [tuple(v.shape) for v in vector] != shapes:
         raise ValueError(f"`vector` should have the shapes {shapes}. Found {[tuple(v.shape) for v in vector]}.")
@@ -72,8 +72,8 @@ def natural_gradient(
         Like `parameters`, without a graph. To be subtracted, for a loss that should fall.
 
     Raises:
-        ValueError: If `damping` or `tolerance` is negative, `iterations` not a positive integer, or `radius` not
-            positive.
+        ValueError: If `damping` or `tolerance` is negative, `iterations` not a positive integer, `radius` not positive,
+            or `parameters` is a tensor.
 
     References:
         Amari, "Natural gradient works efficiently in learning", 1998. Schulman, Levine, Moritz, Jordan and Abbeel,
@@ -88,7 +88,7 @@ def natural_gradient(
     damping, tolerance = number("damping", damping, least=0), number("tolerance", tolerance, least=0)
     iterations = integer("iterations", iterations)
     radius = None if radius is None else number("radius", radius, above=0)
-    parameters = list(parameters)
+    parameters = tensors_of(parameters)
     gradient = torch.autograd.grad(loss, parameters, retain_graph=True, materialize_grads=True)
     product = _products(divergence, parameters)
 
@@ -101,6 +101,17 @@ def natural_gradient(
     length = _dot(direction, product(direction)) / 2
     factor = torch.where(length > 0, (radius / length).sqrt(), 0)
     return [factor * d for d in direction]
+
+
+def tensors_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters as a list.
+
+    Raises:
+        ValueError: If they are a single tensor: its rows are new tensors, on which nothing depends.
+    """
+    if isinstance(parameters, Tensor):
+        raise ValueError(f"`parameters` should be a list of tensors. Found a tensor, {tuple(parameters.shape)}.")
+    return list(parameters)
 
 
 def _products(value: Tensor, parameters: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], list[Tensor]]:
