@@ -306,7 +306,28 @@ def test_gradnorm_raises_the_weight_of_a_slow_task():
     assert gradients(loss, {"w": weights})["w"].tolist() == [1, -1]
 
 
+def test_one_loss_is_its_own_balance():
+    x = torch.tensor(3.0, requires_grad=True)
+    assert ratio_balanced_loss(x**2).item() == 9
+    assert gradients(ratio_balanced_loss(x**2), {"x": x})["x"] == 6
+
+
+def test_every_sample_may_have_its_own_log_variances():
+    losses, s = torch.rand(4, 3), torch.randn(4, 3)
+    found = uncertainty_loss(losses, s)
+    torch.testing.assert_close(found, torch.stack([uncertainty_loss(*row) for row in zip(losses, s, strict=True)]))
+
+
+@pytest.mark.parametrize("shape", [(3, 1), (1,), (4, 1)])
+def test_log_variances_are_not_spread_over_losses(shape):
+    with pytest.raises(ValueError, match=r"`log_variances` should have the shape \(3,\) or \(4, 3\) of `losses`"):
+        uncertainty_loss(torch.ones(4, 3), torch.zeros(shape))
+
+
 def test_errors_name_the_argument():
+    for losses in ([torch.ones(2), torch.ones(2, 1)], []):
+        with pytest.raises(ValueError, match="`losses` should be tensors of one shape"):
+            self_normalized_loss(losses)
     with pytest.raises(ValueError, match=r"`log_weights` should have the shape of `losses`, \(2,\). Found \(3,\)"):
         importance_weighted_loss(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ValueError, match=r"same shape. Found .*\(3,\)"):

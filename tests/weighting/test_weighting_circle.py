@@ -152,6 +152,32 @@ def test_compiled_is_eager():
     torch.testing.assert_close(found, torch.autograd.grad(circle_loss(e, LABELS), e)[0])
 
 
+def test_an_embedding_without_a_direction_has_no_gradient():
+    e = _embeddings()["embeddings"].detach().index_fill(0, torch.tensor([3]), 0).requires_grad_()
+    (found,) = torch.autograd.grad(circle_loss(e, LABELS, m=M, gamma=GAMMA), e)
+    assert found[3].tolist() == [0] * 4
+    assert found[:3].abs().sum(1).gt(0).all()
+
+
+def test_missing_embeddings_are_not_hidden():
+    """A loss that is no number counts as one: the network has diverged."""
+    assert circle_loss(_embeddings()["embeddings"] * torch.nan, LABELS).isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_and_autocast_are_computed_in_float32(dtype):
+    e = _embeddings()["embeddings"].detach().to(dtype)
+    expected = circle_loss(e.double(), LABELS).float()
+    torch.testing.assert_close(circle_loss(e, LABELS), expected)
+    with torch.autocast("cpu", dtype=dtype):
+        torch.testing.assert_close(circle_loss(e.float(), LABELS), expected)
+    positive, negative = torch.rand(3, 2).to(dtype), torch.rand(3, 4).to(dtype)
+    torch.testing.assert_close(
+        circle_loss_of_similarities(positive, negative),
+        circle_loss_of_similarities(positive.double(), negative.double()).float(),
+    )
+
+
 def test_errors_name_the_argument():
     with pytest.raises(ValueError, match=r"`embeddings` and `labels` should have shapes .*Found \(2,\) and \(2,\)"):
         circle_loss(torch.zeros(2), torch.zeros(2))

@@ -171,6 +171,8 @@ def test_compiled_is_eager():
 
 
 def test_errors_name_the_argument():
+    with pytest.raises(ValueError, match=r"`model` and `target` should return .* one shape. Found \(2, 1\) and \(2,\)"):
+        consistency_loss(lambda x, t: x, *torch.ones(2, 2, 1), *torch.ones(2, 2), target=lambda x, t: x[:, 0])
     with pytest.raises(ValueError, match=r"should have shapes \(N, ...\) twice and \(N,\) twice"):
         consistency_loss(lambda x, t: x, X, NOISE[:1], LATE, EARLY)
     with pytest.raises(ValueError, match="`c` should be positive"):

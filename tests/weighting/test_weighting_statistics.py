@@ -247,6 +247,25 @@ def test_module_keeps_its_dtype(dtype):
     assert layer.running_std.dtype == dtype
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_inputs_of_half_precision_have_statistics_of_float32(dtype):
+    """As a convolution under autocast makes them; the mean is a hundred deviations from 0."""
+    x = (10 + 0.1 * torch.randn(64, 2, 3, generator=torch.Generator().manual_seed(0))).to(dtype)
+    state = torch.full((2,), 10.0), torch.full((2,), 0.1)
+    error = (batch_renorm(x, *state).double() - batch_renorm(x.double(), *state)).abs().max()
+    assert error <= 4 * torch.finfo(dtype).eps  # the rounding of results up to 4
+    layer, twin = BatchRenorm(2), BatchRenorm(2)
+    for module, input in ((layer, x), (twin, x.double())):
+        for mode in (True, False):
+            assert module.train(mode)(input).dtype == input.dtype
+    torch.testing.assert_close(layer.running_mean, twin.running_mean)
+    order, own = torch.arange(64).flip(0), torch.full((64,), 0.7)
+    mixed = mixstyle(x, order, own)
+    assert mixed.dtype == dtype
+    error = (mixed.double() - mixstyle(x.double(), order, own.double())).abs().max()
+    assert error <= 16 * torch.finfo(dtype).eps  # the rounding of results up to 16
+
+
 @pytest.mark.keeps_its_sums
 def test_module_compiles():
     layer, x = BatchRenorm(2), torch.randn(4, 2)
@@ -267,6 +286,15 @@ def test_scale_follows_its_input():
     assert scale.item() == pytest.approx(4)
     assert not scale.requires_grad
     torch.testing.assert_close(y, -torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_scale_of_half_precision_inputs_moves_by_small_steps(dtype):
+    scale, x = torch.tensor(2.0, dtype=dtype), torch.full((4,), 3.0, dtype=dtype)
+    for _ in range(1000):
+        y, scale = ema_normalize(x, scale, decay=0.999)
+    assert scale.item() == pytest.approx(3 - 0.999**1000, rel=1e-4)
+    assert y.dtype == dtype
 
 
 def test_zeros_stay_zeros():
@@ -309,5 +337,7 @@ def test_errors_name_the_argument():
         ema_normalize(torch.zeros(2), torch.ones(1), decay=0.9)
     with pytest.raises(ValueError, match="`decay` should be from 0 to 1"):
         ema_normalize(torch.zeros(2), torch.tensor(1.0), decay=2)
+    with pytest.raises(ValueError, match="with two entries in each channel"):
+        mixstyle(torch.zeros(0, 3, 1), SWAP[:0], 0.5)
     with pytest.raises(ValueError, match="with two entries in each channel"):
         mixstyle(torch.zeros(2, 3, 1), SWAP, 0.5)

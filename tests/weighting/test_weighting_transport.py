@@ -153,6 +153,15 @@ def test_no_weights_are_uniform_and_batches_are_problems():
     torch.testing.assert_close(torch.func.vmap(lambda m: sinkhorn_loss(m, epsilon=0.1))(cost[0]), found[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    cost = torch.rand(6, 5, generator=torch.Generator().manual_seed(0)).to(dtype)
+    a = torch.full((6,), 1 / 6).to(dtype)
+    torch.testing.assert_close(
+        sinkhorn_loss(cost, a, epsilon=0.05), sinkhorn_loss(cost.float(), a.float(), epsilon=0.05)
+    )
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_points_of_no_weight_and_small_epsilon(dtype):
     a = torch.tensor([0.0, 0.5, 0.5], dtype=dtype, requires_grad=True)

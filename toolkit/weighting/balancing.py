@@ -78,6 +78,9 @@ def self_normalized_loss(losses: Losses) -> Tensor:
     Returns:
         (\*). The value says nothing: report the losses. A loss of 0 counts 0; a negative one gives NaN.
 
+    Raises:
+        ValueError: If losses of a sequence differ in shape.
+
     References:
         Chennupati, Sistu, Yogamani and Rawashdeh, "MultiNet++: multi-stream feature aggregation and geometric loss
         strategy for multi-task learning", 2019, minimise the geometric mean, which has this direction.
@@ -104,6 +107,9 @@ def ratio_balanced_loss(losses: Losses) -> Tensor:
     Returns:
         (\*), equal to T times the first loss.
 
+    Raises:
+        ValueError: If losses of a sequence differ in shape.
+
     References:
         The detached ratio of programs that combine two losses, as the adaptive weight of Esser, Rombach and Ommer,
         "Taming transformers for high-resolution image synthesis", 2021, with losses in place of gradients.
@@ -114,9 +120,10 @@ def ratio_balanced_loss(losses: Losses) -> Tensor:
         >>> x.grad
         tensor([4.0000, 1.6000])
     """
-    stacked = _stacked(losses)
+    stacked = torch.atleast_1d(_stacked(losses))
     ratios = (stacked[..., :1] / _positive(stacked[..., 1:])).clamp(max=torch.finfo(stacked.dtype).max)
-    return stacked[..., 0] + (stop_gradient(ratios, LOSS_RATIOS) * stacked[..., 1:]).sum(-1)
+    total: Tensor = stacked[..., 0] + (stop_gradient(ratios, LOSS_RATIOS) * stacked[..., 1:]).sum(-1)
+    return total
 
 
 def uncertainty_loss(losses: Losses, log_variances: Tensor) -> Tensor:
@@ -126,10 +133,13 @@ def uncertainty_loss(losses: Losses, log_variances: Tensor) -> Tensor:
 
     Args:
         losses: (\*, T), or a sequence of T tensors of equal shape.
-        log_variances: (T,).
+        log_variances: (T,), or (\*, T) as the losses.
 
     Returns:
         (\*).
+
+    Raises:
+        ValueError: If the shapes do not fit.
 
     References:
         Kendall, Gal and Cipolla, "Multi-task learning using uncertainty to weigh losses for scene geometry and
@@ -139,7 +149,13 @@ def uncertainty_loss(losses: Losses, log_variances: Tensor) -> Tensor:
         >>> uncertainty_loss(torch.tensor([4.0, 25.0]), torch.zeros(2))
         tensor(14.5000)
     """
-    return 0.5 * (torch.exp(-log_variances) * _stacked(losses) + log_variances).sum(-1)
+    stacked = _stacked(losses)
+    if log_variances.shape not in (stacked.shape, stacked.shape[-1:]):
+        raise ValueError(
+            f"`log_variances` should have the shape {tuple(stacked.shape[-1:])} or {tuple(stacked.shape)} of `losses`. "
+            f"Found {tuple(log_variances.shape)}."
+        )
+    return 0.5 * (torch.exp(-log_variances) * stacked + log_variances).sum(-1)
 
 
 def profiled_uncertainty_loss(losses: Losses) -> Tensor:
@@ -154,6 +170,9 @@ def profiled_uncertainty_loss(losses: Losses) -> Tensor:
 
     Returns:
         (\*); NaN for a negative loss.
+
+    Raises:
+        ValueError: If losses of a sequence differ in shape.
 
     References:
         Kirchdorfer et al., "Analytical uncertainty-based loss weighting in multi-task learning", 2024.
@@ -335,7 +354,12 @@ def _norm(loss: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _stacked(losses: Losses) -> Tensor:
-    return losses if isinstance(losses, Tensor) else torch.stack(tuple(losses), -1)
+    if isinstance(losses, Tensor):
+        return losses
+    shapes = [tuple(loss.shape) for loss in losses]
+    if len(set(shapes)) != 1:
+        raise ValueError(f"`losses` should be tensors of one shape. Found {shapes}.")
+    return torch.stack(tuple(losses), -1)
 
 
 def _positive(losses: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit._checks import number
+from toolkit._tensors import exact_products, unit, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["CIRCLE_WEIGHTS", "circle_loss", "circle_loss_of_similarities"]
@@ -36,7 +37,8 @@ def circle_loss(embeddings: Tensor, labels: Tensor, *, m: float = 0.4, gamma: fl
         gamma: Scale of the similarities.
 
     Returns:
-        A scalar, in nats per anchor; 0, with gradient 0, if no anchor has both partners.
+        A scalar, in nats per anchor; 0, with gradient 0, if no anchor has both partners. Half precision is computed in
+        float32. An embedding 0 has the cosine 0 with all others and gets no gradient.
 
     Raises:
         ValueError: If the shapes do not fit, or `m` or `gamma` is not positive.
@@ -55,12 +57,13 @@ def circle_loss(embeddings: Tensor, labels: Tensor, *, m: float = 0.4, gamma: fl
             "`embeddings` and `labels` should have shapes (N, D) and (N,). "
             f"Found {tuple(embeddings.shape)} and {tuple(labels.shape)}."
         )
-    unit = functional.normalize(embeddings, dim=-1)
+    directions = unit(wide(embeddings))
     same = labels[:, None] == labels
-    logits = _logits(unit @ unit.T, same, m, gamma)
-    itself = torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    by_sign = [torch.logsumexp(logits.masked_fill(mask, -torch.inf), -1) for mask in (~same | itself, same)]
-    complete = torch.isfinite(by_sign[0] + by_sign[1])
+    with exact_products(directions):
+        logits = _logits(directions @ directions.T, same, m, gamma)
+    positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
+    by_sign = [torch.logsumexp(logits.masked_fill(~mask, -torch.inf), -1) for mask in (positive, ~same)]
+    complete = positive.any(-1) & ~same.all(-1)
     losses = _softplus(torch.where(complete, by_sign[0] + by_sign[1], -torch.inf))
     return losses.sum() / complete.sum().clamp(min=1)
 
@@ -81,7 +84,7 @@ def circle_loss_of_similarities(positive: Tensor, negative: Tensor, *, m: float 
         gamma: Scale of the similarities.
 
     Returns:
-        (\*); 0, with gradient 0, if K or L is 0.
+        (\*); 0, with gradient 0, if K or L is 0. Half precision is computed in float32.
 
     Raises:
         ValueError: If the leading dimensions differ, or `m` or `gamma` is not positive.
@@ -100,7 +103,7 @@ def circle_loss_of_similarities(positive: Tensor, negative: Tensor, *, m: float 
             "`positive` and `negative` should have the same leading dimensions. "
             f"Found {tuple(positive.shape)} and {tuple(negative.shape)}."
         )
-    similarities = torch.cat([positive, negative], -1)
+    similarities = torch.cat([wide(positive), wide(negative)], -1)
     same = torch.arange(similarities.shape[-1], device=positive.device) < positive.shape[-1]
     by_sign = _logits(similarities, same, m, gamma).split([positive.shape[-1], negative.shape[-1]], -1)
     return _softplus(torch.logsumexp(by_sign[0], -1) + torch.logsumexp(by_sign[1], -1))

@@ -59,7 +59,7 @@ def consistency_loss(
         (N,). The weight of a level, as ``1 / (t - earlier)``, is up to the caller.
 
     Raises:
-        ValueError: If the shapes do not fit, or `c` is not positive.
+        ValueError: If the shapes do not fit, also those of the two predictions, or `c` is not positive.
 
     References:
         Song, Dhariwal, Chen and Sutskever, "Consistency models", 2023; Song and Dhariwal, "Improved techniques for
@@ -78,6 +78,11 @@ def consistency_loss(
     prediction = model(x + _as(t, x) * noise, t)
     with stop_recording(CONSISTENCY_TARGET):
         label = (target or model)(x + _as(earlier, x) * noise, earlier)
+    if label.shape != prediction.shape:
+        raise ValueError(
+            "`model` and `target` should return predictions of one shape. "
+            f"Found {tuple(prediction.shape)} and {tuple(label.shape)}."
+        )
     squares = (prediction - label).square()[:, None].flatten(1).sum(1)
     if c is None:
         return squares

@@ -9,10 +9,13 @@ N samples, C channels; ``*`` any further dimensions.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
+from toolkit._tensors import wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -71,7 +74,7 @@ def batch_renorm(
         eps: Added to the variance of the batch.
 
     Returns:
-        (N, C, \*).
+        (N, C, \*), in the precision of `input`; the statistics of half precision are computed in float32.
 
     Raises:
         ValueError: If a shape does not fit, `rmax` is below 1, `dmax` is negative, or `eps` is not positive.
@@ -105,7 +108,7 @@ class BatchRenorm(nn.Module):
         rmax: Bound of the scale, as in `batch_renorm`.
         dmax: Bound of the shift.
         device: Of parameters and statistics.
-        dtype: Of parameters and statistics.
+        dtype: Of parameters and statistics. In half precision small steps of the statistics are rounded to none.
 
     Raises:
         ValueError: If `num_features` is not positive, `momentum` is not from 0 to 1, or as in `batch_renorm`.
@@ -148,7 +151,8 @@ class BatchRenorm(nn.Module):
         if not self.training:
             scale, shift = self._with_affine(1 / self.running_std, torch.zeros_like(self.running_std))
             shape = _of_channels(input, self.running_mean)
-            return (input - self.running_mean.view(shape)) * scale.view(shape) + shift.view(shape)
+            output = (input - self.running_mean.view(shape)) * scale.view(shape) + shift.view(shape)
+            return output.to(input.dtype)
         mean, std = _moments(input, self.eps)
         r, d = _corrections(mean, std, self.running_mean, self.running_std, self.rmax, self.dmax)
         mean, std = stop_gradient((mean, std), RUNNING_STATISTICS)
@@ -179,7 +183,8 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
         decay: :math:`\beta`, from 0 to 1.
 
     Returns:
-        The normalised input and the new scale, a constant for the next call. An input of zeros stays zeros.
+        The normalised input and the new scale, a constant for the next call, in float32 or more precisely. An input of
+        zeros stays zeros.
 
     Raises:
         ValueError: If `scale` has dimensions, or `decay` is not from 0 to 1.
@@ -195,8 +200,10 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
     decay = number("decay", decay, least=0, most=1)
     if scale.ndim:
         raise ValueError(f"`scale` should have no dimensions. Found the shape {tuple(scale.shape)}.")
-    held = stop_gradient(torch.lerp(input.abs().mean(), scale.to(input.dtype), decay), RUNNING_SCALE)
-    return input / held.clamp(min=torch.finfo(held.dtype).tiny), held
+    mean = wide(input).abs().mean()
+    dtype = torch.promote_types(mean.dtype, scale.dtype)
+    held = stop_gradient(torch.lerp(mean.to(dtype), scale.to(dtype), decay), RUNNING_SCALE)
+    return (input / held.clamp(min=torch.finfo(dtype).tiny)).to(input.dtype), held
 
 
 def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps: float = 1e-6) -> Tensor:
@@ -215,7 +222,7 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
         eps: Added to the variances.
 
     Returns:
-        (N, C, \*).
+        (N, C, \*), in the precision of `input`; half precision is computed in float32.
 
     Raises:
         ValueError: If a shape does not fit, a number `mixing` is not from 0 to 1, or `eps` is not positive.
@@ -229,19 +236,20 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
         tensor([[ 0.7141, -0.8470,  2.2752,  0.2978]])
     """
     eps = number("eps", eps, above=0)
-    if input.ndim < 3 or permutation.shape != input.shape[:1] or input[0, 0].numel() < 2:
+    if input.ndim < 3 or permutation.shape != input.shape[:1] or math.prod(input.shape[2:]) < 2:
         raise ValueError(
             "`input` and `permutation` should have shapes (N, C, ...) and (N,), with two entries in each channel. "
             f"Found {tuple(input.shape)} and {tuple(permutation.shape)}."
         )
-    var, mean = torch.var_mean(input, tuple(range(2, input.ndim)), keepdim=True)
+    x = wide(input)
+    var, mean = torch.var_mean(x, tuple(range(2, x.ndim)), keepdim=True)
     mean, std = stop_gradient((mean, (var + eps).sqrt()), STYLE)
     if isinstance(mixing, Tensor):
         own: Tensor | float = mixing.view(-1, *[1] * (input.ndim - 1))
     else:
         own = number("mixing", mixing, least=0, most=1)
     mixed_mean, mixed_std = (own * each + (1 - own) * each[permutation] for each in (mean, std))
-    return (input - mean) / std * mixed_std + mixed_mean
+    return ((x - mean) / std * mixed_std + mixed_mean).to(input.dtype)
 
 
 def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -249,7 +257,7 @@ def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     if x.ndim < 2 or x.shape[0] == 0:
         raise ValueError(f"`input` should have the shape (N, C, ...) with N > 0. Found {tuple(x.shape)}.")
     eps = number("eps", eps, above=0)
-    var, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=0)
+    var, mean = torch.var_mean(wide(x), (0, *range(2, x.ndim)), correction=0)
     return mean, (var + eps).sqrt()
 
 
@@ -271,7 +279,8 @@ def _corrections(
 def _fused(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return the normalised batch, scaled and shifted, by torch's kernel, which takes a batch of one too."""
     cudnn = torch.backends.cudnn.enabled
-    return torch.batch_norm(x, scale.to(x.dtype), shift.to(x.dtype), None, None, True, 0.0, float(eps), cudnn)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.batch_norm(x, scale.to(dtype), shift.to(dtype), None, None, True, 0.0, float(eps), cudnn)
 
 
 def _of_channels(x: Tensor, values: Tensor) -> tuple[int, ...]:

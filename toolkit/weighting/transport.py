@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._tensors import wide
 from toolkit.blocks import block, stop_recording
 
 __all__ = ["POTENTIALS", "sinkhorn_loss", "sinkhorn_potentials"]
@@ -48,7 +49,7 @@ def sinkhorn_loss(
         iterations: Updates of each potential.
 
     Returns:
-        (\*), in the units of the cost.
+        (\*), in the units of the cost; half precision is computed in float32.
 
     Raises:
         ValueError: If the shapes do not fit, `epsilon` is not positive, or `iterations` is not a positive integer.
@@ -62,7 +63,7 @@ def sinkhorn_loss(
         >>> sinkhorn_loss((x - y.T).square() / 2, epsilon=0.3)
         tensor(0.1841)
     """
-    epsilon, a, b = _checked(cost, a, b, epsilon)
+    epsilon, cost, a, b = _checked(cost, a, b, epsilon)
     with stop_recording(POTENTIALS):
         f, g = _potentials(cost, a, b, epsilon, integer("iterations", iterations))
     # A density can overflow only between two points without weight, where the plan is 0.
@@ -101,7 +102,7 @@ def sinkhorn_potentials(
         >>> sinkhorn_potentials(torch.tensor([[0.0, 1.0], [3.0, 0.0]]), epsilon=1.0)
         (tensor([0.0308, 1.0308]), tensor([ 0.5354, -0.4646]))
     """
-    epsilon, a, b = _checked(cost, a, b, epsilon)
+    epsilon, cost, a, b = _checked(cost, a, b, epsilon)
     return _potentials(cost, a, b, epsilon, integer("iterations", iterations))
 
 
@@ -119,14 +120,14 @@ def _largest_exponent(dtype: torch.dtype) -> float:
     return math.log(torch.finfo(dtype).max) - 1
 
 
-def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -> tuple[float, Tensor, Tensor]:
-    """Return the strength and both weights."""
+def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -> tuple[float, Tensor, Tensor, Tensor]:
+    """Return the strength, the cost and both weights."""
     epsilon = number("epsilon", epsilon, above=0)
     if cost.ndim < 2 or 0 in cost.shape[-2:]:
         raise ValueError(f"`cost` should have the shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
-    found = []
+    cost, found = wide(cost), []
     for name, weights, n in (("a", a, cost.shape[-2]), ("b", b, cost.shape[-1])):
         if weights is not None and weights.shape[-1:] != (n,):
             raise ValueError(f"`{name}` should have {n} entries, as `cost` has. Found {tuple(weights.shape)}.")
-        found.append(cost.new_full((n,), 1 / n) if weights is None else weights)
-    return epsilon, found[0], found[1]
+        found.append(cost.new_full((n,), 1 / n) if weights is None else wide(weights))
+    return epsilon, cost, found[0], found[1]
