@@ -742,6 +742,13 @@ def test_no_confident_sample_gives_zero_and_no_gradient():
     assert strong.grad.abs().max() == 0
 
 
+@pytest.mark.parametrize("loss", [fixmatch_loss, lambda s, w: soft_label_loss(s, w, threshold=0.9)])
+def test_missing_answers_are_not_samples_below_the_threshold(loss):
+    weak = torch.tensor([[9.0, 0.0], [torch.nan, 0.0]])
+    assert loss(torch.zeros(2, 2), weak).isnan()
+    assert loss(torch.zeros(1, 2), weak[:1]).isfinite()
+
+
 def test_a_sample_at_the_threshold_counts():
     assert fixmatch_loss(torch.zeros(1, 2), torch.zeros(1, 2), threshold=0.5) > 0
     assert soft_label_loss(torch.zeros(1, 2), torch.zeros(1, 2), threshold=0.5) > 0
@@ -832,6 +839,7 @@ REFUSED = [
     (lambda: moco_loss(torch.ones(2, 3), torch.ones(2, 3), torch.ones(0, 3)), r"`queue` should have shape \(keys, 3\)"),
     (lambda: moco_loss(torch.ones(2, 3), torch.ones(2, 3), torch.ones(4, 1)), "`queue` should have"),
     (lambda: enqueue(torch.ones(4, 2), torch.ones(2, 3)), "`queue` should have"),
+    (lambda: enqueue(torch.ones(4, 2), torch.ones(2)), r"`keys` should have shape \(samples, features\). Found \(2,\)"),
     (lambda: dino_loss(torch.ones(1, 2, 3), torch.ones(1, 2, 3), torch.ones(3)), "`student` should have at least two"),
     (lambda: dino_loss(torch.ones(2, 3), torch.ones(2, 3), torch.ones(3)), r"\(views, samples, outputs\)"),
     (lambda: dino_loss(torch.ones(2, 2, 3), torch.ones(3, 2, 3), torch.ones(3)), "`teacher` should have from 1 to 2"),

@@ -83,7 +83,7 @@ def enqueue(queue: Tensor, keys: Tensor) -> Tensor:
         (Q, D), in the precision of the queue.
 
     Raises:
-        ValueError: If the queue is empty or the numbers of features differ.
+        ValueError: If `keys` is not (N, D), the queue is empty, or the numbers of features differ.
 
     References:
         He, Fan, Wu, Xie and Girshick, "Momentum contrast for unsupervised visual representation learning", 2019,
@@ -93,7 +93,9 @@ def enqueue(queue: Tensor, keys: Tensor) -> Tensor:
         >>> enqueue(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0]])).T
         tensor([[2., 3., 4.]])
     """
-    _check_queue(queue, keys.shape[-1])
+    if keys.ndim != 2:
+        raise ValueError(f"`keys` should have shape (samples, features). Found {tuple(keys.shape)}.")
+    _check_queue(queue, keys.shape[1])
     newest = stop_gradient(keys, MOCO_QUEUE).to(queue)
     return torch.cat([queue[len(newest) :], newest[-len(queue) :]])
 

@@ -98,7 +98,7 @@ def fixmatch_loss(strong: Tensor, weak: Tensor, *, threshold: float = 0.95) -> T
     same_shape("weak", weak, "strong", strong, 1)
     confidence, label = wide(stop_gradient(weak, HARD_LABEL)).softmax(-1).max(-1, keepdim=True)
     nats = -wide(strong).log_softmax(-1).gather(-1, label)
-    return torch.where(confidence >= threshold, nats, 0).mean()
+    return _of_the_sure(nats, confidence, threshold)
 
 
 def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, threshold: float = 0.0) -> Tensor:
@@ -138,4 +138,9 @@ def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, t
     nats = -((held / temperature).softmax(-1) * wide(strong).log_softmax(-1)).sum(-1)
     if threshold == 0:
         return nats.mean()
-    return torch.where(held.softmax(-1).amax(-1) >= threshold, nats, 0).mean()
+    return _of_the_sure(nats, held.softmax(-1).amax(-1), threshold)
+
+
+def _of_the_sure(nats: Tensor, confidence: Tensor, threshold: float) -> Tensor:
+    """Return the mean with 0 for samples below the threshold; NaN if a confidence is."""
+    return torch.where(confidence < threshold, 0, torch.where(confidence.isnan(), torch.nan, nats)).mean()
