@@ -318,6 +318,13 @@ def test_the_hessian_of_a_gaussian():
     torch.testing.assert_close(found, torch.diag(exact(1.5625, 2.0)), rtol=0, atol=1e-6)
 
 
+def test_a_loss_may_have_parameters_of_its_own():
+    """Of a square with a learned weight a, the divergence is ``a |f - h|^2``."""
+    a = torch.tensor(1.7, dtype=torch.float64, requires_grad=True)
+    divergence = held_divergence(lambda f: a * f.square().sum(), OUTPUTS, HELD)
+    torch.testing.assert_close(torch.autograd.grad(divergence, a)[0], (OUTPUTS - HELD).square().sum())
+
+
 def test_values_are_those_of_torch_distributions():
     from torch.distributions import Categorical, Normal, kl_divergence
 

@@ -77,11 +77,12 @@ def held_divergence(loss: Callable[[Tensor], Tensor], outputs: Tensor, held: Ten
     """
     same_shape("held", held, "outputs", outputs)
     held = stop_gradient(held, HELD_OUTPUTS)
-    recorded = not is_blocked(HELD_OUTPUTS) and torch.is_grad_enabled()
+    base = loss(held)
     with torch.enable_grad():
         point = variable(held)
-        (slope,) = torch.autograd.grad(loss(point), point, create_graph=recorded)
-    return loss(outputs) - loss(held) - (slope * (outputs - held)).sum()
+        # Of the slope too, if `held` is open or the loss has parameters of its own.
+        (slope,) = torch.autograd.grad(loss(point), point, create_graph=base.requires_grad)
+    return loss(outputs) - base - (slope * (outputs - held)).sum()
 
 
 def gauss_newton_loss(loss: Callable[[Tensor], Tensor], outputs: Tensor, parameters: Iterable[Tensor]) -> Tensor:
