@@ -7,6 +7,9 @@ Images of digits, each seen in two views: noise is added and pixels are removed.
 - ``dino``: a student follows the sharpened answers of a teacher, the running average of past students. The stop stands
   in the average and on the answers. Other methods: no average, so that the student is its own teacher, with the stop
   and without it.
+- ``byol``: BYOL's predictions of the embeddings of such a teacher, with the same other methods.
+- ``swav``: SwAV's scores predict the codes of the other view, a balanced assignment that is held. Other methods: codes
+  without balance, the softmax of the scores, with their stop and without it.
 - ``fixmatch``: few labels, and pseudo-labels for the other images: the class that the model itself finds in the first
   view, once it is confident. Other methods: the labels alone, and soft pseudo-labels, with their stop and without it.
 
@@ -31,15 +34,18 @@ from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
 from toolkit.self_supervised import (
+    BYOL_TARGET,
     DINO_TARGET,
     EMA_STUDENT,
     SOFT_LABEL,
+    byol_loss,
     dino_center,
     dino_loss,
     ema,
     fixmatch_loss,
     simsiam_loss,
     soft_label_loss,
+    swav_loss,
 )
 
 __all__ = ["Config", "effective_rank", "neighbour_accuracy", "run"]
@@ -51,20 +57,22 @@ class Config(ExperimentConfig):
     """Values of an experiment on self-supervised learning.
 
     Attributes:
-        task: ``"simsiam"``, ``"dino"`` or ``"fixmatch"``; see the module.
+        task: ``"simsiam"``, ``"dino"``, ``"byol"``, ``"swav"`` or ``"fixmatch"``; see the module.
         batch_size: Images of a batch; fixmatch: without labels.
-        n_features: simsiam and dino: D, of the embedding, and K of dino.
+        n_features: All but fixmatch: D, of the embedding, and K of dino.
+        n_prototypes: swav: K.
         width: Units of the hidden layers.
         noise: Standard deviation of the noise on pixels, which lie in [0, 1].
         removed: Share of the pixels that a view lacks; fixmatch: the second view.
-        momentum: dino: of the teacher; its centre has 0.9.
+        momentum: dino and byol: of the teacher; dino's centre has 0.9.
         labelled: fixmatch: images of each class with a label.
         threshold: fixmatch: confidence from which a pseudo-label counts.
     """
 
-    task: Literal["simsiam", "dino", "fixmatch"]
+    task: Literal["simsiam", "dino", "byol", "swav", "fixmatch"]
     batch_size: Annotated[int, Field(ge=2)] = 256
     n_features: Annotated[int, Field(ge=2)] = 32
+    n_prototypes: Annotated[int, Field(ge=2)] = 30
     width: Annotated[int, Field(ge=1)] = 64
     noise: Annotated[float, Field(ge=0)] = 0.25
     removed: Annotated[float, Field(ge=0, lt=1)] = 0.2
@@ -75,7 +83,8 @@ class Config(ExperimentConfig):
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run of the config's task."""
-    return {"simsiam": _simsiam, "dino": _dino, "fixmatch": _fixmatch}[config.task](config, seed)
+    tasks = {"simsiam": _simsiam, "dino": _distilled, "byol": _distilled, "swav": _swav, "fixmatch": _fixmatch}
+    return tasks[config.task](config, seed)
 
 
 def effective_rank(embeddings: Tensor) -> float:
@@ -141,14 +150,7 @@ class _Views:
 
 def _simsiam(config: Config, seed: int) -> Run:
     train, test, generator = _data(config, seed)
-    encoder = nn.Sequential(
-        *_layers([64, config.width], generator), _norm(config.width), nn.ReLU(),
-        *_layers([config.width, config.n_features], generator), _norm(config.n_features),
-    ).to(train.inputs)  # fmt: skip
-    predictor = nn.Sequential(
-        *_layers([config.n_features, config.n_features // 2], generator), _norm(config.n_features // 2), nn.ReLU(),
-        *_layers([config.n_features // 2, config.n_features], generator),
-    ).to(train.inputs)  # fmt: skip
+    encoder, predictor = _siamese(config, train.inputs, generator)
     parameters = _named(nn.ModuleDict({"encoder": encoder, "predictor": predictor}))
     views = _Views(train.inputs, config, generator)
 
@@ -169,12 +171,25 @@ def _simsiam(config: Config, seed: int) -> Run:
         optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9),
         target=target,
         after_step=views.advance,
-        events=[Event(says="fewer than four directions were left", metric="effective rank", below=4.0)],
+        events=[_FEW_DIRECTIONS],
         sweep=_spectrum_of(encoder, test, config),
     )
 
 
-# --- DINO ---------------------------------------------------------------------------------------------------------
+def _siamese(config: Config, like: Tensor, generator: torch.Generator) -> tuple[nn.Module, nn.Module]:
+    """Return encoder and predictor, both with batch normalisation."""
+    features, hidden = config.n_features, config.n_features // 2
+    encoder = nn.Sequential(
+        *_layers([64, config.width], generator), _norm(config.width), nn.ReLU(),
+        *_layers([config.width, features], generator), _norm(features),
+    )  # fmt: skip
+    predictor = nn.Sequential(
+        *_layers([features, hidden], generator), _norm(hidden), nn.ReLU(), *_layers([hidden, features], generator)
+    )
+    return encoder.to(like), predictor.to(like)
+
+
+# --- DINO and BYOL ------------------------------------------------------------------------------------------------
 
 
 class _Distillation:
@@ -188,28 +203,48 @@ class _Distillation:
 
     def __init__(self, config: Config, seed: int, *, average: bool = True) -> None:
         self.train, self.test, generator = _data(config, seed)
-        self.student = nn.Sequential(
-            *_layers([64, config.width], generator), nn.ReLU(), *_layers([config.width, config.n_features], generator)
-        ).to(self.train.inputs)
+        self._config = config
+        if config.task == "byol":
+            self.student, self._predictor = _siamese(config, self.train.inputs, generator)
+        else:
+            widths = [config.width, config.n_features]
+            student = nn.Sequential(*_layers([64, widths[0]], generator), nn.ReLU(), *_layers(widths, generator))
+            self.student, self._predictor = student.to(self.train.inputs), nn.Identity()
         self.views = _Views(self.train.inputs, config, generator)
-        self.parameters = _named(self.student)
+        self.parameters = {**_named(self.student), **dict(self._predictor.named_parameters(prefix="predictor"))}
         self._momentum = config.momentum if average else 0.0
-        self._past = {name: value.detach().clone() for name, value in self.parameters.items()}
+        self._past = {name: value.detach().clone() for name, value in _named(self.student).items()}
         self._teacher, self._outputs = self._past, self.train.inputs
         self.center = self.train.inputs.new_zeros(config.n_features)
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Return the outputs of student and teacher for both views, (2, N, K) each."""
-        views = torch.stack([self.views.first, self.views.second])
-        teacher = ema(self._past, self.parameters, momentum=self._momentum)
-        outputs = functional_call(self.student, teacher, (views,))
+        views = (self.views.first, self.views.second)
+        teacher = ema(self._past, _named(self.student), momentum=self._momentum)
+        outputs = torch.stack([functional_call(self.student, teacher, (view,)) for view in views])
         self._teacher = {name: value.detach() for name, value in teacher.items()}
         self._outputs = outputs.detach()
-        return self.student(views), outputs
+        return torch.stack([self._predictor(self.student(view)) for view in views]), outputs
 
     def loss(self) -> Tensor:
         """Return the surrogate."""
-        return dino_loss(*self.outputs(), self.center)
+        student, teacher = self.outputs()
+        if self._config.task == "byol":
+            return byol_loss(student[0], teacher[1]) + byol_loss(student[1], teacher[0])
+        return dino_loss(student, teacher, self.center)
+
+    def slope(self, student: Tensor, teacher: Tensor) -> Tensor:
+        """Return the gradient of the loss by the student's outputs, with the stops."""
+        wanted = teacher.flip(0)
+        if self._config.task == "byol":
+            return -2 * _slope_of_cosine(student, wanted) / student.shape[1]
+        sharpened = ((wanted - self.center) / 0.04).softmax(-1)
+        return ((student / 0.1).softmax(-1) - sharpened).detach() / 0.1 / student[..., 0].numel()
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        """Return gradient descent, for BYOL with momentum."""
+        momentum = 0.9 if self._config.task == "byol" else 0.0
+        return torch.optim.SGD(self.parameters.values(), lr=self._config.learning_rate, momentum=momentum)
 
     def advance(self, step: int) -> None:
         """Keep the teacher and the centre of the step, and draw the next views."""
@@ -217,28 +252,26 @@ class _Distillation:
         self.views.advance(step)
 
 
-def _dino(config: Config, seed: int) -> Run:
+def _distilled(config: Config, seed: int) -> Run:
     made = _Distillation(config, seed)
+    stops = (BYOL_TARGET.name if config.task == "byol" else DINO_TARGET.name, EMA_STUDENT.name)
 
     def target() -> dict[str, Tensor]:
         student, teacher = made.outputs()
-        wanted = ((teacher - made.center) / 0.04).softmax(-1).flip(0)
-        slope = ((student / 0.1).softmax(-1) - wanted).detach() / 0.1 / student[..., 0].numel()
-        return _pulled_back([student], [slope], made.parameters)
+        return _pulled_back([student], [made.slope(student, teacher)], made.parameters)
 
     def alone(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
         itself = _Distillation(config, seed, average=False)
-        optimizer = torch.optim.SGD(itself.parameters.values(), lr=config.learning_rate)
         judge = partial(_judged, itself.student, itself.train, itself.test)
         with unblock(*open_blocks):
-            return _trained(config, itself.loss, optimizer, itself.advance, judge)
+            return _trained(config, itself.loss, itself.optimizer(), itself.advance, judge)
 
     return Run(
         parameters=made.parameters,
         loss=made.loss,
         objective=_NEIGHBOURS,
         evaluate=lambda: _judged(made.student, made.train, made.test),
-        optimizer=torch.optim.SGD(made.parameters.values(), lr=config.learning_rate),
+        optimizer=made.optimizer(),
         target=target,
         after_step=made.advance,
         events=[Event(says="all embeddings pointed in one direction", metric=_SPREAD, below=0.1)],
@@ -247,10 +280,90 @@ def _dino(config: Config, seed: int) -> Run:
             steps=_steps(config),
             train={
                 "no average, with the stop": partial(alone, ()),
-                "no average, without the stop": partial(alone, (DINO_TARGET.name, EMA_STUDENT.name)),
+                "no average, without the stop": partial(alone, stops),
             },
         ),
     )
+
+
+# --- SwAV ---------------------------------------------------------------------------------------------------------
+
+
+class _Prototypes:
+    """An encoder, its prototypes, and the scores of two views.
+
+    Args:
+        config: The values.
+        seed: Of the run.
+    """
+
+    def __init__(self, config: Config, seed: int) -> None:
+        self.train, self.test, generator = _data(config, seed)
+        self.encoder, _ = _siamese(config, self.train.inputs, generator)
+        drawn = torch.randn(config.n_prototypes, config.n_features, generator=generator)
+        self.prototypes = nn.Parameter(drawn.to(self.train.inputs))
+        self.parameters = {**_named(self.encoder), "prototypes": self.prototypes}
+        self.views = _Views(self.train.inputs, config, generator)
+        self.optimizer = torch.optim.SGD(self.parameters.values(), lr=config.learning_rate, momentum=0.9)
+
+    def scores(self) -> Tensor:
+        """Return the cosines of embeddings and prototypes, (2, N, K)."""
+        embeddings = torch.stack([self.encoder(view) for view in (self.views.first, self.views.second)])
+        return _unit(embeddings) @ _unit(self.prototypes).mT
+
+    def unbalanced(self) -> Tensor:
+        """Return SwAV's loss with codes that are not balanced: DINO's without a centre."""
+        scores = self.scores()
+        nothing = scores.new_zeros(len(self.prototypes))
+        return dino_loss(scores, scores, nothing, student_temperature=0.1, teacher_temperature=0.05)
+
+    def judge(self) -> dict[str, float]:
+        """Return the metrics."""
+        return _judged(self.encoder, self.train, self.test)
+
+
+def _swav(config: Config, seed: int) -> Run:
+    made = _Prototypes(config, seed)
+
+    def target() -> dict[str, Tensor]:
+        scores = made.scores()
+        codes = torch.stack([_balanced(view) for view in scores.detach()]).flip(0)
+        slope = ((scores / 0.1).softmax(-1) - codes).detach() / 0.1 / scores[..., 0].numel()
+        return _pulled_back([scores], [slope], made.parameters)
+
+    def unbalanced(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
+        itself = _Prototypes(config, seed)
+        with unblock(*open_blocks):
+            return _trained(config, itself.unbalanced, itself.optimizer, itself.views.advance, itself.judge)
+
+    return Run(
+        parameters=made.parameters,
+        loss=lambda: swav_loss(made.scores()),
+        objective=_NEIGHBOURS,
+        evaluate=made.judge,
+        optimizer=made.optimizer,
+        target=target,
+        after_step=made.views.advance,
+        events=[_FEW_DIRECTIONS],
+        sweep=_spectrum_of(made.encoder, made.test, config),
+        methods=Methods(
+            label="update",
+            steps=_steps(config),
+            train={
+                "codes without balance, with the stop": partial(unbalanced, ()),
+                "codes without balance, without the stop": partial(unbalanced, (DINO_TARGET.name,)),
+            },
+        ),
+    )
+
+
+def _balanced(scores: Tensor) -> Tensor:
+    """Return three turns of Sinkhorn's algorithm as it is written, (N, K)."""
+    codes = (scores / 0.05).exp()
+    for _ in range(3):
+        codes = codes / codes.sum(0)
+        codes = codes / codes.sum(1, keepdim=True)
+    return codes
 
 
 # --- FixMatch -----------------------------------------------------------------------------------------------------
@@ -332,6 +445,7 @@ def _few_labels(
 
 _NEIGHBOURS = Objective(label="accuracy of the five nearest neighbours", higher_is_better=True)
 _SPREAD = "spread of the directions (1: all, 0: one)"
+_FEW_DIRECTIONS = Event(says="fewer than four directions were left", metric="effective rank", below=4.0)
 
 
 def _data(config: Config, seed: int) -> tuple[Dataset, Dataset, torch.Generator]:

@@ -8,7 +8,7 @@ from experiments import self_supervised as experiment
 from experiments.self_supervised import Config, effective_rank, neighbour_accuracy
 from toolkit import unblock
 from toolkit.runner._config import load_config
-from toolkit.self_supervised import DINO_TARGET, EMA_STUDENT
+from toolkit.self_supervised import BYOL_TARGET, DINO_TARGET, EMA_STUDENT
 
 SMALL = ["steps=3", "evaluate_every=2", "batch_size=16", "width=8"]
 
@@ -68,7 +68,28 @@ def test_only_both_stops_together_hold_the_teacher():
     assert not any(torch.equal(a, b) for a, b in zip(closed, opened, strict=True))
 
 
-@pytest.mark.parametrize("task", ["dino", "fixmatch"])
+def test_the_teacher_of_byol_averages_the_encoder_alone():
+    """Its predictor has no average, and learns with and without the stop."""
+    made = experiment._Distillation(config_of("byol"), 0)
+    with unblock(BYOL_TARGET, EMA_STUDENT):
+        opened = torch.autograd.grad(made.loss(), list(made.parameters.values()))
+    blocked = torch.autograd.grad(made.loss(), list(made.parameters.values()))
+    same = {name: torch.equal(a, b) for name, a, b in zip(made.parameters, opened, blocked, strict=True)}
+    assert {name.startswith("predictor") for name, equal in same.items() if equal} == {True}
+    assert {name.startswith("predictor") for name, equal in same.items() if not equal} == {False}
+
+
+@pytest.mark.parametrize("task", ["byol", "swav"])
+def test_the_witness_is_the_blocked_gradient(task):
+    run = experiment.run(config_of(task, "dtype='float64'"), 0)
+    names = list(run.parameters)
+    found = torch.autograd.grad(run.loss(), [run.parameters[name] for name in names])
+    target = run.target()
+    for name, slope in zip(names, found, strict=True):
+        torch.testing.assert_close(slope, target[name], rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("task", ["byol", "dino", "fixmatch", "swav"])
 def test_other_methods_begin_where_the_run_begins(task):
     config = config_of(task)
     run = experiment.run(config, 1)
