@@ -88,9 +88,9 @@ def robust_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         loss = huber_loss(r, torch.zeros_like(r), reduction="none", delta=scale)
     elif kind == "cauchy":
         loss = scale**2 / 2 * (r / scale).square().log1p()
-    else:  # for Geman and McClure u / (1 + u), also where u is infinite
+    else:
         u = (r / scale).square()
-        loss = -(scale**2) / 2 * (-u.log1p() if kind == "geman_mcclure" else -u).expm1()
+        loss = scale**2 / 2 * (u / (1 + u) if kind == "geman_mcclure" else -(-u).expm1())
     return loss.to(residuals.dtype)
 
 
