@@ -258,6 +258,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "curvature": [
         ("(slope * (outputs - held)).sum()", "(slope * outputs).sum()", "test_curvature_divergences"),
+        ("create_graph=base.requires_grad)", "create_graph=False)", "test_curvature_divergences"),
         ("p * torch.where(p > 0, log_p - log_q, 0)", "p * (log_p - log_q)", "test_curvature_divergences"),
         ("(radius / length).sqrt()", "(radius / length)", "test_curvature_products"),
         ("size / before, direction)", "0 * size / before, direction)", "test_curvature_products"),
@@ -283,7 +284,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "}",
             "test_self_supervised_state",
         ),
-        ("(confidence >= threshold, nats, 0)", "(confidence > threshold, nats, 0)", "test_self_supervised"),
+        ("(confidence < threshold, 0,", "(confidence <= threshold, 0,", "test_self_supervised"),
         ("[queue[len(newest) :], newest[", "[queue[: -len(newest)], newest[", "test_self_supervised_state"),
     ],
     "adversarial": [
@@ -343,6 +344,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "quantization": [
         ("centred = codebook - mean\n", "centred = codebook\n", "test_quantization_vector"),
+        ("quantizer.codebook.clone() if", "quantizer.codebook if", "test_quantization_vector"),
+        ("chosen = noisy.argmax(", "chosen = torch.softmax(noisy / temperature, dim).argmax(", "test_quantization"),
         ("(2 * along_origin - both)", "(2 * along_ends - both)", "test_quantization_vector"),
         ("if quantizer.training and indices.numel():", "if indices.numel():", "test_quantization_vector"),
         ("sums - n[:, None] * codebook", "sums - codebook", "test_quantization_vector"),
@@ -400,7 +403,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "weighting": [
         ("missed.clamp(min=torch.finfo(missed.dtype).tiny) ** gamma", "missed**gamma", "test_weighting_focal"),
-        ("for mask in (~same | itself, same)]", "for mask in (~same, same)]", "test_weighting_circle"),
+        ("same & ~torch.eye(len(labels)", "same | torch.eye(len(labels)", "test_weighting_circle"),
         (
             "losses.clamp(min=torch.finfo(losses.dtype).tiny))",
             "losses)",
