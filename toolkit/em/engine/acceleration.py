@@ -15,8 +15,10 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,6 +32,9 @@ __all__ = ["Accelerate", "Climb", "climb", "maximise_likelihood"]
 
 Accelerate = Literal["none", "squarem", "anderson"]
 
+# The algebra of jumps has few numbers, for which NumPy's calls take less time than torch's.
+_Vector: TypeAlias = npt.NDArray[np.float64]
+
 P = TypeVar("P")
 F = TypeVar("F", bound=Family)
 
@@ -41,8 +46,8 @@ _MEMORY = 8
 _FEW = 2
 _FAST = 0.03
 
-# The ridge of Anderson's least squares, relative to the largest squared singular value.
-_RIDGE = 1e-14
+# Singular values of Anderson's least squares below this share of the largest count as 0.
+_CUT = 1e-7
 
 
 @dataclass(frozen=True)
@@ -145,15 +150,16 @@ def climb(
     tol, max_iter = number("tol", tol, least=0), integer("max_iter", max_iter, 0)
     rounding = number("rounding", rounding, least=0)
 
-    def evaluate(parameters: P, position: Tensor) -> _Point[P]:
+    def evaluate(parameters: P, position: _Vector) -> _Point[P]:
         image, value = em(parameters)
-        return _Point.at(parameters, position, image, pack(image), value)
+        return _Point.at(parameters, position, image, pack(image).cpu().numpy(), value)
 
     def tell(point: _Point[P]) -> None:
         if callback is not None:
             callback(n_iter, point.value)
 
-    n_iter, here = 0, evaluate(start, pack(start))
+    coordinates = pack(start)
+    n_iter, here = 0, evaluate(start, coordinates.cpu().numpy())
     tell(here)
     _check_finite(here.value)
     method = _METHODS[accelerate]()
@@ -167,7 +173,7 @@ def climb(
         if target is not None:
             n_iter += 1
             with contextlib.suppress(ValueError, torch.linalg.LinAlgError):  # type: ignore[attr-defined]
-                there = evaluate(unpack(target), target)
+                there = evaluate(unpack(torch.from_numpy(target).to(coordinates)), target)
             if there is not None:
                 tell(there)
                 there = there if _is_taken(there, here, noise) else None
@@ -230,7 +236,7 @@ def climb_family(
             check(there)
         return there
 
-    return climb(em, start, pack=lambda mixture: flat(mixture.unconstrained()).cpu(), unpack=unpack, **options)
+    return climb(em, start, pack=lambda mixture: flat(mixture.unconstrained()), unpack=unpack, **options)
 
 
 @no_graph()
@@ -322,22 +328,29 @@ class _Point(Generic[P]):
     """A point, and the results of one evaluation of the EM map there; positions are coordinates."""
 
     parameters: P
-    position: Tensor
+    position: _Vector
     image: P
-    image_position: Tensor
-    residual: Tensor
+    image_position: _Vector
+    residual: _Vector
     size: float
     value: float
 
     @classmethod
-    def at(cls, parameters: P, position: Tensor, image: P, image_position: Tensor, value: float) -> _Point[P]:
-        residual = image_position - position
-        size = float(residual.norm())
-        if not math.isfinite(size):
-            # The logarithm of a weight or a rate of exactly 0 is minus infinity, and stays so.
-            residual = residual.nan_to_num(0.0, 0.0, 0.0)
-            size = float(residual.norm())
-        return cls(parameters, position, image, image_position, residual, size, value)
+    def at(cls, parameters: P, position: _Vector, image: P, image_position: _Vector, value: float) -> _Point[P]:
+        residual = _difference(image_position, position)
+        return cls(parameters, position, image, image_position, residual, _norm(residual), value)
+
+
+def _difference(after: _Vector, before: _Vector) -> _Vector:
+    """Return `after` - `before`; 0 where the logarithm of a weight or a rate of exactly 0 is, or becomes, infinite."""
+    with np.errstate(invalid="ignore"):
+        difference = after - before
+    finite = math.isfinite(difference @ difference)
+    return difference if finite else np.nan_to_num(difference, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def _norm(vector: _Vector) -> float:
+    return math.sqrt(vector @ vector)
 
 
 def _is_taken(there: _Point[P], here: _Point[P], rounding: float) -> bool:
@@ -351,14 +364,14 @@ def _is_fast(before: _Point[P], now: _Point[P]) -> bool:
 
     The residual is the error times the share of it that a step removes.
     """
-    step, change = now.position - before.position, now.residual - before.residual
-    return now.size <= _FAST * before.size and bool(change.norm() >= 0.5 * step.norm())
+    step, change = _difference(now.position, before.position), now.residual - before.residual
+    return now.size <= _FAST * before.size and _norm(change) >= 0.5 * _norm(step)
 
 
 class _Method(Protocol):
     """A method of acceleration, which proposes one jump at each point that was taken."""
 
-    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+    def jump(self, here: _Point[P], stepped: bool) -> _Vector | None:
         """Return the point to jump to, or None for the image. `stepped`: the last move was to the image of a point."""
 
     def judge(self, taken: bool) -> None:
@@ -366,7 +379,7 @@ class _Method(Protocol):
 
 
 class _Plain:
-    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+    def jump(self, here: _Point[P], stepped: bool) -> _Vector | None:
         return None
 
     def judge(self, taken: bool) -> None:
@@ -380,18 +393,18 @@ class _Squarem:
     """
 
     def __init__(self) -> None:
-        self._before: tuple[Tensor, Tensor] | None = None
+        self._before: tuple[_Vector, _Vector] | None = None
         self._length = 1.0
         self._bound = 4.0
 
-    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+    def jump(self, here: _Point[P], stepped: bool) -> _Vector | None:
         before, self._before = self._before, (here.position, here.residual)
         if not stepped or before is None:
             return None
         position, step = before
         change = here.residual - step
-        size = float(change.norm())
-        self._length = min(float(step.norm()) / size, self._bound) if size > 0 else self._bound
+        size = _norm(change)
+        self._length = min(_norm(step) / size, self._bound) if size > 0 else self._bound
         if self._length <= 1:  # EM itself is as fast
             return None
         return position + 2 * self._length * step + self._length**2 * change
@@ -410,14 +423,14 @@ class _Anderson:
 
     def __init__(self) -> None:
         self._squarem = _Squarem()
-        self._last: tuple[Tensor, Tensor] | None = None
-        self._steps: list[Tensor] = []
-        self._changes: list[Tensor] = []
+        self._last: tuple[_Vector, _Vector] | None = None
+        self._steps: list[_Vector] = []
+        self._changes: list[_Vector] = []
         self._patience = 1
         self._left_to_squarem = 0
         self._by_squarem = False
 
-    def jump(self, here: _Point[P], stepped: bool) -> Tensor | None:
+    def jump(self, here: _Point[P], stepped: bool) -> _Vector | None:
         self._remember(here)
         other = self._squarem.jump(here, stepped)
         self._by_squarem = self._left_to_squarem > 0
@@ -445,22 +458,19 @@ class _Anderson:
 
     def _remember(self, here: _Point[P]) -> None:
         if self._last is not None:
-            self._steps.append((here.position - self._last[0]).nan_to_num_(0.0, 0.0, 0.0))
+            self._steps.append(_difference(here.position, self._last[0]))
             self._changes.append(here.residual - self._last[1])
             del self._steps[:-_MEMORY], self._changes[:-_MEMORY]
         self._last = here.position, here.residual
 
-    def _extrapolate(self, residual: Tensor) -> Tensor:
+    def _extrapolate(self, residual: _Vector) -> _Vector:
         """Return the step to the point of least residual in the affine hull of the points remembered, and its image."""
-        steps, changes = torch.stack(self._steps), torch.stack(self._changes)
-        sizes = changes.norm(dim=1)
-        sizes = torch.where(sizes > 0, sizes, 1.0)
-        # In proportion, so that large old changes do not hide small new ones from the ridge. QR first: P may be large.
-        basis, triangle = torch.linalg.qr((changes / sizes[:, None]).mT)
-        left, singular, right = torch.linalg.svd(triangle, full_matrices=False)
-        shrunk = singular / (singular.square() + _RIDGE * singular[0] ** 2)
-        weights = ((shrunk * (left.mT @ (basis.mT @ residual))) @ right) / sizes
-        step: Tensor = residual - weights @ (steps + changes)
+        steps, changes = np.array(self._steps), np.array(self._changes)
+        sizes = np.sqrt((changes * changes).sum(1))
+        sizes[sizes == 0] = 1.0
+        # In proportion, so that large old changes do not hide small new ones from the cut.
+        weights = np.linalg.lstsq((changes / sizes[:, None]).T, residual, rcond=_CUT)[0] / sizes
+        step: _Vector = residual - weights @ (steps + changes)
         return step
 
 
