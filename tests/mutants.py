@@ -177,6 +177,12 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "converged = gained[-1] - gained[-2] <= tol",
             "test_em_acceleration",
         ),
+        (
+            "            value -= 0.5 * data.total_weight * distance\n",
+            "            value -= 0.5 * distance\n",
+            "test_em_small",
+        ),
+        ("        if loses_digits(distance):\n", "        if distance < 0:\n", "test_em_small"),
     ],
     "bilevel": [
         (

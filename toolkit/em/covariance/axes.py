@@ -6,11 +6,13 @@ N samples, D features, K components.
 from __future__ import annotations
 
 import math
+from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.em.covariance.structure import Quadratics, Structure, raise_if_singular
+from toolkit.em.covariance.structure import Quadratics, Structure, library, raise_if_singular
 
 __all__ = ["DIAG", "SPHERICAL"]
 
@@ -27,6 +29,8 @@ class _Axes(Structure):
         return factor.square().reciprocal()
 
     def factor(self, covariances: Tensor) -> Tensor:
+        if library(covariances) is np:
+            return cast(Tensor, self.factor(torch.as_tensor(covariances)).numpy())
         sound = covariances > 0
         raise_if_singular(sound if sound.ndim == 1 else sound.all(-1))
         return covariances.rsqrt()
@@ -41,13 +45,15 @@ class _Axes(Structure):
         return self.squared_distances(factor, widths.square())
 
     def exceeds(self, factor: Tensor, largest: float) -> bool:
-        return bool(factor.square().max() > largest)
+        return bool((factor * factor).max() > largest)
 
     def pack(self, factor: Tensor) -> Tensor:
-        return factor.log()
+        packed: Tensor = library(factor).log(factor)
+        return packed
 
     def unpack(self, coordinates: Tensor, n_features: int) -> Tensor:
-        return coordinates.exp()
+        factor: Tensor = library(coordinates).exp(coordinates)
+        return factor
 
 
 class _Diag(_Axes):
@@ -78,7 +84,7 @@ class _Diag(_Axes):
         return factor.diagonal(dim1=-2, dim2=-1)
 
     def log_determinants(self, factor: Tensor, n_features: int) -> Tensor:
-        return factor.log().sum(-1)
+        return self.pack(factor).sum(-1)
 
     def whiten(self, factor: Tensor, differences: Tensor) -> Tensor:
         return factor[:, :, None] * differences
@@ -87,7 +93,7 @@ class _Diag(_Axes):
         return noise / factor[labels]
 
     def squared_distances(self, factor: Tensor, scatter: Tensor) -> Tensor:
-        return (factor.square() * scatter).sum(-1)
+        return (factor * factor * scatter).sum(-1)
 
     def narrowest(self, weights: Tensor, factor: Tensor) -> Tensor:
         precisions = factor.square()
@@ -101,7 +107,7 @@ class _Diag(_Axes):
         return [Quadratics(n_features, lambda z, out: torch.mul(z, z, out=out))]
 
     def coefficients(self, factor: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        precisions = factor.square()
+        precisions = factor * factor
         return -0.5 * precisions, precisions * means
 
     def second_moments(self, sums: Tensor, n_features: int) -> Tensor:
@@ -148,7 +154,7 @@ class _Spherical(_Axes):
         return factor.diagonal(dim1=-2, dim2=-1).square().reciprocal().mean(-1).rsqrt()
 
     def log_determinants(self, factor: Tensor, n_features: int) -> Tensor:
-        return n_features * factor.log()
+        return n_features * self.pack(factor)
 
     def whiten(self, factor: Tensor, differences: Tensor) -> Tensor:
         return factor[:, None, None] * differences
@@ -157,7 +163,7 @@ class _Spherical(_Axes):
         return noise / factor[labels, None]
 
     def squared_distances(self, factor: Tensor, scatter: Tensor) -> Tensor:
-        return factor.square() * scatter.sum()
+        return factor * factor * scatter.sum()
 
     def narrowest(self, weights: Tensor, factor: Tensor) -> Tensor:
         precisions = factor.square()
@@ -170,7 +176,7 @@ class _Spherical(_Axes):
         return [Quadratics(1, lambda z, out: torch.sum(z * z, 0, out=out[0]))]
 
     def coefficients(self, factor: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-        precisions = factor.square()[..., None]
+        precisions = (factor * factor)[..., None]
         return -0.5 * precisions, precisions * means
 
     def second_moments(self, sums: Tensor, n_features: int) -> Tensor:

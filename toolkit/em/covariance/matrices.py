@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, raise_if_singular
+from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, library, raise_if_singular
 
 __all__ = ["FULL", "TIED", "quadratic_form", "symmetric_products"]
 
@@ -39,6 +41,9 @@ class _Matrices(Structure):
         return inverse.mT @ inverse
 
     def factor(self, covariances: Tensor) -> Tensor:
+        if library(covariances) is np:
+            found = _factor_of_array(covariances)
+            return cast(Tensor, self.factor(torch.as_tensor(covariances)).numpy() if found is None else found)
         lower, failed = torch.linalg.cholesky_ex(covariances)
         variances = covariances.diagonal(dim1=-2, dim2=-1)
         least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
@@ -65,7 +70,9 @@ class _Matrices(Structure):
         return factor.flip((-1, -2)), symmetric & (failed == 0)
 
     def log_determinants(self, factor: Tensor, n_features: int) -> Tensor:
-        return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        of = library(factor)
+        found: Tensor = of.log(of.linalg.diagonal(factor)).sum(-1)
+        return found
 
     def whiten(self, factor: Tensor, differences: Tensor) -> Tensor:
         return factor.mT @ differences
@@ -77,16 +84,19 @@ class _Matrices(Structure):
         return (self.precisions(factor).abs() * widths[:, None] * widths).sum((-1, -2))
 
     def exceeds(self, factor: Tensor, largest: float) -> bool:
-        if not bool(factor.square().sum((-1, -2)).max() > largest):  # the trace bounds the largest eigenvalue
+        if not bool((factor * factor).sum((-1, -2)).max() > largest):  # the trace bounds the largest eigenvalue
             return False
-        return bool(torch.linalg.matrix_norm(factor, ord=2).square().max() > largest)
+        return bool(torch.linalg.matrix_norm(torch.as_tensor(factor), ord=2).square().max() > largest)
 
     def regularise(self, covariances: Tensor, reg_covar: float | Tensor) -> Tensor:
-        return covariances + (reg_covar if isinstance(reg_covar, Tensor) else reg_covar * identity_like(covariances))
+        return covariances + (
+            reg_covar * identity_like(covariances) if isinstance(reg_covar, int | float) else reg_covar
+        )
 
     def pack(self, factor: Tensor) -> Tensor:
-        rows, columns = _above_diagonal(factor.shape[-1], factor.device)
-        return torch.cat([factor.diagonal(dim1=-2, dim2=-1).log(), factor[..., rows, columns]], -1)
+        of, (rows, columns) = library(factor), _indices(_above_diagonal, factor.shape[-1], factor)
+        packed: Tensor = of.concatenate([of.log(of.linalg.diagonal(factor)), factor[..., rows, columns]], -1)
+        return packed
 
     def unpack(self, coordinates: Tensor, n_features: int) -> Tensor:
         n_entries = self.n_parameters_of_one(n_features)
@@ -95,9 +105,11 @@ class _Matrices(Structure):
                 f"`log_cholesky` should have {n_entries} entries in its last dimension for {n_features} features. "
                 f"Found shape {tuple(coordinates.shape)}."
             )
-        zero = coordinates.new_zeros(()).expand(*coordinates.shape[:-1], 1)
-        entries = torch.cat([coordinates[..., :n_features].exp(), coordinates[..., n_features:], zero], -1)
-        return entries[..., _places(n_features, coordinates.device)]
+        of = library(coordinates)
+        diagonal, above = of.exp(coordinates[..., :n_features]), coordinates[..., n_features:]
+        entries = of.concatenate([diagonal, above, of.zeros_like(diagonal[..., :1])], -1)
+        factor: Tensor = entries[..., _indices(_places, n_features, coordinates)[0]]
+        return factor
 
 
 class _Full(_Matrices):
@@ -219,6 +231,19 @@ class _Tied(_Matrices):
         return n_components + n_features + 1
 
 
+def _factor_of_array(covariances: Any) -> Any:
+    """Return the factors of arrays, or None if one of the covariances is singular."""
+    try:
+        lower = np.linalg.cholesky(covariances)
+    except np.linalg.LinAlgError:
+        return None
+    scales, size = np.linalg.diagonal(lower), lower.shape[-1]
+    if not (scales * scales > size * np.finfo(lower.dtype).eps * np.linalg.diagonal(covariances)).all():
+        return None
+    # The inverse of a general matrix has rounding errors above the diagonal.
+    return (np.linalg.inv(lower) * _arrays(_lower, size)[0]).mT
+
+
 FULL = _Full()
 TIED = _Tied()
 
@@ -259,6 +284,16 @@ def _write(blocks: list[tuple[slice, int]], z: Tensor, out: Tensor) -> None:
         offset += height * width
 
 
+def _indices(function: Callable[[int, torch.device], tuple[Tensor, ...]], size: int, like: Tensor) -> tuple[Any, ...]:
+    """Return the indices that a function of size and device returns; for an array as arrays, which are kept."""
+    return _arrays(function, size) if library(like) is np else function(size, like.device)
+
+
+@functools.lru_cache(maxsize=64)
+def _arrays(function: Callable[[int, torch.device], tuple[Tensor, ...]], size: int) -> tuple[Any, ...]:
+    return tuple(values.numpy() for values in function(size, torch.device("cpu")))
+
+
 @functools.lru_cache(maxsize=64)
 def _layout(n_features: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return i and j of the products of all blocks, side by side, their multiplicities, and the place of (i, j)."""
@@ -276,13 +311,15 @@ def _layout(n_features: int, device: torch.device) -> tuple[Tensor, Tensor, Tens
 
 def quadratic_form(matrices: Tensor) -> Tensor:
     """Return symmetric matrices (..., D, D) as coefficients of the products of all blocks, side by side (..., F)."""
-    rows, columns, counts, _ = _layout(matrices.shape[-1], matrices.device)
-    return matrices[..., rows, columns] * counts
+    rows, columns, counts, _ = _indices(_layout, matrices.shape[-1], matrices)
+    coefficients: Tensor = matrices[..., rows, columns] * counts
+    return coefficients
 
 
 def symmetric_products(products: Tensor, n_features: int) -> Tensor:
     """Return second moments (..., D, D) from those of the products of all blocks, side by side (..., F)."""
-    return products[..., _layout(n_features, products.device)[3]]
+    moments: Tensor = products[..., _indices(_layout, n_features, products)[3]]
+    return moments
 
 
 # --- free coordinates: the diagonal, then the entries above it ---
@@ -293,9 +330,13 @@ def _above_diagonal(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return rows, columns
 
 
-def _places(size: int, device: torch.device) -> Tensor:
+def _lower(size: int, device: torch.device) -> tuple[Tensor]:
+    return (torch.ones(size, size, dtype=torch.float64, device=device).tril(),)
+
+
+def _places(size: int, device: torch.device) -> tuple[Tensor]:
     """Return the place of each entry of an upper triangular matrix in: diagonal, entries above it, a zero."""
     rows, columns = _above_diagonal(size, device)
     places = torch.full((size, size), size + len(rows), device=device)
     places[rows, columns] = torch.arange(size, size + len(rows), device=device)
-    return places.diagonal_scatter(torch.arange(size, device=device))
+    return (places.diagonal_scatter(torch.arange(size, device=device)),)

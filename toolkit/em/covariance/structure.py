@@ -12,8 +12,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,7 +39,8 @@ class Quadratics:
 class Structure(ABC):
     """The shape, the density and the M-step of the covariances of K components.
 
-    Leading dimensions are batches, except where a method says (K, ...).
+    Leading dimensions are batches, except where a method says (K, ...). The methods of an EM step by quadratic
+    features, and of its coordinates, take arrays of NumPy as well, for `toolkit.em.engine.small`.
 
     Attributes:
         name: The name in the public interface.
@@ -225,14 +227,20 @@ class Structure(ABC):
         """Return the factors at these coordinates: the inverse of `pack`."""
 
 
+def library(values: object) -> Any:
+    """Return the module with the functions of these values: NumPy or torch, where these have the same names."""
+    return np if isinstance(values, np.ndarray) else torch
+
+
 def soft_counts(sums: Tensor) -> Tensor:
     """Return the sums of responsibilities, bounded away from 0, so that an empty component gives no NaN."""
-    return sums.clamp(min=torch.finfo(sums.dtype).eps)
+    return sums.clip(min=library(sums).finfo(sums.dtype).eps)
 
 
 def identity_like(matrices: Tensor) -> Tensor:
     """Return the identity (D, D) of the type and on the device of matrices (..., D, D)."""
-    return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    one: Tensor = library(matrices).eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
+    return one
 
 
 def raise_if_singular(sound: Tensor, name: str = "covariances", restricted: str = "covariance_type") -> None:

@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of, smallest
 from toolkit.blocks import no_graph
-from toolkit.em.covariance import CovarianceType, structure_of
-from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
+from toolkit.em.covariance import CovarianceType, Structure, structure_of
+from toolkit.em.engine.acceleration import Accelerate, Climb, climb, climb_family, ranked
 from toolkit.em.engine.fused import maximise, rounding_error
 from toolkit.em.engine.ranks import led, pass_over_ranks
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
@@ -31,6 +31,7 @@ from toolkit.em.engine.samples import (
     prepare,
 )
 from toolkit.em.engine.seeding import device_of
+from toolkit.em.engine.small import SmallData, SmallMixture, is_small
 from toolkit.em.engine.starts import Init, check_tensor, choose_starts
 from toolkit.em.engine.statistics import MomentsPrior
 from toolkit.em.gaussian import GaussianParameters
@@ -226,6 +227,35 @@ def climb_prepared(
     # In the coordinates of the pass, `reg_covar` would hide variances that are tiny beside it.
     swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
     framed = _framed(first.to(torch.float64), data)
+    largest = (1 + 1e-6) / reg_covar if reg_covar > 0 else math.inf
+    options: dict[str, Any] = {
+        "accelerate": accelerate,
+        "tol": tol,
+        "max_iter": max_iter,
+        "rounding": ROUNDING[data.dtype],
+        "callback": callback,
+    }
+
+    def finished(found: Climb[Any], there: GaussianParameters) -> Fit:
+        stayed = len(found.history) == 1
+        return dataclasses.replace(found, parameters=first.to(torch.float64) if stayed else _unframed(there, data))
+
+    if prior is None and not swallowed and is_small(data, structure, first.n_components):
+        small = SmallData(pass_data, structure, first.n_components, ridge)
+        unscale = None if data.scale is None else torch.linalg.inv(data.scale).mT.numpy()
+
+        def unpack(position: Tensor) -> SmallMixture:
+            there = origin.unpack(position)
+            _check_variances(there.factor if unscale is None else unscale @ there.factor, structure, largest)
+            return there
+
+        def small_em(there: SmallMixture) -> tuple[SmallMixture, float]:
+            moved, value = small.em(there)
+            return moved, value - log_volume
+
+        origin = SmallMixture.of(framed)
+        reached = climb(small_em, origin, pack=SmallMixture.pack, unpack=unpack, error=small.error, **options)
+        return finished(reached, reached.parameters.as_gaussian())
 
     def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
         moments = pass_over_ranks(parameters, pass_data)
@@ -236,24 +266,20 @@ def climb_prepared(
             value += float(prior.log_density(_unframed(parameters, data))) / data.total_weight
         return _framed(maximise(moments, data, kind, reg_covar, prior), data), value
 
-    def check(there: GaussianParameters) -> None:
-        factor = data.factor_from_frame(there.precisions_cholesky)
-        if reg_covar > 0 and structure.exceeds(factor, (1 + 1e-6) / reg_covar):
-            raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
-
     found = climb_family(
         em,
         framed,
-        check=check,
-        accelerate=accelerate,
-        tol=tol,
-        max_iter=max_iter,
-        rounding=ROUNDING[data.dtype],
+        check=lambda there: _check_variances(data.factor_from_frame(there.precisions_cholesky), structure, largest),
         error=lambda there: rounding_error(there, pass_data),
-        callback=callback,
+        **options,
     )
-    parameters = first.to(torch.float64) if found.parameters is framed else _unframed(found.parameters, data)
-    return dataclasses.replace(found, parameters=parameters)
+    return finished(found, found.parameters)
+
+
+def _check_variances(factor: Any, structure: Structure, largest: float) -> None:
+    """Raise a ValueError if a jump leads to a precision above `largest`, the reciprocal of `reg_covar`."""
+    if structure.exceeds(factor, largest):
+        raise ValueError("A jump should lead to variances of at least `reg_covar`, as steps do.")
 
 
 def _framed(parameters: GaussianParameters, data: Prepared) -> GaussianParameters:

@@ -208,7 +208,12 @@ def _is_about_means(framed: _Framed, distance: float) -> bool:
     """Say whether the pass takes differences from each component's mean, and expands nothing."""
     n_components, n_features = framed.means.shape
     few = _has_triangles(framed.structure) and 4 * n_components <= n_features
-    return few or distance > _EXPANDED[torch.float64]
+    return few or loses_digits(distance)
+
+
+def loses_digits(distance: float) -> bool:
+    """Say whether the expansion loses digits in float64, at this mean squared distance of the data."""
+    return not distance <= _EXPANDED[torch.float64]
 
 
 def _has_triangles(structure: Structure) -> bool:

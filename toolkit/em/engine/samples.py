@@ -51,6 +51,7 @@ class Prepared:
         n_samples: Number of samples with a weight, over all ranks.
         dtype: Floating-point type of the chunks.
         group: The ranks that hold parts of the data; None: this process alone.
+        is_cached: Whether `chunks` reads from memory.
         chunks: Function that iterates over the chunks (D, B) of this rank, with weights (B,) or None.
     """
 
@@ -61,6 +62,7 @@ class Prepared:
     n_samples: int
     dtype: torch.dtype
     group: ProcessGroup | None
+    is_cached: bool
     chunks: Callable[[], Iterator[Chunk]]
 
     def to_frame(self, points: Tensor) -> Tensor:
@@ -151,6 +153,7 @@ def prepare(
         n_samples=n_samples,
         dtype=first[0].dtype,
         group=group,
+        is_cached=cache,
         chunks=functools.partial(iter, list(chunks())) if cache else chunks,
     )
 

@@ -1,0 +1,144 @@
+"""EM of small data by NumPy: each step and each fit beside its twin, the pass of torch."""
+
+import math
+
+import pytest
+import torch
+from test_em import difference, generator, mixture, samples
+
+from toolkit.em import COVARIANCE_TYPES, GaussianParameters, fit
+from toolkit.em.covariance import structure_of
+from toolkit.em.engine import fit as fit_module
+from toolkit.em.engine import fused
+from toolkit.em.engine.coordinates import flat
+from toolkit.em.engine.fused import accumulate, maximise
+from toolkit.em.engine.samples import prepare
+from toolkit.em.engine.small import SmallData, SmallMixture, is_small
+
+every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
+
+
+def _small(kind, x, weights=None, ridge=0.0):
+    data = prepare(x, kind, 3, sample_weight=weights).as_samples()
+    return data, SmallData(data, structure_of(kind), 3, ridge)
+
+
+def _framed(kind, weights=(0.2, 0.5, 0.3)):
+    """Return an asymmetric mixture near the origin, as data in the coordinates of the pass are."""
+    one = mixture(kind)
+    return GaussianParameters(
+        log_weights=torch.tensor(weights, dtype=torch.float64).log(),
+        means=one.means - one.means.mean(0),
+        precisions_cholesky=one.precisions_cholesky,
+        covariance_type=kind,
+    )
+
+
+@every_type
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weights", [(0.2, 0.5, 0.3), (0.4, 0.6, 0.0)], ids=["", "one-empty"])
+def test_a_step_is_that_of_the_pass(kind, weighted, weights):
+    x = samples(300)
+    sample_weight = torch.rand(300, generator=generator(2), dtype=torch.float64) if weighted else None
+    data, small = _small(kind, x, sample_weight, ridge=1e-3)
+    before = _framed(kind, weights)
+    moments = accumulate(before, data)
+    moved, value = small.em(SmallMixture.of(before))
+    # Sums of 300 terms in another order, over variances that are no smaller than a thousandth.
+    assert difference(moved.as_gaussian(), maximise(moments, data, kind, 1e-3)) < 1e-10
+    assert math.isclose(value, moments.log_likelihood, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["full", "tied"])
+def test_a_ridge_may_be_a_matrix(kind):
+    x = samples(300)
+    ridge = torch.arange(1.0, x.shape[1] + 1, dtype=torch.float64).diag() / 10
+    data, small = _small(kind, x, ridge=ridge)
+    moved, _ = small.em(SmallMixture.of(_framed(kind)))
+    assert difference(moved.as_gaussian(), maximise(accumulate(_framed(kind), data), data, kind, ridge)) < 1e-10
+
+
+@every_type
+def test_coordinates_are_those_of_the_mixture(kind):
+    before = SmallMixture.of(_framed(kind))
+    packed = before.pack()
+    assert torch.equal(packed, flat(before.as_gaussian().unconstrained()))
+    shifted = packed + torch.where(torch.arange(len(packed)) < 3, 5.0, 0.1)  # log-weights are free up to a constant
+    expected = before.as_gaussian().with_unconstrained(_leaves(before, shifted))
+    assert difference(before.unpack(shifted).as_gaussian(), expected) < 1e-13
+
+
+def _leaves(like, position):
+    leaves = like.as_gaussian().unconstrained()
+    parts = position.split([leaf.numel() for leaf in leaves.values()])
+    return {name: part.view(leaf.shape) for (name, leaf), part in zip(leaves.items(), parts, strict=True)}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_jump_to_no_number_is_refused_and_one_to_no_weight_is_not(bad):
+    before = SmallMixture.of(_framed("diag"))
+    packed = before.pack()
+    packed[1] = -math.inf
+    assert before.unpack(packed).as_gaussian().weights[1] == 0
+    packed[4] = bad
+    with pytest.raises(ValueError, match="finite coordinates"):
+        before.unpack(packed)
+
+
+@every_type
+def test_where_the_expansion_loses_digits_the_pass_is_asked(kind, monkeypatch):
+    _, small = _small(kind, samples(300))
+    near, value = small.em(SmallMixture.of(_framed(kind)))
+    monkeypatch.setattr(fused, "_EXPANDED", {torch.float64: 0.0})
+    called = []
+    monkeypatch.setattr("toolkit.em.engine.small.accumulate", lambda *a: called.append(1) or accumulate(*a))
+    about_means, same = small.em(SmallMixture.of(_framed(kind)))
+    assert called
+    assert difference(near.as_gaussian(), about_means.as_gaussian()) < 1e-10
+    assert math.isclose(value, same, rel_tol=1e-12)
+
+
+@every_type
+def test_a_singular_covariance_names_its_component(kind):
+    x = samples(60).clone()
+    x[:] = x[0]
+    _, small = _small(kind, x)
+    with pytest.raises(ValueError, match="positive definite"):
+        small.em(SmallMixture.of(_framed(kind)))
+
+
+@every_type
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_fit_is_that_of_the_pass(kind, dtype, monkeypatch):
+    x = samples(300).to(dtype)
+    quick = fit(x, 3, covariance_type=kind, tol=1e-12, generator=generator())
+    used = []
+    monkeypatch.setattr(fit_module, "is_small", lambda *_: used.append(1))
+    slow = fit(x, 3, covariance_type=kind, tol=1e-12, generator=generator())
+    assert used
+    # Both stop where eight steps gain nothing but rounding.
+    assert abs(quick.log_likelihood - slow.log_likelihood) < (1e-9 if dtype == torch.float64 else 3e-6)
+    assert quick.parameters.means.dtype == dtype
+
+
+def test_a_narrow_jump_is_not_taken():
+    """A sharp component at the bound of `reg_covar`: its variance never falls below it."""
+    x = torch.cat([torch.zeros(40, 1, dtype=torch.float64), samples(200)[:, :1]])
+    found = fit(x, 2, reg_covar=1e-3, generator=generator())
+    assert float(found.parameters.covariances.min()) >= 1e-3 * (1 - 1e-6)
+
+
+def test_only_one_chunk_in_memory_is_small():
+    x, full = samples(300), structure_of("full")
+    assert is_small(prepare(x, "full", 3), full, 3)
+    assert not is_small(prepare(x, "full", 3, cache=False), full, 3)
+    assert not is_small(prepare(x.repeat(400, 1), "full", 3), full, 3)
+    assert not is_small(prepare(x, "full", 3), full, 300)
+
+
+def test_the_start_is_not_changed():
+    first = _framed("full")
+    kept = first.means.clone(), first.precisions_cholesky.clone()
+    fit(samples(300), 3, init=first)
+    assert torch.equal(first.means, kept[0])
+    assert torch.equal(first.precisions_cholesky, kept[1])

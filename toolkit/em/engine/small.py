@@ -1,0 +1,181 @@
+"""EM of data so few that calls of torch would take longer than their arithmetic: the same formulas by NumPy.
+
+The twin of `accumulate` and `maximise` in `toolkit.em.engine.fused` for one chunk. The quadratic features are written
+once, so a step is two matrix products and some thirty calls of NumPy.
+
+N samples, D features, K components, F quadratic features, P free coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em.covariance import Structure, soft_counts, structure_of
+from toolkit.em.engine.fused import accumulate, expansion_error, loses_digits, maximise
+from toolkit.em.engine.samples import Prepared
+from toolkit.em.gaussian import GaussianParameters
+
+__all__ = ["SmallData", "SmallMixture", "is_small"]
+
+# The most numbers in the features (F, N) and in the responsibilities (K, N). With more, products dominate a step.
+_FEATURES = 2**19
+_RESPONSIBILITIES = 2**16
+
+
+@dataclass(frozen=True)
+class SmallMixture:
+    """A mixture in the coordinates of the pass, in arrays of float64.
+
+    `log_weights` (K,), `means` (K, D); `factor`: that of the precisions, shaped by the structure.
+    """
+
+    log_weights: Any
+    means: Any
+    factor: Any
+    structure: Structure
+
+    @classmethod
+    def of(cls, mixture: GaussianParameters) -> SmallMixture:
+        """Return this mixture in arrays."""
+        return cls(
+            log_weights=_array(mixture.log_weights),
+            means=_array(mixture.means),
+            factor=_array(mixture.precisions_cholesky),
+            structure=structure_of(mixture.covariance_type),
+        )
+
+    def as_gaussian(self) -> GaussianParameters:
+        """Return this mixture in tensors."""
+        log_weights, means, factor = map(torch.from_numpy, (self.log_weights, self.means, self.factor))
+        return GaussianParameters(
+            log_weights=log_weights, means=means, precisions_cholesky=factor, covariance_type=self.structure.name
+        )
+
+    def pack(self) -> Tensor:
+        """Return free coordinates (P,): the values of `to_unconstrained`, side by side."""
+        leaves = (self.log_weights, self.means, self.structure.pack(self.factor))
+        return torch.from_numpy(np.concatenate([leaf.reshape(-1) for leaf in leaves]))
+
+    def unpack(self, position: Tensor) -> SmallMixture:
+        """Return the mixture of this shape at these coordinates.
+
+        Raises:
+            ValueError: If a coordinate is not a number, or plus infinity. A weight may be 0.
+        """
+        values, (k, d) = _array(position), self.means.shape
+        if not (values < math.inf).all():
+            raise ValueError("A jump should lead to finite coordinates.")
+        log_weights, means, coordinates = values[:k], values[k : k + k * d], values[k + k * d :]
+        highest = log_weights.max()
+        log_weights = log_weights - (highest + np.log(np.exp(log_weights - highest).sum()))
+        shape = self.structure.shape_of_one(d)
+        leading = () if self.structure.is_shared else (k,)
+        packed: Any = coordinates.reshape(*leading, *([-1] if shape else []))
+        return SmallMixture(log_weights, means.reshape(k, d), self.structure.unpack(packed, d), self.structure)
+
+
+class SmallData:
+    """Data of one chunk with their quadratic features, and the EM map of mixtures on them.
+
+    Args:
+        data: The data as samples, one chunk on the CPU (see `is_small`).
+        structure: That of the covariances.
+        n_components: K.
+        ridge: Added to every variance, or a matrix (D, D) that is added to every covariance.
+    """
+
+    def __init__(self, data: Prepared, structure: Structure, n_components: int, ridge: Tensor | float) -> None:
+        self._prepared, self.structure, self._scatter = data, structure, _array(data.scatter)
+        self.ridge, self._ridge = ridge, _array(ridge) if isinstance(ridge, Tensor) else ridge
+        ((z, weights),) = data.chunks()
+        self._weights = None if weights is None else weights.double().numpy()
+        self._features = _written(structure, z.double())
+        self._joint = torch.empty(n_components, z.shape[1], dtype=torch.float64)
+
+    def em(self, mixture: SmallMixture) -> tuple[SmallMixture, float]:
+        """Return the mixture after one EM step, and the log-likelihood before it, nats per sample.
+
+        Raises:
+            ValueError: If a covariance becomes singular.
+        """
+        data, structure = self._prepared, self.structure
+        distance = float(structure.squared_distances(mixture.factor, self._scatter).max())
+        if loses_digits(distance):
+            moments = accumulate(mixture.as_gaussian(), data)
+            return SmallMixture.of(maximise(moments, data, structure.name, self.ridge)), float(moments.log_likelihood)
+        with np.errstate(all="ignore"):
+            sums, value = self._sums(mixture)
+        if structure.is_shared:
+            value -= 0.5 * data.total_weight * distance
+        return self._maximised(sums), value / data.total_weight
+
+    @no_graph()
+    def error(self, mixture: SmallMixture) -> float:
+        """Return a bound of the rounding error of the log-likelihood, nats per sample."""
+        factor = torch.from_numpy(mixture.factor)
+        return float(expansion_error(factor, self.structure, self._prepared.scatter, torch.float64))
+
+    def _sums(self, mixture: SmallMixture) -> tuple[Any, float]:
+        """Return sums of quadratic features by responsibility (K, F), and of log-densities, nats."""
+        structure, means = self.structure, mixture.means
+        quadratic, linear = structure.coefficients(mixture.factor, means)
+        normaliser = 0.5 * means.shape[1] * math.log(2 * math.pi)
+        constant = mixture.log_weights + structure.log_determinants(mixture.factor, means.shape[1]) - normaliser
+        theta = np.concatenate([quadratic, linear, (constant - 0.5 * (linear * means).sum(1))[:, None]], 1)
+        torch.mm(torch.from_numpy(theta), self._features, out=self._joint)
+        joint = _array(self._joint)
+        peak = joint.max(0)
+        joint -= peak
+        np.exp(joint, out=joint)
+        densities = joint.sum(0)
+        log_densities = np.log(densities) + peak
+        joint *= 1 / densities if self._weights is None else self._weights / densities
+        value = log_densities.sum() if self._weights is None else log_densities @ self._weights
+        return _array(torch.mm(self._joint, self._features.mT)), float(value)
+
+    def _maximised(self, sums: Any) -> SmallMixture:
+        """Return the M-step from sums of quadratic features (K, F)."""
+        structure, n_features = self.structure, len(self._scatter)
+        counts = soft_counts(sums[:, -1:])
+        # An empty component is put at the centre.
+        means: Any = np.where(sums[:, -1:] < counts, 0.0, sums[:, -n_features - 1 : -1] / counts)
+        if structure.is_shared:
+            second: Any = self._prepared.total_weight * self._scatter
+        else:
+            second = structure.second_moments(sums[:, : -n_features - 1], n_features)
+        scatter = second - structure.products(counts * means, means)
+        covariances = structure.estimate(scatter, counts.repeat(n_features, 1))
+        log_weights = np.log(counts[:, 0] / counts.sum())
+        factor = structure.factor(structure.regularise(covariances, self._ridge))
+        return SmallMixture(log_weights, means, factor, structure)
+
+
+def _array(values: Tensor) -> Any:
+    return values.contiguous().numpy()
+
+
+def is_small(data: Prepared, structure: Structure, n_components: int) -> bool:
+    """Return whether the data are one chunk in memory of this process, small enough for NumPy."""
+    n_features = len(data.centre)
+    n_quadratics = 0 if structure.is_shared else structure.n_parameters_of_one(n_features)
+    most = min(_FEATURES // (n_quadratics + n_features + 1), _RESPONSIBILITIES // n_components)
+    if data.group is not None or data.centre.device.type != "cpu" or not data.is_cached or data.n_samples > most:
+        return False
+    return len(list(data.chunks())) == 1
+
+
+def _written(structure: Structure, z: Tensor) -> Tensor:
+    """Return the quadratic features of samples (D, N), the features and 1, one below the other: (F + D + 1, N)."""
+    groups = structure.quadratics(len(z), _FEATURES)
+    sizes = [group.size for group in groups]
+    features = torch.cat([z.new_empty(sum(sizes), z.shape[1]), z, torch.ones_like(z[:1])])
+    for group, out in zip(groups, features.split([*sizes, len(z) + 1]), strict=False):
+        group.write(z, out)
+    return features
