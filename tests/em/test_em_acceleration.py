@@ -434,6 +434,25 @@ def test_tol_is_about_what_is_left(tol):
         assert sorted(left[method])[9] < 1
 
 
+def test_eight_evaluations_that_gain_tol_or_four_a_tenth_of_it_end_a_climb():
+    rates = torch.tensor([0.99, 0.97, 0.9, 0.7, 0.3], dtype=torch.float64)
+
+    def em(x):
+        return x * rates + 0.02 * (rates > 0.8) * x * x / (1 + x * x), -float((x * x * (1 - rates)).sum())
+
+    values: list[float] = []
+    options = {"pack": lambda x: x, "unpack": lambda x: x, "callback": lambda _, value: values.append(value)}
+    climb(em, torch.ones_like(rates), tol=0, max_iter=40, **options)
+    highest = list(accumulate(values, max))
+    for tol in (1e-4, 1e-6, 1e-8):
+        ends = {
+            count: next(i for i in range(count, 40) if highest[i] - highest[i - count] <= most)
+            for count, most in ((8, tol), (4, 0.1 * tol))
+        }
+        assert ends[4] < ends[8]
+        assert climb(em, torch.ones_like(rates), tol=tol, **options).n_iter == ends[4]
+
+
 def test_looser_is_sooner():
     x = clusters(400, 3, 3, 1.0, 2)
     n_iter = [gaussian(x, first_of(x, 3), tol=tol).n_iter for tol in (1e-1, 1e-4, 1e-9)]

@@ -39,6 +39,7 @@ P = TypeVar("P")
 F = TypeVar("F", bound=Family)
 
 # Points that Anderson's method remembers, and evaluations whose total gain must be at most `tol` for convergence.
+# Half of them and a tenth of `tol` suffice as well: 330 fits took 3 % fewer evaluations; as many left more than `tol`.
 _MEMORY = 8
 
 # After so few evaluations that gain no more than `tol` a fit may end at its beginning, if they shrink the residual to
@@ -105,11 +106,12 @@ def climb(
 
     **Convergence.** Without acceleration the fit ends when a step gains no more than `tol`; the remaining gain is then
     ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration
-    the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; or when,
-    among the first eight, two did in a region where EM itself is fast, as it is where components hardly overlap. If
-    `max_iter` is less than eight, the bound is less in proportion; a single step is plain EM. A jump aims at the
-    maximum, so its gain is nearly the whole remaining gain, and the rest is at most about `tol`, except on a plateau
-    near a saddle. In all cases the fit ends when a step lowers the log-likelihood by more than rounding.
+    the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; when the
+    last four gained no more than a tenth of `tol`; or when, among the first eight, two did in a region where EM itself
+    is fast, as it is where components hardly overlap. If `max_iter` is less than eight, the bound is less in
+    proportion; a single step is plain EM. A jump aims at the maximum, so its gain is nearly the whole remaining gain,
+    and the rest is at most about `tol`, except on a plateau near a saddle. In all cases the fit ends when a step lowers
+    the log-likelihood by more than rounding.
 
     **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
     another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
@@ -198,7 +200,8 @@ def climb(
         if accelerate == "none":
             converged = tol > 0 and gained[-1] - gained[-2] <= tol
         else:
-            converged = len(gained) > _MEMORY and gained[-1] - gained[-1 - _MEMORY] <= max(tol, noise)
+            converged = _has_gained_little(gained, _MEMORY, max(tol, noise))
+            converged = converged or (tol > 0 and _has_gained_little(gained, _MEMORY // 2, max(0.1 * tol, noise)))
             recent = [*recent[-_FEW:], there]
             few = tol > 0 and len(recent) > _FEW and len(gained) <= _MEMORY and gained[-1] - gained[-1 - _FEW] <= tol
             converged = converged or (few and _is_fast(recent[0], there))
@@ -357,6 +360,10 @@ def _is_taken(there: _Point[P], here: _Point[P], rounding: float) -> bool:
     """Say whether a jump raised the value; where rounding decides, whether it came nearer to a fixed point."""
     gain = there.value - here.value
     return math.isfinite(there.value) and (gain > rounding or (gain >= -rounding and there.size < here.size))
+
+
+def _has_gained_little(gained: Sequence[float], count: int, most: float) -> bool:
+    return len(gained) > count and gained[-1] - gained[-1 - count] <= most
 
 
 def _is_fast(before: _Point[P], now: _Point[P]) -> bool:

@@ -354,9 +354,9 @@ class GaussianMixture(BaseMixture):
         covariance_type: ``"full"``, ``"tied"``, ``"diag"`` or ``"spherical"``, or one of mclust's fourteen models, such
             as ``"VEV"``: whether components differ in volume, shape and orientation (E: equal, V: varying, I: aligned
             with the axes), for samples in memory. Covariances of a model are matrices (K, D, D).
-        tol: The fit has converged when eight steps together gain no more than `tol`, in nats per sample. Steps are
-            extrapolated, so about `tol` is left to gain, but more on a plateau near a saddle. With
-            ``accelerate="none"``: when one step gains no more than `tol`; 0 takes all `max_iter` steps.
+        tol: The fit has converged when eight steps together gain no more than `tol`, in nats per sample, or four no
+            more than a tenth of it. Steps are extrapolated, so about `tol` is left to gain, but more on a plateau near
+            a saddle. With ``accelerate="none"``: when one step gains no more than `tol`; 0 takes all `max_iter` steps.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
         n_init: Number of starts, of which the best fit is kept.
@@ -898,6 +898,8 @@ class GaussianMixture(BaseMixture):
 
     def _best(self, fits: list[Climb[Any]], dtype: torch.dtype) -> Climb[Any]:
         """Return the fit of highest likelihood without a degenerate component, if there is one."""
+        if len(fits) == 1:
+            return fits[0]
         sound = [not collapsed_components(as_gaussian(found.parameters), float(self.reg_covar)) for found in fits]
         return ranked(fits, dtype, sound=sound, count=1)[0]
 
