@@ -44,7 +44,7 @@ def problems() -> dict[str, tuple[np.ndarray, int]]:
 
 def rows() -> Iterator[Row]:
     """Measure a default fit of every set, then the median over the sets, and predictions on iris."""
-    ratios = []
+    ratios, as_high = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, (x, k) in problems().items():
@@ -56,7 +56,15 @@ def rows() -> Iterator[Row]:
             gain = ours.score(x) - theirs.score(x)
             note = f"{seconds * 1e3:.1f} ms against {their_seconds * 1e3:.1f} ms, {gain:+.1e} nats"
             yield Row(f"default fit / scikit-learn's, {name}", ratio, "at most 2", note)
+            ours = _reaching(theirs.score(x), x, k)
+            ratio, seconds, _ = timed_pair(
+                lambda x=x, ours=ours: ours.fit(x), lambda x=x, theirs=theirs: theirs.fit(x), repeats=3
+            )
+            as_high.append(ratio)
+            note = f"{seconds * 1e3:.1f} ms with tol={ours.tol:g}"
+            yield Row(f"fit to scikit-learn's likelihood / scikit-learn's, {name}", ratio, "", note)
         yield Row("default fit, median of the sets", statistics.median(ratios), "at most 1", f"{len(ratios)} sets")
+        yield Row("fit to scikit-learn's likelihood, median of the sets", statistics.median(as_high), "at most 1", "")
         x, k = problems()["iris"]
         ours, theirs = GaussianMixture(k, random_state=0).fit(x), Peer(k, random_state=0).fit(x)
         for count in (1, len(x)):
@@ -65,6 +73,15 @@ def rows() -> Iterator[Row]:
             )
             note = f"{seconds * 1e6:.0f} us against {their_seconds * 1e6:.0f} us"
             yield Row(f"predict {count} of iris / scikit-learn's", ratio, "at most 1", note)
+
+
+def _reaching(log_likelihood: float, x: np.ndarray, k: int) -> GaussianMixture:
+    """Return the mixture with the largest power of ten as `tol` whose fit is as high, to 1e-6 nats per sample."""
+    for exponent in range(1, 6):
+        found = GaussianMixture(k, random_state=0, tol=10.0**-exponent)
+        if found.fit(x).score(x) >= log_likelihood - 1e-6:
+            return found
+    return GaussianMixture(k, random_state=0)
 
 
 def _standardised(x: np.ndarray) -> np.ndarray:
