@@ -9,6 +9,7 @@ import sysconfig
 import venv
 
 import pytest
+import warm
 from folders import ROOT
 
 # Shown for data or devices that are not here.
@@ -52,22 +53,13 @@ def installed(tmp_path_factory):
     (wheel,) = builders.WheelBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
     venv.create(folder / "venv", symlinks=True, with_pip=False)
     python = folder / "venv" / "bin" / "python"
-    install = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-        wheel,
-    ]
-    subprocess.run([*install, "--disable-pip-version-check"], check=True, capture_output=True, text=True)
+    install = [sys.executable, "-m", "pip", "--python", str(python), "--disable-pip-version-check", "install"]
+    subprocess.run([*install, "--no-deps", "--no-index", wheel], check=True, capture_output=True, text=True)
     (site,) = (folder / "venv").glob("lib/python*/site-packages")
     # Last on the path, and without its .pth files, so that the checkout is not there.
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    script = python.with_name("stopgrad")
+    script.write_text(script.read_text().replace(f"#!{python}", f"#!{warm.python(str(python))}", 1))
     work = folder / "elsewhere"
     work.mkdir()
     (work / "example.py").write_text(_example())

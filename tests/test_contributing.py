@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import warm
 from folders import ROOT
 
 # What is asked of the whole project, or of every algorithm.
@@ -41,9 +42,9 @@ def project(tmp_path_factory):
     return root
 
 
-def _run(project, *arguments):
+def _run(project, *arguments, python=sys.executable):
     done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [python, "-m", *arguments], cwd=project, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -75,7 +76,8 @@ def test_they_pass_their_own_tests_and_all_that_is_asked_of_the_project(project)
 
 def test_their_experiment_shows_the_finding(project):
     """Slower from every start, and from some it does not get there: so it was of 20 seeds, 7 of which did not."""
-    _run(project, "experiments", "run", "configs/irls.toml", "--set", "seeds=5", "--set", "steps=100")
+    options = ["--set", "seeds=5", "--set", "steps=100"]
+    _run(project, "experiments", "run", "configs/irls.toml", *options, python=warm.python())
     ratios = []
     for path in sorted(project.glob("results/irls/*/seed-*/record.json")):
         record = json.loads(path.read_text("utf-8"))

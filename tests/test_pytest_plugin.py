@@ -6,6 +6,7 @@ import sys
 import tomllib
 
 import pytest
+import warm
 from folders import ROOT
 
 MODEL = """
@@ -60,9 +61,9 @@ def suite(tmp_path):
     return tmp_path
 
 
-def _pytest(folder, *arguments):
+def _pytest(folder, *arguments, python=None):
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        [python or warm.python(), "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=folder,
         env={
             **os.environ,
@@ -79,7 +80,7 @@ def _pytest(folder, *arguments):
 
 @pytest.mark.parametrize("argument", ["--help", "--collect-only"])
 def test_torch_is_not_imported_before_the_fixture_is_used(suite, argument):
-    done = _pytest(suite, argument)
+    done = _pytest(suite, argument, python=sys.executable)
     assert done.returncode == 0, done.stdout
     assert "torch is there: False" in done.stdout
     if argument == "--help":

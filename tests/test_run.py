@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch import Tensor
 from torch.distributed import all_reduce
 
@@ -227,7 +228,7 @@ def test_a_run_that_stopped_early_stays_stopped(tmp_path):
 def start(code: str, *arguments: object, **pipes: int) -> subprocess.Popen[str]:
     tests = Path(__file__).parent
     lines = f"import sys, torch\nsys.path[:0] = {[str(tests), str(tests.parent)]!r}\ntorch.set_num_threads(1)\n"
-    command = [sys.executable, "-c", lines + code, *map(str, arguments)]
+    command = [warm.python(), "-c", lines + code, *map(str, arguments)]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, **pipes)
 
 

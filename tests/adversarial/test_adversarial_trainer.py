@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from folders import ROOT, TESTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -751,7 +752,7 @@ with reversed_sums() if sys.argv[3] == "True" else contextlib.nullcontext():
 
 
 def start(code: str, *arguments: object, **pipes: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", code, *map(str, (*arguments, Path(__file__).parent, TESTS, ROOT))]
+    command = [warm.python(), "-c", code, *map(str, (*arguments, Path(__file__).parent, TESTS, ROOT))]
     return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, **pipes)
 
 
@@ -1354,7 +1355,7 @@ def test_torchrun_needs_no_more_than_the_group(tmp_path):
     """The program of the documentation, with two processes."""
     script = tmp_path / "job.py"
     script.write_text(TORCHRUN)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
+    command = [warm.python(), "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", str(script)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from folders import ROOT, TESTS
 from sklearn.mixture import GaussianMixture
 from test_em import difference, generator, mixture, samples
@@ -460,7 +461,7 @@ def test_ranks_fit_what_one_process_fits(tmp_path, world):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(script)]
     run = subprocess.run(
-        [sys.executable, *command, str(TESTS), str(tmp_path)], env=environment, capture_output=True, text=True
+        [warm.python(), *command, str(TESTS), str(tmp_path)], env=environment, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr[-3000:]
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]

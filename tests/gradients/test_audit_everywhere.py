@@ -10,7 +10,6 @@ import os
 import queue
 import re
 import subprocess
-import sys
 import textwrap
 import threading
 import types
@@ -20,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo  # which replaces `torch.manual_seed`, and comes with the first transform of `torch.func`
+import warm
 from folders import ROOT
 from torch import nn
 
@@ -842,7 +842,8 @@ def test_a_compiled_program_is_audited_as_it_was_written():
 
 
 DISTRIBUTED = """
-import sys
+import sys, warnings
+warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from torch import nn
 from toolkit.gradients import audit
@@ -882,7 +883,7 @@ print("passed")
 def test_two_ranks_are_audited_each_and_still_reduce(tmp_path):
     script = tmp_path / "distributed.py"
     script.write_text(DISTRIBUTED)
-    command = [sys.executable, "-W", "ignore", str(script)]
+    command = [warm.python(), str(script)]
     ranks = [
         subprocess.Popen(
             [*command, str(rank), str(tmp_path / "meeting")],

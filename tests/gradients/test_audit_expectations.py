@@ -10,6 +10,7 @@ import tomllib
 
 import pytest
 import torch
+import warm
 from click.testing import CliRunner
 from folders import ROOT
 
@@ -322,21 +323,16 @@ for _ in range(3):
 
 def test_the_backward_passes_of_a_script(tmp_path):
     def run(*arguments):
-        command = [
-            sys.executable,
-            "-m",
-            "toolkit",
-            "audit",
-            "train.py",
-            "--step",
-            "2",
-            "--expect",
-            "a.toml",
-            *arguments,
-        ]
+        words = ["audit", "train.py", "--step", "2", "--expect", "a.toml", *arguments]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+            [warm.python(), "-m", "toolkit", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
 
     (tmp_path / "train.py").write_text(SCRIPT)

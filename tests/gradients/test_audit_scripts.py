@@ -3,10 +3,10 @@
 import json
 import os
 import subprocess
-import sys
 import textwrap
 
 import pytest
+import warm
 from folders import ROOT
 
 LOOP = """
@@ -51,7 +51,7 @@ def write(tmp_path):
 
 def _run(folder, *arguments, **environment):
     return subprocess.run(
-        [sys.executable, "-m", "toolkit", "audit", *arguments],
+        [warm.python(), "-m", "toolkit", "audit", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -79,7 +79,7 @@ def test_a_script_is_answered_and_computes_what_it_always_computes(write, tmp_pa
 
 def test_a_script_that_goes_on_ends_as_it_always_ends(write, tmp_path):
     write(LOOP)
-    plain = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    plain = subprocess.run([warm.python(), "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     found = _run(tmp_path, "train.py", "--step", "2", "--continue", "--verify")
     assert found.returncode == 0, found.stderr
     losses = [line for line in found.stderr.splitlines() if line.startswith("step")]

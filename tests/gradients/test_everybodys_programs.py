@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import warm
 from torch import nn
 
 from toolkit import audit, block, compare, is_blocked, stop_gradient, stop_recording, unblock
@@ -1195,7 +1196,7 @@ dist.destroy_process_group()
 
 
 def test_a_module_sharded_by_fsdp2_is_refused_in_one_sentence():
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", FSDP2], capture_output=True, text=True, timeout=600)
+    ran = subprocess.run([warm.python(), "-c", FSDP2], capture_output=True, text=True, timeout=600)
     sentences = [f"`loss` should run before `fully_shard`. Found {it} sharded by FSDP2." for it in ("net", "a module")]
     assert len(ran.stdout.splitlines()) == 2, ran.stderr
     assert set(ran.stdout.splitlines()) <= set(sentences)
@@ -1502,7 +1503,7 @@ for _ in range(3):
 
 
 def test_a_bounded_cache_stays_whole():
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", BOUNDED_CACHE], capture_output=True, text=True)
+    ran = subprocess.run([warm.python(), "-c", BOUNDED_CACHE], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import warm
 from folders import ROOT, TESTS
 from scipy import sparse
 from torch import Tensor
@@ -431,7 +432,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
     for wait in (0.0037, 0.0191):
         before = path.stat().st_mtime_ns if path.exists() else 0
         process = subprocess.Popen(
-            [sys.executable, "-c", KILLED, *map(str, (path, Path(__file__).parent, TESTS, ROOT))],
+            [warm.python(), "-c", KILLED, *map(str, (path, Path(__file__).parent, TESTS, ROOT))],
             env=environment,
             stdout=subprocess.PIPE,
             text=True,
@@ -1173,7 +1174,7 @@ def ranks(request, tmp_path_factory) -> tuple[list[dict], Path]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", RANK, *map(str, (rank, request.param, folder, Path(__file__).parent, TESTS, ROOT))],
+            [warm.python(), "-c", RANK, *map(str, (rank, request.param, folder, Path(__file__).parent, TESTS, ROOT))],
             env=environment,
             stderr=subprocess.PIPE,
             text=True,

@@ -7,12 +7,12 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from concurrent.futures import BrokenExecutor, Future
 
 import pytest
 import toy
+import warm
 from click.testing import CliRunner
 from folders import ROOT
 
@@ -214,7 +214,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(tmp_path):
     path, sign = toy.install("toy_stopped", tmp_path), tmp_path / "sign"
     options = ["run", str(path), "--results", str(tmp_path), "--jobs", "2", "--set", f"sign={sign}"]
     run = subprocess.Popen(
-        [sys.executable, "-c", MAIN, *options],
+        [warm.python(), "-c", MAIN, *options],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
     )  # fmt: skip
     try:

@@ -4,13 +4,13 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 
 import numpy as np
 import pytest
 import toy
+import warm
 from folders import ROOT
 
 from toolkit.runner._records import (
@@ -187,7 +187,7 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path, jobs
 
     def start():
         return subprocess.Popen(
-            [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [warm.python(), "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
     run = start()

@@ -1,0 +1,115 @@
+"""A process that starts warm is a process like any other, with torch in it already."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import warm
+
+pytestmark = pytest.mark.skipif(warm.python() == sys.executable, reason="here processes start cold")
+
+WHAT_A_PROGRAM_SEES = (
+    "import json, os, signal, sys; print(json.dumps([__name__, sys.argv, sys.path, os.getcwd(), sys.flags.optimize, "
+    "dict(os.environ), sys.stdin.read(), sys.stdout.line_buffering, sorted(os.listdir('/proc/self/fd'))[:3], "
+    "str(signal.getsignal(signal.SIGINT)), sys.dont_write_bytecode])); print('said', file=sys.stderr)"
+)
+IS_WARM = "import sys; print('torch' in sys.modules, 'toolkit' in sys.modules)"
+
+
+def _run(python, *arguments, **options):
+    return subprocess.run([python, *arguments], capture_output=True, text=True, **options)
+
+
+def _both(*arguments, **options):
+    """Return the status and the words of a program that starts warm, after a comparison with a plain start."""
+    found, expected = (_run(python, *arguments, **options) for python in (warm.python(), sys.executable))
+    assert (found.returncode, found.stdout, found.stderr) == (expected.returncode, expected.stdout, expected.stderr)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    (tmp_path / "package" / "inner.py").write_text(WHAT_A_PROGRAM_SEES + "\nprint(__spec__.name)\n")
+    (tmp_path / "program.py").write_text(WHAT_A_PROGRAM_SEES + "\nprint(__file__)\n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", WHAT_A_PROGRAM_SEES, "--a", "b"], ["-m", "package.inner", "-c"], ["package/../program.py", "-m"]],
+    ids=["code", "module", "file"],
+)
+def test_a_program_sees_what_it_sees_after_a_plain_start(arguments, folder):
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["/a", "/b"]), "OWN": "é\n'"}
+    assert _both(*arguments, cwd=folder, env=environment, input="asked\n").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys; sys.exit(7)",
+        "import sys; sys.exit('a reason')",
+        "def f(x):\n    return 1 / x\nf(0)",
+        "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "import os; os._exit(3)",
+        "import atexit; atexit.register(print, 'last'); raise SystemExit",
+        "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('late'))).start()",
+        "def f(:",
+    ],
+)
+def test_it_ends_as_after_a_plain_start(program):
+    _both("-c", program)
+
+
+def test_a_module_that_is_not_there():
+    assert "No module named nowhere" in _run(warm.python(), "-m", "nowhere").stderr
+
+
+def test_libraries_are_there_and_the_toolkit_is_not():
+    assert _run(warm.python(), "-c", IS_WARM).stdout == "True False\n"
+
+
+@pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "PYTHONHASHSEED", "MKL_CBWR", "TORCH_LOGS"])
+def test_another_environment_of_libraries_starts_python_itself(name):
+    assert _run(warm.python(), "-c", IS_WARM, env={**os.environ, name: "7"}).stdout == "False False\n"
+
+
+def test_options_of_python_start_python_itself():
+    assert _run(warm.python(), "-W", "error", "-c", IS_WARM).stdout == "False False\n"
+
+
+def test_its_own_python_is_warm_too():
+    program = f"import os, sys; os.execv(sys.executable, [sys.executable, '-c', {IS_WARM!r}])"
+    assert _run(warm.python(), "-c", program).stdout == "True False\n"
+
+
+def test_processes_that_it_spawns_are_warm_too(tmp_path):
+    (tmp_path / "program.py").write_text(
+        "import multiprocessing, sys\n"
+        "def is_warm(x):\n"
+        "    return x, 'torch' in sys.modules\n"
+        "if __name__ == '__main__':\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(is_warm, [4]))\n"
+    )
+    done = _run(warm.python(), "program.py", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "[(4, True)]\n"), done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_command_ends_the_copy(number):
+    program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    command = [warm.python(), "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        pid = int(process.stdout.readline())
+        process.send_signal(number)
+        assert process.stdout.read() == ""  # comes when the copy has closed it
+    assert process.returncode == -number
+    while Path(f"/proc/{pid}").exists():  # until its parent has noticed
+        time.sleep(0.01)
