@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(warm.python() == sys.executable, reason="here pr
 WHAT_A_PROGRAM_SEES = (
     "import json, os, signal, sys; print(json.dumps([__name__, sys.argv, sys.path, os.getcwd(), sys.flags.optimize, "
     "dict(os.environ), sys.stdin.read(), sys.stdout.line_buffering, sorted(os.listdir('/proc/self/fd'))[:3], "
-    "str(signal.getsignal(signal.SIGINT)), sys.dont_write_bytecode])); print('said', file=sys.stderr)"
+    "str(signal.getsignal(signal.SIGINT)), sys.dont_write_bytecode, sys.stdout.write_through])); "
+    "print('said', file=sys.stderr)"
 )
 IS_WARM = "import sys; print('torch' in sys.modules, 'toolkit' in sys.modules)"
 
@@ -42,8 +43,13 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["-c", WHAT_A_PROGRAM_SEES, "--a", "b"], ["-m", "package.inner", "-c"], ["package/../program.py", "-m"]],
-    ids=["code", "module", "file"],
+    [
+        ["-c", WHAT_A_PROGRAM_SEES, "--a", "b"],
+        ["-m", "package.inner", "-c"],
+        ["package/../program.py", "-m"],
+        ["-u", "program.py"],
+    ],
+    ids=["code", "module", "file", "at once"],
 )
 def test_a_program_sees_what_it_sees_after_a_plain_start(arguments, folder):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["/a", "/b"]), "OWN": "é\n'"}

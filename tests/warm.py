@@ -3,7 +3,7 @@
 `python()` returns a command to use in place of `sys.executable`. Its process has the arguments, folder, environment and
 files of any other, ends as any other, and dies with it. Two things differ: the libraries in `_LIBRARIES` are there
 already, and all copies hash strings alike. Tests of imports, of hashes and of memory start `sys.executable`. An
-environment that a library could read while it is imported starts Python itself, as do options other than -c and -m.
+environment that a library could read while it is imported starts Python itself, as do options other than -c, -m and -u.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ _CLIENT = """\
 import json, os, signal, socket, sys
 python, address = {python!r}, {address!r}
 found = {{name: value for name, value in os.environ.items() if name.startswith({read!r}) and name not in {taken!r}}}
-if found != {environment!r} or len(sys.argv) < 2 or sys.argv[1][0] == "-" and sys.argv[1] not in ("-c", "-m"):
+at_once = sys.argv[1:2] == ["-u"]
+words = sys.argv[1 + at_once :]
+if found != {environment!r} or not words or words[0][0] == "-" and words[0] not in ("-c", "-m"):
     os.execv(python, [python, *sys.argv[1:]])
 files = []
 for name in os.listdir("/proc/self/fd"):
@@ -54,7 +56,7 @@ for name in os.listdir("/proc/self/fd"):
         pass  # the folder itself, closed by now
 server = socket.socket(socket.AF_UNIX)
 server.connect(address)
-request = json.dumps([sys.argv, os.getcwd(), dict(os.environ), files]).encode()
+request = json.dumps([words, at_once, os.getcwd(), dict(os.environ), files]).encode()
 socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
 server.sendall(request)
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -114,14 +116,14 @@ def _serve(listener: socket.socket) -> socket.socket:
                 pass
 
 
-def _received(client: socket.socket) -> tuple[list[str], str, dict[str, str], dict[int, int]]:
-    """Return arguments, folder, environment, and files: their number there -> here."""
+def _received(client: socket.socket) -> tuple[list[str], bool, str, dict[str, str], dict[int, int]]:
+    """Return arguments, whether -u is one, folder, environment, and files: their number there -> here."""
     size, files, _, _ = socket.recv_fds(client, 8, _MOST_FILES)
     text = bytearray()
     while len(text) < int.from_bytes(size, "big"):
         text += client.recv(1 << 16)
-    arguments, folder, environment, numbers = json.loads(text)
-    return arguments, folder, environment, dict(zip(numbers, files, strict=True))
+    *request, numbers = json.loads(text)
+    return *request, dict(zip(numbers, files, strict=True))
 
 
 def _attend(client: socket.socket, child: int) -> None:
@@ -143,7 +145,7 @@ def _stream(number: int, *, at_once: bool) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_lines, write_through=at_once)
 
 
-def _take(files: dict[int, int], environment: dict[str, str], folder: str) -> None:
+def _take(files: dict[int, int], environment: dict[str, str], folder: str, *, at_once: bool) -> None:
     above = max(files, default=0) + 1
     kept = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for number, file in files.items()}
     for file in {0, 1, 2, *files.values()}:
@@ -152,7 +154,9 @@ def _take(files: dict[int, int], environment: dict[str, str], folder: str) -> No
         os.dup2(file, number)
         os.close(file)
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = _stream(number, at_once=bool(environment.get("PYTHONUNBUFFERED"))) if number in kept else None
+        stream = (
+            _stream(number, at_once=at_once or bool(environment.get("PYTHONUNBUFFERED"))) if number in kept else None
+        )
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
@@ -194,20 +198,20 @@ def _main(listener: socket.socket, executable: str) -> None:
     gc.collect()
     gc.freeze()  # a collection would copy all of this memory
     client = _serve(listener)
-    arguments, folder, environment, files = _received(client)
+    arguments, at_once, folder, environment, files = _received(client)
     if child := os.fork():
         for file in files.values():
             os.close(file)
         _attend(client, child)
     client.close()
-    _take(files, environment, folder)
+    _take(files, environment, folder, at_once=at_once)
     modules: dict[str, Any] = sys.modules
     modules["numpy"].random.seed()  # from the system, as at a start
     modules["multiprocessing"].set_executable(executable)
     modules["multiprocessing.process"].ORIGINAL_DIR = folder
-    sys.executable, sys.orig_argv = executable, arguments
+    sys.executable, sys.orig_argv = executable, [executable, *arguments]
     try:
-        _run(arguments[1:])
+        _run(arguments)
     except Exception as error:
         sys.excepthook(type(error), error.with_traceback(_without_us(error.__traceback__)), None)
         sys.exit(1)
