@@ -159,14 +159,19 @@ def _is_toml(text: str) -> bool:
     return True
 
 
-# Settings with a length of their own, however few the steps are.
-LENGTHS = {"estimators": "[]", "clean_steps": "1", "worst_steps": "2", "swept_steps": "[1, 4]"}
+# Settings with a length of their own, however few the steps are: as they begin in a config -> the override.
+LENGTHS = {
+    "estimators = ": "estimators=[]",
+    "clean_steps = ": "clean_steps=1",
+    "worst_steps = ": "worst_steps=2",
+    "swept_steps = ": "swept_steps=[1, 4]",
+    "attack_steps = [": "attack_steps=[1, 3]",
+}
 
 
 def two_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the overrides that make a config as short as its record allows, and measure no longer than needed."""
     monkeypatch.setattr(_comparison, "_TIMING_SECONDS", 0)
-    own = [
-        f"{key}={value}" for key, value in LENGTHS.items() if re.search(rf"^{key} =", path.read_text(), re.MULTILINE)
-    ]
+    text = f"\n{path.read_text()}"
+    own = [override for beginning, override in LENGTHS.items() if f"\n{beginning}" in text]
     return ["steps=2", "seeds=1", "evaluate_every=1", *own]
