@@ -6,10 +6,6 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
-
-from toolkit.runner import _comparison
-
 MODULE = '''
 """A toy: a straight line learns from its own predictions.
 
@@ -169,9 +165,8 @@ LENGTHS = {
 }
 
 
-def two_steps(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the overrides that make a config as short as its record allows, and measure no longer than needed."""
-    monkeypatch.setattr(_comparison, "_TIMING_SECONDS", 0)
+def two_steps(path: Path) -> list[str]:
+    """Return the overrides that make a config as short as its record allows."""
     text = f"\n{path.read_text()}"
     own = [override for beginning, override in LENGTHS.items() if f"\n{beginning}" in text]
     return ["steps=2", "seeds=1", "evaluate_every=1", *own]

@@ -75,19 +75,18 @@ class _Page(HTMLParser):
 @pytest.fixture(scope="session")
 def results(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        path = toy.install("toy_report", root)
-        toy.rewrite(path, root / "toy_broken.toml", ["kind=diverges", "title='A broken toy'"])
-        for name, values in (
-            ("toy_swept", ["kind=swept", "seeds=12", "steps=2"]),
-            ("toy_beside", ["kind=methods", "references={'elsewhere <b>1999</b>' = 0.25}"]),
-        ):
-            toy.rewrite(toy.install(name, root), root / f"{name}.toml", values)
-        for path in CONFIGS:
-            toy.rewrite(path, root / path.name, toy.two_steps(path, monkeypatch))
-        for path in root.glob("*.toml"):
-            run_config(load_config(path), root / "results")
-        run_config(load_config(root / "toy_report.toml", ["steps=3"]), root / "results")
+    path = toy.install("toy_report", root)
+    toy.rewrite(path, root / "toy_broken.toml", ["kind=diverges", "title='A broken toy'"])
+    for name, values in (
+        ("toy_swept", ["kind=swept", "seeds=12", "steps=2"]),
+        ("toy_beside", ["kind=methods", "references={'elsewhere <b>1999</b>' = 0.25}"]),
+    ):
+        toy.rewrite(toy.install(name, root), root / f"{name}.toml", values)
+    for path in CONFIGS:
+        toy.rewrite(path, root / path.name, toy.two_steps(path))
+    for path in root.glob("*.toml"):
+        run_config(load_config(path), root / "results")
+    run_config(load_config(root / "toy_report.toml", ["steps=3"]), root / "results")
     return root / "results"
 
 
