@@ -44,13 +44,14 @@ report: $(VENV)/installed-run
 	$(BIN)/stopgrad report
 
 # One process of tests a core; a file stays in one, with its fixtures, and the examples of a document, which build on
-# each other. Compiled tests are kept: to rewrite their assertions takes as long as to collect them.
+# each other. The order of files is that of `conftest.py`. Compiled tests are kept: to rewrite their assertions takes as
+# long as to collect them.
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses auto --dist loadscope
+	$(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder
 
 test-portable: $(VENV)/installed-test
 	$(BIN)/python tests/machines.py

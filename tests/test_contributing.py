@@ -55,6 +55,7 @@ def test_there_are_four_files():
     assert list(shown) == ["toolkit/irls.py", "experiments/irls.py", "configs/irls.toml", "tests/test_irls.py"]
 
 
+@pytest.mark.slow
 def test_they_pass_their_own_tests_and_all_that_is_asked_of_the_project(project):
     files = [str(path) for name in ("irls", *COMMON) for path in (project / "tests").rglob(f"test_{name}.py")]
     assert len(files) == 1 + len(COMMON)
