@@ -86,6 +86,11 @@ def test_another_environment_of_libraries_starts_python_itself(name):
     assert _run(warm.python(), "-c", IS_WARM, env={**os.environ, name: "7"}).stdout == "False False\n"
 
 
+def test_variables_that_libraries_set_do_not_matter():
+    environment = {**os.environ, "KMP_DUPLICATE_LIB_OK": "True", "TORCHINDUCTOR_CACHE_DIR": "/tmp"}
+    assert _run(warm.python(), "-c", IS_WARM, env=environment).stdout == "True False\n"
+
+
 def test_options_of_python_start_python_itself():
     assert _run(warm.python(), "-W", "error", "-c", IS_WARM).stdout == "False False\n"
 

@@ -35,6 +35,7 @@ _READ_ON_IMPORT = (
     *("TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_COMPILE_", "TORCH_LOGS", "TORCH_SHOW_"),
 )
 _TAKEN_OVER = ("PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "PYTHONUNBUFFERED")
+_SET_BY_LIBRARIES = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK", "TORCHINDUCTOR_CACHE_DIR")  # when imported
 _MOST_FILES = 250  # that one message can hand over
 
 # Needs nothing but the standard library, and 20 ms. Signals and the end of this process are the copy's too.
@@ -85,9 +86,13 @@ def python(executable: str = sys.executable) -> str:
     client = _CLIENT.format(
         python=executable,
         address=str(folder / "socket"),
-        environment={name: value for name, value in environment.items() if name.startswith(_READ_ON_IMPORT)},
+        environment={
+            name: value
+            for name, value in environment.items()
+            if name.startswith(_READ_ON_IMPORT) and name not in _SET_BY_LIBRARIES
+        },
         read=_READ_ON_IMPORT,
-        taken=_TAKEN_OVER,
+        taken=(*_TAKEN_OVER, *_SET_BY_LIBRARIES),
     )
     (folder / "python").write_text(client, encoding="utf-8")
     (folder / "python").chmod(0o700)
