@@ -102,6 +102,12 @@ def test_gates_and_real_removal_agree_bit_for_bit(path):
         assert all(torch.equal(found[name], removed[name]) for name in removed)
 
 
+def test_the_last_step_is_evaluated_too(tmp_path):
+    run_config(load_config(toy.install("toy_last", tmp_path), ["seeds=1", "steps=5"]), tmp_path / "results")
+    ((record,),) = (found.records for found in read_all(tmp_path / "results"))
+    assert record.data["variants"][BLOCKED]["steps"] == [0, 2, 4, 5]
+
+
 def test_variants_with_another_first_loss_are_an_error(tmp_path, monkeypatch):
     loaded = load_config(toy.install("toy_unfair", tmp_path), ["kind=unfair"])
     with pytest.raises(RunError, match="the first loss should not depend on a block"):

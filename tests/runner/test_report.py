@@ -48,6 +48,7 @@ from toolkit.runner._report import (
     _sentence,
     _sweep,
     _turn,
+    experiment_view,
     training_effect,
 )
 from toolkit.runner._site import _size, write_single, write_site
@@ -109,6 +110,15 @@ def test_every_block_stands_there_with_its_reason_and_verdict(results, parsed):
         for name, why in data["blocks"].items():
             assert name in text
             assert why in text
+
+
+def test_every_objective_has_its_direction(results):
+    directions = set()
+    for found in read_all(results):
+        higher = found.records[-1].data["objective"]["higher_is_better"]
+        assert experiment_view(found).better == f"{'higher' if higher else 'lower'} is better"
+        directions.add(higher)
+    assert directions == {True, False}
 
 
 def test_what_users_write_is_escaped(page):
