@@ -166,7 +166,7 @@ def test_many_rows_at_once_do_not_saturate_the_hidden_units():
 
 def test_learning_rate_falls_to_zero_only_if_asked():
     x = np.tile([[1.0, 0.0, 1.0]], (10, 1))
-    options = {"method": "exact", "n_iter": 4, "learning_rate": 0.3, "random_state": 5, "offset_rate": None}
+    options = {"method": "exact", "n_iter": 4, "learning_rate": 0.01, "random_state": 5, "offset_rate": None}
     changes = {}
     for schedule in ("constant", "linear"):
         seen = []
@@ -213,10 +213,12 @@ def test_real_numbers_in_their_own_units_out_of_the_box(name):
     assert ((found.variance_ > 0) & (found.variance_ < 1.5 * train.var(0))).all()
 
 
-def test_training_starts_at_the_frequencies_of_the_data():
+def test_training_starts_at_the_frequencies_of_the_data_but_at_zero_in_few_epochs(monkeypatch):
     x = patterns()
-    found = BernoulliRBM(2, n_iter=0).fit(x)
-    assert np.allclose(expit(found.intercept_visible_), (x.sum(0) + 1) / (len(x) + 2), rtol=1e-12)
+    assert not BernoulliRBM(2, n_iter=0).fit(x).intercept_visible_.any()
+    monkeypatch.setattr(BernoulliRBM, "_epochs", lambda self, n_batches: 0)
+    for found in (BernoulliRBM(2).fit(x), BernoulliRBM(2, learning_rate=1e-14).partial_fit(x)):
+        assert np.allclose(expit(found.intercept_visible_), (x.sum(0) + 1) / (len(x) + 2), rtol=1e-12)
     x = reals()
     found = GaussianRBM(2, n_iter=0).fit(x)
     assert np.allclose(found.intercept_visible_, x.mean(0), rtol=1e-12)
@@ -907,10 +909,10 @@ def test_default_learning_rate_and_length(n_features, rate):
 @pytest.mark.parametrize(
     ("given", "rate", "batch_size", "n_iter"),
     [
-        ({"learning_rate": 0.2}, 1.5 * 0.2, 10, 10),
-        ({"batch_size": 5}, 1.5 * 0.1, 5, 10),
-        ({"n_iter": 3}, 1.5 * 0.1, 10, 3),
-        ({"learning_rate": 0.2, "batch_size": 5, "n_iter": 4}, 1.5 * 0.2, 5, 4),
+        ({"learning_rate": 0.2}, 2 * 0.2, 10, 10),
+        ({"batch_size": 5}, 2 * 0.1, 5, 10),
+        ({"n_iter": 3}, 2 * 0.1, 10, 3),
+        ({"learning_rate": 0.2, "batch_size": 5, "n_iter": 4}, 2 * 0.2, 5, 4),
     ],
     ids=str,
 )
@@ -934,15 +936,12 @@ def test_an_argument_of_scikit_learn_gives_a_fit_of_its_length(given, rate, batc
 
 @pytest.mark.parametrize("values", ["grey", "binary"])
 @pytest.mark.parametrize(
-    ("given", "margin"),
-    [({"n_iter": 10}, 0.008), ({"learning_rate": 0.06}, 0.008), ({"n_iter": 30}, 0.02), ({"batch_size": 50}, 0.03)],
+    "given",
+    [{"n_iter": 10}, {"learning_rate": 0.06}, {"learning_rate": 0.3}, {"n_iter": 30}, {"batch_size": 50}],
     ids=str,
 )
-def test_with_arguments_of_scikit_learn_features_and_likelihood_are_no_worse(given, margin, values):
-    """Of three seeds, on held-out digits; a mean accuracy has a standard error of 0.008, a likelihood of 0.2 nats.
-
-    With many epochs or large batches the features of scikit-learn's machine are better by up to 0.02.
-    """
+def test_with_arguments_of_scikit_learn_features_and_likelihood_are_no_worse(given, values):
+    """Of three seeds, on held-out digits; a mean accuracy has a standard error of 0.008, a likelihood of 0.2 nats."""
     x, y = bundled.load_digits(return_X_y=True)
     x = x / 16 if values == "grey" else (x >= 8).astype(float)
     order = np.random.RandomState(0).permutation(len(x))
@@ -955,7 +954,7 @@ def test_with_arguments_of_scikit_learn_features_and_likelihood_are_no_worse(giv
         accuracy[machine] = np.mean(scores)
         small = [machine(12, random_state=seed, **given).fit(x[train]) for seed in range(3)]
         likelihood[machine] = np.mean([exact_mean_of(m, x[held_out]) for m in small])
-    assert accuracy[BernoulliRBM] > accuracy[Theirs] - margin
+    assert accuracy[BernoulliRBM] > accuracy[Theirs] - 0.008
     assert likelihood[BernoulliRBM] > likelihood[Theirs]
 
 
@@ -979,12 +978,16 @@ def test_a_long_fit_says_once_how_long_it_takes(monkeypatch, capsys):
 
 
 def test_the_same_random_state_gives_nearby_machines_in_both_precisions():
-    """Until rounding decides a draw: in 5 of 6 seeds weights of up to 2.2 are within 3e-5."""
+    """Until rounding decides a draw: weights of up to 0.7 are within 1e-5 in 7 of 7 seeds at this rate.
+
+    From biases of zero at a rate of 0.1 or more, the units part so fast that rounding decides some draw.
+    """
     x = (bundled.load_digits().data[:600] >= 8).astype(np.float64)
     distances = []
     for seed in range(5):
         machines = [
-            BernoulliRBM(8, n_iter=10, random_state=seed).fit(x.astype(kind)) for kind in (np.float32, np.float64)
+            BernoulliRBM(8, learning_rate=0.05, random_state=seed).fit(x.astype(kind))
+            for kind in (np.float32, np.float64)
         ]
         distances.append(np.abs(machines[0].components_ - machines[1].components_).max())
     assert np.median(distances) < 1e-3

@@ -157,6 +157,9 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         """Return visible units of the machine as rows."""
         return visible
 
+    def _set_start(self, rbm: RBM) -> None:
+        """Change the parameters at which `fit` starts."""
+
     def _after_step(self, rbm: RBM) -> None:
         """Project the parameters onto their valid range."""
 
@@ -201,6 +204,7 @@ class BaseRBM(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
         self._generator, self._form, self._n_batches = generator, form, 0
         self._most_chains = max(rows.n_rows, _CHAINS)
         rbm = self._new_machine(rows)
+        self._set_start(rbm)
         batch_size = min(self._rows_of_a_batch(), rows.n_rows)
         n_batches = math.ceil(rows.n_rows / batch_size)
         epochs, rate = self._epochs(n_batches), self._rate(rbm.n_visible)

@@ -33,7 +33,7 @@ _RATE, _HIGHEST_RATE, _OFFSET_RATE = 3.2, 0.4, 0.1
 _BATCH, _UPDATES, _LEAST_EPOCHS = 100, 30_000, 10
 
 # scikit-learn's, for fits with one of its arguments. Steps are longer, because they shrink in the second half.
-_THEIR_EPOCHS, _THEIR_BATCH, _THEIR_RATE, _LONGER = 10, 10, 0.1, 1.5
+_THEIR_EPOCHS, _THEIR_BATCH, _THEIR_RATE, _LONGER = 10, 10, 0.1, 2
 
 # Numbers of a block of the pseudo-likelihood, (B, D, H).
 _BLOCK = 2**20
@@ -52,9 +52,9 @@ class BernoulliRBM(BaseRBM):
       also for a smaller last batch, and for a batch of any size in `partial_fit`, which returns the estimator.
     - **Training.** It starts at visible biases with the frequencies of the data, and uses centred gradients with weight
       decay. The learning rate falls to 0, and there are more updates, for the best likelihood. With one of
-      `learning_rate`, `batch_size` and `n_iter`, the others are scikit-learn's, and so are plain gradients.
-      scikit-learn's own training is ``learning_rate=0.1, batch_size=10, n_iter=10, offset_rate=None, weight_decay=0,
-      schedule="constant"``.
+      `learning_rate`, `batch_size` and `n_iter`, the others are scikit-learn's, and so are plain gradients and visible
+      biases of `fit` that start at 0. scikit-learn's own training is ``learning_rate=0.1, batch_size=10, n_iter=10,
+      offset_rate=None, weight_decay=0, schedule="constant"``.
     - **`score_samples`** is deterministic: the expectation of scikit-learn's score, which draws one feature at random.
     - **Data** must be between 0 and 1 in training and in scores. Other values raise an error, unless `binarize` is
       given.
@@ -85,7 +85,7 @@ class BernoulliRBM(BaseRBM):
             gradients. ``"auto"``: None if `learning_rate`, `batch_size` or `n_iter` is given, else 0.1.
         weight_decay: Factor of the penalty, half the squared weights.
         schedule: ``"linear"``: the learning rate falls to 0 over the epochs. ``"constant"``: it stays the same. None:
-            1.5 times the rate, which falls in the second half, if `learning_rate`, `batch_size` or `n_iter` is given;
+            twice the rate, which falls in the second half, if `learning_rate`, `batch_size` or `n_iter` is given;
             else ``"linear"``.
         average_from: The fraction of training after which parameters are averaged; the result is their mean. None: the
             last parameters.
@@ -248,6 +248,10 @@ class BernoulliRBM(BaseRBM):
     def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
         count = torch.stack([self._to_training(block).sum(0, dtype=torch.float64) for block in rows.blocks()]).sum(0)
         return {"visible_bias": ((count + 1) / (rows.n_rows - count + 1)).log()}
+
+    def _set_start(self, rbm: RBM) -> None:
+        if self._is_short:  # biases of the data leave less to the weights, whose features are worse after few epochs
+            rbm.visible_bias.zero_()
 
     def _to_machine(self, block: Tensor) -> Tensor:
         if self.binarize is not None:
