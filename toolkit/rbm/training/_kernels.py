@@ -48,6 +48,7 @@ class Phases:
         counts = (m, -1 / max(m, 1)), (len(self.hidden) - m, 1 / max(len(self.hidden) - m, 1))
         self.share = torch.cat([self.hidden.new_full((count,), share) for count, share in counts])
         self.share_column, self.positive_share = self.share[:, None], self.share[m:]
+        self.ones = torch.ones_like(self.share)
         self.statistic_mT, self.hidden_mT = self.statistic.mT, self.hidden.mT
         self.positive_mT = self.statistic[m:].mT, self.hidden[m:].mT
 

@@ -273,20 +273,19 @@ class FusedTrainer:
         phases.statistic.sub_(self._offsets[0])
         phases.hidden.sub_(self._offsets[1])
 
-    def _biases(self, phases: Phases) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the weighted hidden rows, and the weights of the statistic and of the hidden rows for the biases.
+    def _weighted(self, phases: Phases) -> tuple[Tensor, Tensor]:
+        """Weigh the hidden rows in place; return the weights of the statistic and of these rows for the biases.
 
         In centred coordinates the biases also move with the weights. With C the update of W, the updates of the plain
         biases are the updates of the centred biases less C lambda, and less C^T mu. The shares add up to 0, so the
         offsets in the rows do not change the rest.
         """
-        share = phases.share
-        weighted = phases.hidden * phases.share_column
+        phases.hidden.mul_(phases.share_column)
         if self._offsets is None:
-            return weighted, share, share
+            return phases.share, phases.ones
         visible_offset, hidden_offset = self._offsets
-        of_statistic = torch.addmv(share, weighted, hidden_offset, alpha=-1)
-        return weighted, of_statistic, torch.addcmul(share, share, phases.statistic @ visible_offset, value=-1)
+        of_statistic = torch.addmv(phases.share, phases.hidden, hidden_offset, alpha=-1)
+        return of_statistic, torch.addmv(phases.ones, phases.statistic, visible_offset, alpha=-1)
 
     def _decay(self, learning_rate: float) -> float:
         """Move the biases with the decay of the weights in centred coordinates; return the remaining part of W."""
@@ -304,21 +303,21 @@ class FusedTrainer:
         for name, value in phases.other_gradients(self.rbm).items():
             getattr(self.rbm, name).add_(value, alpha=learning_rate)
         weights, visible_bias, hidden_bias = parameters_of(self.rbm)
-        weighted, of_statistic, of_hidden = self._biases(phases)
+        of_statistic, of_hidden = self._weighted(phases)
         left = self._decay(learning_rate)
         visible_bias.addmv_(phases.statistic_mT, of_statistic, alpha=learning_rate)
         hidden_bias.addmv_(phases.hidden_mT, of_hidden, alpha=learning_rate)
-        weights.addmm_(phases.statistic_mT, weighted, beta=left, alpha=learning_rate)
+        weights.addmm_(phases.statistic_mT, phases.hidden, beta=left, alpha=learning_rate)
 
     def _collect(self, phases: Phases) -> None:
         """Write the update into its buffer."""
         assert self._update is not None
         for name, value in phases.other_gradients(self.rbm).items():
             self._update[name].copy_(value)
-        weighted, of_statistic, of_hidden = self._biases(phases)
+        of_statistic, of_hidden = self._weighted(phases)
         torch.mv(phases.statistic_mT, of_statistic, out=self._update["visible_bias"])
         torch.mv(phases.hidden_mT, of_hidden, out=self._update["hidden_bias"])
-        torch.mm(phases.statistic_mT, weighted, out=self._update["weights"])
+        torch.mm(phases.statistic_mT, phases.hidden, out=self._update["weights"])
         if self.group is not None:
             all_reduce(self._flat, group=self.group)
 
