@@ -21,6 +21,7 @@ from torch.nn.functional import one_hot, softplus
 
 from toolkit._checks import integer, number
 from toolkit.blocks import carries_gradient, no_graph
+from toolkit.rbm.machine.uniform import fill_uniform
 
 __all__ = ["Bernoulli", "Categorical", "Gaussian", "Layer", "Rectified", "log_one_plus_exp"]
 
@@ -483,7 +484,7 @@ def draw_bernoulli(mean: Tensor, generator: torch.Generator | None) -> Tensor:
 
     The uniform numbers are multiples of 2^-24 in every dtype: the same generator draws the same for all.
     """
-    uniform = torch.empty(mean.shape, dtype=torch.float32, device=mean.device).uniform_(generator=generator)
+    uniform = fill_uniform(torch.empty(mean.shape, dtype=torch.float32, device=mean.device), generator)
     if not carries_gradient(mean):
         return (uniform < mean).to(mean.dtype)
     # In the graph, with a derivative of zero: the ceiling of a number in (-1, 1] is 1 if it is positive. -0 + 0 = 0.

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from toolkit.rbm.machine.layers import Gaussian
 from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.uniform import fill_uniform, room_for_bits
 
 __all__ = ["BernoulliKernel", "Kernel", "LayerKernel", "Phases", "parameters_of"]
 
@@ -177,6 +178,7 @@ class BernoulliKernel:
         self._hidden = like.new_empty(negatives + batch_size, rbm.n_hidden)
         size = negatives * max(rbm.n_columns, rbm.n_hidden)
         self._uniform = None if like.dtype == torch.float32 else like.new_empty(size, dtype=torch.float32)
+        self._bits = like.new_empty(room_for_bits(size), dtype=torch.int64) if like.is_cpu else None
         self._views: dict[int, _Views] = {}
         self._swaps: Swaps | None = None
         if betas is not None and len(betas) > 1:
@@ -210,7 +212,7 @@ class BernoulliKernel:
         self._products.use(rbm, fast, None if self._swaps is None else self._reference)
 
         def draw(mean: Tensor, uniform: Tensor, out: Tensor) -> None:
-            torch.lt(uniform.uniform_(generator=generator), mean, out=out)
+            torch.lt(fill_uniform(uniform, generator, self._bits), mean, out=out)
 
         views.positive.copy_(data)
         if not self._persistent:
