@@ -24,7 +24,7 @@ _SMALL = 1 << 12
 # Up to this probability y the fused kernel of log-softmax and its derivative lose at most 1 / (1 - y) = 16 roundoffs.
 _SURE = math.log(15 / 16)
 _PLAIN = (Tensor, torch.nn.Parameter)
-HALF = (torch.float16, torch.bfloat16)
+HALF, _FULL = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 # Classes up to which any pivot is good enough.
 _FEW = 32
 
@@ -79,7 +79,7 @@ def small_probabilities(x: Tensor, dim: int) -> Tensor | None:
         top = y.argmax(dim, keepdim=True)
 
         def centred(cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None]:
-            (g,) = cotangents
+            g = cotangents[0]
             return (None if g is None else g - g.gather(dim, top),)
 
         # Of the node and not of `y`: a gradient by `y` itself has to stay. It does not keep `y`, which keeps the node.
@@ -295,7 +295,7 @@ def _may_look(x: Tensor) -> bool:
 
 def is_small(x: Tensor) -> bool:
     """Return whether `x` is so small that calls take the time, in no half precision, and values may be read."""
-    return 0 < x.numel() <= _SMALL and x.dim() > 0 and x.dtype not in HALF and _may_look(x)
+    return 0 < x.numel() <= _SMALL and x.dim() > 0 and x.dtype in _FULL and _may_look(x)
 
 
 def _in_pieces(x: Tensor, dim: int) -> bool:
