@@ -56,6 +56,11 @@ def test_only_a_row_shares_its_last_bits():
     assert len(set(last[:, 0].tolist())) > 100
 
 
+def test_narrow_rows_share_nothing():
+    last = (_draw(0, 2**12, 4) * 2**24).long() % 2**8
+    assert (last != last[:, :1]).any()
+
+
 def test_memory_for_bits_changes_nothing():
     bits = torch.ones(N, dtype=torch.int64)
     assert torch.equal(fill_uniform(torch.empty(N), torch.Generator().manual_seed(0), bits), _draw(0))
