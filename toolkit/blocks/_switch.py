@@ -187,15 +187,20 @@ def set_prefix_when_compiled(token: object, prefix: str | None) -> None:
 def entered(change: Callable[[State], State], opened: Collection[str] = ()) -> Iterator[None]:
     """Change this thread's state, and count the blocks that are open in any thread for compiled code."""
     _count(+1, opened)
-    current.set(_changed((*current.get().changes, change)))
+    before = current.get()
+    inside = change(before)._replace(changes=(*before.changes, change))
+    current.set(inside)
     try:
         yield
     finally:
-        current.set(_changed(tuple(other for other in current.get().changes if other is not change)))
+        now = current.get()
+        current.set(before if now is inside else _without(now, change))
         _count(-1, opened)
 
 
-def _changed(changes: tuple[Callable[[State], State], ...]) -> State:
+def _without(now: State, change: Callable[[State], State]) -> State:
+    """Return a state without a change that is not its last one."""
+    changes = tuple(other for other in now.changes if other is not change)
     state = NORMAL
     for change in changes:
         state = change(state)
