@@ -12,7 +12,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge
 
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, is_foreign, reachable_nodes
 from toolkit.gradients._program import (
+    ALONE,
     CONSTANT,
     Answer,
     Parameters,
@@ -389,23 +390,32 @@ class ProgramAnswers(Answers):
         return min(rounding(parameter.dtype) for parameter in self.params.values())
 
 
+@contextmanager
 def answers_of(
     loss: Callable[[], Tensor],
     params: Parameters,
     around: Callable[[Snapshot], AbstractContextManager[Any]] = nullcontext,
     sparing: Sparing = lambda _: nullcontext(False),
-) -> ProgramAnswers:
-    """Run a loss function, and answer for it.
+) -> Iterator[ProgramAnswers]:
+    """Run a loss function, and answer for it, most cheaply inside of the ``with``.
 
     Every run except the plain one is inside of `around`. If a run with open blocks fails, `sparing` may exempt the
     cause.
     """
-    answers = ProgramAnswers(Program(loss, params, around), sparing)
-    if answers.differs:  # by state in the globals of a package, perhaps
-        again = ProgramAnswers(Program(loss, params, around, everywhere=True), sparing)
-        answers = answers if again.reason else again
-        answers.remarks += [] if again.reason else [_MOVED]
-    return answers
+    with ALONE, ExitStack() as session:
+
+        def begun(*, everywhere: bool = False) -> ProgramAnswers:
+            program = Program(loss, params, around, everywhere=everywhere)
+            session.enter_context(program.snapshot.session())
+            return ProgramAnswers(program, sparing)
+
+        answers = begun()
+        if answers.differs:  # by state in the globals of a package, perhaps
+            session.close()
+            again = begun(everywhere=True)
+            answers = answers if again.reason else again
+            answers.remarks += [] if again.reason else [_MOVED]
+        yield answers
 
 
 def sentence(error: Exception) -> str:

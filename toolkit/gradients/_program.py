@@ -17,6 +17,7 @@ from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, gate_of, is_foreign
 from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
 
 __all__ = [
+    "ALONE",
     "CONSTANT",
     "Answer",
     "Parameters",
@@ -34,8 +35,8 @@ Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
 CONSTANT = "`loss` should depend on a tensor that requires a gradient. Found a constant."
 """The error for a loss without a graph."""
 
-# Random numbers and modules belong to the whole process, so only one thread runs a program at a time.
-_alone = threading.RLock()
+ALONE = threading.RLock()
+"""Random numbers and modules belong to the whole process, so only one thread runs a program at a time."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class Program:
     def aside(self, *, around: bool = True, runs: bool = True) -> Iterator[Any]:
         """Let the program, or a derivative of it, run alone in its process and without side effects."""
         one_thread = torch.autograd.set_multithreading_enabled(False)
-        with _alone, self.snapshot.set_aside(runs=runs) as moved, without_compiled_code(), torch.enable_grad():
+        with ALONE, self.snapshot.set_aside(runs=runs) as moved, without_compiled_code(), torch.enable_grad():
             with one_thread, gated(None), self._around(self.snapshot) if around else nullcontext():
                 torch.clear_autocast_cache()  # casts of an earlier run belong to its graph
                 try:

@@ -133,6 +133,33 @@ class Snapshot:
         self._data = {id(t) for t in self._tensors if id(t) not in small and t.nbytes > _LARGEST_STATE}
         self._names = {id(t): name for name, t in parts.tensors.items()}
         self._values: list[Kept] | None = self._kept_now()
+        self._is_lent = self._draws_anew = False
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Restore random numbers and state in Python at the end of a ``with``, once for all runs inside of it."""
+        if self._is_lent:
+            yield
+            return
+        now = _RandomState(self._parts.generators)
+        state = [taken if taken.is_held() else taken.holder.taken() for taken in self._state]
+        self._is_lent, self._draws_anew = True, now.equals(self._random)
+        try:
+            with ExitStack() as stack:
+                stack.callback(now.restore)
+                stack.callback(_put_back, state)
+                yield
+        finally:
+            self._is_lent = False
+
+    def _lend(self, *, runs: bool) -> None:
+        """Restore random numbers and state in Python for a run, or state alone for a derivative."""
+        iterators: dict[int, Any] = {}
+        for taken in self._state:
+            taken.lend(iterators)
+        if runs and not self._draws_anew:
+            self._random.restore()
+        self._draws_anew = False
 
     @contextmanager
     def set_aside(self, *, runs: bool = True) -> Iterator[_Moved]:
@@ -145,20 +172,14 @@ class Snapshot:
             runs: Whether the program runs; otherwise only a derivative of an earlier run is taken, which changes no
                 values.
         """
-        now, moved = _RandomState(self._parts.generators), _Moved()
+        moved = _Moved()
         if self._values is None and runs:
             self._values = self._kept_now()
         initial = self._values if runs and self._values is not None else []
-        state = [holder.taken() for holder in self._parts.state]
         values = [kept.again() for kept in initial if kept.is_touched()]
         leaves = [(leaf, leaf.grad, leaf.requires_grad) for leaf in self.leaves if leaf.is_leaf]
-        with ExitStack() as stack:
-            stack.callback(now.restore)
-            stack.callback(_put_back, state)
-            iterators: dict[int, Any] = {}
-            for taken in self._state:
-                taken.lend(iterators)
-            self._random.restore()
+        with self.session():
+            self._lend(runs=runs)
             for kept in initial if values else ():
                 kept.put_back()
             for leaf, gradient, _ in leaves if runs else ():
@@ -268,6 +289,15 @@ class _RandomState:
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._generators = [(generator, _get_state(generator)) for generator in generators]
 
+    def equals(self, other: _RandomState) -> bool:
+        """Return whether all draws will be the same."""
+        return (
+            self._python == other._python
+            and all(map(np.array_equal, self._numpy, other._numpy))
+            and torch.equal(self._torch, other._torch)
+            and not (self._cuda or other._cuda or self._generators or other._generators)
+        )
+
     def restore(self) -> None:
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
@@ -302,25 +332,28 @@ class _Taken:
 
     holder: Holder
     held: Any
+    moves: bool
+
+    def is_held(self) -> bool:
+        return self.holder.holds(self.held)
 
     def put_back(self) -> None:
-        if not self.holder.holds(self.held):
+        if not self.is_held():
             self.holder.hold(self.held)
 
     def lend(self, copies: dict[int, Any]) -> None:
         """Restore the content for a run, with copies of iterators, because iterators cannot be reset."""
-        lent = self.holder.lent(self.held, copies)
-        if lent is self.held:
-            self.put_back()
+        if self.moves:
+            self.holder.hold(self.holder.lent(self.held, copies))
         else:
-            self.holder.hold(lent)
+            self.put_back()
 
 
 def _put_back(state: Iterable[_Taken]) -> None:
     """Put back what is no more as it was, also when something else raises."""
     with ExitStack() as stack:
         for taken in state:
-            if not taken.holder.holds(taken.held):
+            if not taken.is_held():
                 stack.callback(taken.put_back)
 
 
@@ -332,7 +365,8 @@ class Holder:
 
     def taken(self) -> _Taken:
         """Return the present content."""
-        return _Taken(self, self.held())
+        held = self.held()
+        return _Taken(self, held, any(type(value) in _COPIED for value in self.values(held)))
 
     def held(self) -> Any:
         """Return the content in a form that does not change with the holder."""
@@ -345,6 +379,10 @@ class Holder:
     def hold(self, held: Any) -> None:
         """Set the content."""
         raise NotImplementedError
+
+    def values(self, held: Any) -> Iterable[Any]:
+        """Return the objects in a content."""
+        return (held,)
 
     def lent(self, held: Any, copies: dict[int, Any]) -> Any:
         """Return the content, with copies in place of iterators."""
@@ -375,9 +413,11 @@ def _can_be_copied(value: Any) -> bool:
 class _Sequence(Holder):
     """A list, a deque."""
 
+    def values(self, held: Any) -> Iterable[Any]:
+        return held  # type: ignore[no-any-return]
+
     def lent(self, held: Any, copies: dict[int, Any]) -> Any:
-        moves = any(type(value) in _COPIED for value in held)
-        return [_copied(value, copies) for value in held] if moves else held
+        return [_copied(value, copies) for value in held]
 
     def held(self) -> Any:
         return list(self.owner)
@@ -394,9 +434,11 @@ class _Sequence(Holder):
 class _Mapping(Holder):
     """A dict, or the attributes of an object."""
 
+    def values(self, held: Any) -> Iterable[Any]:
+        return held.values()  # type: ignore[no-any-return]
+
     def lent(self, held: Any, copies: dict[int, Any]) -> Any:
-        moves = any(type(value) in _COPIED for value in held.values())
-        return {key: _copied(value, copies) for key, value in held.items()} if moves else held
+        return {key: _copied(value, copies) for key, value in held.items()}
 
     def held(self) -> Any:
         return dict(self.owner.items())

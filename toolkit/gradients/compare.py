@@ -404,7 +404,8 @@ def compare(
         >>> print(comparison["doc.scale"].verdict)
         partial
     """
-    comparison = Comparison(answers_of(loss, params), blocks)
+    with answers_of(loss, params) as answers:
+        comparison = Comparison(answers, blocks)
     if comparison.reason:
         raise RuntimeError(f"`loss` should do the same each time it runs. Found {comparison.reason}.")
     return comparison

@@ -57,19 +57,19 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
     bare = BareBlocks()
     with bare.replaced():  # raises an error inside of another audit
         pass
-    answers = answers_of(loss, params, bare.replaced, bare.sparing)
-    comparison = Comparison(answers, nested=bare.nested)
-    kept = [] if comparison.reason else _kept_from_earlier_calls(answers)
-    cached = [f"the results of {name}" for name in answers.program.parts.cached]
-    known = ", ".join(cached + kept)
-    return Audit(
-        comparison,
-        bare,
-        graph=lambda: graph_of(answers.program, answers.params),
-        remarks=[f"kept from an earlier call, and not audited: {known}"] if known else [],
-        closed=_hidden_changes(answers, comparison, bare),
-        unreached={} if comparison.reason else _endings(answers, comparison, bare),
-    )
+    with answers_of(loss, params, bare.replaced, bare.sparing) as answers:
+        comparison = Comparison(answers, nested=bare.nested)
+        kept = [] if comparison.reason else _kept_from_earlier_calls(answers)
+        cached = [f"the results of {name}" for name in answers.program.parts.cached]
+        known = ", ".join(cached + kept)
+        return Audit(
+            comparison,
+            bare,
+            graph=lambda: graph_of(answers.program, answers.params),
+            remarks=[f"kept from an earlier call, and not audited: {known}"] if known else [],
+            closed=_hidden_changes(answers, comparison, bare),
+            unreached={} if comparison.reason else _endings(answers, comparison, bare),
+        )
 
 
 def _kept_from_earlier_calls(answers: ProgramAnswers) -> list[str]:
