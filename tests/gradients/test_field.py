@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from toolkit import em, stop_gradient, stop_recording
+from toolkit import audit, compare, em, stop_gradient, stop_recording, unblock
 from toolkit.gradients import field_jacobian
 
 Program = Callable[..., Tensor]
@@ -602,3 +602,19 @@ WRONG = {
 def test_a_wrong_argument_is_named(error, message: str, call) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.parametrize("ask", [field_jacobian, compare, audit])
+def test_a_question_inside_of_unblock_is_refused_in_a_sentence(ask):
+    w = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
+
+    def loss():
+        return (w - stop_gradient(2 * w, "test_field.inside")).square().sum()
+
+    loss()
+    with pytest.raises(RuntimeError, match="should not be around a function that opens and closes blocks itself"):
+        with unblock("test_field.inside"):
+            ask(loss, w)
+    with unblock("test_field.inside"):  # and none if the block is reached beside the question
+        ask(loss, w)
+        loss()

@@ -44,6 +44,12 @@ class Gates(ABC):
 Watch = Callable[[Tensor, str, Site], None]
 
 
+class Reached(set[str]):
+    """The blocks that were reached while they were open, and whether a comparison ran meanwhile, which closes them."""
+
+    is_compared = False
+
+
 class State(NamedTuple):
     """The differences from the normal case in this thread: open blocks, gates, the prefix of ad-hoc names.
 
@@ -52,7 +58,7 @@ class State(NamedTuple):
     """
 
     open: frozenset[str] = frozenset()
-    reached: tuple[set[str], ...] = ()
+    reached: tuple[Reached, ...] = ()
     gates: Gates | None = None
     compares: bool = False
     watches: tuple[Watch, ...] = ()
@@ -86,10 +92,10 @@ def is_quiet() -> bool:
 
 
 @contextmanager
-def opened(*names: Block | str) -> Iterator[set[str]]:
+def opened(*names: Block | str) -> Iterator[Reached]:
     """Open blocks as `unblock` does, and hand out the set of those reached instead of raising for the others."""
     names_opened = frozenset(known_name(name) for name in names)
-    reached: set[str] = set()
+    reached = Reached()
 
     def change(state: State) -> State:
         return state._replace(open=state.open | names_opened, reached=(*state.reached, reached))
@@ -101,6 +107,8 @@ def opened(*names: Block | str) -> Iterator[set[str]]:
 @contextmanager
 def gated(gates: Gates | None) -> Iterator[None]:
     """Put `gates`, or nothing but the block, in the place of every block, open or not: the slot for a comparison."""
+    for reached in current.get().reached:
+        reached.is_compared = True
     with entered(lambda state: state._replace(gates=gates, open=frozenset(), compares=True)):
         token = object()
         if gates is not None:

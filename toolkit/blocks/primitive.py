@@ -201,10 +201,16 @@ def unblock(*names: Block | str) -> Iterator[None]:
     with opened(*names) as reached:
         yield
     unreached = {known_name(name) for name in names} - reached - compiled_open
+    names_unreached = ", ".join(map(repr, sorted(unreached)))
+    if unreached and reached.is_compared:
+        raise RuntimeError(
+            "`unblock` should not be around a function that opens and closes blocks itself, as `compare`, `audit` and "
+            f"`field_jacobian` do. Found it around one, for {names_unreached}."
+        )
     if unreached:
         raise RuntimeError(
-            f"`unblock` should open blocks that a tensor with a gradient reaches. Found none at "
-            f"{', '.join(repr(name) for name in sorted(unreached))}: opening changed nothing."
+            f"`unblock` should open blocks that a tensor with a gradient reaches. Found none at {names_unreached}: "
+            "opening changed nothing."
         )
 
 
