@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, is_foreign, reachable_nodes
+from toolkit.gradients._gates import GateBoard, is_foreign
 from toolkit.gradients._program import (
     ALONE,
     CONSTANT,
@@ -31,6 +31,7 @@ from toolkit.gradients._program import (
     coarsest,
     differentiated,
     leaves_of,
+    nodes_of,
     reached,
 )
 from toolkit.gradients._snapshot import Snapshot
@@ -121,6 +122,11 @@ class Answers(ABC):
         """Take derivatives without side effects; entered once for many."""
 
     @cached_property
+    def nodes(self) -> list[Any]:
+        """The nodes behind the loss with gates; none if gates cannot answer."""
+        return nodes_of(self.gated)
+
+    @cached_property
     def flat_blocked(self) -> dict[str, Tensor]:
         """Parameter -> gradient with every block in place, as a vector."""
         return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
@@ -177,9 +183,9 @@ class ProgramAnswers(Answers):
     def precision(self) -> float:
         """The coarsest rounding of the program, relative."""
         if self._gated is not None:
-            return coarsest(self._gated, self.params)
+            return coarsest(self.nodes, self.params)
         with self.program.aside():
-            return coarsest(self.program.value(), self.params)
+            return coarsest(nodes_of(self.program.value()), self.params)
 
     def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly these blocks are open."""
@@ -254,7 +260,7 @@ class ProgramAnswers(Answers):
         """Return whether neither the program nor a function or hook of its backward pass has a block."""
         if value is None or value.grad_fn is None or value.item() != self.plain.loss or self.board.meetings:
             return False
-        return self.board.linear and not any(map(is_foreign, reachable_nodes(value.grad_fn, EVERY_BLOCK)))
+        return self.board.linear and not any(map(is_foreign, nodes_of(value)))
 
     def _noted(self) -> GateBoard:
         """Run the program once more and note its blocks, or the reason why it cannot be analysed."""

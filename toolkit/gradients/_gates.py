@@ -346,11 +346,11 @@ class _Gap:
 
 def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
     """Yield the nodes of the autograd graph that a gradient from `root` reaches while only `open` pass."""
-    stack, seen = [root], {root}
+    stack, seen, is_open = [root], {root}, open is EVERY_BLOCK
     while stack:
         node = stack.pop()
         yield node
-        if open is not EVERY_BLOCK and any(name not in open for name in gate_of(node) | regions_of(node)):
+        if not is_open and any(name not in open for name in gate_of(node) | regions_of(node)):
             continue
         for successor in successors(node):
             if successor not in seen:
@@ -360,11 +360,11 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
 
 def successors(node: Any) -> list[Any]:
     """Return the nodes behind a node; behind a cut or a made leaf, the node whose gradient ends there."""
-    if is_cut(node) and node.source is None:
-        return []
-    if (source := source_of(node)) is not None:
-        return [source.node]
-    return [successor for successor, _ in node.next_functions if successor is not None]
+    found = [successor for successor, _ in node.next_functions if successor is not None]
+    if found and not is_cut(node):
+        return found
+    source = source_of(node)
+    return [] if source is None else [source.node]
 
 
 def source_of(node: Any) -> GradientEdge | None:

@@ -27,6 +27,7 @@ __all__ = [
     "differentiated",
     "leaves_of",
     "named_parameters",
+    "nodes_of",
     "reached",
 ]
 
@@ -140,7 +141,7 @@ class Program:
             with nullcontext() if gates is None else gates.noting():
                 value = self.value()
             params = leaves_of(value, self.parts) if params is None else params
-            nodes = [] if value.grad_fn is None else list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
+            nodes = nodes_of(value)
             others: list[Tensor] = []
             if not around and any(map(is_foreign, nodes)):  # they run in a plain ``backward()``, wherever they lead
                 others = [node.variable for node in nodes if hasattr(node, "variable")]
@@ -206,14 +207,14 @@ def _among(nodes: Iterable[Any], params: Mapping[str, Tensor]) -> frozenset[str]
     )
 
 
-def coarsest(value: Tensor, params: Mapping[str, Tensor]) -> float:
-    """Return the eps of the coarsest dtype in which the gradient of `value` is computed."""
+def coarsest(nodes: Iterable[Any], params: Mapping[str, Tensor]) -> float:
+    """Return the eps of the coarsest dtype in which a gradient by these nodes is computed."""
     found = {parameter.dtype for parameter in params.values()}
-    for node in () if value.grad_fn is None else reachable_nodes(value.grad_fn, EVERY_BLOCK):
+    for node in nodes:
         if type(node).__name__ == "ToCopyBackward0":  # autocast, too, casts by it
             found.add(node._input_metadata[0].dtype)
-        elif hasattr(node, "variable"):
-            found.add(node.variable.dtype)
+        elif (leaf := getattr(node, "variable", None)) is not None:
+            found.add(leaf.dtype)
     return max(torch.finfo(dtype).eps for dtype in found if dtype.is_floating_point or dtype.is_complex)
 
 
@@ -226,11 +227,15 @@ def _nudge(params: Iterable[Tensor], seed: int, size: float) -> None:
             parameter.mul_((1 - size + 2 * size * up).to(parameter))
 
 
+def nodes_of(value: Tensor | None) -> list[Any]:
+    """Return the nodes of the graph of `value`."""
+    return [] if value is None or value.grad_fn is None else list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
+
+
 def leaves_of(value: Tensor, parts: Parts) -> dict[str, Tensor]:
     """Return name -> leaf for every leaf of the graph of `value`."""
     known = parts.names_of_leaves()
-    nodes = () if value.grad_fn is None else reachable_nodes(value.grad_fn, EVERY_BLOCK)
-    leaves = [node.variable for node in nodes if hasattr(node, "variable")]
+    leaves = [node.variable for node in nodes_of(value) if hasattr(node, "variable")]
     return {known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}"): leaf for index, leaf in enumerate(leaves)}
 
 

@@ -160,20 +160,19 @@ class StepAnswers(Answers):
         self._value, self.board, self._bare = value, board, bare
         self.remarks, self.reason, self._is_quiet = [], "", False
         board.close_regions(value)
-        self._nodes = list(reachable_nodes(value.grad_fn, EVERY_BLOCK))
-        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in self._nodes):
+        if any(type(node).__name__ == "CheckpointFunctionBackward" for node in self.nodes):
             raise Refused(
                 "The step should checkpoint with use_reentrant=False. Found a checkpoint that hides its graph."
             )
         self.parts = parts
-        leaves = [node.variable for node in self._nodes if hasattr(node, "variable")]
+        leaves = [node.variable for node in self.nodes if hasattr(node, "variable")]
         self.params = parameters_of(leaves, parts) if params is None else params
         known = {id(leaf) for leaf in leaves}
         self.reached = {name for name, parameter in self.params.items() if id(parameter) in known}
         refuse_strays(value, board)
-        self._cuts = [node for node in self._nodes if is_cut(node)]
+        self._cuts = [node for node in self.nodes if is_cut(node)]
         self.earlier = {node.block_name for node in self._cuts if node.source is None}
-        self._made_leaves = [node for node in self._nodes if source_of(node) and not is_cut(node)]
+        self._made_leaves = [node for node in self.nodes if source_of(node) and not is_cut(node)]
         self._snapshot = Snapshot(self.parts, self.params)
         self._snapshot.forget_values()
         self._versions = {name: parameter._version for name, parameter in self.params.items()}
@@ -189,12 +188,12 @@ class StepAnswers(Answers):
     @contextmanager
     def passing(self, open: Collection[str]) -> Iterator[None]:
         """Let the cuts of `open` pass in derivatives."""
-        with super().passing(open), self.board.keeping_hooks(self._nodes), self._bare.undoing():
+        with super().passing(open), self.board.keeping_hooks(self.nodes), self._bare.undoing():
             yield
 
     def names(self, partly: Collection[str]) -> list[str]:
         """Return the blocks in the graph of the loss, and those that stop nothing; of `partly` this is not known."""
-        met = self.board.inner.union(*(gate_of(node) | regions_of(node) for node in self._nodes))
+        met = self.board.inner.union(*(gate_of(node) | regions_of(node) for node in self.nodes))
         unseen = self.board.written.union(partly)
         meetings = self.board.meetings.items()
         return [name for name, meeting in meetings if name in met or not (meeting.carried or name in unseen)]
@@ -207,7 +206,7 @@ class StepAnswers(Answers):
     @cached_property
     def precision(self) -> float:
         """The coarsest rounding of the step, relative."""
-        return coarsest(self._value, self.params)
+        return coarsest(self.nodes, self.params)
 
     def gradient(self, open: Collection[str]) -> dict[str, Tensor]:
         """Return parameter -> gradient while exactly these blocks are open."""
@@ -296,7 +295,7 @@ class StepAnswers(Answers):
         arrived: dict[Any, Tensor] = {}
         while inputs and outputs:
             try:
-                with self.board.keeping_hooks(self._nodes), self._bare.undoing():
+                with self.board.keeping_hooks(self.nodes), self._bare.undoing():
                     gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
                 raise Closed(_EARLIER) if "second time" in str(error) else error from error
