@@ -235,3 +235,15 @@ def test_blocks_are_answered_for_where_no_gradient_is_a_number():
     assert [effect.name for effect in found.effects] == ["test_verdict.one", "test_verdict.two"]
     assert not any(effect.verdict.kind in ("redundant", "no-op") for effect in found.effects)
     assert "test_verdict.one" in str(found)
+
+
+def test_a_gradient_that_nearly_vanishes_with_the_block_open_keeps_its_direction():
+    # Opened, it is a thousandth of the blocked one, in the same direction up to rounding: an angle below 1e-3.
+    torch.manual_seed(0)
+    w = torch.randn(1000, requires_grad=True)
+    target = torch.randn(1000)
+    effect = compare(lambda: (w * target).sum() - 0.999 * (stop_gradient(w, "vanishing.w") * target).sum(), w).effects[
+        0
+    ]
+    assert effect.ratio == pytest.approx(1e-3, rel=1e-3)
+    assert effect.cosine == pytest.approx(1, abs=1e-6)

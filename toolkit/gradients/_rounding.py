@@ -11,13 +11,14 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from toolkit.gradients._answers import Answers, Leak
-from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
-from toolkit.gradients.verdict import Verdict, flat, norm, rounding
+from toolkit.gradients.verdict import Floats, Verdict, flat, norm, rounding
 
 __all__ = ["Rounding"]
 
@@ -34,21 +35,21 @@ _MOST_NOISE, _CLEAR = 3.0, 30.0
 class Rounding:
     """Distinguishes the leaks of one program from rounding."""
 
-    def __init__(self, answers: Answers, squares: Tensor) -> None:
+    def __init__(self, answers: Answers, squares: Floats) -> None:
         """Judge by these answers; `squares`: the squared norm of each parameter's blocked gradient, (P,)."""
         self._answers, self._squares = answers, squares
         self._params, self._blocked = answers.params, answers.plain.gradients
 
-    def verdict(self, names: Sequence[str], leak: Leak, rows: Tensor) -> Verdict:
+    def verdict(self, names: Sequence[str], leak: Leak, rows: Floats) -> Verdict:
         """Return the verdict of these blocks from their leak and the products of each parameter."""
-        leaks, _, opened, blocked = rows.sqrt().unbind(1)
+        leaks, opened, blocked = _norms(rows)
         if not (leak.carried or leaks.any()):
             return Verdict("no-op")
         if cut := leak.reached - self._answers.plain.reached:
             return Verdict("cuts", tuple(sorted(cut)))
         # Written so that a leak beside a gradient that is NaN is beyond it: nothing is known to be rounding there.
-        beyond = (leaks > 0) & ~(leaks <= self._allowed * torch.maximum(opened, blocked))
-        if leaks.isfinite().all():
+        beyond = (leaks > 0) & ~(leaks <= self._allowed * np.maximum(opened, blocked))
+        if np.isfinite(leaks).all():
             if not beyond.any():
                 return Verdict("redundant")
             if not self._is_clear(names, leak, rows):
@@ -57,8 +58,8 @@ class Rounding:
                 if not told.any():
                     if self._answers.precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
                         return Verdict("redundant")
-                    size = max(opened.norm().item(), blocked.norm().item())
-                    return Verdict("noise", noise=_MOST_NOISE * noise.norm().item() / size)
+                    size = max(math.hypot(*opened), math.hypot(*blocked))
+                    return Verdict("noise", noise=_MOST_NOISE * math.hypot(*noise) / size)
                 beyond = told
         made = beyond & (opened <= self._allowed * blocked)
         if made.any():
@@ -68,7 +69,7 @@ class Rounding:
             )
         return Verdict("partial")
 
-    def _is_clear(self, names: Sequence[str], leak: Leak, rows: Tensor) -> bool:
+    def _is_clear(self, names: Sequence[str], leak: Leak, rows: Floats) -> bool:
         """Return whether a leak is more than rounding, as far as known without another run.
 
         If the gradient vanishes, as after training, its size does not decide. While gates apply, a backward pass of a
@@ -76,12 +77,11 @@ class Rounding:
         """
         if not self._is_resolved:
             return False
-        sizes = rows.sum(0).sqrt()
-        if sizes[0] > self._answers.precision**0.6 * max(sizes[2].item(), sizes[3].item()):
+        whole, opened, blocked = map(math.sqrt, rows.sum(0)[[0, 2, 3]].tolist())
+        if whole > self._answers.precision**0.6 * max(opened, blocked):
             return True
         if not self._answers.answers_at_once(names):
             return False
-        whole = sizes[0].item()
         shares = {name: norm([part]) for name, part in leak.parts.items()}
         large = [(self._last_uses.get(name, 0), name) for name, share in shares.items() if share > 0.1 * whole]
         if not large:  # more than a hundred parameters, with a small share each
@@ -95,9 +95,9 @@ class Rounding:
         return bool(norm([moved]) <= self._answers.precision**0.5 * shares[last])
 
     @cached_property
-    def _allowed(self) -> Tensor:
+    def _allowed(self) -> Floats:
         """Return for each parameter, (P,), the largest relative leak that is rounding."""
-        return torch.tensor([rounding(gradient.dtype) for gradient in self._blocked.values()], dtype=torch.float64)
+        return np.array([rounding(gradient.dtype) for gradient in self._blocked.values()])
 
     @cached_property
     def _is_resolved(self) -> bool:
@@ -110,7 +110,7 @@ class Rounding:
             again = self._answers.nudged(0, self._answers.precision) or self._blocked
             moved = norm([flat(again[name]).double() - flat(g).double() for name, g in self._blocked.items()])
             return bool(moved <= self._answers.precision**0.5 * self._blocked_norm)
-        norms = {name: norm([self._blocked[name]]) for name in self._last_uses}
+        norms = dict(zip(self._params, np.sqrt(self._squares).tolist(), strict=True))
         large = [(use, name) for name, use in self._last_uses.items() if norms[name] > 0.1 * self._blocked_norm]
         if not large:
             return False
@@ -129,40 +129,40 @@ class Rounding:
         """Parameter -> the number of the last node that uses it, for those that the graph reaches."""
         names = {id(parameter): name for name, parameter in self._params.items()}
         uses: dict[str, int] = {}
-        for node in () if self._answers.gated is None else reachable_nodes(self._answers.gated.grad_fn, EVERY_BLOCK):
+        for node in self._answers.nodes:
             for successor, _ in node.next_functions:
                 if name := names.get(id(getattr(successor, "variable", None))):
                     uses[name] = max(uses.get(name, 0), node._sequence_nr())
         return uses
 
     @cached_property
-    def _vanishes(self) -> Tensor:
+    def _vanishes(self) -> NDArray[np.bool_]:
         """Return for each parameter, (P,), whether its blocked gradient is only rounding."""
-        moved = torch.zeros(len(self._params), dtype=torch.float64)
+        moved = np.zeros(len(self._params))
         for seed in range(3):  # a few digits may come out the same by chance
             again = self._answers.nudged(seed, self._answers.precision) or self._blocked
             distances = [norm([flat(again[name]).double() - flat(g).double()]) for name, g in self._blocked.items()]
-            moved = torch.maximum(moved, torch.tensor(distances, dtype=torch.float64))
-        return moved >= 0.1 * self._squares.sqrt()
+            moved = np.maximum(moved, distances)
+        return moved >= 0.1 * np.sqrt(self._squares)
 
-    def _noise(self, names: Sequence[str], leak: Leak, rows: Tensor) -> Tensor:
+    def _noise(self, names: Sequence[str], leak: Leak, rows: Floats) -> Floats:
         """Return (P,), the change of a leak under a rounding of the parameters.
 
         For a program that does not run again, it is the rounding of the gradient itself.
         """
-        leaks, _, opened, blocked = rows.sqrt().unbind(1)
-        noise = torch.zeros(len(self._params), dtype=torch.float64)
+        leaks, opened, blocked = _norms(rows)
+        noise = np.zeros(len(self._params))
         # A few digits may come out the same by chance, a gradient's may not.
         low = self._answers.precision > torch.finfo(torch.float32).eps
         for nudge in range(1 if self._is_resolved and not low else _NUDGES):
             size = _nudge(self._answers.precision, nudge)
             open, without = self._answers.nudged(nudge, size, names), self._answers.nudged(nudge, size)
             if open is None or without is None:
-                return torch.maximum(noise, self._answers.precision * torch.maximum(opened, blocked))
+                return np.maximum(noise, self._answers.precision * np.maximum(opened, blocked))
             for index, name in enumerate(self._params):
                 moved = flat(open[name]).double() - flat(without[name]).double()
                 moved = moved - leak.parts[name].double() if name in leak.parts else moved
-                noise[index] = max(noise[index].item(), moved.norm().item())
+                noise[index] = max(noise[index], moved.norm().item())
             if not (leaks > _MOST_NOISE * noise).any() or (nudge and (leaks > _CLEAR * noise).any()):
                 break
         return noise
@@ -173,7 +173,13 @@ class Rounding:
 
     @cached_property
     def _blocked_norm(self) -> float:
-        return math.sqrt(self._squares.sum().item())
+        return math.sqrt(self._squares.sum())
+
+
+def _norms(rows: Floats) -> tuple[Floats, Floats, Floats]:
+    """Return the norms of leaks, open and blocked gradients from their products."""
+    leaks, _, opened, blocked = rows.T
+    return np.sqrt(leaks), np.sqrt(opened), np.sqrt(blocked)
 
 
 def _nudge(precision: float, index: int) -> float:

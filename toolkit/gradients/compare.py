@@ -12,6 +12,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,8 @@ from toolkit.gradients._program import Parameters
 from toolkit.gradients._rounding import Rounding
 from toolkit.gradients.verdict import (
     BlockEffect,
-    difference,
+    Floats,
+    differences,
     finite,
     norm,
     products,
@@ -329,7 +331,7 @@ class Comparison:
     def _effect(self, names: Sequence[str], leak: Leak) -> BlockEffect:
         meetings, known = [self.meetings[name] for name in names], declared_blocks()
         rows = self._products(leak)
-        total = difference(rows.sum(0).tolist())
+        total, *each = differences(np.vstack([rows.sum(0), rows]))
         return BlockEffect(
             name=" + ".join(names),
             why=" ".join(known[name].why for name in names if name in known).strip(),
@@ -339,12 +341,12 @@ class Comparison:
             leak=total.leak,
             ratio=total.ratio,
             cosine=total.cosine,
-            per_parameter=dict(zip(self._answers.params, map(difference, rows.tolist()), strict=True)),
+            per_parameter=dict(zip(self._answers.params, each, strict=True)),
         )
 
-    def _products(self, leak: Leak) -> Tensor:
+    def _products(self, leak: Leak) -> Floats:
         """Return (P, 4), for every parameter the products that give its `Difference`."""
-        rows = self._products_when_blocked.clone()
+        rows = self._products_when_blocked.copy()
         if leak.parts:
             index = [self._indices[name] for name in leak.parts]
             blocked = [self._answers.flat_blocked[name] for name in leak.parts]
@@ -356,11 +358,9 @@ class Comparison:
         return {name: index for index, name in enumerate(self._answers.params)}
 
     @cached_property
-    def _products_when_blocked(self) -> Tensor:
-        squares = torch.tensor(
-            [norm([gradient]) ** 2 for gradient in self._answers.flat_blocked.values()], dtype=torch.float64
-        )
-        return torch.stack([torch.zeros_like(squares), squares, squares, squares], 1)
+    def _products_when_blocked(self) -> Floats:
+        squares = np.square([norm([gradient]) for gradient in self._answers.flat_blocked.values()])
+        return np.stack([np.zeros_like(squares), squares, squares, squares], 1)
 
     @cached_property
     def _blocked_norm(self) -> float:

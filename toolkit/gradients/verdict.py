@@ -7,13 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["BlockEffect", "Difference", "Verdict"]
 
-# Vectors of up to this many numbers are summed at once.
-_SMALL = 2**14
+Floats = NDArray[np.float64]
+
+# Vectors are summed in pieces of this many numbers.
+_PIECE = 2**16
 
 Kind = Literal["no-op", "redundant", "noise", "partial", "cuts", "makes"]
 
@@ -110,45 +114,55 @@ class BlockEffect:
         }
 
 
-def products(leaks: Sequence[Tensor], blocked: Sequence[Tensor], squares: Tensor) -> Tensor:
+def products(leaks: Sequence[Tensor], blocked: Sequence[Tensor], squares: Floats) -> Floats:
     """Return (P, 4): ``|leak|^2, a . b, |a|^2, |b|^2`` for the vectors b and a = b + leak of P parameters.
 
     Args:
         leaks: P vectors.
         blocked: The P vectors b, of the same sizes.
-        squares: ``|b|^2``, (P,), float64.
+        squares: ``|b|^2``, (P,).
     """
-    added = _squares(leaks)
-    small = [index for index, leak in enumerate(leaks) if leak.numel() <= _SMALL]
-    opened = torch.empty_like(added)
-    opened[small] = _squares([blocked[index] + leaks[index] for index in small])
-    for index in set(range(len(leaks))).difference(small):  # one at a time: together they take a gradient's memory
-        opened[index] = _squares([blocked[index] + leaks[index]])[0]
-    return torch.stack([added, (opened + squares - added) / 2, opened, squares], 1)
+    return np.array(list(map(_products, leaks, blocked, squares.tolist())))
 
 
-def _squares(vectors: Sequence[Tensor]) -> Tensor:
-    if not vectors:
-        return torch.empty(0, dtype=torch.float64)
-    single = all(vector.dtype is torch.float32 for vector in vectors)
-    norms = [norm.item() for norm in torch._foreach_norm(list(vectors), 2, None if single else torch.float64)]
-    # Squares outside of the range of float32 are summed in float64.
-    lost = [not (1e-15 < norm < 1e15) and bool(vector.any()) for norm, vector in zip(norms, vectors, strict=True)]
-    if single and any(lost):
-        return _squares([vector.double() for vector in vectors])
-    return torch.tensor(norms, dtype=torch.float64).square()
+def _products(leak: Tensor, blocked: Tensor, square: float) -> tuple[float, float, float, float]:
+    added, crossed = _dot(leak, leak), _dot(blocked, leak)
+    if not ((_is_single(added) or not leak.any()) and (_is_single(square) or not square)):
+        leak, blocked = leak.double(), blocked.double()
+        added, crossed = _dot(leak, leak), _dot(blocked, leak)
+    opened, dot = square + 2 * crossed + added, square + crossed
+    if not opened > 0.1 * (square + added):  # the digits that are left are those of rounding
+        whole = (b + change for b, change in zip(_pieces(blocked), _pieces(leak), strict=True))
+        parts = [(_dot(a, a), _dot(b, a)) for a, b in zip(whole, _pieces(blocked), strict=True)]
+        opened, dot = (sum(part) for part in zip(*parts, strict=True))
+    return added, dot, opened, square
 
 
-def difference(products: Iterable[float]) -> Difference:
-    """Return the difference of two gradients from their four products."""
-    leak, dot, open, blocked = products
-    if blocked:
-        ratio = math.sqrt(open / blocked)
-    else:
-        ratio = math.inf if open else math.nan
-    lengths = math.sqrt(open) * math.sqrt(blocked)
-    cosine = dot / lengths if lengths else math.nan
-    return Difference(math.sqrt(leak), ratio, cosine if math.isnan(cosine) else min(1.0, max(-1.0, cosine)))
+def _dot(a: Tensor, b: Tensor) -> float:
+    if a.numel() > _PIECE:
+        return sum(map(_dot, _pieces(a), _pieces(b)))
+    if a.dtype not in (torch.float32, torch.float64):
+        a, b = a.double(), b.double()
+    return torch.dot(a, b).item()
+
+
+def _pieces(vector: Tensor) -> Sequence[Tensor]:
+    """Return a vector in pieces whose sums in float32 are exact to about six digits, and whose copies are small."""
+    return vector.split(_PIECE)  # type: ignore[no-any-return]
+
+
+def _is_single(square: float) -> bool:
+    """Return whether float32 can hold the squares of the numbers of a vector, from the sum of these squares."""
+    return 1e-30 < square < 1e30
+
+
+def differences(products: Floats) -> list[Difference]:
+    """Return the differences of pairs of gradients from their four products, (..., 4)."""
+    leak, dot, open, blocked = products.T
+    with np.errstate(all="ignore"):  # no gradient with the block: infinite, or not a number
+        ratio, lengths = np.sqrt(open / blocked), np.sqrt(open) * np.sqrt(blocked)
+        cosine = np.where(lengths > 0, (dot / lengths).clip(-1, 1), math.nan)
+        return list(map(Difference, np.sqrt(leak).tolist(), ratio.tolist(), cosine.tolist()))
 
 
 def flat(tensor: Tensor) -> Tensor:
