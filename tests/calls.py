@@ -245,7 +245,7 @@ CALLS: dict[str, Call] = {
     "adversarial.free_loss": Call(adv.free_loss, **ATTACKED, perturbation=torch.zeros(2, 2)),
     "adversarial.held_trades_loss": Call(adv.held_trades_loss, **LOSS),
     "adversarial.interval_loss": Call(adv.interval_loss, **ATTACKED),
-    "adversarial.jsma": Call(adv.jsma, model=MODEL, x=INPUTS, labels=LABELS),
+    "adversarial.jsma": Call(adv.jsma, model=MODEL, x=INPUTS, labels=LABELS, share=1.0),
     "adversarial.linearised": Call(adv.linearised, **ATTACKED, at_once=2),
     "adversarial.llr_loss": Call(adv.llr_loss, **LOSS),
     "adversarial.mart_loss": Call(adv.mart_loss, **LOSS),

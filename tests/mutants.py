@@ -34,8 +34,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("return key not in state.open and (state.gates is None", "return (state.gates is None", "test_blocks"),
     ],
     "gradients": [
-        ("(opened + squares - added) / 2", "(opened + squares + added) / 2", "test_verdict test_compare"),
-        ("ratio = math.sqrt(open / blocked)", "ratio = math.sqrt(blocked / open)", "test_compare"),
+        ("square + 2 * crossed + added, square", "square + 2 * crossed - added, square", "test_verdict test_compare"),
+        ("np.sqrt(open / blocked)", "np.sqrt(blocked / open)", "test_compare"),
         ("if cut := leak.reached - self._answers.plain.reached:", "if cut := frozenset[str]():", "test_compare"),
         ("        if made.any():", "        if made.all():", "test_verdict"),
         ("return name in self._open\n", "return name not in self._open\n", "test_compare"),

@@ -444,8 +444,8 @@ def test_what_opening_does_to_the_gradient(effects, expected):
 def test_what_is_nothing_at_first_may_be_something_later():
     sentence = _sentence(_written("redundant"), [_effect("redundant")], [_effect("partial", **TURNED)])
     assert sentence == (
-        "Opening the block turns the gradient by 0° and makes it 1 times as long before the first step, and turns the "
-        "gradient by 30° and makes it 2 times as long once the model is trained."
+        "Opening the block turns the gradient by 0° and keeps its length before the first step, and turns the gradient "
+        "by 30° and makes it 2 times as long once the model is trained."
     )
 
 
