@@ -34,13 +34,14 @@ from toolkit.runner._figures import (
     draw_strips,
     draw_sweep,
 )
-from toolkit.runner._findings import compared, verdict_of
+from toolkit.runner._findings import Difference, compared, verdict_of
 from toolkit.runner._records import BLOCKED, Record, read_all
 from toolkit.runner._report import (
     _agreed,
     _brief,
     _command,
     _count,
+    _effect_on_training,
     _methods,
     _outcome,
     _references,
@@ -354,6 +355,22 @@ def test_better_and_worse_are_said_where_the_interval_excludes_zero(dtype, pairs
 def test_a_gain_counts_by_its_share_of_the_largest_final_objective(pairs, size):
     records = _ended("float64", pairs)
     assert _size(records, "open", compared(records, "open")) == pytest.approx(size)
+
+
+@pytest.mark.parametrize(
+    ("ends", "text"),
+    [
+        ((0.15, 0.161), "With the block, the loss ends 0.156 (0.15 to 0.16) better"),
+        ((0.1551, 0.1569), "With the block, the loss ends 0.156 (0.155 to 0.157) better"),
+        ((0.156, 0.156), "With the block, the loss ends 0.156 better"),
+        ((math.nan, math.nan), "With the block, the loss ends 0.156 better"),
+    ],
+)
+def test_the_ends_of_an_interval_are_two_numbers(ends, text):
+    found = Difference(
+        "better", [0.156] * 5, exact=False, size=0.156, low=ends[0], high=ends[1], broken=0, both_broken=0
+    )
+    assert _effect_on_training(found, "loss") == f"{text}: better in 5 and worse in 0 of 5 seeds."
 
 
 VERDICTS = {

@@ -346,11 +346,15 @@ def _effect_on_training(found: Difference, label: str) -> str:
 
 
 def _size(found: Difference, signed: bool = False) -> str:
-    """Return the typical difference with its confidence interval."""
+    """Return the typical difference with its confidence interval, if that has a length."""
     sign = 1 if signed or found.size > 0 else -1
     ends = sorted((sign * found.low, sign * found.high))
     size = significant(sign * found.size, 3)
-    return size if math.isnan(ends[0]) else f"{size} ({significant(ends[0], 2)} to {significant(ends[1], 2)})"
+    for digits in (2, 3):
+        low, high = (significant(end, digits) for end in ends)
+        if low != high:
+            return f"{size} ({low} to {high})"
+    return size
 
 
 def _happened(records: Sequence[Record], name: str) -> str:
