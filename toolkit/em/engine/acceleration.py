@@ -107,11 +107,11 @@ def climb(
     **Convergence.** Without acceleration the fit ends when a step gains no more than `tol`; the remaining gain is then
     ``tol * rate / (1 - rate)``, often a thousand times `tol`. ``tol=0`` takes all `max_iter` steps. With acceleration
     the fit ends when the last eight evaluations together gained no more than `tol`, or nothing but rounding; when the
-    last four gained no more than a tenth of `tol`; or when, among the first eight, two did in a region where EM itself
-    is fast, as it is where components hardly overlap. If `max_iter` is less than eight, the bound is less in
-    proportion; a single step is plain EM. A jump aims at the maximum, so its gain is nearly the whole remaining gain,
-    and the rest is at most about `tol`, except on a plateau near a saddle. In all cases the fit ends when a step lowers
-    the log-likelihood by more than rounding.
+    last four gained no more than a tenth of `tol`; or when, among the first eight, two did where a step moves by no
+    more than the square root of rounding, or in a region where EM itself is fast, as it is where components hardly
+    overlap. If `max_iter` is less than eight, the bound is less in proportion; a single step is plain EM. A jump aims
+    at the maximum, so its gain is nearly the whole remaining gain, and the rest is at most about `tol`, except on a
+    plateau near a saddle. In all cases the fit ends when a step lowers the log-likelihood by more than rounding.
 
     **The last bit decides nothing.** Two log-likelihoods that differ by less than `rounding` count as equal, so that
     another processor, number of threads or order of the samples takes the same plain steps. Jumps multiply rounding
@@ -204,7 +204,7 @@ def climb(
             converged = converged or (tol > 0 and _has_gained_little(gained, _MEMORY // 2, max(0.1 * tol, noise)))
             recent = [*recent[-_FEW:], there]
             few = tol > 0 and len(recent) > _FEW and len(gained) <= _MEMORY and gained[-1] - gained[-1 - _FEW] <= tol
-            converged = converged or (few and _is_fast(recent[0], there))
+            converged = converged or (few and (there.size**2 <= noise or _is_fast(recent[0], there)))
         if target is not None and there.value - here.value <= noise:
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
