@@ -10,7 +10,7 @@ import torch
 import toy
 from click.testing import CliRunner
 
-from toolkit import compare, unblock
+from toolkit import compare, stop_gradient, unblock
 from toolkit.runner import _comparison
 from toolkit.runner._command import main
 from toolkit.runner._comparison import RunError, run_config
@@ -274,6 +274,9 @@ def test_force_runs_finished_seeds_again(tmp_path, monkeypatch):
 
 
 def test_list_shows_experiments_blocks_and_configs():
+    stop_gradient(
+        torch.ones(()), "a.block.that.some.program.named.while.it.ran.and.declared.nowhere.so.that.it.is.not.listed"
+    )
     done = CliRunner().invoke(main, ["list"])
     assert done.exit_code == 0
     for text in ("softmax.shift", "em.responsibilities", "rbm.negative_samples", "adversarial.example"):

@@ -38,7 +38,8 @@ def listing(configs: Path) -> str:
         lines += _entry(name, about)
     lines += ["", "Blocks"]
     for block in toolkit.declared_blocks().values():
-        lines += _entry(block.name, block.why)
+        if block.why:  # else a name that ran in this process, declared nowhere
+            lines += _entry(block.name, block.why)
     lines += ["", f"Configs in {configs}/"]
     # Configs that need the user's own data are in subfolders, which `run` skips.
     for path in sorted(configs.rglob("*.toml"), key=lambda path: (len(path.parts), path)):
