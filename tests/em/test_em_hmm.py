@@ -23,8 +23,8 @@ from toolkit.em import e_step as mixture_e_step
 from toolkit.em import log_likelihood as mixture_log_likelihood
 from toolkit.em import m_step as mixture_m_step
 from toolkit.em.estimators.hmm import CategoricalHMM, GaussianHMM
+from toolkit.em.hmm import _chain, core
 from toolkit.em.hmm import _recursions as recursions
-from toolkit.em.hmm import core
 from toolkit.em.hmm._viterbi import best_paths
 from toolkit.gradients.memory import LiveBytes
 
@@ -67,6 +67,13 @@ def data(parameters: hmm.HMMParameters, lengths: list[int], seed: int = 1) -> Te
 
 def array(values: Tensor) -> np.ndarray:
     return values.detach().numpy()
+
+
+def _cut(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
+    """Let sequences be cut into blocks of so many steps; 0: none is. None: as is estimated to be fastest."""
+    if block is not None:
+        monkeypatch.setattr(core, "is_short", lambda lengths, n_states: False)
+        monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
 
 
 # --- the witness: every path, one by one ------------------------------------------------------------------------------
@@ -301,9 +308,9 @@ def test_under_torch_func(kind):
 
 @pytest.mark.parametrize("block", [None, 0, 1, 2, 7, 16], ids=lambda block: f"block-{block}")
 @pytest.mark.parametrize("k", [1, 2, 5])
-@pytest.mark.parametrize("lengths", [[1], [2], [1, 1], [33, 1, 17, 33, 2], [101]], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [2], [1, 1], [33, 1, 17, 33, 2], [101], [64, 64, 130]], ids=str)
 def test_fast_pass_is_the_plain_recursion(lengths, k, block, monkeypatch):
-    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
+    _cut(monkeypatch, block)
     monkeypatch.setattr(recursions, "_CUT_BYTES", {"cpu": 200 * k})  # so that blocks come in several chunks
     monkeypatch.setattr(recursions, "_KEPT_BYTES", {"cpu": 1000 * k})
     monkeypatch.setattr(core._Engine, "_run_slowly", None)
@@ -342,7 +349,7 @@ def test_float32_keeps_the_likelihood(kind, monkeypatch):
     x = data(parameters, lengths)
     expected, value = hmm.em_step(parameters, x, lengths)
     for block in (0, 64):
-        monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
+        _cut(monkeypatch, block)
         single, single_value = hmm.em_step(parameters.to(torch.float32), x.float(), lengths)
         assert single.log_transition.dtype == torch.float32
         assert abs(single_value - value) < 1e-5
@@ -353,7 +360,7 @@ def test_float32_keeps_the_likelihood(kind, monkeypatch):
 
 @pytest.mark.portable
 def test_rounding_errors_do_not_multiply(monkeypatch):
-    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=0))
+    _cut(monkeypatch, 0)
     parameters = model("diag", k=4)
     x = data(parameters, [30000])
     sums = hmm.posteriors(parameters, x.float()).states.sum(1)
@@ -361,20 +368,48 @@ def test_rounding_errors_do_not_multiply(monkeypatch):
     assert (sums - 1).abs().max() < recursions._CORRECT * torch.finfo(torch.float32).eps / 2
 
 
+@pytest.mark.parametrize(("lengths", "is_chain"), [([200], True), ([250] * 200, False), ([100_000], False)], ids=str)
+def test_few_steps_are_a_chain(lengths, is_chain):
+    assert _chain.is_short(lengths, 4) == is_chain
+
+
+def test_a_chain_is_in_float64():
+    parameters = model("diag")
+    x = data(parameters, [150, 50]).float()
+    expected = hmm.posteriors(parameters, x.double(), [150, 50])
+    found = hmm.posteriors(parameters.to(torch.float32), x, [150, 50])
+    assert found.states.dtype == found.start.dtype == torch.float32
+    # Rounded once, with the parameters rounded before.
+    assert max(differences(found, expected).values()) < 1e-4
+
+
+@every_kind
+def test_fits_of_few_steps_are_those_of_the_plan(kind, monkeypatch):
+    parameters = model(kind, k=4)
+    x = data(model(kind, k=4, seed=2), [150, 1, 70])
+    options = {"accelerate": "none", "tol": 0.0, "max_iter": 10, "reg_covar": 1e-3}
+    found = hmm.fit(parameters, x, [150, 1, 70], **options)
+    _cut(monkeypatch, 0)
+    expected = hmm.fit(parameters, x, [150, 1, 70], **options)
+    # Ten steps multiply the rounding of one.
+    assert parameter_difference(found.parameters, expected.parameters) < 1e-9
+    assert np.allclose(found.history, expected.history, rtol=1e-12)
+
+
 def test_blocks_that_do_not_meet_are_repeated(monkeypatch):
     parameters = model("diag", k=3)
     x = data(parameters, [60])
     transfer = recursions._log_transfer
-    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=8))
+    _cut(monkeypatch, 8)
     monkeypatch.setattr(recursions, "_log_transfer", lambda *a: transfer(*a) + torch.arange(3.0, dtype=F64) / 1e6)
     found = hmm.posteriors(parameters, x)
     assert max(differences(found, hmm.e_step(parameters, x)).values()) < 1e-11
 
 
-@pytest.mark.parametrize("block", [0, 4])
+@pytest.mark.parametrize("block", [None, 0, 4])
 def test_a_state_that_is_improbable_for_one_step(block, monkeypatch):
     """A hundred nats against the state that all other steps ask for, and no way back to it."""
-    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
+    _cut(monkeypatch, block)
     monkeypatch.setattr(core._Engine, "_run_slowly", None)
     emissions = hmm.GaussianEmissions.from_covariances(
         means=torch.tensor([[0.0], [4.0]], dtype=F64), covariances=torch.ones(2, dtype=F64), covariance_type="spherical"
@@ -392,10 +427,10 @@ def test_a_state_that_is_improbable_for_one_step(block, monkeypatch):
 
 
 @pytest.mark.parametrize("lengths", [[400], [5, 400]], ids=str)
-@pytest.mark.parametrize("block", [0, 16])
+@pytest.mark.parametrize("block", [None, 0, 16])
 def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
     """State 0 looks hopeless for so long that its probability is below any number; then only it explains the rest."""
-    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
+    _cut(monkeypatch, block)
     emissions = hmm.GaussianEmissions.from_covariances(
         means=torch.tensor([[0.0], [4.0]], dtype=F64),
         covariances=torch.ones(2, dtype=F64),
@@ -408,14 +443,14 @@ def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
     )
     x = torch.cat([torch.full((150, 1), 4.0, dtype=F64), torch.full((250, 1), 0.1, dtype=F64)])
     x = torch.cat([torch.zeros(sum(lengths) - 400, 1, dtype=F64), x])
-    fast = recursions.forward_backward(
-        parameters.log_start,
-        parameters.log_transition,
-        (engine := core._Engine(parameters, x, lengths, None))._whole.fast,
-        engine._whole.prepared.begin(emissions).emit,
-        consume=lambda *_: None,
-    )
-    assert fast.sound.tolist() == [True] * (len(lengths) - 1) + [False]
+    engine = core._Engine(parameters, x, lengths, None)
+    logs, emit = (parameters.log_start, parameters.log_transition), engine._whole.prepared.begin(emissions).emit
+    if block is None:
+        fast = engine._whole.chain.forward_backward(*logs, emit, consume=lambda *_: None, weights=None)
+        assert not fast.sound.any()
+    else:
+        fast = recursions.forward_backward(*logs, engine._whole.fast, emit, consume=lambda *_: None)
+        assert fast.sound.tolist() == [True] * (len(lengths) - 1) + [False]
     found, plain = hmm.posteriors(parameters, x, lengths), hmm.e_step(parameters, x, lengths)
     assert max(differences(found, plain).values()) < 1e-9
     assert found.states[-1, 0] > 0.99
@@ -424,9 +459,9 @@ def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
     assert torch.isclose(hmm.total_log_likelihood(parameters, x, lengths), plain.log_likelihoods.sum(), rtol=1e-12)
 
 
-@pytest.mark.parametrize("block", [0, 8])
+@pytest.mark.parametrize("block", [None, 0, 8])
 def test_observations_that_look_impossible(block, monkeypatch):
-    monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
+    _cut(monkeypatch, block)
     parameters = model("spherical", k=3, d=1)
     x = data(parameters, [60])
     x[20], x[40:43] = 1e4, -500.0

@@ -12,7 +12,7 @@ The plain recursions are in `hmm.e_step`; this is the fast twin. Reasons for its
 
 Exactness is checked: scaled probabilities lose a path whose share falls below the smallest number. If that path becomes
 likely again, its backward variable is as large as its forward variable was small. So backward variables within a bound
-(`_LARGEST`) prove that no relevant path was lost, and blocks whose ends meet prove the same of the tree. A sequence
+(`LARGEST`) prove that no relevant path was lost, and blocks whose ends meet prove the same of the tree. A sequence
 without that proof is reported as unsound, for the caller to repeat in logarithms.
 
 S sequences, N steps in all, R rows, K states. The N slots of a chunk are ordered by time, then by row.
@@ -32,6 +32,7 @@ from torch import Tensor
 from toolkit.blocks import no_graph
 
 __all__ = [
+    "LARGEST",
     "Chunk",
     "Emit",
     "ForwardBackward",
@@ -39,6 +40,7 @@ __all__ = [
     "Segment",
     "Workspace",
     "forward_backward",
+    "pass_seconds",
     "plan",
     "smallest_exponent",
 ]
@@ -57,7 +59,7 @@ _KEPT_BYTES = {"cpu": 2**26, "cuda": 2**29}
 _WHOLE_BYTES = 2**29
 
 # Largest backward variable that proves forward variables complete, and how far the ends of blocks may be apart.
-_LARGEST = {torch.float32: 1e28, torch.float64: 1e280}
+LARGEST = {torch.float32: 1e28, torch.float64: 1e280}
 _GAP = {torch.float32: 1e-3, torch.float64: 1e-9}
 
 # Steps of a one-hot vector between two divisions by its largest entry.
@@ -217,7 +219,9 @@ def plan(
     """
     starts = [0, *itertools.accumulate(lengths)]
     chosen = sorted(range(len(lengths)) if only is None else only, key=lambda s: -lengths[s])
-    size = _block_size([lengths[s] for s in chosen], n_states, rate) if block is None else block
+    if block is None:
+        costs = _costs([lengths[s] for s in chosen], n_states, rate)
+    size = min(costs, key=costs.__getitem__) if block is None else block
     kind = torch.device(device).type
     most, most_cut = (
         max(1, table.get(kind, table["cpu"]) // (n_states * item_size)) for table in (_CHUNK_BYTES, _CUT_BYTES)
@@ -238,8 +242,13 @@ def plan(
     return Plan(tuple(chunks), tuple(chains), len(rows), len(lengths))
 
 
-def _block_size(lengths: Sequence[int], n_states: int, rate: float) -> int:
-    """Return the length of blocks that costs least, or 0 if no sequence should be cut. Lengths fall."""
+def pass_seconds(lengths: Sequence[int], n_states: int) -> float:
+    """Return the estimated seconds of a pass over sequences of these lengths."""
+    return min(_costs(sorted(lengths, reverse=True), n_states, _RATE).values())
+
+
+def _costs(lengths: Sequence[int], n_states: int, rate: float) -> dict[int, float]:
+    """Return the estimated seconds of a pass by the length of blocks, 0 if no sequence is cut. Lengths fall."""
     longest = lengths[0] if lengths else 0
     costs = {0: 8 * _CALL * longest if 8 * longest * n_states <= _WHOLE_BYTES else math.inf}
     for size in (2**i for i in range(4, 12)):
@@ -248,7 +257,7 @@ def _block_size(lengths: Sequence[int], n_states: int, rate: float) -> int:
         if n_cut:
             products = n_cut * n_states**3 * (1 + 4 / size) / rate
             costs[size] = _CALL * (11 * size + 8 * rest + 30 * len(lengths[:1])) + products + 1e-6 * n_cut / size
-    return min(costs, key=costs.__getitem__)
+    return costs
 
 
 def _fill(rows: list[tuple[int, int, int, bool]], ids: range, most: int) -> Iterator[list[int]]:
@@ -320,7 +329,7 @@ def forward_backward(
     emissions = _Emissions(plan, emit, start, workspace)
     ends = _Ends.of(plan, start, transition, emissions)
     # Where every transition is likelier than this, no lost path becomes relevant again.
-    forgets = bool(transition.min() > _LARGEST[dtype] ** -0.25)
+    forgets = bool(transition.min() > LARGEST[dtype] ** -0.25)
     totals = ForwardBackward(
         log_likelihoods=torch.zeros(plan.n_sequences, dtype=torch.float64, device=device),
         start=torch.zeros(k, dtype=torch.float64, device=device),
@@ -338,7 +347,7 @@ def forward_backward(
             continue
         walk.backward(ends.after(chunk, walk), before.masked_fill(chunk.is_first, 0.0), weights)
         ends.meet(chunk, walk)
-        if not bool(walk.flat_backward.amax() < _LARGEST[dtype]):
+        if not bool(walk.flat_backward.amax() < LARGEST[dtype]):
             _mark(totals.sound, chunk, walk.flat_backward, k)
         if consume is not None:
             posteriors = walk.posteriors()
@@ -360,7 +369,7 @@ def _add_per_sequence(totals: Tensor, chunk: Chunk, values: Tensor) -> None:
 
 def _mark(sound: Tensor, chunk: Chunk, flat: Tensor, n_states: int) -> None:
     """Mark sequences as unsound if a variable is too large or NaN, or a scale is not positive."""
-    largest = _LARGEST[flat.dtype]
+    largest = LARGEST[flat.dtype]
     for segment, part in zip(chunk.segments, chunk.split(flat, n_states), strict=True):
         fine = part < largest if n_states > 1 else (part > 0) & (part < largest)
         bad = ~fine.flatten(0, 1).all(0)

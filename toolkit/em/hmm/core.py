@@ -28,7 +28,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from toolkit.blocks import no_graph, stop_recording
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING
+from toolkit.em.hmm._chain import Chain, is_short
 from toolkit.em.hmm._emissions import (
     CategoricalEmissions,
     Emissions,
@@ -698,11 +699,12 @@ def _coordinates(
 
 @dataclass(frozen=True, eq=False)
 class _Arrangement:
-    """Sequences prepared for the fast pass, and chunks of sequences prepared for the slow pass."""
+    """Sequences prepared for the fast pass, all as one chain or by a plan, and chunks of them for the slow pass."""
 
     fast: Plan
     slow: tuple[Chunk, ...]
     prepared: Prepared
+    chain: Chain | None = None
 
 
 class _Engine:
@@ -715,10 +717,16 @@ class _Engine:
         self.dtype = x.dtype if x.is_floating_point() else parameters.log_start.dtype
         if self.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"`x` should be a float32 or float64 tensor. Found {self.dtype}.")
-        self._x, self._lengths = x, lengths
+        self._lengths = lengths
         self._starts = [0, *itertools.accumulate(lengths)]
-        self._whole = self._arrange(parameters, frozenset())
         self._workspace = Workspace()
+        if x.device.type == "cpu" and is_short(lengths, parameters.n_states):
+            # So few that float32 would save no time.
+            self._inner, self._x = torch.float64, x.double() if x.is_floating_point() else x
+            self._whole = self._chain(parameters)
+        else:
+            self._inner, self._x = self.dtype, x
+            self._whole = self._arrange(parameters, frozenset())
 
     def step(
         self, parameters: HMMParameters, prior: DirichletPrior, reg_covar: float, update: str = "ste"
@@ -742,7 +750,7 @@ class _Engine:
 
         def keep(_: Pass, chunks: Sequence[Chunk]) -> Consume:
             def consume(number: int, posteriors: Tensor) -> None:
-                states.index_copy_(0, chunks[number].steps, posteriors.mT.contiguous())
+                states.index_copy_(0, chunks[number].steps, posteriors.mT.to(self.dtype).contiguous())
 
             return consume
 
@@ -771,18 +779,17 @@ class _Engine:
             at_work = arrangement.prepared.begin(parameters.emissions)
             chunks = [*arrangement.fast.chunks, *arrangement.slow]
             consume = None if consumer is None else consumer(at_work, chunks)
-            found = forward_backward(
-                parameters.log_start.to(self.dtype),
-                parameters.log_transition.to(self.dtype),
-                arrangement.fast,
-                at_work.emit,
-                consume=consume,
-                weights=self.weight,
-                workspace=self._workspace,
-            )
+            logs = parameters.log_start.to(self._inner), parameters.log_transition.to(self._inner)
+            options: dict[str, Any] = {"consume": consume, "weights": self.weight}
+            if arrangement.chain is not None:
+                found = arrangement.chain.forward_backward(*logs, at_work.emit, **options)
+            else:
+                plan, workspace = arrangement.fast, self._workspace
+                found = forward_backward(*logs, plan, at_work.emit, workspace=workspace, **options)
             if bool(found.sound.all()):
                 break
-            bad |= set((~found.sound).nonzero().ravel().tolist())
+            if arrangement.chain is None:
+                bad |= set((~found.sound).nonzero().ravel().tolist())
             arrangement = self._arrange(parameters, bad)
         for place, chunk in enumerate(arrangement.slow, len(arrangement.fast.chunks)):
             self._run_slowly(parameters, chunk, found, None if consume is None else functools.partial(consume, place))
@@ -814,16 +821,22 @@ class _Engine:
             [begin - self._starts[s] for s, begin in zip(chosen, [0, *itertools.accumulate(lengths)], strict=False)],
             device=x.device,
         )
-        consume(states[chunk.steps + shift[chunk.slot_sequences]].to(self.dtype).mT)
+        consume(states[chunk.steps + shift[chunk.slot_sequences]].to(self._inner).mT)
 
     def _arrange(self, parameters: HMMParameters, bad: frozenset[int]) -> _Arrangement:
         """Lay out the data, with the sequences in `bad` for the slow pass."""
         k, device = parameters.n_states, self._x.device
         good = [s for s in range(len(self._lengths)) if s not in bad]
-        fast = plan(self._lengths, k, device=device, item_size=self.dtype.itemsize, only=good)
+        fast = plan(self._lengths, k, device=device, item_size=self._inner.itemsize, only=good)
         slow = plan(self._lengths, k, device=device, block=0, only=sorted(bad)).chunks
         everything = dataclasses.replace(fast, chunks=(*fast.chunks, *slow))
         return _Arrangement(fast, slow, parameters.emissions.prepare(self._x, everything))
+
+    def _chain(self, parameters: HMMParameters) -> _Arrangement:
+        """Lay out the data as one chain."""
+        row = plan([len(self._x)], parameters.n_states, block=0)
+        prepared = parameters.emissions.prepare(self._x, row)
+        return _Arrangement(row, (), prepared, Chain(self._lengths, parameters.n_states))
 
 
 def _check_weight(weight: Tensor | None, lengths: Sequence[int], device: torch.device) -> Tensor | None:
