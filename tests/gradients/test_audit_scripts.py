@@ -201,6 +201,107 @@ def test_a_place_that_cannot_be_recorded_keeps_its_meaning(write, tmp_path):
     assert "computes the same" in found.stdout
 
 
+def test_of_the_places_behind_an_error_those_keep_their_meaning_that_make_a_constant(write, tmp_path):
+    write(
+        """
+        import torch
+        from torch import nn
+
+        class Rounded(nn.Module):
+            def forward(self, x, top):
+                scale = top.detach() / 127
+                zero = torch.zeros((), dtype=torch.int32)
+                return torch.fake_quantize_per_tensor_affine(x, scale, zero, -128, 127)
+
+        net = nn.Linear(3, 2)
+        x = net(torch.ones(4, 3))
+        x = x + (x * x).detach()
+        Rounded()(x, x.abs().max()).sum().backward()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "not opened: detach() at train.py:7:17: recorded, the script fails: RuntimeError" in found.stdout
+    assert "detach()  partial" in found.stdout
+    assert "computes the same" in found.stdout
+
+
+@pytest.mark.parametrize("end", ["", "import sys; sys.exit(0)"])
+def test_a_script_that_trains_by_autograd_grad(write, tmp_path, end):
+    write(
+        f"""
+        import torch
+        from torch.autograd import grad
+        w = torch.tensor(3.0, requires_grad=True)
+        for step in range(3):
+            inner = torch.ones((), requires_grad=True)
+            (slope,) = grad(w * inner * inner, inner, create_graph=True)
+            loss = slope * (w * w).detach()
+            (found,) = grad(loss, [w])
+            assert isinstance(found, torch.Tensor) and not found.requires_grad
+            with torch.no_grad():
+                w -= 0.01 * found
+        {end}
+        """
+    )
+    for backward, w in enumerate([3.0, 3.0 - 0.01 * 2 * 9.0], start=1):
+        found = _run(tmp_path, "train.py", "--backward", str(backward), "--verify", "--json")
+        assert found.returncode == 0, found.stderr
+        told = json.loads(found.stdout)
+        (effect,) = (effect for effect in told["effects"] if "train.py" in effect["name"])
+        assert effect["leak"] == pytest.approx(4 * w * w, rel=1e-6), "the slope is 2 w"
+
+
+def test_gradients_that_an_optimiser_takes_from_autograd_grad(write, tmp_path):
+    write(
+        """
+        import torch
+        w = torch.tensor(3.0, requires_grad=True)
+        optimiser = torch.optim.SGD([w], 0.01)
+        for step in range(3):
+            w.grad = torch.autograd.grad(w * (w * w).detach(), w)[0]
+            optimiser.step()
+            print("end of step", step)
+        """
+    )
+    found = _run(tmp_path, "train.py", "--step", "2", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "detach()  partial  16.9" in found.stdout
+    assert "computes the same" in found.stdout
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        ("torch.func.grad(lambda w: (w * w.detach()).sum())(torch.ones(2))", "it trains by torch.func"),
+        (
+            "thread = threading.Thread(target=train, name='trainer'); thread.start(); thread.join()",
+            "the thread trainer",
+        ),
+    ],
+    ids=["transforms", "threads"],
+)
+def test_a_script_that_cannot_be_audited_says_why(write, tmp_path, loss, says):
+    write(
+        f"""
+        import threading
+        import torch
+
+        def train():
+            w = torch.ones(2, requires_grad=True)
+            optimiser = torch.optim.SGD([w], 0.1)
+            (w * w.detach()).sum().backward()
+            optimiser.step()
+
+        {loss}
+        """
+    )
+    found = _run(tmp_path, "train.py")
+    assert found.returncode == 2
+    assert says in found.stderr.splitlines()[-1]
+    assert "Traceback" not in found.stderr
+
+
 @pytest.mark.parametrize(
     ("end", "code", "says"),
     [

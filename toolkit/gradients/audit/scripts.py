@@ -2,7 +2,8 @@
 
 From the end of an optimiser's step on, the script is recorded (see `steps`). In front of one of its next backward
 passes the question is answered, and the script ends, or goes on untouched. If a recording fails, the script starts
-again, and the place at which it failed keeps its meaning.
+again, and the place at which it failed keeps its meaning. So does a script that turns out to train by
+`torch.autograd.grad`, whose calls are its backward passes then.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import runpy
 import sys
+import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -27,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from toolkit.gradients._gates import gate_of, reachable_nodes
 from toolkit.gradients._snapshot import without_compiled_code
 from toolkit.gradients.audit.answer import Audit
-from toolkit.gradients.audit.steps import Recorder, Refused, Unrecordable, backward_passes
+from toolkit.gradients.audit.steps import Recorder, Refused, Unrecordable, backward_passes, root_of_pass
 
 __all__ = ["Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun"]
 
@@ -126,6 +128,8 @@ class ScriptRun:
         self.question, self.digests, self.steps, self.answered = question, list[Digest](), 0, False
         self._takes_digests, self.backward_passes = digests, 0
         self.lessons, self._attended, self._attends = Lessons.read(), ExitStack(), False
+        self._thread, self._is_passing, self._others = threading.get_ident(), False, dict[str, None]()
+        self._gradients = self._transforms = 0
 
     def run(self, script: Script) -> None:
         """Run a script until the question is answered, or to its end.
@@ -134,17 +138,25 @@ class ScriptRun:
         """
         hook = register_optimizer_step_post_hook(self._count)
         try:
-            with backward_passes(self._backward), self._watching():
-                script.run()
+            with backward_passes(self._backward), self._gradients_taken(), self._watching():
+                self._started(script)
         except _Answered:
             pass
         finally:
             hook.remove()
 
+    def _started(self, script: Script) -> None:
+        script.run()
+
     @property
     def progress(self) -> str:
-        """How far the script has come."""
-        return f"{self.steps} steps and {self.backward_passes} more backward passes"
+        """How far the script has come, and why not further if that is known."""
+        come = f"{self.steps} steps and {self.backward_passes} more backward passes"
+        if self._others:
+            return f"{come}: it trains in the thread {next(iter(self._others))}, but only the main thread is audited"
+        if self._transforms and not self.steps + self.backward_passes:
+            return f"{come}: it trains by torch.func, and its loss can be audited as a function, FILE:FUNCTION"
+        return come
 
     def attending(self) -> AbstractContextManager[None]:
         """Make the context of the step that is asked about."""
@@ -162,6 +174,8 @@ class ScriptRun:
 
         def init(optimiser: Any, *args: Any, **kwargs: Any) -> None:
             original(optimiser, *args, **kwargs)
+            if threading.get_ident() != self._thread:
+                return
             if not self.steps and not self._attends and self.lessons.earlier >= self.question.step - 1:
                 self._start()
 
@@ -183,7 +197,37 @@ class ScriptRun:
         self._attended.close()
         self._attends = False
 
+    @contextmanager
+    def _gradients_taken(self) -> Iterator[None]:
+        """Take calls of `torch.autograd.grad` for backward passes in a script that has no others."""
+        original = torch.autograd.grad
+
+        def grad(*args: Any, **kwargs: Any) -> Any:
+            if self._is_passing or threading.get_ident() != self._thread or not self._is_training(*args, **kwargs):
+                return original(*args, **kwargs)
+            self._gradients += 1
+            if not self.lessons.gradients:
+                return original(*args, **kwargs)
+            with self._backward(*_root_of_grad(*args, **kwargs)):
+                return original(*args, **kwargs)
+
+        torch.autograd.grad = grad
+        try:
+            yield
+        finally:
+            torch.autograd.grad = original
+
+    def _is_training(self, outputs: Any, inputs: Any, *_: Any, create_graph: bool = False, **__: Any) -> bool:
+        """Return whether a derivative may be the last of a step: it is by leaves, and has no graph."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._transforms += 1
+            return False
+        return not create_graph and all(isinstance(value, Tensor) and value.is_leaf for value in _listed(inputs))
+
     def _count(self, *_: Any) -> None:
+        if threading.get_ident() != self._thread:
+            self._others[threading.current_thread().name] = None
+            return
         if not self.backward_passes:  # one optimiser for each parameter, say, takes one training step
             return
         self.steps, self.backward_passes = self.steps + 1, 0
@@ -196,6 +240,15 @@ class ScriptRun:
 
     @contextmanager
     def _backward(self, value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
+        self._is_passing = True
+        try:
+            with self._counted(value, inputs):
+                yield
+        finally:
+            self._is_passing = False
+
+    @contextmanager
+    def _counted(self, value: Tensor, inputs: Collection[Tensor] | None) -> Iterator[None]:
         self.backward_passes += 1
         question = self.question
         is_asked = self.steps == question.step - 1 and question.backward in (None, self.backward_passes)
@@ -224,18 +277,36 @@ class RecordedRun(ScriptRun):
         super().__init__(question, digests=digests)
         self.audits: dict[int, Audit] = {}
         self._recorder: Recorder | None = None
+        self._suspects = list[str]()
 
     def run(self, script: Script) -> None:
         """Run a script until the question is answered, or to its end; start it again if a recording fails."""
         try:
             super().run(script)
-            return
         except _Again:
-            pass
+            self.lessons.start_again()
+        except SystemExit:
+            if not self._trains_by_gradients():
+                raise
         except Exception as error:
             if not self._learn(error):
                 raise
-        self.lessons.start_again()
+            self.lessons.start_again()
+        if self._trains_by_gradients():
+            self.lessons.gradients, self.lessons.earlier = True, max(self.lessons.earlier, self.question.step)
+            self.lessons.start_again()
+
+    def _started(self, script: Script) -> None:
+        """Run a script; find the places behind an error while its tensors have their graphs."""
+        try:
+            super()._started(script)
+        except Exception as error:
+            if self._recorder is not None:
+                self._suspects = _places_in(error.__traceback__, self._recorder)
+            raise
+
+    def _trains_by_gradients(self) -> bool:
+        return bool(self._gradients) and not (self.steps or self.backward_passes or self.lessons.gradients)
 
     @contextmanager
     def passing(self, value: Tensor, inputs: Collection[Tensor] | None, *, is_asked: bool) -> Iterator[None]:
@@ -281,7 +352,7 @@ class RecordedRun(ScriptRun):
         if isinstance(error, Unrecordable):
             self.lessons.real |= error.places
             return True
-        places = _places_in(error.__traceback__, self._recorder) or [self._recorder.board.latest]
+        places = self._suspects or [self._recorder.board.latest]
         reason = f"recorded, the script fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
         learnt = {place: reason for place in places if place and place not in self.lessons.real}
         self.lessons.real |= learnt
@@ -305,11 +376,13 @@ class Lessons:
         earlier: The number of steps before the one that is asked about at which the recording begins. Before the first
             step it begins with the first optimiser of the script, and one more step earlier with the script.
         starts: The number of starts.
+        gradients: Whether calls of `torch.autograd.grad` are the backward passes.
     """
 
     real: dict[str, str] = field(default_factory=dict)
     earlier: int = 0
     starts: int = 1
+    gradients: bool = False
 
     @classmethod
     def read(cls) -> Lessons:
@@ -329,19 +402,31 @@ class Lessons:
 
 
 def _places_in(trace: TracebackType | None, recorder: Recorder) -> list[str]:
-    """Return the blocks behind the tensors of the innermost frames of an error."""
-    frames = []
+    """Return the blocks behind the tensors of the innermost frames of an error, of the plain constants first."""
+    frames, board, known = [], recorder.board, dict[Any, bool]()
     while trace is not None:
         frames.append(trace.tb_frame)
         trace = trace.tb_next
     for frame in reversed(frames[-8:]):
-        tensors = [found for found in frame.f_locals.values() if isinstance(found, Tensor)]
-        roots = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-        nodes = [node for root in roots for node in reachable_nodes(root, ())]
-        places = {place: None for node in nodes for place in gate_of(node) | recorder.board.regions_of(node)}
-        if places:
-            return list(places)
+        found = [value for value in frame.f_locals.values() if isinstance(value, Tensor)]
+        roots = [tensor.grad_fn for tensor in found if tensor.grad_fn is not None]
+        constants = [root for root in roots if not board.leads_to_a_leaf(root, known)]
+        for some in (constants, roots):
+            nodes = [node for root in some for node in reachable_nodes(root, ())]
+            places = {place: None for node in nodes for place in gate_of(node) | board.regions_of(node)}
+            if places:
+                return list(places)
     return []
+
+
+def _listed(values: Any) -> list[Any]:
+    return list(values.values() if isinstance(values, dict) else [values] if isinstance(values, Tensor) else values)
+
+
+def _root_of_grad(
+    outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **__: Any
+) -> tuple[Tensor, Collection[Tensor] | None]:
+    return root_of_pass(outputs, grad_outputs, inputs=_listed(inputs))
 
 
 def _hashed(tensor: Tensor) -> str:

@@ -438,7 +438,7 @@ def backward_passes(begin: Begin) -> Iterator[None]:
 
     method, function = torch.Tensor.backward, torch.autograd.backward
     torch.Tensor.backward = replaced(method, _root_of_method)  # type: ignore[method-assign]
-    torch.autograd.backward = replaced(function, _root_of_function)
+    torch.autograd.backward = replaced(function, root_of_pass)
     try:
         yield
     finally:
@@ -452,10 +452,10 @@ def _root_of_method(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> tuple[Tensor, Collection[Tensor] | None]:
-    return _root_of_function(value, gradient, inputs=inputs)
+    return root_of_pass(value, gradient, inputs=inputs)
 
 
-def _root_of_function(
+def root_of_pass(
     tensors: Any, grad_tensors: Any = None, *_: Any, inputs: Any = None, **__: Any
 ) -> tuple[Tensor, Collection[Tensor] | None]:
     """Return a scalar with the gradient of this backward pass, and its inputs."""
