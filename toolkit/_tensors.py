@@ -5,12 +5,13 @@ Tensors of different shapes would broadcast: (N,) against (N, 1) is a matrix of 
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["exact_products", "same_shape", "unit", "wide"]
+__all__ = ["common_dtype", "exact_products", "same_shape", "unit", "wide"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -18,6 +19,11 @@ _HALF = (torch.float16, torch.bfloat16)
 def wide(input: Tensor) -> Tensor:
     """Return a tensor of half precision as float32, any other unchanged."""
     return input.float() if input.dtype in _HALF else input
+
+
+def common_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the type of a result of all of the tensors."""
+    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def unit(input: Tensor) -> Tensor:

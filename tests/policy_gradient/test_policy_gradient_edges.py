@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_policy_gradient import ACTIONS, ADVANTAGES, LOGITS, PEER_CASES, RHO, D, Q, R, V, tensor
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from toolkit import policy_gradient as pg
 from toolkit import unblock
@@ -329,3 +330,22 @@ def test_an_action_that_does_not_exist_is_refused(action):
     """Torch's cross entropy ignores a label of -100."""
     with pytest.raises(IndexError):
         pg.policy_gradient_loss(LOGITS, torch.tensor([action, 0]), ADVANTAGES)
+
+
+@pytest.mark.parametrize("times", [8, 400])
+def test_half_precision_is_rounded_once(times):
+    rewards, v_tm1, v_t, rho = torch.randn(4, times, dtype=torch.bfloat16)
+    discounts, lambda_ = torch.full((2, times), 0.99, dtype=torch.bfloat16)
+    values = torch.cat([v_tm1, v_t[-1:]])
+    calls = [
+        (pg.truncated_generalized_advantage_estimation, (rewards, discounts, lambda_, values)),
+        (pg.gae_value_loss, (rewards, discounts, 0.9, values)),
+        (pg.vtrace, (v_tm1, v_t, rewards, discounts, rho.exp())),
+        (pg.vtrace_td_error_and_advantage, (v_tm1, v_t, rewards, discounts, rho.exp(), lambda_)),
+    ]
+    for function, arguments in calls:
+        found = function(*arguments)
+        wide = function(*(value.float() if isinstance(value, torch.Tensor) else value for value in arguments))
+        for half, single in zip(tree_leaves(found), tree_leaves(wide), strict=True):
+            assert half.dtype == torch.bfloat16
+            assert torch.equal(half, single.bfloat16())

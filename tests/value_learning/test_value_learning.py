@@ -1099,3 +1099,19 @@ def test_gradients_on_a_gpu_are_those_on_the_processor(opened):
 def test_wrong_input_is_refused(call, error):
     with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
         call()
+
+
+@pytest.mark.parametrize("opened", [[], [CATEGORICAL_TARGET]], ids=["blocked", "open"])
+def test_an_atom_without_any_probability_adds_nothing_to_the_cross_entropy(opened):
+    atoms, return_, zero = torch.tensor([0.0, 1.0, 2.0]), torch.tensor(0.25), torch.tensor(0.0)
+    logits = torch.tensor([0.3, 0.1, -torch.inf], requires_grad=True)
+    rest = logits.detach()[:2].requires_grad_()
+    with unblock(*opened):
+        found = categorical_td_learning(atoms, logits, return_, zero, atoms, torch.zeros(3))
+        expected = categorical_td_learning(atoms[:2], rest, return_, zero, atoms[:2], torch.zeros(2))
+    torch.testing.assert_close(found, expected)
+    (gradient,) = torch.autograd.grad(found, logits)
+    torch.testing.assert_close(gradient[:2], *torch.autograd.grad(expected, rest))
+    assert gradient[2] == 0
+    unlikely = categorical_td_learning(atoms, logits, torch.tensor(1.5), zero, atoms, torch.zeros(3))
+    assert unlikely == torch.inf, "a return that the prediction excludes"

@@ -2,7 +2,8 @@
 
 Leading dimensions (*) are batches, T times, the last dimension. As in rlax, ``v_tm1[t]`` is the value of the state in
 which an action is taken, and ``r_t[t]``, ``discount_t[t]`` and ``v_t[t]`` are the reward, the discount and the value
-after it. The discount is 0 where the episode ended, and stays where it was only cut off.
+after it. The discount is 0 where the episode ended, and stays where it was only cut off. Half precision is
+computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts, number
 from toolkit._recursion import discounted_sums
+from toolkit._tensors import common_dtype, wide
 from toolkit.blocks import block, stop_recording
 from toolkit.policy_gradient._shapes import alike
 from toolkit.policy_gradient.sampled import ADVANTAGE, VALUE_TARGET
@@ -79,7 +81,7 @@ def truncated_generalized_advantage_estimation(
     """
     lambda_ = _checked(r_t, discount_t, lambda_, values)
     with stop_recording(ADVANTAGE):
-        return _advantages(r_t, discount_t, lambda_, values)
+        return _advantages(r_t, discount_t, lambda_, values).to(common_dtype(r_t, discount_t, values))
 
 
 def gae_value_loss(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> Tensor:
@@ -109,10 +111,10 @@ def gae_value_loss(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, val
         tensor(0.1125)
     """
     lambda_ = _checked(r_t, discount_t, lambda_, values)
-    v_tm1 = values[..., :-1]
+    v_tm1 = wide(values[..., :-1])
     with stop_recording(VALUE_TARGET):
         targets = _advantages(r_t, discount_t, lambda_, values) + v_tm1
-    return 0.5 * (targets - v_tm1).square().mean()
+    return (0.5 * (targets - v_tm1).square().mean()).to(common_dtype(r_t, discount_t, values))
 
 
 def vtrace(
@@ -157,7 +159,9 @@ def vtrace(
     """
     alike(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     lambda_ = _lambda(lambda_, r_t)
-    return _vtrace_targets(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshold) - v_tm1
+    dtype = common_dtype(v_tm1, v_t, r_t, discount_t, rho_tm1)
+    v_tm1, v_t, r_t, discount_t, rho_tm1 = map(wide, (v_tm1, v_t, r_t, discount_t, rho_tm1))
+    return (_vtrace_targets(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshold) - v_tm1).to(dtype)
 
 
 def vtrace_td_error_and_advantage(
@@ -201,13 +205,15 @@ def vtrace_td_error_and_advantage(
     alike(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     clip_pg = number("clip_pg_rho_threshold", clip_pg_rho_threshold, above=0, infinite=True)
     lambda_ = _lambda(lambda_, r_t)
+    dtype = common_dtype(v_tm1, v_t, r_t, discount_t, rho_tm1)
+    v_tm1, v_t, r_t, discount_t, rho_tm1 = map(wide, (v_tm1, v_t, r_t, discount_t, rho_tm1))
     errors = _vtrace_targets(v_tm1, v_t, r_t, discount_t, rho_tm1, lambda_, clip_rho_threshold) - v_tm1
     with stop_recording(ADVANTAGE):
         weight = lambda_ if isinstance(lambda_, float) else lambda_.expand_as(r_t)[..., :-1]
         later = v_tm1[..., 1:] + weight * errors[..., 1:]
         q_estimate = r_t + discount_t * torch.cat([later, v_t[..., -1:]], -1)
         pg_advantage = rho_tm1.clamp(max=clip_pg) * (q_estimate - v_tm1)
-    return VTraceOutput(errors, pg_advantage, q_estimate)
+    return VTraceOutput(errors.to(dtype), pg_advantage.to(dtype), q_estimate.to(dtype))
 
 
 def _checked(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> float | Tensor:
@@ -229,10 +235,12 @@ def _lambda(lambda_: float | Tensor, r_t: Tensor) -> float | Tensor:
         raise ValueError(
             f"`lambda_` should broadcast to the shape {tuple(r_t.shape)} of `r_t`. Found {tuple(lambda_.shape)}."
         )
-    return lambda_
+    return wide(lambda_)
 
 
 def _advantages(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> Tensor:
+    """Return the advantages of half precision in float32."""
+    r_t, discount_t, values = wide(r_t), wide(discount_t), wide(values)
     errors = torch.addcmul(r_t, discount_t, values[..., 1:]) - values[..., :-1]
     return discounted_sums(errors, discount_t * lambda_)
 

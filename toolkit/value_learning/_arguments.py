@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
-__all__ = ["chosen", "common_dtype", "floating", "of_actions", "of_shape", "same_shape", "wide"]
+__all__ = ["chosen", "floating", "of_actions", "of_shape", "same_shape", "wide"]
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -53,11 +51,6 @@ def chosen(values: Tensor, actions: Tensor, dim: int = -1) -> Tensor:
     shape = list(values.shape)
     shape[dim] = 1
     return values.gather(dim, index[..., None, None].expand(shape)).squeeze(dim)
-
-
-def common_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the type of a result of all of the tensors."""
-    return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
 
 
 def wide(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -335,7 +335,9 @@ def _cross_entropy(
     atoms, logits, r_t, discount_t, next_atoms = wide(atoms, logits, r_t, discount_t, next_atoms)
     returns = torch.addcmul(r_t[..., None], discount_t[..., None], next_atoms)
     label = stop_gradient(categorical_l2_project(returns, next_probs, atoms), CATEGORICAL_TARGET)
-    return -(label * logits.log_softmax(-1)).sum(-1).to(dtype)
+    log_probs = logits.log_softmax(-1)
+    never = (label == 0) & log_probs.isneginf()  # 0 log 0 is 0
+    return -(label * log_probs.masked_fill(never, 0.0)).sum(-1).to(dtype)
 
 
 def _check_atoms(**atoms: Tensor) -> None:

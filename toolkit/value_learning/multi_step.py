@@ -17,8 +17,9 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._recursion import discounted_sums
+from toolkit._tensors import common_dtype
 from toolkit.blocks import block, stop_gradient
-from toolkit.value_learning._arguments import common_dtype, of_shape, same_shape, wide
+from toolkit.value_learning._arguments import of_shape, same_shape, wide
 
 __all__ = ["LAMBDA_RETURNS", "N_STEP_RETURNS", "lambda_returns", "n_step_bootstrapped_returns", "td_lambda"]
 
