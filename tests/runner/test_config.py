@@ -146,6 +146,9 @@ def test_keys_are_listed_of_experiments_and_a_config_is_told_from_one():
     done = CliRunner().invoke(main, ["list", "em_iris"])
     assert done.exit_code == 2
     assert done.stderr.endswith("Found 'em_iris', a config of the experiment em: `stopgrad list em`.\n")
+    done = CliRunner().invoke(main, ["list", "sofmax"])
+    assert done.exit_code == 2
+    assert done.stderr.endswith("Found 'sofmax'; did you mean `stopgrad list softmax`?\n")
     assert CliRunner().invoke(main, ["list", "nothing"]).stderr.endswith("Found 'nothing'.\n")
     assert CliRunner().invoke(main, ["list", "em"]).stdout.startswith("Keys of a config with experiment = 'em'\n")
 

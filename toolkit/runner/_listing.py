@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
 import pkgutil
 import re
 import textwrap
 import tomllib
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +62,24 @@ def keys_of(experiment: str, configs: Path) -> str:
     """
     known = experiment_folders(configs / "any.toml")
     if experiment not in known:
-        found = _experiment_of(configs / f"{experiment}.toml")
-        hint = f", a config of the experiment {found}: `stopgrad list {found}`" if found in known else ""
-        raise ValueError(f"`experiment` should be one of {', '.join(known)}. Found {experiment!r}{hint}.")
+        raise ValueError(
+            f"`experiment` should be one of {', '.join(known)}. "
+            f"Found {experiment!r}{_hint(experiment, _experiment_of(configs / f'{experiment}.toml'), known)}"
+        )
     config: type[BaseModel] = load_experiment(experiment, known[experiment]).Config
     lines = [f"Keys of a config with experiment = {experiment!r}"]
     for name, key in config.model_fields.items():
         default = "required" if key.is_required() else f"default {key.get_default(call_default_factory=True)!r}"
         lines += _entry(f"{name}: {_type(key.annotation)}, {default}", _meaning(config, name))
     return "\n".join(lines)
+
+
+def _hint(found: str, of_config: str, known: Collection[str]) -> str:
+    """Return the end of a sentence, with the command that may be meant."""
+    if of_config in known:
+        return f", a config of the experiment {of_config}: `stopgrad list {of_config}`."
+    near = difflib.get_close_matches(found, known, n=1)
+    return f"; did you mean `stopgrad list {near[0]}`?" if near else "."
 
 
 def _experiment_of(config: Path) -> str:
