@@ -48,8 +48,9 @@ def folder(tmp_path):
         ["-m", "package.inner", "-c"],
         ["package/../program.py", "-m"],
         ["-u", "program.py"],
+        ["-B", "-u", "program.py"],
     ],
-    ids=["code", "module", "file", "at once"],
+    ids=["code", "module", "file", "at once", "without bytecode"],
 )
 def test_a_program_sees_what_it_sees_after_a_plain_start(arguments, folder):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(["/a", "/b"]), "OWN": "é\n'"}
@@ -91,7 +92,12 @@ def test_variables_that_libraries_set_do_not_matter():
     assert _run(warm.python(), "-c", IS_WARM, env=environment).stdout == "True False\n"
 
 
-def test_options_of_python_start_python_itself():
+@pytest.mark.parametrize("option", ["-B", "-u"])
+def test_options_of_processes_that_tests_start_are_known(option):
+    assert _run(warm.python(), option, "-c", IS_WARM).stdout == "True False\n"
+
+
+def test_other_options_of_python_start_python_itself():
     assert _run(warm.python(), "-W", "error", "-c", IS_WARM).stdout == "False False\n"
 
 

@@ -3,7 +3,8 @@
 `python()` returns a command to use in place of `sys.executable`. Its process has the arguments, folder, environment and
 files of any other, ends as any other, and dies with it. Two things differ: the libraries in `_LIBRARIES` are there
 already, and all copies hash strings alike. Tests of imports, of hashes and of memory start `sys.executable`. An
-environment that a library could read while it is imported starts Python itself, as do options other than -c, -m and -u.
+environment that a library could read while it is imported starts Python itself, as do options other than -B, -c, -m
+and -u.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ _CLIENT = """\
 import json, os, signal, socket, sys
 python, address = {python!r}, {address!r}
 found = {{name: value for name, value in os.environ.items() if name.startswith({read!r}) and name not in {taken!r}}}
-at_once = sys.argv[1:2] == ["-u"]
-words = sys.argv[1 + at_once :]
+options, words = [], sys.argv[1:]
+while words and words[0] in ("-B", "-u"):
+    options.append(words.pop(0))
 if found != {environment!r} or not words or words[0][0] == "-" and words[0] not in ("-c", "-m"):
     os.execv(python, [python, *sys.argv[1:]])
 files = []
@@ -57,7 +59,7 @@ for name in os.listdir("/proc/self/fd"):
         pass  # the folder itself, closed by now
 server = socket.socket(socket.AF_UNIX)
 server.connect(address)
-request = json.dumps([words, at_once, os.getcwd(), dict(os.environ), files]).encode()
+request = json.dumps([words, options, os.getcwd(), dict(os.environ), files]).encode()
 socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
 server.sendall(request)
 for number in (signal.SIGINT, signal.SIGTERM):
@@ -121,8 +123,8 @@ def _serve(listener: socket.socket) -> socket.socket:
                 pass
 
 
-def _received(client: socket.socket) -> tuple[list[str], bool, str, dict[str, str], dict[int, int]]:
-    """Return arguments, whether -u is one, folder, environment, and files: their number there -> here."""
+def _received(client: socket.socket) -> tuple[list[str], list[str], str, dict[str, str], dict[int, int]]:
+    """Return arguments, options of Python, folder, environment, and files: their number there -> here."""
     size, files, _, _ = socket.recv_fds(client, 8, _MOST_FILES)
     text = bytearray()
     while len(text) < int.from_bytes(size, "big"):
@@ -150,7 +152,7 @@ def _stream(number: int, *, at_once: bool) -> io.TextIOWrapper:
     return io.TextIOWrapper(raw, "utf-8", errors, line_buffering=by_lines, write_through=at_once)
 
 
-def _take(files: dict[int, int], environment: dict[str, str], folder: str, *, at_once: bool) -> None:
+def _take(files: dict[int, int], environment: dict[str, str], folder: str, options: list[str]) -> None:
     above = max(files, default=0) + 1
     kept = {number: fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for number, file in files.items()}
     for file in {0, 1, 2, *files.values()}:
@@ -158,15 +160,14 @@ def _take(files: dict[int, int], environment: dict[str, str], folder: str, *, at
     for number, file in kept.items():
         os.dup2(file, number)
         os.close(file)
+    at_once = "-u" in options or bool(environment.get("PYTHONUNBUFFERED"))
     for number, name in enumerate(("stdin", "stdout", "stderr")):
-        stream = (
-            _stream(number, at_once=at_once or bool(environment.get("PYTHONUNBUFFERED"))) if number in kept else None
-        )
+        stream = _stream(number, at_once=at_once) if number in kept else None
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     os.environ.clear()
     os.environ.update(environment)
-    sys.dont_write_bytecode = bool(environment.get("PYTHONDONTWRITEBYTECODE"))
+    sys.dont_write_bytecode = "-B" in options or bool(environment.get("PYTHONDONTWRITEBYTECODE"))
     os.chdir(folder)
 
 
@@ -203,13 +204,13 @@ def _main(listener: socket.socket, executable: str) -> None:
     gc.collect()
     gc.freeze()  # a collection would copy all of this memory
     client = _serve(listener)
-    arguments, at_once, folder, environment, files = _received(client)
+    arguments, options, folder, environment, files = _received(client)
     if child := os.fork():
         for file in files.values():
             os.close(file)
         _attend(client, child)
     client.close()
-    _take(files, environment, folder, at_once=at_once)
+    _take(files, environment, folder, options)
     modules: dict[str, Any] = sys.modules
     modules["numpy"].random.seed()  # from the system, as at a start
     modules["multiprocessing"].set_executable(executable)
