@@ -1,5 +1,6 @@
 """Every config: it runs, its variants differ by nothing but the block, and its blocked gradient is the target."""
 
+import functools
 import json
 import tomllib
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from toolkit.runner import _comparison
 from toolkit.runner._command import main
 from toolkit.runner._comparison import RunError, run_config
 from toolkit.runner._config import load_config
-from toolkit.runner._records import BLOCKED, MEASURED_SEEDS, read_all
+from toolkit.runner._records import BLOCKED, MEASURED_SEEDS, read_all, read_records
 from toolkit.runner._rounding import OF_ONE_PASS
 
 CONFIGS = sorted(folders.CONFIGS.glob("*.toml"))
@@ -27,23 +28,16 @@ def _load(path, tmp_path, **values):
     return load_config(path, overrides)
 
 
-class _Records(dict):
-    """Name of a config -> the record of two steps, made when it is asked for: no test has to wait for all."""
-
-    def __init__(self, root):
-        super().__init__()
-        self.root = root
-
-    def __missing__(self, name):
-        (path,) = (path for path in CONFIGS if path.stem == name)
-        run_config(load_config(path, toy.two_steps(path)), self.root)
-        self.update({found.name: found.records[0] for found in read_all(self.root)})
-        return self[name]
-
-
 @pytest.fixture(scope="module")
-def records(tmp_path_factory):
-    return _Records(tmp_path_factory.mktemp("results"))
+def record(two_steps):
+    """Return the record of two steps of a config, made when it is asked for: no test has to wait for all."""
+
+    @functools.cache
+    def of(path):
+        (found,) = read_records(two_steps(path))
+        return found
+
+    return of
 
 
 def _gradients(run, variant):
@@ -61,8 +55,8 @@ def test_there_is_a_config_for_every_algorithm():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_two_steps_leave_a_whole_record(path, records):
-    data = records[path.stem].data
+def test_two_steps_leave_a_whole_record(path, record):
+    data = record(path).data
     assert data["config"]["steps"] == 2
     assert next(iter(data["variants"])) == BLOCKED
     for variant in data["variants"].values():
@@ -70,21 +64,21 @@ def test_two_steps_leave_a_whole_record(path, records):
         assert all(value is not None for value in variant["metrics"]["objective"])
         assert variant["seconds_per_step"] > 0
         assert variant["peak_bytes"] >= variant["graph_bytes"] > 0
-    parameters = {key.split("/")[-1] for key in records[path.stem].gradients if key.startswith(f"first/{BLOCKED}/")}
+    parameters = {key.split("/")[-1] for key in record(path).gradients if key.startswith(f"first/{BLOCKED}/")}
     assert parameters == set(data["comparison"]["first"]["effects"][list(data["variants"])[1]]["per_parameter"])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_first_loss_does_not_depend_on_a_block(path, records):
-    data = records[path.stem].data
+def test_the_first_loss_does_not_depend_on_a_block(path, record):
+    data = record(path).data
     losses = [variant["first_loss"] for variant in data["variants"].values()]
     assert losses == pytest.approx([losses[0]] * len(losses), rel=OF_ONE_PASS[data["config"]["dtype"]])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_the_blocked_gradient_is_the_target(path, records):
-    comparison = records[path.stem].data["comparison"]
-    tolerance = {"float64": 1e-10, "float32": 1e-4}[records[path.stem].data["config"]["dtype"]]
+def test_the_blocked_gradient_is_the_target(path, record):
+    comparison = record(path).data["comparison"]
+    tolerance = {"float64": 1e-10, "float32": 1e-4}[record(path).data["config"]["dtype"]]
     for when in ("first", "last"):
         error = comparison[when]["target_error"][BLOCKED]
         if error is not None:
@@ -287,6 +281,6 @@ def test_list_shows_experiments_blocks_and_configs():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_records_are_plain_json(path, records):
-    data = records[path.stem].data
+def test_records_are_plain_json(path, record):
+    data = record(path).data
     assert json.loads(json.dumps(data, allow_nan=False)) == data
