@@ -220,10 +220,10 @@ def test_swaps_of_visible_units_keep_every_temperature_too(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("steps", [1, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_million_chains_stay_there_at_every_temperature(kind, steps):
-    _check_no_drift(kind, 200_000 if "rectified" in kind else 1_000_000, steps)
+def test_half_a_million_chains_stay_there_at_every_temperature(kind):
+    """Five times finer than above; four steps swap every pair of neighbours twice, and a drift adds up."""
+    _check_no_drift(kind, 200_000 if "rectified" in kind else 500_000, 4)
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "gaussian-reference"])
