@@ -124,7 +124,7 @@ def test_pickled_and_read_again_it_goes_on_as_it_would_have(machine, as_tensor, 
 @every_machine
 def test_names_of_the_features_that_come_out(machine, digits):
     for method in ("fit", "partial_fit"):
-        found = getattr(machine(3), method)(digits[:20])
+        found = getattr(machine(3, n_iter=1), method)(digits[:20])
         prefix = machine.__name__.lower()
         assert found.get_feature_names_out().tolist() == [f"{prefix}0", f"{prefix}1", f"{prefix}2"]
 
