@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo_config
 
 from toolkit import adversarial as adv
 
@@ -20,17 +21,24 @@ ATTACKS = {
 }
 
 
-@pytest.mark.keeps_its_sums
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch's own import of inductor
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
-def test_a_compiled_model_is_attacked_like_the_model_itself(attack, backend):
+@pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def models(request):
+    """Return a model and itself compiled, once for all attacks."""
     model = adv.mlp(16, 10, widths=[12], generator=torch.Generator().manual_seed(0)).double().eval()
     model[1] = torch.nn.GELU()  # its backward pass saves buffers
+    torch.compiler.reset()
+    with dynamo_config.patch(fail_on_recompile_limit_hit=True):  # in place of running what was to be compiled
+        yield model, torch.compile(model, backend=request.param)
+
+
+@pytest.mark.keeps_its_sums
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch's own import of inductor
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+def test_a_compiled_model_is_attacked_like_the_model_itself(attack, models):
+    model, compiled = models
     x = torch.rand(8, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     labels = model(x).argmax(1)
-    torch.compiler.reset()
-    found = attack(torch.compile(model, backend=backend), x, labels)
+    found = attack(compiled, x, labels)
     # Inductor rounds in another order, and a walk along a boundary ends a little beside.
     torch.testing.assert_close((found - x).norm(dim=1), (attack(model, x, labels) - x).norm(dim=1), rtol=0.01, atol=0)
     torch.testing.assert_close(model(found).argmax(1) != labels, model(attack(model, x, labels)).argmax(1) != labels)
