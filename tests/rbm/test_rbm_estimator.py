@@ -934,10 +934,16 @@ def test_an_argument_of_scikit_learn_gives_a_fit_of_its_length(given, rate, batc
     assert np.array_equal(fitted.components_, literal.fit(x).components_)
 
 
-@pytest.mark.parametrize("values", ["grey", "binary"])
 @pytest.mark.parametrize(
-    "given",
-    [{"n_iter": 10}, {"learning_rate": 0.06}, {"learning_rate": 0.3}, {"n_iter": 30}, {"batch_size": 50}],
+    ("given", "values"),
+    [
+        ({"n_iter": 10}, "grey"),
+        ({"n_iter": 10}, "binary"),
+        ({"learning_rate": 0.06}, "grey"),
+        ({"learning_rate": 0.3}, "binary"),
+        ({"n_iter": 30}, "binary"),
+        ({"batch_size": 50}, "grey"),
+    ],
     ids=str,
 )
 def test_with_arguments_of_scikit_learn_features_and_likelihood_are_no_worse(given, values):
