@@ -29,9 +29,19 @@ from toolkit.adversarial import (
     rs_fgsm,
     square,
 )
+from toolkit.adversarial.attacks._random_directions import random_directions
 from toolkit.blocks import opened
 
 Attack = Callable[..., Tensor]
+
+# What the ensemble runs one after the other, in few steps.
+SHORT = {
+    "multi-target": partial(multi_target, steps=4),
+    "APGD": partial(apgd, steps=6),
+    "FAB": partial(fab, steps=2),
+    "random directions": partial(random_directions, draws=10),
+    "Square": partial(square, queries=10),
+}
 
 # Name -> attack, its own arguments, the norms it knows, and whether it needs a generator.
 ATTACKS: dict[str, tuple[Attack, tuple[str, ...], bool]] = {
@@ -49,7 +59,7 @@ ATTACKS: dict[str, tuple[Attack, tuple[str, ...], bool]] = {
     "ddn": (partial(ddn, steps=5), ("l2",), False),
     "fab": (partial(fab, steps=5), ("linf", "l2", "l1"), False),
     "square": (partial(square, queries=10), ("linf", "l2", "l1"), True),
-    "ensemble": (ensemble, ("linf", "l2", "l1"), False),
+    "ensemble": (partial(ensemble, attacks=SHORT), ("linf", "l2", "l1"), False),
 }
 CASES = [pytest.param(name, norm, id=f"{name}-{norm}") for name, (_, norms, _) in ATTACKS.items() for norm in norms]
 RADIUS = {"linf": 0.1, "l2": 0.5, "l1": 1.0}
