@@ -15,13 +15,17 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.em.covariance import soft_counts
+from toolkit.em.engine.samples import FLOATS
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
 
 __all__ = [
     "FAR",
     "Components",
+    "check_floats",
     "check_shape",
     "check_start",
+    "check_table",
+    "check_weights",
     "clamp_coordinates",
     "is_wrapped",
     "log_of",
@@ -114,21 +118,42 @@ def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = Non
     n_components = integer("n_components", n_components)
     if n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
-    if sample_weight is not None:
-        _check_weight(sample_weight, len(x))
+    check_weights(sample_weight, len(x))
     return n_components
 
 
-def _check_weight(sample_weight: Tensor, n: int) -> None:
+def check_floats(x: Tensor) -> None:
+    """Raise a TypeError unless `x` is a float32 or float64 tensor."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
+
+
+def check_table(x: Tensor, *, missing: bool = False) -> None:
+    """Raise a TypeError or ValueError unless `x` (N, D) holds finite floating-point numbers, or NaN if `missing`."""
+    check_floats(x)
+    if x.ndim != 2 or 0 in x.shape:
+        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
+    if missing:
+        raise_row(x, x.isinf(), "be finite, or NaN where missing")
+    else:
+        raise_row(x, ~x.isfinite(), "be finite")
+
+
+def check_weights(sample_weight: Tensor | None, n: int, *, allow_zeros: bool = False) -> None:
+    """Raise a TypeError or ValueError unless the weights (N,) are finite, not negative, and not all 0 if so asked."""
+    if sample_weight is None:
+        return
     if not isinstance(sample_weight, Tensor):
         raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
     if sample_weight.shape != (n,):
         raise ValueError(f"`sample_weight` should have shape {(n,)}. Found {tuple(sample_weight.shape)}.")
     sound = bool((sample_weight.isfinite() & (sample_weight >= 0)).all())
-    if not sound or not bool((sample_weight > 0).any()):
+    if not sound or not (allow_zeros or bool((sample_weight > 0).any())):
+        should = "finite and not negative" if allow_zeros else "finite, not negative and not all 0"
         raise ValueError(
-            f"`sample_weight` should be finite, not negative and not all 0. Found values from "
-            f"{float(sample_weight.min())} to {float(sample_weight.max())}."
+            f"`sample_weight` should be {should}. Found a minimum of {float(sample_weight.min())} "
+            f"and a sum of {float(sample_weight.sum())}."
         )
 
 

@@ -33,6 +33,7 @@ from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, seeds, squar
 from toolkit.em.engine.starts import Init, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.models._common import check_table, check_weights
 from toolkit.em.models.prior import Prior
 
 __all__ = [
@@ -774,33 +775,12 @@ def _log_prior(prior: Prior | None, parameters: GaussianParameters, data: _Incom
 
 
 def _check(x: Tensor, sample_weight: Tensor | None) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
-    if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
-    if bool(x.isinf().any()):
-        row = int(x.isinf().any(1).nonzero()[0])
-        raise ValueError(f"`x` should be finite, or NaN where missing. Found {x[row].tolist()} in row {row}.")
-    if sample_weight is not None:
-        _check_weights(sample_weight, len(x))
-        x = x[sample_weight > 0]
-    empty = x.isnan().all(0)
+    check_table(x, missing=True)
+    check_weights(sample_weight, len(x))
+    empty = (x if sample_weight is None else x[sample_weight > 0]).isnan().all(0)
     if bool(empty.any()):
         features = ", ".join(map(str, empty.nonzero().ravel().tolist()))
         raise ValueError(f"`x` should have at least one value of every feature. Found none of feature {features}.")
-
-
-def _check_weights(sample_weight: Tensor, n_samples: int) -> None:
-    if not isinstance(sample_weight, Tensor):
-        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
-    if sample_weight.shape != (n_samples,):
-        raise ValueError(f"`sample_weight` should have shape {(n_samples,)}. Found {tuple(sample_weight.shape)}.")
-    if not bool((sample_weight.isfinite() & (sample_weight >= 0)).all()) or not bool((sample_weight > 0).any()):
-        raise ValueError(
-            "`sample_weight` should be finite, not negative and not all 0. "
-            f"Found a minimum of {float(sample_weight.min())} and a sum of {float(sample_weight.sum())}."
-        )
 
 
 def _check_start(init: GaussianParameters, x: Tensor, n_components: int, covariance_type: CovarianceType) -> None:

@@ -31,6 +31,7 @@ from toolkit.em.engine.fused import accumulate, statistics_of
 from toolkit.em.engine.samples import prepare
 from toolkit.em.engine.statistics import Statistics
 from toolkit.em.gaussian import GaussianParameters, check_features
+from toolkit.em.models._common import check_floats, check_weights, raise_row
 from toolkit.em.models.prior import Prior
 
 __all__ = [
@@ -364,20 +365,7 @@ def _reduce(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | N
 
 
 def _check(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | None) -> None:
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
+    check_floats(x)
     check_features(parameters, x)
-    if not bool(x.isfinite().all()):
-        row = int((~x.isfinite()).any(1).nonzero()[0])
-        raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {row}.")
-    if sample_weight is None:
-        return
-    if not isinstance(sample_weight, Tensor):
-        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
-    if sample_weight.shape != (len(x),):
-        raise ValueError(f"`sample_weight` should have shape {(len(x),)}. Found {tuple(sample_weight.shape)}.")
-    if not bool((sample_weight.isfinite() & (sample_weight >= 0)).all()):
-        raise ValueError(
-            f"`sample_weight` should be finite and not negative. Found a minimum of {float(sample_weight.min())}."
-        )
+    raise_row(x, ~x.isfinite(), "be finite")
+    check_weights(sample_weight, len(x), allow_zeros=True)

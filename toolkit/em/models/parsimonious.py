@@ -35,6 +35,7 @@ from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statist
 from toolkit.em.engine.samples import Prepared, prepare
 from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
+from toolkit.em.models._common import check_table, check_weights
 
 __all__ = [
     "COVARIANCE_MODELS",
@@ -458,23 +459,5 @@ def _maximise(
 
 def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
     """Raise a TypeError or ValueError unless `x` (N, D) is finite, and the weights (N,) also not negative."""
-    if not isinstance(x, Tensor) or x.dtype not in (torch.float32, torch.float64):
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
-    if x.ndim != 2 or 0 in x.shape:
-        raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
-    if not bool(x.isfinite().all()):
-        row = int((~x.isfinite()).any(1).nonzero()[0])
-        raise ValueError(f"`x` should be finite. Found {x[row].tolist()} in row {row}.")
-    if sample_weight is None:
-        return
-    if not isinstance(sample_weight, Tensor):
-        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
-    if sample_weight.shape != (len(x),):
-        raise ValueError(f"`sample_weight` should have shape {(len(x),)}. Found {tuple(sample_weight.shape)}.")
-    sound = bool((sample_weight.isfinite() & (sample_weight >= 0)).all()) and bool((sample_weight > 0).any())
-    if not sound:
-        raise ValueError(
-            "`sample_weight` should be finite, not negative and not all 0. "
-            f"Found a minimum of {float(sample_weight.min())} and a sum of {float(sample_weight.sum())}."
-        )
+    check_table(x)
+    check_weights(sample_weight, len(x))
