@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["common_dtype", "exact_products", "same_shape", "unit", "wide"]
+__all__ = ["common_dtype", "exact_products", "same_shape", "shape_of", "unit", "wide"]
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -37,11 +37,21 @@ def exact_products(input: Tensor) -> AbstractContextManager[object]:
     return nullcontext() if input.device.type == "meta" else torch.autocast(input.device.type, enabled=False)
 
 
-def same_shape(name: str, value: Tensor, other_name: str, other: Tensor, ndim: int = 0) -> None:
-    """Raise a ValueError unless two tensors have the same shape, of at least `ndim` dimensions."""
-    if value.shape != other.shape or value.ndim < ndim:
-        least = f", with {ndim} or more dimensions" if ndim else ""
-        raise ValueError(
-            f"`{name}` should have the shape of `{other_name}`{least}. Found {tuple(value.shape)} and "
-            f"{tuple(other.shape)}."
-        )
+def same_shape(ndim: int = 0, **tensors: object) -> None:
+    """Raise a ValueError unless all are tensors with the shape of the first, of at least `ndim` dimensions."""
+    (first, reference), *others = tensors.items()
+    shape = shape_of(first, reference)
+    for name, tensor in others:
+        found = shape_of(name, tensor)
+        if found != shape or len(found) < ndim:
+            least = f", with {ndim} or more dimensions" if ndim else ""
+            raise ValueError(
+                f"`{name}` should have the shape of `{first}`{least}. Found {tuple(found)} and {tuple(shape)}."
+            )
+
+
+def shape_of(name: str, tensor: object) -> torch.Size:
+    """Return the shape of a tensor; raise a ValueError if it is none."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"`{name}` should be a tensor. Found {type(tensor).__name__}.")
+    return tensor.shape

@@ -241,11 +241,11 @@ COLUMN = ADVANTAGES[:, None]
 MISTAKES = {
     "a column of advantages": (
         lambda: pg.policy_gradient_loss(LOGITS, ACTIONS, COLUMN),
-        "`adv_t` should have the shape (2,) of `a_t`. Found (2, 1).",
+        "`adv_t` should have the shape of `a_t`. Found (2, 1) and (2,).",
     ),
     "a column of values": (
         lambda: pg.actor_critic_loss(LOGITS, ACTIONS, COLUMN, ADVANTAGES),
-        "`v_t` should have the shape (2,) of `a_t`. Found (2, 1).",
+        "`v_t` should have the shape of `a_t`. Found (2, 1) and (2,).",
     ),
     "a column of actions": (
         lambda: pg.policy_gradient_loss(LOGITS, ACTIONS[:, None], COLUMN),

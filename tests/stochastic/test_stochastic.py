@@ -1006,6 +1006,7 @@ WRONG = [
     ),
     (lambda: rebar_loss(X, X, X, Y), "`conditional` should have the shape of `log_prob`. Found (3,) and (3, 2)."),
     (lambda: straight_through(X, Y), "`mean` should have the shape of `sample`. Found (3,) and (3, 2)."),
+    (lambda: straight_through([1.0], X), "`sample` should be a tensor. Found list."),
 ]  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
         tensor(5.)
     """
     step = number("step", step, above=0)
-    same_shape("anchor", anchor, "point", point)
+    same_shape(point=point, anchor=anchor)
     return (point - stop_gradient(anchor, ANCHOR)).square().sum() / (2 * step)
 
 

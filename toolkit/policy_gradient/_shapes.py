@@ -5,26 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["actions_of", "alike", "floating", "one_for_each_row", "scalar"]
+from toolkit._tensors import shape_of
+
+__all__ = ["actions_of", "floating", "one_for_each_row", "scalar"]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-def alike(**tensors: object) -> None:
-    """Raise a ValueError unless all these tensors have the shape of the first."""
-    names = iter(tensors)
-    first = next(names)
-    shape = _shape(first, tensors[first])
-    for name in names:
-        found = _shape(name, tensors[name])
-        if found != shape:
-            raise ValueError(f"`{name}` should have the shape {tuple(shape)} of `{first}`. Found {tuple(found)}.")
 
 
 def one_for_each_row(**tensors: object) -> None:
     """Raise a ValueError unless the second tensor has the shape of the first without its last dimension."""
     (first, rows), (name, tensor) = tensors.items()
-    shape, found = _shape(first, rows), _shape(name, tensor)
+    shape, found = shape_of(first, rows), shape_of(name, tensor)
     if not shape:
         raise ValueError(f"`{first}` should have at least one dimension. Found none.")
     if found != shape[:-1]:
@@ -43,16 +34,10 @@ def actions_of(logits_t: Tensor, a_t: Tensor) -> None:
 
 def scalar(name: str, tensor: object) -> None:
     """Raise a ValueError unless `tensor` has one element and no dimensions."""
-    if _shape(name, tensor) != ():
+    if shape_of(name, tensor) != ():
         raise ValueError(f"`{name}` should be a tensor without dimensions. Found the shape {tuple(tensor.shape)}.")  # type: ignore[attr-defined]
 
 
 def floating(tensor: Tensor) -> Tensor:
     """Return integers in torch's default type, and anything else unchanged."""
     return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
-
-
-def _shape(name: str, tensor: object) -> torch.Size:
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"`{name}` should be a tensor. Found {type(tensor).__name__}.")
-    return tensor.shape

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
-from toolkit.policy_gradient._shapes import alike, one_for_each_row
+from toolkit.policy_gradient._shapes import one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
 
 __all__ = ["ACTION_VALUES", "SAMPLING", "expected_policy_gradient_loss", "qpg_loss", "rm_loss", "rpg_loss"]
@@ -55,7 +56,7 @@ def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Ten
         >>> torch.autograd.grad(loss, logits)
         (tensor([[-0.2500,  0.2500]]),)
     """
-    alike(logits_t=logits_t, q_t=q_t)
+    same_shape(logits_t=logits_t, q_t=q_t)
     advantages = q_t
     if baseline_t is not None:
         one_for_each_row(logits_t=logits_t, baseline_t=baseline_t)
@@ -131,12 +132,12 @@ def rpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
         >>> rpg_loss(torch.zeros(1, 2), torch.tensor([[1.0, 0.0]]))
         tensor(0.5000)
     """
-    alike(logits_t=logits_t, q_t=q_t)
+    same_shape(logits_t=logits_t, q_t=q_t)
     q = stop_gradient(q_t, ACTION_VALUES)
     return (q - (logits_t.softmax(-1) * q).sum(-1, keepdim=True)).relu().sum(-1).mean()
 
 
 def _policy_and_advantages(logits_t: Tensor, q_t: Tensor) -> tuple[Tensor, Tensor]:
-    alike(logits_t=logits_t, q_t=q_t)
+    same_shape(logits_t=logits_t, q_t=q_t)
     policy = logits_t.softmax(-1)
     return policy, q_t - (policy * q_t).sum(-1, keepdim=True)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from toolkit._checks import number
 from toolkit._random import own_generator
+from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
-from toolkit.policy_gradient._shapes import alike
 
 __all__ = [
     "ACTION_TARGET",
@@ -96,7 +96,7 @@ def dpg_loss(a_t: Tensor, dqda_t: Tensor, dqda_clipping: float | None = None) ->
         >>> action.grad
         tensor([-1.,  2.])
     """
-    alike(a_t=a_t, dqda_t=dqda_t)
+    same_shape(a_t=a_t, dqda_t=dqda_t)
     if dqda_clipping is not None:
         bound = number("dqda_clipping", dqda_clipping, above=0)
         norm = torch.linalg.vector_norm(dqda_t, dim=-1, keepdim=True)
@@ -131,7 +131,7 @@ def td3_critic_loss(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor)
         >>> td3_critic_loss(torch.zeros(2, 1), one, 0.5 * one, torch.tensor([[2.0], [3.0]]))
         tensor(4.)
     """
-    alike(r_t=r_t, discount_t=discount_t)
+    same_shape(r_t=r_t, discount_t=discount_t)
     for name, values in (("q_tm1", q_tm1), ("q_t", q_t)):
         if not isinstance(values, Tensor) or values.dim() == 0 or values.shape[1:] != r_t.shape or not len(values):
             found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit.policy_gradient._shapes import alike, floating
+from toolkit._tensors import same_shape
+from toolkit.policy_gradient._shapes import floating
 
 __all__ = ["group_advantages"]
 
@@ -58,7 +59,7 @@ def group_advantages(
     choice("baseline", baseline, ("mean", "leave_one_out"))
     choice("scale", scale, ("std", "none"))
     epsilon = number("epsilon", epsilon, above=0)
-    alike(rewards=rewards)
+    same_shape(rewards=rewards)
     if rewards.dim() == 0 or rewards.shape[-1] < 2:
         raise ValueError(f"`rewards` should have groups of at least two. Found the shape {tuple(rewards.shape)}.")
     rewards, k = floating(rewards), rewards.shape[-1]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
+from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
-from toolkit.policy_gradient._shapes import alike, one_for_each_row
+from toolkit.policy_gradient._shapes import one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
 
 __all__ = [
@@ -77,7 +78,7 @@ def importance_ratios(log_prob_t: Tensor, old_log_prob_t: Tensor | None = None) 
         (tensor([1.]),)
     """
     old = log_prob_t if old_log_prob_t is None else old_log_prob_t
-    alike(log_prob_t=log_prob_t, old_log_prob_t=old)
+    same_shape(log_prob_t=log_prob_t, old_log_prob_t=old)
     return (log_prob_t - stop_gradient(old, OLD_POLICY)).exp()
 
 
@@ -109,7 +110,7 @@ def clipped_surrogate_pg_loss(
         tensor(0.2750)
     """
     low, high = _interval(epsilon, epsilon_high)
-    alike(prob_ratios_t=prob_ratios_t, adv_t=adv_t)
+    same_shape(prob_ratios_t=prob_ratios_t, adv_t=adv_t)
     return -_clipped_objective(prob_ratios_t, stop_gradient(adv_t, ADVANTAGE), low, high).mean()
 
 
@@ -163,7 +164,7 @@ def grpo_loss(
     if beta and reference_log_prob_t is None:
         raise ValueError(f"`reference_log_prob_t` should be given for a positive `beta`. Found None, {beta:g}.")
     if mask_t is not None:
-        alike(log_prob_t=log_prob_t, mask_t=mask_t)
+        same_shape(log_prob_t=log_prob_t, mask_t=mask_t)
         mask_t = mask_t.bool()
         log_prob_t = _unpadded(log_prob_t, mask_t)
         old_log_prob_t = None if old_log_prob_t is None else _unpadded(old_log_prob_t, mask_t)
@@ -210,7 +211,7 @@ def off_policy_pg_loss(
         >>> torch.autograd.grad(loss, log_prob)
         (tensor([-3.]),)
     """
-    alike(log_prob_t=log_prob_t, behaviour_log_prob_t=behaviour_log_prob_t, adv_t=adv_t)
+    same_shape(log_prob_t=log_prob_t, behaviour_log_prob_t=behaviour_log_prob_t, adv_t=adv_t)
     rho = (log_prob_t - behaviour_log_prob_t).exp()
     if clip_rho is not None:
         rho = rho.clamp(max=number("clip_rho", clip_rho, above=0))
@@ -250,7 +251,7 @@ def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator
         tensor([0.1065])
     """
     choice("kind", kind, ("k1", "k2", "k3"))
-    alike(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
+    same_shape(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
     x = stop_gradient(reference_log_prob_t, REFERENCE_POLICY) - log_prob_t
     if kind == "k1":
         return -x
@@ -282,7 +283,7 @@ def reverse_kl_loss(log_prob_t: Tensor, reference_log_prob_t: Tensor) -> Tensor:
         >>> torch.autograd.grad(reverse_kl_loss(log_prob, torch.tensor([-1.5])), log_prob)
         (tensor([0.5000]),)
     """
-    alike(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
+    same_shape(log_prob_t=log_prob_t, reference_log_prob_t=reference_log_prob_t)
     return (stop_gradient(log_prob_t - reference_log_prob_t, LOG_RATIO) * log_prob_t).mean()
 
 

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
+from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
-from toolkit.policy_gradient._shapes import actions_of, alike
+from toolkit.policy_gradient._shapes import actions_of
 
 __all__ = ["ACTION", "ADVANTAGE", "VALUE_TARGET", "actor_critic_loss", "gaussian_log_prob", "policy_gradient_loss"]
 
@@ -66,9 +67,9 @@ def policy_gradient_loss(logits_t: Tensor, a_t: Tensor, adv_t: Tensor, w_t: Tens
     actions_of(logits_t, a_t)
     weights = stop_gradient(adv_t, ADVANTAGE)
     if w_t is None:
-        alike(a_t=a_t, adv_t=adv_t)
+        same_shape(a_t=a_t, adv_t=adv_t)
     else:
-        alike(a_t=a_t, adv_t=adv_t, w_t=w_t)
+        same_shape(a_t=a_t, adv_t=adv_t, w_t=w_t)
         weights = weights * w_t
     return (_surprise(logits_t, a_t) * weights).mean()
 
@@ -108,7 +109,7 @@ def actor_critic_loss(logits_t: Tensor, a_t: Tensor, v_t: Tensor, g_t: Tensor, *
     """
     critic_weight = number("critic_weight", critic_weight, above=0)
     actions_of(logits_t, a_t)
-    alike(a_t=a_t, v_t=v_t, g_t=g_t)
+    same_shape(a_t=a_t, v_t=v_t, g_t=g_t)
     advantages = stop_gradient(g_t, VALUE_TARGET) - v_t
     actor = _surprise(logits_t, a_t) * stop_gradient(advantages, ADVANTAGE)
     return (actor + 0.5 * critic_weight * advantages.square()).mean()
@@ -140,7 +141,7 @@ def gaussian_log_prob(a_t: Tensor, mean_t: Tensor, log_std_t: Tensor) -> Tensor:
         >>> gaussian_log_prob(torch.tensor([1.0]), torch.zeros(1), torch.zeros(1))
         tensor(-1.4189)
     """
-    alike(mean_t=mean_t, a_t=a_t, log_std_t=log_std_t)
+    same_shape(mean_t=mean_t, a_t=a_t, log_std_t=log_std_t)
     z = (stop_gradient(a_t, ACTION) - mean_t) * (-log_std_t).exp()
     return (-0.5 * z.square() - log_std_t - 0.5 * math.log(2 * math.pi)).sum(-1)
 

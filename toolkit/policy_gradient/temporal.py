@@ -15,9 +15,8 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts, number
 from toolkit._recursion import discounted_sums
-from toolkit._tensors import common_dtype, wide
+from toolkit._tensors import common_dtype, same_shape, wide
 from toolkit.blocks import block, stop_recording
-from toolkit.policy_gradient._shapes import alike
 from toolkit.policy_gradient.sampled import ADVANTAGE, VALUE_TARGET
 
 __all__ = [
@@ -157,7 +156,7 @@ def vtrace(
         >>> vtrace(0 * one, 0 * one, one, 0.5 * one, torch.tensor([0.5, 3.0]))
         tensor([0.7500, 1.0000])
     """
-    alike(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
+    same_shape(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     lambda_ = _lambda(lambda_, r_t)
     dtype = common_dtype(v_tm1, v_t, r_t, discount_t, rho_tm1)
     v_tm1, v_t, r_t, discount_t, rho_tm1 = map(wide, (v_tm1, v_t, r_t, discount_t, rho_tm1))
@@ -202,7 +201,7 @@ def vtrace_td_error_and_advantage(
         >>> vtrace_td_error_and_advantage(0 * one, 0 * one, one, 0.5 * one, torch.tensor([0.5, 3.0])).pg_advantage
         tensor([0.7500, 1.0000])
     """
-    alike(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
+    same_shape(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     clip_pg = number("clip_pg_rho_threshold", clip_pg_rho_threshold, above=0, infinite=True)
     lambda_ = _lambda(lambda_, r_t)
     dtype = common_dtype(v_tm1, v_t, r_t, discount_t, rho_tm1)
@@ -217,7 +216,7 @@ def vtrace_td_error_and_advantage(
 
 
 def _checked(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> float | Tensor:
-    alike(r_t=r_t, discount_t=discount_t)
+    same_shape(r_t=r_t, discount_t=discount_t)
     expected = (*r_t.shape[:-1], r_t.shape[-1] + 1) if r_t.dim() else None
     if not isinstance(values, Tensor) or values.shape != expected:
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__

@@ -102,7 +102,7 @@ def straight_through(z: Tensor, codes: Tensor) -> Tensor:
         >>> z.grad, e.grad
         (tensor([0., 2.]), None)
     """
-    same_shape("codes", codes, "z", z)
+    same_shape(z=z, codes=codes)
     return stop_gradient(codes, STRAIGHT_THROUGH) + (z - stop_gradient(z, STRAIGHT_THROUGH))
 
 
@@ -135,7 +135,7 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
         >>> z.grad
         tensor([ 3., -2.])
     """
-    same_shape("codes", codes, "z", z)
+    same_shape(z=z, codes=codes)
     origin, ends = stop_gradient(z, ROTATION), stop_gradient(codes, ROTATION)
     return ends + _rotated(z - origin, origin, ends)
 
@@ -178,7 +178,7 @@ def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
         >>> codebook_loss(torch.tensor([0.4, 1.2]), torch.tensor([0.0, 1.0]))
         tensor(0.1000)
     """
-    same_shape("codes", codes, "z", z)
+    same_shape(z=z, codes=codes)
     return functional.mse_loss(codes, stop_gradient(z, CODEBOOK_TARGETS))
 
 
@@ -203,7 +203,7 @@ def commitment_loss(z: Tensor, codes: Tensor) -> Tensor:
         >>> commitment_loss(torch.tensor([0.4, 1.2]), torch.tensor([0.0, 1.0]))
         tensor(0.1000)
     """
-    same_shape("codes", codes, "z", z)
+    same_shape(z=z, codes=codes)
     return functional.mse_loss(z, stop_gradient(codes, COMMITMENT_TARGETS))
 
 

@@ -59,7 +59,7 @@ def moco_loss(q: Tensor, k: Tensor, queue: Tensor, *, temperature: float = 0.07)
         tensor(0.1429)
     """
     temperature = number("temperature", temperature, above=0)
-    same_shape("k", k, "q", q, 2)
+    same_shape(2, q=q, k=k)
     _check_queue(queue, q.shape[-1])
     scaled = wide(q) / temperature
     positive = (scaled * wide(stop_gradient(k, MOCO_KEY))).sum(-1)

@@ -60,7 +60,7 @@ def mean_teacher_loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         >>> mean_teacher_loss(torch.tensor([[0.0, 0.0]]), torch.tensor([[20.0, 0.0]]))
         tensor(0.2500)
     """
-    same_shape("teacher_logits", teacher_logits, "student_logits", student_logits, 1)
+    same_shape(1, student_logits=student_logits, teacher_logits=teacher_logits)
     target = wide(stop_gradient(teacher_logits, MEAN_TEACHER_TARGET)).softmax(-1)
     return mse_loss(wide(student_logits).softmax(-1), target)
 
@@ -95,7 +95,7 @@ def fixmatch_loss(strong: Tensor, weak: Tensor, *, threshold: float = 0.95) -> T
         tensor(0.3466)
     """
     threshold = number("threshold", threshold, least=0, most=1)
-    same_shape("weak", weak, "strong", strong, 1)
+    same_shape(1, strong=strong, weak=weak)
     confidence, label = wide(stop_gradient(weak, HARD_LABEL)).softmax(-1).max(-1, keepdim=True)
     nats = -wide(strong).log_softmax(-1).gather(-1, label)
     return _of_the_sure(nats, confidence, threshold)
@@ -133,7 +133,7 @@ def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, t
     """
     temperature = number("temperature", temperature, above=0)
     threshold = number("threshold", threshold, least=0, most=1)
-    same_shape("weak", weak, "strong", strong, 1)
+    same_shape(1, strong=strong, weak=weak)
     held = wide(stop_gradient(weak, SOFT_LABEL))
     nats = -((held / temperature).softmax(-1) * wide(strong).log_softmax(-1)).sum(-1)
     if threshold == 0:

@@ -69,7 +69,7 @@ def negative_cosine_similarity(p: Tensor, z: Tensor) -> Tensor:
         >>> negative_cosine_similarity(p, z)
         tensor(-0.6000)
     """
-    same_shape("p", p, "z", z, 1)
+    same_shape(1, z=z, p=p)
     return -_cosine(p, stop_gradient(z, SIMSIAM_TARGET)).mean()
 
 
@@ -100,8 +100,8 @@ def simsiam_loss(p1: Tensor, p2: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
         >>> simsiam_loss(p1, p2, z1, z2)
         tensor(-0.8000)
     """
-    same_shape("p1", p1, "z2", z2, 1)
-    same_shape("p2", p2, "z1", z1, 1)
+    same_shape(1, z2=z2, p1=p1)
+    same_shape(1, z1=z1, p2=p2)
     return (negative_cosine_similarity(p1, z2) + negative_cosine_similarity(p2, z1)) / 2
 
 
@@ -133,7 +133,7 @@ def byol_loss(prediction: Tensor, projection: Tensor) -> Tensor:
         >>> byol_loss(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
         tensor(0.8000)
     """
-    same_shape("prediction", prediction, "projection", projection, 1)
+    same_shape(1, projection=projection, prediction=prediction)
     return 2 - 2 * _cosine(prediction, stop_gradient(projection, BYOL_TARGET)).mean()
 
 
@@ -172,7 +172,7 @@ def data2vec_loss(prediction: Tensor, layers: Sequence[Tensor] | Tensor, *, beta
     if len(layers) == 0:
         raise ValueError("`layers` should be one layer or more. Found none.")
     for layer in layers:
-        same_shape("layers", layer, "prediction", prediction, 1)
+        same_shape(1, prediction=prediction, layers=layer)
     stacked = torch.stack([wide(layer) for layer in layers])
     target = layer_norm(stop_gradient(stacked, DATA2VEC_TARGET), stacked.shape[-1:]).mean(0)
     return smooth_l1_loss(wide(prediction), target, beta=beta)

@@ -6,16 +6,7 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts
 
-__all__ = ["fits", "same_shape", "several"]
-
-
-def same_shape(**tensors: Tensor) -> None:
-    """Raise a ValueError unless all tensors have the shape of the first."""
-    (first, reference), *others = tensors.items()
-    for name, tensor in others:
-        if tensor.shape != reference.shape:
-            shapes = f"{tuple(tensor.shape)} and {tuple(reference.shape)}"
-            raise ValueError(f"`{name}` should have the shape of `{first}`. Found {shapes}.")
+__all__ = ["fits", "several"]
 
 
 def fits(name: str, tensor: Tensor, into: str, other: Tensor) -> None:

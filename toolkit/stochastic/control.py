@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from toolkit._random import own_generator
+from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
-from toolkit.stochastic._shapes import same_shape
 
 __all__ = [
     "REBAR_SIGNAL",

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution
 
+from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
-from toolkit.stochastic._shapes import same_shape, several
+from toolkit.stochastic._shapes import several
 
 __all__ = [
     "DREG_WEIGHTS",

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
-from toolkit.stochastic._shapes import fits, same_shape, several
+from toolkit.stochastic._shapes import fits, several
 
 __all__ = [
     "BASELINE",
