@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.runner._records import BLOCKED, Record
 from toolkit.runner._rounding import OF_TRAINING
 
-__all__ = ["RULE", "Difference", "broken_claims", "compared", "finals", "rounding", "verdict_of", "verdicts"]
+__all__ = ["RULE", "Difference", "broken_claims", "compared", "finals", "median", "rounding", "verdict_of", "verdicts"]
 
 RULE = (
     "Each seed is trained with the block and without it. Better and worse mean that a 95 % confidence interval of the "
@@ -187,8 +187,8 @@ def broken_claims(records: Sequence[Record]) -> list[str]:
             found.append(f"{name}: training with the block should end {claim['training']}. Found {difference.kind}.")
         measured = {
             "gain": difference.size,
-            "ratio": _median(effect["ratio"] for effect in effects),
-            "angle": _median(
+            "ratio": median(effect["ratio"] for effect in effects),
+            "angle": median(
                 None if effect["cosine"] is None else math.degrees(math.acos(min(1.0, max(-1.0, effect["cosine"]))))
                 for effect in effects
             ),
@@ -200,6 +200,7 @@ def broken_claims(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def _median(values: Any) -> float:
+def median(values: Iterable[float | None]) -> float:
+    """Return the median of the finite values; NaN if there are none."""
     finite = [value for value in values if value is not None and math.isfinite(value)]
     return statistics.median(finite) if finite else math.nan

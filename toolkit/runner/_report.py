@@ -7,7 +7,7 @@ import re
 import shlex
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,7 @@ from toolkit.runner._figures import (
     draw_strips,
     draw_sweep,
 )
-from toolkit.runner._findings import Difference, broken_claims, compared, finals, rounding, verdict_of
+from toolkit.runner._findings import Difference, broken_claims, compared, finals, median, rounding, verdict_of
 from toolkit.runner._records import BLOCKED, WITHOUT_EFFECT, ExperimentRecords, Record, overrides_of
 
 __all__ = ["draw_card", "experiment_view", "first_sentence", "training_effect", "variant_verdict"]
@@ -299,7 +299,7 @@ def _turn(effects: Sequence[dict[str, Any]]) -> str:
         return f"makes a vanished gradient {significant(length, 2)} times as long"
     if length < _NOTHING:
         return "makes the gradient vanish"
-    angle = significant(_median(_degrees(effect["cosine"]) for effect in effects), 2)
+    angle = significant(median(_degrees(effect["cosine"]) for effect in effects), 2)
     times = significant(length, 2)
     longer = "keeps its length" if times == "1" else f"makes it {times} times as long"
     return f"turns the gradient by {angle}° and {longer}"
@@ -371,7 +371,7 @@ def _arrows(records: Sequence[Record], when: str, colours: dict[str, str]) -> li
     arrows = [Arrow(BLOCKED, 1.0, 1.0, COLOURS[0])]
     for name, colour in colours.items():
         effects = [record.data["comparison"][when]["effects"][name] for record in records]
-        ratio, cosine = _median([e["ratio"] for e in effects]), _median([e["cosine"] for e in effects])
+        ratio, cosine = median([e["ratio"] for e in effects]), median([e["cosine"] for e in effects])
         arrows.append(Arrow("open" if len(colours) == 1 else f"{name} open", ratio, cosine, colour))
     return arrows
 
@@ -382,7 +382,7 @@ def _parameters(records: Sequence[Record], names: Sequence[str], colours: dict[s
     known = list(effects[names[0]][0]["per_parameter"])
 
     def values(name: str, parameter: str, what: str) -> float:
-        return _median([effect["per_parameter"][parameter][what] for effect in effects[name]])
+        return median([effect["per_parameter"][parameter][what] for effect in effects[name]])
 
     leaks = {parameter: max(values(name, parameter, "leak") for name in names) for parameter in known}
     kept = set(sorted(known, key=lambda parameter: -leaks[parameter])[:_MOST_PARAMETERS])
@@ -631,7 +631,7 @@ def _best(records: Sequence[Record]) -> float | None:
 
 def _costs(records: Sequence[Record], names: Sequence[str], colours: dict[str, str]) -> list[tuple[str, list[Bar]]]:
     def panel(title: str, what: str, write: Callable[[float], str]) -> tuple[str, list[Bar]]:
-        medians = [_median([record.data["variants"][name][what] for record in records]) for name in names]
+        medians = [median([record.data["variants"][name][what] for record in records]) for name in names]
         bars = [
             Bar(_legend(name, names), value, write(value), colours[name])
             for name, value in zip(names, medians, strict=True)
@@ -669,11 +669,6 @@ def _cost_ratio(record: Record, name: str, what: str) -> float:
 
 def _degrees(cosine: float | None) -> float:
     return math.nan if cosine is None else degrees(cosine)
-
-
-def _median(values: Iterable[float | None]) -> float:
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    return statistics.median(finite) if finite else math.nan
 
 
 def _range(values: Sequence[float | None], write: Callable[[float], str]) -> str:
