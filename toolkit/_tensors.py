@@ -11,14 +11,15 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["common_dtype", "exact_products", "same_shape", "shape_of", "unit", "wide"]
+__all__ = ["HALF", "INTEGERS", "common_dtype", "exact_products", "same_shape", "shape_of", "unit", "wide"]
 
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def wide(input: Tensor) -> Tensor:
     """Return a tensor of half precision as float32, any other unchanged."""
-    return input.float() if input.dtype in _HALF else input
+    return input.float() if input.dtype in HALF else input
 
 
 def common_dtype(*tensors: Tensor) -> torch.dtype:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit._tensors import shape_of
+from toolkit._tensors import INTEGERS, shape_of
 
 __all__ = ["actions_of", "floating", "one_for_each_row", "scalar"]
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def one_for_each_row(**tensors: object) -> None:
@@ -28,7 +26,7 @@ def one_for_each_row(**tensors: object) -> None:
 def actions_of(logits_t: Tensor, a_t: Tensor) -> None:
     """Raise a ValueError unless `a_t` are integers, one for each row of `logits_t`."""
     one_for_each_row(logits_t=logits_t, a_t=a_t)
-    if a_t.dtype not in _INTEGERS:
+    if a_t.dtype not in INTEGERS:
         raise ValueError(f"`a_t` should be integers. Found {a_t.dtype}.")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import number
+from toolkit._tensors import HALF
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["EMA_STUDENT", "EMATeacher", "ema"]
@@ -74,7 +75,7 @@ def _is_averaged(value: Tensor) -> bool:
 
 
 def _check_precision(name: str, teacher: Tensor) -> None:
-    if teacher.dtype in (torch.float16, torch.bfloat16):
+    if teacher.dtype in HALF:
         raise ValueError(
             f"`teacher` should be float32 or float64, as half precision rounds small steps to none. Found "
             f"{teacher.dtype} at {name!r}."

@@ -16,8 +16,8 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
+from toolkit._tensors import HALF, wide
 from toolkit.softmax._kernels import (
-    HALF,
     centred_in_plain_operations,
     centred_product,
     is_small,
@@ -29,7 +29,6 @@ from toolkit.softmax._kernels import (
     probabilities,
     scaled_probabilities,
     small_probabilities,
-    wide,
 )
 
 

@@ -24,14 +24,9 @@ _SMALL = 1 << 12
 # Up to this probability y the fused kernel of log-softmax and its derivative lose at most 1 / (1 - y) = 16 roundoffs.
 _SURE = math.log(15 / 16)
 _PLAIN = (Tensor, torch.nn.Parameter)
-HALF, _FULL = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
+_FULL = (torch.float32, torch.float64)
 # Classes up to which any pivot is good enough.
 _FEW = 32
-
-
-def wide(x: Tensor) -> Tensor:
-    """Return `x` in the precision of the computation: float32 for half precision."""
-    return x.float() if x.dtype in HALF else x
 
 
 def finite_maximum(x: Tensor, dim: int) -> Tensor:

@@ -48,6 +48,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn.functional import nll_loss
 
 from toolkit._checks import choice, index, number
+from toolkit._tensors import INTEGERS, wide
 from toolkit.blocks import block, is_quiet, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
@@ -62,7 +63,6 @@ from toolkit.softmax._kernels import (
     log_sum_in_plain_operations,
     probabilities_in_plain_operations,
     small_probabilities,
-    wide,
 )
 
 __all__ = ["SHIFT", "cross_entropy", "log_softmax", "logsumexp", "naive_softmax", "softmax"]
@@ -74,7 +74,6 @@ SHIFT = block(
 )
 
 _SEVERAL = "an integer or several"
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def softmax(input: Tensor, dim: int | Sequence[int] = -1, *, where: Tensor | None = None) -> Tensor:
@@ -387,7 +386,7 @@ def _smoothed(q: Tensor, smoothing: float, where: Tensor | None, dim: int) -> Te
 
 
 def _check_labels(labels: Tensor, logits: Tensor, dim: int) -> None:
-    if not isinstance(labels, Tensor) or not (labels.dtype in _INTEGERS or labels.is_floating_point()):
+    if not isinstance(labels, Tensor) or not (labels.dtype in INTEGERS or labels.is_floating_point()):
         found = labels.dtype if isinstance(labels, Tensor) else type(labels).__name__
         raise TypeError(f"`labels` should be a tensor of integers, or of probabilities. Found {found}.")
     logits.size(dim)  # raises IndexError

@@ -40,13 +40,11 @@ from torch import Tensor, library
 from torch.compiler import is_compiling, is_exporting
 
 from toolkit._checks import choice, index, integer
+from toolkit._tensors import HALF, INTEGERS
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
 from toolkit.softmax.functions import SHIFT
 
 __all__ = ["linear_cross_entropy"]
-
-_HALF = (torch.float16, torch.bfloat16)
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def linear_cross_entropy(
@@ -111,7 +109,7 @@ def linear_cross_entropy(
     _check(input, weight, labels, bias, where, reduction)
     leading, (n_classes, n_features) = labels.shape, weight.shape
     common = torch.promote_types(input.dtype, weight.dtype)
-    result_type = torch.float32 if _autocasts(input) and common in _HALF else common
+    result_type = torch.float32 if _autocasts(input) and common in HALF else common
     rows, labels = input.reshape(labels.numel(), n_features), labels.reshape(-1).long()
     if where is not None:
         where = where.expand(*leading, n_classes).reshape(len(rows), n_classes)
@@ -148,7 +146,7 @@ def _check(
     for name, tensor in floating.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             raise TypeError(f"`{name}` should be a floating-point tensor. Found {_kind(tensor)}.")
-    if not isinstance(labels, Tensor) or labels.dtype not in _INTEGERS:
+    if not isinstance(labels, Tensor) or labels.dtype not in INTEGERS:
         raise TypeError(f"`labels` should be a tensor of integers. Found {_kind(labels)}.")
     if where is not None and (not isinstance(where, Tensor) or where.dtype != torch.bool):
         raise TypeError(f"`where` should be a boolean tensor. Found {_kind(where)}.")
@@ -405,7 +403,7 @@ def _backward(
 def _precision(input: Tensor, weight: Tensor) -> torch.dtype:
     """Return the type to compute in: half precision is accumulated in float32."""
     common = torch.promote_types(input.dtype, weight.dtype)
-    return torch.float32 if common in _HALF else common
+    return torch.float32 if common in HALF else common
 
 
 def _default_chunk_size(input: Tensor, weight: Tensor) -> int:

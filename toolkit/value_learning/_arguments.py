@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["chosen", "floating", "of_actions", "of_shape", "same_shape", "wide"]
+from toolkit._tensors import INTEGERS
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+__all__ = ["chosen", "floating", "of_actions", "of_shape", "same_shape"]
 
 
 def floating(**tensors: Tensor) -> None:
@@ -36,7 +36,7 @@ def same_shape(**tensors: Tensor) -> None:
 def of_actions(shape: torch.Size, whose: str, **actions: Tensor) -> None:
     """Raise a ValueError unless the actions are integers and have this shape."""
     for name, action in actions.items():
-        if not isinstance(action, Tensor) or action.dtype not in _INTEGERS:
+        if not isinstance(action, Tensor) or action.dtype not in INTEGERS:
             found = action.dtype if isinstance(action, Tensor) else type(action).__name__
             raise ValueError(f"`{name}` should be a tensor of integers. Found {found}.")
         if action.shape != shape:
@@ -51,8 +51,3 @@ def chosen(values: Tensor, actions: Tensor, dim: int = -1) -> Tensor:
     shape = list(values.shape)
     shape[dim] = 1
     return values.gather(dim, index[..., None, None].expand(shape)).squeeze(dim)
-
-
-def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors of half precision as float32, others as they are."""
-    return tuple(tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor for tensor in tensors)

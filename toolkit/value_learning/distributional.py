@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.nn.functional import huber_loss, l1_loss
 
 from toolkit._checks import number
+from toolkit._tensors import wide
 from toolkit.blocks import block, stop_gradient
-from toolkit.value_learning._arguments import chosen, floating, of_actions, of_shape, wide
+from toolkit.value_learning._arguments import chosen, floating, of_actions, of_shape
 
 __all__ = [
     "CATEGORICAL_TARGET",
@@ -122,7 +123,7 @@ def categorical_td_learning(
     of_shape(torch.Size([*batch, len(v_atoms_tm1)]), "of its atoms", v_logits_tm1=v_logits_tm1)
     of_shape(torch.Size([*batch, len(v_atoms_t)]), "of its atoms", v_logits_t=v_logits_t)
     of_shape(batch, "of `v_logits_tm1` without its atoms", r_t=r_t, discount_t=discount_t)
-    next_logits = wide(v_logits_t)[0]
+    next_logits = wide(v_logits_t)
     return _cross_entropy(v_atoms_tm1, v_logits_tm1, r_t, discount_t, v_atoms_t, next_logits.softmax(-1))
 
 
@@ -164,7 +165,7 @@ def categorical_q_learning(
     """
     _check_atoms(q_atoms_t=q_atoms_t)
     of_shape(torch.Size([*q_logits_t.shape[:-1], len(q_atoms_t)]), "of its atoms", q_logits_t=q_logits_t)
-    logits, atoms = wide(q_logits_t, q_atoms_t)
+    logits, atoms = map(wide, (q_logits_t, q_atoms_t))
     q_t = (logits.softmax(-1) * atoms).sum(-1)
     return categorical_double_q_learning(q_atoms_tm1, q_logits_tm1, a_tm1, r_t, discount_t, q_atoms_t, q_logits_t, q_t)
 
@@ -219,7 +220,7 @@ def categorical_double_q_learning(
     of_shape(q_logits_tm1.shape[:-1], "of `q_logits_tm1` without its atoms", q_t_selector=q_t_selector)
     of_shape(batch, "of `q_logits_tm1` without actions and atoms", r_t=r_t, discount_t=discount_t)
     of_actions(batch, "of `r_t`", a_tm1=a_tm1)
-    (next_logits,) = wide(chosen(q_logits_t, q_t_selector.argmax(-1), -2))
+    next_logits = wide(chosen(q_logits_t, q_t_selector.argmax(-1), -2))
     logits = chosen(q_logits_tm1, a_tm1, -2)
     return _cross_entropy(q_atoms_tm1, logits, r_t, discount_t, q_atoms_t, next_logits.softmax(-1))
 
@@ -260,7 +261,7 @@ def quantile_regression_loss(dist_src: Tensor, tau_src: Tensor, dist_target: Ten
     of_shape(torch.Size([*batch, *dist_target.shape[-1:]]), "of `dist_src` up to the last", dist_target=dist_target)
     _batch_and_actions("dist_target", dist_target, -1)
     dtype = dist_src.dtype
-    dist_src, tau_src, dist_target = wide(dist_src, tau_src, dist_target)
+    dist_src, tau_src, dist_target = map(wide, (dist_src, tau_src, dist_target))
     pairs = torch.Size([*dist_src.shape, dist_target.shape[-1]])
     theta, y, tau = dist_src.unsqueeze(-1).expand(pairs), dist_target.unsqueeze(-2).expand(pairs), tau_src.unsqueeze(-1)
     losses = huber_loss(theta, y, reduction="none", delta=kappa) if kappa else l1_loss(theta, y, reduction="none")
@@ -332,7 +333,7 @@ def _cross_entropy(
 ) -> Tensor:
     """Return the cross entropy of the logits with the projected distribution of the return, (*)."""
     dtype = logits.dtype
-    atoms, logits, r_t, discount_t, next_atoms = wide(atoms, logits, r_t, discount_t, next_atoms)
+    atoms, logits, r_t, discount_t, next_atoms = map(wide, (atoms, logits, r_t, discount_t, next_atoms))
     returns = torch.addcmul(r_t[..., None], discount_t[..., None], next_atoms)
     label = stop_gradient(categorical_l2_project(returns, next_probs, atoms), CATEGORICAL_TARGET)
     log_probs = logits.log_softmax(-1)

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._recursion import discounted_sums
-from toolkit._tensors import common_dtype
+from toolkit._tensors import common_dtype, wide
 from toolkit.blocks import block, stop_gradient
-from toolkit.value_learning._arguments import of_shape, same_shape, wide
+from toolkit.value_learning._arguments import of_shape, same_shape
 
 __all__ = ["LAMBDA_RETURNS", "N_STEP_RETURNS", "lambda_returns", "n_step_bootstrapped_returns", "td_lambda"]
 
@@ -64,7 +64,7 @@ def n_step_bootstrapped_returns(r_t: Tensor, discount_t: Tensor, v_t: Tensor, n:
     """
     _check(r_t, discount_t, v_t)
     length, dtype = r_t.shape[-1], common_dtype(r_t, discount_t, v_t)
-    r_t, discount_t, v_t = wide(r_t, discount_t, v_t)
+    r_t, discount_t, v_t = map(wide, (r_t, discount_t, v_t))
     returns = v_t
     for step in range(min(integer("n", n), length)):
         # The window of step t, one longer, is r_t + discount_t * (the window of step t + 1).
@@ -108,10 +108,10 @@ def lambda_returns(r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambda_: Tensor
     dtype = common_dtype(r_t, discount_t, v_t)
     if isinstance(lambda_, Tensor):
         of_shape(r_t.shape if lambda_.ndim else lambda_.shape, "of `r_t`, or none", lambda_=lambda_)
-        (lambda_,) = wide(lambda_)
+        lambda_ = wide(lambda_)
     else:
         lambda_ = number("lambda_", lambda_, least=0, most=1)
-    r_t, discount_t, v_t = wide(r_t, discount_t, v_t)
+    r_t, discount_t, v_t = map(wide, (r_t, discount_t, v_t))
     decay = discount_t * lambda_
     # Each return is an affine function of the next one. The last one is not mixed: it ends in its value.
     mixed = torch.addcmul(r_t, discount_t - decay, v_t)
