@@ -1,6 +1,7 @@
 """The machines as a user meets them: rows of any kind, exact scores, units of the data, hostile input."""
 
 import copy
+import functools
 import itertools
 import math
 import pickle
@@ -1008,8 +1009,13 @@ def test_defaults_know_digits_as_well_as_the_exact_gradient_does():
     pixels = (bundled.load_digits().data >= 8).astype(np.float32)
     order = np.random.RandomState(0).permutation(len(pixels))
     train, held_out = pixels[order[:1437]], pixels[order[1437:]]
-    found = [BernoulliRBM(16, random_state=seed).fit(train).log_likelihood(held_out).mean() for seed in range(3)]
-    assert np.median(found) > -18.05
+
+    @functools.cache
+    def is_good(seed):
+        return BernoulliRBM(16, random_state=seed).fit(train).log_likelihood(held_out).mean() > -18.05
+
+    # Two of three seeds; the third is asked only if the first two disagree.
+    assert (is_good(0) and (is_good(1) or is_good(2))) or (is_good(1) and is_good(2))
 
 
 @every_machine
