@@ -24,13 +24,13 @@ from toolkit.blocks import carries_gradient, constants, no_graph
 from toolkit.em.engine.seeding import device_of
 from toolkit.em.models._common import (
     Components,
+    check_start,
     clamp_coordinates,
     is_wrapped,
     log_weights_of,
     partition,
     shares,
 )
-from toolkit.em.models._common import check_start as check_samples
 
 __all__ = ["Build", "DistributionMixture"]
 
@@ -122,7 +122,7 @@ class DistributionMixture(Components):
             TypeError: If `x` is no real tensor.
             ValueError: If an argument is out of range, or the shapes do not fit together.
         """
-        check_samples(x, n_components, sample_weight)
+        check_start(x, n_components, sample_weight)
         points = x if x.is_floating_point() else x.double()
         if not bool(points.isfinite().all()):
             raise ValueError("`x` should be finite. Found infinite or missing values.")
