@@ -1,7 +1,9 @@
 """Every config: it runs, its variants differ by nothing but the block, and its blocked gradient is the target."""
 
+import dataclasses
 import functools
 import json
+import math
 import tomllib
 from types import SimpleNamespace
 
@@ -18,6 +20,7 @@ from toolkit.runner._comparison import RunError, run_config
 from toolkit.runner._config import load_config
 from toolkit.runner._records import BLOCKED, MEASURED_SEEDS, read_all, read_records
 from toolkit.runner._rounding import OF_ONE_PASS
+from toolkit.runner._training import train
 
 CONFIGS = sorted(folders.CONFIGS.glob("*.toml"))
 
@@ -169,6 +172,14 @@ def test_a_run_that_diverges_is_recorded_as_one(tmp_path, monkeypatch):
     ((record,),) = (found.records for found in read_all(tmp_path / "results"))
     assert record.data["variants"][BLOCKED]["diverged_at"] is None
     assert record.data["variants"]["toy_diverges.target"]["diverged_at"] == 1
+
+
+def test_an_infinite_loss_ends_training_as_one_that_is_no_number_does(tmp_path):
+    loaded = load_config(toy.install("toy_infinite", tmp_path))
+    run = loaded.module.run(loaded.config, 0)
+    losses = iter([1.0, math.inf, 1.0])
+    found = train(dataclasses.replace(run, loss=lambda: run.loss() * next(losses)), loaded.config)
+    assert (found.diverged_at, found.steps) == (1, [0])
 
 
 def test_the_same_config_and_seed_give_the_same_record(tmp_path, monkeypatch):
