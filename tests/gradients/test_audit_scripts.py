@@ -270,6 +270,39 @@ def test_gradients_that_an_optimiser_takes_from_autograd_grad(write, tmp_path):
     assert "computes the same" in found.stdout
 
 
+def test_an_optimiser_that_torch_does_not_know_takes_no_steps(write, tmp_path):
+    write(
+        """
+        import torch
+        w = torch.tensor(3.0, requires_grad=True)
+        for step in range(3):
+            w.grad = None
+            (w * (w * w).detach()).backward()
+            w.data -= 0.01 * w.grad
+        """
+    )
+    found = _run(tmp_path, "train.py", "--step", "2")
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].endswith("so `--backward` should choose, without `--step`.")
+    found = _run(tmp_path, "train.py", "--backward", "2", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "detach()  partial  16.9" in found.stdout
+
+
+def test_a_copy_leaves_the_graph_where_the_script_copies(write, tmp_path):
+    write(
+        """
+        import copy
+        import torch
+        w = torch.tensor([3.0], requires_grad=True)
+        kept = copy.deepcopy({"y": [(2 * w).detach()]})
+        (w * w.detach()).sum().backward()
+        """
+    )
+    found = _run(tmp_path, "train.py")
+    assert "leaves the graph: deepcopy() at train.py:5:8" in found.stdout, found.stdout
+
+
 @pytest.mark.parametrize(
     ("loss", "says"),
     [

@@ -156,6 +156,8 @@ class ScriptRun:
             return f"{come}: it trains in the thread {next(iter(self._others))}, but only the main thread is audited"
         if self._transforms and not self.steps + self.backward_passes:
             return f"{come}: it trains by torch.func, and its loss can be audited as a function, FILE:FUNCTION"
+        if self.question.step > 1 and not self.steps and self.backward_passes:
+            return f"{come}: no optimiser of torch.optim takes a step, so `--backward` should choose, without `--step`"
         return come
 
     def attending(self) -> AbstractContextManager[None]:
