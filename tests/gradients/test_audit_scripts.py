@@ -366,6 +366,24 @@ def test_a_checkpoint_that_hides_its_graph_is_refused(write, tmp_path):
     assert found.stderr.splitlines()[-1].startswith("error: The step should checkpoint with use_reentrant=False.")
 
 
+def test_a_script_that_goes_on_after_errors_hides_no_refusal(write, tmp_path):
+    write(
+        """
+        import torch
+        from torch.utils.checkpoint import checkpoint
+        w = torch.ones(2, requires_grad=True)
+        for step in range(3):
+            try:
+                checkpoint(lambda x: x * x.detach(), w, use_reentrant=True).sum().backward()
+            except Exception as error:
+                print("skipping a batch:", error)
+        """
+    )
+    found = _run(tmp_path, "train.py")
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].startswith("error: The step should checkpoint with use_reentrant=False.")
+
+
 def test_children_and_paths_are_as_without_the_tool(write, tmp_path):
     write("def double(x):\n    return 2 * x\n", "deep/helper.py")
     write(
