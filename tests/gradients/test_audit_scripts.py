@@ -270,6 +270,39 @@ def test_gradients_that_an_optimiser_takes_from_autograd_grad(write, tmp_path):
     assert "computes the same" in found.stdout
 
 
+def test_an_optimiser_that_torch_does_not_know_takes_no_steps(write, tmp_path):
+    write(
+        """
+        import torch
+        w = torch.tensor(3.0, requires_grad=True)
+        for step in range(3):
+            w.grad = None
+            (w * (w * w).detach()).backward()
+            w.data -= 0.01 * w.grad
+        """
+    )
+    found = _run(tmp_path, "train.py", "--step", "2")
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].endswith("so `--backward` should choose, without `--step`.")
+    found = _run(tmp_path, "train.py", "--backward", "2", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "detach()  partial  16.9" in found.stdout
+
+
+def test_a_copy_leaves_the_graph_where_the_script_copies(write, tmp_path):
+    write(
+        """
+        import copy
+        import torch
+        w = torch.tensor([3.0], requires_grad=True)
+        kept = copy.deepcopy({"y": [(2 * w).detach()]})
+        (w * w.detach()).sum().backward()
+        """
+    )
+    found = _run(tmp_path, "train.py")
+    assert "leaves the graph: deepcopy() at train.py:5:8" in found.stdout, found.stdout
+
+
 @pytest.mark.parametrize(
     ("loss", "says"),
     [
@@ -326,6 +359,24 @@ def test_a_checkpoint_that_hides_its_graph_is_refused(write, tmp_path):
         from torch.utils.checkpoint import checkpoint
         w = torch.ones(2, requires_grad=True)
         checkpoint(lambda x: x * x.detach(), w, use_reentrant=True).sum().backward()
+        """
+    )
+    found = _run(tmp_path, "train.py")
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].startswith("error: The step should checkpoint with use_reentrant=False.")
+
+
+def test_a_script_that_goes_on_after_errors_hides_no_refusal(write, tmp_path):
+    write(
+        """
+        import torch
+        from torch.utils.checkpoint import checkpoint
+        w = torch.ones(2, requires_grad=True)
+        for step in range(3):
+            try:
+                checkpoint(lambda x: x * x.detach(), w, use_reentrant=True).sum().backward()
+            except Exception as error:
+                print("skipping a batch:", error)
         """
     )
     found = _run(tmp_path, "train.py")

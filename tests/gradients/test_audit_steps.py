@@ -108,6 +108,18 @@ def _by_name(found):
     return {effect.name: effect for effect in found.effects}
 
 
+@pytest.mark.portable
+@pytest.mark.parametrize("seed", range(6))
+def test_a_mean_that_is_subtracted_makes_no_gradient_of_rounding(seed):
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = torch.randn(8, 3)
+    with audited(net) as answer:  # the gradient of the last bias is zero, and comes out as rounding
+        y = net(x)
+        (y - y.mean(0).detach()).square().sum().backward()
+    assert [str(effect.verdict) for effect in answer.audits[0].effects] == ["redundant"]
+
+
 def test_each_backward_pass_has_its_answer():
     torch.manual_seed(0)
     generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)

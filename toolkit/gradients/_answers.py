@@ -115,7 +115,7 @@ class Answers(ABC):
 
     @abstractmethod
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
-        """Return the gradient at parameters scaled by about 1; None if it is not available."""
+        """Return the gradient with parameters, or cotangents, scaled by about 1; None if it is not available."""
 
     @abstractmethod
     def quietly(self) -> AbstractContextManager[None]:

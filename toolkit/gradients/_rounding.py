@@ -148,7 +148,7 @@ class Rounding:
     def _noise(self, names: Sequence[str], leak: Leak, rows: Floats) -> Floats:
         """Return (P,), the change of a leak under a rounding of the parameters.
 
-        For a program that does not run again, it is the rounding of the gradient itself.
+        If neither is available, it is the rounding of the gradient itself.
         """
         leaks, opened, blocked = _norms(rows)
         noise = np.zeros(len(self._params))

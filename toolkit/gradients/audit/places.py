@@ -10,6 +10,7 @@ restored, also after an error.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dis
 import functools
 import sys
@@ -475,7 +476,7 @@ class BareBlocks:
         return None if key in self.real else site
 
     def _note_escape(self, kind: str, frame: FrameType | None) -> None:
-        while frame is not None and (frame.f_code.co_filename.startswith(_TORCH) or _passes_on(frame)):
+        while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, copy.__file__)) or _passes_on(frame)):
             frame = frame.f_back
         if frame is not None and not _is_machinery(frame.f_code.co_filename) and self._mine():
             site = site_of(frame)

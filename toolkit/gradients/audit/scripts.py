@@ -156,6 +156,8 @@ class ScriptRun:
             return f"{come}: it trains in the thread {next(iter(self._others))}, but only the main thread is audited"
         if self._transforms and not self.steps + self.backward_passes:
             return f"{come}: it trains by torch.func, and its loss can be audited as a function, FILE:FUNCTION"
+        if self.question.step > 1 and not self.steps and self.backward_passes:
+            return f"{come}: no optimiser of torch.optim takes a step, so `--backward` should choose, without `--step`"
         return come
 
     def attending(self) -> AbstractContextManager[None]:
@@ -285,6 +287,8 @@ class RecordedRun(ScriptRun):
             super().run(script)
         except _Again:
             self.lessons.start_again()
+        except _Refusal as refusal:
+            raise refusal.error from None
         except SystemExit:
             if not self._trains_by_gradients():
                 raise
@@ -320,10 +324,24 @@ class RecordedRun(ScriptRun):
             if value.grad_fn is not None and is_asked:
                 if self._recorder.reaches_beyond(value) and self.lessons.earlier < _MOST_STEPS_EARLIER:
                     self._start_earlier()
-                self.audits[self.backward_passes] = self._recorder.answer(value, inputs, None)
+                with self._heard():
+                    self.audits[self.backward_passes] = self._recorder.answer(value, inputs, None)
             elif value.grad_fn is not None:
-                self._recorder.prepare(value)
+                with self._heard():
+                    self._recorder.prepare(value)
             yield
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Raise errors of the recording past a script that goes on after any Exception of a step."""
+        try:
+            yield
+        except Refused as error:
+            raise _Refusal(error) from error
+        except Unrecordable as error:
+            if not self._learn(error):
+                raise
+            raise _Again from error
 
     def attending(self) -> AbstractContextManager[None]:
         """Record the step that is asked about."""
@@ -361,6 +379,13 @@ class RecordedRun(ScriptRun):
 
 class _Answered(BaseException):
     """Ends the script: its question is answered."""
+
+
+class _Refusal(BaseException):
+    """Ends the script, which is refused."""
+
+    def __init__(self, error: Refused) -> None:
+        self.error = error
 
 
 class _Again(BaseException):

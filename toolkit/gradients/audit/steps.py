@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
 from functools import cached_property
 from types import FrameType
 from typing import Any
@@ -232,8 +233,33 @@ class StepAnswers(Answers):
         return [(cut.block_name, cut.source, cotangent) for cut, cotangent in arrived.items() if cut.source is not None]
 
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:
-        """Return None: the step does not run again."""
-        return None
+        """Return the gradient with the cotangents of every node scaled by about 1, as the step does not run again."""
+        plain, arrived = self.plain, self._arrived
+        try:
+            with self.passing(()), self._shaken(seed, size):
+                found, self._arrived = self._derivatives([self._value], None, self._cuts)
+                shaken = {name: plain.gradients[name] if g is None else g for name, g in found.items()}
+                self.plain = replace(plain, gradients=shaken)
+                return self.gradient(open)
+        except Closed:
+            return None
+        finally:
+            self.plain, self._arrived = plain, arrived
+
+    @contextmanager
+    def _shaken(self, seed: int, size: float) -> Iterator[None]:
+        """Scale the cotangents that come to each node by random factors, the same each time.
+
+        A cotangent is one of several numbers of its node that are rounded, in the forward pass too; so each factor is
+        off by four times the size, as far as that is small.
+        """
+        size = max(size, min(4 * size, 2**-10))
+        handles = [node.register_prehook(_scaling(f"{seed} {index}", size)) for index, node in enumerate(self.nodes)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
@@ -504,6 +530,21 @@ def modules_by_name(frame: FrameType | None) -> dict[str, nn.Module]:
         name = names.get(key, type(module).__name__)
         named[f"{name} #{len(named)}" if name in named else name] = module
     return named
+
+
+def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
+    """Return a hook that scales cotangents by random factors, which depend on the seed and the shape alone."""
+
+    def scaled(cotangents: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        generator = torch.Generator().manual_seed(int.from_bytes(seed.encode()) % 2**63)
+        return tuple(
+            cotangent
+            if cotangent is None or cotangent.layout is not torch.strided
+            else cotangent * (1 + size * torch.randn(cotangent.shape, generator=generator)).to(cotangent)
+            for cotangent in cotangents
+        )
+
+    return scaled
 
 
 def _compiles() -> bool:
