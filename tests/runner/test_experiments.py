@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import folders
@@ -16,7 +17,7 @@ from click.testing import CliRunner
 from toolkit import compare, stop_gradient, unblock
 from toolkit.runner import _comparison
 from toolkit.runner._command import main
-from toolkit.runner._comparison import RunError, run_config
+from toolkit.runner._comparison import RunError, _check_target, run_config
 from toolkit.runner._config import load_config
 from toolkit.runner._records import BLOCKED, MEASURED_SEEDS, read_all, read_records
 from toolkit.runner._rounding import OF_ONE_PASS
@@ -103,6 +104,13 @@ def test_the_last_step_is_evaluated_too(tmp_path):
     run_config(load_config(toy.install("toy_last", tmp_path), ["seeds=1", "steps=5"]), tmp_path / "results")
     ((record,),) = (found.records for found in read_all(tmp_path / "results"))
     assert record.data["variants"][BLOCKED]["steps"] == [0, 2, 4, 5]
+
+
+@pytest.mark.parametrize("target", [{"w": torch.ones(3)}, {"v": torch.tensor(1.0)}], ids=["shape", "name"])
+def test_a_target_that_does_not_fit_the_parameters_is_an_error(target):
+    """A target of another shape would be broadcast, and its distance from the gradient would mean nothing."""
+    with pytest.raises(RunError, match=r"a.toml: `target` should return .*, {'w': \(\)}\. Found {"):
+        _check_target(target, {"w": torch.tensor(1.0)}, Path("a.toml"))
 
 
 def test_variants_with_another_first_loss_are_an_error(tmp_path, monkeypatch):

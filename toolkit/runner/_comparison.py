@@ -171,6 +171,8 @@ class _Gradients:
                 f"{', '.join(met) or 'no block'}"
             )
         target = None if run.target is None else {name: value.cpu() for name, value in run.target().items()}
+        if target is not None:
+            _check_target(target, comparison.blocked, path)
         self._comparison = comparison
         self._variants = variants
         self.arrays: dict[str, NDArray[Any]] = {}
@@ -256,9 +258,13 @@ def _synchronize(run: Run) -> None:
         torch.cuda.synchronize()
 
 
+def _check_target(target: Mapping[str, Tensor], gradient: Mapping[str, Tensor], path: Path) -> None:
+    expected, found = ({name: tuple(part[name].shape) for name in sorted(part)} for part in (gradient, target))
+    if found != expected:
+        raise RunError(f"{path}: `target` should return tensors of the parameters' shapes, {expected}. Found {found}.")
+
+
 def _relative_error(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> float | None:
-    if set(found) != set(target):
-        raise RunError(f"the target should have the parameters {sorted(found)}; found {sorted(target)}")
     error = sum(float((found[name].double() - target[name].double()).square().sum()) for name in found)
     size = sum(float(target[name].double().square().sum()) for name in found)
     value = (error / size) ** 0.5 if size else error**0.5
