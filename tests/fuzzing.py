@@ -53,6 +53,11 @@ $o = $a.cumsum(0) / 4 + $b.amax(0, keepdim=True)
 $o = torch.cat([$b[2:], $a[:2]])
 p$i, q$i = $a.split([1, 2], 1)
 $o = torch.cat([q$i, p$i], 1) * $b
+$o = torch.fft.fft(torch.complex(wide($a), wide($b)), dim=0).abs().to($a.dtype) / 4 + $b
+$o = torch.einsum("ij,kj,kl->il", $a, $b, $a).tanh()
+$o = F.scaled_dot_product_attention($a, $b, $a)
+$o = $a.take_along_dim($b.argsort(0), 0)
+$o = $a * $b.detach()
 """
 
 STOPS = """
@@ -73,6 +78,12 @@ m$i = ⟨$a.amax(-1, keepdim=True)⟩
 $o = $b * (m$i + ($a - m$i).exp().sum(-1, keepdim=True).log())
 e$i = ($a - ⟨$a.amax(-1, keepdim=True)⟩).exp()
 $o = e$i / e$i.sum(-1, keepdim=True)
+$o = torch.where($a > 0, ⟨$a.clamp(min=0).sqrt()⟩, $b)
+$o = torch.lerp(⟨$a⟩, $a, 0.3) * $b
+$o = $a + ⟨$b.detach() * $b⟩
+$o = $a[⟨$b⟩.sum(-1).argsort()]
+z$i = torch.complex(wide($a), wide(⟨$b⟩))
+$o = (z$i * z$i.conj().exp()).real.to($a.dtype)
 """
 
 LAYERS = """
@@ -103,6 +114,34 @@ $o = $a + table$i(rows)
 | table$i = kept("table$i", nn.Embedding(5, 3, sparse=True))
 $o = table$i(rows) * $a + ⟨table$i.weight⟩[:4]
 $o = $a * $p
+| net$i = kept("net$i", nn.GRU(3, 3))
+$o = net$i($a)[0] * $b
+| net$i = kept("net$i", nn.LSTMCell(3, 3))
+h$i, c$i = net$i($a, ($b, ⟨$a + $b⟩))
+$o = h$i * c$i
+| net$i = kept("net$i", nn.MultiheadAttention(3, 1, dropout=0.1))
+$o = net$i($a, $b, ⟨$b⟩)[0]
+| net$i = kept("net$i", nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+$o = net$i($a) - ⟨$b⟩
+| net$i = kept("net$i", nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)))
+$o = net$i($a) * $b
+| net$i = kept("net$i", nn.Conv1d(3, 3, 3, padding=1))
+$o = net$i($a.T[None])[0].T.tanh()
+frozen$i = {key: ⟨value⟩ for key, value in shared.named_parameters()}
+$o = torch.func.functional_call(shared, frozen$i, $a) + shared($b)
+shared.requires_grad_(False)
+t$i = shared($a)
+shared.requires_grad_()
+$o = t$i * shared($b)
+| ema$i = copy.deepcopy(shared).requires_grad_(False)
+with ⟦⟧:
+    for slow$i, fast$i in zip(ema$i.parameters(), shared.parameters()):
+        slow$i.lerp_(fast$i, 0.1)
+$o = ema$i($a) - shared($b)
+e$i = $p[:1].expand(4, 3)
+$o = e$i * $a - ⟨e$i⟩ * $b
+$o = F.gumbel_softmax($a, hard=True) * $b
+$o = $a - F.cross_entropy($b, rows.remainder(3), reduction="none")[:, None]
 """
 
 BUFFERS = """
@@ -154,6 +193,41 @@ $o = s$i * $a
 with ⟦⟧:
     mean$i.mul_(0.9).add_($a, alpha=0.1)
 $o = $b - mean$i
+s$i = ⟨$a.sin()⟩
+s$i.masked_fill_($b > 0, 0.3)
+$o = s$i * $a
+s$i = ⟨$a.cos()⟩
+s$i.index_put_((rows.remainder(4),), $b, accumulate=True)
+$o = s$i * $a
+s$i = ⟨$a * $b⟩
+s$i.scatter_(0, rows.remainder(4)[:1, None].expand(1, 3), $b[:1])
+$o = s$i.tanh() + $a
+b$i = torch.zeros(4, 3)
+r$i = b$i[1:].T
+r$i[:2].copy_($a.T[:2, 1:])
+$o = b$i + ⟨r$i.mean()⟩
+b$i = torch.zeros(4, 3)
+with ⟦⟧:
+    for row$i, other$i in zip(b$i.unbind(0), $a.unbind(0)):
+        row$i.copy_(other$i)
+$o = b$i * $b
+p$i, q$i = ⟨$a * $b⟩.split([1, 2], 1)
+p$i.mul_(2)
+$o = torch.cat([p$i, q$i], 1) * $a
+b$i, c$i = $a.clone(), $b.clone()
+torch._foreach_mul_([b$i, c$i], [⟨$b⟩, $a])
+$o = b$i - c$i
+b$i, c$i = torch.zeros(4, 3), torch.ones(4, 3)
+with ⟦⟧:
+    torch._foreach_add_([b$i, c$i], [$a, $b], alpha=0.5)
+$o = b$i * c$i * $a
+b$i = torch.zeros(4, 3)
+with ⟦⟧:
+    torch.mul($a, $b, out=b$i)
+$o = b$i + $a
+t$i = $a * 1.0
+t$i[:2] = ⟨t$i[2:]⟩
+$o = t$i * $b
 """
 
 FUNCTIONS = """
@@ -167,6 +241,15 @@ $o = $b * ⟨Auxiliary.apply($a, $b.square().mean())⟩
 $o = $b * ⟨Root.apply($a.relu())⟩
 $o = $b + ⟨Root.apply(($a - $a[:1]).square())⟩
 $o = $a + Root.apply($b.square() + 0.1)
+p$i, q$i = Ranked.apply($a)
+$o = p$i * $b + q$i
+p$i, q$i = Ranked.apply($a)
+$o = ⟨p$i⟩ * $b - q$i
+$o = Doubled.apply($a * 1.0) + $b
+$o = $a * ⟨Doubled.apply($b * 1.0)⟩
+p$i, q$i = Lazy.apply($a, $b)
+$o = p$i + ⟨q$i⟩
+$o = Lazy.apply($a, $b)[0].tanh()
 """
 
 HOOKS = """
@@ -197,6 +280,22 @@ t$i = $a.sigmoid()
 if t$i.grad_fn is not None:
     t$i.grad_fn.register_prehook(halves)
 $o = t$i
+t$i, s$i = $a * 1.0, $b * 2.0
+if t$i.requires_grad and s$i.requires_grad:
+    torch.autograd.graph.register_multi_grad_hook((t$i, s$i), lambda grads: [note(g) for g in grads if g is not None])
+$o = t$i * s$i
+t$i = $a.tanh()
+if t$i.requires_grad:
+    t$i.retain_grad()
+$o = t$i * $b
+with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+    t$i = $a.sin() * ⟨$b.exp()⟩
+    with ⟦⟧:
+        t$i = t$i - $a * $b
+$o = t$i
+| net$i = kept("net$i", nn.Linear(3, 3))
+| net$i.register_full_backward_pre_hook(lambda module, outputs: halves(outputs))
+$o = net$i($a) - ⟨$b⟩
 """
 
 STATE = """
@@ -251,6 +350,36 @@ $o = $a + 0.1 * float(np.random.rand())
 $o = $a * random.random()
 | generator$i = torch.Generator().manual_seed($n)
 $o = $a + 0.1 * torch.randn(4, 3, generator=generator$i) * ⟨$b⟩
+| fast$i = nn.Linear(3, 3)
+| inner$i = torch.optim.Adam(fast$i.parameters(), lr=0.1)
+with torch.enable_grad():
+    inner$i.zero_grad()
+    fast$i($b.detach()).square().mean().backward()
+    inner$i.step()
+$o = fast$i($a) + ⟨$b⟩
+with torch.enable_grad():
+    t$i = $p * 1.0
+    (g$i,) = torch.autograd.grad((t$i * $b).sin().sum(), t$i, create_graph=True)
+$o = $a * (t$i - 0.1 * ⟨g$i⟩)
+t$i = $a
+for _ in range(1 + round($b.abs().amax().clamp(max=2).item())):
+    t$i = t$i.sin() + ⟨$b⟩
+$o = t$i
+| class Owner$i:
+|     @⟦⟧
+|     def target(self, x):
+|         return x.tanh()
+|     @property
+|     def weight(self):
+|         return $p * 2
+| owner$i = Owner$i()
+$o = owner$i.target($a) * owner$i.weight + $b
+| async def later$i(x):
+|     with ⟦⟧:
+|         t = x.tanh()
+|     return t * x
+$o = asyncio.run(later$i($a)) + $b
+$o = torch.func.grad(lambda x: (x * ⟨$b⟩).sin().sum())($a)
 """
 
 BLOCKS = """
@@ -274,6 +403,30 @@ with ⟦⟧:
         ...
     s$i = s$i * $z
 $o = s$i + $z
+try:
+    with ⟦⟧:
+        ...
+        raise LookupError
+except LookupError:
+    t$i = $z + $a
+$o = t$i
+| @contextlib.contextmanager
+| def held$i():
+|     with ⟦⟧:
+|         yield
+with held$i():
+    ...
+$o = $z * $a
+| def passes$i():
+|     with ⟦⟧:
+|         yield
+|         yield
+for _ in passes$i():
+    ...
+$o = $z + $a
+with torch.set_grad_enabled(False):
+    ...
+$o = $z + $a
 """
 
 # Of these and the next, the function f$i(x$i, y$i) holds the statements inside.
@@ -293,18 +446,37 @@ with torch.enable_grad():
         t$i.requires_grad_()
     (g$i,) = torch.autograd.grad((f$i(t$i, $b) + t$i).square().sum(), t$i)
 $o = $a + 0.1 * g$i
+$o = functools.reduce(f$i, [$a, $b, $a])
+$o = checkpoint(lambda x: checkpoint(f$i, x, $b, use_reentrant=False).tanh(), $a, use_reentrant=False)
+with torch.enable_grad():
+    t$i = $a * 1.0
+    if not t$i.requires_grad:
+        t$i.requires_grad_()
+    c$i = (f$i(t$i, $b) + t$i).sum(0)
+    (g$i,) = torch.autograd.grad(c$i, t$i, torch.eye(3).to(c$i), create_graph=True, is_grads_batched=True)
+$o = g$i.sum(0)
 """
 
 TRANSFORMS = """
 $o = torch.func.grad(lambda x, y: (f$i(x, y) + x).square().sum())($a, $b)
 $o = torch.func.vmap(f$i)(torch.stack([$a, $b]), torch.stack([$b, $a]))[0]
 $o = torch.func.jvp(f$i, ($a, $b), ($b, $a))[1]
+o$i, pull$i = torch.func.vjp(f$i, $a, $b)
+$o = sum(pull$i(o$i))
+$o = torch.func.jacrev(f$i)($a, $b).sum((0, 1))
+$o = torch.func.hessian(lambda x, y: (f$i(x, y) * x).sum())($a, $b).sum((0, 1))
+with forward_ad.dual_level():
+    t$i = forward_ad.unpack_dual(f$i(forward_ad.make_dual($a, $b), $b) + 0.5 * forward_ad.make_dual($a, $b)).tangent
+$o = t$i
 """
 
 HOOK = ["lambda g: 0.5 * g", "lambda g: g.clamp(-0.1, 0.1)", "lambda g: g / (1 + g.norm())", "note", "lambda g: -g"]
 
 HEAD = """\
+import asyncio
 import collections
+import contextlib
+import copy
 import functools
 import itertools
 import random
@@ -312,6 +484,7 @@ import types
 
 import numpy as np
 import torch
+import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -380,6 +553,47 @@ class Root(torch.autograd.Function):  # its derivative at 0 is not a number
     @staticmethod
     def backward(ctx, g):
         return 0.5 * g / ctx.saved_tensors[0]
+""",
+    "Ranked": """
+class Ranked(torch.autograd.Function):  # its second result has no derivative
+    @staticmethod
+    def forward(ctx, x):
+        values, order = x.sort(0)
+        ctx.order = order
+        ranks = order.to(x.dtype)
+        ctx.mark_non_differentiable(ranks)
+        return values, ranks
+
+    @staticmethod
+    def backward(ctx, g, _):
+        return torch.zeros_like(g).scatter(0, ctx.order, g)
+""",
+    "Doubled": """
+class Doubled(torch.autograd.Function):  # in place
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, g):
+        return 2 * g
+""",
+    "Lazy": """
+class Lazy(torch.autograd.Function):  # makes no zeros of gradients that are missing
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        return x.sin() + y, 3 * y
+
+    @staticmethod
+    def backward(ctx, g, h):
+        gs = [part for part in (g, None if h is None else 3 * h) if part is not None]
+        return g, sum(gs) if gs else None
+""",
+    "wide": """
+def wide(x):  # where halves have no complex numbers
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 """,
     "Rematerialised": """
 class Rematerialised(torch.autograd.Function):  # keeps the inputs, and runs the function again in its backward pass
@@ -614,13 +828,14 @@ class _Writer:
         stands_for = {names["o"]: names["a"]}
         text, inside = text or self.paragraph(groups, depth), []
         if text in INSIDE:
+            is_function = "def f$i" in text
             arguments = [f"x{number}", f"y{number}"] if "x$i" in text else []
-            seen = [*([] if "def " in text else values), *arguments]
+            seen = [*([] if is_function else values), *arguments]
             inside = self.statements(
                 seen, [group for group in groups if group in INSIDE[text]], depth + 1, self.random.randint(1, 4)
             )
             names["z"] = inside[-1].output
-            stands_for |= zip(arguments, [names["a"], names["b" if "def " in text else "a"]], strict=False)
+            stands_for |= zip(arguments, [names["a"], names["b" if is_function else "a"]], strict=False)
         lines = self.with_names(string.Template(text).substitute(names)).splitlines()
         setup = [line[2:] for line in lines if line.startswith("| ")]
         body = [line for line in lines if not line.startswith("| ")]
