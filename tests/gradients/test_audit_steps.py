@@ -1,5 +1,6 @@
 """`audited`: a training step is answered as it runs, computes what it always computes, and leaves nothing behind."""
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -553,3 +554,80 @@ def test_recording_that_is_switched_off_inside_of_a_region_is_on_again_behind_it
     assert w.grad == 9
     assert [effect.leak for effect in step.audits[0].effects] == [0, 6]
     assert "without `with`" in step.audits[0].unopened[0].reason
+
+
+def _leaks(answer, name=""):
+    """Return parameter -> leak of the block, or of the only one."""
+    (effect,) = [effect for effect in answer.audits[0].effects if not name or effect.name == name]
+    return {parameter: part.leak for parameter, part in effect.per_parameter.items()}
+
+
+@pytest.mark.parametrize("form", ["region", "detach"])
+def test_a_checkpoint_inside_of_a_checkpoint(form):
+    w, u = torch.tensor([2.0, 0.5], requires_grad=True), torch.tensor([3.0, 1.0], requires_grad=True)
+
+    def inner(x):
+        if form == "detach":
+            return (w * x).sin().detach() * x
+        with torch.no_grad():
+            scale = (w * x).sin()
+        return scale * x
+
+    def loss(inner):
+        return checkpoint(lambda x: checkpoint(inner, x, use_reentrant=False).tanh(), u, use_reentrant=False).sum()
+
+    with audited({"w": w, "u": u}) as answer:
+        loss(inner).backward()
+    assert w.grad is None
+    plain = u.grad
+    opened = torch.autograd.grad(loss(lambda x: (w * x).sin() * x), [w, u])
+    expected = [opened[0].norm().item(), (opened[1] - plain).norm().item()]
+    assert list(_leaks(answer).values()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_checkpoint_inside_of_hooks_on_saved_tensors():
+    w, u = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+
+    def inner(x):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone), torch.no_grad():
+            scale = w * x
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            return scale * x + (w * x).detach()
+
+    with audited({"w": w, "u": u}) as answer:
+        checkpoint(inner, u, use_reentrant=False).backward()
+    leaks = [[part.leak for part in effect.per_parameter.values()] for effect in answer.audits[0].effects]
+    assert sorted(leaks) == [[3, 2], [9, 6]]
+
+
+def test_a_checkpoint_that_writes_to_buffers():
+    torch.manual_seed(0)
+    nets = [nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)) for _ in range(2)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x = torch.randn(4, 3)
+    for net in nets:
+        with audited(net) if net is nets[0] else contextlib.nullcontext():
+            y = checkpoint(net, x, use_reentrant=False)
+            (y * y.detach()).sum().backward()
+    for (name, a), b in zip(nets[0].named_parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad), name
+    for a, b in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_stop_of_what_it_stopped_already():
+    w, v = torch.tensor(3.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    with audited({"w": w, "v": v}) as answer:
+        held = stop_gradient(w, "audit_steps.twice")
+        (v + (held - stop_gradient(held, "audit_steps.twice"))).backward()
+    assert _leaks(answer, "audit_steps.twice") == {"w": 0, "v": 0}
+
+
+def test_a_region_does_not_stop_a_tensor_that_only_passes_through_it():
+    w, v = torch.tensor(3.0, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    with audited({"w": w, "v": v}) as answer:
+        with torch.no_grad():
+            held = w.detach()
+        (v * held).backward()
+    leaks = [effect.per_parameter["w"].leak for effect in answer.audits[0].effects]
+    assert leaks == [2], "without its detach, the line in the region is `held = w`"

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import _recomputation_hook
 
 from toolkit.blocks import Site, carries_gradient
 from toolkit.gradients._gates import (
@@ -261,9 +261,15 @@ def _hooks(node: Any) -> list[dict[int, Any]]:
 
 
 def _is_checkpointed() -> bool:
-    """Return whether a checkpoint computes its values again."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith(_recomputation_hook.__name__)
+    """Return whether a checkpoint, perhaps around others, computes its values again."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

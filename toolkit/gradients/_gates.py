@@ -276,7 +276,10 @@ class GateBoard(Gates):
         return True
 
     def close_regions(self, *roots: Tensor) -> None:
-        """Turn the nodes behind `roots` that were made in a region into gates."""
+        """Turn the nodes behind `roots` that were made in a region into gates.
+
+        A cut is none of them: open, it is the tensor behind it, which may be from outside of the region.
+        """
         if not self._regions:
             return
         for root in roots:
@@ -284,7 +287,7 @@ class GateBoard(Gates):
                 continue
             for node in reachable_nodes(root.grad_fn, EVERY_BLOCK):
                 names = self.regions_of(node)
-                if names and _REGIONS not in node.metadata:
+                if names and _REGIONS not in node.metadata and not is_cut(node):
                     node.metadata[_REGIONS] = names
                     node.register_hook(functools.partial(self._cross, names))
 

@@ -111,6 +111,7 @@ class BareBlocks:
     _region: _Entered | None = None
     _here: FrameType | None = None
     _state: Container[int] = frozenset()
+    _copies: Container[int] = frozenset()
     _is_active: bool = False
     _closed: tuple[str, ...] = ()
     _writes: set[str] = field(default_factory=set)
@@ -146,6 +147,16 @@ class BareBlocks:
         finally:
             self._is_active = False
             _one_audit.release()
+
+    @contextmanager
+    def copied(self, state: Iterable[Tensor]) -> Iterator[None]:
+        """Take tensors for copies of the program's state, which stand in its place."""
+        outer = self._copies
+        self._copies = {tensor.untyped_storage()._cdata for tensor in state if has_storage(tensor)}
+        try:
+            yield
+        finally:
+            self._copies = outer
 
     def _replacements(self) -> list[tuple[Any, str, Callable[[Any], Any]]]:
         stops: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -446,7 +457,10 @@ class BareBlocks:
         """Return whether a tensor existed before the program ran, by its memory, or is a parameter made since."""
         if tensor.is_leaf and tensor.requires_grad:
             return True
-        return has_storage(tensor) and tensor.untyped_storage()._cdata in self._state
+        if not has_storage(tensor):
+            return False
+        memory = tensor.untyped_storage()._cdata
+        return memory in self._state or memory in self._copies
 
     def _mine(self) -> bool:
         return threading.get_ident() == self._thread

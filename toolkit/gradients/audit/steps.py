@@ -270,9 +270,11 @@ class StepAnswers(Answers):
         one_thread = torch.autograd.set_multithreading_enabled(False)
         aside = self._snapshot.set_aside(runs=False)
         with aside, self.board.of_the_program(), torch.enable_grad(), one_thread:
+            buffers = [buffer for module in self.parts.modules.values() for buffer in module.buffers()]
             self._is_quiet = True
             try:
-                yield
+                with self._bare.copied(buffers):  # a checkpoint computes again with them
+                    yield
             finally:
                 self._is_quiet = False
 
@@ -333,10 +335,11 @@ class StepAnswers(Answers):
         return found, arrived
 
     def _passes(self, cut: Any, opened: frozenset[str]) -> bool:
-        return cut.source is not None and gate_of(cut) <= opened and regions_of(cut) <= opened
+        return cut.source is not None and gate_of(cut) <= opened
 
     def _cuts_behind(self, sources: Sequence[GradientEdge]) -> list[Any]:
-        return [node for node in _plainly_behind([source.node for source in sources]) if is_cut(node)]
+        nodes = [source.node for source in sources]
+        return [node for node in {*nodes, *_plainly_behind(nodes)} if is_cut(node)]
 
     @cached_property
     def _bent(self) -> set[str]:
