@@ -631,3 +631,20 @@ def test_a_region_does_not_stop_a_tensor_that_only_passes_through_it():
         (v * held).backward()
     leaks = [effect.per_parameter["w"].leak for effect in answer.audits[0].effects]
     assert leaks == [2], "without its detach, the line in the region is `held = w`"
+
+
+def test_a_derivative_inside_of_a_checkpoint_ends_at_its_regions_when_it_is_computed_again():
+    u = torch.tensor([3.0, 1.0], requires_grad=True)
+
+    def inner(x):
+        x = x * 1.0
+        with torch.no_grad():
+            scale = x.sin()
+        (slope,) = torch.autograd.grad((scale * x * x).sum(), x, create_graph=True)
+        return slope.tanh()
+
+    checkpoint(inner, u, use_reentrant=False).sum().backward()
+    plain, u.grad = u.grad, None
+    with audited({"u": u}):
+        checkpoint(inner, u, use_reentrant=False).sum().backward()
+    assert torch.equal(u.grad, plain)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -22,6 +22,7 @@ from toolkit.gradients._gates import (
     Cut,
     GateBoard,
     Meeting,
+    Region,
     forget_source,
     gate_of,
     is_cut,
@@ -101,12 +102,22 @@ class CutBoard(GateBoard):
                 self.meetings.setdefault(name, Meeting(site)).carried += 1
                 self.inner.add(name)
                 return None
-            return None if name in self._real else nullcontext()
+            return None if name in self._real else self._again(name)
         if name in self._real:
             self.meetings.setdefault(name, Meeting(site)).calls += 1
             return None
         self.latest = name
         return super().region(name, site, both_modes=both_modes)
+
+    @contextmanager
+    def _again(self, name: str) -> Iterator[None]:
+        """Pass a region that a checkpoint computes again: a derivative inside of the checkpoint ends there again."""
+        region = Region(name, next_number())
+        self._regions.append(region)
+        try:
+            yield
+        finally:
+            region.end = next_number()
 
     @property
     def _derives(self) -> bool:

@@ -31,6 +31,7 @@ __all__ = [
     "Cut",
     "GateBoard",
     "Meeting",
+    "Region",
     "forget_source",
     "gate_of",
     "is_cut",
@@ -94,7 +95,7 @@ class GateBoard(Gates):
     start: int = 0
     _open: Collection[str] = frozenset()
     _in_forward: bool = False
-    _regions: list[_Region] = field(default_factory=list)
+    _regions: list[Region] = field(default_factory=list)
     _aliases: list[tuple[str, Tensor, int]] = field(default_factory=list)
 
     @contextmanager
@@ -183,7 +184,7 @@ class GateBoard(Gates):
 
     @contextmanager
     def _recorded(self, name: str, *, both_modes: bool) -> Iterator[None]:
-        region, caches = _Region(name, next_number()), torch.is_autocast_cache_enabled()
+        region, caches = Region(name, next_number()), torch.is_autocast_cache_enabled()
         self._regions.append(region)
         torch.set_autocast_cache_enabled(False)  # a cast that is made inside is not one for the outside
         try:
@@ -193,7 +194,7 @@ class GateBoard(Gates):
             torch.set_autocast_cache_enabled(caches)
             self._end(region)
 
-    def _end(self, region: _Region) -> None:
+    def _end(self, region: Region) -> None:
         if region.end is None:
             region.end = next_number()
             self.meetings[region.name].carried += region.size
@@ -291,7 +292,7 @@ class GateBoard(Gates):
                     node.metadata[_REGIONS] = names
                     node.register_hook(functools.partial(self._cross, names))
 
-    def _entered(self) -> list[_Region]:
+    def _entered(self) -> list[Region]:
         """Return the regions that the program is in, and in which it has not switched recording on again."""
         return [region for region in self._regions if region.end is None and not region.is_pierced]
 
@@ -307,7 +308,7 @@ class GateBoard(Gates):
 
 
 @dataclass(eq=False)
-class _Region:
+class Region:
     """The numbers that autograd gave to the nodes made in one passage through a region: ``start <= number < end``."""
 
     name: str

@@ -94,6 +94,7 @@ class BareBlocks:
         nested: Place -> the regions around it, from the outside.
         spares: Regions whose writes into older tensors stay blocked.
         is_constant: Says whether a tensor is a constant while every place is closed.
+        close_regions: Closes regions behind tensors before a derivative of them.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
@@ -107,6 +108,7 @@ class BareBlocks:
     nested: dict[str, tuple[str, ...]] = field(default_factory=dict)
     spares: Collection[str] = frozenset()
     is_constant: Callable[[Tensor], bool] = lambda tensor: _is_stopped(tensor)
+    close_regions: Callable[..., None] = lambda *tensors: None
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
     _here: FrameType | None = None
@@ -525,6 +527,8 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in bare._bound_earlier:
             return bare._bound_earlier[func](*args, **kwargs)
+        if func in _DERIVATIVES:
+            bare.close_regions(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
         if func in _DERIVATIVES and not kwargs.get("create_graph"):
             bare._note_escape(f"{func.__name__}()", _caller())
         elif (

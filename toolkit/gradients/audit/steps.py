@@ -69,7 +69,12 @@ class Recorder:
     def __init__(self, real: Mapping[str, str]) -> None:
         """Record every place except those in `real`, place -> reason."""
         self.board = CutBoard(real)
-        self.bare = BareBlocks(real=dict(real), spares=EVERY_BLOCK, is_constant=self.board.is_constant)
+        self.bare = BareBlocks(
+            real=dict(real),
+            spares=EVERY_BLOCK,
+            is_constant=self.board.is_constant,
+            close_regions=self.board.close_regions,
+        )
 
     @contextmanager
     def recording(self) -> Iterator[None]:
