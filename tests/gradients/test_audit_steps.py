@@ -648,3 +648,54 @@ def test_a_derivative_inside_of_a_checkpoint_ends_at_its_regions_when_it_is_comp
     with audited({"u": u}):
         checkpoint(inner, u, use_reentrant=False).sum().backward()
     assert torch.equal(u.grad, plain)
+
+
+def test_recording_switched_on_in_a_region_of_a_transform():
+    u = torch.tensor([3.0, 1.0], requires_grad=True)
+
+    def f(x):
+        with torch.no_grad():
+            scale = x.sin()
+            with torch.enable_grad():
+                live = x.cos()
+        return scale * live
+
+    def loss():
+        value, pull = torch.func.vjp(f, u)
+        return (pull(value)[0] * u).sum()
+
+    loss().backward()
+    plain, u.grad = u.grad, None
+    with audited({"u": u}) as answer:
+        value = loss()
+        value.backward()
+    assert torch.equal(u.grad, plain)
+    assert torch.equal(value, loss())
+    assert answer.audits[0].valid
+
+
+def test_a_region_whose_saved_values_are_overwritten_is_refused_by_name():
+    v = torch.tensor([3.0, 1.0], requires_grad=True)
+
+    def step():
+        with torch.no_grad():
+            buffer = torch.zeros(2)
+            buffer[0] = v[0]
+            held = buffer[:1].sin()
+            buffer[0:] = v
+        (held * v).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"test_audit_steps\.py:\d+.*changed in place that a derivative"), audited(v):
+        step()
+
+
+def test_no_hook_runs_behind_a_closed_region():
+    w, u = torch.tensor([2.0, 0.5], requires_grad=True), torch.tensor([3.0, 1.0], requires_grad=True)
+    with audited({"w": w, "u": u}) as answer:
+        doubled = w * 2
+        doubled.register_hook(lambda g: g / (1 + g.norm()))
+        with torch.no_grad():
+            made = doubled * u
+        made.requires_grad_()
+        (u * made + doubled.exp() * doubled.sin().detach()).sum().backward()
+    assert answer.audits[0].valid

@@ -80,6 +80,7 @@ class GateBoard(Gates):
         blurred: Those of them of which it is not known which nodes these are.
         regions: Blocks that are regions.
         elsewhere: Blocks that other threads reached meanwhile.
+        opened: The blocks that a derivative passes now.
     """
 
     records: bool = False
@@ -93,7 +94,7 @@ class GateBoard(Gates):
     regions: set[str] = field(default_factory=set)
     elsewhere: set[str] = field(default_factory=set)
     start: int = 0
-    _open: Collection[str] = frozenset()
+    opened: Collection[str] = frozenset()
     _in_forward: bool = False
     _regions: list[Region] = field(default_factory=list)
     _aliases: list[tuple[str, Tensor, int]] = field(default_factory=list)
@@ -125,12 +126,12 @@ class GateBoard(Gates):
     @contextmanager
     def backward(self, open: Collection[str]) -> Iterator[None]:
         """Open the gates of `open` in a backward pass; the recomputation of a checkpoint reaches gates again."""
-        outer, self._open = self._open, open if open is EVERY_BLOCK else frozenset(open)
+        outer, self.opened = self.opened, open if open is EVERY_BLOCK else frozenset(open)
         try:
             with gated(self):
                 yield
         finally:
-            self._open = outer
+            self.opened = outer
 
     def needs_rerun(self, open: Collection[str]) -> bool:
         """Return whether the gradient for these open blocks needs another forward pass."""
@@ -141,7 +142,7 @@ class GateBoard(Gates):
         """Return whether the gate passes now, and note a derivative that was taken inside of the forward pass."""
         if self._in_forward:
             self.inner.add(name)
-        return name in self._open
+        return name in self.opened
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
         """Return `input` behind a gate; None if it should be stopped."""
@@ -218,15 +219,15 @@ class GateBoard(Gates):
     def pierce(self, switch: object) -> None:
         """Note that the program switches recording on inside of active regions, by a context or for good.
 
-        A transform of `torch.func` switches it on for its own level alone.
+        Inside of a transform of `torch.func` it is switched on for the level of this transform alone.
         """
-        entered = self._entered()
+        entered, level = self._entered(), torch._C._functorch.maybe_current_level()
         self.pierced.update(region.name for region in entered)
-        if torch._C._are_functorch_transforms_active():
-            self.blurred.update(region.name for region in entered)
-            return
         for region in entered:
-            region.gaps.append(_Gap(next_number(), switch))
+            if region.level == level:
+                region.gaps.append(_Gap(next_number(), switch))
+            else:
+                self.blurred.add(region.name)
 
     def mend(self, switch: object) -> None:
         """Note the end of a context that may have switched recording on."""
@@ -316,6 +317,7 @@ class Region:
     end: int | None = None
     views: set[int] = field(default_factory=set)  # made inside, because autograd makes views of the outside late
     gaps: list[_Gap] = field(default_factory=list)
+    level: int | None = field(default_factory=torch._C._functorch.maybe_current_level)  # of the transform around it
 
     @property
     def size(self) -> int:

@@ -50,6 +50,7 @@ Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[Non
 _EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
 _INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
 _BLURRED = "a transform of torch.func switches recording on again inside of it"
+_OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
@@ -183,13 +184,23 @@ class StepAnswers(Answers):
         self._snapshot.forget_values()
         self._versions = {name: parameter._version for name, parameter in self.params.items()}
         with self.passing(()):
-            found, self._arrived = self._derivatives([value], None, self._cuts)
+            found, self._arrived = self._closed_derivatives()
         gradients = {name: torch.zeros_like(self.params[name]) if g is None else g for name, g in found.items()}
         paths = frozenset(name for name, gradient in found.items() if gradient is not None)
         self.plain = Answer(value.item(), self.params, gradients, paths, frozenset(), constant=False, moved=False)
         self.board.inner.update(
             gate for cut in self._cuts if cut.input._version != cut.version for gate in gate_of(cut)
         )
+
+    def _closed_derivatives(self) -> tuple[dict[str, Tensor | None], dict[Any, Tensor]]:
+        """Return the gradient of the step, and the cotangents at its cuts."""
+        try:
+            return self._derivatives([self._value], None, self._cuts)
+        except RuntimeError as error:  # the first nodes of a closed region run, and need what they saved
+            regions = frozenset[str]().union(*map(regions_of, self.nodes))
+            if "modified by an inplace operation" not in str(error) or not regions:
+                raise
+            raise Unrecordable(dict.fromkeys(regions, _OVERWRITTEN)) from error
 
     @contextmanager
     def passing(self, open: Collection[str]) -> Iterator[None]:
@@ -335,12 +346,21 @@ class StepAnswers(Answers):
             _add(found, zip(wanted, gradients, strict=False))
             at_ends = dict(zip(ends, gradients[len(wanted) :], strict=True))
             _add(arrived, ((cut, at_ends[cut]) for cut in cuts))
-            further = {leaf: cotangent for leaf in self._made_leaves if (cotangent := at_ends[leaf]) is not None}
+            further = {
+                leaf: cotangent
+                for leaf in self._made_leaves
+                if (cotangent := at_ends[leaf]) is not None and self._goes_on(leaf)
+            }
             outputs, cotangents = [source_of(leaf) for leaf in further], list(further.values())
         return found, arrived
 
     def _passes(self, cut: Any, opened: frozenset[str]) -> bool:
-        return cut.source is not None and gate_of(cut) <= opened
+        return gate_of(cut) <= opened and self._goes_on(cut)
+
+    def _goes_on(self, node: Any) -> bool:
+        """Return whether a derivative goes on behind a cut or a made leaf: else hooks there would run, with None."""
+        source = source_of(node)
+        return source is not None and all(name in self.board.opened for name in regions_of(source.node))
 
     def _cuts_behind(self, sources: Sequence[GradientEdge]) -> list[Any]:
         nodes = [source.node for source in sources]
