@@ -699,3 +699,30 @@ def test_no_hook_runs_behind_a_closed_region():
         made.requires_grad_()
         (u * made + doubled.exp() * doubled.sin().detach()).sum().backward()
     assert answer.audits[0].valid
+
+
+def test_a_backward_pass_that_draws_draws_the_same_for_every_answer():
+    class Noisy(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g * torch.rand(())
+
+    w, u = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    for form in ("detach", "region"):
+        torch.manual_seed(0)
+        with audited({"w": w, "u": u}) as answer:
+            if form == "region":
+                with torch.no_grad():
+                    held = w * u
+            else:
+                held = (w * u).detach()
+            Noisy.apply(u * held).backward()
+        torch.manual_seed(0)
+        share = torch.rand(()).item()
+        (effect,) = answer.audits[0].effects
+        assert effect.verdict.kind == "partial" or "cuts" in str(effect.verdict)
+        assert effect.per_parameter["w"].leak == pytest.approx(9 * share, rel=1e-6)

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from toolkit.blocks import has_storage, no_graph
 
-__all__ = ["INSTALLED", "Kept", "Parts", "Snapshot", "find_parts", "without_compiled_code"]
+__all__ = ["INSTALLED", "Kept", "Parts", "RandomState", "Snapshot", "find_parts", "without_compiled_code"]
 
 # A loss function reaches few objects; the bound only ends the search of a pathological program.
 _MOST_OBJECTS = 1_000_000
@@ -127,7 +127,7 @@ class Snapshot:
         self._tensors = [tensor for tensor in tensors.values() if not tensor.is_inference()]
         self.leaves = [tensor for tensor in self._tensors if tensor.is_leaf]
         self._parts = parts
-        self._random = _RandomState(parts.generators)
+        self._random = RandomState(parts.generators)
         self._state = [holder.taken() for holder in parts.state]
         small = {id(t) for t in [*leaves, *buffers, *parameters.values()]}
         self._data = {id(t) for t in self._tensors if id(t) not in small and t.nbytes > _LARGEST_STATE}
@@ -141,7 +141,7 @@ class Snapshot:
         if self._is_lent:
             yield
             return
-        now = _RandomState(self._parts.generators)
+        now = RandomState(self._parts.generators)
         state = [taken if taken.is_held() else taken.holder.taken() for taken in self._state]
         self._is_lent, self._draws_anew = True, now.equals(self._random)
         try:
@@ -283,13 +283,15 @@ def _same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-class _RandomState:
+class RandomState:
+    """The states of the global generators and of those given, to be restored."""
+
     def __init__(self, generators: list[Any]) -> None:
         self._python, self._numpy, self._torch = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         self._generators = [(generator, _get_state(generator)) for generator in generators]
 
-    def equals(self, other: _RandomState) -> bool:
+    def equals(self, other: RandomState) -> bool:
         """Return whether all draws will be the same."""
         return (
             self._python == other._python

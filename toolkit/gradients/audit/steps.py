@@ -35,7 +35,7 @@ from toolkit.gradients._gates import (
     successors,
 )
 from toolkit.gradients._program import Answer, Parameters, coarsest, named_parameters
-from toolkit.gradients._snapshot import Parts, Snapshot, without_compiled_code
+from toolkit.gradients._snapshot import Parts, RandomState, Snapshot, without_compiled_code
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
 from toolkit.gradients.compare import Comparison
@@ -182,6 +182,7 @@ class StepAnswers(Answers):
         self._made_leaves = [node for node in self.nodes if source_of(node) and not is_cut(node)]
         self._snapshot = Snapshot(self.parts, self.params)
         self._snapshot.forget_values()
+        self._random = RandomState(parts.generators)
         self._versions = {name: parameter._version for name, parameter in self.params.items()}
         with self.passing(()):
             found, self._arrived = self._closed_derivatives()
@@ -338,6 +339,7 @@ class StepAnswers(Answers):
         found: dict[str, Tensor | None] = dict.fromkeys(self.params)
         arrived: dict[Any, Tensor] = {}
         while inputs and outputs:
+            self._random.restore()  # a backward pass may draw
             try:
                 with self.board.keeping_hooks(self.nodes), self._bare.undoing():
                     gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
