@@ -284,7 +284,7 @@ def missing_information_rate(mixture: Family, x: Tensor, sample_weight: Tensor |
     """
     basis = _whitener(complete_information(mixture, x, sample_weight))
     rates: Tensor = torch.linalg.eigvalsh(basis.mT @ missing_information(mixture, x, sample_weight) @ basis)
-    return rates.flip(0)
+    return rates.flip(0).clamp(min=0.0)  # rounding can take a zero below
 
 
 @no_graph()
