@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from toolkit import stop_gradient, stop_recording
 from toolkit.gradients import audit, audited
+from toolkit.gradients.audit.steps import Recorder
 
 # Under a dispatch mode torch itself crashes on some of the programs.
 pytestmark = pytest.mark.keeps_its_sums
@@ -726,3 +727,18 @@ def test_a_backward_pass_that_draws_draws_the_same_for_every_answer():
         (effect,) = answer.audits[0].effects
         assert effect.verdict.kind == "partial" or "cuts" in str(effect.verdict)
         assert effect.per_parameter["w"].leak == pytest.approx(9 * share, rel=1e-6)
+
+
+def test_the_end_of_a_stop_that_keeps_its_meaning_does_not_open_the_region_around_it():
+    w, u = torch.tensor(2.0, requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    recorder = Recorder({"audit_steps.real": "it cannot be recorded"})
+    with recorder.recording():
+        with torch.no_grad():
+            with stop_recording("audit_steps.real"):
+                pass
+            held = w * u
+        loss = w * held
+        with recorder.board.of_the_program():
+            recorder.prepare(loss)
+            loss.backward()
+    assert (w.grad, u.grad) == (6, None)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -489,6 +490,8 @@ class Cut(torch.autograd.Function):
         return None, None, None
 
 
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_TOOLKIT = str(Path(__file__).parents[1]) + "/"
 _REGIONS = "toolkit.gradients.regions"
 _SOURCE = "toolkit.gradients.source"
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -536,7 +539,7 @@ class _Watch(TorchFunctionMode):
 
     def _switch(self, args: tuple[Any, ...]) -> None:
         """Note that recording is switched on, or off; the end of a context restores the state before it."""
-        frame = _beyond_modes(sys._getframe(2))
+        frame = _end_of_context(_beyond_modes(sys._getframe(2)))
         context = frame.f_locals.get("self")
         if frame.f_code.co_name == "__exit__":
             self._board.mend(context)
@@ -548,6 +551,16 @@ def _beyond_modes(frame: FrameType) -> FrameType:
     """Return the frame of a call that passed through modes."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
+    return frame
+
+
+def _end_of_context(frame: FrameType) -> FrameType:
+    """Return the frame of a context's end that calls the function `set_grad_enabled`; any other frame unchanged."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
+        if outer.f_code.co_name == "__exit__" and outer.f_code.co_filename == torch.autograd.grad_mode.__file__:
+            return outer
+        outer = outer.f_back
     return frame
 
 

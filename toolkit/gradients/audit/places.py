@@ -573,7 +573,10 @@ def _has_tangent(input: Tensor) -> bool:
     while True:
         wrapped = functorch.is_functorch_wrapped_tensor(input)
         batched = wrapped and functorch.is_batchedtensor(input)
-        if not batched and forward_ad.unpack_dual(input).tangent is not None:
+        try:
+            if not batched and forward_ad.unpack_dual(input).tangent is not None:
+                return True
+        except RuntimeError:  # torch differentiates one of its own operations, and has no tangent to show yet
             return True
         if not wrapped:
             return False
