@@ -301,6 +301,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
+        """Draw again from here."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)  # noqa: NPY002
         torch.set_rng_state(self._torch)
