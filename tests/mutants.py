@@ -38,7 +38,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("np.sqrt(open / blocked)", "np.sqrt(blocked / open)", "test_compare"),
         ("if cut := leak.reached - self._answers.plain.reached:", "if cut := frozenset[str]():", "test_compare"),
         ("        if made.any():", "        if made.all():", "test_verdict"),
-        ("return name in self.opened\n", "return name not in self._open\n", "test_compare"),
+        ("return name in self.opened\n", "return name not in self.opened\n", "test_compare"),
         (
             "gradient.clone() for name, gradient in self.plain",
             "gradient for name, gradient in self.plain",

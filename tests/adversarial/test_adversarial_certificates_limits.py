@@ -259,3 +259,53 @@ def test_model_that_returns_sequences_is_refused(certify: Callable) -> None:
     model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 2))
     with pytest.raises(ValueError, match=r"^`model` should return logits of shape \(N, C\)\. Found \(N, 3, [52]\)\.$"):
         certify(model, rows(2, 3, 4, dtype=torch.float32), torch.tensor([0, 1]), epsilon=0.1)
+
+
+# --- soundness ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e-160, 1.0, 1e160, 1e200])
+def test_the_units_of_the_logits_do_not_matter_in_l2(scale: float) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).double()
+    scaled = copy.deepcopy(plain)
+    for parameter in scaled[2].parameters():
+        parameter.data.mul_(scale)
+    x = torch.rand(4, 5, dtype=torch.float64)
+    labels = plain(x).argmax(1)
+    for certify in (certify_crown, lambda *arguments, **options: verify_relu(*arguments, **options).lower):
+        expected, found = (certify(model, x, labels, epsilon=0.4, norm="l2") for model in (plain, scaled))
+        # Bisection ends at a displacement that is right to the rounding of 64 halvings.
+        torch.testing.assert_close(found / scale, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("beta", "threshold"), [(1.0, 20.0), (1.0, 1.0), (5.0, 2.0), (-1.0, 3.0), (2.0, -3.0)])
+def test_softplus_steps_down_at_its_threshold(beta: float, threshold: float) -> None:
+    model = nn.Sequential(nn.Softplus(beta, threshold))
+    edge = torch.tensor(threshold / beta, dtype=torch.float64)
+    for width in (1e-9, 0.1, 5.0):
+        ends = (edge - width).reshape(1, 1), (edge + 0.7 * width).reshape(1, 1)
+        lower, upper = interval_bounds(model, *ends)
+        values = model(torch.linspace(ends[0].item(), ends[1].item(), 2001, dtype=torch.float64)[:, None])
+        assert lower <= values.min() + 1e-14 * values.abs().max()
+        assert upper >= values.max() - 1e-14 * values.abs().max()
+
+
+def test_a_pool_that_divides_by_a_negative_number_is_refused() -> None:
+    model = nn.Sequential(nn.AvgPool2d(2, divisor_override=-3), nn.Flatten(), nn.Linear(4, 2))
+    with pytest.raises(ValueError, match="`divisor_override` should be positive"):
+        certify_interval(model, rows(1, 1, 4, 4, dtype=torch.float32), torch.tensor([0]), epsilon=0.1)
+
+
+def test_an_affine_model_whose_margin_is_rounding() -> None:
+    """Without a rectifier there are no cases, and the linear bound is all that is known."""
+    for seed in range(60):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 2)).double()
+        x = torch.rand(1, 3, dtype=torch.float64)
+        label = model(x).argmax(1)
+        worst = verify_relu(model, x, label, epsilon=0.1, goal="margin").lower
+        with torch.no_grad():
+            model[0].bias[label] -= worst
+        found = verify_relu(model, x, label, epsilon=0.1)
+        assert abs(found.lower.item()) < 1e-12  # rounded outward, some units of 2e-16 for each operation

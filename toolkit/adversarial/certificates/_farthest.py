@@ -115,6 +115,8 @@ def _farthest_l2(towards: Tensor, radius: Tensor, lower: Tensor, upper: Tensor) 
     If the farthest corner of the box is inside of the ball, the result is this corner. Otherwise it is ``clip(t *
     towards)``, whose length grows with t; bisection of log t finds t.
     """
+    largest = towards.abs().amax(-1, keepdim=True)
+    towards = towards / torch.where(largest > 0, largest, 1)  # no square or product of the bisection leaves the range
     corner = torch.where(towards > 0, upper, lower).masked_fill(towards == 0, 0)
     inside = torch.linalg.vector_norm(corner, dim=-1, keepdim=True) <= radius
     low = radius / torch.linalg.vector_norm(towards, dim=-1, keepdim=True)

@@ -127,6 +127,8 @@ def run_affine(
         weight: Function of W whose result takes the place of W, for example `torch.abs`.
     """
     if isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):  # W is not negative, and b is zero
+        if (getattr(layer, "divisor_override", None) or 1) < 0:
+            raise ValueError(f"`divisor_override` should be positive. Found {layer}.")
         pooled: Tensor = layer.forward(input)
         return pooled
     if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | Normalize):

@@ -8,6 +8,8 @@ N samples, each of shape (...) with D features in all, C classes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -275,6 +277,15 @@ def _check_interval(lower: Tensor, upper: Tensor) -> None:
         raise ValueError("`lower` should not be above `upper`. Found coordinates where it is.")
 
 
+def _with_jump(layer: nn.Softplus, interval: Interval, ends: Interval) -> Interval:
+    """Widen the values of an interval around the threshold, behind which torch goes on with x itself, a step below."""
+    edge = layer.threshold / layer.beta
+    before = edge + math.log1p(math.exp(-layer.threshold)) / layer.beta
+    crosses = (interval.lower <= edge) & (edge <= interval.upper)
+    lower = torch.where(crosses, ends.lower.clamp(max=min(edge, before)), ends.lower)
+    return Interval(lower, torch.where(crosses, ends.upper.clamp(min=max(edge, before)), ends.upper))
+
+
 def _through(layers: list[nn.Module], interval: Interval) -> Interval:
     """Carry an interval through layers one by one."""
     lower, upper = interval
@@ -288,7 +299,10 @@ def _through(layers: list[nn.Module], interval: Interval) -> Interval:
             # A copy for layers that write into their input: the input may be the caller's, and both ends may be one
             # tensor.
             copied = getattr(layer, "inplace", False)
-            lower, upper = (layer.forward(side.clone() if copied else side) for side in (lower, upper))
+            sides = lower, upper
+            lower, upper = (layer.forward(side.clone() if copied else side) for side in sides)
+            if isinstance(layer, nn.Softplus):
+                lower, upper = _with_jump(layer, Interval(*sides), Interval(lower, upper))
         if is_reshaping(layer) and len(lower) != len(interval.lower):
             raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
     return Interval(lower, upper)

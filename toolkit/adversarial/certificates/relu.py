@@ -147,7 +147,7 @@ def verify_relu(
         judge = copy.deepcopy(model).double().eval()
         search = _Search(chain, ball, labels, goal, tolerance, time_limit)
         search.branch()
-        if norm != "l2":
+        if norm != "l2" and search.chain:  # without rectifiers the bounds are the margins, but for rounding
             for row in search.undecided():
                 search.solve(row)
         examples = ball.inward(search.examples).reshape(x.shape)
