@@ -246,3 +246,13 @@ def test_softmax_over_several_dimensions_is_scipys(function, dim):
     for empty in ((), (0, 0)):
         with pytest.raises(ValueError, match="at least one dimension, and none of them twice"):
             function(x, empty)
+
+
+def test_labels_that_are_smoothed_away_may_be_masked():
+    logits = torch.tensor([[0.5, 1.0, -0.3], [0.1, 0.2, 0.3]], requires_grad=True)
+    labels, where = torch.tensor([2, 0]), torch.tensor([[True, True, False], [True, True, True]])
+    found = cross_entropy(logits, labels, where=where, label_smoothing=1.0)
+    rows = [-row.log_softmax(0).mean() for row in (logits[0, :2], logits[1])]
+    torch.testing.assert_close(found, torch.stack(rows).mean())
+    (gradient,) = torch.autograd.grad(found, logits)
+    assert gradient.isfinite().all()

@@ -359,7 +359,8 @@ def cross_entropy(
     losses = losses.squeeze(dim)
     if smoothing:
         uniform = _smoothed(torch.zeros_like(wide(logits)), 1.0, where, dim)
-        losses = (1 - smoothing) * losses + smoothing * _losses_of_probabilities(logits, uniform, weights, dim)
+        spread = smoothing * _losses_of_probabilities(logits, uniform, weights, dim)
+        losses = spread if smoothing == 1 else (1 - smoothing) * losses + spread  # a masked label has an infinite loss
     return _reduced(torch.where(kept, losses, 0.0), own, reduction).to(logits.dtype)
 
 
