@@ -205,7 +205,11 @@ class ScriptRun:
         original = torch.autograd.grad
 
         def grad(*args: Any, **kwargs: Any) -> Any:
-            if self._is_passing or threading.get_ident() != self._thread or not self._is_training(*args, **kwargs):
+            if self._is_passing or threading.get_ident() != self._thread:
+                return original(*args, **kwargs)
+            in_transform = torch._C._functorch.peek_interpreter_stack() is not None
+            self._transforms += in_transform
+            if in_transform or not _ends_a_step(*args, **kwargs):
                 return original(*args, **kwargs)
             self._gradients += 1
             if not self.lessons.gradients:
@@ -218,13 +222,6 @@ class ScriptRun:
             yield
         finally:
             torch.autograd.grad = original
-
-    def _is_training(self, outputs: Any, inputs: Any, *_: Any, create_graph: bool = False, **__: Any) -> bool:
-        """Return whether a derivative may be the last of a step: it is by leaves, and has no graph."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            self._transforms += 1
-            return False
-        return not create_graph and all(isinstance(value, Tensor) and value.is_leaf for value in _listed(inputs))
 
     def _count(self, *_: Any) -> None:
         if threading.get_ident() != self._thread:
@@ -442,6 +439,11 @@ def _places_in(trace: TracebackType | None, recorder: Recorder) -> list[str]:
             if places:
                 return list(places)
     return []
+
+
+def _ends_a_step(outputs: Any, inputs: Any, *_: Any, create_graph: bool = False, **__: Any) -> bool:
+    """Return whether a derivative may be the last of a step: it is by leaves, and has no graph."""
+    return not create_graph and all(isinstance(value, Tensor) and value.is_leaf for value in _listed(inputs))
 
 
 def _listed(values: Any) -> list[Any]:
