@@ -84,7 +84,7 @@ def _sums(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _names_of_examples(request: pytest.FixtureRequest) -> None:
-    """Give docstrings what a reader of them has imported; documents import for themselves."""
+    """Import the names that docstrings use; documents import for themselves."""
     if isinstance(request.node, pytest.DoctestItem):
         import torch
 

@@ -203,7 +203,7 @@ class CutBoard(GateBoard):
         return gate_of(node) | self.regions_of(node)
 
     def forget_leaves(self) -> None:
-        """Make ordinary leaves of those that were made of constants."""
+        """Make ordinary leaves of the made leaves."""
         for node in self._leaves:
             forget_source(node)
 

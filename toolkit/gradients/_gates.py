@@ -78,7 +78,7 @@ class GateBoard(Gates):
             recorded at their place.
         pierced: Recorded regions in which the program switched recording on again, so that some nodes made meanwhile
             are recorded even while the regions are closed.
-        blurred: Those of them of which it is not known which nodes these are.
+        blurred: Pierced regions whose recorded nodes are not known.
         regions: Blocks that are regions.
         elsewhere: Blocks that other threads reached meanwhile.
         opened: The blocks that a derivative passes now.

@@ -359,7 +359,7 @@ class GaussianMixture(BaseMixture):
             a saddle. With ``accelerate="none"``: when one step gains no more than `tol`; 0 takes all `max_iter` steps.
         reg_covar: Added to every variance, in the data's units squared.
         max_iter: The most EM steps. 0 sets the attributes to the start.
-        n_init: Number of starts, of which the best fit is kept.
+        n_init: Number of starts; the best fit is kept.
         init_params: ``"kmeans"``: one M-step from the clusters of k-means. ``"k-means++"``, ``"random_from_data"``: the
             means are samples, far from each other or at random. ``"random"``: one M-step from random responsibilities.
         weights_init: (K,), which sum to 1. None: by `init_params`.
@@ -515,7 +515,7 @@ class GaussianMixture(BaseMixture):
         batch before its step, `history_` has the values of all batches, and `n_iter_` counts the batches.
 
         Args:
-            X: (B, D), at least `n_components` samples in the first batch; or chunks, each of which is a batch.
+            X: (B, D), at least `n_components` samples in the first batch; or chunks, each a batch.
             y: Ignored.
             sample_weight: (B,), not negative: how often each sample counts. None: once each.
 

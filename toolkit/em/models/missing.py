@@ -261,7 +261,7 @@ def fit_missing(
         sample_weight: (N,), finite, not negative, not all 0. None: all 1.
         tol: As in `climb`.
         max_iter: As in `climb`. 0 returns the start.
-        n_init: Fits from this many starts, of which the best is returned.
+        n_init: Number of starts; the best fit is returned.
         init: How to start (see `start_missing`), or the start itself.
         reg_covar: Added to every variance, in the data's units squared.
         prior: A prior, for MAP estimates. None: maximum likelihood.

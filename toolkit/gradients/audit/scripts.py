@@ -152,7 +152,7 @@ class ScriptRun:
     def progress(self) -> str:
         """How far the script has come, and why not further if that is known."""
         come = f"{self.steps} steps and {self.backward_passes} more backward passes"
-        if self._others:
+        if self._others and not self.steps:
             return f"{come}: it trains in the thread {next(iter(self._others))}, but only the main thread is audited"
         if self._transforms and not self.steps + self.backward_passes:
             return f"{come}: it trains by torch.func, and its loss can be audited as a function, FILE:FUNCTION"
@@ -286,8 +286,8 @@ class RecordedRun(ScriptRun):
             self.lessons.start_again()
         except _Refusal as refusal:
             raise refusal.error from None
-        except SystemExit:
-            if not self._trains_by_gradients():
+        except SystemExit as end:
+            if end.code or not self._trains_by_gradients():
                 raise
         except Exception as error:
             if not self._learn(error):
