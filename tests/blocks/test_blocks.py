@@ -1191,6 +1191,31 @@ def test_fx_traces_trees() -> None:
     assert torch.autograd.grad(graph(x), x) == (6,)
 
 
+def _jit_trace(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.trace` is deprecated", DeprecationWarning)
+        return torch.jit.trace(f, _leaf(0.5))
+
+
+def test_a_trace_of_a_new_name_has_the_stop() -> None:
+    traced = _jit_trace(lambda x: x * stop_gradient(x.exp(), "trace.new"))  # runs it twice and compares
+    x = _leaf(0.5)
+    torch.testing.assert_close(torch.autograd.grad(traced(x), x)[0], x.exp().detach())
+
+
+@pytest.mark.parametrize("trace", [_jit_trace, torch.fx.symbolic_trace])
+def test_a_trace_says_that_it_has_no_regions(trace: Callable[..., object]) -> None:
+    def f(x: Tensor) -> Tensor:
+        with stop_recording("trace.region"):
+            square = x * x
+        return x * square
+
+    with pytest.warns(torch.jit.TracerWarning, match="'trace.region' does not stop the gradient in the traced") as said:
+        trace(f)
+    assert said[0].filename == __file__
+    f(_leaf(0.5))
+
+
 def test_a_graph_without_blocks_has_none() -> None:
     assert traced_blocks(torch.fx.symbolic_trace(lambda x: x * 2)) == {}
 

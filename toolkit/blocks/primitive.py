@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch.fx
 from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling
+from torch.fx import _symbolic_trace
+from torch.jit._trace import TracerWarning
 
 from toolkit.blocks import _switch
 from toolkit.blocks._compiled import name_in_graph, note_in_graph, stop_in_graph
@@ -126,7 +129,7 @@ def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow 
         _switch.quiet
         and on_flow is _STOP
         and type(input) in _PLAIN
-        and (name is None or type(name) is Block or name in known)
+        and (name is None or type(name) is Block or name in known or register(name, ""))
         and not compiler._is_exporting_flag  # `is_exporting()` without the call: a tenth of a `detach`
     ):
         return input.detach()  # type: ignore[attr-defined, no-any-return]
@@ -143,6 +146,10 @@ def stop_recording(name: Block | str) -> Iterator[None]:
 
     Args:
         name: The block, as in `stop_gradient`.
+
+    Warns:
+        torch.jit.TracerWarning: In ``torch.jit.trace`` and ``torch.fx.symbolic_trace``, whose programs have no regions:
+            there the gradient passes.
 
     Example:
         >>> x = torch.tensor(3.0, requires_grad=True)
@@ -171,10 +178,24 @@ def stop_recording(name: Block | str) -> Iterator[None]:
         region = state.gates.region(key, caller(), both_modes=True)
     elif not _switch.quiet:
         note_elsewhere(key)
+    _warn_in_trace(key)
     with contextlib.ExitStack() as stack:
         for context in (torch.no_grad(), without_tangents()) if region is None else (region,):
             stack.enter_context(context)
         yield
+
+
+def _warn_in_trace(key: str) -> None:
+    """Warn where a program is traced whose operations come out without the region that they were in."""
+    symbolic = _symbolic_trace._is_fx_tracing_flag and not compiler.is_compiling()
+    by_operator = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # as `func.linearize`
+    if torch._C._get_tracing_state() is not None or (symbolic and not by_operator):
+        warnings.warn(
+            f"The region {key!r} does not stop the gradient in the traced program: a trace has no regions. Use "
+            "`stop_gradient` on what the region computes, or `torch.export`.",
+            TracerWarning,
+            stacklevel=4,
+        )
 
 
 @contextmanager
