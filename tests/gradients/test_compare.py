@@ -8,7 +8,9 @@ import random
 import re
 import threading
 import types
+import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import pytest
@@ -1063,6 +1065,52 @@ def test_a_parameter_that_was_modified_since_is_noticed(program: Program) -> Non
             ask([comparison.effects[0].name])
 
 
+# --- parameters --------------------------------------------------------------------------------------------------
+
+
+def _two_modules() -> tuple[nn.Module, nn.Module, Callable[[], Tensor]]:
+    left, right = (nn.Linear(2, 2, dtype=torch.float64) for _ in range(2))
+    x = torch.ones(3, 2, dtype=torch.float64)
+    return left, right, lambda: (right(stop_gradient(left(x), "params.h")) * left(x)).sum()
+
+
+@pytest.mark.parametrize(
+    ("params", "names"),
+    [
+        (lambda a, b: [a, b], ["left.weight", "left.bias", "right.weight", "right.bias"]),
+        (lambda a, b: (m for m in (a, b)), ["left.weight", "left.bias", "right.weight", "right.bias"]),
+        (lambda a, b: {"a": a, "b": b.weight}, ["a.weight", "a.bias", "b"]),
+        (lambda a, b: [a, b.bias, a.weight], ["left.weight", "left.bias", "right.bias"]),
+        (lambda a, b: a.named_parameters(), ["weight", "bias"]),
+        (lambda a, b: [*a.named_parameters(), *b.named_parameters()], ["weight", "bias", "weight#2", "bias#2"]),
+    ],
+    ids=["list", "generator", "dict", "module and tensors", "named", "one name twice"],
+)
+def test_params_may_be_modules_and_what_an_optimizer_takes(params: Callable[..., Any], names: list[str]) -> None:
+    left, right, loss = _two_modules()
+    whole = compare(loss, nn.ModuleList([left, right]))
+    wanted = {id(p): whole.blocked[name] for name, p in nn.ModuleList([left, right]).named_parameters()}
+    found = compare(loss, params(left, right))
+    assert sorted(found.blocked) == sorted(names)
+    every = [g for m in (left, right) for g in (wanted[id(p)] for p in m.parameters())]
+    assert all(any(torch.equal(g, other) for other in every) for g in found.blocked.values())
+    assert len({g.numpy().tobytes() for g in found.blocked.values()}) == len(names)
+
+
+def test_a_module_in_torchscript_is_a_program_as_any() -> None:
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    x = torch.randn(4, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # both are deprecated
+        scripts = [torch.jit.script(net), torch.jit.trace(net, x)]
+    for script in scripts:
+        plain = compare(lambda: (net(x) * stop_gradient(net(x), "script.h")).sum(), net)
+        state = [buffer.clone() for buffer in script.buffers()]
+        found = compare(lambda script=script: (script(x) * stop_gradient(script(x), "script.h")).sum(), script)
+        assert found["script.h"].leak == pytest.approx(plain["script.h"].leak, rel=1e-4)
+        assert all(map(torch.equal, state, script.buffers()))
+
+
 # --- wrong input -------------------------------------------------------------------------------------------------
 
 
@@ -1083,9 +1131,9 @@ X = torch.tensor([1.0, 2.0], requires_grad=True)
         (lambda: X.sum(), [], ValueError, "`params` should hold at least one tensor that requires a gradient."),
         (lambda: X.sum(), nn.ReLU(), ValueError, "`params` should hold at least one tensor that requires a gradient."),
         (lambda: X.sum(), torch.ones(2), ValueError, "`params` should hold at least one tensor that requires"),
-        (lambda: X.sum(), [X, 3.0], TypeError, "`params` should hold tensors. Found float at 'params[1]'."),
-        (lambda: X.sum(), {"x": "y"}, TypeError, "`params` should hold tensors. Found str at 'x'."),
-        (lambda: X.sum(), 3, TypeError, "`params` should be a module, a dict, an iterable of tensors or a tensor."),
+        (lambda: X.sum(), [X, 3.0], TypeError, "`params` should hold tensors and modules. Found float at 'params[1]'."),
+        (lambda: X.sum(), {"x": "y"}, TypeError, "`params` should hold tensors and modules. Found str at 'x'."),
+        (lambda: X.sum(), 3, TypeError, "`params` should be a module, a tensor, or a dict or iterable of these."),
     ],
     ids=[
         "no scalar", "constant", "detached", "float", "none", "tuple", "nan", "complex", "no params", "empty module",

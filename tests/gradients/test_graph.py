@@ -837,7 +837,7 @@ X = torch.tensor([1.0, 2.0], requires_grad=True)
         (lambda: X.detach(), None, ValueError, "`loss` should depend on a tensor that requires a gradient."),
         (torch.ones(2), None, ValueError, "`loss` should depend on a tensor that requires a gradient."),
         (lambda: X, torch.ones(2), ValueError, "`params` should hold at least one tensor that requires a gradient."),
-        (lambda: X, [3.0], TypeError, "`params` should hold tensors. Found float at 'params[0]'."),
+        (lambda: X, [3.0], TypeError, "`params` should hold tensors and modules. Found float at 'params[0]'."),
     ],
     ids=["number", "returns a number", "detached", "constant", "frozen", "number among params"],
 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from toolkit.blocks import gated, no_graph, opened
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, gate_of, is_foreign, reachable_nodes
-from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, without_compiled_code
+from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, unique, without_compiled_code
 
 __all__ = [
     "ALONE",
@@ -31,7 +31,9 @@ __all__ = [
     "reached",
 ]
 
-Parameters = nn.Module | Mapping[str, Tensor] | Iterable[Tensor] | Tensor | None
+Parameters = (
+    nn.Module | Tensor | Mapping[str, Tensor | nn.Module] | Iterable[Tensor | nn.Module | tuple[str, Tensor]] | None
+)
 
 CONSTANT = "`loss` should depend on a tensor that requires a gradient. Found a constant."
 """The error for a loss without a graph."""
@@ -87,8 +89,12 @@ class Program:
         if not callable(loss):
             raise TypeError(f"`loss` should be a function that returns the loss. Found {type(loss).__name__}.")
         self._loss, self._around = loss, around
-        more = [params] if isinstance(params, nn.Module) else []
-        self.parts = find_parts(loss, *more, everywhere=everywhere)
+        if isinstance(params, nn.Module):
+            self.parts = find_parts(loss, params, everywhere=everywhere)
+        else:
+            if isinstance(params, Iterable) and not isinstance(params, (Tensor, Mapping)):
+                params = list(params)  # once: they may come from a generator
+            self.parts = find_parts(loss, others=_modules_in(params), everywhere=everywhere)
         _remove_gates(self.parts)
         self.given = None if params is None else named_parameters(params, self.parts)
         _refuse_what_cannot_run_twice(self.parts)
@@ -264,30 +270,54 @@ def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:
     """Return name -> tensor for a caller's parameters.
 
     Raises:
-        TypeError: If `params` holds other objects than tensors.
+        TypeError: If `params` holds other objects than tensors and modules.
         ValueError: If no tensor requires a gradient.
     """
-    if isinstance(params, nn.Module):
-        named: dict[str, Tensor] = dict(params.named_parameters())
-    elif isinstance(params, Mapping):
-        named = dict(params)
-    elif isinstance(params, Tensor):
-        named = {parts.names_of_leaves().get(id(params), "params"): params}
-    elif not isinstance(params, Iterable):
-        raise TypeError(
-            f"`params` should be a module, a dict, an iterable of tensors or a tensor. Found {type(params).__name__}."
-        )
-    else:
-        known = parts.names_of_leaves()
-        entries = list(params)
-        named = {known.get(id(entry), f"params[{index}]"): entry for index, entry in enumerate(entries)}
-    for name, parameter in named.items():
-        if not isinstance(parameter, Tensor):
-            raise TypeError(f"`params` should hold tensors. Found {type(parameter).__name__} at {name!r}.")
+    named: dict[str, Tensor] = {}
+    for name, parameter in _named(params, parts.names_of_leaves()):
+        if named.get(name) is not parameter:
+            named[unique(name, named)] = parameter
     required = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if not required:
         raise ValueError("`params` should hold at least one tensor that requires a gradient. Found none.")
     return required
+
+
+def _named(params: Parameters, known: Mapping[int, str]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(params, nn.Module):
+        yield from params.named_parameters()
+        return
+    if isinstance(params, Tensor):
+        yield known.get(id(params), "params"), params
+        return
+    if not isinstance(params, Iterable):
+        raise TypeError(
+            f"`params` should be a module, a tensor, or a dict or iterable of these. Found {type(params).__name__}."
+        )
+    entries = list(params.items() if isinstance(params, Mapping) else map(_with_name, params))
+    for index, (given, found) in enumerate(entries):
+        name, names = (f"params[{index}]", known) if given is None else (given, {})
+        if isinstance(found, nn.Module):
+            for key, parameter in found.named_parameters(prefix=str(name)):
+                yield names.get(id(parameter), key), parameter
+        elif isinstance(found, Tensor):
+            yield names.get(id(found), name), found
+        else:
+            raise TypeError(f"`params` should hold tensors and modules. Found {type(found).__name__} at {name!r}.")
+
+
+def _modules_in(params: Parameters) -> dict[str, nn.Module]:
+    entries = params.items() if isinstance(params, Mapping) else enumerate(params) if isinstance(params, list) else ()
+    name = str if isinstance(params, Mapping) else "params[{}]".format
+    return {name(key): entry for key, entry in entries if isinstance(entry, nn.Module)}
+
+
+def _with_name(entry: Any) -> tuple[str | None, Any]:
+    """Return a pair as `named_parameters()` gives them as it is, and anything else without a name."""
+    match entry:
+        case (str(name), found):
+            return name, found
+    return None, entry
 
 
 def _remove_gates(parts: Parts) -> None:

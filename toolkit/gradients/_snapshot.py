@@ -97,17 +97,23 @@ class Parts:
         return names
 
 
-def find_parts(loss: Callable[..., Any], *more: Any, everywhere: bool = False) -> Parts:
+def find_parts(
+    loss: Callable[..., Any], *more: Any, others: Mapping[str, Any] | None = None, everywhere: bool = False
+) -> Parts:
     """Return the modules, tensors, generators and the state in Python that `loss` reaches.
 
     The search follows closures, defaults, bound objects, partial arguments, the globals that the code names,
     containers, caches, and the attributes, classes and methods of objects. Globals of installed packages are followed
-    only with `everywhere`. Beyond a million objects the search ends with a `UserWarning`.
+    only with `everywhere`. Beyond a million objects the search ends with a `UserWarning`. What only `others` reach has
+    their names.
     """
     search = _Search(() if everywhere else INSTALLED)
     for found in (loss, *more):
         search.add("", found)
     search.run()
+    for name, found in (others or {}).items():
+        search.add(name, found)
+        search.run()
     return search.parts
 
 
@@ -579,12 +585,12 @@ class _Search:
     def _visit(self, name: str, found: Any) -> None:
         parts, state = self.parts, self.parts.state
         if isinstance(found, Tensor):
-            parts.tensors[_unique(name, parts.tensors)] = found
+            parts.tensors[unique(name, parts.tensors)] = found
         elif isinstance(found, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
             if not isinstance(found, random.SystemRandom):  # which has no state
                 parts.generators.append(found)
         elif isinstance(found, nn.Module):
-            parts.modules[_unique(name, parts.modules)] = found
+            parts.modules[unique(name, parts.modules)] = found
             for prefix, module in found.named_modules(prefix=name):
                 self._seen.add(id(module))
                 self._add_module(prefix, module)
@@ -618,7 +624,7 @@ class _Search:
                 state.append(_Array(found))
         elif isinstance(found, collections.abc.Iterator) and not (_has_attributes(found) and _is_followed(found)):
             if not _can_be_copied(found):
-                parts.moving[_unique(name, parts.moving)] = found
+                parts.moving[unique(name, parts.moving)] = found
             frame = getattr(found, "gi_frame", None)
             inside = {} if frame is None else frame.f_locals
             for key, value in inside.items():
@@ -655,7 +661,8 @@ class _Search:
         self.parts.state.append(_Mapping(own))
         for key, value in own.items():
             if key in ("_parameters", "_buffers", "_modules"):
-                self.parts.state.append(_Mapping(value))
+                if isinstance(value, dict):  # a module in TorchScript keeps them elsewhere, and never has others
+                    self.parts.state.append(_Mapping(value))
             elif not (key in _OF_EVERY_MODULE and isinstance(value, dict) and not value):
                 self.add(_join(prefix, key), value)
         self._add_class(prefix, type(module))
@@ -770,7 +777,8 @@ def _is_library(module: str | None) -> bool:
     return module is None or module.partition(".")[0] in _LIBRARIES or module.startswith(_STATELESS)
 
 
-def _unique(name: str, taken: Mapping[str, Any]) -> str:
+def unique(name: str, taken: Mapping[str, Any]) -> str:
+    """Return a name, with a number if it is taken."""
     if name not in taken:
         return name
     return next(numbered for i in itertools.count(2) if (numbered := f"{name}#{i}") not in taken)

@@ -384,7 +384,7 @@ def compare(
 
     Args:
         loss: Runs the program and returns its loss, a real scalar. Every run should give the same result.
-        params: The parameters to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for
+        params: The parameters to differentiate by: a module, a tensor, a dict or iterable of these, or None for
             every leaf that the loss depends on.
         blocks: The blocks whose effects are computed; None for all blocks that the program reaches.
 

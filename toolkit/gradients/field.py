@@ -55,7 +55,7 @@ class Field:
         """Run `loss` once; see `field_jacobian`."""
         self._program = program = Program(loss, params)
         if program.given is None:
-            raise TypeError("`params` should be a module, a dict, an iterable of tensors or a tensor. Found None.")
+            raise TypeError("`params` should be a module, a tensor, or a dict or iterable of these. Found None.")
         named = program.given
         for name, parameter in named.items():
             if parameter.is_complex():
@@ -295,7 +295,7 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
-        params: A module, a dict, an iterable of tensors, or a tensor.
+        params: A module, a tensor, or a dict or iterable of these.
 
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds other objects.

@@ -40,7 +40,7 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
 
     Args:
         loss: Runs the program and returns its loss, a real scalar. It should not update parameters.
-        params: The parameters to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for
+        params: The parameters to differentiate by: a module, a tensor, a dict or iterable of these, or None for
             every leaf that the loss depends on.
 
     Raises:

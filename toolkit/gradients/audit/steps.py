@@ -416,7 +416,7 @@ def audited(params: Parameters = None) -> Iterator[AuditedStep]:
     eager mode. An answer can be printed later; its gradients can be asked for only inside of the step.
 
     Args:
-        params: The parameters to differentiate by: a module, a dict, an iterable of tensors, a tensor, or None for
+        params: The parameters to differentiate by: a module, a tensor, a dict or iterable of these, or None for
             every leaf that the loss depends on.
 
     Raises:
