@@ -400,7 +400,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "step % config.evaluate_every == 0",
             "test_experiments",
         ),
-        ('better = "higher is better" if newest', 'better = "lower is better" if newest', "test_report"),
+        ('return "higher is better" if records', 'return "lower is better" if records', "test_report"),
         (
             'for name in moved if name.startswith(f"{network}.") and moved[name]]',
             "for name in moved if moved[name]]",

@@ -7,7 +7,7 @@ import pytest
 
 from toolkit.runner._comparison import _Gradients, run_config
 from toolkit.runner._config import ConfigError, load_config
-from toolkit.runner._findings import broken_claims, verdicts
+from toolkit.runner._findings import broken_claims, doubts, verdicts
 from toolkit.runner._records import BLOCKED, Record, read_all
 
 CONFIGS = sorted(folders.CONFIGS.glob("*.toml"))
@@ -24,12 +24,15 @@ def _record(seed, claim, *, kind="partial", angle=30.0, ratio=2.0, ends=(1.0, 0.
     effect = {"verdict": {"kind": kind}, "cosine": math.cos(math.radians(angle)), "ratio": ratio}
     empty = dict.fromkeys(("verdict", "training", "gain", "angle", "ratio"))
     variants = {
-        name: {"diverged_at": None, "metrics": {"objective": [end]}}
+        name: {"diverged_at": None, "metrics": {"objective": [0.1 * seed, end]}}
         for name, end in zip((BLOCKED, "open"), ends, strict=True)
     }
     data = {
         "config": {"dtype": "float64", "expect": {"open": {**empty, **claim}}},
-        "comparison": {"first": {"effects": {"open": effect}}},
+        "comparison": {
+            "first": {"effects": {"open": effect}, "target_error": {BLOCKED: None}},
+            "last": {"effects": {"open": {**effect, "verdict": {"kind": kind, "label": kind}}}},
+        },
         "objective": {"higher_is_better": True},
         "variants": variants,
     }
@@ -69,7 +72,7 @@ def test_a_verdict_is_a_sentence(ends, says):
     records = [_record(seed, {}, ends=ends) for seed in range(6)]
     for record in records:
         record.data["comparison"]["first"]["effects"]["open"]["verdict"]["label"] = "partial"
-    assert verdicts(records) == [f"open is partial; {says}"]
+    assert verdicts(records) == [f"open is partial at the first and the last step; {says}"]
 
 
 def test_a_verdict_that_is_a_verb_needs_no_other():
@@ -77,7 +80,49 @@ def test_a_verdict_that_is_a_verb_needs_no_other():
     for record, label in zip(records, ("makes the gradient", "redundant"), strict=True):
         record.data["comparison"]["first"]["effects"]["open"]["verdict"]["label"] = label
     (line,) = verdicts(records)
-    assert line.startswith("open makes the gradient or is redundant; ")
+    assert line.startswith("open makes the gradient or is redundant at the first step and is partial at the last; ")
+
+
+def test_records_of_a_sound_experiment_are_not_doubtful():
+    assert doubts([_record(seed, {}) for seed in range(5)]) == []
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (
+            lambda data: data["comparison"]["first"]["target_error"].update({BLOCKED: 2.0}),
+            "The blocked gradient should be `target`. Found a distance of 2 times its length, as of its negative.",
+        ),
+        (
+            lambda data: data["comparison"]["first"]["target_error"].update({BLOCKED: 1e-7}),
+            "The blocked gradient should be `target`. Found a distance of 1e-07 times its length.",
+        ),
+        (
+            lambda data: [variant["metrics"].update(more=[1.0, None]) for variant in data["variants"].values()],
+            "The metric 'more' should be a number after training. Found none in any run.",
+        ),
+        (
+            lambda data: data["variants"][BLOCKED].update(metrics={"objective": [0.0, 1.0]}),
+            "The seeds should differ. Found 5 identical trainings, which count as independent ones.",
+        ),
+        (
+            lambda data: data["objective"].update(higher_is_better=False),
+            "Training should improve the objective. Found it worse than at the start in all 5 seeds, by "
+            "`higher_is_better` False.",
+        ),
+    ],
+    ids=["sign", "target", "nan", "seeds", "direction"],
+)
+def test_records_that_give_reason_to_doubt_say_so(spoil, says):
+    records = [_record(seed, {}) for seed in range(5)]
+    for record in records:
+        spoil(record.data)
+    assert doubts(records) == [says]
+
+
+def test_an_objective_that_gets_worse_as_claimed_is_not_doubtful():
+    assert doubts([_record(seed, {"training": "worse"}, ends=(-1.0, 1.0)) for seed in range(5)]) == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -103,7 +148,7 @@ def test_the_first_gradients_are_as_claimed(path):
         variants = {name: {"diverged_at": 0} for name in (BLOCKED, *expect)}
         data = {
             "config": {"dtype": loaded.config.dtype, "expect": expect},
-            "comparison": {"first": _Gradients(run, loaded.config.variants, path).to_dict()},
+            "comparison": {"first": _Gradients(run, loaded.config.variants).to_dict()},
             "objective": {"higher_is_better": True},
             "variants": variants,
         }

@@ -1,6 +1,7 @@
 """Config files: what is read, and the one line that each mistake ends with."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -63,11 +64,11 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_one(config):
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("steps = 6", 'steps = "many"', ":6: steps: input should be a valid integer, found 'many'"),
-        ("steps = 6", 'steps = "6"', ":6: steps: input should be a valid integer, found '6'"),
-        ("steps = 6", "steps = 0", ":6: steps: input should be greater than or equal to 1, found 0"),
-        ("learning_rate = 0.1", "learning_rate = -1", ":8: learning_rate: input should be greater than 0, found -1"),
-        ("learning_rate = 0.1", "learning_rate = nan", ":8: learning_rate: input should be"),
+        ("steps = 6", 'steps = "many"', ":6: steps: should be a valid integer, found 'many'"),
+        ("steps = 6", 'steps = "6"', ":6: steps: should be a valid integer, found '6'"),
+        ("steps = 6", "steps = 0", ":6: steps: should be greater than or equal to 1, found 0"),
+        ("learning_rate = 0.1", "learning_rate = -1", ":8: learning_rate: should be greater than 0, found -1"),
+        ("learning_rate = 0.1", "learning_rate = nan", ":8: learning_rate: should be"),
         ("steps = 6", 'steps = 6\ndtype = "float46"', "found 'float46'; did you mean 'float64'?"),
         (
             "steps = 6",
@@ -91,12 +92,12 @@ def test_a_bad_value_is_one_line_with_file_and_key(config, old, new, says):
     ("tables", "says"),
     [
         ("[[parts]]\nsize = 1\n[[parts]]\nsiez = 1\nsize = 2", ":12: parts.siez: unknown key; did you mean 'size'?"),
-        ("[[parts]]\nsize = 1\n[[parts]]\nsize = 0", ":12: parts.size: input should be greater than or equal to 1"),
+        ("[[parts]]\nsize = 1\n[[parts]]\nsize = 0", ":12: parts.size: should be greater than or equal to 1"),
         ("[[parts]]\n[[parts]]\nsize = 1", ":9: parts.size: missing"),
         ("[[parts]]\nsize = 1\n[[parts]]", ":11: parts.size: missing"),
-        ("parts = [3]", ":9: parts: input should be a valid dictionary"),
+        ("parts = [3]", ":9: parts: should be a valid dictionary"),
         ("parts = [{size = 2}, {sise = 1, size = 1}]", ":9: parts.sise: unknown key; did you mean 'size'?"),
-        ("[references]\na = 'b'", ": references: input should be a valid number, found 'b'"),
+        ("[references]\na = 'b'", ": references: should be a valid number, found 'b'"),
     ],
     ids=["unknown", "value", "missing in the first", "missing in the last", "no table", "inline", "within a value"],
 )
@@ -139,7 +140,7 @@ def test_a_byte_order_mark_is_no_part_of_a_config(config):
     assert config.read_bytes().startswith(b"\xef\xbb\xbf")
     assert load_config(config).source == text
     _edited(config, "steps = 6", "steps = 0")
-    assert ":6: steps: input should be greater than" in _message(config)
+    assert ":6: steps: should be greater than" in _message(config)
 
 
 def test_keys_are_listed_of_experiments_and_a_config_is_told_from_one():
@@ -166,10 +167,14 @@ def test_an_unknown_experiment_is_named_with_the_nearest_one(config):
 @pytest.mark.parametrize(
     ("line", "other", "says"),
     [
-        ("class Config(ExperimentConfig)", "class Konfig(ExperimentConfig)", "`Config` should be a class derived from"),
-        ("class Config(ExperimentConfig)", "class Config(BaseModel)", "`Config` should be a class derived from"),
-        ("def run(", "def walk(", "`run` should be a function of a config and a seed. Found None."),
-        ("import signal", "import signals", "ModuleNotFoundError: No module named 'signals'"),
+        (
+            "class Config(ExperimentConfig)",
+            "class Konfig(ExperimentConfig)",
+            ": `Config` should be a class derived from",
+        ),
+        ("class Config(ExperimentConfig)", "class Config(BaseModel)", ": `Config` should be a class derived from"),
+        ("def run(", "def walk(", ": `run` should be a function of a config and a seed. Found None."),
+        ("import signal", "import signals", ":7: ModuleNotFoundError: No module named 'signals'"),
     ],
     ids=["no-config", "another-class", "no-run", "no-import"],
 )
@@ -177,7 +182,7 @@ def test_an_experiment_that_is_not_whole_is_one_line_with_its_file(tmp_path, lin
     name = f"toy_broken_{next(NUMBERS)}"
     path, module = toy.install(name, tmp_path), tmp_path / "experiments" / f"{name}.py"
     module.write_text(module.read_text().replace(line, other))
-    assert _message(path).startswith(f"{module}: {says}")
+    assert _message(path).startswith(f"{module}{says}")
     listed = CliRunner().invoke(main, ["list", name, "--configs", str(tmp_path)])
     assert (listed.exit_code, len(listed.stderr.splitlines())) == (2, 1)
     assert says in listed.stderr
@@ -202,6 +207,8 @@ def test_several_mistakes_are_one_line_each(config):
         ("nowhere/em_iris.toml", "; did you mean `stopgrad run em_iris`?"),
         ("trades", "; did you mean `stopgrad run adversarial_trades`?"),
         ("walc", "; did you mean `stopgrad run walk`?"),
+        ("confgs", "; did you mean `stopgrad run configs`?"),
+        ("onw", "; did you mean `stopgrad run own`?"),
         ("own/tin.toml", "; did you mean `stopgrad run own/tiny.toml`?"),
         ("pyproject", "; `stopgrad list` shows the bundled configs"),
     ],
@@ -243,10 +250,38 @@ def test_a_file_that_is_no_text_cannot_be_read(config):
 
 
 @pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('[expect."{t}"]\nverdict = "cut"', ":10: expect.{t}.verdict: should be 'no-op', .*, found 'cut'; .* 'cuts'"),
+        ('[expect."{t}"]\ngain = [2, 1]', r":10: expect.{t}.gain: should be \[low, high\], found \[2, 1\]"),
+        ('[expect."{t}"]\nseeds = 9\nnoise = 1.0', r":10: seeds, noise: should stand above the first \[table\]"),
+        ("[references]\na = 1.0\nthreads = 2", r":11: references.threads: should stand above the first \[table\]"),
+        ("[expect.{t}]\nratio = [1, 2]", 'expect.{t}: unknown key; a name with a dot needs quotes: .expect."{t}".'),
+    ],
+    ids=["choice", "interval", "misplaced", "swallowed", "unquoted"],
+)
+def test_a_mistake_in_a_claim_is_one_line_with_its_line_and_variant(config, text, says):
+    text, says = (part.replace("{t}", f"{config.stem}.target") for part in (text, says))
+    config.write_text(config.read_text() + text)
+    message = _message(config)
+    assert "\n" not in message
+    assert re.search(says, message), message
+
+
+def test_keys_below_a_claim_are_misplaced_and_not_missing(config):
+    first, *others = config.read_text().splitlines()
+    config.write_text("\n".join([f'[expect."{config.stem}.target"]', *others, first]))
+    assert re.search(r":9: .*experiment: should stand above the first \[table\]", _message(config))
+    config.write_text("\n".join([first, f'[expect."{config.stem}.target"]', *others]))
+    keys = "title, finding, open, seeds, steps, evaluate_every, learning_rate"
+    assert f":3: {keys}: should stand above" in _message(config)
+
+
+@pytest.mark.parametrize(
     ("override", "says"),
     [
         ("steps", "--set steps: should be key=value"),
-        ("steps=no", "--set steps=no: input should be a valid integer, found 'no'"),
+        ("steps=no", "--set steps=no: should be a valid integer, found 'no'"),
         ("step=3", "--set step=3: unknown key; did you mean 'steps'?"),
     ],
     ids=["no-value", "word", "unknown"],
@@ -261,7 +296,7 @@ def test_a_bad_override_names_the_option(config, override, says):
         (["steps=1", "steps=2"], [], "--set steps=2: `steps` should be set once. Found --set steps=1 before it."),
         ([], ["steps=1", "steps=2"], "--sweep steps=2: `steps` should be set once. Found --sweep steps=1 before it."),
         (["steps=1"], ["steps=2,3"], "--sweep steps=2: `steps` should be set once. Found --set steps=1 before it."),
-        ([], ["steps=no"], "--sweep steps=no: input should be a valid integer, found 'no'"),
+        ([], ["steps=no"], "--sweep steps=no: should be a valid integer, found 'no'"),
         ([], ["step=3"], "--sweep step=3: unknown key; did you mean 'steps'?"),
         ([], ["=3"], "--sweep =3: should be key=value"),
     ],

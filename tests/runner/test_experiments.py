@@ -4,8 +4,8 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import tomllib
-from pathlib import Path
 from types import SimpleNamespace
 
 import folders
@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from toolkit import compare, stop_gradient, unblock
 from toolkit.runner import _comparison
 from toolkit.runner._command import main
-from toolkit.runner._comparison import RunError, _check_target, run_config
+from toolkit.runner._comparison import RunError, _target, run_config
 from toolkit.runner._config import load_config
 from toolkit.runner._records import BLOCKED, MEASURED_SEEDS, read_all, read_records
 from toolkit.runner._rounding import OF_ONE_PASS
@@ -106,11 +106,15 @@ def test_the_last_step_is_evaluated_too(tmp_path):
     assert record.data["variants"][BLOCKED]["steps"] == [0, 2, 4, 5]
 
 
-@pytest.mark.parametrize("target", [{"w": torch.ones(3)}, {"v": torch.tensor(1.0)}], ids=["shape", "name"])
+@pytest.mark.parametrize(
+    "target",
+    [{"w": torch.ones(3)}, {"v": torch.tensor(1.0)}, {"w": 1.0}, torch.tensor(1.0)],
+    ids=["shape", "name", "number", "tensor"],
+)
 def test_a_target_that_does_not_fit_the_parameters_is_an_error(target):
     """A target of another shape would be broadcast, and its distance from the gradient would mean nothing."""
-    with pytest.raises(RunError, match=r"a.toml: `target` should return .*, {'w': \(\)}\. Found {"):
-        _check_target(target, {"w": torch.tensor(1.0)}, Path("a.toml"))
+    with pytest.raises(RunError, match=r"`target` should return .*, {'w': \(\)}\. Found (Tensor|{.*})\."):
+        _target(target, {"w": torch.tensor(1.0)})
 
 
 def test_variants_with_another_first_loss_are_an_error(tmp_path, monkeypatch):
@@ -132,8 +136,8 @@ def test_a_block_that_these_values_do_not_meet_ends_the_command_line_with_a_line
     done = CliRunner().invoke(main, ["run", "configs/rbm_digits.toml", *overrides, "--results", str(tmp_path)])
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1] == (
-        "error: configs/rbm_digits.toml: open: with these values the program does not meet rbm.straight_through; it "
-        "meets rbm.negative_samples"
+        "error: configs/rbm_digits.toml: seed 0: open: with these values the program does not meet "
+        "rbm.straight_through; it meets rbm.negative_samples"
     )
 
 
@@ -280,7 +284,11 @@ def test_force_runs_finished_seeds_again(tmp_path, monkeypatch):
     assert CliRunner().invoke(main, arguments).exit_code == 0
     (record,) = results.glob("toy_force/*/seed-000/record.json")
     before = record.stat().st_mtime_ns
-    assert "has a record already" in CliRunner().invoke(main, arguments).stderr
+    assert "has a record already\n" in CliRunner().invoke(main, arguments).stderr
+    module = tmp_path / "experiments" / "toy_force.py"
+    os.utime(module, ns=(before + 1, before + 1))
+    older = f"seed 1 (2 of 2) has a record already, older than {module}; `--force` runs it again\n"
+    assert older in CliRunner().invoke(main, arguments).stderr
     assert record.stat().st_mtime_ns == before
     assert CliRunner().invoke(main, [*arguments, "--force"]).exit_code == 0
     assert record.stat().st_mtime_ns > before

@@ -161,7 +161,9 @@ def test_the_place_of_an_error_inside_of_torch_is_that_in_the_experiment(tmp_pat
 def test_the_place_of_an_error_outside_of_the_experiment_is_that_in_the_library(tmp_path, monkeypatch):
     monkeypatch.setattr(_units, "record_of", lambda *_, **__: {}["missing"])
     done = _run(toy.install("toy_place", tmp_path), tmp_path / "results", "--jobs", "1", code=1)
-    assert re.search(rf"seed 1: KeyError: 'missing' \(at {ROOT}/toolkit/runner/_units\.py:\d+\)$", done.stderr.strip())
+    assert re.search(
+        rf"seeds 0, 1: KeyError: 'missing' \(at {ROOT}/toolkit/runner/_units\.py:\d+\)$", done.stderr.strip()
+    )
 
 
 def test_a_run_without_any_record_says_so_and_draws_no_page(tmp_path):
@@ -180,8 +182,7 @@ def test_a_full_disk_is_one_line(tmp_path, monkeypatch):
     path = toy.install("toy_full", tmp_path)
     done = _run(path, tmp_path / "results", "--jobs", "1", code=1)
     assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [
-        f"error: {path}: seed {seed}: the record cannot be written: [Errno 28] No space left on device"
-        for seed in (0, 1)
+        f"error: {path}: seeds 0, 1: the record cannot be written: [Errno 28] No space left on device"
     ]
 
 
@@ -302,7 +303,7 @@ def test_two_configs_of_one_name_are_refused(tmp_path):
 def test_a_run_ends_with_its_verdicts_the_page_and_the_next_command(tmp_path):
     done = _run(toy.install("toy_ends", tmp_path), tmp_path / "results", "--jobs", "1")
     *_, count, page, following = done.stdout.splitlines()
-    assert "toy_ends: toy_ends.shift is redundant; with it, training ends at the same value" in done.stdout
+    assert "toy_ends: toy_ends.shift is redundant at the first and the last step; with it" in done.stdout
     assert count.startswith("1 config in ")
     assert page == f"page: {tmp_path}/results/index.html"
     assert (tmp_path / "results" / "index.html").is_file()

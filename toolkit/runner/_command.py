@@ -158,7 +158,7 @@ def _with_records(units: Sequence[Unit], results: Path) -> int:
 def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
     """Yield the verdict on each config that has records, and the claims that they contradict."""
     from toolkit.runner._comparison import folder_of
-    from toolkit.runner._findings import broken_claims, verdicts
+    from toolkit.runner._findings import broken_claims, doubts, verdicts
     from toolkit.runner._records import overrides_of, read_records
 
     for config in configs:
@@ -166,6 +166,7 @@ def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
         if records:
             yield from (f"{config.label}: {line}" for line in verdicts(records))
             claims = [] if overrides_of(records) else broken_claims(records)
+            yield from (f"{config.label}: doubtful: {doubt}" for doubt in doubts(records))
             yield from (f"{config.label}: the records contradict the config: {claim}" for claim in claims)
 
 

@@ -32,7 +32,7 @@ from toolkit.runner._records import (
     write_times,
 )
 from toolkit.runner._rounding import OF_ONE_PASS
-from toolkit.runner._training import Training, measure_sweep, train, train_methods
+from toolkit.runner._training import RunError, Training, measure_sweep, rehearse, train, train_methods
 
 __all__ = ["RunError", "folder_of", "record_of", "run_config", "times_of"]
 
@@ -41,10 +41,6 @@ Variant = frozenset[str]
 # Rounds in which the variants are timed in turn: enough for a steady median, short beside the training.
 _TIMING_ROUNDS = 15
 _TIMING_SECONDS = 0.5
-
-
-class RunError(Exception):
-    """A run that cannot be compared; its text says why."""
 
 
 def run_config(loaded: LoadedConfig, root: Path, *, on_method: Callable[[str], None] = lambda name: None) -> Path:
@@ -91,8 +87,9 @@ def record_of(
     started = datetime.now(UTC)
 
     make = partial(_made, loaded, seed)
-    first = _Gradients(make(), config.variants, loaded.path)
+    first = _Gradients(make(), config.variants)
     memory = {variant: _memory(make(), variant) for variant in config.variants}
+    rehearsal = rehearse(make(), config)
     begin = time.perf_counter()  # the first seed of a process has imported all that it needs
     trained: dict[Variant, Training] = {}
     last = first
@@ -101,8 +98,10 @@ def record_of(
         with unblock(*variant):
             trained[variant] = train(run, config, on_step)
         if not variant and trained[variant].diverged_at is None:
-            last = _Gradients(run, config.variants, loaded.path)
-    _check_first_losses(loaded, seed, trained)
+            last = _Gradients(run, config.variants)
+    _check_repeats(rehearsal, trained[frozenset()], OF_ONE_PASS[config.dtype])
+    _check_first_losses(trained, OF_ONE_PASS[config.dtype])
+    _check_names(make(), trained[frozenset()])
     variants = {
         variant_name(variant): {
             "open": sorted(variant),
@@ -154,25 +153,23 @@ def record_of(
 def _made(loaded: LoadedConfig, seed: int) -> Run:
     run = loaded.module.run(loaded.config, seed)
     if not isinstance(run, Run):
-        raise RunError(f"{loaded.path}: `run` of the experiment should return a Run. Found {run!r}.")
+        raise RunError(f"`run` of the experiment should return a Run. Found {run!r}.")
     return run
 
 
 class _Gradients:
     """The gradients of every variant at the present parameters of a run, and their distances from the target."""
 
-    def __init__(self, run: Run, variants: list[Variant], path: Path) -> None:
+    def __init__(self, run: Run, variants: list[Variant]) -> None:
         comparison = compare(run.loss, run.parameters)
         met = list(comparison.meetings)
         unmet = sorted(frozenset().union(*variants).difference(met))
         if unmet:
             raise RunError(
-                f"{path}: open: with these values the program does not meet {', '.join(unmet)}; it meets "
+                f"open: with these values the program does not meet {', '.join(unmet)}; it meets "
                 f"{', '.join(met) or 'no block'}"
             )
-        target = None if run.target is None else {name: value.cpu() for name, value in run.target().items()}
-        if target is not None:
-            _check_target(target, comparison.blocked, path)
+        target = None if run.target is None else _target(run.target(), comparison.blocked)
         self._comparison = comparison
         self._variants = variants
         self.arrays: dict[str, NDArray[Any]] = {}
@@ -193,15 +190,39 @@ class _Gradients:
         return {**met, "effects": effects, "target_error": self._errors}
 
 
-def _check_first_losses(loaded: LoadedConfig, seed: int, trained: Mapping[Variant, Training]) -> None:
-    expected, rounding = trained[frozenset()].first_loss, OF_ONE_PASS[loaded.config.dtype]
+def _check_repeats(rehearsal: Training, training: Training, rounding: float) -> None:
+    """Raise unless two blocked runs of a seed begin alike: a draw without its seed would pass for an effect."""
+    pairs = [
+        ("loss", step, *losses) for step, losses in enumerate(zip(rehearsal.losses, training.losses, strict=False))
+    ]
+    pairs += [(name, 0, rehearsal.metrics[name][0], training.metrics[name][0]) for name in rehearsal.metrics]
+    for name, step, one, two in pairs:
+        if not (math.isclose(one, two, rel_tol=rounding, abs_tol=rounding) or (math.isnan(one) and math.isnan(two))):
+            raise RunError(
+                f"Two runs of a seed should be identical. Found another {name} after {step} updates with the same "
+                "blocks: take each draw from a torch.Generator that `run` seeds with `seed`."
+            )
+
+
+def _check_names(run: Run, training: Training) -> None:
+    """Raise if an event or the plane names a metric that is not there; a sweep has none after a run that broke off."""
+    known = {*training.metrics, *(training.sweep or ())}
+    named = [("plane", name) for name in run.plane or ()]
+    if run.sweep is None or training.sweep is not None:
+        named += [("events", event.metric) for event in run.events]
+    for part, name in named:
+        if name not in known:
+            raise RunError(f"`{part}` should name metrics of `evaluate`: {', '.join(sorted(known))}. Found {name!r}.")
+
+
+def _check_first_losses(trained: Mapping[Variant, Training], rounding: float) -> None:
+    expected = trained[frozenset()].first_loss
     for variant, training in trained.items():
         same = math.isclose(training.first_loss, expected, rel_tol=rounding)
         if not same and not (math.isnan(training.first_loss) and math.isnan(expected)):
             raise RunError(
-                f"{loaded.path}: seed {seed}: the first loss should not depend on a block; found {expected!r} "
-                f"blocked and {training.first_loss!r} with {variant_name(variant)} open, so a difference would not be "
-                "due to the block"
+                f"the first loss should not depend on a block; found {expected!r} blocked and {training.first_loss!r} "
+                f"with {variant_name(variant)} open, so a difference would not be due to the block"
             )
 
 
@@ -258,10 +279,15 @@ def _synchronize(run: Run) -> None:
         torch.cuda.synchronize()
 
 
-def _check_target(target: Mapping[str, Tensor], gradient: Mapping[str, Tensor], path: Path) -> None:
-    expected, found = ({name: tuple(part[name].shape) for name in sorted(part)} for part in (gradient, target))
-    if found != expected:
-        raise RunError(f"{path}: `target` should return tensors of the parameters' shapes, {expected}. Found {found}.")
+def _target(target: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the target, checked: one of another shape would be broadcast, and its distance would mean nothing."""
+    expected = {name: tuple(gradient[name].shape) for name in sorted(gradient)}
+    found: object = type(target).__name__
+    if isinstance(target, Mapping):
+        found = {name: tuple(getattr(target[name], "shape", ("no tensor",))) for name in sorted(target)}
+    if not isinstance(target, Mapping) or found != expected:
+        raise RunError(f"`target` should return tensors of the parameters' shapes, {expected}. Found {found}.")
+    return {name: value.cpu() for name, value in target.items()}
 
 
 def _relative_error(found: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> float | None:

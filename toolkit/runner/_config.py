@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+import traceback
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +23,22 @@ from toolkit.runner._records import variant_name
 
 __all__ = ["ConfigError", "ExperimentConfig", "LoadedConfig", "load_config", "load_experiment"]
 
+_MISPLACED = "should stand above the first [table]; below it, a key is part of that table"
+
 BlockSet = str | list[str]
 
 
-Interval = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], Field(min_length=2, max_length=2)]
+def _in_order(ends: list[float]) -> list[float]:
+    if ends[0] > ends[1]:
+        raise ValueError("should be [low, high]")
+    return ends
+
+
+Interval = Annotated[
+    list[Annotated[float, Field(allow_inf_nan=False)]],
+    Field(min_length=2, max_length=2),
+    AfterValidator(_in_order),
+]
 
 
 class Claim(BaseModel):
@@ -146,13 +159,19 @@ def load_config(path: Path, overrides: Iterable[str] = (), swept: Iterable[str] 
     try:
         values = tomllib.loads(source)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        message, _, at = str(error).partition(" (at line ")
+        line = f":{at.partition(',')[0]}" if at else ""
+        raise ConfigError(f"{path}{line}: not valid TOML: {message[0].lower()}{message[1:]}") from None
     where = _Places(path, source)
     overrides, swept = tuple(overrides), tuple(swept)
     for option, override in (*(("--set", text) for text in overrides), *(("--sweep", text) for text in swept)):
         values.update(where.override(option, override))
     known = experiment_folders(path)
     if "experiment" not in values:
+        for name, table in values.items():
+            tables = (table, *table.values()) if isinstance(table, dict) else ()
+            if any(isinstance(part, dict) and "experiment" in part for part in tables):
+                raise ConfigError(f"{where(name, 'experiment')}: {_MISPLACED}")
         raise ConfigError(f"{path}: experiment: missing; should be one of {', '.join(known)}")
     name = values["experiment"]
     if name not in known:
@@ -162,9 +181,9 @@ def load_config(path: Path, overrides: Iterable[str] = (), swept: Iterable[str] 
     try:
         config = config_class.model_validate(values)
     except ValidationError as error:
-        lines = [_sentence(details, where, config_class) for details in error.errors()]
-        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
+        raise ConfigError("\n".join(_mistakes(error.errors(), where, config_class))) from None
     _check_blocks(config, where)
+    _check_claims(config, where)
     _check_device(config, where)
     label = " ".join((path.stem, *swept))
     return LoadedConfig(path.stem, label, path, source, (*overrides, *swept), config, module)
@@ -181,7 +200,11 @@ def load_experiment(name: str, folder: Path) -> ModuleType:
         module = import_experiment(name, folder)
     except Exception as error:
         reason = next(iter(str(error).splitlines()), repr(error))
-        raise ConfigError(f"{file}: {type(error).__name__}: {reason}") from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        if isinstance(error, SyntaxError) and error.filename == str(file):
+            lines, reason = [error.lineno], error.msg
+        at = f"{file}:{lines[-1]}" if lines else str(file)
+        raise ConfigError(f"{at}: {type(error).__name__}: {reason}") from error
     config, run = (getattr(module, part, None) for part in ("Config", "run"))
     if not (isinstance(config, type) and issubclass(config, ExperimentConfig)):
         raise ConfigError(f"{file}: `Config` should be a class derived from ExperimentConfig. Found {config!r}.")
@@ -216,8 +239,10 @@ class _Places:
         if key in self.overridden:
             return self.overridden[str(key)] + (f": {name}" if len(location) > 1 else "")
         first = 0
-        for part in location:
-            line = self._line(first, part) if isinstance(part, str) else self._table(str(key), part)
+        for depth, part in enumerate(location):
+            line = self._table(str(key), part) if depth == 1 else None
+            if line is None and isinstance(part, str):
+                line = self._line(first, part)
             if line is None:
                 break
             first = line
@@ -232,13 +257,13 @@ class _Places:
                 break
         return None if after else 0
 
-    def _table(self, key: str, index: int) -> int | None:
-        """Return the number of the line at which the table with this index in an array begins."""
-        heads = [
-            number
-            for number, line in enumerate(self.source.splitlines(), 1)
-            if re.match(rf"\s*\[\[\s*{re.escape(key)}\s*\]\]", line)
-        ]
+    def _table(self, key: str, part: str | int) -> int | None:
+        """Return the number of the line at which a table begins, given its name or its index in an array of tables."""
+        head = rf"\[\[\s*{re.escape(key)}\s*\]\]"
+        if isinstance(part, str):
+            head = rf"""\[\s*{re.escape(key)}\s*\.\s*["']?{re.escape(part)}["']?\s*\]"""
+        heads = [number for number, line in enumerate(self.source.splitlines(), 1) if re.match(rf"\s*{head}", line)]
+        index = part if isinstance(part, int) else 0
         return heads[index] if index < len(heads) else None
 
 
@@ -257,17 +282,37 @@ def _toml_value(text: str) -> Any:
         return text
 
 
+def _mistakes(errors: Iterable[ErrorDetails], where: _Places, config_class: type[ExperimentConfig]) -> list[str]:
+    """Return a line for each mistake; a key that stands below a table of the file is not missing as well."""
+    below = {
+        str(error["loc"][-1]): error["loc"]
+        for error in errors
+        if error["type"] == "extra_forbidden"
+        and len(error["loc"]) > 1
+        and error["loc"][-1] in config_class.model_fields
+    }
+    kept = [error for error in errors if error["loc"][-1] not in below]
+    lines = [_sentence(error, where, config_class) for error in kept]
+    if below:
+        place = where(*next(iter(below.values()))).partition(": ")[0]
+        lines.append(f"{place}: {', '.join(below)}: {_MISPLACED}")
+    return list(dict.fromkeys(lines))
+
+
 def _sentence(details: ErrorDetails, where: _Places, config_class: type[ExperimentConfig]) -> str:
     location, keys = _location(config_class, details["loc"])
-    place = where(*location)
+    place, found = where(*location), details["input"]
     if details["type"] == "extra_forbidden":
+        if location[0] == "expect" and isinstance(found, dict):
+            table = ".".join(map(str, location[1:]))
+            return f'{place}: unknown key; a name with a dot needs quotes: [expect."{table}"]'
         return f"{place}: unknown key{_suggest(location[-1], keys)}"
     if details["type"] == "missing":
         # A key that is not there has no line, but its table has.
         return f"{place}: missing" if len(location) > 1 else f"{where.path}: {location[0]}: missing"
     message = details["msg"].removeprefix("Value error, ")
-    message = message[0].lower() + message[1:]
-    found = details["input"]
+    message = re.sub(r"^(\w+)( should have .*?) after validation, not \d+$", r"\1\2", message)
+    message = (message[0].lower() + message[1:]).removeprefix("input ")
     if isinstance(found, dict):  # a whole table is more than a line
         return f"{place}: {message}"
     allowed = (details.get("ctx") or {}).get("expected", "")
@@ -284,17 +329,20 @@ def _location(model: Any, parts: Iterable[str | int]) -> tuple[list[str | int], 
     keys: Collection[str] = list(model.model_fields)
     for part in parts:
         location.append(part)
-        if isinstance(part, str):
+        if _is_table(model):
+            keys = list(model.model_fields)
             if part not in keys:
                 break
             model = model.model_fields[part].annotation
-            (table, *_) = get_args(model) or (None,)
-            if not (isinstance(table, type) and issubclass(table, BaseModel)):
+            if not _is_table((None, *get_args(model))[-1]):
                 break
-        else:
-            (model,) = get_args(model)
-            keys = list(model.model_fields)
+        else:  # a list or a dict of tables
+            model = get_args(model)[-1]
     return location or ["config"], keys
+
+
+def _is_table(model: Any) -> bool:
+    return isinstance(model, type) and issubclass(model, BaseModel)
 
 
 def _check_device(config: ExperimentConfig, where: _Places) -> None:
@@ -315,10 +363,16 @@ def _check_blocks(config: ExperimentConfig, where: _Places) -> None:
             raise ConfigError(f"{where('open')}: unknown block {name!r}{_suggest(name, known)}")
     if len(set(config.variants)) < len(config.variants):
         raise ConfigError(f"{where('open')}: the same blocks are opened twice, found {config.open!r}")
+
+
+def _check_claims(config: ExperimentConfig, where: _Places) -> None:
+    for name in config.references:
+        if name in type(config).model_fields:
+            raise ConfigError(f"{where('references', name)}: {_MISPLACED}")
     variants = [variant_name(variant) for variant in config.variants[1:]]
     for name in config.expect:
         if name not in variants and "open" not in where.overridden:
-            raise ConfigError(f"{where('expect')}: unknown variant {name!r}{_suggest(name, variants)}")
+            raise ConfigError(f"{where('expect', name)}: unknown variant {name!r}{_suggest(name, variants)}")
 
 
 def _suggest(found: object, known: Collection[str] | Mapping[str, Any]) -> str:

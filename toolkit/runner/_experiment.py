@@ -128,6 +128,11 @@ class Run:
         sweep: Results for each value of a swept quantity, or None.
         methods: Other ways to learn the same model, or None.
         plane: Two metrics that are coordinates, drawn as the path of a run through a plane and not as curves, or None.
+
+    Raises:
+        TypeError: If a part has another type.
+        ValueError: If `parameters` are not leaf tensors with ``requires_grad``, or `optimizer` does not hold the same
+            tensors.
     """
 
     parameters: Mapping[str, Tensor]
@@ -141,6 +146,50 @@ class Run:
     sweep: Sweep | None = None
     methods: Methods | None = None
     plane: tuple[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        _check_parameters(self.parameters)
+        for name in ("loss", "evaluate", "after_step", "target"):
+            part = getattr(self, name)
+            if not callable(part) and (name, part) != ("target", None):
+                raise TypeError(f"`{name}` should be a function. Found {type(part).__name__}.")
+        for name, kind in (("objective", Objective), ("sweep", Sweep), ("methods", Methods)):
+            part = getattr(self, name)
+            if not isinstance(part, kind) and (name == "objective" or part is not None):
+                raise TypeError(f"`{name}` should be of the class {kind.__name__}. Found {type(part).__name__}.")
+        _check_optimizer(self.optimizer, self.parameters)
+
+
+def _check_parameters(parameters: Mapping[str, Tensor]) -> None:
+    import torch
+
+    if not isinstance(parameters, Mapping) or not parameters:
+        found = type(parameters).__name__ if not isinstance(parameters, Mapping) else "none"
+        raise TypeError(f"`parameters` should map names to tensors: {{'weight': weight}}. Found {found}.")
+    for name, value in parameters.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"`parameters` should map names to tensors. Found {type(value).__name__} as {name!r}.")
+        if not (value.is_leaf and value.requires_grad):
+            found = "a tensor without it" if value.is_leaf else "the result of an operation"
+            raise ValueError(f"`parameters` should be leaf tensors with requires_grad. Found {found} as {name!r}.")
+
+
+def _check_optimizer(optimizer: object, parameters: Mapping[str, Tensor]) -> None:
+    """Raise unless every parameter is trained, and nothing else: the gradients of other tensors are not compared."""
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise TypeError(f"`optimizer` should be a torch.optim.Optimizer. Found {found}.")
+    held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    absent = [name for name, tensor in parameters.items() if id(tensor) not in held]
+    others = len(held) - (len(parameters) - len(absent))
+    if absent or others:
+        found = " and ".join(
+            [f"no {', '.join(map(repr, absent))}"] * bool(absent)
+            + [f"{others} other tensor{'s' * (others > 1)}"] * bool(others)
+        )
+        raise ValueError(f"`optimizer` should hold the tensors of `parameters` and no others. Found {found}.")
 
 
 def _numbers_of(part: Objective | Event, *names: str) -> None:

@@ -5,14 +5,25 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.runner._records import BLOCKED, Record
-from toolkit.runner._rounding import OF_TRAINING
+from toolkit.runner._rounding import OF_TARGET, OF_TRAINING
 
-__all__ = ["RULE", "Difference", "broken_claims", "compared", "finals", "median", "rounding", "verdict_of", "verdicts"]
+__all__ = [
+    "RULE",
+    "Difference",
+    "broken_claims",
+    "compared",
+    "doubts",
+    "finals",
+    "median",
+    "rounding",
+    "verdict_of",
+    "verdicts",
+]
 
 RULE = (
     "Each seed is trained with the block and without it. Better and worse mean that a 95 % confidence interval of the "
@@ -21,6 +32,10 @@ RULE = (
 )
 
 _FROM_SEEDS = 6  # the smallest number whose interval for the median has 95 %
+
+_CLAIM_FROM = 5  # seeds: of fewer, the interval of the difference is wide
+
+_WORSE_FROM = 3  # seeds: of fewer, all end worse by chance too often
 
 # Student's t: the quantile .975 for 1, 2, 3, 4 degrees of freedom.
 _QUANTILES = (12.706, 4.303, 3.182, 2.776)
@@ -142,13 +157,61 @@ def verdict_of(effect: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
-    """Return a line for each open variant: the verdict on its gradient, and the block's effect on training."""
-    lines = []
-    for name in records[-1].data["variants"]:
-        if name != BLOCKED:
-            kinds = dict.fromkeys(_told(r.data["comparison"]["first"]["effects"][name]) for r in records)
-            lines.append(f"{name} {' or '.join(kinds)}; {_training(compared(records, name))}")
-    return lines
+    """Return a line for each open variant: the verdicts on its gradient, and the block's effect on training."""
+    return [
+        f"{name} {_gradient(records, name)}; {_training(compared(records, name))}"
+        for name in records[-1].data["variants"]
+        if name != BLOCKED
+    ]
+
+
+def _gradient(records: Sequence[Record], name: str) -> str:
+    """Return the verdict before training, and the one after it where it is another."""
+    first, last = (
+        " or ".join(dict.fromkeys(_told(record.data["comparison"][when]["effects"][name]) for record in records))
+        for when in ("first", "last")
+    )
+    same = f"{first} at the first and the last step"
+    return same if last == first else f"{first} at the first step and {last} at the last"
+
+
+def doubts(records: Sequence[Record]) -> list[str]:
+    """Return the reasons that records give to doubt their experiment, one sentence each."""
+    return [*_doubts_of_target(records), *_doubts_of_metrics(records), *_doubts_of_seeds(records)]
+
+
+def _doubts_of_target(records: Sequence[Record]) -> Iterator[str]:
+    errors = [record.data["comparison"]["first"]["target_error"][BLOCKED] for record in records]
+    error = max((error for error in errors if error is not None), default=0.0)
+    if error > (bound := OF_TARGET[records[-1].data["config"]["dtype"]]):
+        sign = ", as of its negative" if math.isclose(error, 2, rel_tol=bound) else ""
+        yield f"The blocked gradient should be `target`. Found a distance of {error:.3g} times its length{sign}."
+
+
+def _doubts_of_metrics(records: Sequence[Record]) -> Iterator[str]:
+    newest = records[-1].data
+    ends = {
+        metric: [value for name in newest["variants"] for value in finals(records, name, metric)]
+        for metric in newest["variants"][BLOCKED]["metrics"]
+    }
+    if any(map(math.isfinite, ends["objective"])):
+        for metric, values in ends.items():
+            if not any(map(math.isfinite, values)):
+                yield f"The metric {metric!r} should be a number after training. Found none in any run."
+
+
+def _doubts_of_seeds(records: Sequence[Record]) -> Iterator[str]:
+    newest, runs = records[-1].data, [record.data["variants"][BLOCKED] for record in records]
+    if len(runs) > 1 and all(run["metrics"] == runs[0]["metrics"] for run in runs):
+        yield f"The seeds should differ. Found {len(runs)} identical trainings, which count as independent ones."
+    higher = newest["objective"]["higher_is_better"]
+    claims = [claim["training"] for claim in newest["config"].get("expect", {}).values()]
+    moves = [end - run["metrics"]["objective"][0] for end, run in zip(finals(records, BLOCKED), runs, strict=True)]
+    if len(runs) >= _WORSE_FROM and "worse" not in claims and all(move < 0 if higher else move > 0 for move in moves):
+        yield (
+            f"Training should improve the objective. Found it worse than at the start in all {len(runs)} seeds, "
+            f"by `higher_is_better` {higher}."
+        )
 
 
 def _told(effect: Mapping[str, Any]) -> str:
@@ -184,7 +247,10 @@ def broken_claims(records: Sequence[Record]) -> list[str]:
         if claim["verdict"] is not None and kinds != [claim["verdict"]]:
             found.append(f"{name}: the verdict should be {claim['verdict']}. Found {', '.join(kinds)}.")
         if claim["training"] is not None and difference.kind != claim["training"]:
-            found.append(f"{name}: training with the block should end {claim['training']}. Found {difference.kind}.")
+            few = f" in {len(records)} seeds; a claim needs five" if len(records) < _CLAIM_FROM else ""
+            found.append(
+                f"{name}: training with the block should end {claim['training']}. Found {difference.kind}{few}."
+            )
         measured = {
             "gain": difference.size,
             "ratio": median(effect["ratio"] for effect in effects),

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from toolkit.runner._progress import Progress
-from toolkit.runner._records import claimed, is_finished, lacks_seconds, write_record, write_times
+from toolkit.runner._records import claimed, is_finished, is_older, lacks_seconds, write_record, write_times
 from toolkit.runner._units import Answer, Message, Unit, measured, trained
 from toolkit.runner._workers import Workers, in_processes, in_this_process
 
@@ -35,7 +35,7 @@ def run_units(
     force: bool = False,
     on_record: Callable[[Unit], None] = lambda unit: None,
 ) -> list[str]:
-    """Run every unit that has no record yet, and return the errors, one line for each unit that failed.
+    """Run every unit that has no record yet, and return the errors, one line for each reason.
 
     Times are measured while nothing else runs: after each unit of one job, after all units of several.
 
@@ -58,7 +58,7 @@ def run_units(
         else:
             longest_first = sorted(left, key=partial(_expected_seconds, root), reverse=True)
             run.all_of(longest_first, lambda count: _on_cluster(cluster) if cluster else in_processes(min(jobs, count)))
-        return run.errors
+        return _merged(run.errors)
 
 
 def _on_cluster(address: str) -> contextlib.AbstractContextManager[Workers]:
@@ -84,7 +84,9 @@ class _Run:
         left = [unit for unit in records.values() if self._force or not self._is_finished(unit)]
         for unit in records.values():
             if unit not in left:
-                self._progress.say(f"{unit} has a record already")
+                older = is_older(unit.folder(self._root), unit.seed, unit.module)
+                why = f", older than {unit.module}; `--force` runs it again" if older else ""
+                self._progress.say(f"{unit} has a record already{why}")
                 self._unmeasured.append(unit)
         return left
 
@@ -181,6 +183,19 @@ class _Run:
 
     def _is_finished(self, unit: Unit) -> bool:
         return is_finished(unit.folder(self._root), unit.seed)
+
+
+def _merged(errors: Sequence[str]) -> list[str]:
+    """Return the errors, one line for all seeds of a config that fail for one reason."""
+    seeds: dict[tuple[str, str], list[str]] = {}
+    for error in errors:
+        place, found, reason = error.partition(": seed ")
+        seed, _, reason = reason.partition(": ")
+        seeds.setdefault((place, reason), []).append(seed if found else "")
+    return [
+        f"{place}: seed{'s' * (len(failed) > 1)} {', '.join(failed)}: {reason}" if failed[0] else place
+        for (place, reason), failed in seeds.items()
+    ]
 
 
 def _was_killed(future: Future[Answer]) -> bool:

@@ -41,6 +41,7 @@ __all__ = [
     "damaged_records",
     "environment",
     "is_finished",
+    "is_older",
     "lacks_seconds",
     "overrides_of",
     "read_all",
@@ -125,6 +126,11 @@ def results_folder(root: Path, name: str, resolved: Mapping[str, Any]) -> Path:
 def is_finished(folder: Path, seed: int) -> bool:
     """Return whether the record of a seed is there, and whole."""
     return not isinstance(_read(_seed(folder, seed)), Damage)
+
+
+def is_older(folder: Path, seed: int, file: Path) -> bool:
+    """Return whether a file was changed after a seed was trained."""
+    return (_seed(folder, seed) / "gradients.safetensors").stat().st_mtime_ns < file.stat().st_mtime_ns
 
 
 def lacks_seconds(folder: Path, seed: int) -> bool:

@@ -35,7 +35,7 @@ from toolkit.runner._figures import (
     draw_strips,
     draw_sweep,
 )
-from toolkit.runner._findings import Difference, broken_claims, compared, finals, median, rounding, verdict_of
+from toolkit.runner._findings import Difference, broken_claims, compared, doubts, finals, median, rounding, verdict_of
 from toolkit.runner._records import BLOCKED, WITHOUT_EFFECT, ExperimentRecords, Record, overrides_of
 
 __all__ = ["draw_card", "experiment_view", "first_sentence", "training_effect", "variant_verdict"]
@@ -127,6 +127,7 @@ class ExperimentView:
     finding: str
     with_values: str
     broken_claims: list[str]
+    doubts: list[str]
     damaged: list[str]
     about: str
     objective: str
@@ -155,17 +156,17 @@ def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
     colours = {name: COLOURS[(index + 1) % len(COLOURS)] for index, name in enumerate(names)}
     every, all_colours = [BLOCKED, *names], {BLOCKED: COLOURS[0], **colours}
     variants = [_variant(records, name, colours[name]) for name in names]
-    better = "higher is better" if newest["objective"]["higher_is_better"] else "lower is better"
     return ExperimentView(
         key=f"x-{experiment.name}",
         title=newest["config"]["title"],
         finding="" if overrides_of(records) else newest["config"]["finding"],
         with_values=" ".join(overrides_of(records)),
         broken_claims=[] if overrides_of(records) else broken_claims(records),
+        doubts=doubts(records),
         damaged=experiment.damaged,
         about=newest["about"],
         objective=newest["objective"]["label"],
-        better=better,
+        better=better_end(records),
         variants=variants,
         rows=[
             ["blocked", "0°", "×1", "0", _target(records, BLOCKED), _spread(finals(records, BLOCKED)), "×1", "×1"],
@@ -184,6 +185,11 @@ def experiment_view(experiment: ExperimentRecords) -> ExperimentView:
         command=_command(experiment.name, newest),
         provenance=_provenance(records),
     )
+
+
+def better_end(records: Sequence[Record]) -> str:
+    """Return the better end of the objective's axis in words."""
+    return "higher is better" if records[-1].data["objective"]["higher_is_better"] else "lower is better"
 
 
 def draw_card(experiment: ExperimentRecords) -> str:

@@ -18,9 +18,16 @@ import jinja2
 
 from toolkit.runner._chart import PALETTE, STYLE, Key, legend
 from toolkit.runner._figures import COLOURS
-from toolkit.runner._findings import RULE, Difference, broken_claims, compared, finals
+from toolkit.runner._findings import RULE, Difference, broken_claims, compared, doubts, finals
 from toolkit.runner._records import BLOCKED, ExperimentRecords, Record, overrides_of, read_all, read_zoo
-from toolkit.runner._report import draw_card, experiment_view, first_sentence, training_effect, variant_verdict
+from toolkit.runner._report import (
+    better_end,
+    draw_card,
+    experiment_view,
+    first_sentence,
+    training_effect,
+    variant_verdict,
+)
 
 __all__ = ["sketch", "write_single", "write_site"]
 
@@ -36,7 +43,9 @@ class Card:
     objective: str
     alt: str
     with_values: str
+    better: str
     broken: bool
+    doubts: list[str]
     endings: list[str]
     variants: list[tuple[str, str, str]]
     size: float
@@ -104,7 +113,9 @@ def _card(file: str, experiment: ExperimentRecords) -> Card:
         objective=data["objective"]["label"],
         alt=f"{data['objective']['label']} over training: {about}.",
         with_values=" ".join(overrides_of(records)),
+        better=better_end(records),
         broken=not overrides_of(records) and bool(broken_claims(records)),
+        doubts=doubts(records),
         endings=sorted({difference.kind for difference in found.values()}),
         variants=[(name, variant_verdict(records, name)["label"], effects[name]) for name in names],
         size=max(_size(records, name, difference) for name, difference in found.items()),

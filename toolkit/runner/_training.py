@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from toolkit.blocks import unblock
 from toolkit.runner._config import ExperimentConfig
 from toolkit.runner._experiment import Methods, Run
 
-__all__ = ["Training", "measure_sweep", "train", "train_methods"]
+__all__ = ["RunError", "Training", "measure_sweep", "metrics_of", "rehearse", "train", "train_methods"]
+
+REHEARSED = 3  # steps: the third has another batch, and updates before it
+
+
+class RunError(Exception):
+    """A run that cannot be compared; its text says why."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +29,23 @@ class Training:
     """The result of training one variant.
 
     Attributes:
-        first_loss: The surrogate before the first update.
+        losses: The surrogate before each of the first updates, as many as a rehearsal has.
         steps: The steps at which the metrics were evaluated; the step counts the updates before it.
         metrics: Name -> value at each of these steps.
         diverged_at: The step at which the loss was not finite, or None. Nothing is recorded after it.
         sweep: Results of `Run.sweep` after training; None if there is no sweep, or the run diverged.
     """
 
-    first_loss: float
+    losses: list[float]
     steps: list[int]
     metrics: dict[str, list[float]]
     diverged_at: int | None
     sweep: dict[str, list[float]] | None = None
+
+    @property
+    def first_loss(self) -> float:
+        """The surrogate before the first update."""
+        return self.losses[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON; values that are not finite become None."""
@@ -76,25 +90,35 @@ def measure_sweep(run: Run, opened: Collection[str]) -> dict[str, list[float]]:
 
 
 def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lambda: None) -> Training:
-    """Train a run for `config.steps` steps, and evaluate its metrics every `config.evaluate_every` steps."""
+    """Train a run for `config.steps` steps, and evaluate its metrics every `config.evaluate_every` steps.
+
+    Raises:
+        RunError: If the metrics are not numbers, change their names, or start without a finite objective.
+    """
     steps: list[int] = []
     metrics: dict[str, list[float]] = {}
-    first_loss, diverged_at = math.nan, None
+    losses: list[float] = []
+    diverged_at = None
     for step in range(config.steps + 1):
         if step % config.evaluate_every == 0 or step == config.steps:
             steps.append(step)
-            found = run.evaluate()
-            if "objective" not in found:
-                raise ValueError(f"`evaluate` should return a metric 'objective'. Found {sorted(found)}.")
+            found = metrics_of(run)
+            if step == 0 and not math.isfinite(found["objective"]):
+                raise RunError(f"The objective should be finite before training. Found {found['objective']}.")
+            if step and found.keys() != metrics.keys():
+                raise RunError(
+                    f"`evaluate` should return the same metrics each time, {', '.join(sorted(metrics))}. "
+                    f"Found {', '.join(sorted(found))} after step {step}."
+                )
             for name, value in found.items():
-                metrics.setdefault(name, []).append(float(value))
+                metrics.setdefault(name, []).append(value)
         if step == config.steps:
             break
         run.optimizer.zero_grad()
         loss = run.loss()
         value = loss.item()
-        if step == 0:
-            first_loss = value
+        if step < REHEARSED:
+            losses.append(value)
         if not math.isfinite(value):
             diverged_at = step
             break
@@ -106,7 +130,58 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
     if run.sweep is not None and diverged_at is None:
         swept = {name: [float(value) for value in values] for name, values in run.sweep.evaluate().items()}
         swept |= {name: [math.nan] * len(run.sweep.values) for name in run.sweep.times}  # measured later
-    return Training(first_loss, steps, metrics, diverged_at, swept)
+    return Training(losses, steps, metrics, diverged_at, swept)
+
+
+def rehearse(run: Run, config: ExperimentConfig) -> Training:
+    """Train a run for its first steps, and evaluate it once.
+
+    Raises:
+        RunError: If its loss or its metrics change a parameter.
+    """
+    start = {name: value.clone() for name, value in run.parameters.items()}
+    metrics = {name: [value] for name, value in metrics_of(run).items()}
+    _check_unchanged("evaluate", run, start)
+    losses: list[float] = []
+    for step in range(min(REHEARSED, config.steps)):
+        run.optimizer.zero_grad()
+        loss = run.loss()
+        if step == 0:
+            _check_unchanged("loss", run, start)
+        losses.append(loss.item())
+        if not math.isfinite(losses[-1]):
+            break
+        loss.backward()
+        run.optimizer.step()
+        run.after_step(step + 1)
+    return Training(losses, [0], metrics, None)
+
+
+def _check_unchanged(function: str, run: Run, start: Mapping[str, Tensor]) -> None:
+    for name, value in run.parameters.items():
+        if not torch.equal(value, start[name]) and not value.isnan().any():
+            raise RunError(f"`{function}` should not change a parameter. Found another {name!r} after it.")
+
+
+def metrics_of(run: Run) -> dict[str, float]:
+    """Return the metrics of a run at its current parameters.
+
+    Raises:
+        RunError: If they are not a mapping of names to numbers, or none is the objective.
+    """
+    found = run.evaluate()
+    if not isinstance(found, Mapping):
+        raise RunError(f"`evaluate` should return a dict of metrics. Found {type(found).__name__}.")
+    if "objective" not in found:
+        raise RunError(f"`evaluate` should return a metric 'objective'. Found {sorted(found)}.")
+    metrics = {}
+    for name, value in found.items():
+        try:
+            metrics[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            shown = f"a tensor of shape {tuple(value.shape)}" if hasattr(value, "shape") else repr(value)
+            raise RunError(f"`evaluate` should return one number a metric. Found {shown} as {name!r}.") from None
+    return metrics
 
 
 def _finite(value: float) -> float | None:

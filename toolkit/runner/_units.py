@@ -49,6 +49,11 @@ class Unit:
         """The config, which each process reads once."""
         return _loaded(self.path, self.overrides)
 
+    @property
+    def module(self) -> Path:
+        """The file of its experiment."""
+        return Path(str(self.config.module.__file__))
+
     def folder(self, root: Path) -> Path:
         """Return the folder of its record in a results folder."""
         return folder_of(self.config, root)
@@ -108,11 +113,13 @@ def _answer(unit: Unit, function: Callable[[LoadedConfig], tuple[Any, ...]]) -> 
     try:
         config, begin = unit.config, time.monotonic()
         return Answer(function(config), seconds=time.monotonic() - begin)
-    except (ConfigError, RunError) as error:
+    except ConfigError as error:
         return Answer(error=str(error))
+    except RunError as error:
+        return Answer(error=f"{unit.path}: seed {unit.seed}: {error}")
     except (Exception, SystemExit) as error:
         line = next(iter(str(error).splitlines()), repr(error))
-        at = _place(error, Path(str(unit.config.module.__file__)).parent)
+        at = _place(error, unit.module.parent)
         return Answer(error=f"{unit.path}: seed {unit.seed}: {type(error).__name__}: {line}{at}")
 
 
