@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.adversarial.networks import Normalize
+from toolkit.blocks import no_graph
 
 __all__ = [
     "Affine",
@@ -22,7 +23,9 @@ __all__ = [
     "is_monotone",
     "is_reshaping",
     "plain_layers",
+    "roundings_of",
     "run_affine",
+    "run_sizes",
 ]
 
 _AFFINE = (
@@ -43,13 +46,21 @@ _MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn
 class Affine(NamedTuple):
     """``z -> weight z + bias`` on flat vectors.
 
+    A product of several layers may cancel, and its rounding does not: it grows with the sizes.
+
     Attributes:
         weight: (M, M of the layer before).
         bias: (M,).
+        weight_size: The sums of the absolute values of the terms of `weight`, (M, M of the layer before).
+        bias_size: The same of `bias`, (M,).
+        terms: How many roundings `weight` and `bias` have, at most.
     """
 
     weight: Tensor
     bias: Tensor
+    weight_size: Tensor
+    bias_size: Tensor
+    terms: int
 
 
 def plain_layers(model: nn.Module, activations: tuple[type[nn.Module], ...] = _MONOTONE) -> list[nn.Module]:
@@ -132,8 +143,8 @@ def run_affine(
         pooled: Tensor = layer.forward(input)
         return pooled
     if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | Normalize):
-        scale, bias = _scale_and_bias(layer, input)
-        shape = (1, -1, *[1] * (input.dim() - 2))
+        scale, bias, _ = _scale_and_bias(layer, input)
+        shape = _channels(input)
         return input * weight(scale).reshape(shape) + (bias if shift is None else shift).reshape(shape)
     assert isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d)
     own = None if layer.bias is None or shift is not None else layer.bias.to(input)
@@ -143,8 +154,36 @@ def run_affine(
     return convolved
 
 
-def _scale_and_bias(layer: nn.BatchNorm1d | nn.BatchNorm2d | Normalize, input: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the scale and the shift of each channel, (C,), or (1,) if all channels share them."""
+def run_sizes(layer: nn.Module, input: Tensor) -> Tensor:
+    """Return ``|W| input + |b|``, where ``|b|`` sums the absolute values of the terms of b.
+
+    Args:
+        layer: As in `run_affine`.
+        input: Not negative, (N, ...).
+    """
+    total = run_affine(layer, input, shift=input.new_zeros(1), weight=torch.abs)
+    if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | Normalize):
+        return total + _scale_and_bias(layer, input)[2].reshape(_channels(input))
+    bias: Tensor | None = getattr(layer, "bias", None)
+    if bias is None:
+        return total
+    size = bias.to(input).abs()
+    return total + (size if isinstance(layer, nn.Linear) else size.reshape(_channels(input)))
+
+
+def roundings_of(layer: nn.Module, input: Tensor) -> int:
+    """Return how many roundings an output of an affine layer has, at most."""
+    if isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
+        return layer.weight[0].numel() + 1
+    return 8 if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | Normalize) else input.shape[1:].numel() + 1
+
+
+def _channels(input: Tensor) -> tuple[int, ...]:
+    return (1, -1, *[1] * (input.dim() - 2))
+
+
+def _scale_and_bias(layer: nn.BatchNorm1d | nn.BatchNorm2d | Normalize, input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return scale, shift and size of the shift's terms of each channel, (C,), or (1,) if all channels share them."""
     if isinstance(layer, Normalize):
         mean, scale = layer.mean.to(input), 1 / layer.std.to(input)
     else:
@@ -157,9 +196,10 @@ def _scale_and_bias(layer: nn.BatchNorm1d | nn.BatchNorm2d | Normalize, input: T
     if len(scale) != input.shape[1] and not (isinstance(layer, Normalize) and len(scale) == 1):
         raise ValueError(f"The input of {layer} should have {len(scale)} channels. Found {input.shape[1]}.")
     bias = -mean * scale
+    size = bias.abs()
     if not isinstance(layer, Normalize) and layer.bias is not None:
-        bias = bias + layer.bias.to(input)
-    return scale, bias
+        bias, size = bias + layer.bias.to(input), size + layer.bias.to(input).abs()
+    return scale, bias, size
 
 
 def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine]:
@@ -187,11 +227,7 @@ def affine_chain(model: nn.Module, x: Tensor, dtype: torch.dtype) -> list[Affine
                 current = _Map.identity(current.offset.shape[1:], dtype, x.device)
             changed = False
             continue
-        if is_affine(layer):
-            zero = torch.zeros(1, dtype=dtype, device=x.device)
-            current = _Map(run_affine(layer, current.columns, shift=zero), run_affine(layer, current.offset))
-        else:
-            current = _Map(layer.forward(current.columns), layer.forward(current.offset))
+        current = current.then(layer)
         if len(current.offset) != 1:
             raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
         changed = True
@@ -206,16 +242,37 @@ def check_logits(shape: Sequence[int]) -> None:
 
 
 class _Map(NamedTuple):
-    """An affine map: its outputs for the unit vectors without the shift, and its output for zero."""
+    """An affine map: its outputs for the unit vectors without the shift, its output for zero, and the sizes of both."""
 
     columns: Tensor
     offset: Tensor
+    column_sizes: Tensor
+    offset_size: Tensor
+    terms: int
 
     @classmethod
     def identity(cls, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> _Map:
         features = shape.numel()
         basis = torch.eye(features, dtype=dtype, device=device)
-        return cls(basis.reshape(features, *shape), torch.zeros(1, *shape, dtype=dtype, device=device))
+        columns, offset = basis.reshape(features, *shape), torch.zeros(1, *shape, dtype=dtype, device=device)
+        return cls(columns, offset, columns, offset, 0)
+
+    def then(self, layer: nn.Module) -> _Map:
+        """Return the map followed by an affine or a reshaping layer."""
+        if not is_affine(layer):
+            columns, offset, column_sizes, offset_size = (layer.forward(part) for part in self[:4])
+            return _Map(columns, offset, column_sizes, offset_size, self.terms)
+        zero = self.offset.new_zeros(1)
+        columns, offset = run_affine(layer, self.columns, shift=zero), run_affine(layer, self.offset)
+        with no_graph():
+            if not self.terms and isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d):
+                return _Map(columns, offset, columns.abs(), offset.abs(), 1)  # of the identity: nothing is rounded
+            sizes = run_affine(layer, self.column_sizes, shift=zero, weight=torch.abs)
+            return _Map(
+                columns, offset, sizes, run_sizes(layer, self.offset_size), self.terms + roundings_of(layer, columns)
+            )
 
     def dense(self) -> Affine:
-        return Affine(self.columns.flatten(1).T, self.offset.flatten(1)[0])
+        weight, weight_size = (part.flatten(1).T for part in (self.columns, self.column_sizes))
+        bias, bias_size = (part.flatten(1)[0] for part in (self.offset, self.offset_size))
+        return Affine(weight, bias, weight_size, bias_size, self.terms)

@@ -22,6 +22,7 @@ __all__ = [
     "pieces",
     "relaxed_bounds",
     "relaxed_lower_bound",
+    "rounding",
     "rounding_of",
     "width_of",
 ]
@@ -54,7 +55,12 @@ def rounding_of(chain: list[Affine], ball: BallAndBox) -> float:
     References:
         Higham, "Accuracy and stability of numerical algorithms", 2002, section 3.1: n terms, at most n roundings each.
     """
-    return 2 * EPSILON * (width_of(chain, ball) + 2 * len(chain) + 16)
+    return rounding(max([width_of(chain, ball), *(layer.terms for layer in chain)]) + 2 * len(chain))
+
+
+def rounding(terms: int) -> float:
+    """Return how far float64 rounds a sum of terms, relative to the sum of their absolute values, with a margin."""
+    return 2 * EPSILON * (terms + 8)
 
 
 def errors_of(chain: list[Affine], hidden: list[Interval], ball: BallAndBox) -> list[Tensor]:
@@ -65,11 +71,10 @@ def errors_of(chain: list[Affine], hidden: list[Interval], ball: BallAndBox) -> 
         hidden: Bounds before the rectifier of each layer of `chain` but, perhaps, the last.
         ball: The inputs.
     """
-    rounding, (below, above) = rounding_of(chain, ball), ball.enclosing()
+    share, (below, above) = rounding_of(chain, ball), ball.enclosing()
     inputs = [ball.start.abs() + torch.maximum(-below, above), *(upper.clamp(min=0) for _, upper in hidden)]
     return [
-        rounding * (input @ layer.weight.abs().T + layer.bias.abs())
-        for input, layer in zip(inputs, chain, strict=False)
+        share * (input @ layer.weight_size.T + layer.bias_size) for input, layer in zip(inputs, chain, strict=False)
     ]
 
 

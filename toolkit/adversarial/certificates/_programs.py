@@ -61,7 +61,8 @@ class Program:
         ends: list[Array] = []
         for layer, (low_tensor, high_tensor), units in zip(chain, hidden, open_units, strict=True):
             weight, bias = layer.weight.numpy(), layer.bias.numpy()
-            state, constant, size = weight @ state, weight @ constant + bias, np.abs(weight) @ size + np.abs(bias)
+            state, constant = weight @ state, weight @ constant + bias
+            size = layer.weight_size.numpy() @ size + layer.bias_size.numpy()
             low, high = low_tensor.numpy()[units], high_tensor.numpy()[units]
             output = np.zeros_like(state[units])
             output[np.arange(len(low)), n_inputs + sum(len(end) for end in ends) + np.arange(len(low))] = 1

@@ -1,7 +1,8 @@
 """Bounds of the logits over all inputs of a ball: by intervals, for training, and by linear relaxations, to certify.
 
 Every bound holds for the model in evaluation mode. Certificates are computed in float64 for any dtype of the inputs and
-the model, and hold up to its rounding. The other bounds, and the loss, are in the dtype of the inputs.
+the model, and rounded outward: they hold for its weights in exact arithmetic. The other bounds, and the loss, are in
+the dtype of the inputs, and hold up to its rounding.
 
 N samples, each of shape (...) with D features in all, C classes.
 """
@@ -23,13 +24,18 @@ from toolkit.adversarial.certificates._layers import (
     is_affine,
     is_reshaping,
     plain_layers,
+    roundings_of,
     run_affine,
+    run_sizes,
 )
 from toolkit.adversarial.certificates._linear_relaxation import (
+    EPSILON,
     Interval,
+    errors_of,
     pieces,
     relaxed_bounds,
     relaxed_lower_bound,
+    rounding,
     width_of,
 )
 from toolkit.blocks import no_graph
@@ -41,7 +47,7 @@ def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Ten
     """Return bounds of the logits for all inputs between `lower` and `upper`, by interval arithmetic.
 
     An affine layer maps the interval ``m +- r`` to ``W m + b +- |W| r``, and a nondecreasing activation maps ends to
-    ends. Differentiable in the parameters and the inputs.
+    ends. Differentiable in the parameters and the inputs. Ends may be infinite.
 
     Args:
         model: A `torch.nn.Sequential` of affine layers (Linear, Conv1d, Conv2d, BatchNorm1d and 2d, AvgPool2d,
@@ -56,7 +62,7 @@ def interval_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Ten
 
     Raises:
         TypeError: If the model has other layers, or hooks, or the bounds are not floating point.
-        ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
+        ValueError: If the shapes differ, `lower` is above `upper` somewhere, or there is no finite number between them.
 
     References:
         Gowal et al., "On the effectiveness of interval bound propagation for training verifiably robust models", 2018.
@@ -117,7 +123,8 @@ def interval_loss(
         '0.6931'
     """
     check_inputs("x", x)
-    margins, index = _interval_margins(model, x, labels, epsilon, bounds, mask, x.dtype)
+    ball = ball_and_box(x, epsilon, "linf", bounds, mask, x.dtype, ("linf",))
+    margins, index = _interval_margins(model, x.shape, labels, ball)
     return F.cross_entropy(-margins, index)  # the margin of the label itself is 0
 
 
@@ -136,8 +143,8 @@ def certify_interval(
     those of `interval_loss`.
 
     Returns:
-        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``, up to
-        the rounding of float64.
+        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j`` in exact
+        arithmetic.
 
     Raises:
         TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
@@ -152,7 +159,8 @@ def certify_interval(
         tensor([3.5000], dtype=torch.float64)
     """
     with no_graph():
-        margins, index = _interval_margins(model, x, labels, epsilon, bounds, mask, torch.float64)
+        ball = ball_and_box(x, epsilon, "linf", bounds, mask, torch.float64, ("linf",))
+        margins, index = _interval_margins(model, x.shape, labels, ball, outward=True)
         return margins.scatter(1, index[:, None], torch.inf).amin(1)
 
 
@@ -173,7 +181,7 @@ def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor
 
     Raises:
         TypeError: If the model has other layers, or hooks, or the bounds are not floating point.
-        ValueError: If the shapes differ, or `lower` is above `upper` somewhere.
+        ValueError: If the shapes differ, `lower` is above `upper` somewhere, or an end is infinite.
 
     References:
         Zhang, Weng, Chen, Hsieh and Daniel, "Efficient neural network robustness certification with general activation
@@ -186,6 +194,8 @@ def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor
         True
     """
     _check_interval(lower, upper)
+    if not (lower.isfinite() & upper.isfinite()).all():
+        raise ValueError("`lower` and `upper` should be finite. Found infinite ends, which `interval_bounds` takes.")
     with no_graph():
         down, up = lower.flatten(1), upper.flatten(1)
         middle = (down + up) / 2
@@ -219,8 +229,8 @@ def certify_crown(
         mask: True where an input may change, broadcast to `x`; None: everywhere.
 
     Returns:
-        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j``, up to
-        the rounding of float64; equal to it for a model without activations.
+        (N,), float64, in the units of the logits. Never above the worst-case margin ``min_{j != y} z_y - z_j`` in exact
+        arithmetic; equal to it, but for rounding, for a model without activations.
 
     Raises:
         TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
@@ -243,12 +253,19 @@ def certify_crown(
         chain = affine_chain(model, x, torch.float64)
         *rectified, last = chain
         index = model_labels(labels, x, len(last.bias))
-        hidden = relaxed_bounds(rectified, ball)
+        hidden = relaxed_bounds(rectified, ball, outward=True)
+        *errors, error = errors_of(chain, hidden, ball)
+        error = error + error.gather(1, index[:, None])
         found = []
         for rows in pieces(len(x), len(last.bias) * width_of(rectified, ball)):
             weight, bias = margin_layer(last.weight, last.bias, index[rows])
             margins, _ = relaxed_lower_bound(
-                weight, bias, rectified, [interval.rows(rows) for interval in hidden], ball.rows(rows)
+                weight,
+                bias - error[rows],
+                rectified,
+                [interval.rows(rows) for interval in hidden],
+                ball.rows(rows),
+                [part[rows] for part in errors],
             )
             found.append(margins.scatter(1, index[rows, None], torch.inf).amin(1))
         return torch.cat(found)
@@ -275,6 +292,8 @@ def _check_interval(lower: Tensor, upper: Tensor) -> None:
         )
     if not (lower <= upper).all():
         raise ValueError("`lower` should not be above `upper`. Found coordinates where it is.")
+    if (lower == math.inf).any() or (upper == -math.inf).any():
+        raise ValueError("`lower` and `upper` should have a finite number between them. Found two equal infinite ends.")
 
 
 def _with_jump(layer: nn.Softplus, interval: Interval, ends: Interval) -> Interval:
@@ -286,54 +305,104 @@ def _with_jump(layer: nn.Softplus, interval: Interval, ends: Interval) -> Interv
     return Interval(lower, torch.where(crosses, ends.upper.clamp(min=max(edge, before)), ends.upper))
 
 
-def _through(layers: list[nn.Module], interval: Interval) -> Interval:
-    """Carry an interval through layers one by one."""
-    lower, upper = interval
-    zero = lower.new_zeros(1)
+def _through(layers: list[nn.Module], interval: Interval, *, outward: bool = False) -> Interval:
+    """Carry an interval through layers one by one; `outward`, for float64, makes up for rounding."""
+    ends = interval
     for layer in layers:
         if is_affine(layer):
-            middle = run_affine(layer, (lower + upper) / 2)
-            half = run_affine(layer, (upper - lower) / 2, shift=zero, weight=torch.abs)
-            lower, upper = middle - half, middle + half
+            ends = _through_affine(layer, ends, outward=outward)
         else:
             # A copy for layers that write into their input: the input may be the caller's, and both ends may be one
             # tensor.
             copied = getattr(layer, "inplace", False)
-            sides = lower, upper
-            lower, upper = (layer.forward(side.clone() if copied else side) for side in sides)
+            before = ends
+            ends = Interval(*(layer.forward(side.clone() if copied else side) for side in before))
             if isinstance(layer, nn.Softplus):
-                lower, upper = _with_jump(layer, Interval(*sides), Interval(lower, upper))
-        if is_reshaping(layer) and len(lower) != len(interval.lower):
+                ends = _with_jump(layer, before, ends)
+            if outward and isinstance(layer, _ROUNDED):
+                ends = _widened(ends, rounding(0) * (_unit(layer) + _reach(before) + _reach(ends)))
+        if is_reshaping(layer) and len(ends.lower) != len(interval.lower):
             raise TypeError(f"`model` should keep the samples of a batch apart. Found {layer}.")
-    return Interval(lower, upper)
+    return ends
+
+
+def _through_affine(layer: nn.Module, ends: Interval, *, outward: bool) -> Interval:
+    """Return ``W m + b -+ |W| r``; infinite where an infinite end has a weight."""
+    lower, upper = ends
+    zero, open_below, open_above = lower.new_zeros(1), lower.isinf(), upper.isinf()
+    is_open = bool((open_below | open_above).any())
+    if is_open:  # any number in place of an infinite end: where it has a weight, the result is infinite
+        lower = torch.where(open_below, torch.where(open_above, 0, upper), lower)
+        upper = torch.where(open_above, lower, upper)
+    middle = run_affine(layer, (lower + upper) / 2)
+    half = run_affine(layer, (upper - lower) / 2, shift=zero, weight=torch.abs)
+    found = Interval(middle - half, middle + half)
+    if outward:
+        size = run_sizes(layer, _reach(Interval(lower, upper)))
+        found = _widened(found, rounding(roundings_of(layer, lower)) * size)
+    if is_open:
+        below, above = open_below.to(lower.dtype), open_above.to(lower.dtype)
+
+        def reached(up: Tensor, down: Tensor) -> Tensor:
+            """Return the outputs with a positive weight on one end, or a negative weight on the other."""
+            if isinstance(layer, nn.AvgPool2d | nn.AdaptiveAvgPool2d):
+                return run_affine(layer, up) > 0
+            rising = run_affine(layer, up, shift=zero, weight=lambda weight: (weight > 0).to(up.dtype))
+            falling = run_affine(layer, down, shift=zero, weight=lambda weight: (weight < 0).to(up.dtype))
+            return rising + falling > 0
+
+        found = Interval(
+            torch.where(reached(below, above), -math.inf, found.lower),
+            torch.where(reached(above, below), math.inf, found.upper),
+        )
+    return found
+
+
+def _reach(ends: Interval) -> Tensor:
+    return torch.maximum(ends.lower.abs(), ends.upper.abs())
+
+
+def _widened(ends: Interval, error: Tensor) -> Interval:
+    return Interval(ends.lower - error, ends.upper + error)
+
+
+# Activations whose values are rounded.
+_ROUNDED = (nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Sigmoid, nn.Tanh)
+
+
+def _unit(layer: nn.Module) -> float:
+    """Return the size of the numbers inside of an activation's formula, beside its input and its output."""
+    return 0.0 if isinstance(layer, nn.LeakyReLU | nn.Softplus) else getattr(layer, "alpha", 1.0)
 
 
 def _interval_margins(
-    model: nn.Module,
-    x: Tensor,
-    labels: Tensor,
-    epsilon: float | Tensor,
-    bounds: Bounds,
-    mask: Tensor | None,
-    dtype: torch.dtype,
+    model: nn.Module, shape: torch.Size, labels: Tensor, ball: BallAndBox, *, outward: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return lower bounds of ``z_y - z_j``, (N, C), in a dtype, and the labels as an index."""
-    ball = ball_and_box(x, epsilon, "linf", bounds, mask, dtype, ("linf",))
+    """Return lower bounds of ``z_y - z_j``, (N, C), and the labels as an index, for inputs of a shape (N, ...)."""
     below, above = ball.enclosing()
-    input = Interval((ball.start + below).reshape(x.shape), (ball.start + above).reshape(x.shape))
+    input = Interval((ball.start + below).reshape(shape), (ball.start + above).reshape(shape))
+    if outward:
+        input = _widened(input, EPSILON * (ball.start.abs() + torch.maximum(-below, above)).reshape(shape))
     layers = plain_layers(model)
     if layers and isinstance(layers[-1], nn.Linear):
         last = layers[-1]
-        lower, upper = _through(layers[:-1], input)
-        weight = last.weight.to(lower)
-        check_logits((*lower.shape[:-1], len(weight)))
-        bias = weight.new_zeros(len(weight)) if last.bias is None else last.bias.to(lower)
-        index = model_labels(labels, x, len(weight))
+        ends = _through(layers[:-1], input, outward=outward)
+        weight = last.weight.to(ends.lower)
+        check_logits((*ends.lower.shape[:-1], len(weight)))
+        bias = weight.new_zeros(len(weight)) if last.bias is None else last.bias.to(weight)
+        index = model_labels(labels, ball.start, len(weight))
         difference, constant = margin_layer(weight, bias, index)
-        middle, half = (lower + upper) / 2, (upper - lower) / 2
-        return (difference @ middle[:, :, None] - difference.abs() @ half[:, :, None])[..., 0] + constant, index
-    lower, upper = _through(layers, input)
-    check_logits(lower.shape)
-    index = model_labels(labels, x, lower.shape[1])
-    margins = lower.gather(1, index[:, None]) - upper
+        middle, half = (ends.lower + ends.upper) / 2, (ends.upper - ends.lower) / 2
+        margins = (difference @ middle[:, :, None] - difference.abs() @ half[:, :, None])[..., 0] + constant
+        if outward:
+            error = rounding(roundings_of(last, middle)) * run_sizes(last, _reach(ends))
+            margins = margins - error - error.gather(1, index[:, None])
+        return margins, index
+    ends = _through(layers, input, outward=outward)
+    check_logits(ends.lower.shape)
+    index = model_labels(labels, ball.start, ends.lower.shape[1])
+    own = ends.lower.gather(1, index[:, None])
+    margins = own - ends.upper
+    if outward:
+        margins = margins - EPSILON * margins.abs()
     return margins.scatter(1, index[:, None], 0), index

@@ -182,11 +182,19 @@ def distance_linear(
         distances = []
         for other in range(len(weight)):
             towards = weight[other] - weight[labels]
-            room = torch.where(towards > 0, ball.upper, -ball.lower).masked_fill(towards == 0, 0)
             gain = logits.gather(1, labels[:, None])[:, 0] - logits[:, other]
+            towards, gain = _of_order_one(towards, gain)
+            room = torch.where(towards > 0, ball.upper, -ball.lower).masked_fill(towards == 0, 0)
             distance = _DISTANCE[norm](towards.abs(), room, gain)
             distances.append(torch.where(labels == other, math.inf, distance.masked_fill(gain <= 0, 0)))
         return torch.stack(distances).amin(0)
+
+
+def _of_order_one(towards: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both sides of ``towards . d >= gain``, scaled: no square of a weight leaves the range of float64."""
+    scale = towards.abs().amax(1)
+    scale = torch.where(scale > 0, scale, 1)
+    return towards / scale[:, None], gain / scale
 
 
 def _distance_linf(slope: Tensor, room: Tensor, gain: Tensor) -> Tensor:

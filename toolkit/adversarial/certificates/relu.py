@@ -318,13 +318,15 @@ def _of_order_one(chain: list[Affine], hidden: list[Interval]) -> tuple[list[Aff
         return chain, hidden
     scaled, bounds, before = [], [], None
     for layer, (lower, upper) in zip(chain, [*hidden, (None, None)], strict=True):
-        weight = layer.weight if before is None else layer.weight * before
+        if before is not None:
+            layer = layer._replace(weight=layer.weight * before, weight_size=layer.weight_size * before)
         if lower is None or upper is None:
-            scaled.append(Affine(weight, layer.bias))
+            scaled.append(layer)
             break
         _, exponent = torch.maximum(-lower, upper).amax(0).frexp()
         before = torch.ones_like(layer.bias).ldexp(exponent)
-        scaled.append(Affine(weight / before[:, None], layer.bias / before))
+        weight, weight_size = layer.weight / before[:, None], layer.weight_size / before[:, None]
+        scaled.append(Affine(weight, layer.bias / before, weight_size, layer.bias_size / before, layer.terms))
         bounds.append(Interval(lower / before, upper / before))
     return scaled, bounds
 
@@ -333,7 +335,7 @@ def _rounding_of_margins(chain: list[Affine], hidden: list[Interval], ball: Ball
     """Return how far the margins, (N, C), of a model that is run in float64 may be from the exact ones."""
     error = torch.zeros_like(ball.start)
     for layer, own in zip(chain, errors_of(chain, hidden, ball), strict=True):
-        error = error @ layer.weight.abs().T + own
+        error = error @ layer.weight_size.T + own
     return error + error.gather(1, labels[:, None])
 
 
