@@ -462,8 +462,10 @@ def test_a_margin_within_rounding_is_unknown(
     assert getattr(found, verdict).item()
 
 
-def test_a_sample_beyond_the_time_limit_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(INSIDE, "_CASES", 0)
+@pytest.mark.parametrize("at", ["cases", "programs"])
+def test_a_sample_beyond_the_time_limit_is_unknown(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if at == "programs":
+        monkeypatch.setitem(INSIDE, "_CASES", 0)
     model, x, labels, epsilon = relu_network("64-24-24-10 at .1")
     full = verify_relu(model, x[:40], labels[:40], epsilon=epsilon)
     found = verify_relu(model, x[:40], labels[:40], epsilon=epsilon, time_limit=1e-9)

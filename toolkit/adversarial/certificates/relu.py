@@ -8,6 +8,8 @@ N samples, each of shape (...) with D features in all, C classes.
 from __future__ import annotations
 
 import copy
+import math
+import time
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,7 +117,8 @@ def verify_relu(
         goal: ``"verdict"`` stops at a sample once the sign of its worst margin is known; ``"margin"`` continues until
             `lower` and `upper` differ by about `tolerance`.
         tolerance: The difference at which ``goal="margin"`` stops, in the units of the logits.
-        time_limit: Seconds for the programs of one margin; samples that need more are unknown. None: no limit.
+        time_limit: Seconds for one margin, in each of the last two steps; samples that need more are unknown. The cases
+            of all margins are examined together, and share the seconds of all. None: no limit.
 
     Raises:
         TypeError: If the model has other layers, or hooks, `x` is not floating point, `labels` are not integers, or
@@ -248,6 +251,7 @@ class _Search:
         )
         proved, given_up = torch.full_like(open_cases.constant, torch.inf), torch.zeros_like(index, dtype=torch.bool)
         n_cases, steps = torch.zeros_like(index), _FIRST_STEPS
+        end = math.inf if self.time_limit is None else time.monotonic() + len(samples) * self.time_limit
         # A program finds the last digits of a margin faster.
         limit = _CASES if self.goal == "verdict" else _CASES // 8
 
@@ -272,7 +276,7 @@ class _Search:
                 close(last)
                 given_up[last.margin[last.bound <= self._enough()[samples[last.margin]]]] = True
             open_cases = later.and_also(halves)
-            given_up |= (n_cases > limit) | ~self._worthwhile()[samples]
+            given_up |= (n_cases > limit) | ~self._worthwhile()[samples] | (time.monotonic() > end)
             dropped = given_up[open_cases.margin]
             close(open_cases.rows(dropped))
             open_cases = open_cases.rows(~dropped)
