@@ -384,3 +384,19 @@ def test_projection_of_points_far_out_of_the_box_ends(dtype: torch.dtype) -> Non
     length, clipped = ((point.double() - x.double()).norm(dim=1) for point in (projected, (x + offset).clamp(0, 1)))
     bound = 64 * torch.finfo(dtype).eps  # of sums over 300 squares, and of a quotient of them
     torch.testing.assert_close(length, torch.minimum(radius.double(), clipped), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("sizes", [[0.1, 0.2, 0.3], (0.1, 0.2)], ids=["as many as samples", "others"])
+def test_a_list_of_sizes_is_refused(sizes: list[float]) -> None:
+    """It may mean one for each sample, or one after the other."""
+    model, x, labels = torch.nn.Linear(3, 2), torch.full((3, 3), 0.5), torch.tensor([0, 1, 0])
+    for name, options in (("epsilon", {"epsilon": sizes}), ("step_size", {"epsilon": 0.1, "step_size": sizes})):
+        with pytest.raises(TypeError, match=rf"^`{name}` should be .* give a `torch.tensor` for one per sample\."):
+            adv.pgd(model, x, labels, **options)
+
+
+def test_an_array_of_sizes_is_one_for_each_sample() -> None:
+    model, x, labels = torch.nn.Linear(3, 2), torch.full((3, 3), 0.5), torch.tensor([0, 1, 0])
+    sizes = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    found, expected = (adv.evaluate_robustness(model, x, labels, epsilon=each) for each in (sizes.numpy(), sizes))
+    assert torch.equal(found.examples, expected.examples)

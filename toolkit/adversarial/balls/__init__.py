@@ -150,7 +150,8 @@ class Ball:
             has_rows = isinstance(value, Tensor) and value.dim() > 0
             return value.to(x.device).expand(shape)[index] if has_rows else value
 
-        radius = torch.as_tensor(self.epsilon) if isinstance(self.epsilon, tuple | list) else self.epsilon
+        plain = self.epsilon is None or isinstance(self.epsilon, int | float | Tensor)
+        radius = self.epsilon if plain else sizes_of("epsilon", self.epsilon)
         has_features = isinstance(radius, Tensor) and radius.dim() > 1
         rows = (
             rows_of(radius, x.shape if has_features else x.shape[:1]),

@@ -47,11 +47,17 @@ def sizes_of(argument: str, value: object, device: torch.device | None = None) -
     """Return one size, or several, as float64.
 
     Raises:
-        TypeError: If `value` is not a number, nor a sequence or tensor of numbers.
+        TypeError: If `value` is not a number, nor a tensor or array of numbers; also if it is a list of several, which
+            may mean one per sample, per feature, or one after the other.
         ValueError: If a value is negative or not finite.
     """
     if type(value) in (int, float) and 0 <= value <= sys.float_info.max:  # type: ignore[operator]
         return torch.tensor(value, dtype=torch.float64, device=device)
+    if isinstance(value, list | tuple) and len(value) > 1:
+        raise TypeError(
+            f"`{argument}` should be a number, or a tensor with one per sample. Found a {type(value).__name__} of "
+            f"{len(value)}: give a `torch.tensor` for one per sample. `robustness_curve` takes several `epsilons`."
+        )
     with no_graph():
         try:
             if torch.as_tensor(value).dtype == torch.bool:
