@@ -77,10 +77,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "value_learning": [
         (
-            "    target = torch.addcmul(r_t, discount_t, (probs_a_t * q_t).sum(-1))",
-            "    target = torch.addcmul(r_t, discount_t, q_t.mean(-1))",
+            "    target = bootstrapped(r_t, discount_t, expected(probs_a_t, q_t))",
+            "    target = bootstrapped(r_t, discount_t, q_t.mean(-1))",
             "test_value_learning",
         ),
+        ("ended = (discount_t == 0) & value.isneginf()", "ended = value.isneginf()", "test_value_learning"),
         (
             "chosen(q_t_value, q_t_selector.argmax(-1))",
             "chosen(q_t_value, q_t_value.argmax(-1))",

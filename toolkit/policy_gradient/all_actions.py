@@ -1,6 +1,7 @@
 """Policy gradients as sums over all actions, without sampling noise, and policy gradients by regret.
 
-Leading dimensions (*) are batches and times, A actions. Losses are sums over actions and means over the rest.
+Leading dimensions (*) are batches and times, A actions. Losses are sums over actions and means over the rest. An
+illegal action has the logit -inf; its value is not used and may be -inf.
 """
 
 from __future__ import annotations
@@ -57,12 +58,13 @@ def expected_policy_gradient_loss(logits_t: Tensor, q_t: Tensor, baseline_t: Ten
         (tensor([[-0.2500,  0.2500]]),)
     """
     same_shape(logits_t=logits_t, q_t=q_t)
-    advantages = q_t
+    log_prob = logits_t.log_softmax(-1)
+    policy = log_prob.exp()
+    advantages = _of_legal(q_t, policy)
     if baseline_t is not None:
         one_for_each_row(logits_t=logits_t, baseline_t=baseline_t)
-        advantages = q_t - baseline_t.unsqueeze(-1)
-    log_prob = logits_t.log_softmax(-1)
-    weights = stop_gradient(log_prob.exp(), SAMPLING) * stop_gradient(advantages, ADVANTAGE)
+        advantages = advantages - baseline_t.unsqueeze(-1)
+    weights = stop_gradient(policy, SAMPLING) * stop_gradient(advantages, ADVANTAGE)
     return -(weights * log_prob.clamp(min=_LOG_OF_ZERO)).sum(-1).mean()
 
 
@@ -133,11 +135,18 @@ def rpg_loss(logits_t: Tensor, q_t: Tensor) -> Tensor:
         tensor(0.5000)
     """
     same_shape(logits_t=logits_t, q_t=q_t)
-    q = stop_gradient(q_t, ACTION_VALUES)
-    return (q - (logits_t.softmax(-1) * q).sum(-1, keepdim=True)).relu().sum(-1).mean()
+    q, policy = stop_gradient(q_t, ACTION_VALUES), logits_t.softmax(-1)
+    regrets = (q - (policy * _of_legal(q, policy)).sum(-1, keepdim=True)).relu()
+    return regrets.masked_fill(logits_t.isneginf(), 0.0).sum(-1).mean()
 
 
 def _policy_and_advantages(logits_t: Tensor, q_t: Tensor) -> tuple[Tensor, Tensor]:
     same_shape(logits_t=logits_t, q_t=q_t)
     policy = logits_t.softmax(-1)
-    return policy, q_t - (policy * q_t).sum(-1, keepdim=True)
+    values = _of_legal(q_t, policy)
+    return policy, values - (policy * values).sum(-1, keepdim=True)
+
+
+def _of_legal(q_t: Tensor, policy: Tensor) -> Tensor:
+    """Return the values with 0 for illegal actions, of probability 0 and value -inf: 0 * -inf is NaN."""
+    return q_t.masked_fill((policy == 0) & q_t.isneginf(), 0.0)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["cross_view_entropy", "views"]
+__all__ = ["cross_view_entropy", "nats", "views"]
 
 
 def views(name: str, value: Tensor, shape: torch.Size | None = None, most: int | None = None) -> None:
@@ -38,8 +38,13 @@ def cross_view_entropy(targets: Tensor, log_probabilities: Tensor) -> Tensor:
     unseen = [_sum(answers[seen:])] if len(answers) > seen else []
     total = targets.new_zeros(())
     for t, target in enumerate(targets.unbind(0)):
-        total = total - (target * _sum([*unseen, *answers[:t], *answers[t + 1 : seen]])).sum()
+        total = total + nats(target, _sum([*unseen, *answers[:t], *answers[t + 1 : seen]])).sum()
     return total / (seen * (len(answers) - 1) * targets[0, ..., 0].numel())
+
+
+def nats(target: Tensor, log_probabilities: Tensor) -> Tensor:
+    r"""Return :math:`-\sum_k q_k \log p_k`, (\*, K) to (\*), where :math:`0 \log 0` is 0."""
+    return -(target * log_probabilities.where(target > 0, 0)).sum(-1)
 
 
 def _sum(terms: Sequence[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 from toolkit._checks import number
 from toolkit._tensors import same_shape, wide
 from toolkit.blocks import block, stop_gradient
+from toolkit.self_supervised._tensors import nats
 
 __all__ = [
     "HARD_LABEL",
@@ -97,8 +98,8 @@ def fixmatch_loss(strong: Tensor, weak: Tensor, *, threshold: float = 0.95) -> T
     threshold = number("threshold", threshold, least=0, most=1)
     same_shape(1, strong=strong, weak=weak)
     confidence, label = wide(stop_gradient(weak, HARD_LABEL)).softmax(-1).max(-1, keepdim=True)
-    nats = -wide(strong).log_softmax(-1).gather(-1, label)
-    return _of_the_sure(nats, confidence, threshold)
+    each = -wide(strong).log_softmax(-1).gather(-1, label)
+    return _of_the_sure(each, confidence, threshold)
 
 
 def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, threshold: float = 0.0) -> Tensor:
@@ -135,12 +136,12 @@ def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, t
     threshold = number("threshold", threshold, least=0, most=1)
     same_shape(1, strong=strong, weak=weak)
     held = wide(stop_gradient(weak, SOFT_LABEL))
-    nats = -((held / temperature).softmax(-1) * wide(strong).log_softmax(-1)).sum(-1)
+    each = nats((held / temperature).softmax(-1), wide(strong).log_softmax(-1))
     if threshold == 0:
-        return nats.mean()
-    return _of_the_sure(nats, held.softmax(-1).amax(-1), threshold)
+        return each.mean()
+    return _of_the_sure(each, held.softmax(-1).amax(-1), threshold)
 
 
-def _of_the_sure(nats: Tensor, confidence: Tensor, threshold: float) -> Tensor:
+def _of_the_sure(each: Tensor, confidence: Tensor, threshold: float) -> Tensor:
     """Return the mean with 0 for samples below the threshold; NaN if a confidence is."""
-    return torch.where(confidence < threshold, 0, torch.where(confidence.isnan(), torch.nan, nats)).mean()
+    return torch.where(confidence < threshold, 0, torch.where(confidence.isnan(), torch.nan, each)).mean()

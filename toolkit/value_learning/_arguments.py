@@ -7,7 +7,7 @@ from torch import Tensor
 
 from toolkit._tensors import INTEGERS
 
-__all__ = ["chosen", "floating", "of_actions", "of_shape", "same_shape"]
+__all__ = ["bootstrapped", "chosen", "expected", "floating", "of_actions", "of_shape", "same_shape"]
 
 
 def floating(**tensors: Tensor) -> None:
@@ -51,3 +51,15 @@ def chosen(values: Tensor, actions: Tensor, dim: int = -1) -> Tensor:
     shape = list(values.shape)
     shape[dim] = 1
     return values.gather(dim, index[..., None, None].expand(shape)).squeeze(dim)
+
+
+def bootstrapped(r_t: Tensor, discount_t: Tensor, value: Tensor) -> Tensor:
+    """Return ``r_t + discount_t value``, where 0 times the value of a state without legal actions, -inf, is 0."""
+    ended = (discount_t == 0) & value.isneginf()
+    return torch.addcmul(r_t, discount_t, value.masked_fill(ended, 0.0))
+
+
+def expected(probs: Tensor, values: Tensor) -> Tensor:
+    """Return the mean value, (*, A) to (*), where 0 times the value of an illegal action, -inf, is 0."""
+    never = (probs == 0) & values.isneginf()
+    return (probs * values.masked_fill(never, 0.0)).sum(-1)

@@ -23,7 +23,7 @@ from torch.nn.functional import huber_loss, l1_loss
 from toolkit._checks import number
 from toolkit._tensors import wide
 from toolkit.blocks import block, stop_gradient
-from toolkit.value_learning._arguments import chosen, floating, of_actions, of_shape
+from toolkit.value_learning._arguments import bootstrapped, chosen, floating, of_actions, of_shape
 
 __all__ = [
     "CATEGORICAL_TARGET",
@@ -311,17 +311,16 @@ def quantile_q_learning(
         tensor(0.1250)
     """
     floating(dist_q_tm1=dist_q_tm1, dist_q_t=dist_q_t, dist_q_t_selector=dist_q_t_selector)
-    (*batch, _), n_actions = _batch_and_actions("dist_q_tm1", dist_q_tm1, -1)
+    (*batch, _), n_actions = _batch_and_actions("dist_q_tm1", dist_q_tm1, -1, least=2)
     for name, dist in (("dist_q_t_selector", dist_q_t_selector), ("dist_q_t", dist_q_t)):
         _batch_and_actions(name, dist, -2)
         wanted = torch.Size([*batch, *dist.shape[-2:-1], n_actions])
         of_shape(wanted, "of `dist_q_tm1` but for its quantiles", **{name: dist})
     of_shape(torch.Size(batch), "of `dist_q_tm1` without quantiles and actions", r_t=r_t, discount_t=discount_t)
     of_actions(torch.Size(batch), "of `r_t`", a_tm1=a_tm1)
-    best = dist_q_t_selector.mean(-2).argmax(-1)
-    label = torch.addcmul(
-        r_t[..., None], discount_t[..., None], chosen(dist_q_t, best[..., None].expand(*batch, dist_q_t.shape[-2]))
-    )
+    best = wide(dist_q_t_selector).mean(-2).argmax(-1)
+    following = chosen(dist_q_t, best[..., None].expand(*batch, dist_q_t.shape[-2]))
+    label = bootstrapped(wide(r_t)[..., None], wide(discount_t)[..., None], wide(following))
     prediction = chosen(dist_q_tm1, a_tm1[..., None].expand(*batch, dist_q_tm1.shape[-2]))
     return quantile_regression_loss(
         prediction, tau_q_tm1, stop_gradient(label, QUANTILE_TARGET), huber_param=huber_param
@@ -350,8 +349,9 @@ def _check_atoms(**atoms: Tensor) -> None:
             )
 
 
-def _batch_and_actions(name: str, values: Tensor, dim: int) -> tuple[torch.Size, int]:
+def _batch_and_actions(name: str, values: Tensor, dim: int, least: int = 1) -> tuple[torch.Size, int]:
     """Return the dimensions before `dim`, and the size of `dim`, which has to be there."""
-    if values.ndim < -dim or values.shape[dim] == 0:
-        raise ValueError(f"`{name}` should have {-dim} dimensions or more, none empty. Found {tuple(values.shape)}.")
+    least = max(-dim, least)
+    if values.ndim < least or values.shape[dim] == 0:
+        raise ValueError(f"`{name}` should have {least} dimensions or more, none empty. Found {tuple(values.shape)}.")
     return values.shape[:dim], values.shape[dim]

@@ -6,7 +6,8 @@ step of regression onto a label that happens to be computed from the same values
 function. With the block open it is :math:`\delta (\nabla y - \nabla x)`, the residual gradient of Baird (1995). That is
 the gradient of the mean squared error of the samples, whose minimum is another one unless the next state is certain.
 
-``*`` the dimensions of the batch, A actions; time t-1 is ``tm1``. A ``discount_t`` is 0 at the end of an episode.
+``*`` the dimensions of the batch, A actions; time t-1 is ``tm1``. A ``discount_t`` is 0 at the end of an episode. The
+value of an illegal action may be ``-inf``: times a discount or a probability of 0 it counts as 0.
 
 References:
     Sutton and Barto, "Reinforcement learning: an introduction", 2018.
@@ -15,11 +16,18 @@ References:
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from toolkit.blocks import block, stop_gradient
-from toolkit.value_learning._arguments import chosen, floating, of_actions, of_shape, same_shape
+from toolkit.value_learning._arguments import (
+    bootstrapped,
+    chosen,
+    expected,
+    floating,
+    of_actions,
+    of_shape,
+    same_shape,
+)
 
 __all__ = [
     "DOUBLE_Q_TARGET",
@@ -85,7 +93,7 @@ def td_learning(v_tm1: Tensor, r_t: Tensor, discount_t: Tensor, v_t: Tensor) -> 
         (tensor([-1.5000,  0.0000]),)
     """
     same_shape(v_tm1=v_tm1, r_t=r_t, discount_t=discount_t, v_t=v_t)
-    return stop_gradient(torch.addcmul(r_t, discount_t, v_t), TD_TARGET) - v_tm1
+    return stop_gradient(bootstrapped(r_t, discount_t, v_t), TD_TARGET) - v_tm1
 
 
 def sarsa(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor, a_t: Tensor) -> Tensor:
@@ -119,7 +127,7 @@ def sarsa(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Te
     """
     _check(q_tm1, r_t, discount_t, q_t=q_t)
     of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1, a_t=a_t)
-    target = torch.addcmul(r_t, discount_t, chosen(q_t, a_t))
+    target = bootstrapped(r_t, discount_t, chosen(q_t, a_t))
     return stop_gradient(target, SARSA_TARGET) - chosen(q_tm1, a_tm1)
 
 
@@ -159,7 +167,7 @@ def expected_sarsa(
     """
     _check(q_tm1, r_t, discount_t, q_t=q_t, probs_a_t=probs_a_t)
     of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1)
-    target = torch.addcmul(r_t, discount_t, (probs_a_t * q_t).sum(-1))
+    target = bootstrapped(r_t, discount_t, expected(probs_a_t, q_t))
     return stop_gradient(target, EXPECTED_SARSA_TARGET) - chosen(q_tm1, a_tm1)
 
 
@@ -199,7 +207,7 @@ def q_learning(q_tm1: Tensor, a_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_
     """
     _check(q_tm1, r_t, discount_t, q_t=q_t)
     of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1)
-    return stop_gradient(torch.addcmul(r_t, discount_t, q_t.amax(-1)), Q_TARGET) - chosen(q_tm1, a_tm1)
+    return stop_gradient(bootstrapped(r_t, discount_t, q_t.amax(-1)), Q_TARGET) - chosen(q_tm1, a_tm1)
 
 
 def double_q_learning(
@@ -236,7 +244,7 @@ def double_q_learning(
     """
     _check(q_tm1, r_t, discount_t, q_t_value=q_t_value, q_t_selector=q_t_selector)
     of_actions(r_t.shape, "of `r_t`", a_tm1=a_tm1)
-    target = torch.addcmul(r_t, discount_t, chosen(q_t_value, q_t_selector.argmax(-1)))
+    target = bootstrapped(r_t, discount_t, chosen(q_t_value, q_t_selector.argmax(-1)))
     return stop_gradient(target, DOUBLE_Q_TARGET) - chosen(q_tm1, a_tm1)
 
 
