@@ -359,7 +359,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("dead = counts < below\n", "dead = counts > below\n", "test_quantization_vector"),
         ("remainder = remainder - stop_gradient(codes, RESIDUAL)", "pass", "test_quantization_vector"),
         ("offset = 0.5 * (1 - levels % 2)", "offset = 0.5 * (levels % 2)", "test_quantization"),
-        ("slope(constant) * (x - constant)", "slope(x) * (x - constant)", "test_quantization_spikes"),
+        (
+            "slope(wide(constant)).to(x.dtype) * (x - constant)",
+            "slope(wide(x)).to(x.dtype) * (x - constant)",
+            "test_quantization_spikes",
+        ),
         ("else kept * (1 - fired)", "else kept * fired", "test_quantization_spikes"),
     ],
     "policy_gradient": [
@@ -376,7 +380,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("centred * (k / (k - 1)) if", "centred * (k / k) if", "test_policy_gradient_numbers"),
         ("log_prob.clamp(min=_LOG_OF_ZERO)", "log_prob", "test_policy_gradient_edges"),
-        ("return log_prob_t.where(mask_t, 0)", "return log_prob_t", "test_policy_gradient_edges"),
+        ("else wide(log_prob_t).where(mask_t, 0)", "else wide(log_prob_t)", "test_policy_gradient_edges"),
         (
             "log_slope = 2 * (math.log(2) - u - torch.nn.functional.softplus(-2 * u))",
             "log_slope = (1 - u.tanh().square()).log()",
@@ -427,7 +431,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     ],
     "stochastic": [
         ("    if not broadcasts(distribution.batch_shape, value.shape):\n", "    if False:\n", "test_stochastic"),
-        ("(costs.sum(0) - costs) / (len(costs) - 1)", "costs.mean(0).expand_as(costs)", "test_stochastic"),
+        (
+            "of_the_others(wide(costs), torch.cumsum, 0.0, torch.add)",
+            "costs.sum(0).expand_as(costs)",
+            "test_stochastic",
+        ),
         ("(1 - magic_box(log_probs)) * baselines", "(magic_box(log_probs) - 1) * baselines", "test_stochastic"),
         (
             "        return stop_gradient(part, DENSITY_PARAMETERS)\n",

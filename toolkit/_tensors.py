@@ -6,12 +6,23 @@ Tensors of different shapes would broadcast: (N,) against (N, 1) is a matrix of 
 from __future__ import annotations
 
 import functools
+import math
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
-__all__ = ["HALF", "INTEGERS", "common_dtype", "exact_products", "same_shape", "shape_of", "unit", "wide"]
+__all__ = [
+    "HALF",
+    "INTEGERS",
+    "common_dtype",
+    "exact_products",
+    "largest_exponent",
+    "same_shape",
+    "shape_of",
+    "unit",
+    "wide",
+]
 
 HALF = (torch.float16, torch.bfloat16)
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -25,6 +36,11 @@ def wide(input: Tensor) -> Tensor:
 def common_dtype(*tensors: Tensor) -> torch.dtype:
     """Return the type of a result of all of the tensors."""
     return functools.reduce(torch.promote_types, (tensor.dtype for tensor in tensors))
+
+
+def largest_exponent(dtype: torch.dtype) -> float:
+    """Return a number whose exponential is finite in this type, by a margin for sums."""
+    return math.log(torch.finfo(dtype).max) - 1
 
 
 def unit(input: Tensor) -> Tensor:

@@ -101,7 +101,8 @@ def dpg_loss(a_t: Tensor, dqda_t: Tensor, dqda_clipping: float | None = None) ->
         bound = number("dqda_clipping", dqda_clipping, above=0)
         norm = torch.linalg.vector_norm(dqda_t, dim=-1, keepdim=True)
         dqda_t = dqda_t * (bound / norm.clamp(min=bound))
-    return 0.5 * (stop_gradient(a_t + dqda_t, ACTION_TARGET) - a_t).square()
+    # Not sg(a + dQ/da) - a, whose sum loses a slope that is small beside the action.
+    return 0.5 * (stop_gradient(dqda_t, ACTION_TARGET) - (a_t - stop_gradient(a_t, ACTION_TARGET))).square()
 
 
 def td3_critic_loss(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor) -> Tensor:

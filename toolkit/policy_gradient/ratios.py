@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import same_shape
+from toolkit._tensors import common_dtype, largest_exponent, same_shape, wide
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
@@ -55,7 +55,8 @@ def importance_ratios(log_prob_t: Tensor, old_log_prob_t: Tensor | None = None) 
     r"""Return ``pi(a) / sg(pi_old(a)) = exp(log pi - sg(log pi_old))``.
 
     With the block `OLD_POLICY` in place the gradient by ``log pi`` is the ratio. On-policy, ``log pi_old`` is the same
-    tensor, the value is 1 whatever the policy, and with the block open the gradient is exactly 0.
+    tensor, the value is 1 whatever the policy, and with the block open the gradient is exactly 0. A ratio too large for
+    its dtype is near the largest number and has no gradient: clipping an infinite one would give NaN.
 
     Args:
         log_prob_t: (\*).
@@ -79,7 +80,8 @@ def importance_ratios(log_prob_t: Tensor, old_log_prob_t: Tensor | None = None) 
     """
     old = log_prob_t if old_log_prob_t is None else old_log_prob_t
     same_shape(log_prob_t=log_prob_t, old_log_prob_t=old)
-    return (log_prob_t - stop_gradient(old, OLD_POLICY)).exp()
+    x = log_prob_t - stop_gradient(old, OLD_POLICY)
+    return x.clamp(max=largest_exponent(x.dtype)).exp()
 
 
 def clipped_surrogate_pg_loss(
@@ -142,7 +144,7 @@ def grpo_loss(
         mask_t: (\*, K, T), whether a token counts. A sample without tokens counts 0. None: all do.
 
     Returns:
-        A scalar.
+        A scalar; half precision is computed in float32 and rounded once.
 
     Raises:
         ValueError: If shapes differ, a number is out of its range, or `beta` is positive without a reference.
@@ -163,19 +165,21 @@ def grpo_loss(
     one_for_each_row(log_prob_t=log_prob_t, adv=adv)
     if beta and reference_log_prob_t is None:
         raise ValueError(f"`reference_log_prob_t` should be given for a positive `beta`. Found None, {beta:g}.")
-    if mask_t is not None:
-        same_shape(log_prob_t=log_prob_t, mask_t=mask_t)
-        mask_t = mask_t.bool()
-        log_prob_t = _unpadded(log_prob_t, mask_t)
-        old_log_prob_t = None if old_log_prob_t is None else _unpadded(old_log_prob_t, mask_t)
-    advantages = stop_gradient(adv, ADVANTAGE).unsqueeze(-1)
-    tokens = -_clipped_objective(importance_ratios(log_prob_t, old_log_prob_t), advantages, low, high)
+    of_tokens = {
+        "old_log_prob_t": old_log_prob_t,
+        "reference_log_prob_t": reference_log_prob_t,
+        "mask_t": mask_t,
+    }
+    same_shape(0, log_prob_t=log_prob_t, **{name: given for name, given in of_tokens.items() if given is not None})
+    mask_t = None if mask_t is None else mask_t.bool()
+    log_prob = _unpadded(log_prob_t, mask_t)
+    old = None if old_log_prob_t is None else _unpadded(old_log_prob_t, mask_t)
+    advantages = stop_gradient(wide(adv), ADVANTAGE).unsqueeze(-1)
+    tokens = -_clipped_objective(importance_ratios(log_prob, old), advantages, low, high)
     if beta and reference_log_prob_t is not None:
-        reference = reference_log_prob_t if mask_t is None else _unpadded(reference_log_prob_t, mask_t)
-        tokens = tokens + beta * kl_penalty(log_prob_t, reference)
-    if mask_t is None:
-        return tokens.mean()
-    return ((tokens * mask_t).sum(-1) / mask_t.sum(-1).clamp(min=1)).mean()
+        tokens = tokens + beta * kl_penalty(log_prob, _unpadded(reference_log_prob_t, mask_t))
+    means = tokens.mean(-1) if mask_t is None else (tokens * mask_t).sum(-1) / mask_t.sum(-1).clamp(min=1)
+    return means.mean().to(common_dtype(log_prob_t, adv))
 
 
 def off_policy_pg_loss(
@@ -287,9 +291,9 @@ def reverse_kl_loss(log_prob_t: Tensor, reference_log_prob_t: Tensor) -> Tensor:
     return (stop_gradient(log_prob_t - reference_log_prob_t, LOG_RATIO) * log_prob_t).mean()
 
 
-def _unpadded(log_prob_t: Tensor, mask_t: Tensor) -> Tensor:
-    """Return 0 where there is no token: padding may hold anything, and 0 * NaN is NaN."""
-    return log_prob_t.where(mask_t, 0)
+def _unpadded(log_prob_t: Tensor, mask_t: Tensor | None) -> Tensor:
+    """Return 0 where there is no token: padding may hold anything, and 0 * NaN is NaN. Half precision is widened."""
+    return wide(log_prob_t) if mask_t is None else wide(log_prob_t).where(mask_t, 0)
 
 
 def _interval(epsilon: float, epsilon_high: float | None) -> tuple[float, float]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
+from toolkit._tensors import wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -127,7 +128,7 @@ def spike(x: Tensor, slope: Slope = arctan_slope) -> Tensor:
 
     Args:
         x: Potential minus threshold.
-        slope: :math:`\sigma'`, elementwise, finite.
+        slope: :math:`\sigma'`, elementwise, finite; half precision is given to it as float32.
 
     References:
         Neftci, Mostafa and Zenke, "Surrogate gradient learning in spiking neural networks", 2019.
@@ -139,7 +140,7 @@ def spike(x: Tensor, slope: Slope = arctan_slope) -> Tensor:
         ([0.0, 0.0, 1.0], tensor([0.0920, 1.0000, 0.2884]))
     """
     constant = stop_gradient(x, SPIKES)
-    return (x > 0).to(x.dtype) + slope(constant) * (x - constant)
+    return (x > 0).to(x.dtype) + slope(wide(constant)).to(x.dtype) * (x - constant)
 
 
 def leaky_integrate_and_fire(
@@ -170,6 +171,10 @@ def leaky_integrate_and_fire(
         start: :math:`u_0`, broadcast to (...), the potential before the first current. Above the threshold it has just
             fired: the last potential of one call continues it in the next. None: 0.
 
+    Returns:
+        Spikes, (T, ...), in the precision of `currents`, and potentials, (T, ...). The potentials of half precision are
+        integrated and returned in float32: small currents would else be rounded away.
+
     Raises:
         ValueError: If `decay` is not between 0 and 1, `threshold` is not positive, `reset` is unknown, `currents` has
             no time steps, or a shape does not fit.
@@ -193,11 +198,12 @@ def leaky_integrate_and_fire(
     for name, value in (("decay", decay), ("start", start)):
         if isinstance(value, Tensor):
             _check_fits(name, value, currents[0])
-    potential = torch.zeros_like(currents[0]) if start is None else start
-    last = None if start is None else spike(start - threshold, slope)
+    decay = wide(decay) if isinstance(decay, Tensor) else decay
+    potential = torch.zeros_like(wide(currents[0])) if start is None else wide(start)
+    last = None if start is None else spike(potential - threshold, slope)
     spikes: list[Tensor] = []
     potentials: list[Tensor] = []
-    for current in currents.unbind():
+    for current in wide(currents).unbind():
         kept = decay * potential
         if last is not None and reset != "none":
             fired = stop_gradient(last, RESET)
@@ -206,7 +212,7 @@ def leaky_integrate_and_fire(
         last = spike(potential - threshold, slope)
         spikes.append(last)
         potentials.append(potential)
-    return SpikeTrains(torch.stack(spikes), torch.stack(potentials))
+    return SpikeTrains(torch.stack(spikes).to(currents.dtype), torch.stack(potentials))
 
 
 def _check_fits(name: str, value: Tensor, current: Tensor) -> None:

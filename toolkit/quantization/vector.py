@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit._checks import choice, integer, number
-from toolkit._tensors import same_shape, unit
+from toolkit._tensors import common_dtype, same_shape, unit, wide
 from toolkit.blocks import block, no_graph, stop_gradient
 from toolkit.quantization.codebook import (
     averaged_codebook,
@@ -136,8 +136,9 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
         tensor([ 3., -2.])
     """
     same_shape(z=z, codes=codes)
-    origin, ends = stop_gradient(z, ROTATION), stop_gradient(codes, ROTATION)
-    return ends + _rotated(z - origin, origin, ends)
+    precise = wide(z)
+    origin, ends = stop_gradient(precise, ROTATION), stop_gradient(wide(codes), ROTATION)
+    return (ends + _rotated(precise - origin, origin, ends)).to(common_dtype(z, codes))
 
 
 def _rotated(step: Tensor, origin: Tensor, ends: Tensor) -> Tensor:
@@ -145,10 +146,10 @@ def _rotated(step: Tensor, origin: Tensor, ends: Tensor) -> Tensor:
     precision = torch.finfo(origin.dtype)
     lengths, radii = (torch.linalg.vector_norm(x, dim=-1, keepdim=True) for x in (ends, origin))
     to_origin, to_ends = (1 / length.clamp(min=precision.tiny) for length in (radii, lengths))
-    wide = 1 + _product(origin * to_origin, ends * to_ends)  # 1 + cosine
-    is_determined = (wide > precision.eps**0.5) & (radii > precision.eps * lengths)
+    opening = 1 + _product(origin * to_origin, ends * to_ends)  # 1 + cosine
+    is_determined = (opening > precision.eps**0.5) & (radii > precision.eps * lengths)
     along_origin, along_ends = _product(step, origin) * to_origin, _product(step, ends) * to_ends
-    both = (along_origin + along_ends) / wide.clamp(min=precision.eps)
+    both = (along_origin + along_ends) / opening.clamp(min=precision.eps)
     turned = step - both * to_origin * origin + (2 * along_origin - both) * to_ends * ends
     return torch.where(is_determined, lengths * to_origin * turned, step)
 

@@ -9,7 +9,6 @@ K samples of the proposal q, along dimension 0; ``*`` any further dimensions, ov
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.distributions import Distribution
 
 from toolkit._tensors import same_shape
 from toolkit.blocks import block, stop_gradient
+from toolkit.stochastic._others import of_the_others
 from toolkit.stochastic._shapes import several
 
 __all__ = [
@@ -56,9 +56,6 @@ VIMCO_SIGNAL = block(
     "How much a sample raised the bound above the bound that the others predict: a number that its score is multiplied "
     "by.",
 )
-
-Scan = Callable[[Tensor, int], Tensor]
-Join = Callable[[Tensor, Tensor], Tensor]
 
 
 def iwae_bound(log_weights: Tensor) -> Tensor:
@@ -254,18 +251,7 @@ def _weighted(weights: Tensor, terms: Tensor) -> Tensor:
 
 
 def _without_each(log_weights: Tensor) -> Tensor:
-    """Return the log-sum of weights with each of them in turn replaced by the geometric mean of the others.
-
-    Sums over the others are those before and those after, so that nothing cancels.
-    """
+    """Return the log-sum of weights with each of them in turn replaced by the geometric mean of the others."""
     k = len(log_weights)
-    mean = _of_the_others(log_weights, torch.cumsum, 0.0, torch.add) / (k - 1)
-    return torch.logaddexp(_of_the_others(log_weights, torch.logcumsumexp, -math.inf, torch.logaddexp), mean)
-
-
-def _of_the_others(values: Tensor, scan: Scan, zero: float, join: Join) -> Tensor:
-    """Return, for each entry along dimension 0, the sum of the other ones."""
-    edge = torch.full_like(values[:1], zero)
-    before = torch.cat([edge, scan(values[:-1], 0)])
-    after = torch.cat([scan(values[1:].flip(0), 0).flip(0), edge])
-    return join(before, after)
+    mean = of_the_others(log_weights, torch.cumsum, 0.0, torch.add) / (k - 1)
+    return torch.logaddexp(of_the_others(log_weights, torch.logcumsumexp, -math.inf, torch.logaddexp), mean)

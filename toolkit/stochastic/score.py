@@ -9,10 +9,12 @@ averaged.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from toolkit._tensors import same_shape
+from toolkit._tensors import same_shape, wide
 from toolkit.blocks import block, stop_gradient
+from toolkit.stochastic._others import of_the_others
 from toolkit.stochastic._shapes import fits, several
 
 __all__ = [
@@ -110,7 +112,8 @@ def leave_one_out(costs: Tensor) -> Tensor:
         tensor([4.0000, 3.5000, 1.5000])
     """
     several("costs", costs, 2)
-    return (costs.sum(0) - costs) / (len(costs) - 1)
+    means = of_the_others(wide(costs), torch.cumsum, 0.0, torch.add) / (len(costs) - 1)
+    return means.to(costs.dtype) if costs.is_floating_point() else means
 
 
 def enumerated_loss(log_probs: Tensor, losses: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
+from toolkit._tensors import HALF
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["TARGET_PARAMETERS", "incremental_update"]
@@ -42,7 +43,7 @@ def incremental_update(
         Name -> tensor.
 
     Raises:
-        ValueError: If `step_size` is not from 0 to 1, or names or shapes differ.
+        ValueError: If `step_size` is not from 0 to 1, names or shapes differ, or averages would have half precision.
 
     References:
         Mnih et al., "Human-level control through deep reinforcement learning", 2015 (copies at intervals); Lillicrap et
@@ -64,6 +65,11 @@ def incremental_update(
             raise ValueError(
                 f"`old_tensors[{name!r}]` should have the shape {tuple(new.shape)} and the dtype {new.dtype}. "
                 f"Found {tuple(old.shape)} and {old.dtype}."
+            )
+        if old.dtype in HALF and 0 < tau < 1:
+            raise ValueError(
+                f"`old_tensors[{name!r}]` should be float32 or float64, as half precision rounds small steps to none. "
+                f"Found {old.dtype}."
             )
         updated[name] = stop_gradient(_average(old, new, tau), TARGET_PARAMETERS)
     return updated

@@ -9,7 +9,7 @@ paper differentiates that weight too. Programs that hold it constant minimise an
 expansion in :math:`1 - p`. Its slope in the logit of the label is :math:`-(1 - p)^{\gamma + 1}`, the paper's
 :math:`-(1 - p)^\gamma (1 - p - \gamma p \log p)`: it is always smaller.
 
-N samples, C classes; ``*`` any shape.
+N samples, C classes; ``*`` any shape. Half precision is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit._checks import choice, number
+from toolkit._tensors import INTEGERS, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["FOCAL_WEIGHT", "focal_loss", "held_focal_loss", "held_sigmoid_focal_loss", "sigmoid_focal_loss"]
@@ -47,7 +48,7 @@ def sigmoid_focal_loss(
     logit x is :math:`\alpha_t y (1 - p_t)^\gamma (\gamma p_t \log p_t + p_t - 1)`. Nothing is held constant.
 
     Args:
-        inputs: Logits, (\*).
+        inputs: Logits, (\*); infinite ones are sure decisions.
         targets: (\*), 0 or 1, or shares between them: then :math:`1 - p_t` is their mean, and the cross entropy that of
             both outcomes.
         alpha: Weight of positive targets; negative ones get ``1 - alpha``. None: no such weight.
@@ -68,7 +69,7 @@ def sigmoid_focal_loss(
         tensor([0.0826, 0.0141])
     """
     weight, loss = _sigmoid_parts(inputs, targets, alpha, gamma)
-    return _reduced(weight * loss, reduction)
+    return _reduced(weight * loss, reduction).to(inputs.dtype)
 
 
 def held_sigmoid_focal_loss(
@@ -107,7 +108,7 @@ def held_sigmoid_focal_loss(
         tensor([-0.0646,  0.0124])
     """
     weight, loss = _sigmoid_parts(inputs, targets, alpha, gamma)
-    return _reduced(stop_gradient(weight, FOCAL_WEIGHT) * loss, reduction)
+    return _reduced(stop_gradient(weight, FOCAL_WEIGHT) * loss, reduction).to(inputs.dtype)
 
 
 def focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Reduction = "mean") -> Tensor:
@@ -126,7 +127,8 @@ def focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Re
         (\*), or a scalar.
 
     Raises:
-        ValueError: If the shapes do not fit, `gamma` is negative or not finite, or `reduction` is unknown.
+        ValueError: If the shapes do not fit, `labels` has no integers, `gamma` is negative or not finite, or
+            `reduction` is unknown.
 
     References:
         Lin, Goyal, Girshick, He and Dollár, "Focal loss for dense object detection", 2017, equation 4.
@@ -136,7 +138,7 @@ def focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Re
         tensor(0.2056)
     """
     weight, loss = _softmax_parts(logits, labels, gamma)
-    return _reduced(weight * loss, reduction)
+    return _reduced(weight * loss, reduction).to(logits.dtype)
 
 
 def held_focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reduction: Reduction = "mean") -> Tensor:
@@ -167,7 +169,7 @@ def held_focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reductio
         tensor([[-0.1450,  0.0264,  0.1185]])
     """
     weight, loss = _softmax_parts(logits, labels, gamma)
-    return _reduced(stop_gradient(weight, FOCAL_WEIGHT) * loss, reduction)
+    return _reduced(stop_gradient(weight, FOCAL_WEIGHT) * loss, reduction).to(logits.dtype)
 
 
 def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float) -> tuple[Tensor, Tensor]:
@@ -176,6 +178,9 @@ def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float
         raise ValueError(
             f"`targets` should have the shape of `inputs`, {tuple(x.shape)}. Found {tuple(targets.shape)}."
         )
+    x = wide(x)
+    bound = torch.finfo(x.dtype).max
+    x = x.clamp(-bound, bound)  # the logit of a sure decision may be infinite
     t = targets.to(x.dtype)
     weight = _weight(torch.lerp(torch.sigmoid(x), torch.sigmoid(-x), t), gamma)
     loss = functional.binary_cross_entropy_with_logits(x, t, reduction="none")
@@ -187,9 +192,11 @@ def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float
 
 def _softmax_parts(logits: Tensor, labels: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Return the focal weights and the cross entropies."""
-    if logits.shape[:-1] != labels.shape:
+    if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(f"`labels` should have the shape {tuple(logits.shape[:-1])}. Found {tuple(labels.shape)}.")
-    log_p = functional.log_softmax(logits, -1).gather(-1, labels[..., None]).squeeze(-1)
+    if labels.dtype not in INTEGERS:
+        raise ValueError(f"`labels` should be integers. Found {labels.dtype}.")
+    log_p = functional.log_softmax(wide(logits), -1).gather(-1, labels.long()[..., None]).squeeze(-1)
     return _weight(-torch.expm1(log_p), gamma), -log_p
 
 

@@ -10,13 +10,13 @@ N and M points of weight a and b; ``*`` leading dimensions.
 
 from __future__ import annotations
 
-import math
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._tensors import wide
+from toolkit._tensors import largest_exponent, wide
 from toolkit.blocks import block, stop_recording
 
 __all__ = ["POTENTIALS", "sinkhorn_loss", "sinkhorn_potentials"]
@@ -67,7 +67,7 @@ def sinkhorn_loss(
     with stop_recording(POTENTIALS):
         f, g = _potentials(cost, a, b, epsilon, integer("iterations", iterations))
     # A density can overflow only between two points without weight, where the plan is 0.
-    log_density = ((f[..., :, None] + g[..., None, :] - cost) / epsilon).clamp(max=_largest_exponent(cost.dtype))
+    log_density = ((f[..., :, None] + g[..., None, :] - cost) / epsilon).clamp(max=largest_exponent(cost.dtype))
     plan = a[..., :, None] * b[..., None, :] * log_density.exp()
     return (a * f).sum(-1) + (b * g).sum(-1) - epsilon * (plan.sum((-2, -1)) - 1)
 
@@ -116,18 +116,20 @@ def _potentials(cost: Tensor, a: Tensor, b: Tensor, epsilon: float, iterations: 
     return epsilon * f, epsilon * g
 
 
-def _largest_exponent(dtype: torch.dtype) -> float:
-    return math.log(torch.finfo(dtype).max) - 1
-
-
 def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -> tuple[float, Tensor, Tensor, Tensor]:
     """Return the strength, the cost and both weights."""
     epsilon = number("epsilon", epsilon, above=0)
     if cost.ndim < 2 or 0 in cost.shape[-2:]:
         raise ValueError(f"`cost` should have the shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
+    if not cost.is_floating_point():
+        raise ValueError(f"`cost` should be floating-point numbers. Found {cost.dtype}.")
     cost, found = wide(cost), []
     for name, weights, n in (("a", a, cost.shape[-2]), ("b", b, cost.shape[-1])):
         if weights is not None and weights.shape[-1:] != (n,):
             raise ValueError(f"`{name}` should have {n} entries, as `cost` has. Found {tuple(weights.shape)}.")
         found.append(cost.new_full((n,), 1 / n) if weights is None else wide(weights))
-    return epsilon, cost, found[0], found[1]
+    leading = [tuple(each.shape) for each in (cost[..., 0, 0], found[0][..., 0], found[1][..., 0])]
+    with suppress(RuntimeError):
+        torch.broadcast_shapes(*leading)
+        return epsilon, cost, found[0], found[1]
+    raise ValueError(f"`cost`, `a` and `b` should have leading dimensions that broadcast. Found {leading}.")
