@@ -19,7 +19,7 @@ def own_generator(generator: torch.Generator | None) -> torch.Generator:
         TypeError: If `generator` is anything else.
     """
     if generator is None:
-        return torch.Generator().manual_seed(int(torch.randint(2**62, ())))
+        return torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
     if not isinstance(generator, torch.Generator):
         raise TypeError(f"`generator` should be a torch.Generator, or None. Found {type(generator).__name__}.")
     return generator

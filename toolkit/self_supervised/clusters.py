@@ -111,7 +111,7 @@ def dino_center(center: Tensor, teacher: Tensor, *, momentum: float = 0.9) -> Te
         (K,), in the precision of `center`.
 
     Raises:
-        ValueError: If `momentum` is out of its range, or the shapes do not fit.
+        ValueError: If `momentum` is out of its range, the shapes do not fit, or there are no outputs.
 
     References:
         As `dino_loss`.
@@ -122,6 +122,8 @@ def dino_center(center: Tensor, teacher: Tensor, *, momentum: float = 0.9) -> Te
     """
     momentum = number("momentum", momentum, least=0, most=1)
     _check_center(center, teacher)
+    if teacher.numel() == 0:
+        raise ValueError(f"`teacher` should have outputs to average. Found shape {tuple(teacher.shape)}.")
     batch = wide(stop_gradient(teacher, DINO_CENTER)).flatten(0, -2).mean(0)
     return momentum * center + (1 - momentum) * batch.to(center)
 
@@ -208,7 +210,7 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3) -> T
 
     Raises:
         ValueError: If `epsilon` is not positive, `iterations` is not a positive integer, or `scores` has fewer
-            than two dimensions.
+            than two dimensions, no samples or no prototypes.
 
     References:
         Caron, Misra, Mairal, Goyal, Bojanowski and Joulin, "Unsupervised learning of visual features by contrasting
@@ -222,8 +224,8 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3) -> T
     """
     epsilon = number("epsilon", epsilon, above=0)
     iterations = integer("iterations", iterations)
-    if scores.ndim < 2:
-        raise ValueError(f"`scores` should have shape (samples, prototypes). Found {tuple(scores.shape)}.")
+    if scores.ndim < 2 or 0 in scores.shape[-2:]:
+        raise ValueError(f"`scores` should have shape (samples, prototypes), not empty. Found {tuple(scores.shape)}.")
     scores = wide(scores)
     scaled = torch.add(-scores.amax(-2, keepdim=True) / epsilon, scores, alpha=1 / epsilon)
     heights = scaled.amax(-1, keepdim=True)

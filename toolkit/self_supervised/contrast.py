@@ -64,7 +64,7 @@ def moco_loss(q: Tensor, k: Tensor, queue: Tensor, *, temperature: float = 0.07)
     scaled = wide(q) / temperature
     positive = (scaled * wide(stop_gradient(k, MOCO_KEY))).sum(-1)
     with exact_products(scaled):
-        negatives = (scaled @ wide(queue).mT).logsumexp(-1)
+        negatives = (scaled @ queue.to(scaled.dtype).mT).logsumexp(-1)
     margin = negatives - positive
     return torch.logaddexp(margin, torch.zeros_like(margin)).mean()
 
@@ -132,7 +132,9 @@ class KeyQueue(nn.Module):
     def __init__(self, size: int, n_features: int, *, generator: torch.Generator | None = None) -> None:
         super().__init__()
         shape = integer("size", size), integer("n_features", n_features)
-        self.register_buffer("keys", normalize(torch.randn(shape, generator=own_generator(generator))))
+        draws = own_generator(generator)
+        keys = torch.randn(shape, generator=draws, device=draws.device).to(torch.get_default_device())
+        self.register_buffer("keys", normalize(keys))
 
     def forward(self, keys: Tensor) -> Tensor:
         """Return the keys (Q, D) from before these.

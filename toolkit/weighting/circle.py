@@ -98,7 +98,7 @@ def circle_loss_of_similarities(positive: Tensor, negative: Tensor, *, m: float 
         >>> s.grad
         tensor([0.8163, 0.1174, 4.0037])
     """
-    if positive.shape[:-1] != negative.shape[:-1]:
+    if 0 in (positive.ndim, negative.ndim) or positive.shape[:-1] != negative.shape[:-1]:
         raise ValueError(
             "`positive` and `negative` should have the same leading dimensions. "
             f"Found {tuple(positive.shape)} and {tuple(negative.shape)}."

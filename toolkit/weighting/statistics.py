@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
-from toolkit._tensors import wide
+from toolkit._tensors import INTEGERS, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -187,7 +187,7 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
         zeros stays zeros.
 
     Raises:
-        ValueError: If `scale` has dimensions, or `decay` is not from 0 to 1.
+        ValueError: If `scale` has dimensions, `input` is empty, or `decay` is not from 0 to 1.
 
     References:
         Hafner, Pasukonis, Ba and Lillicrap, "Mastering diverse domains through world models", 2023, divide returns by a
@@ -200,6 +200,8 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
     decay = number("decay", decay, least=0, most=1)
     if scale.ndim:
         raise ValueError(f"`scale` should have no dimensions. Found the shape {tuple(scale.shape)}.")
+    if input.numel() == 0:  # the mean of nothing, NaN, would stay in the scale
+        raise ValueError(f"`input` should have entries. Found the shape {tuple(input.shape)}.")
     mean = wide(input).abs().mean()
     dtype = torch.promote_types(mean.dtype, scale.dtype)
     held = stop_gradient(torch.lerp(mean.to(dtype), scale.to(dtype), decay), RUNNING_SCALE)
@@ -225,7 +227,8 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
         (N, C, \*), in the precision of `input`; half precision is computed in float32.
 
     Raises:
-        ValueError: If a shape does not fit, a number `mixing` is not from 0 to 1, or `eps` is not positive.
+        ValueError: If a shape does not fit, `permutation` has no integers, a number `mixing` is not from 0 to 1, or
+            `eps` is not positive.
 
     References:
         Zhou, Yang, Qiao and Xiang, "Domain generalization with MixStyle", 2021.
@@ -241,14 +244,18 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
             "`input` and `permutation` should have shapes (N, C, ...) and (N,), with two entries in each channel. "
             f"Found {tuple(input.shape)} and {tuple(permutation.shape)}."
         )
-    x = wide(input)
+    if permutation.dtype not in INTEGERS:
+        raise ValueError(f"`permutation` should be integers. Found {permutation.dtype}.")
+    x, partner = wide(input), permutation.long()  # bytes would be a mask
     var, mean = torch.var_mean(x, tuple(range(2, x.ndim)), keepdim=True)
     mean, std = stop_gradient((mean, (var + eps).sqrt()), STYLE)
     if isinstance(mixing, Tensor):
+        if mixing.numel() not in (1, len(input)):
+            raise ValueError(f"`mixing` should have shape ({len(input)},). Found {tuple(mixing.shape)}.")
         own: Tensor | float = mixing.view(-1, *[1] * (input.ndim - 1))
     else:
         own = number("mixing", mixing, least=0, most=1)
-    mixed_mean, mixed_std = (own * each + (1 - own) * each[permutation] for each in (mean, std))
+    mixed_mean, mixed_std = (own * each + (1 - own) * each[partner] for each in (mean, std))
     return ((x - mean) / std * mixed_std + mixed_mean).to(input.dtype)
 
 
