@@ -1850,7 +1850,10 @@ def test_sparse_gradients_have_a_field(program):
             sides.append(_dense(torch.autograd.grad(other(), there["w"])[0]).flatten())
         columns.append((sides[0] - sides[1]) / 2e-6)
     found = field_jacobian(loss, params)
-    torch.testing.assert_close(found.jacobian, torch.stack(columns, 1), rtol=1e-6, atol=1e-6)
+    expected, vector = torch.stack(columns, 1), torch.linspace(-1, 1, 15, dtype=torch.float64)
+    torch.testing.assert_close(found.jacobian, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.jvp(vector), expected @ vector, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.vjp(vector), expected.T @ vector, rtol=1e-6, atol=1e-6)
 
 
 # --- how it is shown ---------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from toolkit import audit, compare, em, stop_gradient, stop_recording, unblock
@@ -576,6 +577,30 @@ def _pierced() -> Tensor:
 
 W = _leaf(1.0, 2.0)
 Z = torch.ones(2, dtype=torch.complex128, requires_grad=True)
+N = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+H = nn.Tanh()
+H.register_full_backward_hook(lambda module, before, after: (before[0] / 2,))
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return 3 * g * x**2
+
+
+def _hooked() -> Tensor:
+    inner = W * 2
+    inner.register_hook(torch.sign)
+    return inner.square().sum()
+
+
 SQUARE = _matrix_field(torch.eye(4, dtype=torch.float64))
 
 WRONG = {
@@ -586,6 +611,27 @@ WRONG = {
     "no parameters": (TypeError, "`params` should be a module", lambda: field_jacobian(W.sum, None)),
     "complex": (ValueError, "`params` should be real", lambda: field_jacobian(lambda: Z.abs().sum(), {"z": Z})),
     "pierced": (ValueError, r"should not switch the recording on.*field\.pierced", lambda: field_jacobian(_pierced, W)),
+    "another parameter": (
+        ValueError,
+        "should hold a tensor that `loss` depends on",
+        lambda: field_jacobian(W.sum, Z.abs().detach().requires_grad_()),
+    ),
+    "weight normalization": (
+        ValueError,
+        "Found torch's weight normalization",
+        lambda: field_jacobian(lambda: N(torch.ones(2)).square().sum(), N),
+    ),
+    "once differentiable": (
+        ValueError,
+        "Found `_Once`, which is marked",
+        lambda: field_jacobian(lambda: _Once.apply(W).sum(), W),
+    ),
+    "a hook": (ValueError, "second derivative. Found a hook", lambda: field_jacobian(_hooked, W)),
+    "a hook of a module": (
+        ValueError,
+        "second derivative. Found a hook",
+        lambda: field_jacobian(lambda: H(W).sum(), W),
+    ),
     "a short vector": (ValueError, r"should have shape \(4,\)", lambda: SQUARE.vjp(torch.ones(3))),
     "a matrix": (ValueError, r"should have shape \(4,\)", lambda: SQUARE.jvp(torch.ones(4, 1))),
     "no eigenvalue": (

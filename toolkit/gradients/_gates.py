@@ -81,6 +81,7 @@ class GateBoard(Gates):
         blurred: Pierced regions whose recorded nodes are not known.
         regions: Blocks that are regions.
         elsewhere: Blocks that other threads reached meanwhile.
+        hooked: Whether a tensor got a hook, which acts on every derivative through it.
         opened: The blocks that a derivative passes now.
     """
 
@@ -89,6 +90,7 @@ class GateBoard(Gates):
     meetings: dict[str, Meeting] = field(default_factory=dict)
     arrivals: list[tuple[str, GradientEdge, Tensor]] | None = None
     linear: bool = True
+    hooked: bool = False
     inner: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
     blurred: set[str] = field(default_factory=set)
@@ -268,7 +270,7 @@ class GateBoard(Gates):
 
     def hook(self, tensor: Tensor) -> None:
         """Note that a tensor has a new hook, which may act nonlinearly on cotangents."""
-        self.linear = False
+        self.linear, self.hooked = False, True
 
     def hand_out_a_node(self) -> None:
         """Note that the program looks at a node, which may get hooks unseen."""

@@ -11,7 +11,7 @@ n numbers in all parameters together, J (n, n).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.modules._functions import BackwardHookFunction
 
 from toolkit._checks import integer
 from toolkit._random import seeded_generator
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
-from toolkit.gradients._program import CONSTANT, Parameters, Program, differentiated
+from toolkit.gradients._program import CONSTANT, NO_PATH, Parameters, Program, differentiated, nodes_of, reached
 from toolkit.gradients.verdict import equal
 
 __all__ = ["Field", "field_jacobian"]
@@ -74,6 +75,12 @@ class Field:
                 "`loss` should not switch the recording on inside of a region: which of its values move is not "
                 f"known then. Found it in {sorted(self._board.pierced)}."
             )
+        if not reached(value, named):
+            raise ValueError(NO_PATH)
+        nodes = nodes_of(value)
+        self._refuse_wrong_second_derivatives(nodes)
+        # Torch loses the third derivative of an embedding with sparse gradients.
+        self._is_dense = not any(getattr(node, "_saved_sparse", False) for node in nodes)
         with self._passing(()):
             self._board.close_regions(value)
             recorded = differentiated(value, named)  # its bits differ from those with a separate graph
@@ -95,9 +102,12 @@ class Field:
         """Return J v, (n,), the derivative of the gradient along v.
 
         Raises:
-            ValueError: If `vector` does not have shape (n,).
+            ValueError: If `vector` does not have shape (n,), or n is more than 2000 and a gradient is sparse.
             RuntimeError: If a parameter was modified since the field was made.
         """
+        if not self._is_dense:
+            self._check(vector)
+            return self.jacobian @ vector
         probe, pulled = self._pullback
         return self._product(pulled, [probe], vector)
 
@@ -227,6 +237,21 @@ class Field:
 
     # --- how it is done ------------------------------------------------------------------------------------------
 
+    def _refuse_wrong_second_derivatives(self, nodes: Iterable[Any]) -> None:
+        """Raise ValueError for a graph whose second derivative torch computes without an error, and wrongly."""
+        found = "a hook, which acts on it too" if self._board.hooked else ""
+        for node in nodes:
+            leaf, function = getattr(node, "variable", None), getattr(node, "_forward_cls", type(node))
+            code = getattr(getattr(function, "backward", None), "__code__", None)
+            if (leaf is not None and leaf._backward_hooks) or function is BackwardHookFunction:
+                found = "a hook, which acts on it too"
+            elif type(node).__name__ == "WeightNormInterfaceBackward0":  # in torch 2.13, `gradgradcheck` rejects it
+                found = "torch's weight normalization, whose own is wrong"
+            elif code is not None and code.co_filename == torch.autograd.function.__file__:
+                found = f"`{function.__name__}`, which is marked as once_differentiable"
+        if found:
+            raise ValueError(f"`loss` should have a second derivative. Found {found}.")
+
     @contextmanager
     def _passing(self, open: Collection[str]) -> Iterator[None]:
         """Differentiate with `open` open, without side effects, in this thread, so that a checkpoint sees the gates."""
@@ -300,7 +325,8 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
     Raises:
         TypeError: If `loss` does not return a tensor, or `params` holds other objects.
         ValueError: If the loss is not a real scalar, is NaN or has no gradient, if there is no real parameter to
-            differentiate by, or if the program switches the recording on inside of a region.
+            differentiate by, if the program switches the recording on inside of a region, or if torch cannot
+            differentiate twice through it: hooks, weight normalization, once_differentiable.
 
     Example:
         >>> w = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
