@@ -269,8 +269,8 @@ def test_what_is_no_parameter_of_the_program_is_refused(learner: _Learner, asser
         ("onlin.weight", ValueError, "Found 'onlin.weight'. Did you mean 'online.weight'"),
         ("onlin", ValueError, "Found 'onlin'."),
         ("zzz", ValueError, "Found 'zzz'. It has ['online.bias', 'online.weight'"),
-        ("x", ValueError, "should hold at least one tensor that requires a gradient"),
-        (frozen, ValueError, "should hold at least one tensor that requires a gradient"),
+        ("x", ValueError, "`param` should require a gradient. Found a constant."),
+        (frozen, ValueError, "`param` should require a gradient. Found a constant."),
         (3, TypeError, "`param` should be a parameter, a module or a name. Found int."),
     ]:
         with pytest.raises(error, match=re.escape(message)):

@@ -212,6 +212,8 @@ def _answer(loss: Callable[[], Tensor], param: object) -> Answer:
             raise ValueError(f"`param` should be the name of a parameter that `loss` uses. Found {param!r}.{hint}")
     else:
         raise TypeError(f"`param` should be a parameter, a module or a name. Found {type(param).__name__}.")
+    if not any(tensor.requires_grad for tensor in params.values()):
+        raise ValueError("`param` should require a gradient. Found a constant.")
     params = named_parameters(params, parts)
     used = {id(tensor) for tensor in named.values()}
     if any(id(tensor) not in used for tensor in params.values()):

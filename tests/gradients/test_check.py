@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -539,3 +540,27 @@ def test_inputs_without_a_gradient_are_refused() -> None:
     for inputs in (torch.ones(2).double(), [], (1.0, torch.ones(2).double())):
         with pytest.raises(ValueError, match="`inputs` should have a tensor that requires a gradient"):
             gradcheck(no_block, inputs)
+
+
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_wrong_arguments_are_named(check) -> None:
+    x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
+    for fn, inputs, message in [
+        (x, x, "`fn` should be a function that returns tensors. Found Tensor."),
+        (lambda x, y: x, x, "`fn` should take `inputs`. Found a function: missing a required argument: 'y'."),
+        (lambda x: {"y": x}, x, "`fn` should return a tensor or a tuple of tensors. Found dict."),
+        (lambda x: (x, None), x, "`fn` should return a tensor or a tuple of tensors. Found NoneType."),
+        (no_block, {"x": x}, "`inputs` should be a tensor or a sequence of arguments. Found dict."),
+        (no_block, 3, "`inputs` should be a tensor or a sequence of arguments. Found int."),
+    ]:
+        with pytest.raises(TypeError, match=re.escape(message)):
+            check(fn, inputs)
+    with torch.no_grad():
+        assert check(lambda x: x**3 * stop_gradient(x, "check.factor"), x)
+
+
+def test_a_constant_has_no_second_derivative_to_check() -> None:
+    x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x: stop_gradient(x, "check.all"), x)
+    with pytest.raises(ValueError, match="`fn` should depend on `inputs` beside its blocks"):
+        gradgradcheck(lambda x: stop_gradient(x, "check.all"), x)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from toolkit import block, compare, is_blocked, scope, stop_gradient, stop_recording, unblock
 from toolkit.blocks import opened
@@ -1111,6 +1111,37 @@ def test_a_module_in_torchscript_is_a_program_as_any() -> None:
         assert all(map(torch.equal, state, script.buffers()))
 
 
+def test_a_selective_checkpoint_is_differentiated_once_a_run() -> None:
+    x = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
+    matrix = torch.tensor([[1.0, 2.0], [-0.5, 0.7]], dtype=torch.float64)
+    policy = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.mv.default])
+
+    def layer() -> Tensor:
+        inner = matrix @ x
+        return (inner * stop_gradient(inner, "selective.factor")).sum()
+
+    found = compare(lambda: checkpoint(layer, use_reentrant=False, context_fn=policy), x)
+    assert found["selective.factor"].ratio == pytest.approx(2)
+    torch.testing.assert_close(found.gradient(["selective.factor"])["x"], 2 * matrix.T @ matrix @ x.detach())
+
+
+def test_a_hook_that_runs_itself_without_end_is_named() -> None:
+    """As in a deep equilibrium model without its detach: torch goes on in new threads, and never returns."""
+    w = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)
+
+    def loss() -> Tensor:
+        state = (w * 0.5).tanh()
+        constant = stop_gradient(state, "equilibrium.state")
+        constant.requires_grad_()
+        again = (w * constant).tanh()
+        state.register_hook(lambda g: g + torch.autograd.grad(again, constant, g, retain_graph=True)[0])
+        return state.sum()
+
+    found = compare(loss, w)
+    assert "takes a derivative that runs it again, without end" in found.unopened["equilibrium.state"]
+    assert str(found).splitlines()[1] == "no block could be opened"
+
+
 # --- wrong input -------------------------------------------------------------------------------------------------
 
 
@@ -1143,6 +1174,48 @@ X = torch.tensor([1.0, 2.0], requires_grad=True)
 def test_wrong_input_gives_one_clear_error(loss: Callable, params: object, error: type, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         compare(loss, params)
+
+
+MADE = X.square().sum()
+
+
+def _stepping() -> Tensor:
+    value = X.square().sum()
+    value.backward()
+    return value
+
+
+@pytest.mark.parametrize(
+    ("loss", "error", "message"),
+    [
+        (nn.Linear(2, 1), TypeError, "`loss` should take no arguments, as .* does. Found Linear: missing .*'input'."),
+        (lambda x: x, TypeError, "`loss` should take no arguments, as .* does. Found a function: missing .*'x'."),
+        (lambda: MADE, ValueError, "`loss` should compute the loss each time it is called. Found a tensor"),
+        (_stepping, RuntimeError, r"`loss` should leave its graph alone, without `backward\(\)` .* Found it freed."),
+        (lambda: X.to("meta").sum(), ValueError, "`loss` should have a value. Found a tensor on the meta device."),
+    ],
+    ids=["module", "argument", "made before", "backward inside", "meta"],
+)
+def test_functions_that_are_no_loss_are_refused(loss: Callable, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        compare(loss)
+
+
+def test_questions_inside_of_other_modes_are_refused() -> None:
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside of torch\.inference_mode"):
+        compare(X.square().sum)
+    for transform, name in ((torch.func.grad, "Grad"), (torch.vmap, "Vmap")):
+        with pytest.raises(RuntimeError, match=rf"outside of the transforms of torch\.func. Found {name}\."):
+            transform(lambda x: (compare(lambda: X.square().sum()), x.sum())[1])(torch.ones(2))
+
+
+def test_a_total_in_place_is_a_loss() -> None:
+    total = torch.zeros(())
+
+    def loss() -> Tensor:
+        return total.zero_().add_((X * stop_gradient(X, "total.factor")).sum())
+
+    assert compare(loss, X)["total.factor"].ratio == pytest.approx(2)
 
 
 def test_blocks_that_were_not_met_are_named() -> None:
@@ -1186,7 +1259,7 @@ def test_str_is_a_table() -> None:
         ["shown.other", "redundant", "0", "1", "1"],
     ]
     assert all(len(line) <= 100 for line in (head, titles, *rows))
-    assert str(compare(lambda: x * 2, x)).splitlines()[1] == "no blocks were met"
+    assert str(compare(lambda: x * 2, x)).splitlines()[1].startswith("no blocks were met")
 
 
 def test_many_cut_parameters_do_not_stretch_the_table() -> None:

@@ -145,12 +145,15 @@ def test_the_program_is_left_as_it_was_found() -> None:
         (lambda: torch.ones(()), ValueError, "`loss` should depend on a tensor that requires a gradient."),
         (lambda: torch.ones(2, requires_grad=True), ValueError, "`loss` should return a scalar."),
         (lambda: 1.0, TypeError, "`loss` should return a tensor. Found float."),
+        (torch.ones(()), TypeError, "`loss` should be a function that returns the loss. Found Tensor."),
     ],
-    ids=["constant", "no scalar", "float"],
+    ids=["constant", "no scalar", "float", "tensor"],
 )
 def test_wrong_input_gives_one_clear_error(loss: Callable, error: type, message: str) -> None:
     with pytest.raises(error, match=re.escape(message)):
         measure_memory(loss)
+    with pytest.raises(error, match=re.escape(message)):
+        memory_ledger(loss)
 
 
 # --- the ledger --------------------------------------------------------------------------------------------------

@@ -304,9 +304,11 @@ def test_report_is_plain_json() -> None:
         (lambda x: x.argmax(), _x(), ValueError, "`fn` should return a tensor of floating point"),
         (lambda x: None, _x(), ValueError, "`fn` should return a tensor of floating point"),
         (lambda x: (x - x).sqrt(), _x(), ValueError, "`fn` should have finite derivatives."),
+        (lambda x, y: x + y, _x(), TypeError, "`fn` should take `inputs`. Found a function: missing a required"),
+        (3, _x(), TypeError, "`fn` should be a function that returns tensors. Found int."),
         (lambda x: torch.autograd.grad(x.sum(), x)[0] / 0, _x(), None, ""),
     ],
-    ids=["float", "integers", "integer result", "no result", "infinite", "constant"],
+    ids=["float", "integers", "integer result", "no result", "infinite", "arguments", "no function", "constant"],
 )
 def test_wrong_input_gives_one_clear_error(fn: Callable, inputs: object, error: type | None, message: str) -> None:
     if error is None:

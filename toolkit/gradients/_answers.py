@@ -25,6 +25,7 @@ from toolkit.gradients._gates import GateBoard, is_foreign
 from toolkit.gradients._program import (
     ALONE,
     CONSTANT,
+    NO_PATH,
     Answer,
     Parameters,
     Program,
@@ -192,9 +193,8 @@ class ProgramAnswers(Answers):
         self.check_unmodified()
         if not open:
             return {name: gradient.clone() for name, gradient in self.plain.gradients.items()}
-        if self.answers_at_once(open):
-            assert self._gated is not None
-            with self.passing(open):
+        if self._gated is not None and self.answers_at_once(open):
+            with self._once_only(), self.passing(open):
                 return differentiated(self._gated, self.params)
         return self._run_again(open).gradients
 
@@ -333,9 +333,7 @@ class ProgramAnswers(Answers):
             except Exception:
                 return
         if not paths:
-            raise ValueError(
-                CONSTANT if self.plain.constant else "`params` should hold a tensor that `loss` depends on. Found none."
-            )
+            raise ValueError(CONSTANT if self.plain.constant else NO_PATH)
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
@@ -354,7 +352,10 @@ class ProgramAnswers(Answers):
         """Return the leak of these blocks, opened together."""
         carried = any(self.board.meetings[name].carried for name in names)
         if self.answers_at_once(names):
-            return self._leak_of_gates(names) if carried else Leak({}, frozenset(), carried=False)
+            if not carried:
+                return Leak({}, frozenset(), carried=False)
+            with self._once_only():
+                return self._leak_of_gates(names)
         answer = self._run_again(names)
         parts = {
             name: flat(gradient) - self.flat_blocked[name]
@@ -362,6 +363,14 @@ class ProgramAnswers(Answers):
             if not equal(gradient, self.plain.gradients[name])
         }
         return Leak(parts, answer.reached, carried=bool(carried or answer.opened))
+
+    @contextmanager
+    def _once_only(self) -> Iterator[None]:
+        """Give up the gates if their graph is differentiated only once, as that of a selective checkpoint is."""
+        try:
+            yield
+        except RuntimeError:
+            self._gated = None
 
     def _leak_of_gates(self, names: Sequence[str]) -> Leak:
         """Return the leak from the cotangents that arrived at these gates in the blocked program.

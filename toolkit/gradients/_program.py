@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import peek_interpreter_stack
 
 from toolkit.blocks import gated, no_graph, opened
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, gate_of, is_foreign, reachable_nodes
@@ -19,12 +21,15 @@ from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, unique, wit
 __all__ = [
     "ALONE",
     "CONSTANT",
+    "NO_PATH",
     "Answer",
     "Parameters",
     "Program",
+    "checked_function",
     "checked_loss",
     "coarsest",
     "differentiated",
+    "gradients_of",
     "leaves_of",
     "named_parameters",
     "nodes_of",
@@ -37,6 +42,12 @@ Parameters = (
 
 CONSTANT = "`loss` should depend on a tensor that requires a gradient. Found a constant."
 """The error for a loss without a graph."""
+
+# A hook may take a derivative that runs the hook again. Beyond 60 levels, torch goes on without end in new threads.
+_MOST_NESTED_DERIVATIVES = 50
+
+NO_PATH = "`params` should hold a tensor that `loss` depends on. Found none."
+"""The error for parameters that a loss does not depend on."""
 
 ALONE = threading.RLock()
 """Random numbers and modules belong to the whole process, so only one thread runs a program at a time."""
@@ -86,8 +97,7 @@ class Program:
 
         With `everywhere`, the state includes the globals of installed packages.
         """
-        if not callable(loss):
-            raise TypeError(f"`loss` should be a function that returns the loss. Found {type(loss).__name__}.")
+        checked_function("loss", loss)
         self._loss, self._around = loss, around
         if isinstance(params, nn.Module):
             self.parts = find_parts(loss, params, everywhere=everywhere)
@@ -98,6 +108,7 @@ class Program:
         _remove_gates(self.parts)
         self.given = None if params is None else named_parameters(params, self.parts)
         _refuse_what_cannot_run_twice(self.parts)
+        self._made_before = [tensor for tensor in self.parts.tensors.values() if not tensor.is_leaf]
         self.snapshot = Snapshot(self.parts, self.given or {})
 
     @contextmanager
@@ -105,7 +116,12 @@ class Program:
         """Let the program, or a derivative of it, run alone in its process and without side effects."""
         one_thread = torch.autograd.set_multithreading_enabled(False)
         with ALONE, self.snapshot.set_aside(runs=runs) as moved, without_compiled_code(), torch.enable_grad():
-            with one_thread, gated(None), self._around(self.snapshot) if around else nullcontext():
+            with (
+                one_thread,
+                _bounded_derivatives(),
+                gated(None),
+                self._around(self.snapshot) if around else nullcontext(),
+            ):
                 torch.clear_autocast_cache()  # casts of an earlier run belong to its graph
                 try:
                     yield moved
@@ -117,8 +133,13 @@ class Program:
         return self._loss()
 
     def value(self) -> Tensor:
-        """Run the loss function, inside of `aside`; raise if its result is not a real number."""
-        return checked_value(self.run())
+        """Run the loss function, inside of `aside`; raise if its result is not a real number, or was there before."""
+        value = self.run()
+        if any(value is made for made in self._made_before):
+            raise ValueError(
+                "`loss` should compute the loss each time it is called. Found a tensor that was computed before."
+            )
+        return checked_value(value)
 
     def answer(
         self,
@@ -182,15 +203,49 @@ class Program:
                 )
 
 
+@contextmanager
+def _bounded_derivatives() -> Iterator[None]:
+    """Raise RecursionError in a derivative whose hooks take it again and again; torch would never return."""
+    original, depth = torch.autograd._engine_run_backward, 0  # type: ignore[attr-defined]
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            if depth > _MOST_NESTED_DERIVATIVES:
+                raise RecursionError("a hook, or a function, takes a derivative that runs it again, without end")
+            return original(*args, **kwargs)
+        finally:
+            depth -= 1
+
+    torch.autograd._engine_run_backward = run  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+
 def derivatives(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor | None]:
     """Return parameter -> gradient, None without a path. `others` are differentiated by, too; the graph stays."""
     wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
     found: dict[str, Tensor | None] = dict.fromkeys(params)
     if value.requires_grad and wanted:
-        gradients = torch.autograd.grad(value, [*wanted.values(), *others], retain_graph=True, allow_unused=True)
+        gradients = gradients_of(value, [*wanted.values(), *others], retain_graph=True)
         for name, gradient in zip(wanted, gradients, strict=False):
             found[name] = None if gradient is None else gradient.detach()
     return found
+
+
+def gradients_of(value: Tensor, inputs: Sequence[Tensor], *, retain_graph: bool = False) -> tuple[Tensor | None, ...]:
+    """Return the gradients of a loss, None without a path; raise RuntimeError if its graph is freed already."""
+    try:
+        return torch.autograd.grad(value, inputs, retain_graph=retain_graph, allow_unused=True)
+    except RuntimeError as error:
+        if not str(error).startswith("Trying to backward through the graph a second time"):
+            raise
+        raise RuntimeError(
+            "`loss` should leave its graph alone, without `backward()` and an optimizer's step. Found it freed."
+        ) from error
 
 
 def differentiated(value: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -245,6 +300,29 @@ def leaves_of(value: Tensor, parts: Parts) -> dict[str, Tensor]:
     return {known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}"): leaf for index, leaf in enumerate(leaves)}
 
 
+def checked_function(name: str, function: object, arguments: Sequence[object] = ()) -> None:
+    """Raise TypeError unless a function takes these arguments, RuntimeError where nothing can be differentiated."""
+    if not callable(function):
+        what = "returns the loss" if name == "loss" else "returns tensors"
+        raise TypeError(f"`{name}` should be a function that {what}. Found {type(function).__name__}.")
+    try:
+        signature = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
+    except (TypeError, ValueError):  # a class, or a function written in C++, may have none
+        signature = None
+    try:
+        _ = signature and signature.bind(*arguments)
+    except TypeError as error:
+        found = type(function).__name__ if isinstance(function, nn.Module) else "a function"
+        wish = "take no arguments, as `lambda: criterion(model(x), y)` does" if name == "loss" else "take `inputs`"
+        raise TypeError(f"`{name}` should {wish}. Found {found}: {error}.") from None
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(f"`{name}` should be asked about outside of torch.inference_mode. Found it switched on.")
+    if (transform := peek_interpreter_stack()) is not None:
+        raise RuntimeError(
+            f"`{name}` should be asked about outside of the transforms of torch.func. Found {transform.key().name}."
+        )
+
+
 def checked_loss(value: Any) -> Tensor:
     """Return the result of a loss function; raise unless it is a real scalar with a gradient."""
     found = checked_value(value)
@@ -261,6 +339,8 @@ def checked_value(value: Any) -> Tensor:
         raise ValueError(f"`loss` should return a scalar. Found a tensor of shape {tuple(value.shape)}.")
     if value.is_complex():
         raise ValueError(f"`loss` should return a real number. Found {value.dtype}.")
+    if value.is_meta:
+        raise ValueError("`loss` should have a value. Found a tensor on the meta device.")
     if value.isnan():
         raise ValueError("`loss` should return a number. Found nan.")
     return value

@@ -7,20 +7,21 @@ program runs once at the inputs, and the values of its blocks are kept. Runs at 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import DisableTorchFunction
 from torch._C._functorch import TransformType, is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from toolkit.blocks import Gates, Site, carries_gradient, gated, has_storage
+from toolkit.gradients._program import checked_function
 from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 
 __all__ = ["gradcheck", "gradgradcheck"]
@@ -47,6 +48,7 @@ def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) ->
 
     Raises:
         torch.autograd.gradcheck.GradcheckError: If the derivatives differ.
+        TypeError: If `fn` does not take `inputs`, or returns other objects than tensors.
         ValueError: If none of `inputs` requires a gradient.
         RuntimeError: If the program reaches other blocks at a perturbed point than at `inputs`, gives other values or
             derivatives when it runs again, or takes a derivative of `torch.func` inside of a region.
@@ -57,8 +59,9 @@ def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) ->
         >>> gradcheck(program, x), torch.autograd.gradcheck(program, x, raise_exception=False)
         (True, False)
     """
-    held = _Held(fn, inputs)
-    return torch.autograd.gradcheck(held, held.inputs, **tolerances)
+    with torch.enable_grad():
+        held = _Held(fn, inputs)
+        return torch.autograd.gradcheck(held, held.inputs, **tolerances)
 
 
 def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) -> bool:
@@ -76,7 +79,8 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any
 
     Raises:
         torch.autograd.gradcheck.GradcheckError: If the derivatives differ.
-        ValueError: If none of `inputs` requires a gradient.
+        TypeError: As for `gradcheck`.
+        ValueError: If none of `inputs` requires a gradient, or nothing but blocks depends on them.
         RuntimeError: As for `gradcheck`.
 
     Example:
@@ -84,21 +88,31 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any
         >>> gradgradcheck(lambda x: x**3 * stop_gradient(x.exp(), "doc.factor"), x)
         True
     """
-    held = _Held(fn, inputs)
-    return torch.autograd.gradgradcheck(held, held.inputs, **tolerances)
+    with torch.enable_grad():
+        held = _Held(fn, inputs)
+        if held.is_constant:
+            raise ValueError("`fn` should depend on `inputs` beside its blocks. Found a constant.")
+        return torch.autograd.gradgradcheck(held, held.inputs, **tolerances)
 
 
 class _Held:
     """A program with the values of its blocks held constant at `inputs`."""
 
     def __init__(self, fn: Program, inputs: Tensor | Sequence[Any]) -> None:
+        if not isinstance(inputs, Iterable) or isinstance(inputs, (Mapping, str, nn.Module)):
+            raise TypeError(f"`inputs` should be a tensor or a sequence of arguments. Found {type(inputs).__name__}.")
         self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         if not any(isinstance(entry, Tensor) and entry.requires_grad for entry in self.inputs):
             raise ValueError("`inputs` should have a tensor that requires a gradient. Found none.")
+        checked_function("fn", fn, self.inputs)
         self._fn = fn
         self._snapshot = Snapshot(find_parts(fn), {})
         self._tape = _Tape()
-        self._run(self._tape, self.inputs)
+        results = self._run(self._tape, self.inputs)
+        for result in results if isinstance(results, (list, tuple)) else [results]:
+            if not isinstance(result, Tensor):
+                raise TypeError(f"`fn` should return a tensor or a tuple of tensors. Found {type(result).__name__}.")
+        self.is_constant = not any(result.requires_grad for result in tree_leaves(results))
         self._tape.replays = True
         plain, held = (self._values_and_slopes(gates) for gates in (None, self._tape))
         if len(plain) != len(held) or not all(map(_same, plain, held)):

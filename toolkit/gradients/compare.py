@@ -42,6 +42,8 @@ _MOST_BLOCKS_ATTRIBUTED = 12
 # Parameters named in a table; `BlockEffect.verdict` names all.
 _WIDEST_VERDICT = 40
 
+_NO_BLOCKS = "no blocks were met: `audit` finds stops without a name"
+
 # A table with more blocks is sorted.
 _MOST_ROWS_UNSORTED = 20
 
@@ -203,7 +205,8 @@ class Comparison:
         return f"Comparison(loss {self.loss:.6g}, {len(self.blocked)} parameters, {{{', '.join(shown + more)}}})"
 
     def __str__(self) -> str:
-        table = text_table(self.rows()) if self.effects else "no blocks were met"
+        nothing = "no block could be opened" if self.unopened else _NO_BLOCKS
+        table = text_table(self.rows()) if self.effects else nothing
         return "\n".join([self.head(), table, *self.warnings()])
 
     def _repr_html_(self) -> str:
@@ -421,6 +424,8 @@ def _selected(blocks: Collection[Block | str] | None, met: Mapping[str, Meeting]
         return list(met)
     if isinstance(blocks, (str, Block)):
         blocks = [blocks]
+    if not isinstance(blocks, Collection):
+        raise TypeError(f"`blocks` should be a collection of blocks or their names. Found {type(blocks).__name__}.")
     names = list(dict.fromkeys(block.name if isinstance(block, Block) else block for block in blocks))
     for name in names:
         if name not in met:

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Gates, Site, gated, has_storage, opened
 from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
-from toolkit.gradients._program import checked_loss
+from toolkit.gradients._program import checked_function, checked_loss, gradients_of
 from toolkit.gradients._snapshot import Snapshot, find_parts
 from toolkit.gradients.compare import text_table
 
@@ -51,6 +51,7 @@ def measure_memory(loss: Callable[[], Tensor]) -> MemoryUse:
         >>> measure_memory(lambda: (x * stop_gradient(x.exp().exp(), "doc.factor")).sum()).graph  # one factor, the loss
         2056
     """
+    checked_function("loss", loss)
     return _measured(loss)
 
 
@@ -118,6 +119,7 @@ def memory_ledger(loss: Callable[[], Tensor]) -> Ledger:
         >>> ledger.in_place, entry.as_region  # three factors at once, or two
         (MemoryUse(graph=2056, peak=6144), MemoryUse(graph=2056, peak=4112))
     """
+    checked_function("loss", loss)
     roll = _Roll()
     parts = find_parts(loss)
     with Snapshot(parts, {}).set_aside(), torch.enable_grad():
@@ -146,7 +148,7 @@ def _measured(loss: Callable[[], Tensor], around: AbstractContextManager[Any] | 
         graph = live.now
         nodes = reachable_nodes(value.grad_fn, EVERY_BLOCK)
         leaves = [node.variable for node in nodes if hasattr(node, "variable")]
-        torch.autograd.grad(value, leaves, allow_unused=True)
+        gradients_of(value, leaves)
     return MemoryUse(graph=graph, peak=live.peak)
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import constants
 from toolkit.gradients._places import user_site
+from toolkit.gradients._program import checked_function
 from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 
 __all__ = ["ModeFinding", "ModeReport", "mode_lint"]
@@ -120,6 +121,7 @@ def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> Mode
             raise TypeError(f"`inputs` should be tensors. Found {type(entry).__name__}.")
     if not any(_is_smooth(entry) for entry in given):
         raise ValueError("`inputs` should hold at least one tensor of floating point or complex dtype. Found none.")
+    checked_function("fn", fn, given)
     snapshot = Snapshot(find_parts(fn), {})
     places: dict[str, _Place] = {}
 
