@@ -36,7 +36,7 @@ from toolkit.gradients._program import (
     reached,
 )
 from toolkit.gradients._snapshot import Snapshot
-from toolkit.gradients.verdict import are_close, equal, flat, rounding
+from toolkit.gradients.verdict import are_close, equal, flat, rounding, unobserved
 
 __all__ = ["Answers", "Closed", "Leak", "ProgramAnswers", "Unrepeatable", "answers_of", "sentence"]
 
@@ -379,7 +379,8 @@ class ProgramAnswers(Answers):
         """
         assert self._gated is not None
         arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals if name in names]
-        wanted = {name: parameter for name, parameter in self.params.items() if parameter.requires_grad}
+        with unobserved():
+            wanted = {name: parameter for name, parameter in self.params.items() if parameter.requires_grad}
         parts = {}
         if arrived and wanted:
             edges, cotangents = zip(*arrived, strict=True)
@@ -387,7 +388,8 @@ class ProgramAnswers(Answers):
                 leaks = torch.autograd.grad(
                     edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True
                 )
-            parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=True) if leak is not None}
+            with unobserved():
+                parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=True) if leak is not None}
         return Leak(parts, frozenset(parts), carried=True)
 
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:

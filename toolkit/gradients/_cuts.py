@@ -290,7 +290,7 @@ def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     changed = kwargs.get("out")
     if changed is None and (in_place or name == "__setitem__" or name in _IN_PLACE_OPERATORS):
         changed = args[:1]
-    return [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
+    return [] if changed is None else [leaf for leaf in tree_leaves(changed) if isinstance(leaf, Tensor)]
 
 
 _IN_PLACE_OPERATORS = frozenset(

@@ -362,12 +362,16 @@ class Comparison:
 
     @cached_property
     def _products_when_blocked(self) -> Floats:
-        squares = np.square([norm([gradient]) for gradient in self._answers.flat_blocked.values()])
+        squares = np.square(self._norms_when_blocked)
         return np.stack([np.zeros_like(squares), squares, squares, squares], 1)
 
     @cached_property
     def _blocked_norm(self) -> float:
-        return norm(self.blocked.values())
+        return math.hypot(*self._norms_when_blocked)
+
+    @cached_property
+    def _norms_when_blocked(self) -> list[float]:
+        return [norm([gradient]) for gradient in self._answers.flat_blocked.values()]
 
 
 def compare(

@@ -9,14 +9,13 @@ restored, also after an error.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dis
 import functools
 import sys
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -94,7 +93,7 @@ class BareBlocks:
         nested: Place -> the regions around it, from the outside.
         spares: Regions whose writes into older tensors stay blocked.
         is_constant: Says whether a tensor is a constant while every place is closed.
-        close_regions: Closes regions behind tensors before a derivative of them.
+        close_regions: Closes regions behind tensors before a derivative of them; None if none is ever recorded.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
@@ -108,7 +107,7 @@ class BareBlocks:
     nested: dict[str, tuple[str, ...]] = field(default_factory=dict)
     spares: Collection[str] = frozenset()
     is_constant: Callable[[Tensor], bool] = lambda tensor: _is_stopped(tensor)
-    close_regions: Callable[..., None] = lambda *tensors: None
+    close_regions: Callable[..., None] | None = None
     _thread: int = field(default_factory=threading.get_ident)
     _region: _Entered | None = None
     _here: FrameType | None = None
@@ -140,12 +139,10 @@ class BareBlocks:
             raise RuntimeError("`audit` should run once at a time in a process. Found another one running.")
         self._is_active = True
         try:
-            with ExitStack() as stack:
-                for owner, name, make in self._replacements():
-                    stack.enter_context(_replaced(owner, name, make))
+            with _replaced(self._replacements()):
                 self._bound_earlier = {original: getattr(owner, name) for original, owner, name in _BOUND_EARLIER}
-                stack.enter_context(_Watch(self))
-                yield
+                with _Watch(self):
+                    yield
         finally:
             self._is_active = False
             _one_audit.release()
@@ -216,10 +213,6 @@ class BareBlocks:
             with torch._C.DisableTorchFunction():  # these changes are not noted
                 for kept in reversed(undone):
                     kept.put_back()
-
-    def _keep(self, tensors: Iterable[Tensor]) -> None:
-        if self._undone is not None:
-            self._undone += [Kept.now(tensor, "", is_data=False) for tensor in tensors if self._is_state(tensor)]
 
     # --- what stops a tensor ---
 
@@ -527,7 +520,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in bare._bound_earlier:
             return bare._bound_earlier[func](*args, **kwargs)
-        if func in _DERIVATIVES:
+        if func in _DERIVATIVES and bare.close_regions is not None:
             bare.close_regions(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
         if func in _DERIVATIVES and not kwargs.get("create_graph"):
             bare._note_escape(f"{func.__name__}()", _caller())
@@ -537,7 +530,9 @@ class _Watch(TorchFunctionMode):
             and (site := bare._site("_set_grad_enabled", _caller()))
         ):
             bare.real[str(site)] = _WITHOUT_END
-        bare._keep(changed_by(func, args, kwargs))
+        if bare._undone is not None:
+            changed = [tensor for tensor in changed_by(func, args, kwargs) if bare._is_state(tensor)]
+            bare._undone += [Kept.now(tensor, "", is_data=False) for tensor in changed]
         region = bare._region
         if region is None:
             return func(*args, **kwargs)
@@ -646,19 +641,22 @@ def _opens_with(frame: FrameType) -> bool:
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    original = owner.__dict__.get(name)
-    inherited = (
-        getattr(owner, name) if not (name == "data" and owner is Tensor) else torch._C.TensorBase.__dict__["data"]
-    )
-    if isinstance(original, staticmethod):
-        inherited = original.__func__
-    setattr(owner, name, make(inherited))
+def _replaced(attributes: Iterable[tuple[Any, str, Callable[[Any], Any]]]) -> Iterator[None]:
+    """Replace attributes of owners by functions of their values; restore them at the end."""
+    originals = []
     try:
+        for owner, name, make in attributes:
+            original = owner.__dict__.get(name)
+            if owner is Tensor and name == "data":
+                inherited = torch._C.TensorBase.__dict__["data"]
+            else:
+                inherited = original.__func__ if isinstance(original, staticmethod) else getattr(owner, name)
+            originals.append((owner, name, original))
+            setattr(owner, name, make(inherited))
         yield
     finally:
-        if original is None:
-            with contextlib.suppress(AttributeError):
+        for owner, name, original in reversed(originals):
+            if original is not None:
+                setattr(owner, name, original)
+            elif name in owner.__dict__:
                 delattr(owner, name)
-        else:
-            setattr(owner, name, original)
