@@ -681,7 +681,12 @@ REFUSED = {
     "one class": (
         {"model": nn.Linear(5, 1).double()},
         ValueError,
-        "`model` should return logits (3, C) with at least two classes. Found (3, 1).",
+        "`model` should return logits (3, C) with at least two classes. Found (3, 1). One logit of two",
+    ),
+    "whole logits": (
+        {"model": lambda x: (4 * x[:, :2]).long()},
+        TypeError,
+        "`model` should return floating-point logits. Found torch.int64.",
     ),
 }
 

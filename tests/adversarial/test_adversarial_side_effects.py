@@ -359,15 +359,32 @@ def test_replaced_buffers_and_modes_that_the_model_sets_are_given_back(
     assert not odd.drop.training
 
 
-def test_model_that_begins_in_place_leaves_the_input_alone(batch: tuple[Tensor, Tensor]) -> None:
+class _Shifted(nn.Module):
+    """Pixels less one half, in a copy or in their own memory."""
+
+    def __init__(self, *, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(0.5) if self.inplace else x - 0.5
+
+
+@every_attack
+def test_a_model_may_begin_in_place(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     x, labels = batch
     before = x.clone()
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(16, 3, generator=generator)
-    example = square(lambda x: x.sub_(0.5).flatten(1) @ weight, x, labels, epsilon=0.1, queries=20, generator=generator)
+    found, expected = (run(name, norm, nn.Sequential(_Shifted(inplace=way), model), x, labels) for way in (True, False))
     assert torch.equal(x, before)
-    assert ((example - x).abs() <= 0.1).all()
-    assert ((example >= 0) & (example <= 1)).all()
+    assert torch.equal(found, expected)
+
+
+@every_attack
+def test_examples_have_the_memory_layout_of_the_inputs(
+    name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    x = batch[0].to(memory_format=torch.channels_last)
+    assert run(name, norm, model, x, batch[1]).stride() == x.clone().stride()
 
 
 @every_attack

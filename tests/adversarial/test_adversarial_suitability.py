@@ -194,3 +194,16 @@ def test_a_module_inside_of_a_function_is_as_it_was(wrap):
     assert [module.training for module in COUNTING.modules()] == [True, True, True, False]
     assert all(torch.equal(tensor, before[name]) for name, tensor in COUNTING.state_dict().items())
     assert torch.equal(found, adv.pgd(COUNTING, X, LABELS, epsilon=0.1))
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)], ids=str)
+def test_a_single_logit_is_taken_as_its_refusal_says(shape):
+    weight = torch.randn(6, generator=torch.Generator().manual_seed(0))
+    single = lambda x: (x @ weight - 0.3).view(shape)  # noqa: E731
+    with pytest.raises(ValueError, match="One logit of two classes") as refused:
+        adv.fgsm(single, X, epsilon=0.1)
+    logits = eval(str(refused.value).split("`")[3].removeprefix("logits="))
+    labels = (single(X).flatten() > 0).long()
+    found = adv.pgd(single, X, labels, epsilon=0.1, logits=logits)
+    uphill = weight.sign() * (1 - 2 * labels[:, None])
+    torch.testing.assert_close(found, (X + 0.1 * uphill).clamp(0, 1))

@@ -18,6 +18,7 @@ from toolkit.adversarial.attacks._hyperplane import ORDER, inner, shortest_move
 from toolkit.adversarial.attacks._setting import AttackOptions, Pick, Setting, differentiate, setting
 from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.balls import BallOptions, Norm, Region, ball_of, per_sample
+from toolkit.adversarial.balls._rounding import laid_out_as
 from toolkit.adversarial.balls.box import norm_of, wide
 from toolkit.blocks import no_graph, variable
 
@@ -97,7 +98,7 @@ class Search:
     def start(self) -> tuple[Nearest, Tensor]:
         """Return the record that holds only the clean inputs, and their logits (N, C)."""
         attack = self.attack
-        logits = attack.inspected(attack.model(attack.x))
+        logits = attack.inspected(attack.model(attack.x.clone()))
         with no_graph():
             distance = torch.where(attack.succeeds(logits), 0.0, torch.inf).double()
         return Nearest(attack.x, distance, strength(attack, logits)), logits
@@ -117,7 +118,7 @@ class Search:
     def offer(self, nearest: Nearest, example: Tensor, logits: Tensor | None = None) -> Nearest:
         """Return the record with `example` in the place of worse entries."""
         attack = self.attack
-        logits = attack.model(example) if logits is None else logits
+        logits = attack.model(example.clone()) if logits is None else logits
         found = strength(attack, logits)
         with no_graph():
             distance = self.length(example.double() - attack.x.double())
@@ -193,7 +194,7 @@ class Search:
         """Return the point to differentiate by, the logits, and the lead of each class over the label, K times (N,)."""
         point = variable(example)
         with torch.enable_grad():
-            logits = self.attack.slopes(point)
+            logits = self.attack.slopes(point.clone())
             wide_logits = logits.to(wide(logits))
             label = wide_logits.gather(1, self.attack.labels.long()[:, None])
             return point, logits, list((wide_logits.gather(1, classes) - label).unbind(1))
@@ -239,13 +240,13 @@ class Search:
         """Return the examples, each projected into its ball if outside."""
         example = nearest.example
         if self.radius.isinf().all():
-            return example
+            return laid_out_as(self.attack.x, example)
         projected = self.ball.settle(self.ball.project(example))
         with no_graph():
             size = self.length(example.double() - self.ball.x.double())
             slack = (example[:1].numel() + 8) * torch.finfo(torch.float64).eps  # rounding of the norm itself
             inside = size <= self.radius * (1 - slack)
-        return torch.where(inside.view(-1, *[1] * (example.dim() - 1)), example, projected)
+        return laid_out_as(self.attack.x, torch.where(inside.view(-1, *[1] * (example.dim() - 1)), example, projected))
 
     def _shorten(self, nearest: Nearest, rounds: int = 5) -> Nearest:
         """Look for the boundary between the clean input and the example, by secants that aim a little beyond it."""
@@ -253,14 +254,14 @@ class Search:
         way = end.to(x.dtype) - x
         column = (-1, *[1] * (x.dim() - 1))
         low, high = torch.zeros_like(nearest.strength), torch.ones_like(nearest.strength)
-        below, above = strength(self.attack, self.attack.model(self.attack.x)), nearest.strength
+        below, above = strength(self.attack, self.attack.model(self.attack.x.clone())), nearest.strength
         for _ in range(rounds):
             with no_graph():
                 crosses = (above > 0) & (below < 0)
             share = torch.where(crosses, below / torch.where(crosses, below - above, 1), 0.5)
             position = low + (high - low) * (0.97 * share + 0.03)
             example = self.move(self.attack.x, position.view(column).to(x.dtype) * way)
-            logits = self.attack.model(example)
+            logits = self.attack.model(example.clone())
             nearest = self.offer(nearest, example, logits)
             value = strength(self.attack, logits)
             with no_graph():

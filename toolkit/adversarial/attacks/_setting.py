@@ -57,7 +57,7 @@ class Setting:
     """One batch under attack, as `setting` prepares it.
 
     Attributes:
-        model: Inputs (N, ...) to logits (N, C), in evaluation mode.
+        model: Inputs (N, ...) to logits (N, C), in evaluation mode. It gets copies: it may write into its input.
         x: Clean inputs, (N, ...).
         labels: (N,), integers.
         targets: (N,), the classes to move towards; None moves away from `labels`.
@@ -89,7 +89,7 @@ class Setting:
     def logits(self, example: Tensor) -> Tensor:
         """Return the logits (N, C) at an example, as constants."""
         with no_graph():
-            return self.inspected(self.model(example.clone()))  # the model may begin with an in-place operation
+            return self.inspected(self.model(example.clone()))
 
     def gradient(self, example: Tensor, loss: Loss | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return the point, the gradient of every sample's loss by its own input there, and the logits.
@@ -111,7 +111,7 @@ class Setting:
         recorded = torch.is_grad_enabled()
         point = variable(example)
         with torch.enable_grad():
-            logits = self.inspected(self.slopes(point))
+            logits = self.inspected(self.slopes(point.clone()))
             losses = None if loss is None else loss(logits, self.goal)
         if losses is None:
             outputs, slope = logits, margin_slope(logits, self.goal)
@@ -318,10 +318,13 @@ def _check_logits(logits: object, n: int) -> None:
             f"`model` should return logits, a tensor (N, C). Found {type(logits).__name__}: pick the logits from it, "
             "as in `logits=0`."
         )
+    if not logits.is_floating_point():
+        raise TypeError(f"`model` should return floating-point logits. Found {logits.dtype}.")
     if logits.dim() != 2 or len(logits) != n or logits.shape[1] < 2:
-        raise ValueError(
-            f"`model` should return logits ({n}, C) with at least two classes. Found {tuple(logits.shape)}."
-        )
+        found = f"{tuple(logits.shape)}."
+        if logits.shape in {(n,), (n, 1)}:
+            found += " One logit of two classes is taken with `logits=lambda z: torch.stack([-z, z], -1).view(-1, 2)`."
+        raise ValueError(f"`model` should return logits ({n}, C) with at least two classes. Found {found}")
 
 
 def _check_range(name: str, classes: Tensor | None, n_classes: int) -> None:

@@ -140,7 +140,7 @@ def _step(
     share = share.clamp(max=pull).to(start.dtype).view(column)
     target = (1 - share) * (start + extrapolation * here) + share * (clean + extrapolation * there)
     moved = search.move(start, target - start)
-    logits = search.attack.model(moved)
+    logits = search.attack.model(moved.clone())
     nearest = search.offer(nearest, moved, logits)
     with no_graph():
         crossed = search.attack.succeeds(logits).view(column)
