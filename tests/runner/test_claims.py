@@ -83,6 +83,18 @@ def test_a_verdict_that_is_a_verb_needs_no_other():
     assert line.startswith("open makes the gradient or is redundant at the first step and is partial at the last; ")
 
 
+def test_blocks_that_are_opened_together_are_them():
+    records = [_record(seed, {}) for seed in range(5)]
+    for record in records:
+        effects = record.data["comparison"]
+        for when in ("first", "last"):
+            effects[when]["effects"]["a + b"] = {"verdict": {"kind": "partial", "label": "partial"}}
+        record.data["variants"]["a + b"] = record.data["variants"].pop("open")
+    assert verdicts(records)[0].startswith(
+        "a + b is partial at the first and the last step; with them, training ends b"
+    )
+
+
 def test_records_of_a_sound_experiment_are_not_doubtful():
     assert doubts([_record(seed, {}) for seed in range(5)]) == []
 

@@ -43,6 +43,7 @@ from toolkit.runner._report import (
     _count,
     _effect_on_training,
     _methods,
+    _of_blocks,
     _outcome,
     _references,
     _seeds,
@@ -958,3 +959,16 @@ def test_a_line_breaks_where_a_value_is_missing():
     assert line([(0, 1), (1, 2), (2, math.nan), (3, 4), (4, 5)], key).count("M") == 2
     assert 'd="M0.0 1.0h.01"' in line([(0, 1), (1, math.nan)], key)
     assert line([(0, math.nan)], key) == ""
+
+
+@pytest.mark.parametrize(
+    ("opened", "says"),
+    [
+        ("a", "Opening the block turns it; with the block in place 1, without the block 2, and 3 with it."),
+        ("ab", "Opening both blocks turns it; with the blocks in place 1, without the blocks 2, and 3 with them."),
+        ("abc", "Opening all 3 blocks turns it; with the blocks in place 1, without the blocks 2, and 3 with them."),
+    ],
+)
+def test_several_blocks_are_not_called_the_block(opened, says):
+    sentence = "Opening the block turns it; with the block in place 1, without the block 2, and 3 with it."
+    assert _of_blocks(opened, sentence) == says

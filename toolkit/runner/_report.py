@@ -219,15 +219,15 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
         [record.data["comparison"][when]["effects"][name] for record in of] for when, _, of in _moments(records)
     )
     effects, last = first, later[0] if later else []
-    verdict = variant_verdict(records, name)
+    verdict, opened = variant_verdict(records, name), newest["variants"][name]["open"]
     return VariantView(
         name=name,
         colour=colour,
-        blocks=[(block, newest["blocks"][block]) for block in newest["variants"][name]["open"]],
+        blocks=[(block, newest["blocks"][block]) for block in opened],
         verdict=verdict["label"],
         kind=verdict["kind"],
-        sentence=_sentence(verdict, effects, last),
-        outcome=_outcome(records, name) + _happened(records, name),
+        sentence=_of_blocks(opened, _sentence(verdict, effects, last)),
+        outcome=_of_blocks(opened, _outcome(records, name) + _happened(records, name)),
         angle=_range([_degrees(effect["cosine"]) for effect in effects], lambda angle: f"{significant(angle, 3)}°"),
         ratio=_range([effect["ratio"] for effect in effects], lambda ratio: f"×{significant(ratio, 3)}"),
         leak=_range([_relative_leak(record, name, "first") for record in records], "{:.2g}".format),
@@ -237,6 +237,26 @@ def _variant(records: Sequence[Record], name: str, colour: str) -> VariantView:
         time=_range([_cost_ratio(record, name, "seconds_per_step") for record in records], "×{:.2f}".format),
         memory=_range([_cost_ratio(record, name, "graph_bytes") for record in records], "×{:.2f}".format),
     )
+
+
+# Words of a sentence about a block -> those about several.
+_OF_SEVERAL = {
+    "the block improves": "the blocks improve",
+    "The block itself makes": "The blocks themselves make",
+    "this block, so it has": "these blocks, so they have",
+    "the block": "the blocks",
+    "with it": "with them",
+}
+
+
+def _of_blocks(opened: Sequence[str], sentences: str) -> str:
+    """Return sentences about a block as sentences about all that are opened together."""
+    if len(opened) > 1:
+        every = "both" if len(opened) == 2 else f"all {len(opened)}"
+        sentences = sentences.replace("Opening the block", f"Opening {every} blocks")
+        for one, several in _OF_SEVERAL.items():
+            sentences = re.sub(rf"{one}\b", several, sentences)
+    return sentences
 
 
 def variant_verdict(records: Sequence[Record], name: str) -> Mapping[str, Any]:

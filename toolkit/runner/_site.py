@@ -68,7 +68,7 @@ def write_site(root: Path, names: Collection[str] | None = None) -> Path:
         _write(pages / "zoo.html", _render("zoo", zoo=zoo))
     cards = [_card(file, experiment) for file, experiment in zip(_files(experiments), experiments, strict=True)]
     cards.sort(key=lambda card: -card.size)
-    hero = max(cards, key=lambda card: (card.size > 0, len(card.variants) == 1, card.size), default=None)
+    hero = cards[0] if cards else None
     text = _render(
         "index",
         cards=cards,
