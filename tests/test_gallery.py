@@ -414,7 +414,7 @@ ONE, TWO = torch.ones(1), torch.ones(2, 3)
 REFUSED = {
     "`teacher` should have outputs to average. Found shape (0, 3).": lambda: dino_center(TWO[0], TWO[:0]),
     "`scores` should have shape (samples, prototypes), not empty. Found (0, 3).": lambda: sinkhorn(TWO[:0]),
-    "`input` should have entries. Found the shape (0,).": lambda: ema_normalize(ONE[:0], ONE[0], decay=0.9),
+    "`input` should have entries. Found shape (0,).": lambda: ema_normalize(ONE[:0], ONE[0], decay=0.9),
     "`mixing` should have shape (1,). Found (3,).": lambda: mixstyle(TWO[None], torch.tensor([0]), TWO[0]),
     "`permutation` should be integers. Found torch.float32.": lambda: mixstyle(TWO[None], 0 * ONE, 0.5),
     "`labels` should be integers. Found torch.float32.": lambda: focal_loss(TWO, ONE.expand(2)),

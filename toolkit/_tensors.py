@@ -63,7 +63,7 @@ def same_shape(ndim: int = 0, **tensors: object) -> None:
         if found != shape or len(found) < ndim:
             least = f", with {ndim} or more dimensions" if ndim else ""
             raise ValueError(
-                f"`{name}` should have the shape of `{first}`{least}. Found {tuple(found)} and {tuple(shape)}."
+                f"`{name}` should have the shape of `{first}`, {tuple(shape)}{least}. Found {tuple(found)}."
             )
 
 

@@ -241,15 +241,15 @@ COLUMN = ADVANTAGES[:, None]
 MISTAKES = {
     "a column of advantages": (
         lambda: pg.policy_gradient_loss(LOGITS, ACTIONS, COLUMN),
-        "`adv_t` should have the shape of `a_t`. Found (2, 1) and (2,).",
+        "`adv_t` should have the shape of `a_t`, (2,). Found (2, 1).",
     ),
     "a column of values": (
         lambda: pg.actor_critic_loss(LOGITS, ACTIONS, COLUMN, ADVANTAGES),
-        "`v_t` should have the shape of `a_t`. Found (2, 1) and (2,).",
+        "`v_t` should have the shape of `a_t`, (2,). Found (2, 1).",
     ),
     "a column of actions": (
         lambda: pg.policy_gradient_loss(LOGITS, ACTIONS[:, None], COLUMN),
-        "`a_t` should have the shape (2,) of `logits_t` without its last dimension. Found (2, 1).",
+        "`a_t` should have the shape of `logits_t` without its last dimension, (2,). Found (2, 1).",
     ),
     "actions that are fractions": (
         lambda: pg.policy_gradient_loss(LOGITS, ADVANTAGES, ADVANTAGES),
@@ -257,7 +257,7 @@ MISTAKES = {
     ),
     "a baseline for each action": (
         lambda: pg.expected_policy_gradient_loss(LOGITS, Q, Q),
-        "`baseline_t` should have the shape (2,) of `logits_t` without its last dimension. Found (2, 3).",
+        "`baseline_t` should have the shape of `logits_t` without its last dimension, (2,). Found (2, 3).",
     ),
     "logits without dimensions": (
         lambda: pg.policy_gradient_loss(LOGITS[0, 0], ACTIONS[0], ADVANTAGES[0]),
@@ -269,11 +269,11 @@ MISTAKES = {
     ),
     "values without a last one": (
         lambda: pg.gae_value_loss(R, D, 0.7, V[:-1]),
-        "`values` should have the shape (5,), one time more than `r_t`. Found (4,).",
+        "`values` should have shape (5,), one time more than `r_t`. Found (4,).",
     ),
     "no time": (
         lambda: pg.vtrace(R[:0], R[:0], R[:0], R[:0], R[:0]),
-        "`r_t` should have at least one time. Found the shape (0,).",
+        "`r_t` should have at least one time. Found shape (0,).",
     ),
     "traces of another length": (
         lambda: pg.gae_value_loss(R, D, R[:3], V),
@@ -285,7 +285,7 @@ MISTAKES = {
     ),
     "a group of one": (
         lambda: pg.group_advantages(R[:1], baseline="mean"),
-        "`rewards` should have groups of at least two. Found the shape (1,).",
+        "`rewards` should have groups of at least two. Found shape (1,).",
     ),
     "an unknown baseline": (
         lambda: pg.group_advantages(R, baseline="median"),
@@ -297,11 +297,11 @@ MISTAKES = {
     ),
     "tokens without a group": (
         lambda: pg.grpo_loss(R, R),
-        "`log_prob_t` should have the shape (*, K, T). Found (4,).",
+        "`log_prob_t` should have shape (*, K, T). Found (4,).",
     ),
     "a temperature with a dimension": (
         lambda: pg.sac_actor_loss(R[:1], R, R),
-        "`log_alpha` should be a tensor without dimensions. Found the shape (1,).",
+        "`log_alpha` should be a tensor without dimensions. Found shape (1,).",
     ),
     "a critic that is a function": (
         lambda: pg.held_critic(lambda x: x, R),
@@ -309,7 +309,7 @@ MISTAKES = {
     ),
     "values of critics without their dimension": (
         lambda: pg.td3_critic_loss(R, R, D, R[None]),
-        "`q_tm1` should have the shape (K, *), * being (4,). Found (4,).",
+        "`q_tm1` should have shape (K, *), * being (4,). Found (4,).",
     ),
     "bounds that are turned round": (
         lambda: pg.smoothed_actions(R, low=1.0, high=-1.0),

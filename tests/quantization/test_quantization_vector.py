@@ -750,14 +750,14 @@ def test_gradients_on_a_device(case, device, monkeypatch):
         ),
         (
             lambda: straight_through(BATCH, BATCH[0]),
-            r"`codes` should have the shape of `z`. Found \(2,\) and",
+            r"`codes` should have the shape of `z`, .* Found \(2,\)",
         ),
-        (lambda: rotation_trick(BATCH, BATCH[0]), "`codes` should have the shape of `z`."),
-        (lambda: codebook_loss(BATCH, BATCH[0]), "`codes` should have the shape of `z`."),
-        (lambda: commitment_loss(BATCH, BATCH[0]), "`codes` should have the shape of `z`."),
+        (lambda: rotation_trick(BATCH, BATCH[0]), "`codes` should have the shape of `z`"),
+        (lambda: codebook_loss(BATCH, BATCH[0]), "`codes` should have the shape of `z`"),
+        (lambda: commitment_loss(BATCH, BATCH[0]), "`codes` should have the shape of `z`"),
         (
             lambda: averaged_codebook(CODEBOOK, COUNTS, BATCH, torch.zeros(3, 1).long(), decay=0.5),
-            r"`indices` should have the shape \(3,\). Found \(3, 1\).",
+            r"`indices` should have shape \(3,\). Found \(3, 1\).",
         ),
         (
             lambda: averaged_codebook(CODEBOOK, COUNTS[:1], BATCH, torch.zeros(3).long(), decay=0.5),

@@ -119,7 +119,7 @@ def test_a_target_that_does_not_fit_the_parameters_is_an_error(target):
 
 def test_variants_with_another_first_loss_are_an_error(tmp_path, monkeypatch):
     loaded = load_config(toy.install("toy_unfair", tmp_path), ["kind=unfair"])
-    with pytest.raises(RunError, match="the first loss should not depend on a block"):
+    with pytest.raises(RunError, match="The first loss should not depend on a block"):
         run_config(loaded, tmp_path / "results")
     assert read_all(tmp_path / "results") == []
 
@@ -136,8 +136,8 @@ def test_a_block_that_these_values_do_not_meet_ends_the_command_line_with_a_line
     done = CliRunner().invoke(main, ["run", "configs/rbm_digits.toml", *overrides, "--results", str(tmp_path)])
     assert done.exit_code == 1
     assert done.stderr.splitlines()[-1] == (
-        "error: configs/rbm_digits.toml: seed 0: open: with these values the program does not meet "
-        "rbm.straight_through; it meets rbm.negative_samples"
+        "error: configs/rbm_digits.toml: seed 0: `open` should name blocks that the program meets with these values: "
+        "rbm.negative_samples. Found rbm.straight_through."
     )
 
 
@@ -145,7 +145,7 @@ def test_an_unfair_run_ends_the_command_line_with_code_1(tmp_path, monkeypatch):
     path = toy.install("toy_unfair_cli", tmp_path)
     done = CliRunner().invoke(main, ["run", str(path), "--set", "kind=unfair", "--results", str(tmp_path / "results")])
     assert done.exit_code == 1
-    assert "so a difference would not be due to the block" in done.stderr
+    assert "a difference would not be due to the block" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -976,7 +976,7 @@ def test_losses_compile_without_a_break(program):
 
 X, Y = torch.zeros(3, 2), torch.zeros(3)
 WRONG = [
-    (lambda: score_function_loss(X, Y), "`cost` should have the shape of `log_prob`. Found (3,) and (3, 2)."),
+    (lambda: score_function_loss(X, Y), "`cost` should have the shape of `log_prob`, (3, 2). Found (3,)."),
     (
         lambda: score_function_loss(Y, Y, baseline=torch.zeros(3, 1)),
         "`baseline` should broadcast to the shape of `cost`. Found (3, 1) and (3,).",
@@ -985,17 +985,17 @@ WRONG = [
         lambda: score_function_loss(Y, Y, baseline=torch.zeros(2)),
         "`baseline` should broadcast to the shape of `cost`. Found (2,) and (3,).",
     ),
-    (lambda: enumerated_loss(X, Y), "`losses` should have the shape of `log_probs`. Found (3,) and (3, 2)."),
-    (lambda: dice_loss(X, Y), "`log_probs` should have the shape of `costs`. Found (3, 2) and (3,)."),
-    (lambda: dice_loss(Y, Y, baselines=X), "`baselines` should have the shape of `costs`. Found (3, 2) and (3,)."),
+    (lambda: enumerated_loss(X, Y), "`losses` should have the shape of `log_probs`, (3, 2). Found (3,)."),
+    (lambda: dice_loss(X, Y), "`log_probs` should have the shape of `costs`, (3,). Found (3, 2)."),
+    (lambda: dice_loss(Y, Y, baselines=X), "`baselines` should have the shape of `costs`, (3,). Found (3, 2)."),
     (lambda: dice_loss(Y[0], Y[0]), "`log_probs` should have a sample along dimension 0. Found shape ()."),
     (lambda: leave_one_out(Y[:1]), "`costs` should have at least 2 samples along dimension 0. Found shape (1,)."),
-    (lambda: wake_loss(X, Y), "`log_probs` should have the shape of `log_weights`. Found (3,) and (3, 2)."),
+    (lambda: wake_loss(X, Y), "`log_probs` should have the shape of `log_weights`, (3, 2). Found (3,)."),
     (
         lambda: vimco_loss(X[:1], X[:1]),
         "`log_weights` should have at least 2 samples along dimension 0. Found shape (1, 2).",
     ),
-    (lambda: vimco_loss(X, Y), "`log_probs` should have the shape of `log_weights`. Found (3,) and (3, 2)."),
+    (lambda: vimco_loss(X, Y), "`log_probs` should have the shape of `log_weights`, (3, 2). Found (3,)."),
     *(
         (lambda loss=loss: loss(X[:0]), "`log_weights` should have a sample along dimension 0. Found shape (0, 2).")
         for loss in (iwae_bound, iwae_loss, dreg_loss)
@@ -1004,8 +1004,8 @@ WRONG = [
         lambda: implicit_sample(Normal(torch.zeros(3, 1), 1.0), X[:, 0]),
         "`value` should have a shape that ends with the batch shape (3, 1) of the distribution. Found (3,).",
     ),
-    (lambda: rebar_loss(X, X, X, Y), "`conditional` should have the shape of `log_prob`. Found (3,) and (3, 2)."),
-    (lambda: straight_through(X, Y), "`mean` should have the shape of `sample`. Found (3,) and (3, 2)."),
+    (lambda: rebar_loss(X, X, X, Y), "`conditional` should have the shape of `log_prob`, (3, 2). Found (3,)."),
+    (lambda: straight_through(X, Y), "`mean` should have the shape of `sample`, (3, 2). Found (3,)."),
     (lambda: straight_through([1.0], X), "`sample` should be a tensor. Found list."),
 ]  # fmt: skip
 

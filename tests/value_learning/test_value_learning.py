@@ -891,7 +891,7 @@ def test_a_mask_of_infinite_numbers_stays_and_a_copy_forgets_what_was_before(ste
 def test_networks_that_differ_are_refused():
     with pytest.raises(ValueError, match=r"`old_tensors` should have the names of `new_tensors`. Found .*\['a', 'b'\]"):
         incremental_update({"a": R}, {"b": R}, 0.5)
-    with pytest.raises(ValueError, match=r"`old_tensors\['a'\]` should have the shape \(3,\) and the dtype"):
+    with pytest.raises(ValueError, match=r"`old_tensors\['a'\]` should have shape \(3,\) and the dtype"):
         incremental_update({"a": R}, {"a": R[:2]}, 0.5)
 
 
@@ -1033,44 +1033,44 @@ def test_gradients_on_a_gpu_are_those_on_the_processor(opened):
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        (lambda: td_learning(R[:, None], R, D, R), r"`r_t` should have the shape (3, 1) of `v_tm1`. Found (3,)."),
+        (lambda: td_learning(R[:, None], R, D, R), r"`r_t` should have the shape of `v_tm1`, (3, 1). Found (3,)."),
         (lambda: td_learning(R, R, D > 0, R), "`discount_t` should be a floating-point tensor. Found torch.bool."),
         (lambda: td_learning(R, R, 0.9, R), "`discount_t` should be a floating-point tensor. Found float."),
         (
             lambda: q_learning(Q, ACTIONS[:, None], R, D, Q),
-            "`a_tm1` should have the shape (3,) of `r_t`. Found (3, 1).",
+            "`a_tm1` should have the shape of `r_t`, (3,). Found (3, 1).",
         ),
         (lambda: q_learning(Q, R, R, D, Q), "`a_tm1` should be a tensor of integers. Found torch.float64."),
         (lambda: sarsa(Q, ACTIONS, R, D, Q, [0, 1, 2]), "`a_t` should be a tensor of integers. Found list."),
         (
             lambda: q_learning(Q, ACTIONS, R, D, Q[:, :2]),
-            "`q_t` should have the shape (3, 3) of `q_tm1`. Found (3, 2).",
+            "`q_t` should have the shape of `q_tm1`, (3, 3). Found (3, 2).",
         ),
         (
             lambda: q_learning(Q, ACTIONS, R[:, None], D, Q),
-            "`r_t` should have the shape (3,) of `q_tm1` without its actions. Found (3, 1).",
+            "`r_t` should have the shape of `q_tm1` without its actions, (3,). Found (3, 1).",
         ),
         (
             lambda: q_learning(R[0], ACTIONS[0], R[0], D[0], R[0]),
-            "`q_tm1` should have a last dimension of actions. Found the shape ().",
+            "`q_tm1` should have a last dimension of actions. Found shape ().",
         ),
         (
             lambda: lambda_returns(R[0], D[0], R[0], 0.5),
-            "`r_t` should have a last dimension of time. Found the shape ().",
+            "`r_t` should have a last dimension of time. Found shape ().",
         ),
         (lambda: lambda_returns(R, D, R, 1.5), "`lambda_` should be from 0 to 1. Found 1.5."),
         (
             lambda: lambda_returns(R, D, R, R[:2]),
-            "`lambda_` should have the shape (3,) of `r_t`, or none. Found (2,).",
+            "`lambda_` should have the shape of `r_t`, or none, (3,). Found (2,).",
         ),
         (lambda: n_step_bootstrapped_returns(R, D, R, 0), "`n` should be a positive integer. Found 0."),
         (
             lambda: categorical_l2_project(R, R, R[:1]),
-            "`z_q` should be a vector of at least two atoms. Found the shape (1,).",
+            "`z_q` should be a vector of at least two atoms. Found shape (1,).",
         ),
         (
             lambda: categorical_td_learning(ATOMS, Q, R, D, NEXT_ATOMS, Q),
-            "`v_logits_tm1` should have the shape (3, 5) of its atoms. Found (3, 3).",
+            "`v_logits_tm1` should have the shape of its atoms, (3, 5). Found (3, 3).",
         ),
         (
             lambda: categorical_double_q_learning(ATOMS, ATOMS, ACTIONS, R, D, NEXT_ATOMS, Q, Q),
@@ -1078,7 +1078,7 @@ def test_gradients_on_a_gpu_are_those_on_the_processor(opened):
         ),
         (
             lambda: quantile_regression_loss(R, TAU[:2], R, huber_param=1),
-            "`tau_src` should have the shape (3,) of `dist_src`, or of its last dimension. Found (2,).",
+            "`tau_src` should have the shape of `dist_src`, or of its last dimension, (3,). Found (2,).",
         ),
         (
             lambda: quantile_regression_loss(R, TAU, R, huber_param=-1),
@@ -1092,7 +1092,7 @@ def test_gradients_on_a_gpu_are_those_on_the_processor(opened):
             lambda: quantile_q_learning(Q, TAU, ACTIONS[0], R[0], D[0], Q[:0], Q, huber_param=1),
             "`dist_q_t_selector` should have 2 dimensions or more, none empty. Found (0, 3).",
         ),
-        (lambda: gtd2_loss(R, R, D, R, R, RHO), "`rho_tm1` should have the shape (3,) of `v_tm1`. Found (4,)."),
+        (lambda: gtd2_loss(R, R, D, R, R, RHO), "`rho_tm1` should have the shape of `v_tm1`, (3,). Found (4,)."),
         (lambda: incremental_update({}, {}, 2), "`step_size` should be from 0 to 1. Found 2."),
     ],
 )

@@ -320,7 +320,9 @@ def test_every_sample_may_have_its_own_log_variances():
 
 @pytest.mark.parametrize("shape", [(3, 1), (1,), (4, 1)])
 def test_log_variances_are_not_spread_over_losses(shape):
-    with pytest.raises(ValueError, match=r"`log_variances` should have the shape \(3,\) or \(4, 3\) of `losses`"):
+    with pytest.raises(
+        ValueError, match=r"`log_variances` should have shape \(3,\) or the shape of `losses`, \(4, 3\)"
+    ):
         uncertainty_loss(torch.ones(4, 3), torch.zeros(shape))
 
 

@@ -164,7 +164,7 @@ def test_errors_name_the_argument():
     x = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"`targets` should have the shape of `inputs`, \(2, 3\). Found \(2,\)"):
         sigmoid_focal_loss(x, torch.zeros(2))
-    with pytest.raises(ValueError, match=r"`labels` should have the shape \(2,\). Found \(3,\)"):
+    with pytest.raises(ValueError, match=r"`labels` should have shape \(2,\). Found \(3,\)"):
         focal_loss(x, torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="`gamma` should be finite and not negative"):
         held_focal_loss(x, torch.zeros(2, dtype=torch.long), gamma=-1)

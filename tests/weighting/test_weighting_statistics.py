@@ -325,7 +325,7 @@ def test_errors_name_the_argument():
         ValueError, match=r"`running_mean` should have one value for each of the 2 channels. Found \(3,\)"
     ):
         batch_renorm(torch.zeros(4, 2), torch.zeros(3), torch.ones(2))
-    with pytest.raises(ValueError, match=r"`input` should have the shape \(N, C, ...\) with N > 0. Found \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"`input` should have shape \(N, C, ...\) with N > 0. Found \(0, 2\)"):
         batch_renorm(torch.zeros(0, 2), torch.zeros(2), torch.ones(2))
     with pytest.raises(ValueError, match="`rmax` should be finite and at least 1"):
         BatchRenorm(2, rmax=0.5)
@@ -333,7 +333,7 @@ def test_errors_name_the_argument():
         BatchRenorm(0)
     with pytest.raises(ValueError, match=r"`input` should have 2 channels in dimension 1. Found \(4, 3\)"):
         BatchRenorm(2).eval()(torch.zeros(4, 3))
-    with pytest.raises(ValueError, match=r"`scale` should have no dimensions. Found the shape \(1,\)"):
+    with pytest.raises(ValueError, match=r"`scale` should have no dimensions. Found shape \(1,\)"):
         ema_normalize(torch.zeros(2), torch.ones(1), decay=0.9)
     with pytest.raises(ValueError, match="`decay` should be from 0 to 1"):
         ema_normalize(torch.zeros(2), torch.tensor(1.0), decay=2)

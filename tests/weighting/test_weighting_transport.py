@@ -203,7 +203,7 @@ def test_errors_name_the_argument():
             function(cost, epsilon=0)
         with pytest.raises(ValueError, match="`iterations` should be a positive integer"):
             function(cost, epsilon=1, iterations=0)
-        with pytest.raises(ValueError, match=r"`cost` should have the shape \(..., N, M\)"):
+        with pytest.raises(ValueError, match=r"`cost` should have shape \(..., N, M\)"):
             function(torch.zeros(3), epsilon=1)
 
 

@@ -221,7 +221,7 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
     same_shape(log_std=log_std, held_log_std=held_log_std)
     if log_std.shape not in (mean.shape, mean.shape[-1:]):
         raise ValueError(
-            f"`log_std` should have the shape {tuple(mean.shape)} or {tuple(mean.shape[-1:])}. Found "
+            f"`log_std` should have shape {tuple(mean.shape)} or {tuple(mean.shape[-1:])}. Found "
             f"{tuple(log_std.shape)}."
         )
     mean, log_std = wide(mean), wide(log_std)

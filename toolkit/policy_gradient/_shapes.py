@@ -18,7 +18,7 @@ def one_for_each_row(**tensors: object) -> None:
         raise ValueError(f"`{first}` should have at least one dimension. Found none.")
     if found != shape[:-1]:
         raise ValueError(
-            f"`{name}` should have the shape {tuple(shape[:-1])} of `{first}` without its last dimension. "
+            f"`{name}` should have the shape of `{first}` without its last dimension, {tuple(shape[:-1])}. "
             f"Found {tuple(found)}."
         )
 
@@ -33,7 +33,7 @@ def actions_of(logits_t: Tensor, a_t: Tensor) -> None:
 def scalar(name: str, tensor: object) -> None:
     """Raise a ValueError unless `tensor` has one element and no dimensions."""
     if shape_of(name, tensor) != ():
-        raise ValueError(f"`{name}` should be a tensor without dimensions. Found the shape {tuple(tensor.shape)}.")  # type: ignore[attr-defined]
+        raise ValueError(f"`{name}` should be a tensor without dimensions. Found shape {tuple(tensor.shape)}.")  # type: ignore[attr-defined]
 
 
 def floating(tensor: Tensor) -> Tensor:

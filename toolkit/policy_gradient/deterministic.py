@@ -136,7 +136,7 @@ def td3_critic_loss(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor)
     for name, values in (("q_tm1", q_tm1), ("q_t", q_t)):
         if not isinstance(values, Tensor) or values.dim() == 0 or values.shape[1:] != r_t.shape or not len(values):
             found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(f"`{name}` should have the shape (K, *), * being {tuple(r_t.shape)}. Found {found}.")
+            raise ValueError(f"`{name}` should have shape (K, *), * being {tuple(r_t.shape)}. Found {found}.")
     targets = stop_gradient(torch.addcmul(r_t, discount_t, q_t.amin(0)), CLIPPED_TARGET)
     return 0.5 * len(q_tm1) * (q_tm1 - targets).square().mean()
 

@@ -61,7 +61,7 @@ def group_advantages(
     epsilon = number("epsilon", epsilon, above=0)
     same_shape(rewards=rewards)
     if rewards.dim() == 0 or rewards.shape[-1] < 2:
-        raise ValueError(f"`rewards` should have groups of at least two. Found the shape {tuple(rewards.shape)}.")
+        raise ValueError(f"`rewards` should have groups of at least two. Found shape {tuple(rewards.shape)}.")
     rewards, k = floating(rewards), rewards.shape[-1]
     # The mean of equal numbers may be rounded to another one, and divided by epsilon the difference counts.
     offsets = rewards - rewards[..., :1]

@@ -161,7 +161,7 @@ def grpo_loss(
     low, high = _interval(epsilon, epsilon_high)
     beta = number("beta", beta, least=0)
     if log_prob_t.dim() < 2:
-        raise ValueError(f"`log_prob_t` should have the shape (*, K, T). Found {tuple(log_prob_t.shape)}.")
+        raise ValueError(f"`log_prob_t` should have shape (*, K, T). Found {tuple(log_prob_t.shape)}.")
     one_for_each_row(log_prob_t=log_prob_t, adv=adv)
     if beta and reference_log_prob_t is None:
         raise ValueError(f"`reference_log_prob_t` should be given for a positive `beta`. Found None, {beta:g}.")

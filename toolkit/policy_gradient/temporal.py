@@ -220,14 +220,14 @@ def _checked(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: T
     expected = (*r_t.shape[:-1], r_t.shape[-1] + 1) if r_t.dim() else None
     if not isinstance(values, Tensor) or values.shape != expected:
         found = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"`values` should have the shape {expected}, one time more than `r_t`. Found {found}.")
+        raise ValueError(f"`values` should have shape {expected}, one time more than `r_t`. Found {found}.")
     return _lambda(lambda_, r_t)
 
 
 def _lambda(lambda_: float | Tensor, r_t: Tensor) -> float | Tensor:
     """Return a checked number, or a tensor that broadcasts to the rewards."""
     if r_t.dim() == 0 or r_t.shape[-1] == 0:
-        raise ValueError(f"`r_t` should have at least one time. Found the shape {tuple(r_t.shape)}.")
+        raise ValueError(f"`r_t` should have at least one time. Found shape {tuple(r_t.shape)}.")
     if not isinstance(lambda_, Tensor) or lambda_.dim() == 0:
         return number("lambda_", lambda_, least=0, most=1)
     if not broadcasts(lambda_.shape, r_t.shape):

@@ -112,7 +112,7 @@ def averaged_codebook(
     _check_sizes(z, codebook, counts)
     decay = number("decay", decay, least=0, most=1)
     if indices.shape != z.shape[:-1]:
-        raise ValueError(f"`indices` should have the shape {tuple(z.shape[:-1])}. Found {tuple(indices.shape)}.")
+        raise ValueError(f"`indices` should have shape {tuple(z.shape[:-1])}. Found {tuple(indices.shape)}.")
     if codebook.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"`codebook` should be of float32 or float64 to be averaged. Found {codebook.dtype}.")
     with stop_recording(AVERAGES):

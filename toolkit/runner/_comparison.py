@@ -166,8 +166,8 @@ class _Gradients:
         unmet = sorted(frozenset().union(*variants).difference(met))
         if unmet:
             raise RunError(
-                f"open: with these values the program does not meet {', '.join(unmet)}; it meets "
-                f"{', '.join(met) or 'no block'}"
+                f"`open` should name blocks that the program meets with these values: {', '.join(met) or 'none'}. "
+                f"Found {', '.join(unmet)}."
             )
         target = None if run.target is None else _target(run.target(), comparison.blocked)
         self._comparison = comparison
@@ -221,8 +221,8 @@ def _check_first_losses(trained: Mapping[Variant, Training], rounding: float) ->
         same = math.isclose(training.first_loss, expected, rel_tol=rounding)
         if not same and not (math.isnan(training.first_loss) and math.isnan(expected)):
             raise RunError(
-                f"the first loss should not depend on a block; found {expected!r} blocked and {training.first_loss!r} "
-                f"with {variant_name(variant)} open, so a difference would not be due to the block"
+                f"The first loss should not depend on a block. Found {expected!r} blocked and {training.first_loss!r} "
+                f"with {variant_name(variant)} open: a difference would not be due to the block."
             )
 
 

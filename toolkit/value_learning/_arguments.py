@@ -23,7 +23,7 @@ def of_shape(shape: torch.Size, whose: str, **tensors: Tensor) -> None:
     floating(**tensors)
     for name, tensor in tensors.items():
         if tensor.shape != shape:
-            raise ValueError(f"`{name}` should have the shape {tuple(shape)} {whose}. Found {tuple(tensor.shape)}.")
+            raise ValueError(f"`{name}` should have the shape {whose}, {tuple(shape)}. Found {tuple(tensor.shape)}.")
 
 
 def same_shape(**tensors: Tensor) -> None:
@@ -40,7 +40,7 @@ def of_actions(shape: torch.Size, whose: str, **actions: Tensor) -> None:
             found = action.dtype if isinstance(action, Tensor) else type(action).__name__
             raise ValueError(f"`{name}` should be a tensor of integers. Found {found}.")
         if action.shape != shape:
-            raise ValueError(f"`{name}` should have the shape {tuple(shape)} {whose}. Found {tuple(action.shape)}.")
+            raise ValueError(f"`{name}` should have the shape {whose}, {tuple(shape)}. Found {tuple(action.shape)}.")
 
 
 def chosen(values: Tensor, actions: Tensor, dim: int = -1) -> Tensor:

@@ -344,9 +344,7 @@ def _check_atoms(**atoms: Tensor) -> None:
     floating(**atoms)
     for name, value in atoms.items():
         if value.ndim != 1 or len(value) < 2:
-            raise ValueError(
-                f"`{name}` should be a vector of at least two atoms. Found the shape {tuple(value.shape)}."
-            )
+            raise ValueError(f"`{name}` should be a vector of at least two atoms. Found shape {tuple(value.shape)}.")
 
 
 def _batch_and_actions(name: str, values: Tensor, dim: int, least: int = 1) -> tuple[torch.Size, int]:

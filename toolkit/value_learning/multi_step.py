@@ -155,4 +155,4 @@ def td_lambda(v_tm1: Tensor, r_t: Tensor, discount_t: Tensor, v_t: Tensor, lambd
 def _check(r_t: Tensor, discount_t: Tensor, v_t: Tensor) -> None:
     same_shape(r_t=r_t, discount_t=discount_t, v_t=v_t)
     if r_t.ndim == 0 or r_t.shape[-1] == 0:
-        raise ValueError(f"`r_t` should have a last dimension of time. Found the shape {tuple(r_t.shape)}.")
+        raise ValueError(f"`r_t` should have a last dimension of time. Found shape {tuple(r_t.shape)}.")

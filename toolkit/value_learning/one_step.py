@@ -251,6 +251,6 @@ def double_q_learning(
 def _check(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, **values: Tensor) -> None:
     floating(q_tm1=q_tm1)
     if q_tm1.ndim == 0 or q_tm1.shape[-1] == 0:
-        raise ValueError(f"`q_tm1` should have a last dimension of actions. Found the shape {tuple(q_tm1.shape)}.")
+        raise ValueError(f"`q_tm1` should have a last dimension of actions. Found shape {tuple(q_tm1.shape)}.")
     of_shape(q_tm1.shape[:-1], "of `q_tm1` without its actions", r_t=r_t, discount_t=discount_t)
     of_shape(q_tm1.shape, "of `q_tm1`", **values)

@@ -63,7 +63,7 @@ def incremental_update(
         old = old_tensors[name]
         if old.shape != new.shape or old.dtype != new.dtype:
             raise ValueError(
-                f"`old_tensors[{name!r}]` should have the shape {tuple(new.shape)} and the dtype {new.dtype}. "
+                f"`old_tensors[{name!r}]` should have shape {tuple(new.shape)} and the dtype {new.dtype}. "
                 f"Found {tuple(old.shape)} and {old.dtype}."
             )
         if old.dtype in HALF and 0 < tau < 1:

@@ -152,8 +152,8 @@ def uncertainty_loss(losses: Losses, log_variances: Tensor) -> Tensor:
     stacked = _stacked(losses)
     if log_variances.shape not in (stacked.shape, stacked.shape[-1:]):
         raise ValueError(
-            f"`log_variances` should have the shape {tuple(stacked.shape[-1:])} or {tuple(stacked.shape)} of `losses`. "
-            f"Found {tuple(log_variances.shape)}."
+            f"`log_variances` should have shape {tuple(stacked.shape[-1:])} or the shape of `losses`, "
+            f"{tuple(stacked.shape)}. Found {tuple(log_variances.shape)}."
         )
     return 0.5 * (torch.exp(-log_variances) * stacked + log_variances).sum(-1)
 

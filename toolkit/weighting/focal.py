@@ -193,7 +193,7 @@ def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float
 def _softmax_parts(logits: Tensor, labels: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Return the focal weights and the cross entropies."""
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
-        raise ValueError(f"`labels` should have the shape {tuple(logits.shape[:-1])}. Found {tuple(labels.shape)}.")
+        raise ValueError(f"`labels` should have shape {tuple(logits.shape[:-1])}. Found {tuple(labels.shape)}.")
     if labels.dtype not in INTEGERS:
         raise ValueError(f"`labels` should be integers. Found {labels.dtype}.")
     log_p = functional.log_softmax(wide(logits), -1).gather(-1, labels.long()[..., None]).squeeze(-1)

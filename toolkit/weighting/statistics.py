@@ -199,9 +199,9 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
     """
     decay = number("decay", decay, least=0, most=1)
     if scale.ndim:
-        raise ValueError(f"`scale` should have no dimensions. Found the shape {tuple(scale.shape)}.")
+        raise ValueError(f"`scale` should have no dimensions. Found shape {tuple(scale.shape)}.")
     if input.numel() == 0:  # the mean of nothing, NaN, would stay in the scale
-        raise ValueError(f"`input` should have entries. Found the shape {tuple(input.shape)}.")
+        raise ValueError(f"`input` should have entries. Found shape {tuple(input.shape)}.")
     mean = wide(input).abs().mean()
     dtype = torch.promote_types(mean.dtype, scale.dtype)
     held = stop_gradient(torch.lerp(mean.to(dtype), scale.to(dtype), decay), RUNNING_SCALE)
@@ -262,7 +262,7 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
 def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the mean and the deviation of each channel, (C,)."""
     if x.ndim < 2 or x.shape[0] == 0:
-        raise ValueError(f"`input` should have the shape (N, C, ...) with N > 0. Found {tuple(x.shape)}.")
+        raise ValueError(f"`input` should have shape (N, C, ...) with N > 0. Found {tuple(x.shape)}.")
     eps = number("eps", eps, above=0)
     var, mean = torch.var_mean(wide(x), (0, *range(2, x.ndim)), correction=0)
     return mean, (var + eps).sqrt()

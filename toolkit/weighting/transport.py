@@ -120,7 +120,7 @@ def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -
     """Return the strength, the cost and both weights."""
     epsilon = number("epsilon", epsilon, above=0)
     if cost.ndim < 2 or 0 in cost.shape[-2:]:
-        raise ValueError(f"`cost` should have the shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
+        raise ValueError(f"`cost` should have shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
     if not cost.is_floating_point():
         raise ValueError(f"`cost` should be floating-point numbers. Found {cost.dtype}.")
     cost, found = wide(cost), []
