@@ -236,6 +236,17 @@ def test_a_config_here_comes_before_a_bundled_one_of_its_name(config, tmp_path, 
     assert [one.path.resolve() for one in chosen_configs([Path("em_iris")], [], [])] == [own]
 
 
+def test_a_key_that_is_given_as_an_option_is_told_how_to_be_set():
+    done = CliRunner().invoke(main, ["run", "--learning-rate", "0.1"])
+    assert done.exit_code == 2
+    assert "'--learning-rate': keys of a config are set by --set learning_rate=VALUE." in done.stderr
+    assert "--set" not in CliRunner().invoke(main, ["run", "--colour"]).stderr
+
+
+def test_the_list_of_commands_has_no_sentence_cut_off():
+    assert "..." not in CliRunner().invoke(main, ["--help"]).stdout.partition("Commands:")[2]
+
+
 def test_a_config_that_is_named_twice_is_chosen_once(config):
     assert len(chosen_configs([config, config.parent], [], [])) == 1
 

@@ -48,10 +48,34 @@ def _audit(words: tuple[str, ...], page_path: Path | None, **options: Any) -> No
         audit.callback(words, page_path=page_path and page_path.resolve(), **options)
 
 
-main.add_command(click.Command("audit", params=audit.params, help=audit.help, callback=_audit))
+main.add_command(
+    click.Command(
+        "audit",
+        params=audit.params,
+        help=audit.help,
+        callback=_audit,
+        short_help="Find what stops a gradient in a program.",
+    )
+)
 
 
-@main.command()
+class _RunCommand(click.Command):
+    """A command that knows the keys of a config, which are no options of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            from toolkit.runner._config import ExperimentConfig
+
+            key = error.option_name.lstrip("-").replace("-", "_")
+            if key not in ExperimentConfig.model_fields:
+                raise
+            message = f"No such option {error.option_name!r}: keys of a config are set by --set {key}=VALUE."
+            raise click.NoSuchOption(error.option_name, message, ctx=ctx) from None
+
+
+@main.command(cls=_RunCommand, short_help="Train with blocks in place and again with each open.")
 @click.argument("configs", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value; may be repeated.")
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,...",
@@ -170,7 +194,7 @@ def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
             yield from (f"{config.label}: the records contradict the config: {claim}" for claim in claims)
 
 
-@main.command()
+@main.command(short_help="Audit the programs of the bug zoo.")
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("docs/zoo"))
 @RESULTS
 def zoo(folder: Path, results: Path) -> None:
@@ -201,7 +225,7 @@ def zoo(folder: Path, results: Path) -> None:
     click.echo(f"{len(examined)} bugs found, {len(examined)} fixed programs pass; record in {results}/zoo.json")
 
 
-@main.command()
+@main.command(short_help="Draw the pages from the records.")
 @RESULTS
 @click.option("--single", type=click.Path(path_type=Path, dir_okay=False), help="Write all of it into this one file.")
 def report(results: Path, single: Path | None) -> None:
@@ -224,7 +248,7 @@ def report(results: Path, single: Path | None) -> None:
         _stop("\n".join(damaged), 1)
 
 
-@main.command("list")
+@main.command("list", short_help="Show experiments, blocks, configs and keys.")
 @click.argument("experiment", required=False)
 @click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True)
 def list_command(experiment: str | None, configs: Path) -> None:
@@ -239,7 +263,7 @@ def list_command(experiment: str | None, configs: Path) -> None:
         _stop(str(error), 2)
 
 
-@main.command()
+@main.command(short_help="Lay out a project of your own.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def init(folder: Path) -> None:
     """Lay out a project of your own in FOLDER: one experiment, one config, one test, with comments."""
