@@ -595,6 +595,18 @@ class _Once(torch.autograd.Function):
         return 3 * g * x**2
 
 
+def _shared(w: Tensor) -> Tensor:
+    inner = w * 1
+    stop_gradient(inner, "field.shared").mul_(2)
+    return (inner * w).sum()
+
+
+def _averaging() -> Tensor:
+    with stop_recording("field.average"):
+        W.mul_(0.5).mul_(2)
+    return W.square().sum()
+
+
 def _hooked() -> Tensor:
     inner = W * 2
     inner.register_hook(torch.sign)
@@ -625,6 +637,16 @@ WRONG = {
         ValueError,
         "Found `_Once`, which is marked",
         lambda: field_jacobian(lambda: _Once.apply(W).sum(), W),
+    ),
+    "a blocked value changed in place": (
+        ValueError,
+        "in place. Found that it does: 'field.shared'",
+        lambda: field_jacobian(lambda: _shared(W), W),
+    ),
+    "a region that cannot be recorded": (
+        RuntimeError,
+        "should run while its blocks are recorded. Found: a leaf",
+        lambda: field_jacobian(_averaging, W),
     ),
     "a hook": (ValueError, "second derivative. Found a hook", lambda: field_jacobian(_hooked, W)),
     "a hook of a module": (

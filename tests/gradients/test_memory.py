@@ -159,6 +159,23 @@ def test_wrong_input_gives_one_clear_error(loss: Callable, error: type, message:
 # --- the ledger --------------------------------------------------------------------------------------------------
 
 
+def test_ledger_leaves_open_what_cannot_be_measured() -> None:
+    """Open, a region may fail; and a derivative of torch.func refuses the hooks that measure a region."""
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+
+    def loss() -> Tensor:
+        with stop_recording("ledger.average"):
+            w.mul_(0.5).mul_(2)
+        slope = torch.func.grad(lambda v: (v**3).sum())(w)
+        return (stop_gradient(w.exp(), "ledger.factor") * slope).sum()
+
+    average, factor = memory_ledger(loss).entries
+    assert average.open is None
+    assert factor.open is not None
+    assert factor.as_region is None
+    assert len(str(memory_ledger(loss)).splitlines()) == 4
+
+
 def _entry(loss: Callable[[], Tensor]) -> LedgerEntry:
     (entry,) = memory_ledger(loss).entries
     return entry

@@ -76,6 +76,7 @@ class GateBoard(Gates):
         linear: Whether the forward pass showed no operation that may act nonlinearly on cotangents.
         inner: Blocks that no gate can answer for: a derivative *inside* the forward pass reached them, or no graph is
             recorded at their place.
+        overwritten: Blocks whose memory was changed in place after them.
         pierced: Recorded regions in which the program switched recording on again, so that some nodes made meanwhile
             are recorded even while the regions are closed.
         blurred: Pierced regions whose recorded nodes are not known.
@@ -92,6 +93,7 @@ class GateBoard(Gates):
     linear: bool = True
     hooked: bool = False
     inner: set[str] = field(default_factory=set)
+    overwritten: set[str] = field(default_factory=set)
     pierced: set[str] = field(default_factory=set)
     blurred: set[str] = field(default_factory=set)
     regions: set[str] = field(default_factory=set)
@@ -112,7 +114,8 @@ class GateBoard(Gates):
         finally:
             self._in_forward = False
             # An open block returns the tensor itself, so that an in-place change affects both.
-            self.inner.update(name for name, alias, version in self._aliases if alias._version != version)
+            self.overwritten.update(name for name, alias, version in self._aliases if alias._version != version)
+            self.inner |= self.overwritten
             self._aliases.clear()
             for region in [*self._regions]:  # a generator that outlives the program keeps its region open
                 self._end(region)

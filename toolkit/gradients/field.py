@@ -23,6 +23,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from toolkit._checks import integer
 from toolkit._random import seeded_generator
+from toolkit.gradients._answers import sentence
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
 from toolkit.gradients._program import CONSTANT, NO_PATH, Parameters, Program, differentiated, nodes_of, reached
 from toolkit.gradients.verdict import equal
@@ -68,12 +69,17 @@ class Field:
         plain = program.answer(named, around=False)
         if plain.constant:
             raise ValueError(CONSTANT)
-        with program.aside() as moved, self._board.forward():
+        with _telling(), program.aside() as moved, self._board.forward():
             value = program.value()
         if self._board.pierced:
             raise ValueError(
                 "`loss` should not switch the recording on inside of a region: which of its values move is not "
                 f"known then. Found it in {sorted(self._board.pierced)}."
+            )
+        if self._board.overwritten:
+            raise ValueError(
+                "`loss` should not change the memory of a blocked value in place. Found that it does: "
+                f"{', '.join(map(repr, sorted(self._board.overwritten)))}."
             )
         if not reached(value, named):
             raise ValueError(NO_PATH)
@@ -81,7 +87,7 @@ class Field:
         self._refuse_wrong_second_derivatives(nodes)
         # Torch loses the third derivative of an embedding with sparse gradients.
         self._is_dense = not any(getattr(node, "_saved_sparse", False) for node in nodes)
-        with self._passing(()):
+        with _telling(), self._passing(()):
             self._board.close_regions(value)
             recorded = differentiated(value, named)  # its bits differ from those with a separate graph
             found = torch.autograd.grad(value, self._params, create_graph=True, allow_unused=True)
@@ -327,6 +333,7 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
         ValueError: If the loss is not a real scalar, is NaN or has no gradient, if there is no real parameter to
             differentiate by, if the program switches the recording on inside of a region, or if torch cannot
             differentiate twice through it: hooks, weight normalization, once_differentiable.
+        RuntimeError: If the program fails while its blocks are recorded.
 
     Example:
         >>> w = torch.tensor([0.5], dtype=torch.float64, requires_grad=True)
@@ -337,6 +344,15 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
         (-0.8, 0.8, False)
     """
     return Field(loss, params)
+
+
+@contextmanager
+def _telling() -> Iterator[None]:
+    """Tell an error of the recorded program, which a plain run does not raise."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"`loss` should run while its blocks are recorded. Found: {sentence(error)}.") from error
 
 
 def _by_growth(eigenvalues: Tensor) -> Tensor:

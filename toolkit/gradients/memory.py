@@ -63,7 +63,7 @@ class LedgerEntry:
         name: The block.
         form: ``"tensor"`` for `stop_gradient`, ``"region"`` for `stop_recording`, ``"both"``.
         site: The place where the program first reaches the block: ``file:line:column``.
-        open: Memory use with this block open, and all others in place.
+        open: Memory use with this block open, and all others in place. None if the program fails then.
         as_region: Memory use with a region around all computations that serve this block alone. None if the block is a
             region already, or if this use cannot be measured: the block gets tensors of `torch.func`, a part is
             computed for a derivative inside of the forward pass, or two runs differ.
@@ -72,7 +72,7 @@ class LedgerEntry:
     name: str
     form: Literal["tensor", "region", "both"]
     site: str
-    open: MemoryUse
+    open: MemoryUse | None
     as_region: MemoryUse | None
 
 
@@ -134,10 +134,16 @@ def memory_ledger(loss: Callable[[], Tensor]) -> Ledger:
     del value, needed, roll  # the nodes of a living graph are not counted, but its tensors are
     entries = []
     for name, (form, site) in forms.items():
-        with opened(name):
-            open = _measured(loss)
-        entries.append(LedgerEntry(name, form, site, open, _as_region(loss, alone[name], length)))
+        entries.append(LedgerEntry(name, form, site, _opened(loss, name), _as_region(loss, alone[name], length)))
     return Ledger(_measured(loss), tuple(entries))
+
+
+def _opened(loss: Callable[[], Tensor], name: str) -> MemoryUse | None:
+    try:
+        with opened(name):
+            return _measured(loss)
+    except Exception:  # not every program runs without its blocks
+        return None
 
 
 def _measured(loss: Callable[[], Tensor], around: AbstractContextManager[Any] | None = None) -> MemoryUse:
@@ -227,14 +233,13 @@ def _as_region(loss: Callable[[], Tensor], alone: frozenset[int] | None, length:
 
     try:
         return _measured(counted, saved_tensors_hooks(keep, give))
-    except _Needed:
+    except (_Needed, RuntimeError):  # derivatives of `torch.func` refuse hooks on saved tensors
         return None
 
 
 def _row(entry: LedgerEntry) -> tuple[str, ...]:
-    region = ("", "") if entry.as_region is None else (entry.as_region.graph, entry.as_region.peak)
-    sizes = (entry.open.graph, entry.open.peak, *region)
-    return (entry.name, entry.form, *(size if size == "" else _readable(size) for size in sizes), entry.site)
+    sizes = [[_readable(use.graph), _readable(use.peak)] if use else ["", ""] for use in (entry.open, entry.as_region)]
+    return (entry.name, entry.form, *sizes[0], *sizes[1], entry.site)
 
 
 def _readable(size: int) -> str:
