@@ -1125,6 +1125,22 @@ def test_a_selective_checkpoint_is_differentiated_once_a_run() -> None:
     torch.testing.assert_close(found.gradient(["selective.factor"])["x"], 2 * matrix.T @ matrix @ x.detach())
 
 
+@pytest.mark.parametrize("params", [None, {"w"}], ids=["all", "one"])
+def test_a_group_norm_is_not_differentiated_by_its_weight_alone(params: set[str] | None) -> None:
+    """In channels_last, torch 2.13 writes to a null pointer there: the process would end."""
+    torch.manual_seed(0)
+    leaves = {"x": torch.randn(2, 4, 3, 3).to(memory_format=torch.channels_last), "w": torch.randn(4)}
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+
+    def loss() -> Tensor:
+        out = nn.functional.group_norm(leaves["x"], 2, leaves["w"])
+        return (out * stop_gradient(out, "norm.factor")).sum()
+
+    found = compare(loss, leaves if params is None else {name: leaves[name] for name in params})
+    assert found["norm.factor"].ratio == pytest.approx(2)
+
+
 def test_a_hook_that_runs_itself_without_end_is_named() -> None:
     """As in a deep equilibrium model without its detach: torch goes on in new threads, and never returns."""
     w = torch.tensor([0.3, -1.2], dtype=torch.float64, requires_grad=True)

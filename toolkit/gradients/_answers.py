@@ -33,6 +33,7 @@ from toolkit.gradients._program import (
     differentiated,
     leaves_of,
     nodes_of,
+    others_of,
     reached,
 )
 from toolkit.gradients._snapshot import Snapshot
@@ -128,6 +129,11 @@ class Answers(ABC):
         return nodes_of(self.gated)
 
     @cached_property
+    def others(self) -> list[Tensor]:
+        """The leaves to differentiate by, beside the parameters; see `others_of`."""
+        return others_of(self.nodes)
+
+    @cached_property
     def flat_blocked(self) -> dict[str, Tensor]:
         """Parameter -> gradient with every block in place, as a vector."""
         return {name: flat(gradient) for name, gradient in self.plain.gradients.items()}
@@ -195,7 +201,7 @@ class ProgramAnswers(Answers):
             return {name: gradient.clone() for name, gradient in self.plain.gradients.items()}
         if self._gated is not None and self.answers_at_once(open):
             with self._once_only(), self.passing(open):
-                return differentiated(self._gated, self.params)
+                return differentiated(self._gated, self.params, self.others)
         return self._run_again(open).gradients
 
     def answers_at_once(self, open: Collection[str]) -> bool:
@@ -209,7 +215,7 @@ class ProgramAnswers(Answers):
         self.board.arrivals = []
         with self.passing(()):
             weight = torch.full_like(self._gated, share)
-            torch.autograd.grad(self._gated, wanted, weight, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(self._gated, [*wanted, *self.others], weight, retain_graph=True, allow_unused=True)
         found, self.board.arrivals = self.board.arrivals, None
         return found
 
@@ -250,7 +256,7 @@ class ProgramAnswers(Answers):
         self.board.arrivals = []
         try:
             with self.passing(()):
-                gradients = differentiated(value, self.params)
+                gradients = differentiated(value, self.params, others_of(nodes_of(value)))
         except RuntimeError:  # at a gate, autograd sees in-place changes that the program hid from it
             return False
         self._arrivals, self.board.arrivals = self.board.arrivals, None
@@ -386,10 +392,10 @@ class ProgramAnswers(Answers):
             edges, cotangents = zip(*arrived, strict=True)
             with self.passing(names):
                 leaks = torch.autograd.grad(
-                    edges, list(wanted.values()), cotangents, retain_graph=True, allow_unused=True
+                    edges, [*wanted.values(), *self.others], cotangents, retain_graph=True, allow_unused=True
                 )
             with unobserved():
-                parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=True) if leak is not None}
+                parts = {name: flat(leak) for name, leak in zip(wanted, leaks, strict=False) if leak is not None}
         return Leak(parts, frozenset(parts), carried=True)
 
     def nudged(self, seed: int, size: float, open: Collection[str] = ()) -> dict[str, Tensor] | None:

@@ -33,6 +33,7 @@ __all__ = [
     "leaves_of",
     "named_parameters",
     "nodes_of",
+    "others_of",
     "reached",
 ]
 
@@ -169,9 +170,9 @@ class Program:
                 value = self.value()
             params = leaves_of(value, self.parts) if params is None else params
             nodes = nodes_of(value)
-            others: list[Tensor] = []
+            others = others_of(nodes)
             if not around and any(map(is_foreign, nodes)):  # they run in a plain ``backward()``, wherever they lead
-                others = [node.variable for node in nodes if hasattr(node, "variable")]
+                others = _leaves(nodes)
             with self._refusing_hidden_gradients(nodes):
                 found = derivatives(value, params, others)
             gradients = {name: torch.zeros_like(params[name]) if g is None else g for name, g in found.items()}
@@ -248,9 +249,22 @@ def gradients_of(value: Tensor, inputs: Sequence[Tensor], *, retain_graph: bool 
         ) from error
 
 
-def differentiated(value: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameter -> gradient, zero without a path; the graph stays."""
-    found = derivatives(value, params)
+def others_of(nodes: Iterable[Any]) -> list[Tensor]:
+    """Return the leaves to differentiate by, beside the parameters: all, or none for most graphs.
+
+    Torch 2.13 crashes in the derivative of a group norm by its weight alone, if its input is in `channels_last`.
+    """
+    nodes = list(nodes)
+    return _leaves(nodes) if any(type(node).__name__ == "NativeGroupNormBackward0" for node in nodes) else []
+
+
+def _leaves(nodes: Iterable[Any]) -> list[Tensor]:
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def differentiated(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor]:
+    """Return parameter -> gradient, zero without a path, as `derivatives`; the graph stays."""
+    found = derivatives(value, params, others)
     return {name: torch.zeros_like(params[name]) if g is None else g for name, g in found.items()}
 
 

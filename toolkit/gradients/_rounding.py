@@ -90,7 +90,7 @@ class Rounding:
         arrived = [(edge, cotangent) for name, edge, cotangent in self._arrivals_of_a_part if name in names]
         edges, cotangents = zip(*arrived, strict=True)
         with self._answers.passing(names):
-            (part,) = torch.autograd.grad(edges, [self._params[last]], cotangents, retain_graph=True)
+            part = self._derivative(edges, last, cotangents)
         moved = flat(part).double() * _PART - leak.parts[last].double()
         return bool(norm([moved]) <= self._answers.precision**0.5 * shares[last])
 
@@ -118,11 +118,18 @@ class Rounding:
         for divisor in (_PART, 7.0):  # a few digits may come out the same by chance
             share = torch.full_like(self._answers.gated, 1 / divisor)
             with self._answers.passing(()):
-                (part,) = torch.autograd.grad(self._answers.gated, [self._params[last]], share, retain_graph=True)
+                part = self._derivative(self._answers.gated, last, share)
             moved = norm([flat(part).double() / share.double().item() - flat(self._blocked[last]).double()])
             if not moved <= self._answers.precision**0.5 * norms[last]:
                 return False
         return True
+
+    def _derivative(
+        self, outputs: Tensor | Sequence[GradientEdge], name: str, cotangents: Tensor | Sequence[Tensor]
+    ) -> Tensor:
+        """Return the derivative by one parameter."""
+        inputs = [self._params[name], *self._answers.others]
+        return torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)[0]
 
     @cached_property
     def _last_uses(self) -> dict[str, int]:
