@@ -125,6 +125,24 @@ def test_a_class_without_probability_may_be_impossible():
     assert cross_entropy(x, torch.tensor([[0.2, 0.7, 0.1]], dtype=torch.float64)) == math.inf
 
 
+@every_size
+@every_reduction
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", ["labels", "probabilities"])
+def test_a_class_of_weight_zero_may_be_impossible(reduction, smoothing, kind, of_size):
+    """An impossible class is the limit of unlikely ones, whose loss times 0 is 0."""
+    logits, weight = normal(40, 5), WEIGHT.masked_fill(torch.arange(5) == 2, 0.0)
+    target = torch.randint(5, (40,), generator=generator(1)) if kind == "labels" else normal(40, 5, seed=1).softmax(1)
+    found, expected = (logits.clone().requires_grad_() for _ in range(2))
+    impossible = torch.arange(5) == 2
+    options = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}
+    losses = cross_entropy(found.masked_fill(impossible, -math.inf), target, **options)
+    limits = cross_entropy(expected.masked_fill(impossible, -1e300), target, **options)
+    torch.testing.assert_close(losses, limits, rtol=1e-14, atol=0)
+    gradients = torch.autograd.grad([losses.sum(), limits.sum()], [found, expected])
+    torch.testing.assert_close(*gradients, rtol=1e-14, atol=0)
+
+
 def test_smoothing_leaves_masked_classes_out():
     x, where = normal(6, 4), torch.tensor([True, False, True, True])
     labels = torch.tensor([0, 2, 3, 0, 2, 3])

@@ -293,7 +293,7 @@ def cross_entropy(
         -\sum_c w_c q_c \log \operatorname{softmax}(x)_c
 
     Both terms are taken after the shift: ``[1e8, 1e8]`` gives log 2. The loss of a class with logit ``-inf``, or of a
-    masked class, is infinite, unless its probability q is 0.
+    masked class, is infinite, unless its probability q or its weight is 0.
 
     Args:
         logits: (\*, C), floating point.
@@ -345,7 +345,9 @@ def cross_entropy(
         return _reduced(found, None, reduction).to(logits.dtype)
     x, _ = _shifted(logits, dim)
     if is_small(x) and x.dim() == 2 and dim % 2 == 1 and not smoothing:
-        return _label_losses(log_softmax_of_rows(x, dim), labels, weight, ignored, reduction).to(logits.dtype)
+        log_y = log_softmax_of_rows(x, dim)
+        log_y = log_y if weights is None else _without_impossible(log_y, weights)
+        return _label_losses(log_y, labels, weight, ignored, reduction).to(logits.dtype)
     kept = (labels != ignored).to(x.device)
     at = labels.long().masked_fill(~kept, 0).unsqueeze(dim)
     if _is_plain():
@@ -355,7 +357,7 @@ def cross_entropy(
     own = kept.to(losses.dtype)
     if weights is not None:
         own = own * weights.expand(x.shape).gather(dim, at).squeeze(dim)
-        losses = losses * own.unsqueeze(dim)
+        losses = _without_impossible(losses, own.unsqueeze(dim)) * own.unsqueeze(dim)
     losses = losses.squeeze(dim)
     if smoothing:
         uniform = _smoothed(torch.zeros_like(wide(logits)), 1.0, where, dim)
@@ -373,9 +375,13 @@ def _reduced(losses: Tensor, weights: Tensor | None, reduction: str) -> Tensor:
 
 def _losses_of_probabilities(logits: Tensor, q: Tensor, weights: Tensor | None, dim: int) -> Tensor:
     """Return the losses (*) of probabilities of the classes (*, C)."""
-    log_y = log_softmax(wide(logits), dim)
-    log_y = log_y.masked_fill((q == 0) & (log_y == -math.inf), 0.0)
-    return -(q * log_y if weights is None else weights * q * log_y).sum(dim)
+    factors = q if weights is None else weights * q
+    return -(factors * _without_impossible(log_softmax(wide(logits), dim), factors)).sum(dim)
+
+
+def _without_impossible(values: Tensor, factors: Tensor) -> Tensor:
+    """Return the values, 0 in place of an infinite one whose factor is 0."""
+    return values.masked_fill((factors == 0) & values.isinf(), 0.0)
 
 
 def _smoothed(q: Tensor, smoothing: float, where: Tensor | None, dim: int) -> Tensor:
