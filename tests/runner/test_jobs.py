@@ -21,7 +21,7 @@ from toolkit.runner._choice import _products
 from toolkit.runner._command import main
 from toolkit.runner._comparison import folder_of
 from toolkit.runner._config import ConfigError, load_config
-from toolkit.runner._jobs import _expected_seconds
+from toolkit.runner._jobs import _in_order
 from toolkit.runner._progress import Progress
 from toolkit.runner._records import MEASURED_SEEDS, claimed, overrides_of, read_all, read_records
 from toolkit.runner._units import Answer, units_of
@@ -236,7 +236,7 @@ def test_ctrl_c_ends_all_processes_and_keeps_what_is_finished(tmp_path):
     assert [record.seed for record in read_records(folder)] == [0]
 
 
-def test_the_longest_units_come_first(tmp_path):
+def test_the_longest_units_come_first_after_the_shortest(tmp_path):
     short, long, unknown = (toy.install(f"toy_{name}", tmp_path) for name in ("short", "long", "unknown"))
     for path, seconds in ((short, 1.0), (long, 9.0)):
         folder = tmp_path / path.stem / "0123" / "seed-000"
@@ -245,8 +245,7 @@ def test_the_longest_units_come_first(tmp_path):
     toy.rewrite(short, tmp_path / "toy_stated.toml", ["experiment='toy_short'", "seconds=5"])
     paths = (short, unknown, tmp_path / "toy_stated.toml", long)
     units = [units_of(load_config(path))[0] for path in paths]
-    ordered = sorted(units, key=lambda unit: _expected_seconds(tmp_path, unit), reverse=True)
-    assert [unit.label for unit in ordered] == ["toy_long", "toy_stated", "toy_short", "toy_unknown"]
+    assert [unit.label for unit in _in_order(units, tmp_path)] == ["toy_unknown", "toy_long", "toy_stated", "toy_short"]
 
 
 def test_a_sweep_runs_every_combination_and_the_report_shows_them_side_by_side(tmp_path):

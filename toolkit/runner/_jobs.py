@@ -40,7 +40,7 @@ def run_units(
     Times are measured while nothing else runs: after each unit of one job, after all units of several.
 
     Args:
-        units: The units; several jobs run the longest first.
+        units: The units; several jobs run the shortest first, for a page to look at, and then the longest.
         root: The results folder.
         jobs: Processes. 1: this process runs the units in their order.
         cluster: The address of a Ray cluster that runs the units in place of processes. None: no cluster.
@@ -56,8 +56,8 @@ def run_units(
         if cluster is None and (jobs == 1 or len(left) <= 1):
             run.all_of(left, lambda count: in_this_process(run.show))
         else:
-            longest_first = sorted(left, key=partial(_expected_seconds, root), reverse=True)
-            run.all_of(longest_first, lambda count: _on_cluster(cluster) if cluster else in_processes(min(jobs, count)))
+            ordered = _in_order(left, root)
+            run.all_of(ordered, lambda count: _on_cluster(cluster) if cluster else in_processes(min(jobs, count)))
         return _merged(run.errors)
 
 
@@ -200,6 +200,12 @@ def _merged(errors: Sequence[str]) -> list[str]:
 
 def _was_killed(future: Future[Answer]) -> bool:
     return isinstance(future.exception(), BrokenExecutor)
+
+
+def _in_order(units: Sequence[Unit], root: Path) -> list[Unit]:
+    """Return the units, the longest first, so that no core waits for one at the end; but before them the shortest."""
+    longest_first = sorted(units, key=partial(_expected_seconds, root), reverse=True)
+    return longest_first[-1:] + longest_first[:-1]
 
 
 def _expected_seconds(root: Path, unit: Unit) -> float:
