@@ -279,6 +279,14 @@ def test_a_mistake_in_a_claim_is_one_line_with_its_line_and_variant(config, text
     assert re.search(says, message), message
 
 
+def test_an_experiment_that_is_no_name_and_a_block_that_nothing_declares_are_told(config):
+    _edited(config, f'experiment = "{config.stem}"', f'experiment = ["{config.stem}"]')
+    assert f"{config}:1: experiment: unknown experiment ['{config.stem}']" in _message(config)
+    _edited(config, f'experiment = ["{config.stem}"]', f'experiment = "{config.stem}"')
+    _edited(config, f'"{config.stem}.shift", [', '"nowhere.near.any.name", [')
+    assert "; a module declares it outside of `run`: block('nowhere.near.any.name', why)" in _message(config)
+
+
 def test_keys_below_a_claim_are_misplaced_and_not_missing(config):
     first, *others = config.read_text().splitlines()
     config.write_text("\n".join([f'[expect."{config.stem}.target"]', *others, first]))

@@ -257,7 +257,7 @@ def test_other_methods_are_trained_once_a_seed_and_recorded(tmp_path, monkeypatc
 
 def test_a_method_has_a_value_for_every_step_or_one(tmp_path, monkeypatch):
     loaded = load_config(toy.install("toy_stumbles", tmp_path), ["kind=stumbles"])
-    with pytest.raises(ValueError, match=r"'stumble' should have 3 values of 'objective', or 1\. Found 2\."):
+    with pytest.raises(RunError, match=r"'stumble' should have 3 values of 'objective', or 1\. Found 2\."):
         run_config(loaded, tmp_path / "results")
 
 

@@ -20,6 +20,12 @@ METRICS = '{"objective": (values - truth).square().mean().sqrt().item()}'
 LOSS = "return 0.5 * (target"
 
 
+def _with(part, arguments):
+    """Return the end of `run` with a further part."""
+    made = f"__import__('toolkit.runner').runner.{part}(label='x', {arguments})"
+    return END.replace("\n", f" {part.lower()}={made},\n")
+
+
 def _install(folder, *edits):
     """Write the project of `stopgrad init`, with edits, under a name that no other test uses."""
     name = f"own_{next(NUMBERS)}"
@@ -62,12 +68,30 @@ def _error(config):
             METRICS + ' | {"z": values.mul_(0.9)[0]}',
             "`evaluate` should not change a parameter. Found .*'values'",
         ),
-        (METRICS, METRICS + ' | {"z": torch.rand(())}', "Two runs .* another z after 0 updates"),
+        (METRICS, METRICS + ' | {"z": torch.rand(())}', "`evaluate` should return the same .* another 'z'"),
         (
             LOSS,
             "values.data.mul_(0.9)\n        " + LOSS,
             "`loss` should not change a parameter. Found another 'values'",
         ),
+        (
+            METRICS,
+            '{"objective": (values + torch.rand(5, generator=generator)).norm().item()}',
+            "`evaluate` should return the same when it is called again. Found another 'objective'",
+        ),
+        ("optim.SGD([values], lr=config.learning_rate)", "optim.LBFGS([values])", "without a closure. Found LBFGS"),
+        (
+            "higher_is_better=False",
+            "higher_is_better=False) and Objective(label=3, higher_is_better=False",
+            "`label` should be of the type str. Found 3",
+        ),
+        ("is_better=False", "is_better='no'", "`higher_is_better` should be of the type bool. Found 'no'"),
+        (END, END.replace("\n", " plane='x',\n"), "`plane` should be the names of two metrics. Found 'x'"),
+        (END, END.replace("\n", " events=1,\n"), "`events` should be a list of Event. Found 1"),
+        (END, _with("Sweep", "values=(1.0, 2.0), evaluate=lambda: {'a': [1]}"), "have 2 values of 'a'. Found 1"),
+        (END, _with("Sweep", "values=(1.0, 2.0), evaluate=lambda: {'a': 1}"), "a list of numbers as 'a'. Found 1"),
+        (END, _with("Sweep", "values=(1.0, 2.0), evaluate=lambda: [1]"), "dict of lists of numbers. Found list"),
+        (END, _with("Methods", "steps=(1,), train={'m': lambda: {'a': [1]}}"), "should have values of 'objective'"),
         (LOSS, "return torch.rand(()) + 0.5 * (target", "Two runs .* another loss after 0 updates"),
         (
             END,

@@ -32,7 +32,7 @@ from toolkit.runner._records import (
     write_times,
 )
 from toolkit.runner._rounding import OF_ONE_PASS
-from toolkit.runner._training import RunError, Training, measure_sweep, rehearse, train, train_methods
+from toolkit.runner._training import RunError, Training, alike, measure_sweep, rehearse, train, train_methods
 
 __all__ = ["RunError", "folder_of", "record_of", "run_config", "times_of"]
 
@@ -197,7 +197,7 @@ def _check_repeats(rehearsal: Training, training: Training, rounding: float) -> 
     ]
     pairs += [(name, 0, rehearsal.metrics[name][0], training.metrics[name][0]) for name in rehearsal.metrics]
     for name, step, one, two in pairs:
-        if not (math.isclose(one, two, rel_tol=rounding, abs_tol=rounding) or (math.isnan(one) and math.isnan(two))):
+        if not alike(one, two, rounding):
             raise RunError(
                 f"Two runs of a seed should be identical. Found another {name} after {step} updates with the same "
                 "blocks: take each draw from a torch.Generator that `run` seeds with `seed`."

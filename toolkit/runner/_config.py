@@ -174,7 +174,7 @@ def load_config(path: Path, overrides: Iterable[str] = (), swept: Iterable[str] 
                 raise ConfigError(f"{where(name, 'experiment')}: {_MISPLACED}")
         raise ConfigError(f"{path}: experiment: missing; should be one of {', '.join(known)}")
     name = values["experiment"]
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ConfigError(f"{where('experiment')}: unknown experiment {name!r}{_suggest(name, known)}")
     module = load_experiment(name, known[name])
     config_class: type[ExperimentConfig] = module.Config
@@ -360,7 +360,8 @@ def _check_blocks(config: ExperimentConfig, where: _Places) -> None:
     known = declared_blocks()
     for name in dict.fromkeys(name for variant in config.variants for name in sorted(variant)):
         if name not in known:
-            raise ConfigError(f"{where('open')}: unknown block {name!r}{_suggest(name, known)}")
+            hint = _suggest(name, known) or f"; a module declares it outside of `run`: block({name!r}, why)"
+            raise ConfigError(f"{where('open')}: unknown block {name!r}{hint}")
     if len(set(config.variants)) < len(config.variants):
         raise ConfigError(f"{where('open')}: the same blocks are opened twice, found {config.open!r}")
 

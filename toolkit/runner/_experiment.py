@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ class Objective:
         best: The optimum, where it is known exactly.
 
     Raises:
+        TypeError: If `label` is not text, or `higher_is_better` not a truth value.
         ValueError: If `best` is not a finite number.
     """
 
@@ -34,6 +36,9 @@ class Objective:
     best: float | None = None
 
     def __post_init__(self) -> None:
+        for name, value, kind in (("label", self.label, str), ("higher_is_better", self.higher_is_better, bool)):
+            if not isinstance(value, kind):
+                raise TypeError(f"`{name}` should be of the type {kind.__name__}. Found {value!r}.")
         _numbers_of(self, "best")
 
 
@@ -157,6 +162,10 @@ class Run:
             part = getattr(self, name)
             if not isinstance(part, kind) and (name == "objective" or part is not None):
                 raise TypeError(f"`{name}` should be of the class {kind.__name__}. Found {type(part).__name__}.")
+        if not (isinstance(self.events, Sequence) and all(isinstance(event, Event) for event in self.events)):
+            raise TypeError(f"`events` should be a list of Event. Found {self.events!r}.")
+        if self.plane is not None and (isinstance(self.plane, str) or len(self.plane) != 2):
+            raise TypeError(f"`plane` should be the names of two metrics. Found {self.plane!r}.")
         _check_optimizer(self.optimizer, self.parameters)
 
 
@@ -181,6 +190,9 @@ def _check_optimizer(optimizer: object, parameters: Mapping[str, Tensor]) -> Non
     if not isinstance(optimizer, torch.optim.Optimizer):
         found = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else type(optimizer).__name__
         raise TypeError(f"`optimizer` should be a torch.optim.Optimizer. Found {found}.")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise TypeError(f"`optimizer` should take a step without a closure. Found {type(optimizer).__name__}.")
     held = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
     absent = [name for name, tensor in parameters.items() if id(tensor) not in held]
     others = len(held) - (len(parameters) - len(absent))

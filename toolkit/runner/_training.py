@@ -14,8 +14,9 @@ from torch import Tensor
 from toolkit.blocks import unblock
 from toolkit.runner._config import ExperimentConfig
 from toolkit.runner._experiment import Methods, Run
+from toolkit.runner._rounding import OF_ONE_PASS
 
-__all__ = ["RunError", "Training", "measure_sweep", "metrics_of", "rehearse", "train", "train_methods"]
+__all__ = ["RunError", "Training", "alike", "measure_sweep", "metrics_of", "rehearse", "train", "train_methods"]
 
 REHEARSED = 3  # steps: the third has another batch, and updates before it
 
@@ -64,19 +65,18 @@ def train_methods(methods: Methods, on_method: Callable[[str], None] = lambda na
     """Train each method, and return name -> its metrics and its processor time in seconds.
 
     Raises:
-        ValueError: If a metric does not have a value for every step, or a single one.
+        RunError: If a metric does not have a value for every step, or a single one, or none is the objective.
     """
     trained = {}
     for name, method in methods.train.items():
         on_method(name)
         begin = time.process_time()
-        metrics = {metric: [_finite(float(value)) for value in values] for metric, values in method().items()}
+        found = method()
         seconds = time.process_time() - begin
-        for metric, values in metrics.items():
-            if len(values) not in (1, len(methods.steps)):
-                raise ValueError(
-                    f"{name!r} should have {len(methods.steps)} values of {metric!r}, or 1. Found {len(values)}."
-                )
+        series = _series(repr(name), found, len(methods.steps), or_one=True)
+        if "objective" not in series:
+            raise RunError(f"{name!r} should have values of 'objective'. Found {', '.join(sorted(series)) or 'none'}.")
+        metrics = {metric: [_finite(value) for value in values] for metric, values in series.items()}
         trained[name] = {"metrics": metrics, "seconds": seconds}
     return trained
 
@@ -86,7 +86,28 @@ def measure_sweep(run: Run, opened: Collection[str]) -> dict[str, list[float]]:
     if run.sweep is None or not run.sweep.times:
         return {}
     with unblock(*opened):
-        return {name: [float(value) for value in measure()] for name, measure in run.sweep.times.items()}
+        times = {name: measure() for name, measure in run.sweep.times.items()}
+    return _series("`sweep.times`", times, len(run.sweep.values))
+
+
+def _series(what: str, found: object, count: int, *, or_one: bool = False) -> dict[str, list[float]]:
+    """Return name -> numbers, as many as there are steps or swept values.
+
+    Raises:
+        RunError: If something else is found.
+    """
+    if not isinstance(found, Mapping):
+        raise RunError(f"{what} should return a dict of lists of numbers. Found {type(found).__name__}.")
+    series = {}
+    for name, values in found.items():
+        try:
+            series[name] = [float(value) for value in values]
+        except (TypeError, ValueError):
+            raise RunError(f"{what} should return a list of numbers as {name!r}. Found {values!r}.") from None
+        if len(series[name]) != count and not (or_one and len(series[name]) == 1):
+            more = ", or 1" if or_one else ""
+            raise RunError(f"{what} should have {count} values of {name!r}{more}. Found {len(series[name])}.")
+    return series
 
 
 def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lambda: None) -> Training:
@@ -128,7 +149,7 @@ def train(run: Run, config: ExperimentConfig, on_step: Callable[[], None] = lamb
         on_step()
     swept = None
     if run.sweep is not None and diverged_at is None:
-        swept = {name: [float(value) for value in values] for name, values in run.sweep.evaluate().items()}
+        swept = _series("`sweep.evaluate`", run.sweep.evaluate(), len(run.sweep.values))
         swept |= {name: [math.nan] * len(run.sweep.values) for name in run.sweep.times}  # measured later
     return Training(losses, steps, metrics, diverged_at, swept)
 
@@ -142,6 +163,9 @@ def rehearse(run: Run, config: ExperimentConfig) -> Training:
     start = {name: value.clone() for name, value in run.parameters.items()}
     metrics = {name: [value] for name, value in metrics_of(run).items()}
     _check_unchanged("evaluate", run, start)
+    for name, value in metrics_of(run).items():
+        if not alike(value, metrics[name][0], OF_ONE_PASS[config.dtype]):
+            raise RunError(f"`evaluate` should return the same when it is called again. Found another {name!r}.")
     losses: list[float] = []
     for step in range(min(REHEARSED, config.steps)):
         run.optimizer.zero_grad()
@@ -155,6 +179,11 @@ def rehearse(run: Run, config: ExperimentConfig) -> Training:
         run.optimizer.step()
         run.after_step(step + 1)
     return Training(losses, [0], metrics, None)
+
+
+def alike(one: float, two: float, rounding: float) -> bool:
+    """Return whether two numbers are equal up to rounding, or both NaN."""
+    return math.isclose(one, two, rel_tol=rounding, abs_tol=rounding) or (math.isnan(one) and math.isnan(two))
 
 
 def _check_unchanged(function: str, run: Run, start: Mapping[str, Tensor]) -> None:
