@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import importlib.util
 import json
@@ -9,7 +10,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -190,7 +191,7 @@ def _answer_of_function(path: str, name: str) -> Any:
     file = Path(path)
     if not file.is_file():
         _stop(f"The program should be in a file. Found none at {path}.")
-    with contextlib.redirect_stdout(sys.stderr):  # the program's own output is no part of the answer
+    with _output_aside():
         loss, params = _loss_of(_imported(file), name, path)
         from toolkit.gradients.audit import audit as audited
 
@@ -210,11 +211,13 @@ def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dic
 
 def _run(run: Any, script: Any) -> int:
     """Run a script; return its exit status, after the traceback of an error. Paths are as before it ran."""
-    from toolkit.gradients.audit.scripts import Refused
+    from toolkit.gradients.audit.scripts import Again, Refused
 
     try:
-        with contextlib.redirect_stdout(sys.stderr), contextlib.chdir("."):
+        with _output_aside(), contextlib.chdir("."):
             run.run(script)
+    except Again:
+        run.lessons.start_again()
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Refused as error:
@@ -227,6 +230,27 @@ def _run(run: Any, script: Any) -> int:
         traceback.print_exception(error.with_traceback(trace))
         return 1
     return 0
+
+
+@contextlib.contextmanager
+def _output_aside() -> Iterator[None]:
+    """Send the output of the program and of its child processes to stderr; at the exit of this process again."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        atexit.register(_put_aside)  # runs before the functions that the program has registered
+
+
+def _put_aside() -> None:
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
 
 
 def _bear_witness(script: Any, question: Any, path: Path) -> NoReturn:

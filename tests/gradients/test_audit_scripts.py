@@ -410,3 +410,23 @@ def test_children_and_paths_are_as_without_the_tool(write, tmp_path):
 def test_a_program_that_is_not_there(tmp_path):
     found = _run(tmp_path, "train.py")
     assert (found.returncode, found.stderr) == (2, "error: The program should be in a file. Found none at train.py.\n")
+
+
+def test_the_answer_alone_is_on_stdout_wherever_the_script_goes(write, tmp_path):
+    write("", "elsewhere/nothing")
+    write(
+        """
+        import atexit, os, subprocess
+        import torch
+        atexit.register(print, "printed at the end")
+        subprocess.run(["echo", "printed by a child"])
+        os.chdir("elsewhere")
+        w = torch.ones(2, requires_grad=True)
+        torch.autograd.grad((w * w.detach()).sum(), [w])  # it trains by gradients: the script starts again
+        """
+    )
+    found = _run(tmp_path, "train.py", "--json", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert _verdicts(json.loads(found.stdout)) == {"train.py:8:26": "partial"}
+    assert found.stderr.count("printed by a child") == 3, "twice recorded, once as the witness"
+    assert found.stderr.count("printed at the end") == 2

@@ -31,7 +31,7 @@ from toolkit.gradients._snapshot import without_compiled_code
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.steps import Recorder, Refused, Unrecordable, backward_passes, root_of_pass
 
-__all__ = ["Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun"]
+__all__ = ["Again", "Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun"]
 
 # The environment variable with the lessons of earlier starts of this script.
 _LESSONS = "STOPGRAD_AUDIT_LESSONS"
@@ -279,11 +279,13 @@ class RecordedRun(ScriptRun):
         self._suspects = list[str]()
 
     def run(self, script: Script) -> None:
-        """Run a script until the question is answered, or to its end; start it again if a recording fails."""
+        """Run a script until the question is answered, or to its end.
+
+        Raises:
+            Again: If a recording fails, and the script has to start again.
+        """
         try:
             super().run(script)
-        except _Again:
-            self.lessons.start_again()
         except _Refusal as refusal:
             raise refusal.error from None
         except SystemExit as end:
@@ -292,10 +294,10 @@ class RecordedRun(ScriptRun):
         except Exception as error:
             if not self._learn(error):
                 raise
-            self.lessons.start_again()
+            raise Again from error
         if self._trains_by_gradients():
             self.lessons.gradients, self.lessons.earlier = True, max(self.lessons.earlier, self.question.step)
-            self.lessons.start_again()
+            raise Again
 
     def _started(self, script: Script) -> None:
         """Run a script; find the places behind an error while its tensors have their graphs."""
@@ -338,7 +340,7 @@ class RecordedRun(ScriptRun):
         except Unrecordable as error:
             if not self._learn(error):
                 raise
-            raise _Again from error
+            raise Again from error
 
     def attending(self) -> AbstractContextManager[None]:
         """Record the step that is asked about."""
@@ -358,7 +360,7 @@ class RecordedRun(ScriptRun):
         if self.lessons.starts >= _MOST_STARTS:
             raise Refused("The script should do the same each time it runs. Found another step each time.")
         self.lessons.earlier = 2 * self.lessons.earlier + 1
-        raise _Again
+        raise Again
 
     def _learn(self, error: Exception) -> bool:
         """Find the places at which a recording has failed; return whether the script should start again."""
@@ -385,8 +387,8 @@ class _Refusal(BaseException):
         self.error = error
 
 
-class _Again(BaseException):
-    """Ends the script, which has to start again."""
+class Again(BaseException):
+    """Ends the script, which has to start again; see `Lessons.start_again`."""
 
 
 @dataclass
