@@ -488,6 +488,53 @@ def test_a_parameter_without_a_path_is_listed():
     assert "no path to the loss: unused: bias, weight" in str(answer)
 
 
+@pytest.mark.parametrize("hides", [False, True])
+def test_parameters_are_named_by_the_variables_that_hold_them(hides):
+    class Agent:
+        def __init__(self):
+            self.temperature = torch.zeros(1, requires_grad=True)
+            self.actor, self.critic = nn.Linear(2, 1), nn.Linear(2, 1)
+
+    agent, weights, biases = Agent(), [torch.ones(1, requires_grad=True)], {"b": torch.ones(1, requires_grad=True)}
+    scale = torch.ones(1, requires_grad=True)
+    if hides:
+        gc.freeze()
+    with audited() as step:
+        y = (agent.critic(agent.actor.weight) * scale + weights[0]).detach() * agent.temperature.exp() + biases["b"]
+        y.sum().backward()
+    assert gc.get_freeze_count() == 0
+    assert set(step.audits[0].effects[0].verdict.parameters) == {
+        *("agent.actor.weight", "agent.critic.bias", "agent.critic.weight", "scale", "weights[0]")
+    }
+    assert set(step.audits[0].blocked) >= {"agent.temperature", "biases['b']"}
+
+
+def test_a_stop_inside_of_a_module_is_at_the_line_that_asks_for_it():
+    net, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    with audited(net) as step:
+        other.load_state_dict(net.state_dict())
+        y = torch.func.functional_call(net, net.state_dict(), net.weight)
+        nn.utils.clip_grad_norm_([net.weight], 1.0)
+        (y * net.weight).sum().backward()
+    (answer,) = step.audits
+    first = test_a_stop_inside_of_a_module_is_at_the_line_that_asks_for_it.__code__.co_firstlineno
+    lines = {answer.kinds[name] + str(site.line - first): site.file for name, site in answer.sites.items()}
+    assert lines == dict.fromkeys(["detach()3", "no_grad3", "detach()4", "no_grad5"], __file__)
+    assert [str(effect.verdict) for effect in answer.effects] == ["cuts all paths to [bias]", "no-op"]
+
+
+def test_the_scale_of_a_loss_is_said():
+    w, scaler = torch.ones(2, requires_grad=True), torch.amp.GradScaler("cpu", init_scale=8.0)
+    with audited() as step:
+        loss = (w * w.detach()).sum()
+        scaler.scale(loss).backward(retain_graph=True)
+        loss.mul(8.0).backward()
+    assert [answer.remarks for answer in step.audits] == [
+        ["a GradScaler has multiplied the loss, gradients and leaks by 8"],
+        [],
+    ]
+
+
 def test_the_graph_is_drawn():
     w = torch.tensor(3.0, requires_grad=True)
     with audited({"w": w}) as answer:

@@ -41,6 +41,9 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 # Parts of torch that are models, not internals: their stops concern the user.
 _MODELS = tuple(_TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/"))
 
+# Parts of torch whose stops belong to the line that calls them: `load_state_dict`, `state_dict`, `clip_grad_norm_`.
+_OF_THE_CALLER = tuple(_TORCH + part for part in ("nn/modules/module.py", "nn/utils/clip_grad.py"))
+
 # Functions that user code may have bound to a name before the replacement: then only a mode sees the call.
 _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
     (torch._C.TensorBase.detach, Tensor, "detach"),
@@ -603,6 +606,9 @@ def _caller() -> FrameType:
 
 def _outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:
     """Return the frame that called a package's function of the same name, for example a container's ``detach()``."""
+    if frame.f_code.co_filename in _OF_THE_CALLER:
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+            frame = frame.f_back
     if not frame.f_code.co_filename.startswith(INSTALLED):
         return frame
     name, package = kind.strip(".()"), _package(frame)

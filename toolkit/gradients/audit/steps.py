@@ -6,18 +6,16 @@ passes compute what they always compute. In front of a backward pass the answer 
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
-from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -38,11 +36,12 @@ from toolkit.gradients._program import Answer, Parameters, coarsest, named_param
 from toolkit.gradients._snapshot import Parts, RandomState, Snapshot, without_compiled_code
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
+from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
 from toolkit.gradients.compare import Comparison
 from toolkit.gradients.graph import graph_of_recorded
 from toolkit.gradients.verdict import equal, flat
 
-__all__ = ["AuditedStep", "Recorder", "Refused", "Unrecordable", "audited", "backward_passes", "parameters_of"]
+__all__ = ["AuditedStep", "Recorder", "Refused", "Unrecordable", "audited", "backward_passes"]
 
 # Makes the context of a backward pass from its loss and the tensors it differentiates by, None for every leaf.
 Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[None]]
@@ -99,18 +98,19 @@ class Recorder:
             Unrecordable: If the recorded gradient may differ from that of the plain step.
             Refused: If the graph of the step cannot be differentiated a second time.
         """
-        parts = Parts(modules=modules_by_name(sys._getframe(1)))
+        scopes = scopes_of(sys._getframe(1))
+        parts = Parts(modules=modules_by_name(scopes))
         given = None if params is None else named_parameters(params, parts)
         if given is None and inputs is not None:
-            given = parameters_of(list(inputs), parts)
-        answers = StepAnswers(value, self.board, self.bare, given, parts)
+            given = parameters_of(list(inputs), parts, scopes)
+        answers = StepAnswers(value, self.board, self.bare, given, parts, scopes)
         comparison = Comparison(answers, answers.names(self.bare.partly), nested=self.bare.nested)
         return Audit(
             comparison,
             self.bare,
             is_recorded=True,
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
-            remarks=[*[_BEYOND] * self.reaches_beyond(value), *[_EAGER] * _compiles()],
+            remarks=[*[_BEYOND] * self.reaches_beyond(value), *[_EAGER] * _compiles(), *_scaling_of(value)],
             closed=self._closed(answers, comparison),
             unreached=dict.fromkeys(sorted(answers.params.keys() - answers.reached), ""),
         )
@@ -138,7 +138,7 @@ class Recorder:
         """Make constants of the tensors that are constants of the plain program."""
         board, known = self.board, dict[Any, bool]()
         board.forget_leaves()
-        for tensor in _live_tensors():
+        for tensor in objects_of(Tensor):
             node = tensor.grad_fn
             if node is None or board.is_earlier(node) or board.leads_to_a_leaf(node, known):
                 continue
@@ -161,7 +161,13 @@ class StepAnswers(Answers):
     board: CutBoard
 
     def __init__(
-        self, value: Tensor, board: CutBoard, bare: BareBlocks, params: Mapping[str, Tensor] | None, parts: Parts
+        self,
+        value: Tensor,
+        board: CutBoard,
+        bare: BareBlocks,
+        params: Mapping[str, Tensor] | None,
+        parts: Parts,
+        scopes: Sequence[Mapping[str, Any]],
     ) -> None:
         """Differentiate `value` by `params`, or by every leaf, with every block in place."""
         self._value, self.board, self._bare = value, board, bare
@@ -173,7 +179,7 @@ class StepAnswers(Answers):
             )
         self.parts = parts
         leaves = [node.variable for node in self.nodes if hasattr(node, "variable")]
-        self.params = parameters_of(leaves, parts) if params is None else params
+        self.params = parameters_of(leaves, parts, scopes) if params is None else params
         known = {id(leaf) for leaf in leaves}
         self.reached = {name for name, parameter in self.params.items() if id(parameter) in known}
         refuse_strays(value, board)
@@ -197,6 +203,8 @@ class StepAnswers(Answers):
         """Return the gradient of the step, and the cotangents at its cuts."""
         try:
             return self._derivatives([self._value], None, self._cuts)
+        except Closed as error:  # the graph is freed: torch says so
+            raise error.__cause__ or error from None
         except RuntimeError as error:  # the first nodes of a closed region run, and need what they saved
             regions = frozenset[str]().union(*map(regions_of, self.nodes))
             if "modified by an inplace operation" not in str(error) or not regions:
@@ -526,42 +534,6 @@ def root_of_pass(
     return root, [inputs] if isinstance(inputs, Tensor) else inputs
 
 
-def parameters_of(leaves: Sequence[Tensor], parts: Parts) -> dict[str, Tensor]:
-    """Return name -> leaf, with names from modules where they have one."""
-    known, named = parts.names_of_leaves(), dict[str, Tensor]()
-    for index, leaf in enumerate(dict.fromkeys(leaves)):
-        name = known.get(id(leaf), f"leaf {tuple(leaf.shape)} #{index}")
-        named[f"{name} #{index}" if name in named else name] = leaf
-    return named
-
-
-def modules_by_name(frame: FrameType | None) -> dict[str, nn.Module]:
-    """Return name -> module for every module that no other contains, by the names in use on the stack."""
-    modules = {id(found): found for found in gc.get_objects() if issubclass(type(found), nn.Module)}
-    inside = {id(child) for module in modules.values() for child in module._modules.values()}
-    roots = {
-        key: module
-        for key, module in modules.items()
-        if key not in inside and next(module.parameters(), None) is not None
-    }
-    if len(roots) == 1:
-        return {"": next(iter(roots.values()))}
-    names: dict[int, str] = {}
-    scopes = [vars(sys.modules["__main__"])]
-    while frame is not None:
-        scopes.insert(0, frame.f_locals)
-        frame = frame.f_back
-    for scope in scopes:
-        for name, found in list(scope.items()):
-            if id(found) in roots:
-                names[id(found)] = name
-    named: dict[str, nn.Module] = {}
-    for key, module in roots.items():
-        name = names.get(key, type(module).__name__)
-        named[f"{name} #{len(named)}" if name in named else name] = module
-    return named
-
-
 def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
     """Return a hook that scales cotangents by random factors, which depend on the seed and the shape alone."""
 
@@ -581,6 +553,16 @@ def _compiles() -> bool:
     """Return whether this process has compiled functions."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
+
+
+def _scaling_of(value: Tensor) -> list[str]:
+    """Return a remark if the loss is multiplied by the scale of a `GradScaler`."""
+    factor = getattr(value.grad_fn, "_saved_other", None)
+    if not isinstance(factor, Tensor):
+        return []
+    scales = [scaler._scale for scaler in objects_of(torch.amp.GradScaler)]
+    is_scaled = any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
+    return [f"a GradScaler has multiplied the loss, gradients and leaks by {factor.item():g}"] * is_scaled
 
 
 def _blocks_of(node: Any) -> frozenset[str]:
@@ -603,7 +585,7 @@ class _Storages:
     """The memory of the tensors that exist now, as long as they do."""
 
     def __init__(self) -> None:
-        kept = [tensor.untyped_storage() for tensor in _live_tensors() if has_storage(tensor)]
+        kept = [tensor.untyped_storage() for tensor in objects_of(Tensor) if has_storage(tensor)]
         self._alive = {storage._cdata: StorageWeakRef(storage) for storage in kept}
 
     def storages(self) -> _Storages:
@@ -613,10 +595,6 @@ class _Storages:
     def __contains__(self, memory: object) -> bool:
         found = self._alive.get(memory)
         return found is not None and not found.expired()
-
-
-def _live_tensors() -> list[Tensor]:
-    return [found for found in gc.get_objects() if issubclass(type(found), Tensor)]
 
 
 def _plainly_behind(nodes: Sequence[Any]) -> Iterator[Any]:
