@@ -27,6 +27,7 @@ ORIGINALS = [
         ),
         (torch, ("detach", "tensor", "is_grad_enabled")),
         (nn.Parameter, ("__new__",)),
+        (torch.autograd.Variable, ("__new__",)),
         (torch.no_grad, ("__enter__", "__exit__")),
         (torch.enable_grad, ("__enter__", "__exit__")),
         (torch.inference_mode, ("__enter__", "__exit__")),
@@ -94,6 +95,7 @@ KINDS = {
     "detach": ("detach()", lambda pair: pair.b(pair.x).exp().detach()),
     "torch.detach": ("detach()", _detach_in_functional_form),
     "data": (".data", lambda pair: pair.b(pair.x).exp().data),
+    "Variable": ("Variable()", lambda pair: torch.autograd.Variable(pair.b(pair.x).exp())),
     "torch.tensor": ("torch.tensor()", lambda pair: torch.tensor(pair.b(pair.x).exp())),
     "new_tensor": ("new_tensor()", lambda pair: pair.x.new_tensor(pair.b(pair.x).exp())),
     "no_grad": ("no_grad", _context(torch.no_grad)),
@@ -128,6 +130,25 @@ def test_every_kind_is_found_and_opened(pair, name):
     opened = found.gradient([effect.name])
     for expected, gradient in zip(_plain(open_loss, parameters), opened.values(), strict=True):
         torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=0)
+
+
+def test_values_written_through_data_leave_the_graph(pair):
+    bank, mean = torch.zeros(2, *pair.a(pair.x).shape), torch.zeros(())
+
+    def loss():
+        y = pair.a(pair.x)
+        bank.data[1] = y
+        mean.data.mul_(0.9).add_(pair.x.mean())
+        torch.autograd.Variable(y.exp(), requires_grad=True)
+        return (y * bank[1].clone()).sum() + mean
+
+    found = audit(loss, pair.a)
+    assert found.valid, found.reason
+    first = test_values_written_through_data_leave_the_graph.__code__.co_firstlineno
+    assert [(entry.kind, found.sites[entry.site].line - first) for entry in found.escapes] == [
+        ("write through .data", 5),
+        ("Variable()", 7),
+    ]
 
 
 def test_set_grad_enabled_with_a_region_is_opened(pair):

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
@@ -121,6 +122,7 @@ class BareBlocks:
     _writes: set[str] = field(default_factory=set)
     _undone: list[Kept] | None = None
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
+    _aliases: Any = field(default_factory=WeakIdKeyDictionary)
 
     @contextmanager
     def replaced(self, program: HasStorages | None = None) -> Iterator[None]:
@@ -169,7 +171,8 @@ class BareBlocks:
             (torch, "asarray", self._asarray),
             (torch, "tensor", functools.partial(self._copy, "torch.tensor()", 0)),
             (Tensor, "new_tensor", functools.partial(self._copy, "new_tensor()", 1)),
-            (nn.Parameter, "__new__", self._parameter),
+            (nn.Parameter, "__new__", functools.partial(self._made, "nn.Parameter()")),
+            (torch.autograd.Variable, "__new__", self._variable),
             (torch, "is_grad_enabled", self._is_grad_enabled),
             (torch.autograd, "_engine_run_backward", self._backward),
         ]
@@ -244,7 +247,7 @@ class BareBlocks:
             if _unwraps(input):
                 return self._unwrapped(get, input)
             if not carries_gradient(input):
-                return original.__get__(input)
+                return self._aliased(original.__get__(input))
             return self._stopped(".data", input, lambda: original.__get__(input))
 
         def set(input: Tensor, value: Tensor) -> None:
@@ -297,6 +300,21 @@ class BareBlocks:
         with torch._C.DisableTorchFunction():  # would call this function again
             return plainly()
 
+    def _aliased(self, made: Tensor) -> Tensor:
+        """Remember `.data` of a constant: gradients of values that are written through it do not reach the constant."""
+        if (site := self._site_of_escape(self._caller())) is not None:
+            self._aliases[made] = site
+        return made
+
+    def note_writes(self, changed: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+        """Note values with a gradient that are written through `.data`."""
+        bases = [tensor if tensor._base is None else tensor._base for tensor in changed] if self._aliases else []
+        sites = [self._aliases[base] for base in bases if base in self._aliases]
+        if sites and any(carries_gradient(value) and not self.is_constant(value) for value in values):
+            for site in sites:
+                self.sites.setdefault(str(site), site)
+                self.escapes[Escape("write through .data", str(site))] = None
+
     def _note_nested(self, site: Site) -> None:
         """Note the regions in which a place stops something."""
         if self._closed:
@@ -313,12 +331,23 @@ class BareBlocks:
     def _caller(self) -> FrameType:
         return self._here or _caller()
 
-    def _parameter(self, original: Any) -> Any:
+    def _made(self, kind: str, original: Any) -> Any:
         def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
             data = args[0] if args else kwargs.get("data")
             if isinstance(data, Tensor) and carries_gradient(data):
-                self._note_escape("nn.Parameter()", self._caller())
+                self._note_escape(kind, self._caller())
             return original(cls, *args, **kwargs)
+
+        return staticmethod(new)
+
+    def _variable(self, original: Any) -> Any:
+        leaf = self._made("Variable()", original).__func__
+
+        def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            data = args[0] if args else kwargs.get("data")
+            if not isinstance(data, Tensor) or kwargs.get("requires_grad") or any(args[1:]):
+                return leaf(cls, *args, **kwargs)
+            return self._stopped("Variable()", data, lambda: original(cls, *args, **kwargs))
 
         return staticmethod(new)
 
@@ -488,12 +517,16 @@ class BareBlocks:
         return None if key in self.real else site
 
     def _note_escape(self, kind: str, frame: FrameType | None) -> None:
-        while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, copy.__file__)) or _passes_on(frame)):
-            frame = frame.f_back
-        if frame is not None and not _is_machinery(frame.f_code.co_filename) and self._mine():
-            site = site_of(frame)
+        if (site := self._site_of_escape(frame)) is not None:
             self.sites.setdefault(str(site), site)
             self.escapes[Escape(kind, str(site))] = None
+
+    def _site_of_escape(self, frame: FrameType | None) -> Site | None:
+        while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, copy.__file__)) or _passes_on(frame)):
+            frame = frame.f_back
+        if frame is None or _is_machinery(frame.f_code.co_filename) or not self._mine():
+            return None
+        return site_of(frame)
 
     def _note_blind_checkpoint(self, frame: FrameType) -> None:
         """Note a reentrant checkpoint that records no graph, because no input carries a gradient."""
@@ -533,17 +566,22 @@ class _Watch(TorchFunctionMode):
             and (site := bare._site("_set_grad_enabled", _caller()))
         ):
             bare.real[str(site)] = _WITHOUT_END
+        changed = changed_by(func, args, kwargs)
         if bare._undone is not None:
-            changed = [tensor for tensor in changed_by(func, args, kwargs) if bare._is_state(tensor)]
-            bare._undone += [Kept.now(tensor, "", is_data=False) for tensor in changed]
+            states = filter(bare._is_state, changed)
+            bare._undone += [Kept.now(tensor, "", is_data=False) for tensor in states]
         region = bare._region
-        if region is None:
+        if region is None and not changed:
             return func(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if region is None:
+            if torch.is_grad_enabled():
+                bare.note_writes(changed, leaves)
+            return func(*args, **kwargs)
         one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"
         if one_mode and any(map(_has_tangent, leaves)):
             bare.one_mode[region.site] = None
-        changed = [tensor for tensor in changed_by(func, args, kwargs) if bare._is_state(tensor)]
+        changed = [tensor for tensor in changed if bare._is_state(tensor)]
         bare._writes.update([region.site] if changed else [])
         # A view cannot be made a constant again.
         if changed and (region.site in bare.spares or any(tensor._base is not None for tensor in changed)):
