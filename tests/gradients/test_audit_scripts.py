@@ -430,3 +430,28 @@ def test_the_answer_alone_is_on_stdout_wherever_the_script_goes(write, tmp_path)
     assert _verdicts(json.loads(found.stdout)) == {"train.py:8:26": "partial"}
     assert found.stderr.count("printed by a child") == 3, "twice recorded, once as the witness"
     assert found.stderr.count("printed at the end") == 2
+
+
+def test_stops_in_a_derivative_inside_of_the_step_are_not_opened(write, tmp_path):
+    """Without them the loss itself would be another one."""
+    write(
+        """
+        import torch
+        w = torch.tensor([0.3, 0.5], requires_grad=True)
+        optimiser = torch.optim.SGD([w], 0.1)
+        def inner(v):
+            with torch.no_grad():
+                scale = v.exp()
+            return (v.square() * v.detach() * scale).sum()
+        (slope,) = torch.autograd.grad(inner(w), w, create_graph=True)
+        loss = inner(w - 0.1 * slope) + (w.detach() * w).sum()
+        loss.backward()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--verify", "--json")
+    assert found.returncode == 0, found.stderr
+    told = json.loads(found.stdout)
+    reasons = {entry["site"]: entry["reason"] for entry in told["unopened"]}
+    assert set(reasons) == {"train.py:6:5", "train.py:8:26"}
+    assert all("a derivative inside of the step" in reason for reason in reasons.values())
+    assert _verdicts(told) == {"train.py:10:34": "partial"}

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -41,6 +41,8 @@ __all__ = [
     "next_number",
     "reachable_nodes",
     "regions_of",
+    "replaced_by",
+    "replacing",
     "source_of",
     "successors",
     "unrecorded",
@@ -499,6 +501,7 @@ _TORCH = str(Path(torch.__file__).parent) + "/"
 _TOOLKIT = str(Path(__file__).parents[1]) + "/"
 _REGIONS = "toolkit.gradients.regions"
 _SOURCE = "toolkit.gradients.source"
+_REPLACES = "toolkit.gradients.replaces"
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
@@ -518,7 +521,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, replaced_by(func)
         if self._board.records:
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if func in self._derivatives:
@@ -550,6 +553,20 @@ class _Watch(TorchFunctionMode):
             self._board.mend(context)
         elif args == (True,):
             self._board.pierce(context)
+
+
+def replaced_by(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function that `replacing` has marked; any other function unchanged.
+
+    A function of torch passes the object to modes that its own name refers to, which may be a replacement.
+    """
+    return func.__dict__.get(_REPLACES, func) if type(func) is FunctionType else func
+
+
+def replacing(original: Callable[..., Any], by: Callable[..., Any]) -> Callable[..., Any]:
+    """Mark a function as a replacement."""
+    by.__dict__[_REPLACES] = original
+    return by
 
 
 def _beyond_modes(frame: FrameType) -> FrameType:

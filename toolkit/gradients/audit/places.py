@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
-from toolkit.gradients._gates import reachable_nodes, unrecorded
+from toolkit.gradients._gates import reachable_nodes, replaced_by, unrecorded
 from toolkit.gradients._places import decorated
 from toolkit.gradients._snapshot import INSTALLED, Kept
 
@@ -550,7 +550,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, func = kwargs or {}, replaced_by(func)
         bare = self._bare
         if not bare._mine():
             return func(*args, **kwargs)

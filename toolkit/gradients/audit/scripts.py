@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from toolkit.gradients._gates import gate_of, reachable_nodes
+from toolkit.gradients._gates import gate_of, reachable_nodes, replacing
 from toolkit.gradients._snapshot import without_compiled_code
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.steps import Recorder, Refused, Unrecordable, backward_passes, root_of_pass
@@ -217,7 +217,7 @@ class ScriptRun:
             with self._backward(*_root_of_grad(*args, **kwargs)):
                 return original(*args, **kwargs)
 
-        torch.autograd.grad = grad
+        torch.autograd.grad = replacing(original, grad)
         try:
             yield
         finally:
