@@ -8,6 +8,8 @@ Images of digits, each seen in two views: noise is added and pixels are removed.
   in the average and on the answers. Other methods: no average, so that the student is its own teacher, with the stop
   and without it.
 - ``byol``: BYOL's predictions of the embeddings of such a teacher, with the same other methods.
+- ``moco``: MoCo's embeddings are to be nearer to that of the other view, the key by such a teacher, than to the keys of
+  earlier batches, with the same other methods.
 - ``swav``: SwAV's scores predict the codes of the other view, a balanced assignment that is held. Other methods: codes
   without balance, the softmax of the scores, with their stop and without it.
 - ``fixmatch``: few labels, and pseudo-labels for the other images: the class that the model itself finds in the first
@@ -29,6 +31,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from experiments._digits import gradient_of, on_device, split_digits
+from experiments._views import Views
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset
@@ -37,12 +40,15 @@ from toolkit.self_supervised import (
     BYOL_TARGET,
     DINO_TARGET,
     EMA_STUDENT,
+    MOCO_KEY,
     SOFT_LABEL,
     byol_loss,
     dino_center,
     dino_loss,
     ema,
+    enqueue,
     fixmatch_loss,
+    moco_loss,
     simsiam_loss,
     soft_label_loss,
     swav_loss,
@@ -57,19 +63,21 @@ class Config(ExperimentConfig):
     """Values of an experiment on self-supervised learning.
 
     Attributes:
-        task: ``"simsiam"``, ``"dino"``, ``"byol"``, ``"swav"`` or ``"fixmatch"``; see the module.
+        task: ``"simsiam"``, ``"dino"``, ``"byol"``, ``"moco"``, ``"swav"`` or ``"fixmatch"``; see the module.
         batch_size: Images of a batch; fixmatch: without labels.
         n_features: All but fixmatch: D, of the embedding, and K of dino.
         n_prototypes: swav: K.
         width: Units of the hidden layers.
         noise: Standard deviation of the noise on pixels, which lie in [0, 1].
         removed: Share of the pixels that a view lacks; fixmatch: the second view.
-        momentum: dino and byol: of the teacher; dino's centre has 0.9.
+        momentum: dino, byol and moco: of the teacher; dino's centre has 0.9.
+        queue_size: moco: keys of earlier batches.
+        temperature: moco: tau.
         labelled: fixmatch: images of each class with a label.
         threshold: fixmatch: confidence from which a pseudo-label counts.
     """
 
-    task: Literal["simsiam", "dino", "byol", "swav", "fixmatch"]
+    task: Literal["simsiam", "dino", "byol", "moco", "swav", "fixmatch"]
     batch_size: Annotated[int, Field(ge=2)] = 256
     n_features: Annotated[int, Field(ge=2)] = 32
     n_prototypes: Annotated[int, Field(ge=2)] = 30
@@ -77,14 +85,16 @@ class Config(ExperimentConfig):
     noise: Annotated[float, Field(ge=0)] = 0.25
     removed: Annotated[float, Field(ge=0, lt=1)] = 0.2
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.99
+    queue_size: Annotated[int, Field(ge=1)] = 512
+    temperature: Annotated[float, Field(gt=0)] = 0.2
     labelled: Annotated[int, Field(ge=1)] = 4
     threshold: Annotated[float, Field(gt=0, lt=1)] = 0.95
 
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run of the config's task."""
-    tasks = {"simsiam": _simsiam, "dino": _distilled, "byol": _distilled, "swav": _swav, "fixmatch": _fixmatch}
-    return tasks[config.task](config, seed)
+    tasks = {"simsiam": _simsiam, "swav": _swav, "fixmatch": _fixmatch}
+    return tasks.get(config.task, _distilled)(config, seed)
 
 
 def effective_rank(embeddings: Tensor) -> float:
@@ -114,37 +124,6 @@ def neighbour_accuracy(embeddings: Tensor, labels: Tensor, test: Tensor, test_la
     return (votes.argmax(-1) == test_labels).double().mean().item()
 
 
-# --- views --------------------------------------------------------------------------------------------------------
-
-
-class _Views:
-    """Two views of the current batch, and of the next ones by a seeded source.
-
-    Args:
-        images: (N, D).
-        config: Size of the batches, and the corruption.
-        generator: Draws the batches and the corruption.
-    """
-
-    def __init__(self, images: Tensor, config: Config, generator: torch.Generator) -> None:
-        self._images, self._config, self._generator = images, config, generator
-        self.advance(0)
-
-    def advance(self, step: int) -> None:
-        """Draw the views of the next batch."""
-        chosen = torch.randint(len(self._images), (self._config.batch_size,), generator=self._generator)
-        images = self._images[chosen.to(self._images.device)]
-        removed, noise = self._config.removed, self._config.noise
-        weak = self._config.task == "fixmatch"
-        self.first = self._corrupted(images, 0.0 if weak else removed, noise / 2 if weak else noise)
-        self.second = self._corrupted(images, removed, noise)
-
-    def _corrupted(self, images: Tensor, removed: float, noise: float) -> Tensor:
-        drawn = torch.randn(images.shape, generator=self._generator, dtype=images.dtype)
-        kept = torch.rand(images.shape, generator=self._generator) >= removed
-        return (images + noise * drawn.to(images)) * kept.to(images)
-
-
 # --- SimSiam ------------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +131,7 @@ def _simsiam(config: Config, seed: int) -> Run:
     train, test, generator = _data(config, seed)
     encoder, predictor = _siamese(config, train.inputs, generator)
     parameters = _named(nn.ModuleDict({"encoder": encoder, "predictor": predictor}))
-    views = _Views(train.inputs, config, generator)
+    views = _views(train.inputs, config, generator)
 
     def answers() -> tuple[Tensor, Tensor, Tensor, Tensor]:
         z1, z2 = encoder(views.first), encoder(views.second)
@@ -189,7 +168,7 @@ def _siamese(config: Config, like: Tensor, generator: torch.Generator) -> tuple[
     return encoder.to(like), predictor.to(like)
 
 
-# --- DINO and BYOL ------------------------------------------------------------------------------------------------
+# --- DINO, BYOL and MoCo ------------------------------------------------------------------------------------------
 
 
 class _Distillation:
@@ -206,11 +185,15 @@ class _Distillation:
         self._config = config
         if config.task == "byol":
             self.student, self._predictor = _siamese(config, self.train.inputs, generator)
+        elif config.task == "moco":
+            self.student, self._predictor = _siamese(config, self.train.inputs, generator)[0], nn.Identity()
+            queue = torch.randn(config.queue_size, config.n_features, generator=generator)
+            self.queue = _unit(queue).to(self.train.inputs)
         else:
             widths = [config.width, config.n_features]
             student = nn.Sequential(*_layers([64, widths[0]], generator), nn.ReLU(), *_layers(widths, generator))
             self.student, self._predictor = student.to(self.train.inputs), nn.Identity()
-        self.views = _Views(self.train.inputs, config, generator)
+        self.views = _views(self.train.inputs, config, generator)
         self.parameters = {**_named(self.student), **dict(self._predictor.named_parameters(prefix="predictor"))}
         self._momentum = config.momentum if average else 0.0
         self._past = {name: value.detach().clone() for name, value in _named(self.student).items()}
@@ -231,6 +214,13 @@ class _Distillation:
         student, teacher = self.outputs()
         if self._config.task == "byol":
             return byol_loss(student[0], teacher[1]) + byol_loss(student[1], teacher[0])
+        if self._config.task == "moco":
+            return moco_loss(
+                _unit(student).flatten(0, 1),
+                _unit(teacher).flip(0).flatten(0, 1),
+                self.queue,
+                temperature=self._config.temperature,
+            )
         return dino_loss(student, teacher, self.center)
 
     def slope(self, student: Tensor, teacher: Tensor) -> Tensor:
@@ -238,23 +228,27 @@ class _Distillation:
         wanted = teacher.flip(0)
         if self._config.task == "byol":
             return -2 * _slope_of_cosine(student, wanted) / student.shape[1]
+        if self._config.task == "moco":
+            return _slope_of_contrast(student, wanted, self.queue, self._config.temperature)
         sharpened = ((wanted - self.center) / 0.04).softmax(-1)
         return ((student / 0.1).softmax(-1) - sharpened).detach() / 0.1 / student[..., 0].numel()
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return gradient descent, for BYOL with momentum."""
-        momentum = 0.9 if self._config.task == "byol" else 0.0
+        """Return gradient descent, for BYOL and MoCo with momentum."""
+        momentum = 0.0 if self._config.task == "dino" else 0.9
         return torch.optim.SGD(self.parameters.values(), lr=self._config.learning_rate, momentum=momentum)
 
     def advance(self, step: int) -> None:
-        """Keep the teacher and the centre of the step, and draw the next views."""
+        """Keep the teacher and the centre or the keys of the step, and draw the next views."""
         self._past, self.center = self._teacher, dino_center(self.center, self._outputs)
+        if self._config.task == "moco":
+            self.queue = enqueue(self.queue, _unit(self._outputs[0]))
         self.views.advance(step)
 
 
 def _distilled(config: Config, seed: int) -> Run:
     made = _Distillation(config, seed)
-    stops = (BYOL_TARGET.name if config.task == "byol" else DINO_TARGET.name, EMA_STUDENT.name)
+    stops = ({"byol": BYOL_TARGET, "dino": DINO_TARGET, "moco": MOCO_KEY}[config.task].name, EMA_STUDENT.name)
 
     def target() -> dict[str, Tensor]:
         student, teacher = made.outputs()
@@ -303,7 +297,7 @@ class _Prototypes:
         drawn = torch.randn(config.n_prototypes, config.n_features, generator=generator)
         self.prototypes = nn.Parameter(drawn.to(self.train.inputs))
         self.parameters = {**_named(self.encoder), "prototypes": self.prototypes}
-        self.views = _Views(self.train.inputs, config, generator)
+        self.views = _views(self.train.inputs, config, generator)
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=config.learning_rate, momentum=0.9)
 
     def scores(self) -> Tensor:
@@ -409,14 +403,14 @@ def _fixmatch(config: Config, seed: int) -> Run:
 
 def _few_labels(
     config: Config, seed: int
-) -> tuple[nn.Module, dict[str, Tensor], dict[str, Loss], _Views, Callable[[], dict[str, float]]]:
+) -> tuple[nn.Module, dict[str, Tensor], dict[str, Loss], Views, Callable[[], dict[str, float]]]:
     """Return a classifier, its parameters, losses by name, the views of images without labels, and its judge."""
     train, test, generator = _data(config, seed)
     model = nn.Sequential(*mlp(64, 10, widths=[config.width], activation=nn.ReLU, generator=generator)).to(train.inputs)
     order = torch.randperm(len(train.labels), generator=generator).to(train.labels.device)
     chosen = torch.cat([order[train.labels[order] == label][: config.labelled] for label in range(10)])
     images, labels = train.inputs[chosen], train.labels[chosen]
-    views = _Views(train.inputs, config, generator)
+    views = _views(train.inputs, config, generator)
     parameters = _named(model)
 
     def labelled() -> Tensor:
@@ -451,6 +445,18 @@ _FEW_DIRECTIONS = Event(says="fewer than four directions were left", metric="eff
 def _data(config: Config, seed: int) -> tuple[Dataset, Dataset, torch.Generator]:
     train, test = split_digits(getattr(torch, config.dtype))
     return on_device(train, config.device), on_device(test, config.device), torch.Generator().manual_seed(seed)
+
+
+def _views(images: Tensor, config: Config, generator: torch.Generator) -> Views:
+    """Return views that are corrupted alike; for fixmatch the first one less."""
+    weak = config.task == "fixmatch"
+    return Views(
+        images,
+        config.batch_size,
+        noise=(config.noise / 2 if weak else config.noise, config.noise),
+        removed=(0.0 if weak else config.removed, config.removed),
+        generator=generator,
+    )
 
 
 def _layers(sizes: Sequence[int], generator: torch.Generator) -> nn.Sequential:
@@ -506,6 +512,16 @@ def _slope_of_cosine(p: Tensor, z: Tensor) -> Tensor:
     cosine = (_unit(p) * _unit(z)).sum(-1, keepdim=True)
     slope: Tensor = (_unit(z) - cosine * _unit(p)) / p.norm(dim=-1, keepdim=True)
     return slope
+
+
+def _slope_of_contrast(q: Tensor, k: Tensor, queue: Tensor, temperature: float) -> Tensor:
+    """Return the gradient of the mean cross entropy of choosing k among the queue by q, all of length 1, by q."""
+    unit, key = _unit(q.detach()), _unit(k.detach())
+    cosines = torch.cat([(unit * key).sum(-1, keepdim=True), unit @ queue.mT], -1)
+    p = (cosines / temperature).softmax(-1)
+    slope = ((p[..., :1] - 1) * key + p[..., 1:] @ queue) / temperature
+    across: Tensor = (slope - (slope * unit).sum(-1, keepdim=True) * unit) / q.detach().norm(dim=-1, keepdim=True)
+    return across / q[..., 0].numel()
 
 
 def _pulled_back(

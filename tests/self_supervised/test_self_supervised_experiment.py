@@ -79,7 +79,7 @@ def test_the_teacher_of_byol_averages_the_encoder_alone():
     assert {name.startswith("predictor") for name, equal in same.items() if not equal} == {False}
 
 
-@pytest.mark.parametrize("task", ["byol", "swav"])
+@pytest.mark.parametrize("task", ["byol", "moco", "swav"])
 def test_the_witness_is_the_blocked_gradient(task):
     run = experiment.run(config_of(task, "dtype='float64'"), 0)
     names = list(run.parameters)
@@ -89,7 +89,7 @@ def test_the_witness_is_the_blocked_gradient(task):
         torch.testing.assert_close(slope, target[name], rtol=1e-8, atol=1e-12)
 
 
-@pytest.mark.parametrize("task", ["byol", "dino", "fixmatch", "swav"])
+@pytest.mark.parametrize("task", ["byol", "dino", "fixmatch", "moco", "swav"])
 def test_other_methods_begin_where_the_run_begins(task):
     config = config_of(task)
     run = experiment.run(config, 1)
