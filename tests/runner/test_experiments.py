@@ -19,6 +19,7 @@ from toolkit.runner import _comparison
 from toolkit.runner._command import main
 from toolkit.runner._comparison import RunError, _target, run_config
 from toolkit.runner._config import load_config
+from toolkit.runner._findings import doubts
 from toolkit.runner._records import BLOCKED, MEASURED_SEEDS, read_all, read_records
 from toolkit.runner._rounding import OF_ONE_PASS
 from toolkit.runner._training import train
@@ -69,6 +70,7 @@ def test_two_steps_leave_a_whole_record(path, record):
         assert variant["seconds_per_step"] > 0
         assert variant["peak_bytes"] >= variant["graph_bytes"] > 0
     parameters = {key.split("/")[-1] for key in record(path).gradients if key.startswith(f"first/{BLOCKED}/")}
+    assert doubts([record(path)]) == []
     assert parameters == set(data["comparison"]["first"]["effects"][list(data["variants"])[1]]["per_parameter"])
 
 
