@@ -1,9 +1,11 @@
 """Gates against real removals, and what a comparison promises about its numbers and the program it was asked about."""
 
+import copy
 import functools
 import itertools
 import json
 import math
+import pickle
 import random
 import re
 import threading
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from toolkit import block, compare, is_blocked, scope, stop_gradient, stop_recording, unblock
+from toolkit import audit, block, compare, is_blocked, scope, stop_gradient, stop_recording, unblock
 from toolkit.blocks import opened
 from toolkit.gradients import Comparison, Difference, Verdict
 
@@ -1262,6 +1264,16 @@ def test_to_dict_is_plain_json() -> None:
         assert found["verdict"]["kind"] == effect.verdict.kind
         assert found["verdict"]["text"] == str(effect.verdict)
         assert sorted(found["per_parameter"]) == sorted(parameters)
+
+
+@pytest.mark.parametrize("question", [compare, audit])
+def test_answers_are_kept_as_json_and_not_pickled(question: Callable) -> None:
+    found = question(lambda: (X * stop_gradient(X, "kept.factor")).sum())
+    for keep in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(TypeError, match=r"should not be copied or pickled: .* Keep `to_dict\(\)`"):
+            keep(found)
+    effect = pickle.loads(pickle.dumps(found["kept.factor"]))
+    assert effect == found["kept.factor"]
 
 
 def test_str_is_a_table() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -170,6 +170,9 @@ class Comparison:
                     without = parts[subset - {block}]
                     parts[subset] = {name: _minus(part, without[name]) for name, part in parts[subset].items()}
         return parts
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("A comparison should not be copied or pickled: it holds its program. Keep `to_dict()`.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return loss, norm of the blocked gradient and effects as plain JSON."""

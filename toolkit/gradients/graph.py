@@ -50,7 +50,7 @@ class Graph:
     _edges: Sequence[tuple[int, int]]
     _calls: Sequence[Call]
     _remarks: Sequence[str] = ()
-    _run_again: Callable[[frozenset[str]], frozenset[str] | None] = lambda _: None
+    _run_again: Callable[[frozenset[str]], frozenset[str] | None] | None = None
 
     def reachable(self, without_blocks: Collection[Block | str] | Block | Literal["all"] = ()) -> frozenset[str]:
         """Return the parameters that a gradient can reach, without a backward pass.
@@ -73,7 +73,7 @@ class Graph:
             (['head.bias', 'head.weight'], ['encoder.bias', 'encoder.weight'])
         """
         open = self._selected(without_blocks)
-        found = self._run_again(open)
+        found = None if self._run_again is None else self._run_again(open)
         if found is None:
             found = frozenset(name for node in self._reached(open) for name in self._nodes[node].parameters)
         return found

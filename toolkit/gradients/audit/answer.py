@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -145,6 +145,9 @@ class Audit:
     def graph(self) -> Graph:
         """Return the autograd graph with these places as its cuts; the program of a loss function runs once more."""
         return self._graph()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("An audit should not be copied or pickled: it holds its program. Keep `to_dict()`.")
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the gradients as plain JSON."""
