@@ -78,7 +78,7 @@ def dino_loss(
 
     References:
         Caron, Touvron, Misra, Jégou, Mairal, Bojanowski and Joulin, "Emerging properties in self-supervised vision
-        transformers", 2021, algorithm 1.
+        transformers", 2021, equation 3 and algorithm 1.
 
     Example:
         >>> x = torch.tensor([[[0.1, 0.0]], [[0.2, 0.0]]])
@@ -114,7 +114,7 @@ def dino_center(center: Tensor, teacher: Tensor, *, momentum: float = 0.9) -> Te
         ValueError: If `momentum` is out of its range, the shapes do not fit, or there are no outputs.
 
     References:
-        As `dino_loss`.
+        As `dino_loss`, equation 4.
 
     Example:
         >>> dino_center(torch.tensor([1.0, 0.0]), torch.tensor([[3.0, 0.0], [1.0, 4.0]]), momentum=0.5)
@@ -214,7 +214,7 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3) -> T
 
     References:
         Caron, Misra, Mairal, Goyal, Bojanowski and Joulin, "Unsupervised learning of visual features by contrasting
-        cluster assignments", 2020; Cuturi, "Sinkhorn distances: lightspeed computation of optimal
+        cluster assignments", 2020, equation 5; Cuturi, "Sinkhorn distances: lightspeed computation of optimal
         transport", 2013.
 
     Example:
@@ -276,7 +276,7 @@ def swav_loss(
 
     References:
         Caron, Misra, Mairal, Goyal, Bojanowski and Joulin, "Unsupervised learning of visual features by contrasting
-        cluster assignments", 2020.
+        cluster assignments", 2020, equation 2.
 
     Example:
         >>> scores = torch.tensor([[[0.1, 0.0], [0.0, 0.1]], [[0.2, 0.0], [0.0, 0.2]]])

@@ -127,7 +127,7 @@ def byol_loss(prediction: Tensor, projection: Tensor) -> Tensor:
         ValueError: If the shapes differ.
 
     References:
-        Grill et al., "Bootstrap your own latent: a new approach to self-supervised learning", 2020.
+        Grill et al., "Bootstrap your own latent: a new approach to self-supervised learning", 2020, equation 2.
 
     Example:
         >>> byol_loss(torch.tensor([[3.0, 4.0]]), torch.tensor([[1.0, 0.0]]))
