@@ -81,7 +81,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "    target = bootstrapped(r_t, discount_t, q_t.mean(-1))",
             "test_value_learning",
         ),
-        ("ended = (discount_t == 0) & value.isneginf()", "ended = value.isneginf()", "test_value_learning"),
+        ("ended = (discount_t == 0) & value.isneginf()", "ended = value.isneginf()", "test_gallery"),
         (
             "chosen(q_t_value, q_t_selector.argmax(-1))",
             "chosen(q_t_value, q_t_value.argmax(-1))",

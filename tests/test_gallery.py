@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from toolkit.bilevel import newton_step
 from toolkit.policy_gradient import clipped_surrogate_pg_loss, importance_ratios, rpg_loss
 from toolkit.quantization import leaky_integrate_and_fire
 from toolkit.self_supervised import KeyQueue, dino_center, moco_loss, sinkhorn
 from toolkit.stochastic import leave_one_out
-from toolkit.value_learning import incremental_update, quantile_q_learning
+from toolkit.value_learning import incremental_update, quantile_q_learning, td_learning
 from toolkit.weighting import (
     ema_normalize,
     focal_loss,
@@ -320,6 +321,12 @@ def test_zero_times_minus_infinity_is_zero(name):
         torch.testing.assert_close(*results)
 
 
+def test_a_state_without_legal_actions_counts_until_the_episode_ends():
+    zero = torch.zeros(2)
+    found = td_learning(zero, zero, torch.tensor([0.0, 0.5]), torch.full((2,), -torch.inf))
+    assert found.tolist() == [0, -torch.inf]
+
+
 @EACH
 def test_an_empty_batch_gives_no_nan_but_the_mean_of_nothing(line):
     function, tensors, specs = call(line, 1)
@@ -431,6 +438,11 @@ REFUSED = {
 def test_wrong_input_is_refused(message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         REFUSED[message]()
+
+
+def test_a_newton_step_of_half_precision_is_solved_in_float32():
+    root = torch.tensor([2.0, 3.0]).half()
+    assert newton_step(lambda w: w.square() - torch.tensor([4.0, 9.0]).half(), root).tolist() == [2, 3]
 
 
 def test_a_queue_of_keys_is_made_on_the_default_device():

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from toolkit._slopes import scalar
+from toolkit._tensors import wide
 from toolkit.bilevel.solvers import LinearSolver, Operator, conjugate_gradient, warn_unless_converged
 from toolkit.blocks import block, carries_gradient, constants, no_graph, stop_gradient
 
@@ -62,7 +63,7 @@ def newton_step(residual: Operator, solution: Tensor) -> Tensor:
         solution: (D,), close to a root of F.
 
     Returns:
-        (D,), a better approximation of the root.
+        (D,), a better approximation of the root; a matrix of half precision is solved in float32.
 
     Raises:
         ValueError: If `solution` is not a vector.
@@ -80,8 +81,8 @@ def newton_step(residual: Operator, solution: Tensor) -> Tensor:
         raise ValueError(f"`solution` should be a vector (D,). Found shape {tuple(solution.shape)}.")
     held = stop_gradient(solution, SOLUTION)
     jacobian = stop_gradient(torch.func.jacrev(residual)(held), JACOBIAN)
-    step: Tensor = torch.linalg.solve(jacobian, residual(held))
-    return held - step
+    step: Tensor = torch.linalg.solve(wide(jacobian), wide(residual(held)))
+    return held - step.to(held.dtype)
 
 
 def implicit_root(residual: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver) -> Tensor:
