@@ -83,6 +83,14 @@ def test_a_verdict_that_is_a_verb_needs_no_other():
     assert line.startswith("open makes the gradient or is redundant at the first step and is partial at the last; ")
 
 
+def test_a_blocked_run_that_broke_off_has_no_verdict_at_the_last_step():
+    records = [_record(seed, {}, ends=(None, 1.0)) for seed in range(5)]
+    for record in records:
+        record.data["comparison"]["first"]["effects"]["open"]["verdict"]["label"] = "partial"
+        record.data["variants"][BLOCKED]["diverged_at"] = 3
+    assert verdicts(records) == ["open is partial at the first step; with it, every run broke off"]
+
+
 def test_blocks_that_are_opened_together_are_them():
     records = [_record(seed, {}) for seed in range(5)]
     for record in records:

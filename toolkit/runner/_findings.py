@@ -166,13 +166,15 @@ def verdicts(records: Sequence[Record]) -> list[str]:
 
 
 def _gradient(records: Sequence[Record], name: str) -> str:
-    """Return the verdict before training, and the one after it where it is another."""
+    """Return the verdict before training, and the one after it, which a blocked run that broke off has not."""
+    trained = [record for record in records if record.data["variants"][BLOCKED]["diverged_at"] is None]
     first, last = (
-        " or ".join(dict.fromkeys(_told(record.data["comparison"][when]["effects"][name]) for record in records))
-        for when in ("first", "last")
+        " or ".join(dict.fromkeys(_told(record.data["comparison"][when]["effects"][name]) for record in of))
+        for when, of in (("first", records), ("last", trained))
     )
-    same = f"{first} at the first and the last step"
-    return same if last == first else f"{first} at the first step and {last} at the last"
+    if last == first:
+        return f"{first} at the first and the last step"
+    return f"{first} at the first step" + (f" and {last} at the last" if trained else "")
 
 
 def doubts(records: Sequence[Record]) -> list[str]:
