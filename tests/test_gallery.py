@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from toolkit.bilevel import newton_step
-from toolkit.policy_gradient import clipped_surrogate_pg_loss, importance_ratios, rpg_loss
+from toolkit.policy_gradient import clipped_surrogate_pg_loss, importance_ratios, policy_gradient_loss, rpg_loss
 from toolkit.quantization import leaky_integrate_and_fire
 from toolkit.self_supervised import KeyQueue, dino_center, moco_loss, sinkhorn
 from toolkit.stochastic import leave_one_out
@@ -402,6 +402,14 @@ def test_an_infinite_logit_of_a_sure_decision_costs_nothing():
         found = loss(x, torch.tensor([0.0, 1.0, 1.0]), alpha=None)
         assert found[:2].tolist() == [0, 0]
         assert torch.autograd.grad(found.sum(), x)[0][:2].tolist() == [0, 0]
+
+
+def test_padding_of_weight_zero_may_name_an_illegal_action():
+    logits, one = torch.tensor([[0.2, 0.7], [-torch.inf, 0.3]], requires_grad=True), torch.ones(2)
+    loss = policy_gradient_loss(logits, torch.tensor([1, 0]), 2 * one, torch.tensor([1.0, 0.0]))
+    alone = policy_gradient_loss(logits[:1], torch.tensor([1]), one[:1])
+    torch.testing.assert_close(loss, alone)
+    torch.testing.assert_close(*(torch.autograd.grad(each, logits)[0] for each in (loss, alone)))
 
 
 def test_an_illegal_action_has_no_regret():

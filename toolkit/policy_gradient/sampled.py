@@ -65,13 +65,14 @@ def policy_gradient_loss(logits_t: Tensor, a_t: Tensor, adv_t: Tensor, w_t: Tens
         tensor(0.2895, grad_fn=<MeanBackward0>)
     """
     actions_of(logits_t, a_t)
-    weights = stop_gradient(adv_t, ADVANTAGE)
+    weights, surprise = stop_gradient(adv_t, ADVANTAGE), _surprise(logits_t, a_t)
     if w_t is None:
         same_shape(a_t=a_t, adv_t=adv_t)
     else:
         same_shape(a_t=a_t, adv_t=adv_t, w_t=w_t)
         weights = weights * w_t
-    return (_surprise(logits_t, a_t) * weights).mean()
+        surprise = surprise.masked_fill((w_t == 0) & surprise.isinf(), 0.0)  # padding may name an illegal action
+    return (surprise * weights).mean()
 
 
 def actor_critic_loss(logits_t: Tensor, a_t: Tensor, v_t: Tensor, g_t: Tensor, *, critic_weight: float = 1.0) -> Tensor:
