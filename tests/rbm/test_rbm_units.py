@@ -680,7 +680,7 @@ SIZES = [
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_fast_sums_are_those_of_their_twin(pair, scale, dtype, monkeypatch):
     """Products in groups, no exponentials of single states: as exact as the plain formula, at any size of weights."""
-    monkeypatch.setattr("toolkit.rbm.machine.enumeration._CACHE", 2**11)  # many blocks, of few states
+    monkeypatch.setattr("toolkit.rbm.machine.enumeration._CACHE", 2**13)  # many blocks, of few states
     monkeypatch.setattr("toolkit.rbm.machine.enumeration._BLOCK", 3)
     rbm = _rbm(pair, scale=scale)
     if pair.visible == "gaussian":
