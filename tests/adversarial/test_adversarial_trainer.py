@@ -1004,7 +1004,8 @@ def test_a_collapse_is_told_from_other_curves(scores, expected):
 def test_digits_become_robust_to_the_whole_ensemble_in_seconds(digit_rows):
     """PGD of five steps, small batches and a mean of parameters, for six passes over each epoch's rows.
 
-    With three seeds 98 % of 270 rows are right and 50 to 52 % robust; both have a standard error of at most 3 %.
+    With three seeds 98 % of 270 rows are right and 50 to 52 % robust; of 135 rows, which take a third of the time, both
+    have a standard error of at most 4.3 %.
     """
     (x, labels), (held_out, classes) = digit_rows
     draws = generator(1)
@@ -1015,7 +1016,7 @@ def test_digits_become_robust_to_the_whole_ensemble_in_seconds(digit_rows):
     counter.remove()
     assert sum(seen) == 6 * 30 * len(x)  # what it costs: 8 s of one processor in float32
     found = evaluate_robustness(
-        model, held_out[:270].reshape(-1, 1, 8, 8), classes[:270], epsilon=0.2, generator=generator(0)
+        model, held_out[:135].reshape(-1, 1, 8, 8), classes[:135], epsilon=0.2, generator=generator(0)
     )
     assert found.clean_accuracy >= 0.95
     assert found.robust_accuracy >= 0.4
