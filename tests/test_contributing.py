@@ -13,10 +13,14 @@ from folders import ROOT
 # What is asked of the whole project, or of every algorithm.
 COMMON = ["block_contract", "config", "experiments", "imports", "layout", "mutants", "peers", "public_names"]
 
-# Of the tests that are asked of every algorithm, those of the others have run already, in the project itself.
+# Of the tests that are asked of every algorithm, those of the others have run already, in the project itself, as have
+# those that write experiments or modules of their own.
 OTHERS_ARE_LEFT_OUT = """
 def pytest_collection_modifyitems(items):
-    items[:] = [item for item in items if not hasattr(item, "callspec") or "irls" in item.nodeid]
+    items[:] = [item for item in items if "irls" in item.nodeid or not _is_of_others(item)]
+
+def _is_of_others(item):
+    return hasattr(item, "callspec") or "tmp_path" in item.fixturenames or item.name.endswith("_is_noticed")
 """
 
 
