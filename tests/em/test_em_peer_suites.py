@@ -12,7 +12,7 @@ import pytest
 
 HERE = Path(__file__).resolve()
 DOCS = HERE.parents[2] / "docs"
-SUITES = {"scikit-learn": ("sklearn", 40), "hmmlearn": ("hmmlearn", 65)}
+SUITES = {"scikit-learn": ("sklearn", 40), "hmmlearn": ("hmmlearn", 35)}
 
 
 def listed(suite: str) -> set[str]:
