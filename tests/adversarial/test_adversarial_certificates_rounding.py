@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable
@@ -11,7 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from toolkit.adversarial import certify_crown, certify_interval, distance_linear, interval_bounds, verify_relu
+from toolkit.adversarial import (
+    certify_crown,
+    certify_interval,
+    crown_bounds,
+    distance_linear,
+    interval_bounds,
+    verify_relu,
+)
 
 Number = mpmath.mpf
 CERTIFICATES: dict[str, Callable[..., Tensor]] = {
@@ -134,3 +142,14 @@ def test_the_units_of_the_logits_do_not_matter_to_a_distance(norm: str, bounds: 
         scaled = weight.ldexp(torch.tensor(exponent))
         found = distance_linear(scaled, None, x, labels, norm=norm, bounds=bounds)
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("bounds", [interval_bounds, crown_bounds])
+def test_ends_whose_sum_is_out_of_range(bounds: Callable) -> None:
+    model = nn.Sequential(nn.Linear(1, 2), nn.ReLU(), nn.Linear(2, 2)).double().requires_grad_(False)
+    model[0].weight.copy_(torch.tensor([[2.0**-1000], [-(2.0**-1000)]]))
+    small = copy.deepcopy(model)
+    small[0].weight.mul_(2.0**1000)
+    ends = torch.tensor([[1e308]], dtype=torch.float64), torch.tensor([[1.7e308]], dtype=torch.float64)
+    expected = bounds(small, *(end * 2.0**-1000 for end in ends))
+    torch.testing.assert_close(bounds(model, *ends), expected, rtol=1e-14, atol=0)

@@ -44,8 +44,8 @@ class Interval(NamedTuple):
 
 def interval_of_affine(layer: Affine, input: Interval) -> Interval:
     """Return the bounds of ``W z + b`` for z in the interval: ``W m + b - |W| r`` and ``W m + b + |W| r``."""
-    middle = (input.lower + input.upper) / 2 @ layer.weight.T + layer.bias
-    half = (input.upper - input.lower) / 2 @ layer.weight.abs().T
+    middle = (input.lower / 2 + input.upper / 2) @ layer.weight.T + layer.bias
+    half = (input.upper / 2 - input.lower / 2) @ layer.weight.abs().T
     return Interval(middle - half, middle + half)
 
 

@@ -198,7 +198,7 @@ def crown_bounds(model: nn.Module, lower: Tensor, upper: Tensor) -> tuple[Tensor
         raise ValueError("`lower` and `upper` should be finite. Found infinite ends, which `interval_bounds` takes.")
     with no_graph():
         down, up = lower.flatten(1), upper.flatten(1)
-        middle = (down + up) / 2
+        middle = down / 2 + up / 2  # the sum itself may overflow
         reach = torch.full_like(middle[:, :1], torch.finfo(middle.dtype).max)
         ball = BallAndBox("linf", middle, reach, down - middle, up - middle)
     return relaxed_bounds(affine_chain(model, lower, lower.dtype), ball)[-1]
@@ -334,8 +334,8 @@ def _through_affine(layer: nn.Module, ends: Interval, *, outward: bool) -> Inter
     if is_open:  # any number in place of an infinite end: where it has a weight, the result is infinite
         lower = torch.where(open_below, torch.where(open_above, 0, upper), lower)
         upper = torch.where(open_above, lower, upper)
-    middle = run_affine(layer, (lower + upper) / 2)
-    half = run_affine(layer, (upper - lower) / 2, shift=zero, weight=torch.abs)
+    middle = run_affine(layer, lower / 2 + upper / 2)
+    half = run_affine(layer, upper / 2 - lower / 2, shift=zero, weight=torch.abs)
     found = Interval(middle - half, middle + half)
     if outward:
         size = run_sizes(layer, _reach(Interval(lower, upper)))
@@ -392,7 +392,7 @@ def _interval_margins(
         bias = weight.new_zeros(len(weight)) if last.bias is None else last.bias.to(weight)
         index = model_labels(labels, ball.start, len(weight))
         difference, constant = margin_layer(weight, bias, index)
-        middle, half = (ends.lower + ends.upper) / 2, (ends.upper - ends.lower) / 2
+        middle, half = ends.lower / 2 + ends.upper / 2, ends.upper / 2 - ends.lower / 2
         margins = (difference @ middle[:, :, None] - difference.abs() @ half[:, :, None])[..., 0] + constant
         if outward:
             error = rounding(roundings_of(last, middle)) * run_sizes(last, _reach(ends))
