@@ -523,6 +523,28 @@ def test_a_stop_inside_of_a_module_is_at_the_line_that_asks_for_it():
     assert [str(effect.verdict) for effect in answer.effects] == ["cuts all paths to [bias]", "no-op"]
 
 
+def test_a_function_decorated_inside_of_a_region_leaves_the_region_closed():
+    w = torch.tensor([0.3, 0.5], requires_grad=True)
+
+    def loss():
+        with torch.no_grad():
+
+            @torch.set_grad_enabled(False)
+            def held(x):
+                return x.exp()
+
+            y = w.square() + held(w)
+        return (w * y).sum()
+
+    with audited() as step:
+        loss().backward()
+    (answer,) = step.audits
+    assert torch.equal(w.grad, (w.square() + w.exp()).detach())
+    assert not answer.unopened
+    (region,) = (effect for effect in answer.effects if answer.kinds[effect.name] == "no_grad")
+    assert region.leak == pytest.approx((2 * w.square()).norm().item(), rel=1e-6)
+
+
 def test_the_scale_of_a_loss_is_said():
     w, scaler = torch.ones(2, requires_grad=True), torch.amp.GradScaler("cpu", init_scale=8.0)
     with audited() as step:

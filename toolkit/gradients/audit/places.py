@@ -187,6 +187,7 @@ class BareBlocks:
             ]
         stops += [
             (torch.set_grad_enabled, "__init__", self._set_grad_enabled),
+            (torch.set_grad_enabled, "__call__", self._decorate),
             (torch.set_grad_enabled, "__enter__", self._enter_set_grad_enabled),
             (torch.set_grad_enabled, "__exit__", self._exit),
         ]
@@ -427,6 +428,7 @@ class BareBlocks:
             # Without a ``with`` its end cannot be seen, so it keeps the real block.
             if site is not None and not _opens_with(caller):
                 self.real[str(site)] = _WITHOUT_END
+                context.__dict__["_toolkit_place"] = str(site)
                 site = None
             context.prev, context.mode = torch._C.is_grad_enabled(), mode
             if site is None or not self._begin(context, site, "set_grad_enabled"):
@@ -435,6 +437,16 @@ class BareBlocks:
 
         return init
 
+    def _decorate(self, original: Any) -> Any:
+        def decorate(context: Any, function: Callable[..., Any]) -> Any:
+            place = context.__dict__.pop("_toolkit_place", None)  # it is none: the place is the function's
+            for places in (self.real, self.kinds, self.sites):
+                places.pop(place, None)
+            with torch._C.DisableTorchFunction():  # the program itself switches nothing on
+                return original(context, function)
+
+        return decorate
+
     def _enter_set_grad_enabled(self, original: Any) -> Any:
         def enter(context: Any) -> None:
             if context.__dict__.get("_toolkit"):
@@ -442,7 +454,8 @@ class BareBlocks:
             caller = _caller()
             site = self._site("set_grad_enabled", caller) if _is_decorating(caller) and not context.mode else None
             if site is not None:
-                torch._C._set_grad_enabled(context.prev)
+                with torch._C.DisableTorchFunction():  # the program itself switches nothing on
+                    torch._C._set_grad_enabled(context.prev)
             if site is None or not self._begin(context, site, "set_grad_enabled"):
                 original(context)
                 if context.mode:  # as `enable_grad`
