@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = [
     "HALF",
     "INTEGERS",
+    "autocasts",
     "common_dtype",
     "exact_products",
     "largest_exponent",
@@ -49,9 +50,14 @@ def unit(input: Tensor) -> Tensor:
     return input / torch.where(norms > 0, norms, torch.inf)
 
 
-def exact_products(input: Tensor) -> AbstractContextManager[object]:
+def autocasts(device: torch.device) -> bool:
+    """Say whether ``torch.autocast`` takes products in half precision; not every kind of device knows it."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def exact_products(device: torch.device) -> AbstractContextManager[object]:
     """Return a region whose matrix products keep the precision of their factors, also under autocast."""
-    return nullcontext() if input.device.type == "meta" else torch.autocast(input.device.type, enabled=False)
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def same_shape(ndim: int = 0, **tensors: object) -> None:

@@ -7,13 +7,14 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerator import ACCELERATOR
 from torch import Tensor
 
 from toolkit.adversarial.augmentation import random_crop_flip
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+    pytest.param(ACCELERATOR, marks=pytest.mark.gpu),
 ]
 
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerator import ACCELERATOR
 from test_adversarial import fragile, snapshot
 from torch import Tensor, nn
 
@@ -549,15 +550,14 @@ def test_smoothness_learns_from_samples_without_a_label() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_are_the_same_on_every_device(name: str) -> None:
     """Also what is drawn: starts come from the generator's device."""
     model, x, labels = small()
     here = loss_of(METHODS[name](), model, x, labels)
     gradients = torch.autograd.grad(here, list(model.parameters()))
-    model = model.cuda()
-    there = loss_of(METHODS[name](), model, x.cuda(), labels.cuda())
+    model = model.to(ACCELERATOR)
+    there = loss_of(METHODS[name](), model, x.to(ACCELERATOR), labels.to(ACCELERATOR))
     torch.testing.assert_close(there.cpu(), here, rtol=1e-10, atol=0)
     for one, other in zip(torch.autograd.grad(there, list(model.parameters())), gradients, strict=True):
         torch.testing.assert_close(one.cpu(), other, rtol=1e-8, atol=1e-11)

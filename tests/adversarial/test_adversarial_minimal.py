@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import finite_differences, relative_error
 from scipy.optimize import linprog, minimize
 from test_adversarial import MODES, Fragile, fragile, network, network_parameters, snapshot
@@ -35,7 +36,7 @@ ATTACKS = {
     "carlini_wagner l2": (SHORT_CW, "l2"),
 }
 every_attack = pytest.mark.parametrize(("attack", "norm"), ATTACKS.values(), ids=ATTACKS)
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 
 
 def distance(example: Tensor, x: Tensor, norm: str) -> Tensor:

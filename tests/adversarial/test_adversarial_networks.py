@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerator import ACCELERATOR
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
@@ -15,7 +16,7 @@ from toolkit.adversarial.networks import Normalize, mlp, preactivation_resnet18,
 
 DEVICES = [
     "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+    pytest.param(ACCELERATOR, marks=pytest.mark.gpu),
 ]
 
 

@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import warm
+from accelerator import ACCELERATOR
 from folders import ROOT, TESTS
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -1127,18 +1128,17 @@ def test_gradients_of_the_attack_in_half_precision_come_with_the_method(digit_ro
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_trains_the_same_model_and_goes_on_to_the_same_bits(tmp_path):
     models = {}
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", ACCELERATOR):
         models[device], _ = run(perceptron().to(device), optimizer="sgd", learning_rate=0.01)
-    for ours, theirs in zip(models["cpu"].parameters(), models["cuda"].parameters(), strict=True):
+    for ours, theirs in zip(models["cpu"].parameters(), models[ACCELERATOR].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs.cpu(), rtol=0, atol=1e-9)
-    expected, _ = run(Stateful().cuda(), average=0.9)
+    expected, _ = run(Stateful().to(ACCELERATOR), average=0.9)
     settings = {"average": 0.9, "checkpoint": tmp_path / "c", "checkpoint_every": 3}
     with pytest.raises(Stop):
-        run(Stateful().cuda(), **settings, callback=stopping_at(7))
-    assert equal(run(Stateful().cuda(), **settings)[0], expected)
+        run(Stateful().to(ACCELERATOR), **settings, callback=stopping_at(7))
+    assert equal(run(Stateful().to(ACCELERATOR), **settings)[0], expected)
 
 
 # --- ranks ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase
 from torch import Tensor, nn
 
@@ -272,12 +273,11 @@ def test_lower_precision_is_close_to_float64(dtype, bound):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_equilibria_on_a_gpu_have_the_gradients_of_the_cpu():
     p = _parameters()
-    moved = {name: value.detach().cuda().requires_grad_() for name, value in p.items()}
-    z = equilibrium(_layer, START.cuda(), moved["W"], moved["b"], solver=TIGHT).value
-    found = torch.autograd.grad((z @ C.cuda()).sum() + 0.5 * z.square().sum(), list(moved.values()))
+    moved = {name: value.detach().to(ACCELERATOR).requires_grad_() for name, value in p.items()}
+    z = equilibrium(_layer, START.to(ACCELERATOR), moved["W"], moved["b"], solver=TIGHT).value
+    found = torch.autograd.grad((z @ C.to(ACCELERATOR)).sum() + 0.5 * z.square().sum(), list(moved.values()))
     for slope, expected in zip(found, EXACT(p).values(), strict=True):
         torch.testing.assert_close(slope.cpu(), expected)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import relative_error
 
 from toolkit import unblock
@@ -35,8 +36,8 @@ def _check(case):
     [
         "cpu",
         pytest.param(
-            "cuda",
-            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")],
+            ACCELERATOR,
+            marks=pytest.mark.gpu,
         ),
     ],
 )

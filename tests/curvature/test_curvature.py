@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import block_cases, relative_error
 
 from toolkit import unblock
@@ -23,10 +24,9 @@ CASES = [case for case in block_cases() if case.block.name.startswith("curvature
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_blocked_gradient_on_a_gpu(case):
-    leaves = {name: value.detach().cuda().requires_grad_() for name, value in case.parameters().items()}
+    leaves = {name: value.detach().to(ACCELERATOR).requires_grad_() for name, value in case.parameters().items()}
     found = torch.autograd.grad(case.loss(leaves), list(leaves.values()), allow_unused=True, materialize_grads=True)
     found = {name: slope.cpu() for name, slope in zip(leaves, found, strict=True)}
     assert relative_error(found, case.blocked(case.parameters())) < 1e-10

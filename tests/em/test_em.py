@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -617,17 +618,18 @@ def test_more_components_than_distinct_samples():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @every_type
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
 def test_fit_on_a_gpu_is_the_fit_on_the_cpu(dtype, kind):
     x = samples(5000, 4, 3).to(dtype)
     first = start(x, 3, covariance_type=kind, generator=generator())
     here = fit(x, 3, covariance_type=kind, init=first, max_iter=20, tol=0)
-    there = fit(x.cuda(), 3, covariance_type=kind, init=first.to(torch.device("cuda")), max_iter=20, tol=0)
-    assert there.parameters.means.device.type == "cuda"
+    there = fit(
+        x.to(ACCELERATOR), 3, covariance_type=kind, init=first.to(torch.device(ACCELERATOR)), max_iter=20, tol=0
+    )
+    assert there.parameters.means.device.type == ACCELERATOR
     assert abs(here.log_likelihood - there.log_likelihood) < (1e-5 if dtype == torch.float32 else 1e-10)
-    assert math.isfinite(fit(x.cuda(), 3, covariance_type=kind, generator=generator()).log_likelihood)
+    assert math.isfinite(fit(x.to(ACCELERATOR), 3, covariance_type=kind, generator=generator()).log_likelihood)
 
 
 def test_randomness_is_the_generators_alone():

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise, permutations
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from torch import Tensor
 
 from toolkit import datasets
@@ -532,14 +533,13 @@ def test_type_is_kept_and_no_graph_is_built():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @every_method
 def test_a_climb_on_a_gpu_is_that_on_the_cpu(method):
     x = clusters(500, 2, 2, 1.0, 9)
     first = first_of(x, 2)
     here = maximise_likelihood(first, x, accelerate=method, tol=1e-9)
-    there = maximise_likelihood(first.to(torch.device("cuda")), x.cuda(), accelerate=method, tol=1e-9)
-    assert there.parameters.means.device.type == "cuda"
+    there = maximise_likelihood(first.to(torch.device(ACCELERATOR)), x.to(ACCELERATOR), accelerate=method, tol=1e-9)
+    assert there.parameters.means.device.type == ACCELERATOR
     assert there.log_likelihood == pytest.approx(here.log_likelihood, abs=1e-8)
 
 

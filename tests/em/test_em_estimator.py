@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from scipy import sparse, stats
 from sklearn import datasets as bundled
 from sklearn.exceptions import ConvergenceWarning
@@ -131,16 +132,17 @@ def test_given_start_shares_no_memory_with_the_attributes():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every_type
 def test_device_is_kept(kind):
     x = clusters()
-    there = GaussianMixture(3, covariance_type=kind, random_state=0, **given(x)).fit(torch.from_numpy(x).cuda())
+    there = GaussianMixture(3, covariance_type=kind, random_state=0, **given(x)).fit(
+        torch.from_numpy(x).to(ACCELERATOR)
+    )
     here = GaussianMixture(3, covariance_type=kind, random_state=0, **given(x)).fit(x)
-    assert all(getattr(there, name).device.type == "cuda" for name in ATTRIBUTES)
-    assert there.predict(torch.from_numpy(x).cuda()).device.type == "cuda"
+    assert all(getattr(there, name).device.type == ACCELERATOR for name in ATTRIBUTES)
+    assert there.predict(torch.from_numpy(x).to(ACCELERATOR)).device.type == ACCELERATOR
     assert abs(there.lower_bound_ - here.lower_bound_) < 1e-9
-    assert there.sample(5)[0].device.type == "cuda"
+    assert there.sample(5)[0].device.type == ACCELERATOR
 
 
 def test_many_samples_are_answered_in_batches(monkeypatch):

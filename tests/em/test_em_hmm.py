@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
@@ -1124,13 +1125,12 @@ def test_bad_calls(name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @every_kind
 def test_step_on_a_gpu_is_the_step_on_the_cpu(kind):
     parameters, lengths = model(kind, k=4), [3000, 100, 1]
     x = data(parameters, lengths)
     here, value = hmm.em_step(parameters, x, lengths)
-    there, other = hmm.em_step(parameters.to(torch.device("cuda")), x.cuda(), lengths)
-    assert there.log_transition.device.type == "cuda"
+    there, other = hmm.em_step(parameters.to(torch.device(ACCELERATOR)), x.to(ACCELERATOR), lengths)
+    assert there.log_transition.device.type == ACCELERATOR
     assert abs(value - other.cpu()) < 1e-10
     assert parameter_difference(there.to(torch.device("cpu")), here) < 1e-9

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase
 from torch import nn
 
@@ -447,7 +448,6 @@ def test_every_block_of_the_room_has_a_case():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("not torch.cuda.is_available()")
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.id)
 @pytest.mark.parametrize("opened", [False, True])
 def test_a_gpu_finds_the_same_gradients(case, opened):
@@ -459,7 +459,7 @@ def test_a_gpu_finds_the_same_gradients(case, opened):
         with unblock(*[case.block] * opened):
             return torch.autograd.grad(loss(leaves, held), list(leaves.values()), materialize_grads=True)
 
-    for there, here in zip(found("cuda"), found("cpu"), strict=True):
+    for there, here in zip(found(ACCELERATOR), found("cpu"), strict=True):
         torch.testing.assert_close(there.cpu(), here)
 
 

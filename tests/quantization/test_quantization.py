@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase
 from torch import Tensor
 from torch.func import grad, vmap
@@ -27,7 +28,6 @@ from toolkit.quantization import (
 X, T, C = (torch.tensor(row, dtype=torch.float64) for row in ([0.3, -1.7, 2.2], [0.5, -1.0, 1.0], [0.7, -0.4, 1.1]))
 LOGITS, V = (torch.tensor(row, dtype=torch.float64) for row in ([0.2, -0.5, 0.9], [1.0, -2.0, 0.5]))
 Z, LEVELS = torch.tensor([0.3, -1.2, 0.8], dtype=torch.float64), (8, 5, 4)
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 def case(id: str, block: Block, x: Tensor, loss, blocked, opened=torch.zeros_like) -> BlockCase:
@@ -231,7 +231,7 @@ def test_held_blocks_agree_with_finite_differences(name):
 
 
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("device", [pytest.param(ACCELERATOR, marks=pytest.mark.gpu)])
 def test_gradients_on_a_device(case, device):
     x = case.parameters()["x"].detach().to(device).requires_grad_()
     functions = {
@@ -240,7 +240,7 @@ def test_gradients_on_a_device(case, device):
         "top_k": lambda: top_k_ste(x, 1),
         "one_hot": lambda: one_hot_ste(x),
         "gumbel": lambda: gumbel_softmax(x, temperature=0.7, generator=torch.Generator().manual_seed(3)),
-        "finite_scalar": lambda: FiniteScalarQuantizer(LEVELS).to(device)(x).codes,
+        "finite_scalar": lambda: FiniteScalarQuantizer(LEVELS).to(x.device)(x).codes,
     }
     (on_device,) = torch.autograd.grad(functions[case.id.removeprefix("quantization_")]().sum(), x)
     y = x.detach().cpu().requires_grad_()

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase
 from torch import Tensor
 from torch.func import grad, vmap
@@ -23,7 +24,6 @@ from toolkit.quantization import (
 
 CURRENTS = torch.tensor([0.9, 0.6, 0.8, 0.3], dtype=torch.float64)
 X, C = (torch.tensor(row, dtype=torch.float64) for row in ([-0.4, 0.0, 0.1, 1.3], [1.0, -2.0, 0.5, 0.7]))
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 WEIGHT, DECAY = 1.3, 0.8
 
 
@@ -220,7 +220,7 @@ def test_compiled_code_gives_the_same_blocked_and_open():
             assert slope_of(compiled) == pytest.approx(slope_of(fire))
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("device", [pytest.param(ACCELERATOR, marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("opened", [(), (RESET,)], ids=["blocked", "open"])
 def test_gradients_on_a_device(device, opened):
     with unblock(*opened):

@@ -6,6 +6,7 @@ import math
 import pytest
 import sklearn.cluster
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
@@ -33,7 +34,6 @@ from toolkit.quantization import (
     straight_through,
 )
 
-CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BETA = 0.25
 
 
@@ -715,7 +715,7 @@ def test_perplexity_counts_further_than_float32():
 
 
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.id)
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("device", [pytest.param(ACCELERATOR, marks=pytest.mark.gpu)])
 def test_gradients_on_a_device(case, device, monkeypatch):
     expected = gradients(case.loss, case.parameters())
     on_device = {name: value.detach().to(device).requires_grad_() for name, value in case.parameters().items()}

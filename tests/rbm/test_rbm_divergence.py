@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase, finite_differences, relative_error
 from scipy.special import entr, expit
 from torch import Tensor, nn
@@ -42,7 +43,7 @@ PAIRS = [
     f"{visible}-{hidden}"
     for visible, hidden in itertools.product(("bernoulli", "gaussian", "categorical"), ("bernoulli", "rectified"))
 ]
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"))]
+DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 Tree = Mapping[str, Tensor]
 
 

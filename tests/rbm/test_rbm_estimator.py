@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from scipy import sparse
 from scipy.special import expit
 from scipy.stats import norm
@@ -32,8 +33,8 @@ PLAIN = {"offset_rate": None, "weight_decay": 0.0, "schedule": "constant"}
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ACCELERATOR,
+        marks=pytest.mark.gpu,
     ),
 ]
 every_device = pytest.mark.parametrize("device", DEVICES)

@@ -10,6 +10,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from scipy.special import expit, logsumexp
 from torch import Tensor
 
@@ -44,8 +45,8 @@ UNITS = [BERNOULLI, GAUSSIAN, CATEGORICAL, RECTIFIED, BOTH]
 DEVICES = [
     "cpu",
     pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+        ACCELERATOR,
+        marks=pytest.mark.gpu,
     ),
 ]
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
@@ -25,8 +26,7 @@ from toolkit.rbm import (
     langevin_contrastive_divergence,
 )
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 NAMES = ["weights", "visible_bias", "hidden_bias", "visible_log_variance"]
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
@@ -34,8 +35,7 @@ from toolkit.rbm import (
     trajectory_tempering,
 )
 
-NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 
 
 def _generator(seed: int = 1, device: str = "cpu") -> torch.Generator:

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase, finite_differences, relative_error
 from scipy import stats
 from scipy.special import expit, logsumexp
@@ -50,7 +51,7 @@ from toolkit.rbm.machine.enumeration import (
     model_statistics,
 )
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 # --- machines and witnesses ---------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase
 
 from toolkit import unblock
@@ -812,12 +813,11 @@ def test_a_compiled_loss_is_the_loss(program):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("program", PEER_CASES)
 def test_losses_on_a_gpu(program):
     parameters, constants, loss = PEER_CASES[program]
     answers = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", ACCELERATOR):
         p = {name: value.to(device).requires_grad_() for name, value in parameters.items()}
         value = loss(p, {name: constant.to(device) for name, constant in constants.items()})
         slopes = torch.autograd.grad(value, list(p.values()), allow_unused=True, materialize_grads=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 import mpmath
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 INF, NAN = math.inf, math.nan
 EPS = torch.finfo(torch.float64).eps
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif("not torch.cuda.is_available()")])]
+DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 
 # N <= D: the logits wait in the gradient of the weight. N > D: they are computed again.
 SHAPES = {"logits wait": (3, 5, 11), "logits again": (7, 5, 11), "one feature": (2, 1, 3), "one class": (2, 3, 1)}

@@ -7,6 +7,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from torch.distributions import (
     AffineTransform,
@@ -358,10 +359,9 @@ BLOCK_CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", BLOCK_CASES, ids=lambda case: case.id)
 def test_gradients_on_a_gpu_are_the_witnesses(case):
-    parameters = {name: value.detach().cuda().requires_grad_() for name, value in case.parameters().items()}
+    parameters = {name: value.detach().to(ACCELERATOR).requires_grad_() for name, value in case.parameters().items()}
     found = dict(
         zip(parameters, _grad(case.loss(parameters), *parameters.values(), materialize_grads=True), strict=True)
     )

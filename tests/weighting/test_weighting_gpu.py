@@ -4,6 +4,7 @@ import runpy
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from contract import flatten
 from folders import TESTS
 
@@ -26,10 +27,9 @@ def _gradient(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_gradients_are_those_of_the_witnesses(file):
-    check_on("cuda", file)
+    check_on(ACCELERATOR, file)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)

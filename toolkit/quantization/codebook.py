@@ -64,7 +64,7 @@ def nearest_codes(z: Tensor, codebook: Tensor) -> Tensor:
         tensor([0, 1])
     """
     _check_sizes(z, codebook)
-    with no_graph(), exact_products(z):
+    with no_graph(), exact_products(z.device):
         codebook = wide(codebook)
         mean = codebook.mean(0)
         centred = codebook - mean

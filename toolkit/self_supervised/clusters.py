@@ -230,7 +230,7 @@ def sinkhorn(scores: Tensor, *, epsilon: float = 0.05, iterations: int = 3) -> T
     scaled = torch.add(-scores.amax(-2, keepdim=True) / epsilon, scores, alpha=1 / epsilon)
     heights = scaled.amax(-1, keepdim=True)
     codes, rows = _exponential(scaled, heights), heights.exp()
-    with exact_products(codes):
+    with exact_products(codes.device):
         for turn in range(1, iterations + 1):
             columns = (rows.mT @ codes).reciprocal()
             rows = (codes @ columns.mT).reciprocal()

@@ -63,7 +63,7 @@ def moco_loss(q: Tensor, k: Tensor, queue: Tensor, *, temperature: float = 0.07)
     _check_queue(queue, q.shape[-1])
     scaled = wide(q) / temperature
     positive = (scaled * wide(stop_gradient(k, MOCO_KEY))).sum(-1)
-    with exact_products(scaled):
+    with exact_products(scaled.device):
         negatives = (scaled @ queue.to(scaled.dtype).mT).logsumexp(-1)
     margin = negatives - positive
     return torch.logaddexp(margin, torch.zeros_like(margin)).mean()

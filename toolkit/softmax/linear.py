@@ -30,7 +30,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -40,7 +39,7 @@ from torch import Tensor, library
 from torch.compiler import is_compiling, is_exporting
 
 from toolkit._checks import choice, index, integer
-from toolkit._tensors import HALF, INTEGERS
+from toolkit._tensors import HALF, INTEGERS, autocasts, exact_products
 from toolkit.blocks import is_blocked, no_graph, stop_gradient
 from toolkit.softmax.functions import SHIFT
 
@@ -109,7 +108,7 @@ def linear_cross_entropy(
     _check(input, weight, labels, bias, where, reduction)
     leading, (n_classes, n_features) = labels.shape, weight.shape
     common = torch.promote_types(input.dtype, weight.dtype)
-    result_type = torch.float32 if _autocasts(input) and common in HALF else common
+    result_type = torch.float32 if autocasts(input.device) and common in HALF else common
     rows, labels = input.reshape(labels.numel(), n_features), labels.reshape(-1).long()
     if where is not None:
         where = where.expand(*leading, n_classes).reshape(len(rows), n_classes)
@@ -118,7 +117,7 @@ def linear_cross_entropy(
         labels = labels.masked_fill(ignored, 0)
     if chunk_size is None:
         chunk_size = _default_chunk_size(rows, weight)
-    with _without_autocast(input.device):
+    with exact_products(input.device):
         losses = _losses(rows, weight, bias, labels, where, chunk_size)
         if ignored is not None:
             losses = losses.masked_fill(ignored, 0)
@@ -182,15 +181,6 @@ def _check_range(labels: Tensor, n_classes: int) -> None:
     for label in (int(labels.min()), int(labels.max())):
         if not 0 <= label < n_classes:
             raise ValueError(f"`labels` should lie from 0 to {n_classes - 1}. Found {label}.")
-
-
-def _autocasts(input: Tensor) -> bool:
-    return not input.is_meta and torch.is_autocast_enabled(input.device.type)
-
-
-def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    # Autocast does not know tensors without numbers.
-    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 # --- the ways to compute it ------------------------------------------------------------------------------------------
@@ -284,7 +274,7 @@ class _Losses(torch.autograd.Function):
         needs = ctx.needs_input_grad[:4]
         # Once: the first backward pass overwrites the logits by the gradient, a second computes them again.
         room, ctx.room = ctx.room, None
-        with _without_autocast(input.device):
+        with exact_products(input.device):
             if torch.is_grad_enabled():
                 # At views, which have no history in common: the input may depend on the weight, or be it.
                 input, weight = input.view_as(input), weight.view_as(weight)

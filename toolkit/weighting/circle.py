@@ -59,7 +59,7 @@ def circle_loss(embeddings: Tensor, labels: Tensor, *, m: float = 0.4, gamma: fl
         )
     directions = unit(wide(embeddings))
     same = labels[:, None] == labels
-    with exact_products(directions):
+    with exact_products(directions.device):
         logits = _logits(directions @ directions.T, same, m, gamma)
     positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
     by_sign = [torch.logsumexp(logits.masked_fill(~mask, -torch.inf), -1) for mask in (positive, ~same)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -25,6 +24,7 @@ from torch.nn.functional import one_hot
 from torch.utils.checkpoint import checkpoint
 
 from toolkit._checks import integer
+from toolkit._tensors import exact_products
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Bernoulli, Categorical, Layer, Rectified
@@ -69,7 +69,7 @@ def log_partition(joint: Joint) -> Tensor:
         return _side_by_side([log_partition(machine) for machine in _machines(joint)], joint)
     side = _enumerated(joint)
     tensors = joint.tensors
-    with _own_types(joint):
+    with exact_products(joint.weights.device):
         if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             return _twin(joint, side)
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values()):
@@ -96,7 +96,7 @@ def model_statistics(joint: Joint) -> dict[str, Tensor]:
     Raises:
         ValueError: As for `log_partition`.
     """
-    with no_graph(), _own_types(joint):
+    with no_graph(), exact_products(joint.weights.device):
         return _model_statistics(_States(joint, _enumerated(joint)))
 
 
@@ -125,7 +125,7 @@ def exact_samples(joint: Joint, n: int, generator: torch.Generator | None = None
         (torch.Size([5, 3]), torch.Size([5, 2]))
     """
     n = integer("n", n)
-    with no_graph(), _own_types(joint):
+    with no_graph(), exact_products(joint.weights.device):
         if joint.weights.ndim > 2:
             pairs = [exact_samples(machine, n, generator) for machine in _machines(joint)]
             visible, hidden = (_side_by_side([pair[i] for pair in pairs], joint) for i in (0, 1))
@@ -461,7 +461,7 @@ class _LogPartition(torch.autograd.Function):
         # Saved tensors, not those of the joint: autograd detects whether they were changed in place since.
         joint = ctx.joint.with_tensors(dict(zip(names, ctx.saved_tensors, strict=True)))
         if torch.is_grad_enabled():  # a higher derivative is wanted
-            with _own_types(joint):
+            with exact_products(joint.weights.device):
                 value = _twin(joint, ctx.side)
             return (
                 None,
@@ -512,14 +512,6 @@ def _enumerated(joint: Joint) -> Side:
             f"One layer should have at most 2^{ENUMERABLE_UNITS} states, so that they can be enumerated. Found {found}."
         )
     return "hidden" if min(finite, key=lambda name: finite[name]) == "hidden" else "visible"
-
-
-def _own_types(joint: Joint) -> AbstractContextManager[object]:
-    """Keep the dtypes of the sums, also where ``torch.autocast`` would take products in half precision."""
-    device = joint.weights.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
-        return nullcontext()
-    return torch.autocast(device, enabled=False)
 
 
 def _machines(joint: Joint) -> Iterator[Joint]:
