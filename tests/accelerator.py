@@ -31,7 +31,7 @@ _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_im
 def accelerator() -> Iterator[str]:
     """Have the accelerator, and be told which it is."""
     with ExitStack() as stack:
-        if ACCELERATOR == _IMITATED.type:
+        if _IMITATED.type == ACCELERATOR:
             for name, instead in _INSTEAD.items():
                 stack.enter_context(mock.patch(name, instead))
             stack.enter_context(_Imitation())

@@ -11,6 +11,7 @@ from functools import partial
 
 import pytest
 import torch
+from accelerator import ACCELERATOR
 from torch.utils._pytree import tree_leaves
 
 from toolkit.bilevel import newton_step
@@ -196,7 +197,11 @@ def outcome(function, tensors):
     leaves = {key: t.clone().requires_grad_() if t.is_floating_point() else t for key, t in tensors.items()}
     results = [r for r in tree_leaves(function(**leaves)) if r.is_floating_point()]
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
-    sums = [(r.double() * torch.linspace(0.5, 1.5, r.numel()).view(r.shape)).sum() for r in results if r.requires_grad]
+    sums = [
+        (r.double() * torch.linspace(0.5, 1.5, r.numel(), device=r.device).view(r.shape)).sum()
+        for r in results
+        if r.requires_grad
+    ]
     gradients = torch.autograd.grad(sums, wanted, allow_unused=True, materialize_grads=True) if sums else ()
     return [*(r.detach() for r in results), *gradients]
 
@@ -281,6 +286,16 @@ def test_results_are_made_where_the_tensors_are(line):
         assert [(t.shape, t.dtype, "meta") for t in found] == [(t.shape, t.dtype, t.device.type) for t in empty]
         with torch.device("meta"):
             assert all(t.device.type == "cpu" for t in tree_leaves(function(**tensors)))
+
+
+@EACH
+@pytest.mark.gpu
+def test_an_accelerator_gives_the_same_gradients(line):
+    for seed in range(2):
+        function, tensors, _ = call(line, seed)
+        there = outcome(function, {key: t.to(ACCELERATOR) for key, t in tensors.items()})
+        assert {t.device.type for t in there} <= {ACCELERATOR}
+        torch.testing.assert_close([t.cpu() for t in there], outcome(function, tensors))
 
 
 # The value of an action that is illegal, or of a state that does not follow, counts 0: -inf as much as any number.
