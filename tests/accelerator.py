@@ -43,6 +43,12 @@ class _There(Tensor):
 
     held: Tensor
 
+    def _exchange(self, other: _There) -> None:
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.held = other.held
+
+    data = property(Tensor.detach, _exchange)  # type: ignore[assignment]
+
     @staticmethod
     def __new__(cls, held: Tensor) -> _There:
         if held._is_zerotensor():  # which has no memory: that is known on the CPU alone

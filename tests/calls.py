@@ -99,7 +99,7 @@ def numbers_of(function: Callable[..., Any]) -> dict[str, set[str]]:
 
 
 def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+    return torch.Generator(torch.get_default_device()).manual_seed(0)
 
 
 # --- what the calls are given ------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ def _exponential(parameters: dict[str, torch.Tensor]) -> torch.distributions.Dis
 
 
 def _fitted(kind: type[Any], x: torch.Tensor) -> Callable[..., Any]:
-    return lambda **parameters: kind(random_state=0, **parameters).fit(x.numpy())
+    return lambda **parameters: kind(random_state=0, **parameters).fit(x.cpu().numpy())
 
 
 def _trainer(**changed: Any) -> rbm.FusedTrainer:
@@ -308,7 +308,7 @@ CALLS: dict[str, Call] = {
     ),
     "datasets.bars_and_stripes": Call(data.bars_and_stripes, side=2),
     "datasets.two_gaussians": Call(data.two_gaussians, n_samples=4, separation=2.0),
-    "em.BaseMixture.sample": Call(em.GaussianMixture(2, random_state=0).fit(SAMPLES.numpy()).sample),
+    "em.BaseMixture.sample": Call(em.GaussianMixture(2, random_state=0).fit(SAMPLES.cpu().numpy()).sample),
     "em.BernoulliMixture": Call(em.BernoulliMixture, log_weights=HALVES.log(), logits=torch.zeros(2, 2)),
     "em.BernoulliMixture.from_probabilities": Call(
         em.BernoulliMixture.from_probabilities, weights=HALVES, probabilities=torch.full((2, 2), 0.5)

@@ -216,7 +216,7 @@ def read_chunks(
             "`X` should be chunks that can be read again for each step: a list, a DataLoader, or a function that "
             f"returns a new iterator. Found {type(source).__name__}."
         )
-    common = None if sample_weight is None else read_weights(sample_weight, None, torch.empty(0))
+    common = None if sample_weight is None else read_weights(sample_weight, None, torch.empty(0, device="cpu"))
     form: Form | None = None
     learn = reset
 
@@ -285,7 +285,7 @@ def weights_of_parts(estimator: BaseEstimator, x: object, *, missing: bool) -> T
     parts = [(w, len(part)) for part, w in read_chunks(estimator, x, reset=False, missing=missing).again()]
     if all(w is None for w, _ in parts):
         return None
-    return torch.cat([torch.ones(n, dtype=torch.float64) if w is None else w.cpu() for w, n in parts])
+    return torch.cat([torch.ones(n, dtype=torch.float64, device="cpu") if w is None else w.cpu() for w, n in parts])
 
 
 def is_chunked(x: object) -> bool:

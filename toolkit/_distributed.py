@@ -96,7 +96,7 @@ def exchange(numbers: Sequence[int], group: ProcessGroup | None, device: torch.d
     if group is None:
         return [list(numbers)]
     table = torch.zeros(get_world_size(group), len(numbers), dtype=torch.int64, device=device)
-    table[get_rank(group)] = torch.tensor(numbers, dtype=torch.int64)
+    table[get_rank(group)] = torch.tensor(numbers, dtype=torch.int64, device=device)
     all_reduce(table, group=group)
     rows: list[list[int]] = table.tolist()
     return rows

@@ -133,8 +133,9 @@ def two_gaussians(
     """
     n_samples, n_features = integer("n_samples", n_samples), integer("n_features", n_features)
     separation = number("separation", separation)
-    labels = torch.randint(2, (n_samples,), generator=generator)
-    inputs = torch.randn(n_samples, n_features, generator=generator, dtype=dtype)
+    device = None if generator is None else generator.device
+    labels = torch.randint(2, (n_samples,), generator=generator, device=device)
+    inputs = torch.randn(n_samples, n_features, generator=generator, dtype=dtype, device=device)
     inputs[:, 0] += separation * (labels.to(dtype) - 0.5)
     return Dataset(inputs, labels, f"two Gaussians, separation {separation:g}")
 
@@ -367,8 +368,12 @@ def _cifar(form: _Cifar, path: Path, names: list[str], label: int) -> Dataset:
     classes = _class_names(*found.pop(classes_file), n_classes) if classes_file in found else ()
     parts = [(where, _cifar_rows(where, content, form)) for where, content in map(found.pop, names)]
     total, first = sum(len(rows) for _, rows in parts), len(form.labels)
-    inputs = torch.empty(total, form.row - first, dtype=torch.uint8) if len(parts) > 1 else parts[0][1][:, first:]
-    labels, start = torch.empty(total, dtype=torch.int64), 0
+    inputs = (
+        torch.empty(total, form.row - first, dtype=torch.uint8, device="cpu")
+        if len(parts) > 1
+        else parts[0][1][:, first:]
+    )
+    labels, start = torch.empty(total, dtype=torch.int64, device="cpu"), 0
     while parts:  # each file is released after it is copied
         where, rows = parts.pop(0)
         end = start + len(rows)

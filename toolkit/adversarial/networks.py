@@ -118,7 +118,8 @@ def mlp(
             layers += [nn.Linear(n_features, width), activation()]
             n_features = width
         layers.append(nn.Linear(n_features, n_classes))
-    return _drawn(nn.Sequential(*layers), own_generator(generator))
+    model = _drawn(nn.Sequential(*layers), own_generator(generator))
+    return model.to(torch.get_default_device())
 
 
 def small_cnn(
@@ -165,7 +166,8 @@ def small_cnn(
             layers += [nn.Conv2d(in_channels, width, 3, stride, padding=1), activation()]
             in_channels, image_size = width, (image_size - 1) // stride + 1
         layers += [nn.Flatten(), nn.Linear(in_channels * image_size**2, n_classes)]
-    return _drawn(nn.Sequential(*layers), own_generator(generator))
+    model = _drawn(nn.Sequential(*layers), own_generator(generator))
+    return model.to(torch.get_default_device())
 
 
 def preactivation_resnet18(
@@ -233,7 +235,7 @@ def preactivation_resnet18(
     last = model[-1]
     assert isinstance(last, nn.Linear)
     nn.init.zeros_(last.bias)
-    return model
+    return model.to(torch.get_default_device())
 
 
 class _PreactivationBlock(nn.Module):
@@ -260,7 +262,7 @@ class _PreactivationBlock(nn.Module):
 
 def _drawn(model: nn.Sequential, generator: torch.Generator) -> nn.Sequential:
     """Return a model that was made on the meta device, where layers draw nothing, with initial values drawn."""
-    model.to_empty(device="cpu")
+    model.to_empty(device=generator.device)
     for module in model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             bound = 1 / math.sqrt(module.weight[0].numel())

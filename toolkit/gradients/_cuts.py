@@ -76,7 +76,7 @@ class CutBoard(GateBoard):
         self.written: set[str] = set()
         self.first, self.latest = next_number(), ""
         self._real, self._leaves, self._is_inside = real, list[Any](), False
-        self._anchor = torch.empty((), requires_grad=True)
+        self._anchor = torch.empty((), device="cpu", requires_grad=True)
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
         """Return `input` behind a cut; None if it should be stopped."""

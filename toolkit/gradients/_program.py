@@ -298,7 +298,7 @@ def _nudge(params: Iterable[Tensor], seed: int, size: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     with no_graph():
         for parameter in params:
-            up = torch.empty(parameter.shape, dtype=torch.float64).bernoulli_(generator=generator)
+            up = torch.empty(parameter.shape, dtype=torch.float64, device="cpu").bernoulli_(generator=generator)
             parameter.mul_((1 - size + 2 * size * up).to(parameter))
 
 

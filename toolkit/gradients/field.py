@@ -138,7 +138,9 @@ class Field:
                 f"`params` should have at most {_MOST_NUMBERS_DENSE} numbers for a dense Jacobian. Found {self.size}: "
                 "use `jvp`, `vjp`, `estimate_asymmetry` or `leading_eigenvalues`."
             )
-        return torch.stack([self.vjp(row) for row in torch.eye(self.size).to(self.gradient)])
+        return torch.stack(
+            [self.vjp(row) for row in torch.eye(self.size, dtype=self.gradient.dtype, device=self.gradient.device)]
+        )
 
     @property
     def asymmetry(self) -> float:
@@ -171,7 +173,7 @@ class Field:
         draws = seeded_generator(generator)
         difference = norm = 0.0
         for _ in range(probes):
-            vector = torch.randn(self.size, generator=draws, dtype=torch.float64).to(self.gradient)
+            vector = torch.randn(self.size, generator=draws, dtype=torch.float64, device=draws.device).to(self.gradient)
             pushed = self.jvp(vector)
             difference += (pushed - self.vjp(vector)).square().sum().item()
             norm += pushed.square().sum().item()
@@ -301,7 +303,9 @@ class Field:
     def _scale(self) -> float:
         """The approximate size of J."""
         generator = torch.Generator().manual_seed(0)
-        vectors = torch.randn(_PROBES, self.size, generator=generator, dtype=torch.float64).to(self.gradient)
+        vectors = torch.randn(_PROBES, self.size, generator=generator, dtype=torch.float64, device=generator.device).to(
+            self.gradient
+        )
         norms: list[float] = [self.jvp(vector).norm().item() for vector in vectors]
         return max(norms)
 

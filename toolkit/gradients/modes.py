@@ -222,7 +222,9 @@ def _is_smooth(tensor: Tensor) -> bool:
 
 def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
     dtype = torch.complex128 if tensor.is_complex() else torch.float64
-    return torch.randn(tensor.shape, dtype=dtype, generator=generator).to(tensor.device, tensor.dtype)
+    return torch.randn(tensor.shape, dtype=dtype, generator=generator, device=generator.device).to(
+        tensor.device, tensor.dtype
+    )
 
 
 @dataclass

@@ -188,7 +188,8 @@ def kmeans_codebook(
     steps = integer("steps", steps, 0)
     codebook_size = integer("codebook_size", codebook_size, 1, len(z))
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    order = torch.randperm(len(z), generator=own_generator(generator), device="cpu")
+    draws = own_generator(generator)
+    order = torch.randperm(len(z), generator=draws, device=draws.device)
     codebook = z[order[:codebook_size].to(z.device)]
     counts = z.new_zeros(codebook_size)
     for _ in range(steps):
@@ -235,7 +236,8 @@ def check_vectors(z: Tensor, dim: int) -> None:
 
 def first_codes(codebook_size: int, dim: int, generator: torch.Generator | None) -> Tensor:
     """Return random codes (K, D) with norms around 1."""
-    codes = torch.randn(codebook_size, dim, generator=own_generator(generator), device="cpu") / math.sqrt(dim)
+    draws = own_generator(generator)
+    codes = torch.randn(codebook_size, dim, generator=draws, device=draws.device) / math.sqrt(dim)
     return codes.to(torch.get_default_device())
 
 
@@ -258,5 +260,6 @@ def _drawn(z: Tensor, number_of_rows: int, generator: torch.Generator | None) ->
     rows = z.reshape(-1, z.shape[-1])
     if len(rows) == 0:
         raise ValueError(f"`z` should have vectors. Found {tuple(z.shape)}.")
-    chosen = torch.randint(len(rows), (number_of_rows,), generator=own_generator(generator), device="cpu")
+    draws = own_generator(generator)
+    chosen = torch.randint(len(rows), (number_of_rows,), generator=draws, device=draws.device)
     return rows[chosen.to(rows.device)]

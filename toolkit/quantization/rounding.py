@@ -187,6 +187,6 @@ def _gumbel_noise(like: Tensor, generator: torch.Generator | None) -> Tensor:
     if generator is None:
         draws = torch.empty_like(like).exponential_()
     else:
-        draws = torch.empty(like.shape, dtype=like.dtype, device="cpu").exponential_(generator=own_generator(generator))
-        draws = draws.to(like.device)
+        own = own_generator(generator)
+        draws = torch.empty(like.shape, dtype=like.dtype, device=own.device).exponential_(generator=own).to(like.device)
     return draws.clamp_(min=torch.finfo(like.dtype).tiny).log_().neg_()

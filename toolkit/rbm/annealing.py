@@ -393,8 +393,8 @@ class _FastChains:
         self.log_weights = torch.zeros(len(visible), dtype=torch.float64, device=visible.device)
         self.bits: Tensor | None = None
         if visible.dtype == torch.float32 and visible.device.type == "cpu":
-            self.bits = torch.empty((rows * max(joint.weights.shape) + 1) // 2, dtype=torch.int64)
-            self.least = torch.tensor(-(2.0**31))
+            self.bits = torch.empty((rows * max(joint.weights.shape) + 1) // 2, dtype=torch.int64, device="cpu")
+            self.least = torch.tensor(-(2.0**31), device="cpu")
 
     def run(self, betas: list[float]) -> Tensor:
         for k, (before, after) in enumerate(itertools.pairwise(betas), start=2):

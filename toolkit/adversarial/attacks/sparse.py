@@ -283,7 +283,9 @@ def one_pixel(
             before = fitness[rows].amax(1)
             fitness[rows] = torch.where(better, value, fitness[rows])
             best = value.argmax(1)
-            chosen = moved.view(len(rows), population, *moved.shape[1:])[torch.arange(len(rows)), best]
+            chosen = moved.view(len(rows), population, *moved.shape[1:])[
+                torch.arange(len(rows), device=best.device), best
+            ]
             improved = value.amax(1) > before
             example[rows[improved]] = chosen[improved]
             done[rows] = part.succeeds(logits).view(len(rows), population).any(1)

@@ -214,7 +214,7 @@ class _Search:
         These Frank-Wolfe steps stay inside of ball and box in every norm.
         """
         samples, classes = self._is_open().nonzero(as_tuple=True)
-        everywhere = torch.arange(len(self.labels))
+        everywhere = torch.arange(len(self.labels), device=self.labels.device)
         self._try(everywhere, self.ball.start)
         point, ball = points[samples, classes], self.ball.rows(samples)
         weight = self.weight[samples, classes]
@@ -241,7 +241,7 @@ class _Search:
         if not self.chain:
             return
         samples, classes = self._is_open().nonzero(as_tuple=True)
-        index = torch.arange(len(samples))
+        index = torch.arange(len(samples), device=samples.device)
         open_cases = Cases.begin(
             index,
             self.weight[samples, classes],
@@ -296,7 +296,7 @@ class _Search:
 
     def solve(self, row: int) -> None:
         """Decide one sample by linear programs for each open class, the most vulnerable first."""
-        ball = self.ball.rows(torch.tensor([row]))
+        ball = self.ball.rows(torch.tensor([row], device=self.labels.device))
         program = Program(self.chain, ball, [Interval(low[row], high[row]) for low, high in self.hidden])
 
         def enough() -> float:
@@ -304,7 +304,7 @@ class _Search:
 
         def visit(displacement: NDArray[np.float64]) -> None:
             point = ball.start + ball.settle(torch.from_numpy(displacement)[None])
-            self._try(torch.tensor([row]), point)
+            self._try(torch.tensor([row], device=self.labels.device), point)
 
         for other in self.lower[row].argsort().tolist():
             if self._is_open()[row, other]:

@@ -66,7 +66,7 @@ def _schedule_of(schedule: str | Schedule) -> tuple[Schedule, Any]:
         raise TypeError(f"`schedule` should be a name or a function. Found {type(schedule).__name__}.")
     # The values of a function identify it better than its name, which many may share.
     values = [rate_at("schedule", schedule, part / 64) for part in range(64)]
-    return schedule, [name_of(schedule), fingerprint(torch.tensor(values, dtype=torch.float64))]
+    return schedule, [name_of(schedule), fingerprint(torch.tensor(values, dtype=torch.float64, device="cpu"))]
 
 
 def score_of(evaluate: object, ball: BallArguments, group: ProcessGroup | None) -> Score | None:

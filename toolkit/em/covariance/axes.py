@@ -30,7 +30,7 @@ class _Axes(Structure):
 
     def factor(self, covariances: Tensor) -> Tensor:
         if library(covariances) is np:
-            return cast(Tensor, self.factor(torch.as_tensor(covariances)).numpy())
+            return cast(Tensor, self.factor(torch.from_numpy(covariances)).numpy())
         sound = covariances > 0
         raise_if_singular(sound if sound.ndim == 1 else sound.all(-1))
         return covariances.rsqrt()

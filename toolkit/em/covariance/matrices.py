@@ -43,7 +43,7 @@ class _Matrices(Structure):
     def factor(self, covariances: Tensor) -> Tensor:
         if library(covariances) is np:
             found = _factor_of_array(covariances)
-            return cast(Tensor, self.factor(torch.as_tensor(covariances)).numpy() if found is None else found)
+            return cast(Tensor, self.factor(torch.from_numpy(covariances)).numpy() if found is None else found)
         lower, failed = torch.linalg.cholesky_ex(covariances)
         variances = covariances.diagonal(dim1=-2, dim2=-1)
         least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
@@ -86,7 +86,12 @@ class _Matrices(Structure):
     def exceeds(self, factor: Tensor, largest: float) -> bool:
         if not bool((factor * factor).sum((-1, -2)).max() > largest):  # the trace bounds the largest eigenvalue
             return False
-        return bool(torch.linalg.matrix_norm(torch.as_tensor(factor), ord=2).square().max() > largest)
+        return bool(
+            torch.linalg.matrix_norm(torch.as_tensor(factor, device=getattr(factor, "device", "cpu")), ord=2)
+            .square()
+            .max()
+            > largest
+        )
 
     def regularise(self, covariances: Tensor, reg_covar: float | Tensor) -> Tensor:
         return covariances + (

@@ -328,7 +328,7 @@ def expanded_sums(
     in_bits = _LOG2_E * theta.flatten(0, 1)
     in_bits[:, -1] -= _LOG2_E * shift
     sums, total = torch.zeros_like(in_bits), theta.new_zeros(n_mixtures)
-    buffer = torch.empty(0, 0)
+    buffer = theta.new_empty(0, 0)
     weight = total.new_zeros(())
     for z, weights in _in(dtype, data):
         length = z.shape[1]
@@ -419,7 +419,7 @@ def _moments_by_triangles(framed: _Framed, data: Prepared, dtype: torch.dtype) -
     second = framed.means.new_zeros(n_components, n_features, n_features)
     total = framed.constant.new_zeros(())
     constant = (_LOG2_E * framed.constant).to(dtype)[:, None]
-    joint, work = torch.empty(0), torch.empty(0)
+    joint, work = means.new_empty(0), means.new_empty(0)
     for z, weights in _in(dtype, data):
         if z.shape[1] > joint.shape[-1]:
             joint = means.new_empty(n_components, z.shape[1])

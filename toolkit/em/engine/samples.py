@@ -184,7 +184,7 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
         n_features, start = None, 0
         for piece in pieces_of(source):
             values, weights = parts_of(piece)
-            x = torch.as_tensor(values)
+            x = values if isinstance(values, Tensor) else torch.as_tensor(values, device="cpu")
             x = x if x.dtype in FLOATS else x.to(torch.float64)
             n_features = x.shape[-1] if n_features is None and x.ndim == 2 else n_features
             if x.ndim != 2 or x.shape[1] != n_features:
@@ -192,7 +192,7 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
             if not missing:
                 check_finite(x, start)
             start += len(x)
-            w = None if weights is None else check_weights(torch.as_tensor(weights), len(x)).to(x)
+            w = None if weights is None else check_weights(torch.as_tensor(weights, device=x.device), len(x)).to(x)
             yield from rows_of(x, w)(length)
 
     return rows

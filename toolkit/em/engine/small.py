@@ -97,7 +97,7 @@ class SmallData:
         ((z, weights),) = data.chunks()
         self._weights = None if weights is None else weights.double().numpy()
         self._features = _written(structure, z.double())
-        self._joint = torch.empty(n_components, z.shape[1], dtype=torch.float64)
+        self._joint = torch.empty(n_components, z.shape[1], dtype=torch.float64, device="cpu")
 
     def em(self, mixture: SmallMixture) -> tuple[SmallMixture, float]:
         """Return the mixture after one EM step, and the log-likelihood before it, nats per sample.

@@ -108,7 +108,9 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         self._warn_of_overwriting()
         x, form = self._read(X, reset=True)
         sizes = _lengths(lengths, len(x))
-        weight = None if sequence_weight is None else torch.as_tensor(sequence_weight, dtype=torch.float64)
+        weight = (
+            None if sequence_weight is None else torch.as_tensor(sequence_weight, dtype=torch.float64, device=x.device)
+        )
         generator = generator_of(self.random_state, x.device)
         n_init = integer("n_init", self.n_init, 1)
         update = "".join(letter for letter in self._letters if letter in self.params)
@@ -148,7 +150,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         k, double = int(self.n_components), torch.float64
         emissions = self._start_emissions(x, generator)
         if "s" in self.init_params:
-            first = torch.full((k,), 1 / k, dtype=double)
+            first = torch.full((k,), 1 / k, dtype=double, device="cpu")
         else:
             first = self._probabilities("startprob_", (k,))
         if "t" in self.init_params:
@@ -250,7 +252,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         parameters = self._parameters()
         n_samples = integer("n_samples", n_samples, 1)
         generator = generator_of(self.random_state if random_state is None else random_state, torch.device("cpu"))
-        first = None if currstate is None else torch.tensor([integer("currstate", currstate, 0)])
+        first = None if currstate is None else torch.tensor([integer("currstate", currstate, 0)], device="cpu")
         x, states = hmm.sample(parameters.to(torch.device("cpu")), [n_samples], generator=generator, first=first)
         form = Form.of(self.startprob_) if hasattr(self.startprob_, "dtype") else Form.of(np.zeros(1))
         return form.give(self._shape(x)), form.give(states)
@@ -259,8 +261,8 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         """Return the stationary distribution of states, (K,): a transition leaves it unchanged."""
         k = int(self.n_components)
         transition = self._probabilities("transmat_", (k, k))
-        system = torch.cat([transition.mT - torch.eye(k, dtype=torch.float64), transition.new_ones(1, k)])
-        right = torch.zeros(k + 1, 1, dtype=torch.float64)
+        system = torch.cat([transition.mT - torch.eye(k, dtype=torch.float64, device="cpu"), transition.new_ones(1, k)])
+        right = transition.new_zeros(k + 1, 1)
         right[-1] = 1.0
         return Form.of(np.zeros(1)).give(torch.linalg.lstsq(system, right, driver="gelsd").solution[:, 0].clamp(min=0))
 
@@ -600,7 +602,7 @@ class CategoricalHMM(BaseHMM):
 def _tensor(values: object) -> Tensor:
     if isinstance(values, Tensor):
         return values.to(torch.float64)
-    return torch.as_tensor(np.array(values, np.float64))
+    return torch.from_numpy(np.array(values, np.float64))
 
 
 def _lengths(lengths: object, n_steps: int) -> list[int]:

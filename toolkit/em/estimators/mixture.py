@@ -299,7 +299,7 @@ def natural_parameters(parameters: GaussianParameters) -> dict[str, Tensor]:
 
 def tensor(values: Any) -> Tensor:
     """Return an attribute, an array or a tensor, as float64."""
-    return values.to(torch.float64) if isinstance(values, Tensor) else torch.as_tensor(np.array(values, np.float64))
+    return values.to(torch.float64) if isinstance(values, Tensor) else torch.from_numpy(np.array(values, np.float64))
 
 
 @dataclass(frozen=True)

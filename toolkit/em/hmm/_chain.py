@@ -83,7 +83,7 @@ class Chain:
         """
         n, k = self._forward.shape
         start, transition = log_start.exp().numpy(), log_transition.exp().numpy()
-        emissions = torch.empty(n, k, 1, dtype=torch.float64)
+        emissions = torch.empty(n, k, 1, dtype=torch.float64, device="cpu")
         shares = emit(0, 0, emissions).numpy()  # of the log-likelihood
         b: Any = emissions[:, :, 0].numpy()
         with np.errstate(all="ignore"):
@@ -95,9 +95,9 @@ class Chain:
             is_sound = bool(self._backward.max() < LARGEST[torch.float64] and np.isfinite(values).all())
             found = ForwardBackward(
                 log_likelihoods=torch.from_numpy(values),
-                start=torch.zeros(k, dtype=torch.float64),
-                transitions=torch.zeros(k, k, dtype=torch.float64),
-                sound=torch.full((len(self.lengths),), is_sound),
+                start=torch.zeros(k, dtype=torch.float64, device="cpu"),
+                transitions=torch.zeros(k, k, dtype=torch.float64, device="cpu"),
+                sound=torch.full((len(self.lengths),), is_sound, device="cpu"),
             )
             if consume is None or not is_sound:
                 return found

@@ -279,13 +279,13 @@ def _chunk(
 ) -> Chunk:
     ids = sorted(ids, key=lambda i: -rows[i][2])
     sequences, firsts, lengths, is_first = zip(*(rows[i] for i in ids), strict=True)
-    begins, segments, steps = torch.tensor(firsts), [], []
+    begins, segments, steps = torch.tensor(firsts, device="cpu"), [], []
     time = offset = 0
     n_rows = len(ids)
     while n_rows:
         until = lengths[n_rows - 1]
         segments.append(Segment(offset, until - time, n_rows))
-        steps.append((torch.arange(time, until)[:, None] + begins[:n_rows]).reshape(-1))
+        steps.append((torch.arange(time, until, device="cpu")[:, None] + begins[:n_rows]).reshape(-1))
         offset, time = segments[-1].end, until
         while n_rows and lengths[n_rows - 1] == until:
             n_rows -= 1

@@ -154,6 +154,6 @@ def _choose_ends(transfer: Tensor, log_start: Tensor, ends: Tensor, before: Tens
     chosen = [int(reaching[-1].argmax())]
     for matrix, score in zip(matrices[:0:-1], reaching[-2:0:-1], strict=True):
         chosen.append(int((score + matrix[:, chosen[-1]]).argmax()))
-    ends.copy_(torch.tensor(chosen[::-1]))
+    ends.copy_(torch.tensor(chosen[::-1], device="cpu"))
     before[1:] = ends[:-1]
     return log_start.new_tensor(reaching[-1].max())

@@ -618,7 +618,7 @@ def _stirling(counts: Tensor) -> Tensor:
 
 def _codes(x: Tensor, n_categories: Sequence[int]) -> Tensor:
     """Return the columns of the side-by-side tables (N, D); missing entries get the column after the last."""
-    offsets = torch.tensor([0, *n_categories]).cumsum(0).to(x.device)
+    offsets = torch.tensor([0, *n_categories], device=x.device).cumsum(0)
     missing = x < 0
     if x.is_floating_point():
         missing = missing | x.isnan()

@@ -542,7 +542,8 @@ def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tu
         return tuple(
             cotangent
             if cotangent is None or cotangent.layout is not torch.strided
-            else cotangent * (1 + size * torch.randn(cotangent.shape, generator=generator)).to(cotangent)
+            else cotangent
+            * (1 + size * torch.randn(cotangent.shape, generator=generator, device=generator.device)).to(cotangent)
             for cotangent in cotangents
         )
 

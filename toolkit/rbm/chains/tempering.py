@@ -345,7 +345,7 @@ def spread_temperatures(
     n_temperatures = len(betas) if n_temperatures is None else integer("n_temperatures", n_temperatures, 2)
     # A small multiple of the distance is added, so that the barrier increases also where every swap is accepted.
     barrier = torch.cat([betas.new_zeros(1), (rejected + 1e-6 * betas.diff()).cumsum(0)])
-    marks = torch.linspace(0, float(barrier[-1]), n_temperatures, dtype=betas.dtype)
+    marks = torch.linspace(0, float(barrier[-1]), n_temperatures, dtype=betas.dtype, device=betas.device)
     above = torch.searchsorted(barrier, marks[1:-1]).clamp(1, len(betas) - 1)
     below = above - 1
     part = (marks[1:-1] - barrier[below]) / (barrier[above] - barrier[below])

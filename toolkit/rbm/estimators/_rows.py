@@ -256,7 +256,7 @@ def _pieces_of_file(array: np.memmap[Any, Any]) -> Callable[[torch.Generator | N
     step = max(1, _BLOCK_BYTES // max(1, array[:1].nbytes))
 
     def pieces(generator: torch.Generator | None) -> Iterator[object]:
-        starts = torch.arange(0, len(array), step)
+        starts = torch.arange(0, len(array), step, device="cpu")
         if generator is not None:
             starts = starts[torch.randperm(len(starts), generator=generator, device=generator.device).cpu()]
         for first in starts.tolist():

@@ -466,7 +466,7 @@ class Rectified(Layer):
 @functools.cache
 def _table_of_log_ways() -> Tensor:
     r"""Return :math:`\sum_{m=1}^n \log(1 - e^{-m})` for n = k + l, (20, 48); it is constant after some 40 terms."""
-    m = torch.arange(1, 48 + _LIKELY, dtype=torch.float64)
+    m = torch.arange(1, 48 + _LIKELY, dtype=torch.float64, device="cpu")
     return torch.cat([m.new_zeros(1), torch.log1p(-(-m).exp()).cumsum(0)]).unfold(0, 48, 1)[:_LIKELY].contiguous()
 
 

@@ -110,6 +110,7 @@ class RBM(nn.Module):
         self.visible_units, self.hidden_units, self.categories = visible, hidden, categories
         self.n_visible = n_visible
         n_columns = n_visible * (categories or 1)
+        device = torch.get_default_device() if device is None else torch.device(device)
         drawn_on = device if generator is None else generator.device
         # In float64, so that machines of every dtype start alike.
         weights = torch.randn(n_columns, n_hidden, generator=generator, dtype=torch.float64, device=drawn_on)

@@ -160,7 +160,7 @@ def batches(
             break
         n_batches = -(-most // batch_size) if ended else most // batch_size
         if chunk is not None:
-            where = torch.randperm(len(chunk), generator=order).to(chunk.device)
+            where = torch.randperm(len(chunk), generator=order, device=order.device).to(chunk.device)
         taken = 0
         for first in range(0, n_batches, together):
             numbers = range(first, min(first + together, n_batches))
@@ -253,7 +253,11 @@ def _rows_of(piece: Any) -> Tensor:
 def _tensor_of(piece: Any) -> Tensor:
     """Return a piece, of any type, as a tensor."""
     try:
-        return from_numpy(piece) if isinstance(piece, np.ndarray) else torch.as_tensor(piece)
+        return (
+            from_numpy(piece)
+            if isinstance(piece, np.ndarray)
+            else torch.as_tensor(piece, device=getattr(piece, "device", "cpu"))
+        )
     except (TypeError, ValueError, RuntimeError):
         kind = f"an array of {piece.dtype}" if isinstance(piece, np.ndarray) else f"a {type(piece).__name__}"
         raise TypeError(f"`data` should be numbers, or chunks of them. Found {kind}.") from None
@@ -277,7 +281,7 @@ def _chunks_of_file(array: np.memmap[Any, Any], rbm: RBM) -> Chunks:
         return rows
 
     def read(order: torch.Generator, check: bool) -> Iterator[Tensor]:
-        blocks = torch.randperm(n_blocks, generator=order).tolist()
+        blocks = torch.randperm(n_blocks, generator=order, device=order.device).tolist()
         return (chunk(blocks[first : first + together], check) for first in range(0, n_blocks, together))
 
     def known() -> list[Any]:

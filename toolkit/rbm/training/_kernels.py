@@ -101,7 +101,7 @@ class Swaps:
         self.tried, self.accepted = (
             torch.zeros(len(betas) - 1, dtype=torch.float64, device=betas.device) for _ in range(2)
         )
-        self.turn = torch.zeros((), dtype=torch.int64)
+        self.turn = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def state(self) -> dict[str, Tensor]:
         """Return the state on which the next swaps and the rates depend, not copied."""

@@ -215,7 +215,7 @@ class FusedTrainer:
         state = {f"kernel.{name}": value.clone() for name, value in self._kernel.state().items()}
         if self._offsets is not None:
             state["visible_offset"], state["hidden_offset"] = (offset.clone() for offset in self._offsets)
-            state["centred"] = torch.tensor(self._centred)
+            state["centred"] = torch.tensor(self._centred, device="cpu")
         if self._fast is not None:
             state |= {f"fast.{name}": value.clone() for name, value in self._fast.items()}
         if self.generator is not None:
