@@ -51,6 +51,7 @@ _INNER = "a derivative inside of the step reaches it, so that its opening change
 _BLURRED = "a transform of torch.func switches recording on again inside of it"
 _OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
+_SCRIPTED = "stops inside of TorchScript are not looked into"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
 
@@ -110,7 +111,12 @@ class Recorder:
             self.bare,
             is_recorded=True,
             graph=lambda: graph_of_recorded(value, answers.params, answers.parts, self.board),
-            remarks=[*[_BEYOND] * self.reaches_beyond(value), *[_EAGER] * _compiles(), *_scaling_of(value)],
+            remarks=[
+                *[_BEYOND] * self.reaches_beyond(value),
+                *[_EAGER] * _compiles(),
+                *[_SCRIPTED] * _stops_in_torchscript(),
+                *_scaling_of(value),
+            ],
             closed=self._closed(answers, comparison),
             unreached=dict.fromkeys(sorted(answers.params.keys() - answers.reached), ""),
         )
@@ -554,6 +560,16 @@ def _compiles() -> bool:
     """Return whether this process has compiled functions."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
+
+
+def _stops_in_torchscript() -> bool:
+    """Return whether there are stops in TorchScript, whose calls are not seen."""
+    texts, compiled = list[str](), [*objects_of(torch.jit.ScriptFunction), *objects_of(torch.jit.ScriptModule)]
+    found: Any
+    for found in compiled:
+        with suppress(RuntimeError, AttributeError):  # such as a list of modules, without `forward`
+            texts.append(str(found.inlined_graph))
+    return any(word in text for text in texts for word in ("aten::detach", "no_grad"))
 
 
 def _scaling_of(value: Tensor) -> list[str]:
