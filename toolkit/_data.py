@@ -60,6 +60,20 @@ class Form:
             True, torch.float32 if x.dtype.newbyteorder("=") == np.float32 else torch.float64, torch.device("cpu")
         )
 
+    def keep(self, **attributes: Tensor) -> dict[str, Array]:
+        """Return fitted attributes in this form.
+
+        Raises:
+            ValueError: If the dtype cannot hold an attribute.
+        """
+        for name, values in attributes.items():
+            if not bool(values.to(self.dtype).isfinite().all()):
+                raise ValueError(
+                    f"`X` should have a scale near 1, or be float64. Found `{name}` up to "
+                    f"{float(values.abs().max()):.3g}, which {self.dtype} cannot hold."
+                )
+        return {name: self.give(values) for name, values in attributes.items()}
+
     def give(self, values: Tensor) -> Array:
         """Return values in this form; integers and booleans keep their dtype."""
         if values.is_floating_point():

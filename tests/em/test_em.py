@@ -4,6 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -27,12 +28,15 @@ from toolkit.em import (
     em_step,
     evidence_lower_bound,
     fit,
+    fit_missing,
+    fit_parsimonious,
     from_unconstrained,
     log_density,
     log_likelihood,
     m_step,
     precisions_cholesky,
     start,
+    start_missing,
     surrogate,
     to_unconstrained,
 )
@@ -615,6 +619,28 @@ def test_more_components_than_distinct_samples():
     found = fit(x, 3, covariance_type="diag", reg_covar=1e-3, generator=generator())
     assert found.log_likelihood == pytest.approx(-math.log(2) - math.log(2 * math.pi * 1e-3))
     assert start(x, 3, covariance_type="diag", generator=generator()).weights.min() == pytest.approx(1 / 41)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
+def test_repeated_samples_are_not_two_means(weighted):
+    x = samples(5, 2, 1).repeat_interleave(20, 0)
+    weights = torch.linspace(0, 1, len(x), dtype=F64) if weighted else None
+    for seed in range(10):
+        options = {"covariance_type": "tied", "init": "random_from_data", "generator": generator(seed)}
+        assert len(start(x, 4, sample_weight=weights, **options).means.unique(dim=0)) == 4
+        assert len(start_missing(x, 4, sample_weight=weights, **options).means.unique(dim=0)) == 4
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-8, 1e30], ids=str)
+@pytest.mark.parametrize(
+    "find", [fit, fit_missing, partial(fit_parsimonious, model="VVV")], ids=["fit", "missing", "parsimonious"]
+)
+def test_a_factor_of_all_weights_changes_no_fit(find, scale):
+    x = torch.cat([samples(20, 2, 1), samples(20, 2, 2) + 2])
+    plain, scaled = (
+        find(x, 2, sample_weight=torch.full((40,), factor, dtype=F64), generator=generator()) for factor in (1, scale)
+    )
+    assert scaled.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-5)  # ten times `tol`
 
 
 @pytest.mark.gpu

@@ -1199,3 +1199,15 @@ def test_samples_far_away_are_not_expanded():
     model = GaussianMixture(2, covariance_type="diag", random_state=0).fit(clusters(300, 2, 2))
     x = torch.tensor([[1e9, 1e9], [0.0, 0.0]], dtype=torch.float64)
     assert torch.equal(density.log_joint(model.parameters_, x), model.parameters_.log_joint(x))
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e20])
+@every_type
+def test_attributes_that_float32_cannot_hold_are_refused(kind, scale):
+    x = scale * np.random.default_rng(0).standard_normal((50, 2))
+    estimator = GaussianMixture(2, covariance_type=kind, reg_covar=0, random_state=0)
+    with pytest.raises(ValueError, match=r"`X` should have a scale near 1, or be float64. Found `\w+_` up to"):
+        estimator.fit(x.astype(np.float32))
+    assert not hasattr(estimator, "means_")
+    found = estimator.fit(x)
+    assert all(np.isfinite(value).all() for value in (found.covariances_, found.precisions_))

@@ -740,6 +740,26 @@ def test_few_distinct_samples(kind, k):
 
 
 @every_family
+@pytest.mark.parametrize("scale", [1e-20, 1e20], ids=str)
+def test_a_factor_of_all_weights_changes_no_fit(kind, scale):
+    few, options = SAMPLES[kind]
+    x = torch.cat([few, few[:1], few.flip(1)]).float()
+    plain, scaled = (
+        fit_family(kind, x, 2, sample_weight=torch.full((5,), factor, dtype=F64), generator=generator(), **options)
+        for factor in (1, scale)
+    )
+    assert scaled.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-4)
+
+
+@every_family
+@pytest.mark.parametrize("scale", [1e-50, 1e50], ids=str)
+def test_weights_beyond_float32_are_refused(kind, scale):
+    few, options = SAMPLES[kind]
+    with pytest.raises(ValueError, match=r"`sample_weight` should have a sum that suits float32. Found"):
+        fit_family(kind, few.float(), 1, sample_weight=torch.full((2,), scale, dtype=F64), **options)
+
+
+@every_family
 def test_one_sample_of_one_component(kind):
     few, options = SAMPLES[kind]
     if kind is FactorAnalysers:

@@ -864,13 +864,26 @@ def test_answers_come_in_the_form_of_the_data(form, dtype):
     x = array(x) if form == "numpy" else x
     found = GaussianHMM(2, random_state=0).fit(x, [60, 40])
     kind = np.ndarray if form == "numpy" else Tensor
-    answers = [found.means_, found.covars_, found.startprob_, found.transmat_, found.predict_proba(x, [60, 40])]
-    answers.append(found.sample(5, random_state=0)[0])
-    for answer in answers:
+    attributes = [found.means_, found.covars_, found.startprob_, found.transmat_, found.sample(5, random_state=0)[0]]
+    for answer in attributes:
         assert isinstance(answer, kind)
-        assert answer.dtype == x.dtype
+        assert answer.dtype == (np.float64 if form == "numpy" else F64)
+    assert isinstance(found.predict_proba(x, [60, 40]), kind)
+    assert found.predict_proba(x, [60, 40]).dtype == x.dtype
     assert isinstance(found.predict(x), kind)
     assert found.predict(x).shape == (100,)
+
+
+@pytest.mark.parametrize(("scale", "gap"), [(1.0, 1e-5), (1e30, 1.0), (1e-30, 1.0)])
+def test_float32_attributes_score_as_the_fit(scale, gap):
+    # float32 rounds the covariance of features that nearly agree to a singular one, and variances to 0 and infinity.
+    x = torch.randn(80, 2, generator=generator(3), dtype=F64)
+    x = (scale * (x[:, :1] + gap * x)).float()
+    found = GaussianHMM(2, "full", reg_covar=0, random_state=0).fit(x, [50, 30])
+    assert found.means_.isfinite().all()
+    assert found.covars_.isfinite().all()
+    # Of the sums of 80 float32 numbers, whose features agree to 1e-5.
+    assert found.score(x, [50, 30]) / 80 == pytest.approx(found.log_likelihood_, abs=1e-4)
 
 
 def test_estimator_is_scikit_learns():

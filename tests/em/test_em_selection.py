@@ -511,3 +511,8 @@ def test_samples_that_are_all_alike_have_fewer_clusters():
 def test_one_where_several_are_asked_for_is_a_clear_error(arguments, says):
     with pytest.raises(TypeError, match=says):
         select(torch.randn(20, 2, generator=torch.Generator().manual_seed(0)), **arguments)
+
+
+def test_two_samples_are_not_taken_for_distances():
+    # Centred, they are a symmetric matrix with a diagonal of 0, which scipy warns of.
+    assert select(torch.ones(2, 2, dtype=F64), [1], models=("EII",)).ranked == ()

@@ -233,8 +233,11 @@ def library(values: object) -> Any:
 
 
 def soft_counts(sums: Tensor) -> Tensor:
-    """Return the sums of responsibilities, bounded away from 0, so that an empty component gives no NaN."""
-    return sums.clip(min=library(sums).finfo(sums.dtype).eps)
+    """Return the sums of responsibilities, bounded away from 0, so that an empty component gives no NaN.
+
+    The bound is rounding of their total, at most of 1: sample weights may be tiny.
+    """
+    return sums.clip(min=library(sums).finfo(sums.dtype).eps * sums.sum().clip(max=1))
 
 
 def identity_like(matrices: Tensor) -> Tensor:

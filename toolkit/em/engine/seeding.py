@@ -22,16 +22,23 @@ _CANDIDATES = 4
 _ROUNDING = 1e-5
 
 
-def distinct(weights: Tensor, n_means: int, generator: torch.Generator | None) -> Tensor:
-    """Choose different samples (K,); samples without weight only if there are not enough others.
+def distinct(points: Tensor, weights: Tensor, n_means: int, generator: torch.Generator | None) -> Tensor:
+    """Choose different samples (K,); repeated ones, and then those without weight, only if there are too few others.
 
     Args:
+        points: (N, D).
         weights: (N,).
         n_means: K.
         generator: Randomness. None is torch's global generator.
     """
     order = torch.randperm(len(weights), generator=generator, device=device_of(generator, weights)).to(weights.device)
-    return order[(weights[order] == 0).to(torch.int8).argsort(stable=True)][:n_means]
+    order = order[(weights[order] == 0).to(torch.int8).argsort(stable=True)]
+    if len(points[order[:n_means]].unique(dim=0)) == n_means:
+        return order[:n_means]
+    labels, places = points[order].unique(dim=0, return_inverse=True)[1].sort(stable=True)
+    repeated = torch.zeros_like(places, dtype=torch.int8)
+    repeated[places[1:]] = (labels[1:] == labels[:-1]).to(torch.int8)
+    return order[(repeated + 2 * (weights[order] == 0)).argsort(stable=True)][:n_means]
 
 
 def seeds(

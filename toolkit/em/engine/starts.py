@@ -131,7 +131,7 @@ def choose_means(
     for first in range(0, n_starts, together):
         count = min(together, n_starts - first)
         if init == "random_from_data":
-            means = points[torch.stack([distinct(weights, n_components, generator) for _ in range(count)])]
+            means = points[torch.stack([distinct(points, weights, n_components, generator) for _ in range(count)])]
         else:
             means = points[seeds(points, n_components, weights, generator, n_starts=count)]
         if init == "kmeans":

@@ -5,6 +5,7 @@ S sequences, N steps in all, D features, M symbols, K states.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -133,7 +134,8 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
                 )
                 fits.append(found)
                 progress.end("converged" if found.converged else "not converged", found.log_likelihood)
-        self._set(ranked(fits, x.dtype)[0], form)
+        # float32 would turn a covariance singular whose features nearly depend on each other.
+        self._set(ranked(fits, x.dtype)[0], dataclasses.replace(form, dtype=torch.float64))
         return self
 
     def _warn_of_overwriting(self) -> None:

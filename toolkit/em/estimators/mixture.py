@@ -906,14 +906,19 @@ class GaussianMixture(BaseMixture):
     def _set(self, found: Climb[Any], form: Form) -> None:
         """Set the attributes."""
         parameters = as_gaussian(found.parameters)
-        self.collapsed_ = np.array(collapsed_components(parameters, float(self.reg_covar)), dtype=np.int64)
+        collapsed = collapsed_components(parameters, float(self.reg_covar))
         parameters = parameters.as_type(gaussian_type(self.covariance_type) or "full")
+        attributes = form.keep(
+            weights_=parameters.weights,
+            means_=parameters.means,
+            covariances_=parameters.covariances,
+            precisions_=parameters.precisions,
+            precisions_cholesky_=parameters.precisions_cholesky,
+        )
+        for name, value in attributes.items():
+            setattr(self, name, value)
         self._fitted_as = self.covariance_type
-        self.weights_ = form.give(parameters.weights)
-        self.means_ = form.give(parameters.means)
-        self.covariances_ = form.give(parameters.covariances)
-        self.precisions_ = form.give(parameters.precisions)
-        self.precisions_cholesky_ = form.give(parameters.precisions_cholesky)
+        self.collapsed_ = np.array(collapsed, dtype=np.int64)
         self.converged_ = found.converged
         # A fit without any gain has still taken the step that tests for it.
         self.n_iter_ = max(found.n_iter, min(1, int(self.max_iter)))

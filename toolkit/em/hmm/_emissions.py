@@ -226,7 +226,8 @@ class GaussianEmissions:
     def _estimate(self, counts: Tensor, means: Tensor, scatter: Tensor, reg_covar: float, update: str = "e") -> Self:
         """Return the emissions of counts (K,), means and `separate` scatter about them; empty states keep theirs."""
         kind, structure = self.covariance_type, structure_of(self.covariance_type)
-        empty, safe = counts <= torch.finfo(counts.dtype).eps, soft_counts(counts)
+        safe = soft_counts(counts)
+        empty = counts < safe
         means = torch.where(empty[:, None], self.means, means)
         if not set(update) & set("ec"):
             return dataclasses.replace(self, means=means if "m" in update else self.means)

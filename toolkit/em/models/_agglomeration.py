@@ -45,6 +45,7 @@ class Agglomeration:
             Ward, "Hierarchical grouping to optimize an objective function", 1963.
         """
         from scipy.cluster.hierarchy import ward  # only this takes it
+        from scipy.spatial.distance import pdist
 
         x = x.to(torch.float64)
         device = x.device if generator is None else generator.device
@@ -52,7 +53,7 @@ class Agglomeration:
         if len(x) > _MOST_SAMPLES:
             chosen = torch.randperm(len(x), generator=generator, device=device)[:_MOST_SAMPLES].to(x.device)
         metrics = _metrics(x - x.mean(0))
-        merges = tuple(torch.from_numpy(ward(points[chosen].cpu().numpy())) for points in metrics)
+        merges = tuple(torch.from_numpy(ward(pdist(points[chosen].cpu().numpy()))) for points in metrics)
         return cls(x, chosen, metrics, merges)
 
     @no_graph()

@@ -119,6 +119,11 @@ def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = Non
     if n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
     check_weights(sample_weight, len(x))
+    if sample_weight is not None:
+        kind = torch.finfo(x.dtype if x.is_floating_point() else torch.get_default_dtype())
+        total = float(sample_weight.double().sum())
+        if not kind.tiny / kind.eps <= total <= kind.max * kind.eps:
+            raise ValueError(f"`sample_weight` should have a sum that suits {kind.dtype}. Found {total:.3g}.")
     return n_components
 
 

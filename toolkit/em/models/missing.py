@@ -410,7 +410,7 @@ def _first_means(
     """Return samples as means (K, D); their missing values are the means of the samples that are nearest to them."""
     check_init(init)
     if init == "random_from_data":
-        chosen = distinct(weights, n_components, generator)
+        chosen = distinct(points, weights, n_components, generator)
     else:
         chosen = seeds(points, n_components, weights, generator, seen=seen)[0]
     nearest = squared_distances(points, chosen[None], seen)[0].argmin(0)
