@@ -120,7 +120,7 @@ def read(
     if x.ndim != 2 or len(x) < least or x.shape[1] == 0:
         raise ValueError(f"`X` should have shape (N, D), at least ({least}, 1). Found {tuple(x.shape)}.")
     form = Form.of(x)
-    x = x.to(form.dtype)
+    x = x.to(form.dtype).resolve_neg()  # NumPy cannot read a pending sign
     allowed = ~x.isinf() if missing else x.isfinite()
     if not bool(allowed.all()):
         row = int((~allowed).any(1).nonzero()[0])

@@ -113,6 +113,14 @@ def test_gradient_and_thread_of_the_samples_are_left_alone():
     assert not found.score_samples(x).requires_grad
 
 
+def test_a_tensor_with_a_pending_sign_is_read():
+    x = torch.from_numpy(clusters())
+    pending = torch.complex(x, -x).conj().imag
+    assert pending.is_neg()
+    mixture = GaussianMixture(2, random_state=0).fit(x)
+    assert torch.equal(mixture.predict(pending), mixture.predict(x))
+
+
 def test_attributes_share_no_memory():
     x = clusters()
     found = GaussianMixture(2, covariance_type="diag", random_state=0, weights_init=[0.5, 0.5]).fit(x)

@@ -1040,7 +1040,7 @@ GAUSSIAN = array(data(model("diag"), [30]))
 BAD_FITS = {
     "components": (GaussianHMM(0), GAUSSIAN, None, ValueError, "`n_components` should be a positive integer. Found 0."),
     "type": (GaussianHMM(2, "tide"), GAUSSIAN, None, ValueError, "`covariance_type` should be one of.*Found 'tide'."),
-    "params": (GaussianHMM(2, params="stx"), GAUSSIAN, None, ValueError, "`params` should have the letters s.*'x'"),
+    "params": (GaussianHMM(2, params="stx"), GAUSSIAN, None, ValueError, "`params` should have the letters s.*'stx'"),
     "unset": (GaussianHMM(2, init_params="mc"), GAUSSIAN, None, ValueError, "`startprob_` should be set"),
     "nan": (GaussianHMM(2), np.full((5, 2), np.nan), None, ValueError, "NaN"),
     "lengths": (GaussianHMM(2), GAUSSIAN, [10, 10], ValueError, "`lengths` should be positive integers that sum to 30"),
@@ -1049,7 +1049,13 @@ BAD_FITS = {
     "tol": (GaussianHMM(2, tol=-1.0), GAUSSIAN, None, ValueError, "`tol` should be finite and not negative"),
     "reg": (GaussianHMM(2, reg_covar=-1.0), GAUSSIAN, None, ValueError, "`reg_covar` should be finite and not"),
     "prior": (GaussianHMM(2, transmat_prior=0.0), GAUSSIAN, None, ValueError, "`transmat_prior` should be positive"),
-    "floats": (CategoricalHMM(2), GAUSSIAN, None, TypeError, "`X` should be integers, symbols from 0. Found torch.fl"),
+    "floats": (
+        CategoricalHMM(2),
+        GAUSSIAN[:, :1],
+        None,
+        TypeError,
+        "`X` should be integers, symbols from 0. Found float",
+    ),
     "negative": (
         CategoricalHMM(2),
         np.array([[0], [-1]]),
@@ -1084,6 +1090,8 @@ def test_bad_fits(name):
         ("transmat_", [[0.5, 0.5]], r"`transmat_` should have shape \(2, 2\). Found \(1, 2\)"),
         ("transmat_", [[1.0, 1.0], [0.0, 1.0]], "`transmat_` should be probabilities that sum to 1"),
         ("means_", [[1.0]], r"`means_` should have shape \(2, D\)"),
+        ("means_", [[1.0], [math.nan]], r"`means_` should be finite. Found \[\[1.0\], \[nan\]\]"),
+        ("startprob_", ["a", "b"], r"`startprob_` should be numbers. Found \['a', 'b'\]"),
         ("covars_", [1.0, 1.0], r"`covars_` should have shape \(2, 1\). Found \(2,\)"),
         ("covars_", [[1.0], [-1.0]], "positive definite"),
     ],
@@ -1115,6 +1123,37 @@ BAD_CALLS = {
         lambda: hmm.em_step(model("diag"), X, sequence_weight=torch.ones(2)),
         ValueError,
         r"`sequence_weight` should be a tensor of shape \(1,\)",
+    ),
+    "prior shape": (
+        lambda: hmm.fit(model("diag"), X, prior=hmm.DirichletPrior(transition=torch.ones(2, 2))),
+        ValueError,
+        r"`prior` should have concentrations that broadcast to \(3, 3\). Found \(2, 2\)",
+    ),
+    "prior": (
+        lambda: hmm.DirichletPrior(start=torch.tensor([1.0, -1.0])),
+        ValueError,
+        r"`start` should be positive and finite. Found \[1.0, -1.0\]",
+    ),
+    "letters": (
+        lambda: GaussianHMM(2, params=None).fit(array(X)),
+        ValueError,
+        r"`params` should have the letters s \(startprob\).*Found None",
+    ),
+    "algorithm": (
+        lambda: GaussianHMM(2, algorithm="best").fit(array(X)),
+        ValueError,
+        "`algorithm` should be one of 'viterbi', 'map'. Found 'best'",
+    ),
+    "names as symbols": (
+        lambda: CategoricalHMM(2).fit(["rain", "sun"]),
+        TypeError,
+        "`X` should be integers, symbols from 0. Found <U4",
+    ),
+    "no symbol": (lambda: CategoricalHMM(2).fit([]), ValueError, r"N at least 1. Found \(0,\)"),
+    "text as weights": (
+        lambda: GaussianHMM(2).fit(array(X), sequence_weight="a"),
+        ValueError,
+        "`sequence_weight` should be numbers. Found 'a'",
     ),
     "update": (lambda: hmm.fit(model("diag"), X, update="sx"), ValueError, "`update` should have the letters.*'x'"),
     "shape": (

@@ -109,9 +109,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         self._warn_of_overwriting()
         x, form = self._read(X, reset=True)
         sizes = _lengths(lengths, len(x))
-        weight = (
-            None if sequence_weight is None else torch.as_tensor(sequence_weight, dtype=torch.float64, device=x.device)
-        )
+        weight = None if sequence_weight is None else _tensor("sequence_weight", sequence_weight).to(x.device)
         generator = generator_of(self.random_state, x.device)
         n_init = integer("n_init", self.n_init, 1)
         update = "".join(letter for letter in self._letters if letter in self.params)
@@ -316,7 +314,7 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         """Return an attribute that a fit or a user has set, float64."""
         if not hasattr(self, name):
             raise ValueError(f"`{name}` should be set, because `init_params` does not ask for it. Found nothing.")
-        return _tensor(getattr(self, name))
+        return _tensor(name, getattr(self, name))
 
     def _probabilities(self, name: str, shape: tuple[int, ...]) -> Tensor:
         values = self._given(name)
@@ -335,10 +333,12 @@ class BaseHMM(BaseEstimator):  # type: ignore[misc]
         integer("max_iter", self.max_iter, 0)
         integer("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, 0)
         number("tol", self.tol, least=0)
+        choice("algorithm", self.algorithm, get_args(Decoder))
         for name in ("params", "init_params"):
-            if unknown := set(getattr(self, name)) - set(self._letters):
+            found = getattr(self, name)
+            if not isinstance(found, str) or set(found) - set(self._letters):
                 letters = ", ".join(f"{letter} ({what})" for letter, what in self._letters.items())
-                raise ValueError(f"`{name}` should have the letters {letters}. Found {''.join(sorted(unknown))!r}.")
+                raise ValueError(f"`{name}` should have the letters {letters}. Found {found!r}.")
 
 
 class GaussianHMM(BaseHMM):
@@ -443,6 +443,8 @@ class GaussianHMM(BaseHMM):
         k, d = int(self.n_components), means.shape[-1]
         if means.ndim != 2 or len(means) != k:
             raise ValueError(f"`means_` should have shape ({k}, D). Found {tuple(means.shape)}.")
+        if not bool(means.isfinite().all()):
+            raise ValueError(f"`means_` should be finite. Found {means.tolist()}.")
         shape = structure_of(self.covariance_type).shape(k, d)
         covariances = self._given("covars_")
         if tuple(covariances.shape) != shape:
@@ -561,11 +563,16 @@ class CategoricalHMM(BaseHMM):
         self.callback = callback
 
     def _read(self, x: object, *, reset: bool) -> tuple[Tensor, Form]:
-        values = x if isinstance(x, Tensor) else from_numpy(np.asarray(x))
-        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-            raise TypeError(f"`X` should be integers, symbols from 0. Found {values.dtype}.")
-        if values.ndim not in (1, 2) or values.shape[1:] not in ((), (1,)) or len(values) == 0:
-            raise ValueError(f"`X` should have shape (N, 1) or (N,), N at least 1. Found {tuple(values.shape)}.")
+        found = x if isinstance(x, Tensor) else np.asarray(x)
+        if found.ndim not in (1, 2) or found.shape[1:] not in ((), (1,)) or len(found) == 0:
+            raise ValueError(f"`X` should have shape (N, 1) or (N,), N at least 1. Found {tuple(found.shape)}.")
+        if isinstance(found, np.ndarray):
+            whole = found.dtype.kind in "iu"
+        else:
+            whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+        if not whole:
+            raise TypeError(f"`X` should be integers, symbols from 0. Found {found.dtype}.")
+        values = found if isinstance(found, Tensor) else from_numpy(found)
         symbols = values.reshape(-1).to(torch.int64)
         if int(symbols.min()) < 0:
             raise ValueError(f"`X` should hold symbols from 0. Found {int(symbols.min())}.")
@@ -601,10 +608,14 @@ class CategoricalHMM(BaseHMM):
         return samples[:, None]
 
 
-def _tensor(values: object) -> Tensor:
+def _tensor(name: str, values: object) -> Tensor:
+    """Return numbers as float64; raise a ValueError for anything else."""
     if isinstance(values, Tensor):
         return values.to(torch.float64)
-    return torch.from_numpy(np.array(values, np.float64))
+    try:
+        return torch.from_numpy(np.array(values, np.float64))
+    except (TypeError, ValueError):
+        raise ValueError(f"`{name}` should be numbers. Found {values!r}.") from None
 
 
 def _lengths(lengths: object, n_steps: int) -> list[int]:
@@ -621,7 +632,7 @@ def _lengths(lengths: object, n_steps: int) -> list[int]:
 
 
 def _concentration(name: str, value: object) -> float | Tensor:
-    values = _tensor(value)
+    values = _tensor(name, value)
     if not bool((values > 0).all()) or not bool(values.isfinite().all()):
         raise ValueError(f"`{name}` should be positive and finite. Found a least of {float(values.min())}.")
     return float(values) if values.ndim == 0 else values

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from toolkit._checks import number
+from toolkit._checks import broadcasts, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
 from toolkit.em.gaussian import (
@@ -507,9 +507,11 @@ class CategoricalPass:
 
 
 def check_prior(name: str, value: float | Tensor) -> None:
-    """Raise a ValueError if a concentration that is one number is not positive and finite."""
+    """Raise a ValueError unless concentrations are positive and finite."""
     if not isinstance(value, Tensor):
         number(name, value, above=0)
+    elif not bool((value.isfinite() & (value > 0)).all()):
+        raise ValueError(f"`{name}` should be positive and finite. Found {value.tolist()}.")
 
 
 def normalise(counts: Tensor, log_before: Tensor, prior: float | Tensor) -> Tensor:
@@ -517,6 +519,10 @@ def normalise(counts: Tensor, log_before: Tensor, prior: float | Tensor) -> Tens
 
     Probabilities of 0 stay 0, whatever the prior. Rows without any counts keep their probabilities.
     """
+    if isinstance(prior, Tensor) and not broadcasts(prior.shape, counts.shape):
+        raise ValueError(
+            f"`prior` should have concentrations that broadcast to {tuple(counts.shape)}. Found {tuple(prior.shape)}."
+        )
     impossible = log_before == -math.inf
     added = (counts + (prior - 1)).clamp(min=0).masked_fill(impossible, 0.0)
     total = added.sum(-1, keepdim=True)
