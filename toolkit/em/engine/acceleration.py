@@ -486,7 +486,8 @@ _METHODS: dict[str, Callable[[], _Method]] = {"none": _Plain, "squarem": _Square
 
 def _check_finite(value: float) -> None:
     if not math.isfinite(value):
-        raise ValueError(f"The log-likelihood should be finite. Found {value}: the data are too large for their type.")
+        impossible = "a sample that no component explains, or " if value == -math.inf else ""
+        raise ValueError(f"The log-likelihood should be finite. Found {value}: {impossible}too large values.")
 
 
 def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:

@@ -168,14 +168,16 @@ class GaussianRBM(BaseRBM):
 
     def _set_coordinates(self, rows: Rows, form: Form) -> dict[str, Tensor]:
         mean, variance = _moments(rows)
-        if not bool(variance.isfinite().all()):
-            column = int((~variance.isfinite()).nonzero()[0])
-            raise ValueError(
-                f"`X` should have features whose variances are finite. Found too large numbers in column {column}: "
-                "divide them."
-            )
         # The variance of a constant feature is only rounding.
-        varies = variance > (4 * torch.finfo(form.dtype).eps * mean).square()
+        kind = torch.finfo(form.dtype)
+        varies = variance > (4 * kind.eps * mean).square()
+        held = (variance <= kind.max) & (~varies | (variance * self.min_variance >= kind.tiny))
+        if not bool(held.all()):
+            column = int((~held).nonzero()[0])
+            raise ValueError(
+                f"`X` should have features whose variances {form.dtype} can hold. Found {float(variance[column]):.3g} "
+                f"in column {column}: scale it."
+            )
         scale = torch.where(varies, variance, 1.0).sqrt()
         self.mean_, self.scale_ = form.give(mean), form.give(scale)
         return {"visible_bias": torch.zeros_like(mean), "visible_log_variance": torch.zeros_like(mean)}
