@@ -5,9 +5,9 @@ make use of the block. Behind them: `covariance`, the structures; `engine`, the 
 `models`, other mixtures; `estimators`, the classes for users of scikit-learn.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from toolkit._lazy import lazy
 from toolkit.em import hmm
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb, maximise_likelihood
 from toolkit.em.engine.fit import Fit, fit
@@ -171,15 +171,11 @@ __all__ = [
 ]
 
 # Importing scikit-learn takes as long as importing the rest of this package.
-_ESTIMATORS = {"BaseMixture", "CategoricalHMM", "CollapseWarning", "GaussianHMM", "GaussianMixture"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import an estimator when it is first used."""
-    if name not in _ESTIMATORS:
-        raise AttributeError(f"module 'toolkit.em' has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module("toolkit.em.estimators"), name)
-    return found
+__getattr__ = lazy(
+    __name__,
+    "toolkit.em.estimators",
+    {"BaseMixture", "CategoricalHMM", "CollapseWarning", "GaussianHMM", "GaussianMixture"},
+)
 
 
 def __dir__() -> list[str]:

@@ -1,8 +1,8 @@
 """Restricted Boltzmann machines, and the contrastive divergence that trains them."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from toolkit._lazy import lazy
 from toolkit.rbm import bias
 from toolkit.rbm.annealing import (
     LogPartition,
@@ -173,15 +173,7 @@ __all__ = [
 ]
 
 # scikit-learn takes as long to import as the rest of this package.
-_ESTIMATORS = {"BernoulliRBM", "GaussianRBM"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import an estimator when it is first used."""
-    if name not in _ESTIMATORS:
-        raise AttributeError(f"module 'toolkit.rbm' has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module("toolkit.rbm.estimators"), name)
-    return found
+__getattr__ = lazy(__name__, "toolkit.rbm.estimators", {"BernoulliRBM", "GaussianRBM"})
 
 
 def __dir__() -> list[str]:
