@@ -346,7 +346,8 @@ class GaussianHMM(BaseHMM):
 
     Parameters, attributes and methods are those of hmmlearn, with these differences. `tol` bounds the remaining gain in
     nats per step, and steps are accelerated unless ``accelerate="none"``. Variances have no prior, but `reg_covar` is
-    added to them. `covars_` is shaped by the type, when read and when set.
+    added to them. `covars_` is shaped by the type, when read and when set. Attributes are float64, also for
+    samples in float32.
 
     Args:
         n_components: K.
