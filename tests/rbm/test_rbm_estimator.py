@@ -862,12 +862,12 @@ def test_numbers_whose_variance_is_infinite_are_refused():
     x = reals()
     x[:, 2] *= 1e200
     for how in ("fit", "partial_fit"):
-        with pytest.raises(ValueError, match=r"`X` should have features whose variances torch.float64 can hold. Found inf in column 2"):
+        with pytest.raises(ValueError, match=r"variances torch.float64 can hold\. Found inf in column 2"):
             getattr(GaussianRBM(2, random_state=0), how)(x)
-    with pytest.raises(ValueError, match=r"`X` should have features whose variances torch.float64 can hold. Found inf in column 2"):
+    with pytest.raises(ValueError, match=r"variances torch.float64 can hold\. Found inf in column 2"):
         GaussianRBM(2, random_state=0).fit(halved(x))
     for scale in (1e-25, 1e25):
-        with pytest.raises(ValueError, match="variances torch.float32 can hold. Found .* in column 0"):
+        with pytest.raises(ValueError, match=r"variances torch.float32 can hold\. Found .* in column 0"):
             GaussianRBM(2, random_state=0).fit((scale * reals()).astype(np.float32))
         assert np.isfinite(GaussianRBM(2, n_iter=1, random_state=0).fit(scale * reals()).score(scale * reals()))
 
