@@ -742,15 +742,19 @@ class Program:
 
     def source(self, open: Iterable[str] = ()) -> str:
         """Return the text from which the stops in `open` are removed, on the same lines."""
-        tensor, region = (
-            ('stop_gradient({1}, "{0}")', 'stop_recording("{0}")')
-            if self.named
-            else ("({1}).detach()", "torch.no_grad()")
-        )
+        named = 'stop_gradient({1}, "{0}")', 'stop_recording("{0}")'
+        tensor, region = named if self.named else _BARE.get(self.seed % 5, ("({1}).detach()", "torch.no_grad()"))
         text = _without(self.marked, open)
         while _STOP.search(text):
             text = _STOP.sub(lambda m: tensor.format(*m.groups()), text)
         return _REGION.sub(lambda m: m[1] + region.format(m[2]), text)
+
+
+# The remainder of the seed by 5 -> other forms of a stop and of a region.
+_BARE = {
+    3: ("({1}).data", "torch.set_grad_enabled(False)"),
+    4: ("torch.autograd.Variable({1})", "torch.autograd.grad_mode.no_grad()"),
+}
 
 
 def _without(marked: str, open: Iterable[str]) -> str:
@@ -1083,7 +1087,16 @@ class _Checker:
 
     def is_missed(self, stop: str) -> bool:
         """Return whether an answer should have this stop."""
-        return True
+        return ".data" not in self.program.source() or self.does_something(stop)
+
+    def does_something(self, stop: str) -> bool:
+        """Return whether the gradient is another one without a stop."""
+        if not self.is_answerable((stop,)):
+            return False
+        plain, opened = self.truth(()).gradients, self.truth((stop,)).gradients
+        return any(
+            _distance(opened[n], plain[n]) > self.rounding((stop,), n, _distance(opened[n], plain[n])) for n in plain
+        )
 
     def hold(self, open: tuple[str, ...], found: dict[str, Tensor], effect: Any) -> None:
         """Hold what is said about these stops, opened together, against the truth."""
@@ -1200,12 +1213,7 @@ class _StepChecker(_Checker):
 
     def is_missed(self, stop: str) -> bool:
         """Return whether a stop that the answer leaves out does something."""
-        if not self.is_answerable((stop,)):
-            return False
-        plain, opened = self.truth(()).gradients, self.truth((stop,)).gradients
-        return any(
-            _distance(opened[n], plain[n]) > self.rounding((stop,), n, _distance(opened[n], plain[n])) for n in plain
-        )
+        return self.does_something(stop)
 
     def unopened(self, asked: Any) -> dict[str, str]:
         return {entry.site: entry.reason for entry in asked.unopened}
