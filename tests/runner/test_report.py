@@ -800,7 +800,7 @@ def test_the_site_is_light(site):
 
 def test_cards_of_clear_gains_come_first_and_are_named_by_the_room_of_their_blocks(site):
     cards = re.findall(r"<article.*?</article>", site.read_text(), re.DOTALL)
-    clear = ["makes training: better" in card for card in cards]
+    clear = ["training with the block: better" in card for card in cards]
     assert any(clear)
     assert clear == sorted(clear, reverse=True)
     subjects = {re.search(r'data-subject="([^"]*)"', card)[1] for card in cards}
@@ -810,7 +810,7 @@ def test_cards_of_clear_gains_come_first_and_are_named_by_the_room_of_their_bloc
 def test_every_picture_says_which_results_it_shows(site):
     found = re.findall(r'<img [^>]*alt="([^"]*)"', site.read_text())
     assert len(found) > len(CONFIGS)
-    assert all("the block makes training" in text for text in found)
+    assert all("training with the block: " in text for text in found)
     pictures = re.findall(r'aria-label="([^"]*)"', (site.parent / "pages" / "em_iris.html").read_text())
     assert any(
         re.fullmatch(r"Gradients before the first step: blocked; open: \d+°, length ×[\d.]+\.", p) for p in pictures

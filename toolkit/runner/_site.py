@@ -104,7 +104,7 @@ def _card(file: str, experiment: ExperimentRecords) -> Card:
     data, names = records[-1].data, [name for name in records[-1].data["variants"] if name != BLOCKED]
     found = {name: compared(records, name) for name in names}
     effects = {name: training_effect(records, name) for name in names}
-    about = "; ".join(f"with {name} open instead, the block makes training {effects[name]}" for name in names)
+    about = "; ".join(f"with {name} open instead (training with the block: {effects[name]})" for name in names)
     return Card(
         file=file,
         title=data["config"]["title"],
