@@ -47,7 +47,7 @@ class _There(Tensor):
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.held = other.held
 
-    data = property(Tensor.detach, _exchange)  # type: ignore[assignment]
+    data = property(Tensor.data.__get__, _exchange)  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, held: Tensor) -> _There:

@@ -329,8 +329,8 @@ def test_a_clean_answer_that_is_held_costs_clean_accuracy() -> None:
         ("widths=[3]\nnetwork=cnn", "widths of 'cnn' should be a list of 2, found 1"),
         ("data=mnist", "path should be given for data of your own, and for no other"),
         ("path=somewhere", "path should be given for data of your own, and for no other"),
-        ("epsilon=0.0", "input should be greater than 0"),
-        ("ensemble=[0.0]", "input should be greater than 0"),
+        ("epsilon=0.0", "should be greater than 0"),
+        ("ensemble=[0.0]", "should be greater than 0"),
     ],
     ids=lambda value: value if "=" in value else "",
 )

@@ -321,8 +321,8 @@ def test_centred_tempering_comes_close_to_the_best_possible():
         ({"temperatures": 2}, "temperatures and fast_rate need chains"),
         ({"fast_rate": 0.1}, "temperatures and fast_rate need chains"),
         ({"fast_rate": 0.1, "temperatures": 2, "chains": 3}, "temperatures and fast_rate do not go together"),
-        ({"average_from": 1.0}, "methods.average_from: input should be less than 1"),
-        ({"decay": "sometimes"}, "methods.decay: input should be 'none', 'linear' or 'cosine'"),
+        ({"average_from": 1.0}, "methods.average_from: should be less than 1"),
+        ({"decay": "sometimes"}, "methods.decay: should be 'none', 'linear' or 'cosine'"),
     ],
     ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
 )
@@ -345,7 +345,7 @@ def test_a_wrong_method_is_one_line(wrong, says):
             "methods=[{name='x', learning_rate=1.0}, {name='x', learning_rate=2.0}]",
             "methods should have different names",
         ),
-        ("estimators=['sklearn.neural_network.MLPRegressor']", "input should be 'toolkit.rbm.BernoulliRBM' or"),
+        ("estimators=['sklearn.neural_network.MLPRegressor']", "should be 'toolkit.rbm.BernoulliRBM' or"),
     ],
     ids=["too many units", "no files", "two of a name", "estimator"],
 )

@@ -291,7 +291,7 @@ def _mistakes(errors: Iterable[ErrorDetails], where: _Places, config_class: type
         and len(error["loc"]) > 1
         and error["loc"][-1] in config_class.model_fields
     }
-    kept = [error for error in errors if error["loc"][-1] not in below]
+    kept = [error for error in errors if not error["loc"] or error["loc"][-1] not in below]
     lines = [_sentence(error, where, config_class) for error in kept]
     if below:
         place = where(*next(iter(below.values()))).partition(": ")[0]

@@ -194,7 +194,7 @@ class Search:
         """Return the point to differentiate by, the logits, and the lead of each class over the label, K times (N,)."""
         point = variable(example)
         with torch.enable_grad():
-            logits = self.attack.slopes(point.clone())
+            logits = self.attack.slopes_at(point)
             wide_logits = logits.to(wide(logits))
             label = wide_logits.gather(1, self.attack.labels.long()[:, None])
             return point, logits, list((wide_logits.gather(1, classes) - label).unbind(1))

@@ -64,7 +64,7 @@ class Setting:
         threat: The ball.
         ball: The ball around the clean inputs, in which examples have to lie.
         slopes: The model whose gradients are taken: `model`, or its copy in another dtype.
-        checked: Not empty once the model's logits have been checked.
+        checked: "logits" once they have been checked, "writes" once the model was seen to write into its input.
     """
 
     model: Callable[[Tensor], Tensor]
@@ -111,7 +111,7 @@ class Setting:
         recorded = torch.is_grad_enabled()
         point = variable(example)
         with torch.enable_grad():
-            logits = self.inspected(self.slopes(point.clone()))
+            logits = self.inspected(self.slopes_at(point))
             losses = None if loss is None else loss(logits, self.goal)
         if losses is None:
             outputs, slope = logits, margin_slope(logits, self.goal)
@@ -123,6 +123,20 @@ class Setting:
                 f"Found shape {tuple(losses.shape)}."
             )
         return point, differentiate(outputs, point, slope, recorded=recorded), logits
+
+    def slopes_at(self, point: Tensor) -> Tensor:
+        """Return the logits at a leaf, or at a copy for a model that writes into its input.
+
+        Dynamo warns of every compiled model that gets a copy.
+        """
+        if "writes" not in self.checked:
+            try:
+                return self.slopes(point)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad is being used in an in-place" not in str(error):
+                    raise
+                self.checked.add("writes")
+        return self.slopes(point.clone())
 
     def inspected(self, logits: Tensor) -> Tensor:
         """Return the logits; the first time, raise if they are not (N, C) or a class is out of range."""

@@ -233,7 +233,7 @@ class _Pairs:
         recorded = torch.is_grad_enabled()
         point = variable(example)
         with torch.enable_grad():
-            logits = self.attack.slopes(point.clone())
+            logits = self.attack.slopes_at(point)
         gradient = differentiate(logits, point, self.slope, recorded=recorded)
         return point, gradient, logits
 

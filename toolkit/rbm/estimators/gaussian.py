@@ -171,7 +171,7 @@ class GaussianRBM(BaseRBM):
         # The variance of a constant feature is only rounding.
         kind = torch.finfo(form.dtype)
         varies = variance > (4 * kind.eps * mean).square()
-        held = (variance <= kind.max) & (~varies | (variance * self.min_variance >= kind.tiny))
+        held = (variance <= kind.max) & (~varies | (variance * float(self.min_variance) >= kind.tiny))
         if not bool(held.all()):
             column = int((~held).nonzero()[0])
             raise ValueError(
