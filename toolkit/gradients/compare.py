@@ -262,7 +262,7 @@ class Comparison:
     def _note_elsewhere(self) -> None:
         if self._answers.board.elsewhere:
             names = ", ".join(map(repr, sorted(self._answers.board.elsewhere)))
-            remark = f"met in another thread, and not compared: {names}"
+            remark = f"met in another thread or comparison, and not compared: {names}"
             self.remarks.append(remark)
             warnings.warn(remark, stacklevel=4)
 
