@@ -1303,7 +1303,7 @@ def in_workers(stop, w):
 def test_blocks_in_worker_threads_are_named_in_a_warning():
     w = _leaf(0, 2)
     loss = in_workers(lambda input: stop_gradient(input, "everybody.worker"), w)
-    with pytest.warns(UserWarning, match=r"in another thread, and not compared: 'everybody\.worker'"):
+    with pytest.warns(UserWarning, match=r"in another thread or comparison, and not compared: 'everybody\.worker'"):
         found = compare(loss, w)
     assert "'everybody.worker'" in str(found)
     assert torch.equal(found.blocked["w"], w.detach().exp())

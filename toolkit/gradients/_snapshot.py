@@ -13,8 +13,8 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -788,9 +788,18 @@ def _join(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def without_compiled_code() -> AbstractContextManager[None]:
-    """Run compiled functions as Python, because a compiled graph has no gates."""
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    stance: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
-    return stance
+@contextmanager
+def without_compiled_code() -> Iterator[None]:
+    """Run compiled functions and branches of `torch.cond` as Python, because a compiled graph has no gates."""
+    whole = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    cond = torch.cond
+    torch.cond = _branch
+    try:
+        with whole:
+            yield
+    finally:
+        torch.cond = cond
+
+
+def _branch(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
+    return (true_fn if pred else false_fn)(*operands)
