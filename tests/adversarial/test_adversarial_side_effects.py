@@ -360,21 +360,30 @@ def test_replaced_buffers_and_modes_that_the_model_sets_are_given_back(
 
 
 class _Shifted(nn.Module):
-    """Pixels less one half, in a copy or in their own memory."""
+    """Pixels less one half: in a copy, or in their own memory, also where autograd does not see it."""
 
-    def __init__(self, *, inplace: bool) -> None:
+    def __init__(self, way: str) -> None:
         super().__init__()
-        self.inplace = inplace
+        self.way = way
 
     def forward(self, x: Tensor) -> Tensor:
-        return x.sub_(0.5) if self.inplace else x - 0.5
+        if self.way == "copy":
+            return x - 0.5
+        if self.way == "in place":
+            return x.sub_(0.5)
+        with torch.no_grad():
+            (x.data if self.way == "data" else x).sub_(0.5)
+        return x
 
 
 @every_attack
-def test_a_model_may_begin_in_place(name: str, norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+@pytest.mark.parametrize("way", ["in place", "no_grad", "data"])
+def test_a_model_may_begin_in_place(
+    name: str, norm: str, way: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
     x, labels = batch
     before = x.clone()
-    found, expected = (run(name, norm, nn.Sequential(_Shifted(inplace=way), model), x, labels) for way in (True, False))
+    found, expected = (run(name, norm, nn.Sequential(_Shifted(w), model), x, labels) for w in (way, "copy"))
     assert torch.equal(x, before)
     assert torch.equal(found, expected)
 

@@ -174,30 +174,30 @@ class Search:
             point, slope, logits, value = self.linearise(example)
             return Planes(point, logits, [value], [slope])
         recorded = torch.is_grad_enabled()
-        point, logits, values = self._leads(example, classes)
+        point = variable(example)
+        given, logits, values = self._leads(point, classes)
 
-        def slope_of(value: Tensor, point: Tensor, *, kept: bool) -> Tensor:
-            slope = differentiate(value, point, torch.ones_like(value), recorded=recorded, kept=kept)
+        def slope_of(value: Tensor, given: Tensor, *, kept: bool) -> Tensor:
+            slope = differentiate(value, given, torch.ones_like(value), recorded=recorded, kept=kept)
             return slope.to(wide(slope))
 
         try:
-            slopes = [slope_of(value, point, kept=k + 1 < len(values)) for k, value in enumerate(values)]
+            slopes = [slope_of(value, given, kept=k + 1 < len(values)) for k, value in enumerate(values)]
         except RuntimeError:
             if recorded or len(values) == 1:
                 raise
             # A compiled model gives its buffers away in the first backward pass, so each pass has a graph of its own.
-            graphs = (self._leads(example, classes) for _ in values)
-            slopes = [slope_of(leads[k], point, kept=False) for k, (point, _, leads) in enumerate(graphs)]
+            graphs = (self._leads(point, classes) for _ in values)
+            slopes = [slope_of(leads[k], given, kept=False) for k, (given, _, leads) in enumerate(graphs)]
         return Planes(point, logits, values, slopes)
 
-    def _leads(self, example: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the point to differentiate by, the logits, and the lead of each class over the label, K times (N,)."""
-        point = variable(example)
+    def _leads(self, point: Tensor, classes: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return what to differentiate by, the logits, and the lead of each class over the label, K times (N,)."""
         with torch.enable_grad():
-            logits = self.attack.slopes_at(point)
+            given, logits = self.attack.slopes_at(point)
             wide_logits = logits.to(wide(logits))
             label = wide_logits.gather(1, self.attack.labels.long()[:, None])
-            return point, logits, list((wide_logits.gather(1, classes) - label).unbind(1))
+            return given, logits, list((wide_logits.gather(1, classes) - label).unbind(1))
 
     def to_nearest_plane(self, start: Tensor, planes: Planes) -> tuple[Tensor, Tensor, Tensor]:
         """Return the shortest move from `start` to one of the boundaries, its slope and its gain, (N,).

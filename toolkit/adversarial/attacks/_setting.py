@@ -111,7 +111,8 @@ class Setting:
         recorded = torch.is_grad_enabled()
         point = variable(example)
         with torch.enable_grad():
-            logits = self.inspected(self.slopes_at(point))
+            given, logits = self.slopes_at(point)
+            logits = self.inspected(logits)
             losses = None if loss is None else loss(logits, self.goal)
         if losses is None:
             outputs, slope = logits, margin_slope(logits, self.goal)
@@ -122,21 +123,22 @@ class Setting:
                 f"`loss` should return one value per sample, ({len(point)},) (torch's losses: reduction='none'). "
                 f"Found shape {tuple(losses.shape)}."
             )
-        return point, differentiate(outputs, point, slope, recorded=recorded), logits
+        return point, differentiate(outputs, given, slope, recorded=recorded), logits
 
-    def slopes_at(self, point: Tensor) -> Tensor:
-        """Return the logits at a leaf, or at a copy for a model that writes into its input.
+    def slopes_at(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what to differentiate by, and the logits at a point. The model gets a copy: it may write into it.
 
-        Dynamo warns of every compiled model that gets a copy.
+        The copy is a leaf, because Dynamo warns of any other, unless the model writes into it as autograd records.
         """
-        if "writes" not in self.checked:
+        if "writes" not in self.checked and point.is_leaf:
+            leaf = point.detach().clone().requires_grad_()
             try:
-                return self.slopes(point)
+                return leaf, self.slopes(leaf)
             except RuntimeError as error:
                 if "leaf Variable that requires grad is being used in an in-place" not in str(error):
                     raise
                 self.checked.add("writes")
-        return self.slopes(point.clone())
+        return point, self.slopes(point.clone())
 
     def inspected(self, logits: Tensor) -> Tensor:
         """Return the logits; the first time, raise if they are not (N, C) or a class is out of range."""

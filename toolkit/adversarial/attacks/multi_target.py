@@ -233,8 +233,8 @@ class _Pairs:
         recorded = torch.is_grad_enabled()
         point = variable(example)
         with torch.enable_grad():
-            logits = self.attack.slopes_at(point)
-        gradient = differentiate(logits, point, self.slope, recorded=recorded)
+            given, logits = self.attack.slopes_at(point)
+        gradient = differentiate(logits, given, self.slope, recorded=recorded)
         return point, gradient, logits
 
     def farthest(self) -> Tensor:
