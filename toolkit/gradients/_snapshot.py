@@ -104,8 +104,8 @@ def find_parts(
 
     The search follows closures, defaults, bound objects, partial arguments, the globals that the code names,
     containers, caches, and the attributes, classes and methods of objects. Globals of installed packages are followed
-    only with `everywhere`. Beyond a million objects the search ends with a `UserWarning`. An
-    object that only `others` reach is named by them.
+    only with `everywhere`. Beyond a million objects the search ends with a `UserWarning`. An object that only `others`
+    reach is named by them.
     """
     search = _Search(() if everywhere else INSTALLED)
     for found in (loss, *more):

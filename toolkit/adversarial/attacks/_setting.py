@@ -131,7 +131,9 @@ class Setting:
         The copy is a leaf, because Dynamo warns of any other, unless the model writes into it as autograd records.
         """
         if "writes" not in self.checked and point.is_leaf:
-            leaf = point.detach().clone().requires_grad_()
+            with no_graph():
+                copy = point.clone()
+            leaf = variable(copy)
             try:
                 return leaf, self.slopes(leaf)
             except RuntimeError as error:
