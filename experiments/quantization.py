@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from experiments._digits import Batches, on_device, split_digits
+from experiments._training import steps_of
 from toolkit import is_blocked, unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset
@@ -255,11 +256,7 @@ def _methods(config: Config, seed: int) -> Methods:
                 train, Autoencoder.loss, commitment=config.commitment / config.n_quantizers
             ),
         }
-    return Methods(label="step", steps=_evaluated(config), train=methods)
-
-
-def _evaluated(config: Config) -> tuple[int, ...]:
-    return tuple(sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps}))
+    return Methods(label="step", steps=steps_of(config), train=methods)
 
 
 def _trained(
@@ -278,7 +275,7 @@ def _trained(
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)
     found: dict[str, list[float]] = {}
     for step in range(config.steps + 1):
-        if step in _evaluated(config):
+        if step in steps_of(config):
             for name, value in _judge(model, test.inputs).items():
                 found.setdefault(name, []).append(value)
         optimizer.zero_grad()

@@ -20,7 +20,6 @@ N images, K outputs, D features of an embedding.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
@@ -31,6 +30,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from experiments._digits import gradient_of, on_device, split_digits
+from experiments._embeddings import NEIGHBOURS, SPREAD, judged, spectrum, unit
+from experiments._training import steps_of, trained
 from experiments._views import Views
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
@@ -54,7 +55,7 @@ from toolkit.self_supervised import (
     swav_loss,
 )
 
-__all__ = ["Config", "effective_rank", "neighbour_accuracy", "run"]
+__all__ = ["Config", "run"]
 
 Loss = Callable[[], Tensor]
 
@@ -97,33 +98,6 @@ def run(config: Config, seed: int) -> Run:
     return tasks.get(config.task, _distilled)(config, seed)
 
 
-def effective_rank(embeddings: Tensor) -> float:
-    """Return the exponential of the entropy of the shares of variance along the principal directions.
-
-    It is the number of directions if all have the same variance, and 1 for embeddings on a line.
-
-    Args:
-        embeddings: (N, D).
-    """
-    shares = _spectrum(embeddings).square()
-    return float(torch.special.entr(shares / shares.sum()).sum().exp())
-
-
-def neighbour_accuracy(embeddings: Tensor, labels: Tensor, test: Tensor, test_labels: Tensor, *, k: int = 5) -> float:
-    """Return the share of test points whose label is the most frequent one of the k nearest embeddings by angle.
-
-    Args:
-        embeddings: (N, D).
-        labels: (N,).
-        test: (M, D).
-        test_labels: (M,).
-        k: Neighbours that vote; a tie goes to the smaller label.
-    """
-    nearest = (_unit(test) @ _unit(embeddings).mT).topk(k).indices
-    votes = nn.functional.one_hot(labels[nearest]).sum(1)
-    return (votes.argmax(-1) == test_labels).double().mean().item()
-
-
 # --- SimSiam ------------------------------------------------------------------------------------------------------
 
 
@@ -145,8 +119,8 @@ def _simsiam(config: Config, seed: int) -> Run:
     return Run(
         parameters=parameters,
         loss=lambda: simsiam_loss(*answers()),
-        objective=_NEIGHBOURS,
-        evaluate=lambda: _judged(encoder, train, test),
+        objective=NEIGHBOURS,
+        evaluate=lambda: judged(encoder, train, test),
         optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9),
         target=target,
         after_step=views.advance,
@@ -188,7 +162,7 @@ class _Distillation:
         elif config.task == "moco":
             self.student, self._predictor = _siamese(config, self.train.inputs, generator)[0], nn.Identity()
             queue = torch.randn(config.queue_size, config.n_features, generator=generator)
-            self.queue = _unit(queue).to(self.train.inputs)
+            self.queue = unit(queue).to(self.train.inputs)
         else:
             widths = [config.width, config.n_features]
             student = nn.Sequential(*_layers([64, widths[0]], generator), nn.ReLU(), *_layers(widths, generator))
@@ -216,8 +190,8 @@ class _Distillation:
             return byol_loss(student[0], teacher[1]) + byol_loss(student[1], teacher[0])
         if self._config.task == "moco":
             return moco_loss(
-                _unit(student).flatten(0, 1),
-                _unit(teacher).flip(0).flatten(0, 1),
+                unit(student).flatten(0, 1),
+                unit(teacher).flip(0).flatten(0, 1),
                 self.queue,
                 temperature=self._config.temperature,
             )
@@ -242,7 +216,7 @@ class _Distillation:
         """Keep the teacher and the centre or the keys of the step, and draw the next views."""
         self._past, self.center = self._teacher, dino_center(self.center, self._outputs)
         if self._config.task == "moco":
-            self.queue = enqueue(self.queue, _unit(self._outputs[0]))
+            self.queue = enqueue(self.queue, unit(self._outputs[0]))
         self.views.advance(step)
 
 
@@ -256,22 +230,22 @@ def _distilled(config: Config, seed: int) -> Run:
 
     def alone(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
         itself = _Distillation(config, seed, average=False)
-        judge = partial(_judged, itself.student, itself.train, itself.test)
+        judge = partial(judged, itself.student, itself.train, itself.test)
         with unblock(*open_blocks):
-            return _trained(config, itself.loss, itself.optimizer(), itself.advance, judge)
+            return trained(config, itself.loss, itself.optimizer(), itself.advance, judge)
 
     return Run(
         parameters=made.parameters,
         loss=made.loss,
-        objective=_NEIGHBOURS,
-        evaluate=lambda: _judged(made.student, made.train, made.test),
+        objective=NEIGHBOURS,
+        evaluate=lambda: judged(made.student, made.train, made.test),
         optimizer=made.optimizer(),
         target=target,
         after_step=made.advance,
-        events=[Event(says="all embeddings pointed in one direction", metric=_SPREAD, below=0.1)],
+        events=[Event(says="all embeddings pointed in one direction", metric=SPREAD, below=0.1)],
         methods=Methods(
             label="update",
-            steps=_steps(config),
+            steps=steps_of(config),
             train={
                 "no average, with the stop": partial(alone, ()),
                 "no average, without the stop": partial(alone, stops),
@@ -303,7 +277,7 @@ class _Prototypes:
     def scores(self) -> Tensor:
         """Return the cosines of embeddings and prototypes, (2, N, K)."""
         embeddings = torch.stack([self.encoder(view) for view in (self.views.first, self.views.second)])
-        return _unit(embeddings) @ _unit(self.prototypes).mT
+        return unit(embeddings) @ unit(self.prototypes).mT
 
     def unbalanced(self) -> Tensor:
         """Return SwAV's loss with codes that are not balanced: DINO's without a centre."""
@@ -313,7 +287,7 @@ class _Prototypes:
 
     def judge(self) -> dict[str, float]:
         """Return the metrics."""
-        return _judged(self.encoder, self.train, self.test)
+        return judged(self.encoder, self.train, self.test)
 
 
 def _swav(config: Config, seed: int) -> Run:
@@ -328,12 +302,12 @@ def _swav(config: Config, seed: int) -> Run:
     def unbalanced(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
         itself = _Prototypes(config, seed)
         with unblock(*open_blocks):
-            return _trained(config, itself.unbalanced, itself.optimizer, itself.views.advance, itself.judge)
+            return trained(config, itself.unbalanced, itself.optimizer, itself.views.advance, itself.judge)
 
     return Run(
         parameters=made.parameters,
         loss=lambda: swav_loss(made.scores()),
-        objective=_NEIGHBOURS,
+        objective=NEIGHBOURS,
         evaluate=made.judge,
         optimizer=made.optimizer,
         target=target,
@@ -342,7 +316,7 @@ def _swav(config: Config, seed: int) -> Run:
         sweep=_spectrum_of(made.encoder, made.test, config),
         methods=Methods(
             label="update",
-            steps=_steps(config),
+            steps=steps_of(config),
             train={
                 "codes without balance, with the stop": partial(unbalanced, ()),
                 "codes without balance, without the stop": partial(unbalanced, (DINO_TARGET.name,)),
@@ -379,7 +353,7 @@ def _fixmatch(config: Config, seed: int) -> Run:
         _, parameters, losses, views, evaluate = _few_labels(config, seed)
         optimizer = torch.optim.SGD(parameters.values(), lr=config.learning_rate, momentum=0.9)
         with unblock(*open_blocks):
-            return _trained(config, losses[name], optimizer, views.advance, evaluate)
+            return trained(config, losses[name], optimizer, views.advance, evaluate)
 
     return Run(
         parameters=parameters,
@@ -391,7 +365,7 @@ def _fixmatch(config: Config, seed: int) -> Run:
         after_step=views.advance,
         methods=Methods(
             label="update",
-            steps=_steps(config),
+            steps=steps_of(config),
             train={
                 "labels alone": partial(other, "labels alone", ()),
                 "soft labels": partial(other, "soft", ()),
@@ -437,8 +411,6 @@ def _few_labels(
 
 # --- shared parts -------------------------------------------------------------------------------------------------
 
-_NEIGHBOURS = Objective(label="accuracy of the five nearest neighbours", higher_is_better=True)
-_SPREAD = "spread of the directions (1: all, 0: one)"
 _FEW_DIRECTIONS = Event(says="fewer than four directions were left", metric="effective rank", below=4.0)
 
 
@@ -472,31 +444,10 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
-def _unit(x: Tensor) -> Tensor:
-    return nn.functional.normalize(x, dim=-1)
-
-
-def _spectrum(embeddings: Tensor) -> Tensor:
-    """Return the singular values of the centred embeddings, the largest first."""
-    values: Tensor = torch.linalg.svdvals(embeddings - embeddings.mean(0))
-    return values
-
-
-@torch.no_grad()
-def _judged(encoder: nn.Module, train: Dataset, test: Dataset) -> dict[str, float]:
-    known, asked = encoder(train.inputs), encoder(test.inputs)
-    spread = _unit(asked).std(0, correction=0).mean() * math.sqrt(asked.shape[1])
-    return {
-        "objective": neighbour_accuracy(known, train.labels, asked, test.labels),
-        "effective rank": effective_rank(asked),
-        _SPREAD: spread.item(),
-    }
-
-
 def _spectrum_of(encoder: nn.Module, test: Dataset, config: Config) -> Sweep:
     @torch.no_grad()
     def evaluate() -> Mapping[str, Sequence[float]]:
-        values = _spectrum(encoder(test.inputs))
+        values = spectrum(encoder(test.inputs))
         return {"singular value, as a share of the largest": (values / values[0]).tolist()}
 
     return Sweep(
@@ -509,18 +460,18 @@ def _spectrum_of(encoder: nn.Module, test: Dataset, config: Config) -> Sweep:
 def _slope_of_cosine(p: Tensor, z: Tensor) -> Tensor:
     """Return the gradient of the cosine of p and z by p, as a constant."""
     p, z = p.detach(), z.detach()
-    cosine = (_unit(p) * _unit(z)).sum(-1, keepdim=True)
-    slope: Tensor = (_unit(z) - cosine * _unit(p)) / p.norm(dim=-1, keepdim=True)
+    cosine = (unit(p) * unit(z)).sum(-1, keepdim=True)
+    slope: Tensor = (unit(z) - cosine * unit(p)) / p.norm(dim=-1, keepdim=True)
     return slope
 
 
 def _slope_of_contrast(q: Tensor, k: Tensor, queue: Tensor, temperature: float) -> Tensor:
     """Return the gradient of the mean cross entropy of choosing k among the queue by q, all of length 1, by q."""
-    unit, key = _unit(q.detach()), _unit(k.detach())
-    cosines = torch.cat([(unit * key).sum(-1, keepdim=True), unit @ queue.mT], -1)
+    query, key = unit(q.detach()), unit(k.detach())
+    cosines = torch.cat([(query * key).sum(-1, keepdim=True), query @ queue.mT], -1)
     p = (cosines / temperature).softmax(-1)
     slope = ((p[..., :1] - 1) * key + p[..., 1:] @ queue) / temperature
-    across: Tensor = (slope - (slope * unit).sum(-1, keepdim=True) * unit) / q.detach().norm(dim=-1, keepdim=True)
+    across: Tensor = (slope - (slope * query).sum(-1, keepdim=True) * query) / q.detach().norm(dim=-1, keepdim=True)
     return across / q[..., 0].numel()
 
 
@@ -529,27 +480,3 @@ def _pulled_back(
 ) -> dict[str, Tensor]:
     found = torch.autograd.grad(outputs, list(parameters.values()), slopes)
     return dict(zip(parameters, found, strict=True))
-
-
-def _steps(config: Config) -> tuple[int, ...]:
-    return tuple(sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps}))
-
-
-def _trained(
-    config: Config,
-    loss: Loss,
-    optimizer: torch.optim.Optimizer,
-    advance: Callable[[int], None],
-    judge: Callable[[], Mapping[str, float]],
-) -> dict[str, Sequence[float]]:
-    """Train by a loss, and return the metrics at each step of evaluation."""
-    found: list[Mapping[str, float]] = []
-    for step in range(config.steps + 1):
-        if step in _steps(config):
-            found.append(judge())
-        if step < config.steps:
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-            advance(step + 1)
-    return {name: [each[name] for each in found] for name in found[0]}

@@ -23,6 +23,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from experiments._digits import Batches, gradient_of, network, on_device, split_digits
+from experiments._training import steps_of
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset, digits
@@ -96,10 +97,6 @@ def _judge(logits: Tensor, labels: Tensor) -> dict[str, float]:
     }
 
 
-def _steps(config: Config) -> list[int]:
-    return sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
-
-
 _OBJECTIVE = Objective(label="held-out cross entropy (nats per image)", higher_is_better=False)
 
 
@@ -166,7 +163,7 @@ def _other_losses(config: Config, seed: int, test: Dataset) -> Methods:
         parameters = dict(model.named_parameters())
         optimizer, found = torch.optim.Adam(parameters.values(), lr=config.learning_rate), []
         for step in range(config.steps + 1):
-            if step in _steps(config):
+            if step in steps_of(config):
                 with torch.no_grad():
                     found.append(_judge(model(test.inputs), test.labels))
             for name, slope in gradient_of(loss(model(batches.inputs), batches.labels), parameters).items():
@@ -178,7 +175,7 @@ def _other_losses(config: Config, seed: int, test: Dataset) -> Methods:
 
     return Methods(
         label="update",
-        steps=tuple(_steps(config)),
+        steps=steps_of(config),
         train={name: partial(train, loss) for name, loss in losses.items()},
     )
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from experiments import self_supervised as experiment
-from experiments.self_supervised import Config, effective_rank, neighbour_accuracy
+from experiments._embeddings import effective_rank, neighbour_accuracy
+from experiments.self_supervised import Config
 from toolkit import unblock
 from toolkit.runner._config import load_config
 from toolkit.self_supervised import BYOL_TARGET, DINO_TARGET, EMA_STUDENT
