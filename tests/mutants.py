@@ -266,7 +266,10 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     "curvature": [
         ("(slope * (outputs - held)).sum()", "(slope * outputs).sum()", "test_curvature_divergences"),
         ("create_graph=base.requires_grad)", "create_graph=False)", "test_curvature_divergences"),
-        ("p * torch.where(p > 0, log_p - log_q, 0)", "p * (log_p - log_q)", "test_curvature_divergences"),
+        ("x = torch.where(p > 0, log_q - log_p, 0)", "x = log_q - log_p", "test_curvature_divergences"),
+        ("near = x.abs() < 1\n", "near = x.abs() < 0\n", "test_curvature_divergences"),
+        ("torch.where(z.abs() < _FAR, near", "torch.where(z.abs() < torch.inf, z", "test_curvature_majorisation"),
+        ("_SMALL = 0.25", "_SMALL = 1e-9", "test_tensors"),
         ("(radius / length).sqrt()", "(radius / length)", "test_curvature_products"),
         ("size / before, direction)", "0 * size / before, direction)", "test_curvature_products"),
         ("penalty = v.expm1() - v", "penalty = v.expm1() - 2 * v", "test_curvature_majorisation"),

@@ -18,6 +18,7 @@ __all__ = [
     "autocasts",
     "common_dtype",
     "exact_products",
+    "exponential_remainder",
     "largest_exponent",
     "same_shape",
     "shape_of",
@@ -26,6 +27,8 @@ __all__ = [
 ]
 
 HALF = (torch.float16, torch.bfloat16)
+_SMALL = 0.25  # the first term left out of the series is below the rounding
+
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -42,6 +45,15 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 def largest_exponent(dtype: torch.dtype) -> float:
     """Return a number whose exponential is finite in this type, by a margin for sums."""
     return math.log(torch.finfo(dtype).max) - 1
+
+
+def exponential_remainder(input: Tensor) -> Tensor:
+    """Return ``exp(x) - 1 - x``, never negative, to a few roundings also where x is small: ``x^2 / 2 + x^3 / 6``."""
+    inner = input.clamp(-_SMALL, _SMALL)
+    series = one = input.new_ones(())
+    for k in range(13 if input.dtype == torch.float64 else 8, 2, -1):
+        series = torch.addcmul(one, inner, series, value=1 / k)
+    return torch.where(input.abs() < _SMALL, inner.square() / 2 * series, input.expm1() - input)
 
 
 def unit(input: Tensor) -> Tensor:

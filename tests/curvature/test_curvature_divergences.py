@@ -336,6 +336,23 @@ def test_values_are_those_of_torch_distributions():
     torch.testing.assert_close(gaussian_kl_from_held(**GAUSSIAN), kl_divergence(q, p).sum(-1))
 
 
+@pytest.mark.parametrize("size", [1e-2, 1e-4])
+def test_neighbouring_policies_have_a_divergence_in_single_precision(size):
+    """The sum of ``p (log p - log q)`` alone is a rounding, of either sign; it has to be the square of the distance."""
+    logits = draw(23, 50, 6).float()
+    held = logits + size * draw(24, 50, 6).float()
+    # A logarithm is rounded to 2^-22; its difference from the other counts by the size of both.
+    rtol = 2**-20 / size
+    for divergence in (kl_from_held, kl_to_held):
+        found = divergence(logits, held)
+        assert (found > 0).all()
+        torch.testing.assert_close(found.double(), divergence(logits.double(), held.double()), rtol=rtol, atol=0)
+    pairs = [draw(25, 50, 1).float(), 0.1 * draw(26, 50, 1).float()]
+    pairs += [pairs[0], pairs[1] + size * draw(27, 50, 1).float()]
+    found, expected = gaussian_kl_from_held(*pairs), gaussian_kl_from_held(*(pair.double() for pair in pairs))
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("divergence", [kl_from_held, kl_to_held])
 def test_impossible_actions_and_saturated_logits(divergence):
     """An action that is impossible in both adds nothing; a probability of 1 gives no NaN in value or gradient."""

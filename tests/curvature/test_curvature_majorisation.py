@@ -1,6 +1,7 @@
 """Robust losses: held weights give their gradient; majorisers change the curvature alone; proximal terms."""
 
 import importlib.util
+import math
 
 import numpy as np
 import pytest
@@ -224,6 +225,25 @@ def test_zero_and_huge_residuals(kind, dtype):
             assert slope.isfinite().all()
             assert value.dtype == dtype
             assert (value[0], slope[0]) == (0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_residuals_whose_square_is_infinite(kind):
+    """``c^2 log(1 + r^2) / 2`` is finite there, with the slope ``c^2 / r``; the other losses have their last value."""
+    r = torch.tensor([1e15, -1e25], requires_grad=True)
+    expected = {
+        "huber": ([1e15, 1e25], [1.0, -1.0]),
+        "cauchy": ([15 * math.log(10), 25 * math.log(10)], [1e-15, -1e-25]),
+    }.get(kind, ([0.5, 0.5], [0.0, 0.0]))
+    for function in (robust_loss, half_quadratic_loss, reweighted_loss):
+        value = function(r, kind=kind, scale=1.0)
+        (slope,) = torch.autograd.grad(value.sum(), r)
+        torch.testing.assert_close(slope, torch.tensor(expected[1]), rtol=1e-4, atol=1e-40)
+        if function is reweighted_loss:  # w r^2 / 2
+            value_expected = {"huber": [5e14, 5e24], "cauchy": [0.5, 0.5]}.get(kind, [0.0, 0.0])
+        else:
+            value_expected = expected[0]
+        torch.testing.assert_close(value, torch.tensor(value_expected), rtol=1e-5, atol=1e-28)
 
 
 def test_at_its_own_anchor_the_block_decides_on_the_hessian_alone():

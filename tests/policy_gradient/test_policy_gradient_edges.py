@@ -81,6 +81,15 @@ def test_rewards_of_numpy_in_double_precision_are_taken(wide):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
 
 
+def test_the_penalty_on_a_neighbouring_policy_is_no_rounding():
+    """k3 is never negative, and half the square of a small log-ratio."""
+    log_prob = -torch.rand(1000, generator=torch.Generator().manual_seed(3)) - 0.5
+    reference = log_prob + 1e-4 * torch.randn(1000, generator=torch.Generator().manual_seed(4))
+    found = pg.kl_penalty(log_prob, reference)
+    assert (found >= 0).all()
+    torch.testing.assert_close(found.double(), pg.kl_penalty(log_prob.double(), reference.double()), rtol=1e-6, atol=0)
+
+
 def test_padding_may_hold_anything():
     log_prob = tensor([-1.0, math.nan], [-0.5, -0.2]).requires_grad_()
     mask = torch.tensor([[True, False], [True, True]])

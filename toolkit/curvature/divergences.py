@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from toolkit._tensors import same_shape, wide
+from toolkit._tensors import exponential_remainder, same_shape, wide
 from toolkit.blocks import block, is_blocked, stop_gradient, variable
 from toolkit.curvature.products import tensors_of
 
@@ -226,9 +226,8 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
         )
     mean, log_std = wide(mean), wide(log_std)
     held_mean, held_log_std = stop_gradient((wide(held_mean), wide(held_log_std)), HELD_POLICY)
-    narrowing = held_log_std - log_std
     distance = (mean - held_mean) * (-log_std).exp()
-    return (0.5 * ((2 * narrowing).expm1() + distance.square()) - narrowing).sum(-1)
+    return 0.5 * (exponential_remainder(2 * (held_log_std - log_std)) + distance.square()).sum(-1)
 
 
 def _log_probabilities(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,6 +236,9 @@ def _log_probabilities(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return the sum of ``p (log p - log q)`` over the last dimension; 0 log 0 is 0."""
-    p = log_p.exp()
-    return (p * torch.where(p > 0, log_p - log_q, 0)).sum(-1)
+    """Return the sum of ``p (log p - log q) + q - p`` over the last dimension, no term negative; 0 log 0 is 0."""
+    p, q = log_p.exp(), log_q.exp()
+    x = torch.where(p > 0, log_q - log_p, 0)
+    near = x.abs() < 1
+    terms = torch.where(near, p * exponential_remainder(torch.where(near, x, 0)), q - p - p * x)
+    return torch.where(p > 0, terms, q).sum(-1)

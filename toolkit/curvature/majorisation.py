@@ -58,6 +58,8 @@ ANCHOR = block(
     "The anchor is the point that a step should stay close to; if it follows, the step is free.",
 )
 
+_FAR = 1e9  # beside its square, 1 is less than a rounding
+
 Kind = Literal["huber", "cauchy", "geman_mcclure", "welsch"]
 
 
@@ -87,10 +89,10 @@ def robust_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
     if kind == "huber":
         loss = huber_loss(r, torch.zeros_like(r), reduction="none", delta=scale)
     elif kind == "cauchy":
-        loss = scale**2 / 2 * (r / scale).square().log1p()
+        loss = scale**2 / 2 * _log_one_plus_square(r / scale)
     else:
-        u = (r / scale).square()
-        loss = scale**2 / 2 * (u / (1 + u) if kind == "geman_mcclure" else -(-u).expm1())
+        u = _log_one_plus_square(r / scale) if kind == "geman_mcclure" else (r / scale).square()
+        loss = scale**2 / 2 * -(-u).expm1()
     return loss.to(residuals.dtype)
 
 
@@ -133,8 +135,8 @@ def reweighted_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         (tensor([0.5000, 1.0000]),)
     """
     r, scale = _checked(residuals, kind, scale)
-    weights = stop_gradient(_weights(r, kind, scale), WEIGHTS)
-    return (weights * r.square() / 2).to(residuals.dtype)
+    roots = stop_gradient((_log_weights(r, kind, scale) / 2).exp(), WEIGHTS)  # w r^2 would be 0 times infinity
+    return ((roots * r).square() / 2).to(residuals.dtype)
 
 
 def half_quadratic_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
@@ -165,7 +167,7 @@ def half_quadratic_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tenso
         penalty = v.expm1() - v
     else:
         penalty = (v / 2).expm1().square() if kind == "geman_mcclure" else v * v.exp() - v.expm1()
-    return (v.exp() * r.square() / 2 + scale**2 / 2 * penalty).to(residuals.dtype)
+    return (((v / 2).exp() * r).square() / 2 + scale**2 / 2 * penalty).to(residuals.dtype)
 
 
 def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
@@ -210,10 +212,15 @@ def _weights(r: Tensor, kind: Kind, scale: float) -> Tensor:
 def _log_weights(r: Tensor, kind: Kind, scale: float) -> Tensor:
     if kind == "huber":
         return -(r.abs() / scale).clamp(min=1).log()
-    u = (r / scale).square()
     if kind == "welsch":
-        return -u
-    return -u.log1p() if kind == "cauchy" else -2 * u.log1p()
+        return -(r / scale).clamp(-_FAR, _FAR).square()
+    return -_log_one_plus_square(r / scale) * (1 if kind == "cauchy" else 2)
+
+
+def _log_one_plus_square(z: Tensor) -> Tensor:
+    """Return ``log(1 + z^2)``, also where the square is too large for its dtype."""
+    near, far = z.clamp(-_FAR, _FAR), z.abs().clamp(min=_FAR)
+    return torch.where(z.abs() < _FAR, near.square().log1p(), 2 * far.log())
 
 
 def _checked(residuals: Tensor, kind: Kind, scale: float) -> tuple[Tensor, float]:

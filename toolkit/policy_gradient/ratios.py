@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import common_dtype, largest_exponent, same_shape, wide
+from toolkit._tensors import common_dtype, exponential_remainder, largest_exponent, same_shape, wide
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
@@ -259,7 +259,7 @@ def kl_penalty(log_prob_t: Tensor, reference_log_prob_t: Tensor, kind: Estimator
     x = stop_gradient(reference_log_prob_t, REFERENCE_POLICY) - log_prob_t
     if kind == "k1":
         return -x
-    return 0.5 * x.square() if kind == "k2" else x.expm1() - x
+    return 0.5 * x.square() if kind == "k2" else exponential_remainder(x)
 
 
 def reverse_kl_loss(log_prob_t: Tensor, reference_log_prob_t: Tensor) -> Tensor:

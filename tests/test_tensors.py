@@ -1,0 +1,42 @@
+"""The precision of the functions that several rooms share."""
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+from toolkit._tensors import exponential_remainder
+
+
+def exact(x: float) -> float:
+    """Return ``exp(x) - 1 - x`` by its series, in rational numbers."""
+    term, total, k = Fraction(x), Fraction(0), 1
+    while k < 60:
+        k += 1
+        term = term * Fraction(x) / k
+        total += term
+    return float(total)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_remainder_of_an_exponential_has_full_precision(dtype):
+    """The direct form loses all digits below the rounding, and half of them at its root."""
+    sizes = torch.logspace(-12, 0.9, 200, dtype=torch.float64)
+    x = torch.cat([sizes, -sizes]).to(dtype).requires_grad_()
+    found = exponential_remainder(x)
+    (slope,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    (curvature,) = torch.autograd.grad(slope.sum(), x)
+    expected = torch.tensor([exact(value) for value in x.tolist()], dtype=torch.float64)
+    eps = torch.finfo(dtype).eps
+    assert ((found.double() - expected).abs() <= 12 * eps * expected).all()  # twelve terms and a difference
+    assert (found > 0).all()
+    torch.testing.assert_close(slope.double(), x.detach().double().expm1(), rtol=32 * eps, atol=0)
+    torch.testing.assert_close(curvature.double(), x.detach().double().exp(), rtol=32 * eps, atol=eps)
+
+
+def test_the_remainder_of_an_exponential_at_its_ends():
+    x = torch.tensor([0.0, -math.inf], requires_grad=True)
+    found = exponential_remainder(x)
+    assert found.tolist() == [0, math.inf]
+    assert torch.autograd.grad(found.sum(), x)[0].tolist() == [0, -1]
