@@ -52,7 +52,7 @@ def modules() -> list[Module]:
 
 # --- who may import whom -----------------------------------------------------------------------------------------
 
-REPORT = r"toolkit\.runner\._(records|report|site|findings|figures|chart|rounding)"
+REPORT = r"toolkit\.runner\._(records|report|site|findings|sentences|sections|numbers|figures|chart|rounding)"
 
 # A module, and the modules of this project that it may import. The first line that fits a module counts.
 ARROWS = [

@@ -35,22 +35,18 @@ from toolkit.runner._figures import (
     draw_sweep,
 )
 from toolkit.runner._findings import Difference, compared, verdict_of
+from toolkit.runner._numbers import brief
 from toolkit.runner._records import BLOCKED, Record, read_all
-from toolkit.runner._report import (
+from toolkit.runner._report import _command, experiment_view
+from toolkit.runner._sections import methods_section, reference_levels, seeds_section, sweep_section
+from toolkit.runner._sentences import (
     _agreed,
-    _brief,
-    _command,
-    _count,
     _effect_on_training,
-    _methods,
-    _of_blocks,
-    _outcome,
-    _references,
-    _seeds,
-    _sentence,
-    _sweep,
     _turn,
-    experiment_view,
+    count_of,
+    meaning_of,
+    of_blocks,
+    outcome_of,
     training_effect,
 )
 from toolkit.runner._site import _size, write_single, write_site
@@ -174,16 +170,19 @@ def _views(results, name):
     records = next(found.records for found in read_all(results) if found.name == name)
     names = list(records[0].data["variants"])
     colours = dict.fromkeys(names, "#000000")
-    return records, names, _seeds(records, names, colours), _sweep(records, names, colours)
+    return records, names, seeds_section(records, names, colours), sweep_section(records, names, colours)
 
 
 def test_many_seeds_are_shown_one_by_one_and_few_are_not(results, page):
     records, names, seeds, _ = _views(results, "toy_swept")
-    assert (seeds.count, [row[0] for row in seeds.rows]) == (12, ["blocked", *(f"{name} open" for name in names[1:])])
+    assert (seeds.label, [row[0] for row in seeds.rows]) == (
+        "12 seeds",
+        ["blocked", *(f"{name} open" for name in names[1:])],
+    )
     finals = sorted(record.data["variants"][names[1]]["metrics"]["first weight"][-1] for record in records)
     middle = (finals[5] + finals[6]) / 2
     cell = seeds.rows[1][seeds.heads.index("first weight")]
-    assert cell == f"{_brief(middle)} ({_brief(finals[0])} … {_brief(finals[-1])})"
+    assert cell == f"{brief(middle)} ({brief(finals[0])} … {brief(finals[-1])})"
     assert _views(results, "toy_report")[2:] == (None, None)
     text = page.read_text()
     assert text.count("<h3>The 12 seeds</h3>") == 1
@@ -219,7 +218,7 @@ def test_events_are_counted_over_the_seeds(results, parsed):
     ],
 )
 def test_an_event_counts_what_is_beyond_its_limit(limits, values, expected):
-    assert _count({"says": "x", "metric": "y", **limits}, values) == expected
+    assert count_of({"says": "x", "metric": "y", **limits}, values) == expected
 
 
 def test_a_sweep_has_a_row_for_each_value_and_variant(results, page):
@@ -242,7 +241,7 @@ def test_seeds_and_sweeps_of_open_runs_that_broke_off(results, without):
         broken = record.data["variants"][names[1]]
         broken.update(diverged_at=1, sweep=None)
     colours = dict.fromkeys(names, "#000000")
-    seeds, sweep = _seeds(records, names, colours), _sweep(records, names, colours)
+    seeds, sweep = seeds_section(records, names, colours), sweep_section(records, names, colours)
     left = {"one": "of 11", "all": "–"}[without]
     assert seeds.rows[1][-1].endswith(left)
     assert sweep.rows[1][-1].endswith(left)
@@ -253,7 +252,7 @@ def test_other_methods_have_a_row_each(results, page, parsed):
     records = next(found.records for found in read_all(results) if found.name == "toy_beside")
     for record, seconds in zip(records, (0.5, 1.5), strict=True):
         record.data["methods"]["trained"]["walk <b>on</b>"]["seconds"] = seconds
-    methods = _methods(records)
+    methods = methods_section(records)
     assert methods.heads == ["method", "best on the way", "at lap", "at the end", "first weight", "processor time"]
     walk, jump, elsewhere = methods.rows
     # The objective is the better the lower. Seed 0 goes 3, 1, 2, and seed 1 goes 3, 2, 2.
@@ -271,7 +270,7 @@ def test_a_plateau_is_reached_at_its_first_step(results):
     records = next(found.records for found in read_all(results) if found.name == "toy_beside")
     for record in records:
         record.data["methods"]["trained"]["walk <b>on</b>"]["metrics"]["objective"] = [3.0, 1.0, 1.0 - 1e-13]
-    assert _methods(records).rows[0][1:3] == ["1", "5"]
+    assert methods_section(records).rows[0][1:3] == ["1", "5"]
 
 
 def _ended(dtype, pairs):
@@ -339,7 +338,7 @@ def _ended(dtype, pairs):
 def test_better_and_worse_are_said_where_the_interval_excludes_zero(dtype, pairs, training, outcome):
     records = _ended(dtype, pairs)
     assert training_effect(records, "open") == training
-    assert outcome in _outcome(records, "open")
+    assert outcome in outcome_of(records, "open")
 
 
 @pytest.mark.parametrize(
@@ -426,7 +425,7 @@ MADE = {"ratio": 0.0, "cosine": None, "leak": 9.66}  # of a straight-through est
 )
 def test_a_verdict_in_a_sentence(kind, numbers, expected):
     effects = [_effect(kind, **numbers)] * 3
-    sentence = _sentence(_written(kind), effects, effects)
+    sentence = meaning_of(_written(kind), effects, effects)
     assert expected in sentence
     assert sentence.endswith(".")
 
@@ -461,7 +460,7 @@ def test_what_opening_does_to_the_gradient(effects, expected):
 
 
 def test_what_is_nothing_at_first_may_be_something_later():
-    sentence = _sentence(_written("redundant"), [_effect("redundant")], [_effect("partial", **TURNED)])
+    sentence = meaning_of(_written("redundant"), [_effect("redundant")], [_effect("partial", **TURNED)])
     assert sentence == (
         "Opening the block turns the gradient by 0° and keeps its length before the first step, and turns the gradient "
         "by 30° and makes it 2 times as long once the model is trained."
@@ -502,7 +501,7 @@ def test_the_verdict_of_all_seeds(verdicts, kind, label, text):
     found = _agreed(verdicts)
     assert (found["kind"], found["label"], found["text"]) == (kind, label, text)
     effects = [{**_effect("partial", **TURNED), "verdict": verdict} for verdict in verdicts]
-    assert ("of 3 seeds." in _sentence(found, effects, effects)) is (len(verdicts) == 3)
+    assert ("of 3 seeds." in meaning_of(found, effects, effects)) is (len(verdicts) == 3)
 
 
 @pytest.mark.parametrize(
@@ -543,7 +542,7 @@ def test_references_are_lines_of_the_training_where_there_are_no_other_methods(r
     before = write_single(found, tmp_path / "before.html").read_text()
     for record in found[0].records:
         record.data["config"]["references"] = {"elsewhere": 0.25}
-    (level,) = _references(found[0].records[-1].data)
+    (level,) = reference_levels(found[0].records[-1].data)
     assert (level.label, level.value) == ("elsewhere", 0.25)
     after = write_single(found, tmp_path / "after.html").read_text()
     assert re.search(r'aria-label="[^"]*; elsewhere 0.25', after)
@@ -971,4 +970,4 @@ def test_a_line_breaks_where_a_value_is_missing():
 )
 def test_several_blocks_are_not_called_the_block(opened, says):
     sentence = "Opening the block turns it; with the block in place 1, without the block 2, and 3 with it."
-    assert _of_blocks(opened, sentence) == says
+    assert of_blocks(opened, sentence) == says

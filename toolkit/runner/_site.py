@@ -20,14 +20,8 @@ from toolkit.runner._chart import PALETTE, STYLE, Key, legend
 from toolkit.runner._figures import COLOURS
 from toolkit.runner._findings import RULE, Difference, broken_claims, compared, doubts, finals
 from toolkit.runner._records import BLOCKED, ExperimentRecords, Record, overrides_of, read_all, read_zoo
-from toolkit.runner._report import (
-    better_end,
-    draw_card,
-    experiment_view,
-    first_sentence,
-    training_effect,
-    variant_verdict,
-)
+from toolkit.runner._report import draw_card, experiment_view
+from toolkit.runner._sentences import better_end, first_sentence, training_effect, variant_verdict
 
 __all__ = ["sketch", "write_single", "write_site"]
 

@@ -1,0 +1,61 @@
+"""Numbers as the report writes them: medians with their ranges, times, memory. Imports no torch."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toolkit.runner._chart import significant
+from toolkit.runner._figures import degrees
+
+__all__ = ["NOTHING", "brief", "degrees_of", "in_bytes", "milliseconds", "ranged", "spread"]
+
+# A smaller number in a table is rounding.
+NOTHING = 1e-9
+
+
+def ranged(values: Sequence[float | None], write: Callable[[float], str]) -> str:
+    """Write the median, and the range of the seeds where it shows."""
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
+        return "–"
+    texts = [write(value) for value in (statistics.median(finite), min(finite), max(finite))]
+    return texts[0] if texts[1] == texts[2] else f"{texts[0]} ({texts[1]} … {texts[2]})"
+
+
+def spread(values: Sequence[float]) -> str:
+    """Write the mean and the standard deviation of the finite values."""
+    finite: NDArray[np.float64] = np.asarray([value for value in values if math.isfinite(value)])
+    if not finite.size:
+        return "–"
+    if finite.size == 1:
+        return f"{finite[0]:.5g}"
+    return f"{finite.mean():.5g} ± {finite.std(ddof=1):.2g}"
+
+
+def brief(value: float) -> str:
+    """Write a number for a large table; a number that is only rounding becomes 0."""
+    return significant(value, 4) if abs(value) > NOTHING else "0"
+
+
+def milliseconds(seconds: float) -> str:
+    """Write a time."""
+    return f"{1e3 * seconds:.3g} ms"
+
+
+def in_bytes(count: float) -> str:
+    """Write an amount of memory in its largest fitting unit."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}" if count < 1000 else f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.3g} GiB"
+
+
+def degrees_of(cosine: float | None) -> float:
+    """Return the angle of a cosine, NaN without one."""
+    return math.nan if cosine is None else degrees(cosine)
