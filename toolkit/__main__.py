@@ -74,25 +74,25 @@ def audit(
     """Find the places that stop a gradient in a program, and the effect of each.
 
     PROGRAM is a training script, which runs as it is, with the ARGUMENTS after "--". One of its training steps is
-    recorded, and in front of a backward pass of this step the question is answered. Then the script ends.
+    recorded, the stops of a backward pass of this step are opened, and the script ends.
 
-    Or PROGRAM is FILE:FUNCTION. The function is called without arguments. It returns the loss, a function that runs the
-    program and returns a scalar tensor; or the loss and the parameters to differentiate by: a module, a dict, or a list
-    of tensors.
+    Or PROGRAM is FILE:FUNCTION, a function without arguments. It returns the loss, which is a function that runs the
+    program and returns a scalar tensor. It may return a pair: the loss, and the parameters to differentiate by (a
+    module, a dict, or a list of tensors).
 
-    The answer is written to stdout, the output of the program to stderr. Each stop is opened alone; its verdict is the
+    The answer is written to stdout, the output of the program to stderr. Each stop is opened alone. Its verdict is its
     effect on the gradient:
 
     \b
-    no-op               none: no gradient comes to the stop ("carry nothing")
+    no-op               none: no gradient reaches the stop ("carry nothing")
     redundant           none: the leak is rounding
     below the noise     too small for the precision of the program
-    partial             load-bearing: the gradient is another
-    cuts all paths      load-bearing: only the stop keeps the gradient from these parameters
-    makes the gradient  load-bearing: without the stop the gradient of these parameters is zero
+    partial             load-bearing: the gradient changes
+    cuts all paths      load-bearing: with it these parameters have no gradient
+    makes the gradient  load-bearing: without it these parameters have none
 
-    Ends with 0; with 1 if an answer is not valid or not as expected, or the program fails; with 2 if there is nothing
-    to audit.
+    The exit code is 0; 1 if an answer is not valid or not as expected, or the program fails; 2 if there is nothing to
+    audit.
     """  # noqa: D301 - the sign by which click leaves lines as they are
     if module is None and not words:
         _stop("The program should be a script, FILE:FUNCTION, or -m MODULE. Found none.")

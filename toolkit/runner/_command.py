@@ -80,7 +80,8 @@ class _RunCommand(click.Command):
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value; may be repeated.")
 @click.option("--sweep", "sweeps", multiple=True, metavar="KEY=A,B,...",
               help="Run with each of these values; repeated, with all combinations.")  # fmt: skip
-@click.option("--jobs", type=click.IntRange(1), help="Seeds that run side by side.  [the number of cores]")
+@click.option("--jobs", type=click.IntRange(1), metavar="N",
+              help="Seeds that run side by side.  [default: the number of cores]")  # fmt: skip
 @click.option("--ray", "cluster", metavar="ADDRESS",
               help="Run on a Ray cluster; `auto` is that of this machine. Needs stopgrad[ray].")  # fmt: skip
 @click.option("--force", is_flag=True, help="Run finished seeds again.")
@@ -97,7 +98,7 @@ def run(
     """Train with the blocks in place and again with each named block open.
 
     CONFIGS are TOML files, folders of them, or names of bundled configs, as `stopgrad list` shows them; all of configs/
-    by default. Finished seeds are not run twice: an interrupted run goes on where it stopped.
+    by default. Finished seeds are not run again, so the same command continues an interrupted run.
     """
     from toolkit.runner._choice import chosen_configs
     from toolkit.runner._config import ConfigError
@@ -198,7 +199,7 @@ def _verdicts(configs: Sequence[LoadedConfig], results: Path) -> Iterator[str]:
 @click.argument("folder", type=click.Path(path_type=Path), default=Path("docs/zoo"))
 @RESULTS
 def zoo(folder: Path, results: Path) -> None:
-    """Audit the programs of the bug zoo, with and without their bugs; record the results, and draw them.
+    """Audit the programs of the bug zoo with their bugs and without, and draw the page of the zoo.
 
     FOLDER holds the programs; the bundled zoo by default.
     """
@@ -250,9 +251,13 @@ def report(results: Path, single: Path | None) -> None:
 
 @main.command("list", short_help="Show experiments, blocks, configs and keys.")
 @click.argument("experiment", required=False)
-@click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True)
+@click.option("--configs", type=click.Path(path_type=Path, file_okay=False), default=Path("configs"), show_default=True,
+              help="Folder of the configs.")  # fmt: skip
 def list_command(experiment: str | None, configs: Path) -> None:
-    """Show experiments, their blocks, and the available configs; of one EXPERIMENT its keys, types and defaults."""
+    """Show experiments, their blocks, and the available configs.
+
+    With an EXPERIMENT, show the keys of its configs instead, with types and defaults.
+    """
     from toolkit.runner._config import ConfigError
     from toolkit.runner._listing import keys_of, listing
 
