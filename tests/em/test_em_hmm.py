@@ -24,7 +24,7 @@ from toolkit.em import e_step as mixture_e_step
 from toolkit.em import log_likelihood as mixture_log_likelihood
 from toolkit.em import m_step as mixture_m_step
 from toolkit.em.estimators.hmm import CategoricalHMM, GaussianHMM
-from toolkit.em.hmm import _chain, core
+from toolkit.em.hmm import _chain, _engine
 from toolkit.em.hmm import _recursions as recursions
 from toolkit.em.hmm._viterbi import best_paths
 from toolkit.gradients.memory import LiveBytes
@@ -73,8 +73,8 @@ def array(values: Tensor) -> np.ndarray:
 def _cut(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
     """Let sequences be cut into blocks of so many steps; 0: none is. None: as is estimated to be fastest."""
     if block is not None:
-        monkeypatch.setattr(core, "is_short", lambda lengths, n_states: False)
-        monkeypatch.setattr(core, "plan", functools.partial(recursions.plan, block=block))
+        monkeypatch.setattr(_engine, "is_short", lambda lengths, n_states: False)
+        monkeypatch.setattr(_engine, "plan", functools.partial(recursions.plan, block=block))
 
 
 # --- the witness: every path, one by one ------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def test_fast_pass_is_the_plain_recursion(lengths, k, block, monkeypatch):
     _cut(monkeypatch, block)
     monkeypatch.setattr(recursions, "_CUT_BYTES", {"cpu": 200 * k})  # so that blocks come in several chunks
     monkeypatch.setattr(recursions, "_KEPT_BYTES", {"cpu": 1000 * k})
-    monkeypatch.setattr(core._Engine, "_run_slowly", None)
+    monkeypatch.setattr(_engine.Engine, "_run_slowly", None)
     parameters = model("diag", k=k)
     x = data(parameters, lengths)
     weight = torch.arange(1.0, 1 + len(lengths), dtype=F64)
@@ -411,7 +411,7 @@ def test_blocks_that_do_not_meet_are_repeated(monkeypatch):
 def test_a_state_that_is_improbable_for_one_step(block, monkeypatch):
     """A hundred nats against the state that all other steps ask for, and no way back to it."""
     _cut(monkeypatch, block)
-    monkeypatch.setattr(core._Engine, "_run_slowly", None)
+    monkeypatch.setattr(_engine.Engine, "_run_slowly", None)
     emissions = hmm.GaussianEmissions.from_covariances(
         means=torch.tensor([[0.0], [4.0]], dtype=F64), covariances=torch.ones(2, dtype=F64), covariance_type="spherical"
     )
@@ -444,7 +444,7 @@ def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
     )
     x = torch.cat([torch.full((150, 1), 4.0, dtype=F64), torch.full((250, 1), 0.1, dtype=F64)])
     x = torch.cat([torch.zeros(sum(lengths) - 400, 1, dtype=F64), x])
-    engine = core._Engine(parameters, x, lengths, None)
+    engine = _engine.Engine(parameters, x, lengths, None)
     logs, emit = (parameters.log_start, parameters.log_transition), engine._whole.prepared.begin(emissions).emit
     if block is None:
         fast = engine._whole.chain.forward_backward(*logs, emit, consume=lambda *_: None, weights=None)

@@ -1,4 +1,4 @@
-r"""Hidden Markov models: their parameters, Baum-Welch, Viterbi, posteriors, and the surrogate for gradient EM.
+r"""Hidden Markov models: Baum-Welch, Viterbi, posteriors, and the surrogate for gradient EM.
 
 A path of states :math:`z_1 \ldots z_T` has the joint log-density
 
@@ -22,13 +22,8 @@ longest, D features, M symbols, K states.
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import functools
 import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -38,28 +33,15 @@ from toolkit.blocks import no_graph, stop_recording
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING
-from toolkit.em.hmm._chain import Chain, is_short
-from toolkit.em.hmm._emissions import (
-    CategoricalEmissions,
-    Emissions,
-    GaussianEmissions,
-    Pass,
-    Prepared,
-    check_prior,
-    draw,
-    normalise,
-)
-from toolkit.em.hmm._recursions import Chunk, Consume, ForwardBackward, Plan, Workspace, forward_backward, plan
+from toolkit.em.hmm._emissions import draw
+from toolkit.em.hmm._engine import Engine
+from toolkit.em.hmm._logarithms import smooth, sums_over_paths
+from toolkit.em.hmm._recursions import Plan
 from toolkit.em.hmm._viterbi import LogProb, best_paths
+from toolkit.em.hmm.parameters import DirichletPrior, HMMParameters, Posteriors, with_counts
 from toolkit.em.mixture import RESPONSIBILITIES
 
 __all__ = [
-    "CategoricalEmissions",
-    "DirichletPrior",
-    "Emissions",
-    "GaussianEmissions",
-    "HMMParameters",
-    "Posteriors",
     "e_step",
     "em_step",
     "expected_log_joint",
@@ -73,126 +55,6 @@ __all__ = [
     "total_log_likelihood",
     "viterbi",
 ]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class HMMParameters:
-    """Parameters of a hidden Markov model.
-
-    Attributes:
-        log_start: (K,), nats: the first state's distribution.
-        log_transition: (K, K), nats: row i is the distribution of the state after i. Minus infinity forbids a
-            transition, and EM keeps it forbidden.
-        emissions: The emission distributions of the states.
-
-    Raises:
-        ValueError: If the shapes do not fit together.
-
-    Example:
-        >>> weather = HMMParameters.of(
-        ...     start=torch.tensor([0.5, 0.5]), transition=torch.tensor([[0.7, 0.3], [0.3, 0.7]]),
-        ...     emissions=CategoricalEmissions(log_probabilities=torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()))
-        >>> posteriors(weather, torch.tensor([0, 0, 1, 0, 0])).states[:, 0]
-        tensor([0.8673, 0.8204, 0.3075, 0.8204, 0.8673])
-    """
-
-    log_start: Tensor
-    log_transition: Tensor
-    emissions: Emissions
-
-    def __post_init__(self) -> None:
-        k = self.emissions.n_states
-        for name, value, shape in (
-            ("log_start", self.log_start, (k,)),
-            ("log_transition", self.log_transition, (k, k)),
-        ):
-            if value.shape != shape:
-                raise ValueError(f"`{name}` should have shape {shape}. Found {tuple(value.shape)}.")
-
-    @classmethod
-    def of(cls, *, start: Tensor, transition: Tensor, emissions: Emissions) -> Self:
-        """Return the parameters with these probabilities (K,) and (K, K), whose rows sum to 1."""
-        return cls(log_start=start.log(), log_transition=transition.log(), emissions=emissions)
-
-    @property
-    def n_states(self) -> int:
-        """K."""
-        return len(self.log_start)
-
-    def unconstrained(self) -> dict[str, Tensor]:
-        """Return unconstrained coordinates; logarithms are free up to a constant in each row."""
-        return {"log_start": self.log_start, "log_transition": self.log_transition, **self.emissions.unconstrained()}
-
-    def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
-        """Return the model at these coordinates; probabilities of 0 stay 0."""
-        rest = {name: value for name, value in values.items() if name not in ("log_start", "log_transition")}
-        return dataclasses.replace(
-            self,
-            log_start=values["log_start"].log_softmax(0),
-            log_transition=values["log_transition"].log_softmax(1),
-            emissions=self.emissions.with_unconstrained(rest),
-        )
-
-    def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return the parameters in another floating-point type, or on another device."""
-        return dataclasses.replace(
-            self,
-            log_start=self.log_start.to(target),
-            log_transition=self.log_transition.to(target),
-            emissions=self.emissions.to(target),
-        )
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Posteriors:
-    """The output of the E-step; with sequence weights, times the weight of the sequence.
-
-    Attributes:
-        states: (N, K): probability of each state at each step, given the whole sequence.
-        start: (K,): sum of `states` over the sequences' first steps.
-        transitions: (K, K): expected numbers of transitions.
-        log_likelihoods: (S,), nats per sequence, not weighted.
-    """
-
-    states: Tensor
-    start: Tensor
-    transitions: Tensor
-    log_likelihoods: Tensor
-
-
-@dataclass(frozen=True, kw_only=True)
-class DirichletPrior:
-    """Dirichlet concentrations, each one number or a tensor that broadcasts. 1 is no prior: maximum likelihood.
-
-    Attributes:
-        start: (K,).
-        transition: (K, K).
-        emission: (K, M), for symbols.
-    """
-
-    start: float | Tensor = 1.0
-    transition: float | Tensor = 1.0
-    emission: float | Tensor = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("start", "transition", "emission"):
-            check_prior(name, getattr(self, name))
-
-    def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return the prior in another floating-point type, or on another device."""
-        names = ("start", "transition", "emission")
-        values = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(
-            self, **{name: value.to(target) for name, value in values.items() if isinstance(value, Tensor)}
-        )
-
-    def log_density(self, parameters: HMMParameters) -> Tensor:
-        """Return the log of the prior density up to a constant, nats; probabilities of 0 are left out."""
-        terms = [(self.start, parameters.log_start), (self.transition, parameters.log_transition)]
-        if isinstance(parameters.emissions, CategoricalEmissions):
-            terms.append((self.emission, parameters.emissions.log_probabilities))
-        values = (((prior - 1) * logs.masked_fill(logs == -math.inf, 0.0)).sum() for prior, logs in terms)
-        return torch.stack(list(values)).sum()
 
 
 def log_likelihoods(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
@@ -214,8 +76,7 @@ def log_likelihoods(parameters: HMMParameters, x: Tensor, lengths: Sequence[int]
         equations 19 to 21.
     """
     lengths = _check(parameters, x, lengths)
-    log_prob, alive = _side_by_side(parameters.emissions.log_prob(x), lengths)
-    return _forward(parameters, log_prob, alive)[1].sum(0)
+    return sums_over_paths(parameters, x, lengths)
 
 
 def log_likelihood(
@@ -265,7 +126,7 @@ def e_step(
     """
     lengths = _check(parameters, x, lengths)
     with stop_recording(RESPONSIBILITIES):
-        states, start, transitions = _smooth(parameters, x, lengths, sequence_weight)
+        states, start, transitions = smooth(parameters, x, lengths, sequence_weight)
     return Posteriors(
         states=states,
         start=start,
@@ -327,7 +188,7 @@ def surrogate(
     """
     lengths = _check(parameters, x, lengths)
     with stop_recording(RESPONSIBILITIES):
-        states, start, transitions = _smooth(parameters, x, lengths, sequence_weight)
+        states, start, transitions = smooth(parameters, x, lengths, sequence_weight)
     found = Posteriors(states=states, start=start, transitions=transitions, log_likelihoods=states.new_zeros(0))
     return _per_step(expected_log_joint(parameters, x, found), lengths, sequence_weight)
 
@@ -360,7 +221,7 @@ def m_step(
     """
     prior = prior or DirichletPrior()
     new = parameters.emissions.m_step(x, posteriors.states, prior=prior.emission, reg_covar=reg_covar)
-    return _with_counts(parameters, posteriors.start, posteriors.transitions, new, prior)
+    return with_counts(parameters, posteriors.start, posteriors.transitions, new, prior)
 
 
 # --- without a gradient ---
@@ -383,14 +244,14 @@ def posteriors(
         sequence_weight: (S,), not negative. None: all 1.
     """
     lengths = _check(parameters, x, lengths)
-    return _Engine(parameters, x, lengths, sequence_weight).posteriors(parameters)
+    return Engine(parameters, x, lengths, sequence_weight).posteriors(parameters)
 
 
 @no_graph()
 def total_log_likelihood(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     """Return the sum of `log_likelihoods`, fast and without a gradient: a float64 scalar, nats."""
     lengths = _check(parameters, x, lengths)
-    return _Engine(parameters, x, lengths, None).log_likelihoods(parameters).sum()
+    return Engine(parameters, x, lengths, None).log_likelihoods(parameters).sum()
 
 
 @no_graph()
@@ -420,7 +281,7 @@ def em_step(
         The new model, and a float64 scalar in nats per step.
     """
     lengths, reg_covar = _check(parameters, x, lengths), number("reg_covar", reg_covar, least=0)
-    engine = _Engine(parameters, x, lengths, sequence_weight)
+    engine = Engine(parameters, x, lengths, sequence_weight)
     new, values = engine.step(parameters, prior or DirichletPrior(), reg_covar)
     weight = engine.weight
     dtype = parameters.log_start.dtype
@@ -465,6 +326,7 @@ def fit(
         ValueError: If an argument is out of range, or the start gives the data no probability.
 
     Example:
+        >>> from toolkit.em.hmm import CategoricalEmissions
         >>> start = HMMParameters.of(start=torch.tensor([0.5, 0.5]), transition=torch.tensor([[0.7, 0.3], [0.3, 0.7]]),
         ...     emissions=CategoricalEmissions(log_probabilities=torch.tensor([[0.9, 0.1], [0.2, 0.8]]).log()))
         >>> found = fit(start, torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), tol=1e-9)
@@ -477,7 +339,7 @@ def fit(
         raise ValueError(f"`update` should have the letters s, t, e, m, c. Found {''.join(sorted(unknown))!r}.")
     prior = prior or DirichletPrior()
     start = start.to(torch.float64)
-    engine = _Engine(start, x, lengths, sequence_weight)
+    engine = Engine(start, x, lengths, sequence_weight)
     weight = engine.weight
 
     def em(parameters: HMMParameters) -> tuple[HMMParameters, float]:
@@ -600,77 +462,6 @@ def _expectation(probabilities: Tensor, values: Tensor) -> Tensor:
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum()
 
 
-def _side_by_side(values: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the steps (N, K) as (T, S, K), ended sequences repeating the last one, and which are alive (T, S, 1)."""
-    device = values.device
-    sizes = torch.tensor(lengths, device=device)
-    times = torch.arange(max(lengths), device=device)[:, None]
-    return values[sizes.cumsum(0) - sizes + torch.minimum(times, sizes - 1)], (times < sizes)[..., None]
-
-
-def _forward(parameters: HMMParameters, log_prob: Tensor, alive: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return normalised log forward variables, T times (S, K), and the log of each step's share of ell, (T, S)."""
-    forward: list[Tensor] = []
-    shares = []
-    for t in range(len(log_prob)):
-        if t:
-            reached = _logsumexp(forward[-1][:, :, None] + parameters.log_transition, 1)
-        else:
-            reached = parameters.log_start
-        joint = reached + log_prob[t]
-        share = _logsumexp(joint, -1)
-        shares.append(torch.where(alive[t, :, 0], share, 0.0))
-        now = joint - _finite(share)[:, None]
-        forward.append(torch.where(alive[t], now, forward[-1]) if t else now)
-    return forward, torch.stack(shares)
-
-
-def _smooth(
-    parameters: HMMParameters, x: Tensor, lengths: Sequence[int], weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return posteriors (N, K), of first steps (K,), and expected transitions (K, K), weighted."""
-    log_prob, alive = _side_by_side(parameters.emissions.log_prob(x), lengths)
-    forward, shares = _forward(parameters, log_prob, alive)
-    per_sequence = log_prob.new_ones(len(lengths)) if weight is None else weight.to(log_prob.dtype)
-    now = torch.zeros_like(forward[0])
-    backward = [now]
-    transitions = torch.zeros_like(parameters.log_transition)
-    for t in range(len(forward) - 1, 0, -1):
-        step = parameters.log_transition + (now + log_prob[t] - _finite(shares[t])[:, None])[:, None]
-        pairs = torch.where(alive[t, :, None], forward[t - 1][:, :, None] + step, -math.inf)
-        transitions = transitions + (per_sequence[:, None, None] * pairs.exp()).sum(0)
-        now = torch.where(alive[t], _logsumexp(step, -1), now)
-        backward.append(now)
-    joint = (torch.stack(forward) + torch.stack(backward[::-1])).exp() * per_sequence[:, None]
-    by_sequence = joint.transpose(0, 1)
-    states = torch.cat([steps[:length] for steps, length in zip(by_sequence, lengths, strict=True)])
-    return states, joint[0].sum(0), transitions
-
-
-def _logsumexp(values: Tensor, dim: int) -> Tensor:
-    """Return the log of summed exponentials, with slopes that are 0, not NaN, where all are minus infinity."""
-    largest = values.amax(dim, keepdim=True)
-    largest = torch.where(largest.isfinite(), largest, 0.0)
-    total = (values - largest).exp().sum(dim)
-    positive = total > 0
-    return torch.where(positive, torch.where(positive, total, 1.0).log() + largest.squeeze(dim), -math.inf)
-
-
-def _finite(values: Tensor) -> Tensor:
-    return torch.where(values.isfinite(), values, 0.0)
-
-
-def _with_counts(
-    parameters: HMMParameters, start: Tensor, transitions: Tensor, emissions: Emissions, prior: DirichletPrior
-) -> HMMParameters:
-    return dataclasses.replace(
-        parameters,
-        log_start=normalise(start, parameters.log_start, prior.start),
-        log_transition=normalise(transitions, parameters.log_transition, prior.transition),
-        emissions=emissions,
-    )
-
-
 _LOG_PROBABILITIES = ("log_start", "log_transition", "log_probabilities")
 
 
@@ -695,159 +486,3 @@ def _coordinates(
         )
 
     return pack, unpack
-
-
-@dataclass(frozen=True, eq=False)
-class _Arrangement:
-    """Sequences prepared for the fast pass, all as one chain or by a plan, and chunks of them for the slow pass."""
-
-    fast: Plan
-    slow: tuple[Chunk, ...]
-    prepared: Prepared
-    chain: Chain | None = None
-
-
-class _Engine:
-    """The fast pass over one set of sequences, and the slow pass for the unsound ones."""
-
-    def __init__(
-        self, parameters: HMMParameters, x: Tensor, lengths: list[int], sequence_weight: Tensor | None
-    ) -> None:
-        self.weight = _check_weight(sequence_weight, lengths, x.device)
-        self.dtype = x.dtype if x.is_floating_point() else parameters.log_start.dtype
-        if self.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"`x` should be a float32 or float64 tensor. Found {self.dtype}.")
-        self._lengths = lengths
-        self._starts = [0, *itertools.accumulate(lengths)]
-        self._workspace = Workspace()
-        if x.device.type == "cpu" and is_short(lengths, parameters.n_states):
-            # So few that float32 would save no time.
-            self._inner, self._x = torch.float64, x.double() if x.is_floating_point() else x
-            self._whole = self._chain(parameters)
-        else:
-            self._inner, self._x = self.dtype, x
-            self._whole = self._arrange(parameters, frozenset())
-
-    def step(
-        self, parameters: HMMParameters, prior: DirichletPrior, reg_covar: float, update: str = "ste"
-    ) -> tuple[HMMParameters, Tensor]:
-        """Return the parameters after a step of the kinds in `update`, float64, and log-likelihoods before it, (S,)."""
-        parameters = parameters.to(torch.float64)
-
-        found, at_work = self._run(parameters, lambda at_work, _: at_work.consume)
-        emissions = at_work.finish(prior=prior.emission, reg_covar=reg_covar, update=update)
-        new = _with_counts(parameters, found.start, found.transitions, emissions, prior)
-        new = dataclasses.replace(
-            new,
-            log_start=new.log_start if "s" in update else parameters.log_start,
-            log_transition=new.log_transition if "t" in update else parameters.log_transition,
-        )
-        return new, found.log_likelihoods
-
-    def posteriors(self, parameters: HMMParameters) -> Posteriors:
-        """Return the posteriors of all sequences."""
-        states = torch.empty((len(self._x), parameters.n_states), dtype=self.dtype, device=self._x.device)
-
-        def keep(_: Pass, chunks: Sequence[Chunk]) -> Consume:
-            def consume(number: int, posteriors: Tensor) -> None:
-                states.index_copy_(0, chunks[number].steps, posteriors.mT.to(self.dtype).contiguous())
-
-            return consume
-
-        found, _ = self._run(parameters, keep)
-        return Posteriors(
-            states=states,
-            start=found.start.to(self.dtype),
-            transitions=found.transitions.to(self.dtype),
-            log_likelihoods=found.log_likelihoods,
-        )
-
-    def log_likelihoods(self, parameters: HMMParameters) -> Tensor:
-        """Return the log-likelihoods of all sequences, (S,), float64."""
-        found, _ = self._run(parameters, None)
-        return found.log_likelihoods
-
-    def _run(
-        self,
-        parameters: HMMParameters,
-        consumer: Callable[[Pass, Sequence[Chunk]], Consume] | None,
-    ) -> tuple[ForwardBackward, Pass]:
-        """Run the fast pass, then repeat unsound sequences in logarithms."""
-        arrangement = self._whole
-        bad: frozenset[int] = frozenset()
-        while True:
-            at_work = arrangement.prepared.begin(parameters.emissions)
-            chunks = [*arrangement.fast.chunks, *arrangement.slow]
-            consume = None if consumer is None else consumer(at_work, chunks)
-            logs = parameters.log_start.to(self._inner), parameters.log_transition.to(self._inner)
-            options: dict[str, Any] = {"consume": consume, "weights": self.weight}
-            if arrangement.chain is not None:
-                found = arrangement.chain.forward_backward(*logs, at_work.emit, **options)
-            else:
-                plan, workspace = arrangement.fast, self._workspace
-                found = forward_backward(*logs, plan, at_work.emit, workspace=workspace, **options)
-            if bool(found.sound.all()):
-                break
-            if arrangement.chain is None:
-                bad |= set((~found.sound).nonzero().ravel().tolist())
-            arrangement = self._arrange(parameters, bad)
-        for place, chunk in enumerate(arrangement.slow, len(arrangement.fast.chunks)):
-            self._run_slowly(parameters, chunk, found, None if consume is None else functools.partial(consume, place))
-        return found, at_work
-
-    def _run_slowly(
-        self,
-        parameters: HMMParameters,
-        chunk: Chunk,
-        found: ForwardBackward,
-        consume: Callable[[Tensor], None] | None,
-    ) -> None:
-        """Add the sequences of a chunk to the results, computed in logarithms and float64."""
-        model = parameters.to(torch.float64)
-        chosen = chunk.sequences.tolist()
-        lengths = [self._lengths[s] for s in chosen]
-        x = torch.cat([self._x[self._starts[s] : self._starts[s + 1]] for s in chosen])
-        x = x.double() if x.is_floating_point() else x
-        found.log_likelihoods[chunk.sequences] = log_likelihoods(model, x, lengths)
-        if consume is None:
-            return
-        weight = None if self.weight is None else self.weight[chunk.sequences]
-        states, start, transitions = _smooth(model, x, lengths, weight)
-        found.start.add_(start)
-        found.transitions.add_(transitions)
-        # Reorder from one sequence after the other to the order of the slots.
-        shift = torch.zeros(len(self._lengths), dtype=torch.int64, device=x.device)
-        shift[chunk.sequences] = torch.tensor(
-            [begin - self._starts[s] for s, begin in zip(chosen, [0, *itertools.accumulate(lengths)], strict=False)],
-            device=x.device,
-        )
-        consume(states[chunk.steps + shift[chunk.slot_sequences]].to(self._inner).mT)
-
-    def _arrange(self, parameters: HMMParameters, bad: frozenset[int]) -> _Arrangement:
-        """Lay out the data, with the sequences in `bad` for the slow pass."""
-        k, device = parameters.n_states, self._x.device
-        good = [s for s in range(len(self._lengths)) if s not in bad]
-        fast = plan(self._lengths, k, device=device, item_size=self._inner.itemsize, only=good)
-        slow = plan(self._lengths, k, device=device, block=0, only=sorted(bad)).chunks
-        everything = dataclasses.replace(fast, chunks=(*fast.chunks, *slow))
-        return _Arrangement(fast, slow, parameters.emissions.prepare(self._x, everything))
-
-    def _chain(self, parameters: HMMParameters) -> _Arrangement:
-        """Lay out the data as one chain."""
-        row = plan([len(self._x)], parameters.n_states, block=0)
-        prepared = parameters.emissions.prepare(self._x, row)
-        return _Arrangement(row, (), prepared, Chain(self._lengths, parameters.n_states))
-
-
-def _check_weight(weight: Tensor | None, lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    if weight is None:
-        return None
-    if not isinstance(weight, Tensor) or weight.shape != (len(lengths),):
-        found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"`sequence_weight` should be a tensor of shape ({len(lengths)},). Found {found}.")
-    if not bool((weight.isfinite() & (weight >= 0)).all()) or not bool(weight.any()):
-        raise ValueError(
-            "`sequence_weight` should be finite, not negative and not all 0. Found a minimum of "
-            f"{float(weight.min())} and a sum of {float(weight.sum())}."
-        )
-    return weight.to(device, torch.float64)
