@@ -40,7 +40,7 @@ from toolkit.em import (
     to_unconstrained,
 )
 from toolkit.em.engine.acceleration import maximise_likelihood
-from toolkit.em.models import missing as missing_module
+from toolkit.em.models import _patterns
 from toolkit.em.models.missing import (
     MissingGaussian,
     draw_missing,
@@ -380,7 +380,7 @@ def test_step_is_a_stationary_maximum_of_its_surrogate(kind):
     x, before = incomplete(), mixture(kind)
     after = MissingGaussian(before).m_step(x, e_step(MissingGaussian(before), x)[0]).parameters
     assert difference(em_step_missing(before, x)[0], after) < 1e-12
-    moments = missing_module._expected_moments(before, x, e_step(MissingGaussian(before), x)[0])
+    moments = _patterns._expected_moments(before, x, e_step(MissingGaussian(before), x)[0])
     leaves = to_unconstrained(after)
 
     def expected_log_joint(values: Mapping[str, Tensor]) -> Tensor:
@@ -508,8 +508,8 @@ def test_however_the_patterns_are_batched(size, kind, monkeypatch):
     x, before = incomplete(300, 4, 3, share=0.4), mixture(kind, 4)
     expected, value = em_step_missing(before, x)
     density = marginal_log_joint(before, x)
-    monkeypatch.setattr(missing_module, "_CHUNK_BYTES", size)
-    monkeypatch.setattr(missing_module, "_LONGEST", 7)
+    monkeypatch.setattr(_patterns, "_CHUNK_BYTES", size)
+    monkeypatch.setattr(_patterns, "_LONGEST", 7)
     found, again = em_step_missing(before, x)
     assert difference(found, expected) < 1e-12
     assert math.isclose(value, again, rel_tol=1e-13)
@@ -520,8 +520,8 @@ def test_patterns_of_many_features():
     x = torch.zeros(7, 70, dtype=F64)
     for row, columns in enumerate([[], [0], [69], [0, 69], [31], [0], [30]]):
         x[row, columns] = NAN
-    assert missing_module._codes(x.isnan()).unique().tolist() == list(range(6))
-    same = missing_module._codes(x.isnan())
+    assert _patterns._codes(x.isnan()).unique().tolist() == list(range(6))
+    same = _patterns._codes(x.isnan())
     assert same[1] == same[5]
 
 

@@ -9,17 +9,16 @@ moments; the block `em.responsibilities` holds both constant.
 - diag and spherical: given the component, missing features do not depend on the observed ones. They drop out of the
   expected log-likelihood, and the M-step averages over the observed values: fewer unknowns, faster convergence.
 
-Samples are sorted by their pattern of missing features. Each pattern is factored once, many patterns in one batch. A
-sample without any value has the log-density 0; it counts as a sample, and has no effect on the parameters.
+A sample without any value has the log-density 0; it counts as a sample, and has no effect on the parameters.
 
-N samples, D features, K components; P patterns with up to B samples each.
+N samples, D features, K components; P patterns of missing features with up to B samples each.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +33,7 @@ from toolkit.em.engine.starts import Init, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 from toolkit.em.models._common import check_table, check_weights
+from toolkit.em.models._patterns import Incomplete, Moments, Pass
 from toolkit.em.models.prior import Prior
 
 __all__ = [
@@ -46,10 +46,6 @@ __all__ = [
     "start_missing",
     "surrogate_missing",
 ]
-
-# Bytes of one (K, P, B, D) array, which bounds the memory of a pass, and the most samples of one pattern in it.
-_CHUNK_BYTES = 2**21
-_LONGEST = 2048
 
 
 @dataclass(frozen=True)
@@ -125,8 +121,8 @@ def marginal_log_joint(parameters: GaussianParameters, x: Tensor) -> Tensor:
         tensor([[-2.9189]])
     """
     check_features(parameters, x)
-    data = _prepare(x, None, parameters.n_components)
-    joints = [_Pass.of(parameters, part).log_joint.flatten(1) for part in data.parts]
+    data = Incomplete.of(x, None, parameters.n_components)
+    joints = [Pass.of(parameters, part).log_joint.flatten(1) for part in data.parts]
     return torch.cat(joints, 1).mT[data.order]
 
 
@@ -230,7 +226,7 @@ def em_step_missing(
     check_features(parameters, x)
     _check(x, sample_weight)
     reg_covar = number("reg_covar", reg_covar, least=0)
-    data = _prepare(x.double(), sample_weight, parameters.n_components)
+    data = Incomplete.of(x.double(), sample_weight, parameters.n_components)
     after, value = _em_step(parameters.to(torch.float64), data, reg_covar, prior)
     return after.to(parameters.means.dtype), value
 
@@ -293,7 +289,7 @@ def fit_missing(
     structure_of(covariance_type)
     if isinstance(init, GaussianParameters):
         _check_start(init, x, n_components, covariance_type)
-    data = _prepare(x.double(), sample_weight, n_components)
+    data = Incomplete.of(x.double(), sample_weight, n_components)
 
     def objective(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
         after, value = _em_step(parameters, data, reg_covar, prior)
@@ -444,10 +440,10 @@ def impute(parameters: GaussianParameters, x: Tensor) -> Tensor:
         tensor([[2., 4.]])
     """
     check_features(parameters, x)
-    data = _prepare(x, None, parameters.n_components)
+    data = Incomplete.of(x, None, parameters.n_components)
     guesses = []
     for part in data.parts:
-        current = _Pass.of(parameters, part)
+        current = Pass.of(parameters, part)
         responsibilities = current.log_joint.softmax(0)[..., None]
         completed = current.complete() + parameters.means[:, None, None]
         guesses.append((responsibilities * completed).sum(0).flatten(0, 1))
@@ -489,12 +485,12 @@ def draw_missing(
     check_features(parameters, x)
     n_draws = integer("n_draws", n_draws)
     device = x.device if generator is None else generator.device
-    data = _prepare(x, None, parameters.n_components)
+    data = Incomplete.of(x, None, parameters.n_components)
     draws = []
     for _ in range(n_draws):
         values = []
         for part in data.parts:
-            current = _Pass.of(parameters, part)
+            current = Pass.of(parameters, part)
             completed = current.complete() + parameters.means[:, None, None]
             shape = part.x.shape
             noise = torch.randn(shape, generator=generator, device=device, dtype=completed.dtype).to(x.device)
@@ -507,199 +503,10 @@ def draw_missing(
     return torch.stack(draws)
 
 
-# --- samples by pattern ----------------------------------------------------------------------------------------------
+# --- the E-step and the M-step ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Samples of P patterns, padded to B each.
-
-    Attributes:
-        x: (P, B, D), 0 where missing.
-        seen: (P, D): 1 where observed, 0 where missing.
-        weights: (P, B); 0 where padded.
-        rows: (P, B): the index of each sample; arbitrary where padded.
-        real: (P, B): not padded.
-    """
-
-    x: Tensor
-    seen: Tensor
-    weights: Tensor
-    rows: Tensor
-    real: Tensor
-
-
-@dataclass(frozen=True)
-class _Incomplete:
-    """Samples sorted by pattern.
-
-    Attributes:
-        parts: The samples in parts of bounded size.
-        order: (N,): the place of each sample among the samples of all parts.
-        total_weight: Sum of the weights.
-    """
-
-    parts: list[_Part]
-    order: Tensor
-    total_weight: Tensor
-
-
-def _prepare(x: Tensor, sample_weight: Tensor | None, n_components: int) -> _Incomplete:
-    weights = x.new_ones(len(x)) if sample_weight is None else sample_weight.to(x)
-    missing = x.isnan()
-    values = x.masked_fill(missing, 0.0)
-    parts = []
-    for rows, real in _rows_by_pattern(missing, n_components):
-        parts.append(
-            _Part(
-                x=values[rows],
-                seen=(~missing[rows[:, 0]]).to(x.dtype),
-                weights=weights[rows] * real,
-                rows=rows,
-                real=real,
-            )
-        )
-    places = torch.cat([part.rows.flatten().masked_fill(~part.real.flatten(), len(x)) for part in parts])
-    order = torch.empty(len(x) + 1, dtype=torch.long, device=x.device)
-    order = order.scatter(0, places, torch.arange(len(places), device=x.device))
-    return _Incomplete(parts, order[:-1], weights.sum())
-
-
-def _rows_by_pattern(missing: Tensor, n_components: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield rows (P, B), one pattern each, and the mask of rows that are not padding."""
-    n, d = missing.shape
-    device = missing.device
-    if torch._C._functorch.is_functorch_wrapped_tensor(missing) or n == 0:
-        # Under torch.func.vmap no value can be read: each sample is a pattern of its own.
-        yield torch.arange(n, device=device)[:, None], torch.ones(n, 1, dtype=torch.bool, device=device)
-        return
-    codes = _codes(missing)
-    by_pattern, counts = codes.argsort(stable=True), codes.bincount()
-    longest = min(_LONGEST, max(d, _CHUNK_BYTES // (8 * n_components * d)))
-    n_blocks = (counts + longest - 1) // longest
-    pattern = torch.arange(len(counts), device=device).repeat_interleave(n_blocks)
-    done = longest * (torch.arange(len(pattern), device=device) - (n_blocks.cumsum(0) - n_blocks)[pattern])
-    first = (counts.cumsum(0) - counts)[pattern] + done
-    lengths = (counts[pattern] - done).clamp(max=longest)
-    # Blocks of similar length are batched, so that less than half is padding.
-    size = lengths.double().log2().ceil().long()
-    for one in size.unique().tolist():
-        (blocks,) = (size == one).nonzero(as_tuple=True)
-        width = int(lengths[blocks].max())
-        at_once = max(1, _CHUNK_BYTES // (8 * n_components * d * max(width, d)))
-        steps = torch.arange(width, device=device)
-        for some in blocks.split(at_once):
-            yield (
-                by_pattern[(first[some][:, None] + steps).clamp(max=n - 1)].where(
-                    steps < lengths[some][:, None], by_pattern[first[some]][:, None]
-                ),
-                steps < lengths[some][:, None],
-            )
-
-
-def _codes(missing: Tensor) -> Tensor:
-    """Return the number of each sample's pattern, (N,), from 0 without gaps."""
-    codes = torch.zeros(len(missing), dtype=torch.long, device=missing.device)
-    for bits in missing.long().split(30, 1):
-        words = (bits << torch.arange(bits.shape[1], device=bits.device)).sum(1)
-        codes = (codes << 30 | words).unique(return_inverse=True)[1]
-    return codes
-
-
-# --- one pass over a part --------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """A mixture evaluated at the samples of one part.
-
-    Attributes:
-        differences: (K, P, B, D): from the means, 0 where missing.
-        completion: (K, P, D, D), K = 1 if tied: the differences of all features are expected to be
-            ``completion @ differences``. None for diag and spherical: those of missing features are 0.
-        root: (K, P, D, D): lower triangular factor of the missing features' precision, with the identity where seen;
-            for diag and spherical (K, D or 1): the precisions' factor.
-        hidden: (P, D): 1 where missing, 0 where seen.
-        log_joint: (K, P, B).
-    """
-
-    differences: Tensor
-    completion: Tensor | None
-    root: Tensor
-    hidden: Tensor
-    log_joint: Tensor
-
-    @classmethod
-    def of(cls, parameters: GaussianParameters, part: _Part) -> _Pass:
-        seen = part.seen.to(torch.promote_types(part.seen.dtype, parameters.means.dtype))
-        differences = (part.x - parameters.means[:, None, None]) * seen[:, None]
-        factor = parameters.precisions_cholesky
-        completion = None
-        if structure_of(parameters.covariance_type).is_matrix:
-            factor = factor.view(-1, 1, *factor.shape[-2:])
-            precisions = factor @ factor.mT
-            hidden, identity = (1 - seen)[:, :, None], torch.diag_embed(seen)
-            root = torch.linalg.cholesky(hidden * precisions * hidden.mT + identity)
-            completion = identity - torch.cholesky_solve(hidden * precisions * seen[:, None], root)
-            whitened = differences @ (completion.mT @ factor)
-            volumes = parameters.log_determinants[..., None] - root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        else:
-            root = factor if factor.ndim == 2 else factor[:, None]
-            whitened = differences * root[:, None, None]
-            volumes = (root[:, None].log() * seen).sum(-1)
-        constants = parameters.log_weights[:, None] + volumes - 0.5 * math.log(2 * math.pi) * seen.sum(-1)
-        log_joint = constants[..., None] - 0.5 * whitened.square().sum(-1)
-        return cls(differences, completion, root, 1 - seen, log_joint)
-
-    def complete(self) -> Tensor:
-        """Return the expected differences from the means of all features, (K, P, B, D)."""
-        return self.differences if self.completion is None else self.differences @ self.completion.mT
-
-    def spread(self, noise: Tensor) -> Tensor:
-        """Return standard normal noise (P, B, D) with the covariances of missing features where they are missing."""
-        if self.completion is None:
-            return noise / self.root[:, None, None]
-        wide = noise.expand(len(self.root), *noise.shape)
-        drawn: Tensor = torch.linalg.solve_triangular(self.root, wide, upper=False, left=False)
-        return drawn
-
-    def moments(self, responsibilities: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return counts, sums, second moments and counts of seen features under responsibilities (K, P, B)."""
-        counts = responsibilities.sum(-1)
-        weighted = responsibilities[..., None] * self.differences
-        first = weighted.sum(-2)
-        seen = 1 - self.hidden
-        if self.completion is None:
-            second = (weighted * self.differences).sum(-2)
-        else:
-            first = (self.completion @ first[..., None])[..., 0]
-            inverse = torch.cholesky_inverse(self.root) - torch.diag_embed(seen)
-            second = self.completion @ (weighted.mT @ self.differences) @ self.completion.mT
-            second = second + counts[..., None, None] * inverse
-        return counts.sum(1), first.sum(1), second.sum(1), counts @ seen
-
-
-@dataclass(frozen=True)
-class _Moments:
-    """Statistics of the M-step: sums, weighted by responsibilities, of differences from `origins` (K, D).
-
-    `counts` (K,); `first` (K, D); `second` (K, D, D) for full and tied, (K, D) for diag and spherical; `seen` (K, D):
-    the counts of samples in which a feature is seen.
-    """
-
-    counts: Tensor
-    first: Tensor
-    second: Tensor
-    seen: Tensor
-    origins: Tensor
-
-    @classmethod
-    def of(cls, sums: list[tuple[Tensor, Tensor, Tensor, Tensor]], origins: Tensor) -> _Moments:
-        counts, first, second, seen = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
-        return cls(counts, first, second, seen, origins)
-
-
-def _expected_moments(parameters: GaussianParameters, x: Tensor, responsibilities: Tensor) -> _Moments:
+def _expected_moments(parameters: GaussianParameters, x: Tensor, responsibilities: Tensor) -> Moments:
     """Return the moments of samples completed under the parameters, the second output of the E-step, blocked."""
     check_features(parameters, x)
     if responsibilities.shape != (len(x), parameters.n_components):
@@ -708,33 +515,28 @@ def _expected_moments(parameters: GaussianParameters, x: Tensor, responsibilitie
             f"Found {tuple(responsibilities.shape)}."
         )
     sums = []
-    for part in _prepare(x, None, parameters.n_components).parts:
-        weights = responsibilities[part.rows].movedim(-1, 0) * _telling(part)
-        sums.append(_Pass.of(parameters, part).moments(weights))
-    moments = _Moments.of(sums, parameters.means)
-    return _Moments(**{name: stop_gradient(value, RESPONSIBILITIES) for name, value in vars(moments).items()})
+    for part in Incomplete.of(x, None, parameters.n_components).parts:
+        weights = responsibilities[part.rows].movedim(-1, 0) * part.telling
+        sums.append(Pass.of(parameters, part).moments(weights))
+    moments = Moments.of(sums, parameters.means)
+    return Moments(**{name: stop_gradient(value, RESPONSIBILITIES) for name, value in vars(moments).items()})
 
 
 def _em_step(
-    parameters: GaussianParameters, data: _Incomplete, reg_covar: float, prior: Prior | None
+    parameters: GaussianParameters, data: Incomplete, reg_covar: float, prior: Prior | None
 ) -> tuple[GaussianParameters, Tensor]:
     sums, total = [], data.total_weight.new_zeros(())
     for part in data.parts:
-        current = _Pass.of(parameters, part)
+        current = Pass.of(parameters, part)
         log_density = current.log_joint.logsumexp(0)
         total += (part.weights * log_density).sum()
-        sums.append(current.moments((current.log_joint - log_density).exp() * _telling(part)))
-    after = _maximise(parameters, _Moments.of(sums, parameters.means), reg_covar, prior)
+        sums.append(current.moments((current.log_joint - log_density).exp() * part.telling))
+    after = _maximise(parameters, Moments.of(sums, parameters.means), reg_covar, prior)
     return after, total / data.total_weight
 
 
-def _telling(part: _Part) -> Tensor:
-    """Return the weights (P, B) with 0 for samples without any value, which would only slow EM down."""
-    return part.weights * part.seen.amax(-1, keepdim=True)
-
-
 def _maximise(
-    before: GaussianParameters, moments: _Moments, reg_covar: float, prior: Prior | None
+    before: GaussianParameters, moments: Moments, reg_covar: float, prior: Prior | None
 ) -> GaussianParameters:
     """Return the M-step. A component without samples is kept, as is a feature of a component without values."""
     kind, structure = before.covariance_type, structure_of(before.covariance_type)
@@ -770,7 +572,7 @@ def _covariance_of_seen(residuals: Tensor, seen: Tensor) -> Tensor:
     return covariance
 
 
-def _log_prior(prior: Prior | None, parameters: GaussianParameters, data: _Incomplete) -> float:
+def _log_prior(prior: Prior | None, parameters: GaussianParameters, data: Incomplete) -> float:
     return 0.0 if prior is None else float(prior.log_density(parameters) / data.total_weight)
 
 

@@ -1,0 +1,218 @@
+"""Samples with missing values, sorted by their pattern of missing features, and one pass of a mixture over them.
+
+Each pattern is factored once, many patterns in one batch.
+
+N samples, D features, K components; P patterns with up to B samples each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from toolkit.em.covariance import structure_of
+from toolkit.em.gaussian import GaussianParameters
+
+__all__ = ["Incomplete", "Moments", "Pass"]
+
+# Bytes of one (K, P, B, D) array, which bounds the memory of a pass, and the most samples of one pattern in it.
+_CHUNK_BYTES = 2**21
+_LONGEST = 2048
+
+
+@dataclass(frozen=True)
+class Part:
+    """Samples of P patterns, padded to B each.
+
+    Attributes:
+        x: (P, B, D), 0 where missing.
+        seen: (P, D): 1 where observed, 0 where missing.
+        weights: (P, B); 0 where padded.
+        rows: (P, B): the index of each sample; arbitrary where padded.
+        real: (P, B): not padded.
+    """
+
+    x: Tensor
+    seen: Tensor
+    weights: Tensor
+    rows: Tensor
+    real: Tensor
+
+    @property
+    def telling(self) -> Tensor:
+        """The weights with 0 for samples without any value, which would only slow EM down."""
+        return self.weights * self.seen.amax(-1, keepdim=True)
+
+
+@dataclass(frozen=True)
+class Incomplete:
+    """Samples sorted by pattern.
+
+    Attributes:
+        parts: The samples in parts of bounded size.
+        order: (N,): the place of each sample among the samples of all parts.
+        total_weight: Sum of the weights.
+    """
+
+    parts: list[Part]
+    order: Tensor
+    total_weight: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, sample_weight: Tensor | None, n_components: int) -> Incomplete:
+        """Sort samples (N, D), NaN where missing, for a mixture of K components."""
+        weights = x.new_ones(len(x)) if sample_weight is None else sample_weight.to(x)
+        missing = x.isnan()
+        values = x.masked_fill(missing, 0.0)
+        parts = []
+        for rows, real in _rows_by_pattern(missing, n_components):
+            parts.append(
+                Part(
+                    x=values[rows],
+                    seen=(~missing[rows[:, 0]]).to(x.dtype),
+                    weights=weights[rows] * real,
+                    rows=rows,
+                    real=real,
+                )
+            )
+        places = torch.cat([part.rows.flatten().masked_fill(~part.real.flatten(), len(x)) for part in parts])
+        order = torch.empty(len(x) + 1, dtype=torch.long, device=x.device)
+        order = order.scatter(0, places, torch.arange(len(places), device=x.device))
+        return cls(parts, order[:-1], weights.sum())
+
+
+def _rows_by_pattern(missing: Tensor, n_components: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows (P, B), one pattern each, and the mask of rows that are not padding."""
+    n, d = missing.shape
+    device = missing.device
+    if torch._C._functorch.is_functorch_wrapped_tensor(missing) or n == 0:
+        # Under torch.func.vmap no value can be read: each sample is a pattern of its own.
+        yield torch.arange(n, device=device)[:, None], torch.ones(n, 1, dtype=torch.bool, device=device)
+        return
+    codes = _codes(missing)
+    by_pattern, counts = codes.argsort(stable=True), codes.bincount()
+    longest = min(_LONGEST, max(d, _CHUNK_BYTES // (8 * n_components * d)))
+    n_blocks = (counts + longest - 1) // longest
+    pattern = torch.arange(len(counts), device=device).repeat_interleave(n_blocks)
+    done = longest * (torch.arange(len(pattern), device=device) - (n_blocks.cumsum(0) - n_blocks)[pattern])
+    first = (counts.cumsum(0) - counts)[pattern] + done
+    lengths = (counts[pattern] - done).clamp(max=longest)
+    # Blocks of similar length are batched, so that less than half is padding.
+    size = lengths.double().log2().ceil().long()
+    for one in size.unique().tolist():
+        (blocks,) = (size == one).nonzero(as_tuple=True)
+        width = int(lengths[blocks].max())
+        at_once = max(1, _CHUNK_BYTES // (8 * n_components * d * max(width, d)))
+        steps = torch.arange(width, device=device)
+        for some in blocks.split(at_once):
+            yield (
+                by_pattern[(first[some][:, None] + steps).clamp(max=n - 1)].where(
+                    steps < lengths[some][:, None], by_pattern[first[some]][:, None]
+                ),
+                steps < lengths[some][:, None],
+            )
+
+
+def _codes(missing: Tensor) -> Tensor:
+    """Return the number of each sample's pattern, (N,), from 0 without gaps."""
+    codes = torch.zeros(len(missing), dtype=torch.long, device=missing.device)
+    for bits in missing.long().split(30, 1):
+        words = (bits << torch.arange(bits.shape[1], device=bits.device)).sum(1)
+        codes = (codes << 30 | words).unique(return_inverse=True)[1]
+    return codes
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A mixture evaluated at the samples of one part.
+
+    Attributes:
+        differences: (K, P, B, D): from the means, 0 where missing.
+        completion: (K, P, D, D), K = 1 if tied: the differences of all features are expected to be
+            ``completion @ differences``. None for diag and spherical: those of missing features are 0.
+        root: (K, P, D, D): lower triangular factor of the missing features' precision, with the identity where seen;
+            for diag and spherical (K, D or 1): the precisions' factor.
+        hidden: (P, D): 1 where missing, 0 where seen.
+        log_joint: (K, P, B).
+    """
+
+    differences: Tensor
+    completion: Tensor | None
+    root: Tensor
+    hidden: Tensor
+    log_joint: Tensor
+
+    @classmethod
+    def of(cls, parameters: GaussianParameters, part: Part) -> Pass:
+        """Evaluate a mixture at the samples of one part."""
+        seen = part.seen.to(torch.promote_types(part.seen.dtype, parameters.means.dtype))
+        differences = (part.x - parameters.means[:, None, None]) * seen[:, None]
+        factor = parameters.precisions_cholesky
+        completion = None
+        if structure_of(parameters.covariance_type).is_matrix:
+            factor = factor.view(-1, 1, *factor.shape[-2:])
+            precisions = factor @ factor.mT
+            hidden, identity = (1 - seen)[:, :, None], torch.diag_embed(seen)
+            root = torch.linalg.cholesky(hidden * precisions * hidden.mT + identity)
+            completion = identity - torch.cholesky_solve(hidden * precisions * seen[:, None], root)
+            whitened = differences @ (completion.mT @ factor)
+            volumes = parameters.log_determinants[..., None] - root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+        else:
+            root = factor if factor.ndim == 2 else factor[:, None]
+            whitened = differences * root[:, None, None]
+            volumes = (root[:, None].log() * seen).sum(-1)
+        constants = parameters.log_weights[:, None] + volumes - 0.5 * math.log(2 * math.pi) * seen.sum(-1)
+        log_joint = constants[..., None] - 0.5 * whitened.square().sum(-1)
+        return cls(differences, completion, root, 1 - seen, log_joint)
+
+    def complete(self) -> Tensor:
+        """Return the expected differences from the means of all features, (K, P, B, D)."""
+        return self.differences if self.completion is None else self.differences @ self.completion.mT
+
+    def spread(self, noise: Tensor) -> Tensor:
+        """Return standard normal noise (P, B, D) with the covariances of missing features where they are missing."""
+        if self.completion is None:
+            return noise / self.root[:, None, None]
+        wide = noise.expand(len(self.root), *noise.shape)
+        drawn: Tensor = torch.linalg.solve_triangular(self.root, wide, upper=False, left=False)
+        return drawn
+
+    def moments(self, responsibilities: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return counts, sums, second moments and counts of seen features under responsibilities (K, P, B)."""
+        counts = responsibilities.sum(-1)
+        weighted = responsibilities[..., None] * self.differences
+        first = weighted.sum(-2)
+        seen = 1 - self.hidden
+        if self.completion is None:
+            second = (weighted * self.differences).sum(-2)
+        else:
+            first = (self.completion @ first[..., None])[..., 0]
+            inverse = torch.cholesky_inverse(self.root) - torch.diag_embed(seen)
+            second = self.completion @ (weighted.mT @ self.differences) @ self.completion.mT
+            second = second + counts[..., None, None] * inverse
+        return counts.sum(1), first.sum(1), second.sum(1), counts @ seen
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Statistics of the M-step: sums, weighted by responsibilities, of differences from `origins` (K, D).
+
+    `counts` (K,); `first` (K, D); `second` (K, D, D) for full and tied, (K, D) for diag and spherical; `seen` (K, D):
+    the counts of samples in which a feature is seen.
+    """
+
+    counts: Tensor
+    first: Tensor
+    second: Tensor
+    seen: Tensor
+    origins: Tensor
+
+    @classmethod
+    def of(cls, sums: list[tuple[Tensor, Tensor, Tensor, Tensor]], origins: Tensor) -> Moments:
+        """Add the sums of all parts, from `Pass.moments`."""
+        counts, first, second, seen = (torch.stack(parts).sum(0) for parts in zip(*sums, strict=True))
+        return cls(counts, first, second, seen, origins)
