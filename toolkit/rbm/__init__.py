@@ -16,19 +16,18 @@ from toolkit.rbm.chains.gibbs import (
     gibbs,
 )
 from toolkit.rbm.chains.langevin import HiddenInMoves, gibbs_langevin
+from toolkit.rbm.chains.state import TemperedState
 from toolkit.rbm.chains.tempering import (
     Swaps,
-    TemperedState,
     TemperingDiagnosis,
-    TrajectoryRatios,
     adapt_temperatures,
     diagnose_tempering,
     parallel_tempering,
     spread_temperatures,
     swap_probabilities,
     tempered_start,
-    trajectory_tempering,
 )
+from toolkit.rbm.chains.trajectory import TrajectoryRatios, trajectory_tempering
 from toolkit.rbm.chains.units import (
     STRAIGHT_THROUGH,
     Chain,

@@ -1,10 +1,9 @@
-r"""Tempered chains: the same machine at many temperatures, or at many ages, with swaps between neighbours.
+r"""Parallel tempering: the same machine at many temperatures, with swaps between neighbours.
 
-A Gibbs chain stays in one mode for a long time. At a high temperature, or early in training, modes are connected. Swaps
-move states there and back, and preserve the distribution of every machine.
+A Gibbs chain stays in one mode for a long time. At a high temperature modes are connected. Swaps move states there and
+back, and preserve the distribution at every temperature.
 
-T temperatures or machines, M chains at each, N data, V columns of the visible layer, H of the hidden one. Energies are
-in nats.
+T temperatures, M chains at each, N data, V columns of the visible layer, H of the hidden one. Energies are in nats.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from toolkit._checks import choice, integer
 from toolkit.blocks import no_graph
+from toolkit.rbm.chains.state import TemperedState, check_state, joint_of, new_state, swap, take
 from toolkit.rbm.chains.units import UNITS, Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Layer
@@ -28,43 +27,16 @@ from toolkit.rbm.machine.model import RBM
 
 __all__ = [
     "Swaps",
-    "TemperedState",
     "TemperingDiagnosis",
-    "TrajectoryRatios",
     "adapt_temperatures",
     "diagnose_tempering",
     "parallel_tempering",
     "spread_temperatures",
     "swap_probabilities",
     "tempered_start",
-    "trajectory_tempering",
 ]
 
 Swaps: TypeAlias = Literal["joint", "marginal"]
-
-_MOST_ITERATIONS = 1000  # of a fixed-point iteration, each of which reduces the error to the share of rejected swaps
-
-
-@dataclass(frozen=True)
-class TemperedState:
-    """The state of tempered chains: made by `tempered_start`, then passed from call to call.
-
-    Attributes:
-        visible: (T, M, V), the visible units at each temperature; the last is that of the model.
-        hidden: (T, M, H), the hidden units from which `visible` was drawn.
-        replica: (T, M), the index of the temperature at which the state at this place started.
-        fresh: (T, M), whether this state has visited the first temperature since its last visit to the last
-            temperature.
-        arrivals: (M,), the number of fresh states that arrived at the last temperature.
-        steps: Number of steps taken; even steps swap the pairs (0, 1), (2, 3), ..., odd steps (1, 2), (3, 4), ...
-    """
-
-    visible: Tensor
-    hidden: Tensor
-    replica: Tensor
-    fresh: Tensor
-    arrivals: Tensor
-    steps: int
 
 
 def tempered_start(
@@ -96,13 +68,13 @@ def tempered_start(
         (torch.Size([3, 4, 3]), torch.Size([3, 4, 2]))
     """
     n_temperatures, n_chains = integer("n_temperatures", n_temperatures), integer("n_chains", n_chains)
-    joint = _joint_of(rbm)
+    joint = joint_of(rbm)
     with no_graph():
         visible, hidden = _tempered_layers(joint, joint.weights.new_zeros(()), _check_reference(reference, joint))
         like = joint.weights
         hidden_start = hidden.sample(like.new_zeros(n_temperatures, n_chains, hidden.n_columns), generator)
         visible_start = visible.sample(like.new_zeros(n_temperatures, n_chains, visible.n_columns), generator)
-    return _new_state(visible_start, hidden_start)
+    return new_state(visible_start, hidden_start)
 
 
 def parallel_tempering(
@@ -178,11 +150,11 @@ def parallel_tempering(
     steps = integer("steps", steps)
     choice("chain", chain, (name for name in UNITS if name != "concrete"))
     choice("swaps", swaps, get_args(Swaps))
-    joint = _joint_of(rbm)
+    joint = joint_of(rbm)
     unit = unit_of(chain, None, joint)
     betas = _check_temperatures(inverse_temperatures, joint)
     reference = _check_reference(reference, joint)
-    _check_state(state, len(betas), joint)
+    check_state(state, len(betas), joint)
     visible_layer, hidden_layer = _tempered_layers(joint, betas, reference)
     per_unit = betas[:, None, None]
     to_hidden = joint.to_hidden(state.visible)
@@ -197,14 +169,14 @@ def parallel_tempering(
             else:
                 probabilities = _marginal_probabilities(joint, betas, visible, to_hidden, reference)
             rates += probabilities.mean(1)
-        rows, state = _swap(probabilities, state, generator)
-        to_hidden = _take(to_hidden, rows)
+        rows, state = swap(probabilities, state, generator)
+        to_hidden = take(to_hidden, rows)
     if swaps == "joint":
-        hidden = _take(hidden, rows)
+        hidden = take(hidden, rows)
     else:
         hidden = unit(hidden_layer, per_unit * to_hidden, generator)
     swap_rates = (rates / steps).to(probabilities.dtype)
-    return dataclasses.replace(state, visible=_take(visible, rows), hidden=hidden), swap_rates
+    return dataclasses.replace(state, visible=take(visible, rows), hidden=hidden), swap_rates
 
 
 def swap_probabilities(
@@ -236,7 +208,7 @@ def swap_probabilities(
         >>> swap_probabilities(rbm, state.visible, state.hidden, inverse_temperatures=[0, 0.5, 1]).shape
         torch.Size([2, 4])
     """
-    joint = _joint_of(rbm)
+    joint = joint_of(rbm)
     betas = _check_temperatures(inverse_temperatures, joint)
     reference = _check_reference(reference, joint)
     with no_graph():
@@ -414,176 +386,6 @@ def adapt_temperatures(
     return betas, state
 
 
-# --- machines along a training ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TrajectoryRatios:
-    r"""Estimates of `trajectory_tempering` about neighbouring machines.
-
-    Attributes:
-        swap_rates: (T - 1,), the mean probability of a swap of each pair.
-        log_ratios: (T - 1,), estimates of :math:`\log Z_{i+1} - \log Z_i`, in nats.
-        error: The standard error of the sum of `log_ratios`, from M chains that started independently; NaN for a single
-            chain. It is valid once the chains have forgotten their start.
-    """
-
-    swap_rates: Tensor
-    log_ratios: Tensor
-    error: float
-
-
-def trajectory_tempering(
-    machines: Sequence[RBM | Joint],
-    state: TemperedState,
-    *,
-    steps: int,
-    generator: torch.Generator | None = None,
-) -> tuple[TemperedState, TrajectoryRatios]:
-    r"""Take steps of trajectory tempering: a Gibbs step of each machine, then swaps of neighbouring machines.
-
-    Machines saved during training take the place of temperatures, from a machine that is easy to sample to the last. A
-    model with a phase transition in its temperature often has none along its training. The visible units of two
-    machines are exchanged with the probability
-
-    .. math::
-        \min\{1, e^{F_i(v_i) + F_j(v_j) - F_i(v_j) - F_j(v_i)}\}
-
-    in the *free* energies of both machines, with their hidden units summed out. Hidden units are drawn again before
-    they are used, so these swaps preserve :math:`\prod_i p_i(v_i)`, and are accepted more often than swaps with joint
-    energies. The hidden units `TemperedState.hidden` are drawn after the swaps.
-
-    The same free energies give the ratios of neighbouring partition functions, from the states of both machines
-    (Bennett's acceptance ratio). That of a first machine without weights is known, :math:`\log Z_0 = \sum \log \sum_v
-    e^{a(v)} + \sum \log \sum_h e^{a(h)}` (`Layer.log_normaliser` of 0), and with the sum of the log-ratios it gives log
-    Z of the last machine.
-
-    Machines that differ only in temperature, ``[joint.annealed(beta) for beta in betas]``, are possible too.
-
-    No graph is built: draws from the last machine, ``state.visible[-1]``, are constants.
-
-    Args:
-        machines: T machines of the same units and sizes.
-        state: From `tempered_start`, or of the last call.
-        steps: The number of steps.
-        generator: Draws units and swaps, in the order of `parallel_tempering`, with the hidden units once more at the
-            end. None: torch's default generator.
-
-    Returns:
-        The new state, and estimates of the ratios of partition functions from these steps. The call keeps 2 (T - 1) M
-        numbers for each step until it ends.
-
-    Raises:
-        ValueError: If there are no machines, they differ in their units or sizes, `state` does not have their number or
-            sizes, or `steps` is not positive.
-
-    References:
-        Béreux, Decelle, Furtlehner, Rosset & Seoane, "Fast training and sampling of restricted Boltzmann machines",
-        2024, on swaps between machines saved during training. Bennett, "Efficient estimation of free energy differences
-        from Monte Carlo data", 1976, equations 8 and 12.
-
-    Example:
-        >>> rbm, generator = RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.Generator().manual_seed(1)
-        >>> machines = [rbm.joint.annealed(0.0), rbm]
-        >>> state = tempered_start(rbm, n_temperatures=2, n_chains=100, generator=generator)
-        >>> state, ratios = trajectory_tempering(machines, state, steps=10, generator=generator)
-        >>> abs(5 * math.log(2) + ratios.log_ratios.item() - rbm.log_partition().item()) < 4 * ratios.error
-        True
-    """
-    steps = integer("steps", steps)
-    with no_graph():
-        joint = _side_by_side(machines)
-        _check_state(state, len(machines), joint)
-        exact = joint.in_full_precision()
-        lower, upper = _part(exact, slice(None, -1)), _part(exact, slice(1, None))
-        visible, up, down = state.visible, [], []
-        rates = joint.weights.new_zeros(len(machines) - 1, dtype=torch.float64)
-        for _ in range(steps):
-            hidden = joint.sample_hidden(visible, generator)
-            visible = joint.sample_visible(hidden, generator)
-            judged = visible.to(exact.weights)
-            own = exact.free_energy(judged)
-            up.append(upper.free_energy(judged[:-1]) - own[:-1])
-            down.append(lower.free_energy(judged[1:]) - own[1:])
-            probabilities = (-up[-1] - down[-1]).exp().clamp(max=1)
-            rates += probabilities.mean(1)
-            rows, state = _swap(probabilities, state, generator)
-            visible = _take(visible, rows)
-        hidden = joint.sample_hidden(visible, generator)
-        log_ratios, error = _acceptance_ratios(torch.stack(up), torch.stack(down))
-        moved = dataclasses.replace(state, visible=visible, hidden=hidden)
-    return moved, TrajectoryRatios((rates / steps).to(exact.weights.dtype), log_ratios, error)
-
-
-def _acceptance_ratios(up: Tensor, down: Tensor) -> tuple[Tensor, float]:
-    r"""Return the log-ratios of partition functions (P,), and the standard error of their sum.
-
-    Args:
-        up: (S, P, M), :math:`F_{i+1}(v_i) - F_i(v_i)` at S steps for P pairs.
-        down: (S, P, M), :math:`F_i(v_{i+1}) - F_{i+1}(v_{i+1})`.
-    """
-    up, down = up.double(), down.double()
-    ratio = up.new_zeros(up.shape[1], 1)
-    log_number = math.log(up.shape[0] * up.shape[2])
-    for _ in range(_MOST_ITERATIONS):
-        accepted_up = logsigmoid(-up - ratio).logsumexp((0, 2))[:, None] - log_number
-        accepted_down = logsigmoid(-down + ratio).logsumexp((0, 2))[:, None] - log_number
-        change = accepted_up - accepted_down
-        ratio = ratio + change
-        if bool((change.abs() < 1e-10).all()):
-            break
-    accepted_up, accepted_down = (-up - ratio).sigmoid(), (-down + ratio).sigmoid()
-    slope = (accepted_up * (1 - accepted_up) + accepted_down * (1 - accepted_down)).mean((0, 2))
-    influence = ((accepted_up - accepted_down).mean(0) / slope[:, None]).sum(0)
-    error = influence.std() / math.sqrt(len(influence)) if len(influence) > 1 else math.nan
-    return ratio[:, 0], float(error)
-
-
-def _side_by_side(machines: Sequence[RBM | Joint]) -> Joint:
-    """Return the machines as one, with a leading dimension."""
-    joints = [_joint_of(machine) for machine in machines]
-    if not joints:
-        raise ValueError("`machines` should be at least one. Found none.")
-    kinds = [
-        (joint.weights.shape, type(joint.visible), type(joint.hidden), joint.visible.n_states, joint.weights.dtype)
-        for joint in joints
-    ]
-    if len(set(kinds)) > 1:
-        found = next(kind for kind in kinds if kind != kinds[0])
-        raise ValueError(
-            f"`machines` should all have the units, sizes and type of the first, {_described(kinds[0])}. "
-            f"Found {_described(found)}."
-        )
-
-    def together(layers: Sequence[Layer]) -> Layer:
-        fields = ("bias", *layers[0].more_parameters)
-        values = {field: torch.stack([getattr(layer, field) for layer in layers])[:, None] for field in fields}
-        return dataclasses.replace(layers[0], **values)
-
-    return Joint(
-        torch.stack([joint.weights for joint in joints]),
-        together([joint.visible for joint in joints]),
-        together([joint.hidden for joint in joints]),
-    )
-
-
-def _described(kind: tuple[torch.Size, type[Layer], type[Layer], int | None, torch.dtype]) -> str:
-    shape, visible, hidden, n_states, dtype = kind
-    states = "" if n_states is None else f" with {n_states} states"
-    return f"{visible.__name__} units{states} and {hidden.__name__} units, weights {tuple(shape)}, {dtype}"
-
-
-def _part(joint: Joint, machines: slice) -> Joint:
-    """Return a part of the machines in the leading dimension."""
-    layers = [
-        dataclasses.replace(
-            layer, **{field: getattr(layer, field)[machines] for field in ("bias", *layer.more_parameters)}
-        )
-        for layer in (joint.visible, joint.hidden)
-    ]
-    return Joint(joint.weights[machines], *layers)
-
-
 # --- swaps --------------------------------------------------------------------------------------------------------
 
 
@@ -644,48 +446,6 @@ def _swap_probabilities(betas: Tensor, difference: Tensor) -> Tensor:
     return (betas.diff()[:, None] * difference.diff(dim=0)).exp().clamp(max=1)
 
 
-def _swap(
-    probabilities: Tensor, state: TemperedState, generator: torch.Generator | None
-) -> tuple[Tensor, TemperedState]:
-    """Draw the swaps of the even or the odd pairs.
-
-    Returns:
-        (T, M), the row of (T M, ...) that moves to each place; and the state after the swaps, without its units.
-    """
-    n_temperatures, n_chains = state.replica.shape
-    first = state.steps % 2
-    tried = probabilities[first::2]
-    place = torch.arange(n_temperatures * n_chains, device=tried.device).view(n_temperatures, n_chains)
-    if len(tried):
-        exchanged = n_chains * (torch.empty_like(tried).uniform_(generator=generator) < tried)
-        place[first : n_temperatures - 1 : 2] += exchanged
-        place[first + 1 :: 2] -= exchanged
-    replica, fresh, arrivals = _take(state.replica, place), _take(state.fresh, place), state.arrivals
-    if n_temperatures > 1:
-        arrivals = arrivals + fresh[-1]
-        fresh[-1] = False
-        fresh[0] = True
-    moved = dataclasses.replace(state, replica=replica, fresh=fresh, arrivals=arrivals, steps=state.steps + 1)
-    return place, moved
-
-
-def _take(units: Tensor, rows: Tensor) -> Tensor:
-    """Return the rows of (T, M, ...) that were drawn by `_swap`."""
-    return units.flatten(0, 1).index_select(0, rows.flatten()).view_as(units)
-
-
-def _new_state(visible: Tensor, hidden: Tensor) -> TemperedState:
-    n_temperatures, n_chains = visible.shape[:2]
-    device = visible.device
-    replica = torch.arange(n_temperatures, device=device)[:, None].expand(-1, n_chains)
-    fresh = replica == (0 if n_temperatures > 1 else -1)
-    return TemperedState(visible, hidden, replica, fresh, torch.zeros_like(replica[0]), 0)
-
-
-def _joint_of(rbm: RBM | Joint) -> Joint:
-    return rbm.joint if isinstance(rbm, RBM) else rbm
-
-
 def _check_temperatures(inverse_temperatures: Tensor | Sequence[float], joint: Joint) -> Tensor:
     betas = torch.as_tensor(inverse_temperatures, dtype=torch.float64)
     increases = betas.ndim == 1 and len(betas) > 0 and bool((betas.diff() > 0).all())
@@ -703,16 +463,3 @@ def _check_reference(reference: Tensor | None, joint: Joint) -> Tensor | None:
     if reference.shape != shape:
         raise ValueError(f"`reference` should have shape {shape}. Found {tuple(reference.shape)}.")
     return reference.to(joint.weights)
-
-
-def _check_state(state: TemperedState, n_temperatures: int, joint: Joint) -> None:
-    n_visible, n_hidden = joint.weights.shape[-2:]
-    for name, units, columns in (("visible", state.visible, n_visible), ("hidden", state.hidden, n_hidden)):
-        if units.ndim != 3 or len(units) != n_temperatures or units.shape[2] != columns or not units.shape[1]:
-            raise ValueError(
-                f"`state.{name}` should have shape ({n_temperatures}, M, {columns}), M > 0. Found {tuple(units.shape)}."
-            )
-        if units.dtype != joint.weights.dtype:
-            raise TypeError(
-                f"`state.{name}` should have the parameters' type {joint.weights.dtype}. Found {units.dtype}."
-            )

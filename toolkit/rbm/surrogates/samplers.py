@@ -13,7 +13,8 @@ from torch import Tensor
 
 from toolkit.blocks import stop_gradient
 from toolkit.rbm.chains.langevin import HiddenInMoves, gibbs_langevin
-from toolkit.rbm.chains.tempering import Swaps, TemperedState, parallel_tempering
+from toolkit.rbm.chains.state import TemperedState
+from toolkit.rbm.chains.tempering import Swaps, parallel_tempering
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.model import RBM
