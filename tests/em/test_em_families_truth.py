@@ -25,10 +25,10 @@ from toolkit.em.models import (
     FactorAnalysers,
     PoissonMixture,
     StudentMixture,
-    discrete,
     fit_family,
 )
 from toolkit.em.models import student as t
+from toolkit.em.models.discrete import poisson
 
 F64 = torch.float64
 NAN, INF = math.nan, math.inf
@@ -126,9 +126,9 @@ def test_hasselblads_death_notices():
 
 def both_roads(mixture: PoissonMixture, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     with monkeypatch.context() as patch:
-        patch.setattr(discrete, "_LARGEST_COUNT", {F64: INF})
+        patch.setattr(poisson, "_LARGEST_COUNT", {F64: INF})
         product = mixture.log_joint(x)
-        patch.setattr(discrete, "_LARGEST_COUNT", {F64: -1.0})
+        patch.setattr(poisson, "_LARGEST_COUNT", {F64: -1.0})
         return product, mixture.log_joint(x)
 
 
@@ -182,7 +182,7 @@ def test_poisson_gradient_is_finite_at_rate_zero(monkeypatch):
     x = torch.tensor([[0.0, 3.0], [0.0, 1.0], [2.0, 0.0]], dtype=F64)
     slopes = []
     for largest in (INF, -1.0):
-        monkeypatch.setattr(discrete, "_LARGEST_COUNT", {F64: largest})
+        monkeypatch.setattr(poisson, "_LARGEST_COUNT", {F64: largest})
         log_rates = torch.tensor([[-INF, 0.7], [0.3, 0.1]], dtype=F64, requires_grad=True)
         mixture = PoissonMixture(log_weights=weights(0.5, 0.5).log(), log_rates=log_rates)
         slopes += torch.autograd.grad(surrogate(mixture, x), log_rates)
