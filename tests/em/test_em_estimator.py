@@ -21,7 +21,8 @@ from toolkit.em import COVARIANCE_TYPES, GaussianHMM, GaussianParameters, e_step
 from toolkit.em.estimators import _density as density
 from toolkit.em.estimators import mixture as estimator
 from toolkit.em.estimators._collapse import collapsed_components
-from toolkit.em.estimators.mixture import BaseMixture, CollapseWarning, GaussianMixture
+from toolkit.em.estimators.base_mixture import BaseMixture
+from toolkit.em.estimators.mixture import CollapseWarning, GaussianMixture
 from toolkit.em.models.parsimonious import COVARIANCE_MODELS, n_free_parameters
 from toolkit.em.models.prior import Prior
 
@@ -157,7 +158,7 @@ def test_many_samples_are_answered_in_batches(monkeypatch):
     x = clusters()
     found = GaussianMixture(3, random_state=0).fit(x)
     whole = found.predict_proba(x), found.score_samples(x), found.bic(x), found.icl(x)
-    monkeypatch.setattr("toolkit.em.estimators.mixture._BATCH", 64)
+    monkeypatch.setattr("toolkit.em.estimators.base_mixture._BATCH", 64)
     parts = found.predict_proba(x), found.score_samples(x), found.bic(x), found.icl(x)
     assert all(np.allclose(a, b, rtol=1e-13) for a, b in zip(whole, parts, strict=True))
 

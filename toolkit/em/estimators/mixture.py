@@ -1,4 +1,4 @@
-"""Mixtures as scikit-learn estimators: its parameters and attributes, for arrays and for tensors.
+"""Gaussian mixtures as a scikit-learn estimator: its parameters and attributes, for arrays and for tensors.
 
 The work is done by the functional core of `toolkit.em`; this module has no formula of an EM step.
 
@@ -8,7 +8,6 @@ N samples, D features, K components.
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any, Literal, Self, cast, get_args
 
 import numpy as np
 import torch
-from sklearn.base import BaseEstimator, DensityMixin
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import Tags
 from sklearn.utils.metaestimators import available_if
@@ -36,7 +34,6 @@ from toolkit._data import (
     read_chunks,
     read_parts,
     read_weights,
-    weights_of_parts,
 )
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
@@ -54,6 +51,7 @@ from toolkit.em.estimators._engine import (
 )
 from toolkit.em.estimators._start import InitParams, check_given, starts_by
 from toolkit.em.estimators._types import as_gaussian, engine_type, gaussian_type, model_of, start_type
+from toolkit.em.estimators.base_mixture import BaseMixture, tensor
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.information import ErrorMethod, standard_errors
 from toolkit.em.mixture import Mixture
@@ -62,10 +60,7 @@ from toolkit.em.models.online import OnlineState, online_start, online_step
 from toolkit.em.models.parsimonious import COVARIANCE_MODELS, CovarianceModel, n_free_parameters
 from toolkit.em.models.prior import Prior
 
-__all__ = ["BaseMixture", "CollapseWarning", "GaussianMixture"]
-
-# The most numbers in a batch's (K, D, B) array, the working memory of a prediction.
-_BATCH = 2**20
+__all__ = ["CollapseWarning", "GaussianMixture"]
 
 # Bytes of samples up to which a transposed copy is kept between the steps, which makes the steps faster.
 _CACHED = 2**28
@@ -85,221 +80,9 @@ class CollapseWarning(UserWarning):
     """A component has shrunk to so few distinct samples that only regularisation keeps its variance from 0."""
 
 
-class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
-    """Base of the mixtures: their methods after a fit.
-
-    A subclass has the parameters `n_components` and `random_state`, sets `weights_` in `fit`, and defines its
-    components by four hooks.
-    """
-
-    n_components: int
-    random_state: RandomState
-    weights_: Array
-
-    # --- hooks ---
-
-    def _mixture(self) -> Mixture:
-        """Return the fitted mixture, float64, from its public attributes, which a user may have set."""
-        raise NotImplementedError
-
-    def _n_parameters(self) -> int:
-        """Return the number of free parameters."""
-        raise NotImplementedError
-
-    def _draw(self, labels: Tensor, generator: torch.Generator) -> Tensor:
-        """Return a sample of each of these components, (N, D), float64."""
-        raise NotImplementedError
-
-    def _read(self, x: object) -> tuple[Iterable[Tensor], Form]:
-        """Return the samples for a fitted model in parts, and the form of an answer."""
-        return read_parts(self, x, missing=False)
-
-    # --- methods of all mixtures ---
-
-    def fit(self, X: object, y: object = None, sample_weight: object = None) -> Self:
-        """Fit the mixture."""
-        raise NotImplementedError
-
-    def fit_predict(self, X: object, y: object = None, sample_weight: object = None) -> Array:
-        """Fit the mixture, and return the most probable component of each sample.
-
-        Args:
-            X: (N, D).
-            y: Ignored.
-            sample_weight: (N,), or None.
-
-        Returns:
-            (N,), integers: the result of `predict` after the fit.
-        """
-        return self.fit(X, y, sample_weight).predict(X)
-
-    def predict(self, X: object) -> Array:
-        """Return the most probable component of each sample.
-
-        Args:
-            X: (N, D).
-
-        Returns:
-            (N,), integers.
-
-        Raises:
-            NotFittedError: If the mixture is not fitted.
-            ValueError: If the samples do not have the features that were fitted, or are not finite.
-        """
-        return self._answer(X, lambda log_joint: log_joint.argmax(1))
-
-    def predict_proba(self, X: object) -> Array:
-        """Return the responsibilities: the probability of each component given the sample.
-
-        Args:
-            X: (N, D).
-
-        Returns:
-            (N, K); rows sum to 1.
-
-        Raises:
-            NotFittedError: If the mixture is not fitted.
-            ValueError: If the samples do not have the features that were fitted, or are not finite.
-        """
-        return self._answer(X, lambda log_joint: log_joint.softmax(1))
-
-    def score_samples(self, X: object) -> Array:
-        """Return the log-density of each sample.
-
-        Args:
-            X: (N, D).
-
-        Returns:
-            (N,), nats.
-
-        Raises:
-            NotFittedError: If the mixture is not fitted.
-            ValueError: If the samples do not have the features that were fitted, or are not finite.
-        """
-        return self._answer(X, lambda log_joint: log_joint.logsumexp(1))
-
-    def score(self, X: object, y: object = None, sample_weight: object = None) -> float:
-        """Return the log-likelihood, nats per sample.
-
-        Args:
-            X: (N, D).
-            y: Ignored.
-            sample_weight: (N,): weights of the mean over samples.
-
-        Raises:
-            NotFittedError: If the mixture is not fitted.
-            ValueError: If the samples do not have the features that were fitted, or are not finite.
-        """
-        total, count, _ = self._totals(X, sample_weight)
-        return total / count
-
-    def aic(self, X: object, sample_weight: object = None) -> float:
-        """Return Akaike's information criterion; the lower the better.
-
-        Args:
-            X: (N, D).
-            sample_weight: (N,): how often each sample counts.
-        """
-        total, _, _ = self._totals(X, sample_weight)
-        return -2 * total + 2 * self._n_parameters()
-
-    def bic(self, X: object, sample_weight: object = None) -> float:
-        """Return the Bayesian information criterion; the lower the better.
-
-        Args:
-            X: (N, D).
-            sample_weight: (N,): how often each sample counts; N is their sum.
-        """
-        total, count, _ = self._totals(X, sample_weight)
-        return -2 * total + self._n_parameters() * math.log(count)
-
-    def icl(self, X: object, sample_weight: object = None) -> float:
-        r"""Return the integrated completed likelihood: BIC plus twice the entropy of the responsibilities.
-
-        ICL prefers components that do not overlap; BIC judges the density alone. The lower the better.
-
-        Args:
-            X: (N, D).
-            sample_weight: (N,): how often each sample counts.
-
-        References:
-            Biernacki, Celeux & Govaert, "Assessing a mixture model for clustering with the integrated completed
-            likelihood", 2000, section 4.
-        """
-        total, count, entropy = self._totals(X, sample_weight)
-        return -2 * total + self._n_parameters() * math.log(count) + 2 * entropy
-
-    @no_graph()
-    def sample(self, n_samples: int = 1) -> tuple[Array, Array]:
-        """Draw samples from the mixture, ordered by component.
-
-        Args:
-            n_samples: Number of samples. An integer `random_state` gives the same samples in each call.
-
-        Returns:
-            Samples (N, D), and the component of each, (N,).
-
-        Raises:
-            NotFittedError: If the mixture is not fitted.
-            ValueError: If `n_samples` is not a positive integer.
-        """
-        check_is_fitted(self, "weights_")
-        n_samples = integer("n_samples", n_samples, 1)
-        form = Form.of(self.weights_)
-        weights = tensor(self.weights_)
-        generator = generator_of(self.random_state)
-        labels = (
-            weights.to(generator.device).multinomial(n_samples, replacement=True, generator=generator).sort().values
-        )
-        return form.give(self._draw(labels.to(form.device), generator)), form.give(labels)
-
-    # --- how ---
-
-    @no_graph()
-    def _answer(self, x: object, question: Callable[[Tensor], Tensor]) -> Array:
-        """Return a function of the log-joints (B, K) for all samples, computed batch by batch."""
-        check_is_fitted(self, "weights_")
-        parts, form = self._read(x)
-        return form.give(torch.cat([question(found) for found in self._log_joints(parts)]))
-
-    @no_graph()
-    def _totals(self, x: object, sample_weight: object) -> tuple[float, float, float]:
-        """Return log-likelihood, number of samples, and entropy of the responsibilities: nats, summed by weight."""
-        check_is_fitted(self, "weights_")
-        parts, _ = self._read(x)
-        log_densities, entropies = [], []
-        for found in self._log_joints(parts):
-            log_densities.append(found.logsumexp(1))
-            entropies.append(torch.special.entr(found.softmax(1)).sum(1))
-        log_density, entropy = torch.cat(log_densities), torch.cat(entropies)
-        if sample_weight is None:
-            sample_weight = weights_of_parts(self, x, missing=True)
-        weights = read_weights(sample_weight, len(log_density), log_density)
-        if weights is None:
-            return float(log_density.sum()), float(len(log_density)), float(entropy.sum())
-        return float(weights @ log_density), float(weights.sum()), float(weights @ entropy)
-
-    def _log_joints(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield the log-joints (B, K) of the samples, batch by batch."""
-        mixture = self._mixture()
-        for batch in self._batches(parts):
-            yield mixture.log_joint(batch)
-
-    def _batches(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
-        weights = tensor(self.weights_)
-        for part in parts:
-            for batch in part.split(max(1, _BATCH // (len(weights) * part.shape[1]))):
-                yield batch.to(weights.device, torch.float64)
-
-
 def natural_parameters(parameters: GaussianParameters) -> dict[str, Tensor]:
     """Return weights, means and covariances, the parameters that the attributes hold."""
     return {"weights": parameters.weights, "means": parameters.means, "covariances": parameters.covariances}
-
-
-def tensor(values: Any) -> Tensor:
-    """Return an attribute, an array or a tensor, as float64."""
-    return values.to(torch.float64) if isinstance(values, Tensor) else torch.from_numpy(np.array(values, np.float64))
 
 
 @dataclass(frozen=True)
