@@ -6,6 +6,7 @@ N embeddings with D features.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +59,7 @@ def spectrum(embeddings: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def judged(encoder: nn.Module, train: Dataset, test: Dataset) -> dict[str, float]:
+def judged(encoder: Callable[[Tensor], Tensor], train: Dataset, test: Dataset) -> dict[str, float]:
     """Return the metrics of the embeddings of held-out images."""
     known, asked = encoder(train.inputs), encoder(test.inputs)
     spread = unit(asked).std(0, correction=0).mean() * math.sqrt(asked.shape[1])

@@ -300,6 +300,17 @@ def test_a_variance_of_zero_is_bounded():
     assert found.tolist() == [0, 0]
 
 
+def test_of_two_tasks_with_a_common_goal_the_block_is_redundant():
+    """One norm is as far above the mean as the other is below it: the derivatives of the mean cancel."""
+    p = TASKS()
+    loss = gradnorm_loss(p["weights"], NORMS, LOSSES, FIRST, alpha=0)
+    (found,) = torch.autograd.grad(loss, p["weights"])
+    with unblock(GRADNORM_TARGET):
+        opened = gradnorm_loss(p["weights"], NORMS, LOSSES, FIRST, alpha=0)
+    torch.testing.assert_close(torch.autograd.grad(opened, p["weights"])[0], found)
+    assert found.abs().min() > 0
+
+
 def test_gradnorm_raises_the_weight_of_a_slow_task():
     weights = doubles(1, 1).requires_grad_()
     loss = gradnorm_loss(weights, doubles(1, 1), [doubles(0.1)[0], doubles(0.9)[0]], [FIRST[0], FIRST[1]], alpha=1.0)
