@@ -12,7 +12,7 @@ import threading
 import warnings
 import weakref
 from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -1011,6 +1011,41 @@ def test_a_region_as_a_decorator() -> None:
     with unblock("region.decorated"):
         assert square(x).requires_grad
     assert not square(x).requires_grad
+
+
+def test_a_region_as_a_decorator_of_a_generator_function() -> None:
+    w = _leaf(2.0)
+
+    @stop_recording("region.generator")
+    def squares() -> Iterator[Tensor]:
+        factor = yield w * w
+        yield w * factor
+
+    def values() -> list[Tensor]:
+        made = squares()
+        first = next(made)
+        assert torch.is_grad_enabled()  # the region ends where the generator waits
+        return [first, made.send(3 * w)]
+
+    assert [value.requires_grad for value in values()] == [False, False]
+    with unblock("region.generator"):
+        assert [value.requires_grad for value in values()] == [True, True]
+    found = compare(lambda: torch.stack(values()).sum() * w, {"w": w})
+    assert found.blocked["w"] == 16  # w^2 + 3 w w, held, times w
+    assert found.gradient(["region.generator"])["w"] == 48
+    assert found["region.generator"].site.startswith("tests/blocks/test_blocks.py:")
+
+
+@pytest.mark.parametrize("is_generator", [False, True])
+def test_a_region_refuses_to_decorate_a_coroutine(is_generator: bool) -> None:
+    async def later() -> None:
+        pass
+
+    async def series() -> AsyncIterator[None]:
+        yield
+
+    with pytest.raises(TypeError, match=r"Found the coroutine .*: use `with` inside of it"):
+        stop_recording("region.later")(series if is_generator else later)
 
 
 def test_a_region_inside_of_a_region() -> None:

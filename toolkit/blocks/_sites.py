@@ -11,6 +11,8 @@ from types import FrameType
 
 __all__ = ["Site", "caller", "site_of"]
 
+# Modules that only pass a call on: contexts, decorators of generator functions, compiled code.
+_PASSING = ("contextlib", "torch.utils._contextlib", "torch._dynamo.eval_frame")
 _ROOM = os.path.normcase(f"{Path(__file__).parent}{os.sep}")
 
 
@@ -40,7 +42,7 @@ def caller() -> Site:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
         os.path.normcase(frame.f_code.co_filename).startswith(_ROOM)
-        or frame.f_globals.get("__name__") in ("contextlib", "torch._dynamo.eval_frame")
+        or frame.f_globals.get("__name__") in _PASSING
     ):
         frame = frame.f_back
     assert frame is not None

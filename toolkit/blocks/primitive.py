@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.fx
@@ -14,6 +16,7 @@ from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling
 from torch.fx import _symbolic_trace
 from torch.jit._trace import TracerWarning
+from torch.utils._contextlib import _wrap_generator
 
 from toolkit.blocks import _switch
 from toolkit.blocks._compiled import name_in_graph, note_in_graph, stop_in_graph
@@ -44,6 +47,8 @@ __all__ = [
     "traced_blocks",
     "unblock",
 ]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _STOP = "stop"
 _PLAIN: frozenset[type] = frozenset({Tensor, torch.nn.Parameter})
@@ -136,16 +141,44 @@ def stop_gradient(input: T, name: Block | str | None = None, *, on_flow: OnFlow 
     return stop_eagerly(input, name, on_flow, stop_gradient)  # type: ignore[no-any-return]
 
 
-@contextmanager
-def stop_recording(name: Block | str) -> Iterator[None]:
+def _region(function: Callable[[Block | str], Generator[None, None, None]]) -> Callable[[Block | str], _Region]:
+    """Make a context manager of a generator function, as `contextmanager`."""
+
+    @functools.wraps(function)
+    def enter(name: Block | str) -> _Region:
+        return _Region(function, (name,), {})
+
+    return enter
+
+
+class _Region(contextlib._GeneratorContextManager[None]):
+    """A region of a ``with``, or of each call of a function that it decorates."""
+
+    def __call__(self, function: F) -> F:
+        if inspect.isgeneratorfunction(function):  # the region is left at each ``yield``
+            return _wrap_generator(self._recreate_cm, function)  # type: ignore[no-any-return]
+        if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+            raise TypeError(
+                "`stop_recording` should decorate a function that runs when it is called. Found the coroutine "
+                f"{function.__qualname__}: use `with` inside of it."
+            )
+        return super().__call__(function)
+
+
+@_region
+def stop_recording(name: Block | str) -> Generator[None, None, None]:
     """Compute a region as a constant: inside it no graph is built while the block is in place.
 
     The region form of `stop_gradient` (TensorFlow's ``tape.stop_recording``). Because the graph is never built, the
     peak of memory is saved too, where `stop_gradient` only frees afterwards. Unlike `torch.no_grad` it stops
-    forward-mode derivatives as well.
+    forward-mode derivatives as well. As a decorator it takes functions and generator functions, whose region ends at
+    each ``yield`` and goes on behind it.
 
     Args:
         name: The block, as in `stop_gradient`.
+
+    Raises:
+        TypeError: If it decorates a coroutine function.
 
     Warns:
         torch.jit.TracerWarning: In ``torch.jit.trace`` and ``torch.fx.symbolic_trace``, whose programs have no regions:
