@@ -6,6 +6,7 @@ is true; `compare` is asked with `stop_gradient` in that place, `audit` with `to
 
 import array
 import collections
+import copy
 import functools
 import importlib
 import io
@@ -679,9 +680,38 @@ def rounded_on_the_way(stop):
     return lambda: (x @ w.float().T * stop((x @ w.float().T).sin())).sum(), {"w": w}
 
 
+def ensemble(stop):
+    nets = [_double(nn.Linear(3, 2)) for _ in range(3)]
+    params = {name: value.requires_grad_() for name, value in torch.func.stack_module_state(nets)[0].items()}
+    skeleton, x = copy.deepcopy(nets[0]).to("meta"), _numbers(0, 4, 3)
+
+    def member(weights):
+        y = torch.func.functional_call(skeleton, weights, (x,))
+        return (y * stop(y.sin())).sum()
+
+    return lambda: torch.func.vmap(member)(params).sum(), params
+
+
+def kept_elsewhere(stop):
+    w, store = _leaf(0, 4), {}
+
+    def pack(tensor):
+        store[len(store)] = tensor.clone()
+        return len(store) - 1
+
+    def loss():
+        with torch.autograd.graph.saved_tensors_hooks(pack, store.__getitem__):
+            return (w.sin() * stop(w.exp())).sum()
+
+    return loss, {"w": w}
+
+
 @pytest.mark.parametrize(
     "program",
-    [branching, choosy, packed, unrolled, frozen_on_the_way, complex_numbers, rounded_on_the_way],
+    [
+        *(branching, choosy, packed, unrolled, frozen_on_the_way, complex_numbers, rounded_on_the_way),
+        *(ensemble, kept_elsewhere),
+    ],
 )
 def test_programs_of_many_kinds(program):
     _ask(program, TENSOR)

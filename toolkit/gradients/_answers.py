@@ -257,7 +257,7 @@ class ProgramAnswers(Answers):
         try:
             with self.passing(()):
                 gradients = differentiated(value, self.params, others_of(nodes_of(value)))
-        except RuntimeError:  # at a gate, autograd sees in-place changes that the program hid from it
+        except Exception:  # autograd sees changes in place that the program hid from it, or a hook lost what it kept
             return False
         self._arrivals, self.board.arrivals = self.board.arrivals, None
         return all(equal(gradients[name], self.plain.gradients[name]) for name in gradients)
@@ -375,7 +375,7 @@ class ProgramAnswers(Answers):
         """Give up the gates if their graph is differentiated only once, as that of a selective checkpoint is."""
         try:
             yield
-        except RuntimeError:
+        except Exception:  # of a hook that unpacks what it kept, too
             self._gated = None
 
     def _leak_of_gates(self, names: Sequence[str]) -> Leak:
