@@ -1241,13 +1241,17 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 def _distance(a: Tensor, b: Tensor) -> float:
     """Return the norm of a difference; infinite if a number stands against what is none."""
-    a, b = _dense(a).double(), _dense(b).double()
+    a, b = _real(_dense(a)).double(), _real(_dense(b)).double()
     return _size([a - b]) if torch.equal(a.isfinite(), b.isfinite()) else math.inf
 
 
 def _size(tensors: Iterable[Tensor]) -> float:
     """Return the norm of all finite numbers."""
-    return math.hypot(*(torch.where(t.isfinite(), t, 0).double().norm().item() for t in tensors))
+    return math.hypot(*(torch.where(t.isfinite(), t, 0).double().norm().item() for t in map(_real, tensors)))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 # --- failures ----------------------------------------------------------------------------------------------------
