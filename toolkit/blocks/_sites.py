@@ -41,8 +41,7 @@ def caller() -> Site:
     """Return the place outside of this room from which a block was reached."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and (
-        os.path.normcase(frame.f_code.co_filename).startswith(_ROOM)
-        or frame.f_globals.get("__name__") in _PASSING
+        os.path.normcase(frame.f_code.co_filename).startswith(_ROOM) or frame.f_globals.get("__name__") in _PASSING
     ):
         frame = frame.f_back
     assert frame is not None
