@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fuzzing import check_step, generate
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -821,3 +822,66 @@ def test_the_end_of_a_stop_that_keeps_its_meaning_does_not_open_the_region_aroun
             recorder.prepare(loss)
             loss.backward()
     assert (w.grad, u.grad) == (6, None)
+
+
+# --- operations without a derivative -----------------------------------------------------------------------------
+
+
+def test_an_argument_that_takes_no_gradient_is_named():
+    w = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+
+    def loss():
+        quality = w.detach().sigmoid()
+        return F.binary_cross_entropy_with_logits(w, quality, weight=quality)
+
+    with pytest.raises(
+        RuntimeError, match=r"test_audit_steps.py:\d+:\d+: an operation takes it that has no derivative by it"
+    ):
+        with audited({"w": w}):
+            loss().backward()
+    assert w.grad is None
+    (entry,) = audit(loss, {"w": w}).unopened
+    assert entry.reason.startswith("opened, the program fails: The function 'binary_cross_entropy_with_logits'")
+
+
+def test_a_result_that_takes_no_gradient_is_named():
+    w, held = torch.ones(3, requires_grad=True), torch.zeros(3)
+    with pytest.raises(RuntimeError, match="an operation takes it that has no derivative by it"):
+        with audited({"w": w}):
+            torch.mul(w.detach(), 2, out=held)
+
+
+@pytest.mark.parametrize("is_wrong_by_itself", [False, True])
+def test_an_operation_without_a_derivative_in_a_region_is_named(is_wrong_by_itself):
+    w = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+
+    def step():
+        with torch.no_grad():
+            held = Underivable.apply(w.sin())
+        y = w * held
+        (Underivable.apply(y) if is_wrong_by_itself else y).sum().backward()
+
+    error = RuntimeError, r"test_audit_steps.py:\d+:\d+: an operation inside of it has no derivative"
+    with pytest.raises(error[0], match="none of my business" if is_wrong_by_itself else error[1]):
+        with audited({"w": w}):
+            step()
+
+
+class Underivable(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        raise RuntimeError("none of my business")
+
+
+def test_a_constant_that_is_changed_in_place_is_said_to_be():
+    w = torch.tensor([0.5, -1.0, 2.0], requires_grad=True)
+    with audited({"w": w}) as answer:
+        held = w.sin().detach()
+        held[0] = w[1]
+        (held * w).sum().backward()
+    (entry,) = answer.audits[0].unopened
+    assert entry.reason == "its result is changed in place after it"

@@ -38,6 +38,8 @@ WRITES_STAY_BLOCKED = "in-place changes inside of it to older tensors stay block
 """The reason why a region opens only in part."""
 
 _VIEW = "a view of it, which is in use, becomes a leaf that requires a gradient"
+_NO_DERIVATIVE = "an operation takes it that has no derivative by it"
+_TAKES_NO_GRADIENT = ("is not differentiable with respect to argument", "don't support automatic differentiation")
 _HOOKS = "toolkit.gradients.hooks"
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _TOOLKIT = str(Path(__file__).parents[1]) + "/"
@@ -244,6 +246,20 @@ class CutBoard(GateBoard):
                 self.written |= outer
                 return True
         return False
+
+    def explain(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise Unrecordable if a call takes no gradient for an argument that is a constant of the plain program."""
+        if not any(words in str(error) for words in _TAKES_NO_GRADIENT):
+            return
+        given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
+        places = {
+            name
+            for tensor in filter(self.is_constant, given)
+            for node in reachable_nodes(tensor.grad_fn, EVERY_BLOCK)
+            for name in self._blocks_of(node)
+        }
+        if places:
+            raise Unrecordable(dict.fromkeys(sorted(places), _NO_DERIVATIVE)) from error
 
     @contextmanager
     def of_the_program(self) -> Iterator[None]:

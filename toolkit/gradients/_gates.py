@@ -265,6 +265,9 @@ class GateBoard(Gates):
         """Return whether a call stays out of the graph."""
         return False
 
+    def explain(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raise another error in the place of that of a call, if the board is its cause."""
+
     def derive(self, *roots: Tensor) -> None:
         """Prepare for a derivative that the program takes."""
         self.close_regions(*roots)
@@ -543,7 +546,11 @@ class _Watch(TorchFunctionMode):
         if self._board.keeps_out(func, args, kwargs):
             with unrecorded():
                 return func(*args, **kwargs)
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            self._board.explain(error, args, kwargs)
+            raise
 
     def _switch(self, args: tuple[Any, ...]) -> None:
         """Note that recording is switched on, or off; the end of a context restores the state before it."""

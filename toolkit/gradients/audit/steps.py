@@ -6,6 +6,7 @@ passes compute what they always compute. In front of a backward pass the answer 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,6 +49,8 @@ Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[Non
 
 _EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
 _INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
+_NOT_DERIVED = "an operation inside of it has no derivative"
+_REWRITTEN = "its result is changed in place after it"
 _BLURRED = "a transform of torch.func switches recording on again inside of it"
 _OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
@@ -201,9 +204,10 @@ class StepAnswers(Answers):
         gradients = {name: torch.zeros_like(self.params[name]) if g is None else g for name, g in found.items()}
         paths = frozenset(name for name, gradient in found.items() if gradient is not None)
         self.plain = Answer(value.item(), self.params, gradients, paths, frozenset(), constant=False, moved=False)
-        self.board.inner.update(
+        self.board.overwritten.update(
             gate for cut in self._cuts if cut.input._version != cut.version for gate in gate_of(cut)
         )
+        self.board.inner |= self.board.overwritten
 
     def _closed_derivatives(self) -> tuple[dict[str, Tensor | None], dict[Any, Tensor]]:
         """Return the gradient of the step, and the cotangents at its cuts."""
@@ -211,11 +215,26 @@ class StepAnswers(Answers):
             return self._derivatives([self._value], None, self._cuts)
         except Closed as error:  # the graph is freed: torch says so
             raise error.__cause__ or error from None
-        except RuntimeError as error:  # the first nodes of a closed region run, and need what they saved
-            regions = frozenset[str]().union(*map(regions_of, self.nodes))
-            if "modified by an inplace operation" not in str(error) or not regions:
+        except Exception as error:  # the first nodes of a closed region run, and need what they saved
+            if not (regions := self._failing()):
                 raise
-            raise Unrecordable(dict.fromkeys(regions, _OVERWRITTEN)) from error
+            reason = _OVERWRITTEN if "modified by an inplace operation" in str(error) else _NOT_DERIVED
+            raise Unrecordable(dict.fromkeys(sorted(regions), reason)) from error
+
+    def _failing(self) -> frozenset[str]:
+        """Return the closed regions of the node that fails in a derivative; all regions if the step never runs it."""
+        started = list[Any]()
+        handles = [node.register_prehook(functools.partial(_note, started, node)) for node in self.nodes]
+        try:
+            with suppress(Exception):
+                self._derivatives([self._value], None, self._cuts)
+        finally:
+            for handle in handles:
+                handle.remove()
+        reached = set(reachable_nodes(self._value.grad_fn, ()))
+        if not started or (started[-1] in reached and not regions_of(started[-1])):
+            return frozenset()
+        return regions_of(started[-1]) or frozenset().union(*map(regions_of, self.nodes))
 
     @contextmanager
     def passing(self, open: Collection[str]) -> Iterator[None]:
@@ -313,7 +332,7 @@ class StepAnswers(Answers):
         """Return parameter -> leak of these blocks, and the parameters with a path to the loss while they are open."""
         opened = frozenset(open)
         if opened & self.board.inner:
-            raise Closed(_INNER)
+            raise Closed(_INNER if opened & self.board.inner - self.board.overwritten else _REWRITTEN)
         if opened & self.earlier.difference(*(gate_of(cut) for cut in self._cuts if cut.source is not None)):
             raise Closed(_EARLIER)
         if opened & self._bent:
@@ -580,6 +599,10 @@ def _scaling_of(value: Tensor) -> list[str]:
     scales = [scaler._scale for scaler in objects_of(torch.amp.GradScaler)]
     is_scaled = any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
     return [f"a GradScaler has multiplied the loss, gradients and leaks by {factor.item():g}"] * is_scaled
+
+
+def _note(started: list[Any], node: Any, _: Any) -> None:
+    started.append(node)
 
 
 def _blocks_of(node: Any) -> frozenset[str]:
