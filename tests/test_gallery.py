@@ -15,6 +15,7 @@ from accelerator import ACCELERATOR
 from torch.utils._pytree import tree_leaves
 
 from toolkit.bilevel import newton_step
+from toolkit.curvature import gaussian_kl_from_held, kl_from_held, robust_loss
 from toolkit.policy_gradient import clipped_surrogate_pg_loss, importance_ratios, policy_gradient_loss, rpg_loss
 from toolkit.quantization import leaky_integrate_and_fire
 from toolkit.self_supervised import KeyQueue, dino_center, moco_loss, sinkhorn
@@ -24,6 +25,7 @@ from toolkit.weighting import (
     ema_normalize,
     focal_loss,
     held_sigmoid_focal_loss,
+    importance_weighted_loss,
     mixstyle,
     sigmoid_focal_loss,
     sinkhorn_loss,
@@ -448,6 +450,16 @@ REFUSED = {
     "`mixing` should have shape (1,). Found (3,).": lambda: mixstyle(TWO[None], torch.tensor([0]), TWO[0]),
     "`permutation` should be integers. Found torch.float32.": lambda: mixstyle(TWO[None], 0 * ONE, 0.5),
     "`labels` should be integers. Found torch.float32.": lambda: focal_loss(TWO, ONE.expand(2)),
+    "`logits` should be a floating-point tensor. Found torch.int64.": lambda: kl_from_held(TWO.long(), TWO),
+    "`held_mean` should be a floating-point tensor. Found torch.int64.": lambda: gaussian_kl_from_held(
+        ONE, ONE, ONE.long(), ONE
+    ),
+    "`residuals` should be a floating-point tensor. Found torch.int64.": lambda: robust_loss(
+        ONE.long(), kind="huber", scale=1.0
+    ),
+    "`log_weights` should be a floating-point tensor. Found torch.int64.": lambda: importance_weighted_loss(
+        ONE, ONE.long()
+    ),
     "`cost` should be floating-point numbers. Found torch.int64.": lambda: sinkhorn_loss(TWO.long(), epsilon=1.0),
     "`cost`, `a` and `b` should have leading dimensions that broadcast. Found [(2,), (3,), ()].": lambda: sinkhorn_loss(
         TWO[:, None], ONE.expand(3, 1), epsilon=1.0

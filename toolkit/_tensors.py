@@ -19,6 +19,7 @@ __all__ = [
     "common_dtype",
     "exact_products",
     "exponential_remainder",
+    "floating",
     "largest_exponent",
     "same_shape",
     "shape_of",
@@ -54,6 +55,14 @@ def exponential_remainder(input: Tensor) -> Tensor:
     for k in range(13 if input.dtype == torch.float64 else 8, 2, -1):
         series = torch.addcmul(one, inner, series, value=1 / k)
     return torch.where(input.abs() < _SMALL, inner.square() / 2 * series, input.expm1() - input)
+
+
+def floating(**tensors: Tensor) -> None:
+    """Raise a ValueError unless all of the tensors are real floating-point numbers: a flag is neither 0 nor 1."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"`{name}` should be a floating-point tensor. Found {found}.")
 
 
 def unit(input: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from toolkit._tensors import exponential_remainder, same_shape, wide
+from toolkit._tensors import exponential_remainder, floating, same_shape, wide
 from toolkit.blocks import block, is_blocked, stop_gradient, variable
 from toolkit.curvature.products import tensors_of
 
@@ -149,7 +149,7 @@ def kl_from_held(logits: Tensor, held: Tensor) -> Tensor:
         (\*); half precision is computed in float32.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If the shapes differ, or an argument is not a floating-point tensor.
 
     References:
         Schulman, Levine, Moritz, Jordan and Abbeel, "Trust region policy optimization", 2015, appendix C.
@@ -177,7 +177,7 @@ def kl_to_held(logits: Tensor, held: Tensor) -> Tensor:
         As `kl_from_held`.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: As `kl_from_held`.
 
     References:
         Kakade, "A natural policy gradient", 2001, for the metric; Ziegler et al., "Fine-tuning language models from
@@ -207,7 +207,8 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
         (\*), the sum over the dimensions; half precision is computed in float32.
 
     Raises:
-        ValueError: If a held argument has not the shape of its own, or `log_std` has neither shape.
+        ValueError: If a held argument has not the shape of its own, `log_std` has neither shape, or an argument is not
+            a floating-point tensor.
 
     References:
         Schulman, Levine, Moritz, Jordan and Abbeel, "Trust region policy optimization", 2015, appendix C.
@@ -219,6 +220,7 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
     """
     same_shape(1, mean=mean, held_mean=held_mean)
     same_shape(log_std=log_std, held_log_std=held_log_std)
+    floating(mean=mean, held_mean=held_mean, log_std=log_std, held_log_std=held_log_std)
     if log_std.shape not in (mean.shape, mean.shape[-1:]):
         raise ValueError(
             f"`log_std` should have shape {tuple(mean.shape)} or {tuple(mean.shape[-1:])}. Found "
@@ -232,6 +234,7 @@ def gaussian_kl_from_held(mean: Tensor, log_std: Tensor, held_mean: Tensor, held
 
 def _log_probabilities(logits: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
     same_shape(1, logits=logits, held=held)
+    floating(logits=logits, held=held)
     return torch.log_softmax(wide(logits), -1), torch.log_softmax(stop_gradient(wide(held), HELD_POLICY), -1)
 
 

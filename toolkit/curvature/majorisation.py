@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from toolkit._checks import choice, number
-from toolkit._tensors import same_shape, wide
+from toolkit._tensors import floating, same_shape, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -75,7 +75,7 @@ def robust_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tensor:
         (\*); half precision is computed in float32 and rounded.
 
     Raises:
-        ValueError: If `kind` is not one of the four, or `scale` not positive.
+        ValueError: If `kind` is not one of the four, `scale` not positive, or `residuals` not a floating-point tensor.
 
     References:
         Holland and Welsch, "Robust regression using iteratively reweighted least-squares", 1977, table 1. Black and
@@ -225,4 +225,5 @@ def _log_one_plus_square(z: Tensor) -> Tensor:
 
 def _checked(residuals: Tensor, kind: Kind, scale: float) -> tuple[Tensor, float]:
     choice("kind", kind, get_args(Kind))
+    floating(residuals=residuals)
     return wide(residuals), number("scale", scale, above=0)

@@ -5,17 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit._tensors import INTEGERS
+from toolkit._tensors import INTEGERS, floating
 
 __all__ = ["bootstrapped", "chosen", "expected", "floating", "of_actions", "of_shape", "same_shape"]
-
-
-def floating(**tensors: Tensor) -> None:
-    """Raise a ValueError unless all of the tensors are real floating-point numbers: a flag is neither 0 nor 1."""
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"`{name}` should be a floating-point tensor. Found {found}.")
 
 
 def of_shape(shape: torch.Size, whose: str, **tensors: Tensor) -> None:

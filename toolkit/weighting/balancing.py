@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
+from toolkit._tensors import floating
 from toolkit.blocks import block, is_blocked, stop_gradient
 
 __all__ = [
@@ -286,7 +287,7 @@ def importance_weighted_loss(losses: Tensor, log_weights: Tensor) -> Tensor:
         (\*), 0 where all samples are left out.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If the shapes differ, or `log_weights` is not a floating-point tensor.
 
     References:
         Shimodaira, "Improving predictive inference under covariate shift by weighting the log-likelihood function",
@@ -300,6 +301,7 @@ def importance_weighted_loss(losses: Tensor, log_weights: Tensor) -> Tensor:
         raise ValueError(
             f"`log_weights` should have the shape of `losses`, {tuple(losses.shape)}. Found {tuple(log_weights.shape)}."
         )
+    floating(log_weights=log_weights)
     empty = (log_weights == -torch.inf).all(-1, keepdim=True)
     weights = torch.softmax(log_weights.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
     held = stop_gradient(weights, IMPORTANCE_WEIGHTS)
