@@ -13,6 +13,7 @@ import toy
 import warm
 from folders import ROOT
 
+from toolkit.runner import _records
 from toolkit.runner._records import (
     claimed,
     damaged_records,
@@ -214,6 +215,16 @@ def test_a_killed_run_goes_on_with_nothing_lost_and_nothing_twice(tmp_path, jobs
             del variant["seconds_per_step"]
     assert now == first
     assert sorted(path.name for path in folder.iterdir()) == ["seed-000", "seed-001"]
+
+
+def test_all_records_are_read_once(tmp_path, monkeypatch):
+    for values in ({}, {"steps": 3}):
+        for seed in range(2):
+            write_record(results_folder(tmp_path, "toy", values), seed, _record(seed), GRADIENTS)
+    read, read_one = [], _records._read
+    monkeypatch.setattr(_records, "_read", lambda folder: [read.append(folder), read_one(folder)][1])
+    assert [len(found.records) for found in read_all(tmp_path)] == [2]
+    assert len(read) == len(set(read)) == 4
 
 
 @pytest.mark.parametrize("text", ["[]", "3", '{"schema": 1}', '{"a": 1}', '{"a": '])

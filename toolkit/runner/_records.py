@@ -240,12 +240,14 @@ def damaged_records(root: Path) -> list[str]:
 
 def _of_name(name: str, folder: Path) -> list[ExperimentRecords]:
     """Return the records of the configs with one file name: configs in several folders differ in their titles."""
+    seeds = {path: _read(path) for path in _seeds(folder)}
+    damaged = [one.sentence for one in seeds.values() if isinstance(one, Damage)]
     groups: dict[str, list[list[Record]]] = {}
     for values in sorted(path for path in folder.iterdir() if path.is_dir()):
-        records = read_records(values)
+        records = [one for path, one in seeds.items() if values in path.parents and isinstance(one, Record)]
         if records:
             groups.setdefault(records[-1].data.get("config", {}).get("title", ""), []).append(records)
-    return [_chosen(name, found, damaged_records(folder)) for _, found in sorted(groups.items())]
+    return [_chosen(name, found, damaged) for _, found in sorted(groups.items())]
 
 
 def _chosen(name: str, groups: list[list[Record]], damaged: list[str]) -> ExperimentRecords:
