@@ -234,6 +234,16 @@ def test_a_sweep_has_a_row_for_each_value_and_variant(results, page):
     assert page.read_text().count("<h3>By cut (toy units)</h3>") == 1
 
 
+def test_a_sweep_of_one_value_is_a_table_alone(results):
+    records, names, *_ = _views(results, "toy_swept")
+    for record in records:
+        record.data["sweep"]["values"] = record.data["sweep"]["values"][:1]
+        for variant in record.data["variants"].values():
+            variant["sweep"] = {curve: values[:1] for curve, values in variant["sweep"].items()}
+    sweep = sweep_section(records, names, dict.fromkeys(names, "#000000"))
+    assert (sweep.picture, len(sweep.rows)) == ("", len(names))
+
+
 @pytest.mark.parametrize("without", ["one", "all"])
 def test_seeds_and_sweeps_of_open_runs_that_broke_off(results, without):
     records, names, *_ = _views(results, "toy_swept")
@@ -309,7 +319,13 @@ def _ended(dtype, pairs):
             "the same",
             "at the same value with and without the block, up to",
         ),
-        ("float64", [(2, 2), (2, 2)], "the same", "at exactly the same value"),
+        (
+            "float64",
+            [(2, 2), (2, 2)],
+            "the same",
+            "at exactly the same value with and without the block, in every seed.",
+        ),
+        ("float64", [(2, 2)], "the same", "at exactly the same value with and without the block, in one seed."),
         (
             "float64",
             [(2, 2 - 1e-12), (2, 1.5), (2, 2.5)],

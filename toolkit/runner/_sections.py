@@ -42,7 +42,7 @@ class Section:
 
     Attributes:
         label: The seeds and their number, the name of a step of the methods, or the swept quantity.
-        picture: SVG.
+        picture: SVG; empty for a single swept value.
         heads: The heads of the columns.
         rows: The rows of the table.
     """
@@ -117,7 +117,8 @@ def sweep_section(records: Sequence[Record], names: Sequence[str], colours: dict
             cells += [count_of(event, values[event["metric"]]) for event in events]
             rows.append([f"{position:g}", label_of(name, names), *cells])
     heads = [swept["label"], "variant", *curves, *(headline_of(event) for event in events)]
-    picture = draw_sweep(swept["label"], positions, panels[:_MOST_PANELS])
+    # Of a single value the table says all that a picture could.
+    picture = draw_sweep(swept["label"], positions, panels[:_MOST_PANELS]) if len(positions) > 1 else ""
     return Section(swept["label"], picture, heads, rows)
 
 

@@ -169,7 +169,8 @@ def _effect_on_training(found: Difference, label: str) -> str:
         return "No seed can be compared."
     if found.kind == "same":
         ends = "exactly the same value" if found.exact else "the same value"
-        end = "in every seed" if found.exact else "up to rounding"
+        count = "in every seed" if len(found.gains) > 1 else "in one seed"
+        end = count if found.exact else "up to rounding"
         return f"Training ends at {ends} with and without the block, {end}."
     seeds = f"{len(found.gains)} seeds" if len(found.gains) > 1 else "one seed"
     counts = f"better in {found.better} and worse in {found.worse} of {seeds}"
