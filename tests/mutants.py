@@ -332,6 +332,11 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("beta * weight * divergence(clean, moved)", "beta * divergence(clean, moved)", "test_adversarial_methods"),
         (
+            "here + overshoot * (boundary - here), difference_loss",
+            "boundary, difference_loss",
+            "test_adversarial_sparse",
+        ),
+        (
             "weight * (moved_slope - slope).square()",
             "weight * (moved_slope + slope).square()",
             "test_adversarial_methods",

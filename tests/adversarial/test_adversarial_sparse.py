@@ -80,6 +80,36 @@ def test_sparsefool_crosses_the_boundary_of_a_network():
     assert 0 <= found.min() <= found.max() <= 1
 
 
+def _sparsest(model, x: Tensor, label: Tensor, *, overshoot: float) -> Tensor:
+    """Algorithm 2 of the paper for one sample, by a loop over its coordinates."""
+    for _ in range(20):
+        if model(x[None]).argmax() != label:
+            break
+        nearest = adv.deepfool(model, x[None], label[None])[0]
+        beyond = (x + overshoot * (nearest - x)).requires_grad_()
+        logits = model(beyond[None])[0]
+        rivals = logits[torch.arange(len(logits)) != label]
+        (normal,) = torch.autograd.grad(rivals.max() - logits[label], beyond)
+        left, x = float(normal @ (beyond - x).detach()), x.clone()
+        for i in normal.abs().argsort(descending=True):
+            room = 1 - x[i] if normal[i] > 0 else x[i]
+            length = min(float(room), left / float(normal[i].abs()))
+            x[i] += length * normal[i].sign()
+            left -= length * float(normal[i].abs())
+            if left <= 0:
+                break
+    return x
+
+
+def test_sparsefool_is_the_algorithm_of_the_paper():
+    """The slope is that beyond the boundary; with the slope on it more coordinates change."""
+    model = adv.mlp(20, 4, widths=[16], generator=torch.Generator().manual_seed(0)).double()
+    x = torch.rand(10, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    labels = model(x).argmax(1)
+    expected = [_sparsest(model, row, label, overshoot=3.0) for row, label in zip(x, labels, strict=True)]
+    torch.testing.assert_close(adv.sparsefool(model, x, labels), torch.stack(expected), rtol=0, atol=1e-10)
+
+
 def test_one_pixel_finds_what_an_exhaustive_search_finds():
     """Of a linear model the best pixel has the values of a corner: all pixels and corners are tried."""
     model = _linear(0, 3, 2 * 3 * 3)

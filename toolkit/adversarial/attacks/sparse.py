@@ -158,11 +158,11 @@ def sparsefool(
     overshoot: float = 3.0,
     **options: Unpack[SparseOptions],
 ) -> Tensor:
-    """Cross the boundary that DeepFool meets, linearised there, by changing the steepest coordinates first.
+    """Cross the boundary that DeepFool meets, linearised beyond it, by changing the steepest coordinates first.
 
-    At x_t DeepFool finds a point b on the boundary, whose normal is w. The step is the sparsest d in the box with
-    ``w . d = overshoot * w . (b - x_t)``: the coordinates with the largest ``|w_i|`` go to the faces of the box, until
-    the hyperplane is reached.
+    At x_t DeepFool finds a point b on the boundary. The model has the slope w at ``c = x_t + overshoot * (b - x_t)``.
+    The step is the sparsest d in the box with ``w . d = w . (c - x_t)``: the coordinates with the largest ``|w_i|`` go
+    to the faces of the box, until the hyperplane through c is reached.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).
@@ -200,8 +200,8 @@ def sparsefool(
             boundary = deepfool(
                 part.model, here, part.labels, targets=part.targets, bounds=threat.bounds, mask=threat.mask
             )
-            point, slope, _ = part.gradient(boundary, difference_loss)
-            gain = overshoot * inner(slope, point - here)
+            point, slope, _ = part.gradient(here + overshoot * (boundary - here), difference_loss)
+            gain = inner(slope, point - here)
             move = shortest_move("l1", here, slope, gain, part.ball.lower, part.ball.upper)
             moved = (here.to(move.dtype) + move.nan_to_num(0.0)).to(here.dtype)
             moved = torch.clamp(moved, part.ball.lower, part.ball.upper)
