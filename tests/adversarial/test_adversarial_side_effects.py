@@ -5,6 +5,7 @@ Adversarial Robustness Toolbox 1.20.1, cleverhans, advertorch, adv-lib, robustne
 asked of every attack.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from toolkit.adversarial import (
     EXAMPLE,
+    METHODS,
     apgd,
     carlini_wagner,
     ddn,
@@ -30,9 +32,12 @@ from toolkit.adversarial import (
     square,
 )
 from toolkit.adversarial.attacks._random_directions import random_directions
+from toolkit.adversarial.training.methods import BallArguments
 from toolkit.blocks import opened
 
 Attack = Callable[..., Tensor]
+
+BALL: BallArguments = {"epsilon": 0.1, "norm": "linf", "bounds": (0, 1)}
 
 # What the ensemble runs one after the other, in few steps.
 SHORT = {
@@ -386,6 +391,33 @@ def test_a_model_may_begin_in_place(
     found, expected = (run(name, norm, nn.Sequential(_Shifted(w), model), x, labels) for w in (way, "copy"))
     assert torch.equal(x, before)
     assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("way", ["in place", "no_grad", "data"])
+@pytest.mark.parametrize("name", METHODS)
+def test_a_trained_model_may_begin_in_place(
+    name: str, way: str, model: nn.Module, batch: tuple[Tensor, Tensor]
+) -> None:
+    x, labels = batch
+    before = x.clone()
+
+    def loss_and_gradients(way: str) -> list[Tensor]:
+        trained = nn.Sequential(_Shifted(way), copy.deepcopy(model))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # dropout
+            loss = METHODS[name]().loss(trained, x, labels, ball=BALL, generator=torch.Generator().manual_seed(0))
+        return [loss, *torch.autograd.grad(loss, [p for p in trained.parameters() if p.requires_grad])]
+
+    expected = loss_and_gradients("copy")
+    for found, value in zip(loss_and_gradients(way), expected, strict=True):
+        assert torch.equal(found, value)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_model_to_be_trained_returns_logits_alone(name: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
+    with pytest.raises(TypeError, match=r"^`model` should return logits, a tensor \(N, C\).*Found tuple"):
+        METHODS[name]().loss(lambda x: (model(x), x), *batch, ball=BALL, generator=torch.Generator().manual_seed(0))
 
 
 @every_attack

@@ -27,6 +27,7 @@ __all__ = [
     "NoGradientError",
     "Pick",
     "Setting",
+    "at_a_copy",
     "differentiate",
     "picked",
     "setting",
@@ -130,17 +131,12 @@ class Setting:
 
         The copy is a leaf, because Dynamo warns of any other, unless the model writes into it as autograd records.
         """
-        if "writes" not in self.checked and point.is_leaf:
-            with no_graph():
-                copy = point.clone()
-            leaf = variable(copy)
-            try:
-                return leaf, self.slopes(leaf)
-            except RuntimeError as error:
-                if "leaf Variable that requires grad is being used in an in-place" not in str(error):
-                    raise
-                self.checked.add("writes")
-        return point, self.slopes(point.clone())
+        if "writes" in self.checked or not point.is_leaf:
+            return point, self.slopes(point.clone())
+        given, logits = at_a_copy(self.slopes, point)
+        if given is point:
+            self.checked.add("writes")
+        return given, logits
 
     def inspected(self, logits: Tensor) -> Tensor:
         """Return the logits; the first time, raise if they are not (N, C) or a class is out of range."""
@@ -298,6 +294,20 @@ def _entry(name: str | int, output: Any) -> Any:
         raise TypeError(
             f"`logits` should name an entry of the model's output, {type(output).__name__}. Found {name!r}."
         ) from None
+
+
+def at_a_copy(model: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what to differentiate by, and the answer at a point, of which the model gets a copy: see `slopes_at`."""
+    if point.is_leaf:
+        with no_graph():
+            copy = point.clone()
+        leaf = variable(copy)
+        try:
+            return leaf, model(leaf)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad is being used in an in-place" not in str(error):
+                raise
+    return point, model(point.clone())
 
 
 def differentiate(outputs: Tensor, point: Tensor, slope: Tensor, *, recorded: bool, kept: bool = False) -> Tensor:

@@ -11,20 +11,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.adversarial.attacks._setting import EXAMPLE, Setting
+from toolkit.adversarial.attacks._setting import EXAMPLE, Setting, at_a_copy
 from toolkit.adversarial.attacks.losses import margin_loss
 from toolkit.adversarial.balls.box import draw
-from toolkit.blocks import stop_gradient
+from toolkit.blocks import stop_gradient, variable
 
 __all__ = [
     "Attack",
     "Model",
+    "checked",
     "clean_and_moved",
     "cross_entropy",
     "divergence",
     "divergence_from",
     "found_by",
     "given",
+    "logits_at",
+    "point_and_logits",
     "start_near",
 ]
 
@@ -106,8 +109,33 @@ def clean_and_moved(model: Model, x: Tensor, example: Tensor) -> tuple[Tensor, T
     One pass is faster than two. In training mode batch normalisation then sees both as one batch and updates its
     running statistics once.
     """
-    clean, moved = model(torch.cat([x, example.to(x.dtype)])).split(len(x))
+    clean, moved = checked(model(torch.cat([x, example.to(x.dtype)]))).split(len(x))
     return clean, moved
+
+
+def logits_at(model: Model, x: Tensor) -> Tensor:
+    """Return the logits at inputs, (N, C). The model gets a copy: it may write into its input."""
+    return checked(model(x.clone()))
+
+
+def point_and_logits(model: Model, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs to differentiate by, (N, ...), and the logits there, (N, C); as in `logits_at` of a copy."""
+    point, logits = at_a_copy(model, x.view_as(x) if x.requires_grad else variable(x))
+    return point, checked(logits)
+
+
+def checked(logits: object) -> Tensor:
+    """Return the answer of a model.
+
+    Raises:
+        TypeError: If it is not a tensor.
+    """
+    if not isinstance(logits, Tensor):
+        raise TypeError(
+            "`model` should return logits, a tensor (N, C), to be trained. "
+            f"Found {type(logits).__name__}: train a module that returns the logits alone."
+        )
+    return logits
 
 
 def start_near(attack: Setting, distance: Tensor, generator: torch.Generator | None) -> Tensor:

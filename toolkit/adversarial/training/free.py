@@ -11,7 +11,7 @@ from torch import Tensor
 
 from toolkit.adversarial.attacks._setting import EXAMPLE
 from toolkit.adversarial.balls import Ball, Bounds, Norm, Region, per_sample
-from toolkit.adversarial.training._terms import Model, cross_entropy
+from toolkit.adversarial.training._terms import Model, checked, cross_entropy
 from toolkit.blocks import no_graph, stop_gradient, variable
 
 __all__ = ["Replay", "free_loss"]
@@ -103,4 +103,4 @@ def free_loss(
     ball = Ball(epsilon, norm, bounds).around(x)
     example = variable(stop_gradient(ball.settle(ball.project(x + perturbation)), EXAMPLE))
     stride = per_sample("epsilon", epsilon, x).to(x.dtype)
-    return Replay(cross_entropy(model(example), labels).mean(), example, ball, stride)
+    return Replay(cross_entropy(checked(model(example)), labels).mean(), example, ball, stride)

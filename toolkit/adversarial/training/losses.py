@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from toolkit.adversarial.attacks._setting import EXAMPLE
+from toolkit.adversarial.training._terms import logits_at
 from toolkit.blocks import stop_gradient
 
 __all__ = ["adversarial_loss"]
@@ -50,4 +51,4 @@ def adversarial_loss(
         tensor(0.6931)
     """
     example = stop_gradient(attack(model, x, labels), EXAMPLE)
-    return F.cross_entropy(model(example), labels)
+    return F.cross_entropy(logits_at(model, example), labels)

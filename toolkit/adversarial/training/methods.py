@@ -27,6 +27,7 @@ from toolkit.adversarial.training._terms import (
     cross_entropy,
     found_by,
     given,
+    logits_at,
 )
 from toolkit.adversarial.training.free import free_loss
 from toolkit.adversarial.training.losses import adversarial_loss
@@ -147,7 +148,7 @@ class Standard(Method):
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the mean cross entropy at the examples, which are the clean inputs."""
-        return cross_entropy(model(example), labels).mean()
+        return cross_entropy(logits_at(model, example), labels).mean()
 
 
 @dataclass(frozen=True)
@@ -450,7 +451,7 @@ class Free(Method):
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return the mean cross entropy at given examples."""
-        return cross_entropy(model(example), labels).mean()
+        return cross_entropy(logits_at(model, example), labels).mean()
 
     def step(
         self,

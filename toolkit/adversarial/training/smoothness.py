@@ -16,8 +16,16 @@ from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks._setting import GradientOptions, setting
 from toolkit.adversarial.balls import Ball, Norm, per_sample
 from toolkit.adversarial.balls.box import features
-from toolkit.adversarial.training._terms import Attack, Model, cross_entropy, found_by, start_near
-from toolkit.blocks import block, stop_gradient, variable
+from toolkit.adversarial.training._terms import (
+    Attack,
+    Model,
+    cross_entropy,
+    found_by,
+    logits_at,
+    point_and_logits,
+    start_near,
+)
+from toolkit.blocks import block, stop_gradient
 
 __all__ = ["CURVATURE_DIRECTION", "cure_loss", "linearity_pgd", "llr_loss"]
 
@@ -66,7 +74,7 @@ def cure_loss(
         tensor(0.7404, grad_fn=<MeanBackward0>)
     """
     weight = number("weight", weight, least=0)
-    loss = cross_entropy(model(x), labels)
+    loss = cross_entropy(logits_at(model, x), labels)
     ball = Ball(0.0, norm, None).around(x)
     length = per_sample("h", h, x).to(x.dtype)
     with untouched(model):
@@ -117,10 +125,10 @@ def llr_loss(
     weight = number("weight", weight, least=0)
     slope_weight = number("slope_weight", slope_weight, least=0)
     example = found_by(attack, model, x, labels)
-    loss = cross_entropy(model(x), labels)
+    loss = cross_entropy(logits_at(model, x), labels)
     with untouched(model):
         clean, slope = _losses_and_slope(model, x, labels)
-        change = cross_entropy(model(example), labels) - clean
+        change = cross_entropy(logits_at(model, example), labels) - clean
     along = ((example - x) * slope).sum(features(x))
     return (loss + weight * (change - along).abs() + slope_weight * along.abs()).mean()
 
@@ -182,7 +190,7 @@ def _losses_and_slope(model: Model, x: Tensor, labels: Tensor) -> tuple[Tensor, 
     """Return the cross entropy of every sample, (N,), and its gradient by the input, (N, ...), recorded if grad is."""
     recorded = torch.is_grad_enabled()
     with torch.enable_grad():
-        point = variable(x)
-        losses = cross_entropy(model(point), labels)
+        point, logits = point_and_logits(model, x)
+        losses = cross_entropy(logits, labels)
     (slope,) = torch.autograd.grad(losses, point, torch.ones_like(losses), create_graph=recorded)
     return losses, slope

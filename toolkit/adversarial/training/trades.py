@@ -23,6 +23,7 @@ from toolkit.adversarial.training._terms import (
     divergence,
     divergence_from,
     found_by,
+    logits_at,
     start_near,
 )
 from toolkit.blocks import block, ordinary_tensors, stop_gradient, stop_recording
@@ -127,7 +128,7 @@ def divergence_from_clean(model: Model, x: Tensor) -> Loss:
         A loss for attacks that keep the samples in place: logits (N, C) and labels (N,), which do not matter, to (N,).
     """
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
-        from_clean = divergence_from(model(x))
+        from_clean = divergence_from(logits_at(model, x))
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return from_clean(logits)

@@ -15,7 +15,14 @@ from toolkit._random import own_generator
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.balls import Ball, Bounds, Norm, per_sample
 from toolkit.adversarial.balls.box import draw, features, norm_of, wide
-from toolkit.adversarial.training._terms import Model, clean_and_moved, divergence, divergence_from
+from toolkit.adversarial.training._terms import (
+    Model,
+    clean_and_moved,
+    divergence,
+    divergence_from,
+    logits_at,
+    point_and_logits,
+)
 from toolkit.blocks import (
     block,
     carries_gradient,
@@ -23,7 +30,6 @@ from toolkit.blocks import (
     ordinary_tensors,
     stop_gradient,
     stop_recording,
-    variable,
 )
 
 __all__ = [
@@ -87,9 +93,9 @@ def vat_direction(model: Model, x: Tensor) -> Tensor:
     """
     with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):
         recorded = torch.is_grad_enabled()
-        point = variable(_batch(x))
         with torch.enable_grad():
-            differences = _differences(model(point), point)
+            point, logits = point_and_logits(model, _batch(x))
+            differences = _differences(logits, point)
             sums = differences.sum(0).unbind()
         slopes = [torch.autograd.grad(s, point, retain_graph=True, create_graph=recorded)[0] for s in sums]
         jacobian = torch.stack(slopes, 1).flatten(2).to(wide(x))
@@ -143,12 +149,13 @@ def power_direction(
     with ordinary_tensors(), stop_recording(VIRTUAL_DIRECTION), untouched(model):
         recorded = torch.is_grad_enabled()
         x = _batch(x)
-        from_clean = divergence_from(model(x))
+        from_clean = divergence_from(logits_at(model, x))
         towards = _of_unit_length(draw(torch.randn, x, generator)).to(x.dtype)
         for _ in range(iterations):
-            point = variable(x + xi * towards)
+            probe = x + xi * towards
             with torch.enable_grad():
-                total = from_clean(model(point)).sum()
+                point, logits = point_and_logits(model, probe)
+                total = from_clean(logits).sum()
             (gradient,) = torch.autograd.grad(total, point, create_graph=recorded)
             towards = _of_unit_length(gradient.to(wide(x))).to(x.dtype)
         return towards
