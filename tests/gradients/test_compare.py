@@ -759,6 +759,27 @@ def test_calls_are_those_of_one_forward_pass() -> None:
     }
 
 
+def test_a_checkpoint_beside_a_custom_function_counts_its_blocks_once() -> None:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, input: Tensor) -> Tensor:
+            return 2 * input
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:
+            return 2 * cotangent
+
+    def part(x: Tensor) -> Tensor:
+        return x * stop_gradient(x.sin(), "counted.sin")
+
+    def loss() -> Tensor:
+        return Double.apply(checkpoint(part, x, use_reentrant=False)).sum()  # type: ignore[no-untyped-call]
+
+    assert compare(loss, {"x": x})["counted.sin"].calls == 1
+
+
 def test_site_is_file_line_and_column_of_the_first_call() -> None:
     x = torch.ones(2, dtype=torch.float64, requires_grad=True)
 

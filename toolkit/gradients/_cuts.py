@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,7 @@ from toolkit.gradients._gates import (
     Region,
     forget_source,
     gate_of,
+    is_checkpointed,
     is_cut,
     made_leaf,
     next_number,
@@ -90,7 +90,7 @@ class CutBoard(GateBoard):
             return None
         if not torch.is_grad_enabled():
             return None
-        if self._derives and not _is_checkpointed():
+        if self._derives and not is_checkpointed():
             return None
         if self.is_earlier(get_gradient_edge(input).node):  # whose graph may be freed: it is known, and never passes
             input = input.detach()
@@ -100,7 +100,7 @@ class CutBoard(GateBoard):
     def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
         """Record a region; None if it should not be recorded."""
         if self._derives:
-            if not _is_checkpointed():
+            if not is_checkpointed():
                 self.meetings.setdefault(name, Meeting(site)).carried += 1
                 self.inner.add(name)
                 return None
@@ -141,7 +141,7 @@ class CutBoard(GateBoard):
         A backward pass meets a block in a checkpoint, for the second time, and in a function or hook of its own.
         """
         carries = carries_gradient(input)
-        own = carries and self._derives and not _is_checkpointed()
+        own = carries and self._derives and not is_checkpointed()
         if own:
             self.inner.add(name)
         if self._in_forward or own:
@@ -285,18 +285,6 @@ def _hooks(node: Any) -> list[dict[int, Any]]:
     leaf = getattr(node, "variable", None)
     hooks = node.metadata.get(_HOOKS, []) if leaf is None else [leaf._backward_hooks]
     return [found for found in hooks if found]
-
-
-def _is_checkpointed() -> bool:
-    """Return whether a checkpoint, perhaps around others, computes its values again."""
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
-            return True
-        frame = frame.f_back
-    return False
 
 
 def changed_by(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -35,6 +36,7 @@ __all__ = [
     "Region",
     "forget_source",
     "gate_of",
+    "is_checkpointed",
     "is_cut",
     "is_foreign",
     "made_leaf",
@@ -155,8 +157,9 @@ class GateBoard(Gates):
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
         """Return `input` behind a gate; None if it should be stopped."""
         carries = carries_gradient(input)
-        # Functions and hooks may reach blocks in the backward pass; only gradient-carrying tensors count there.
-        if self._in_forward or (carries and not self.puts_gates):
+        # Functions and hooks may reach blocks in the backward pass; only gradient-carrying tensors count there, and not
+        # for a second time in a checkpoint.
+        if self._in_forward or (carries and not self.puts_gates and not is_checkpointed()):
             meeting = self.meetings.setdefault(name, Meeting(site))
             meeting.calls += 1
             meeting.carried += carries
@@ -591,6 +594,18 @@ def _end_of_context(frame: FrameType) -> FrameType:
             return outer
         outer = outer.f_back
     return frame
+
+
+def is_checkpointed() -> bool:
+    """Return whether a checkpoint, perhaps around others, computes its values again."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "unpack_hook" and frame.f_code.co_filename == torch.utils.checkpoint.__file__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
