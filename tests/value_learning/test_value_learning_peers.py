@@ -30,6 +30,7 @@ from toolkit.value_learning import (
     categorical_td_learning,
     double_q_learning,
     expected_sarsa,
+    lambda_returns,
     n_step_bootstrapped_returns,
     q_learning,
     quantile_q_learning,
@@ -273,3 +274,13 @@ def test_torchrl_has_the_same_lambda_returns_and_leaves_them_open(torchrl):
     value, by_v, by_r, _, by_w = ours(partial(td_lambda, lambda_=0.7), arguments, LAMBDA_RETURNS)
     their_value, their_v, their_r, _, their_w = ours(estimated, arguments)
     torch.testing.assert_close([their_value, their_v, their_r, their_w], [value, by_v, by_r, by_w])
+
+
+def test_the_vectorised_returns_of_torchrl_have_single_precision(torchrl):
+    """They hold the discount in float32 and drop factors below 1e-7, for returns in float64 too."""
+    ends = torch.zeros(4, 7, 1, dtype=torch.bool)
+    inputs = (0.9, 0.7, VALUES[:, 1:, None], REWARDS[..., None], ends, ends)
+    returns = lambda_returns(REWARDS, torch.full_like(REWARDS, 0.9), VALUES[:, 1:], 0.7)
+    torch.testing.assert_close(torchrl.td_lambda_return_estimate(*inputs)[..., 0], returns, rtol=1e-13, atol=1e-13)
+    error = (torchrl.vec_td_lambda_return_estimate(*inputs)[..., 0] - returns).abs().max()
+    assert 1e-10 < error < 1e-5
