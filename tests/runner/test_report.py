@@ -49,7 +49,7 @@ from toolkit.runner._sentences import (
     outcome_of,
     training_effect,
 )
-from toolkit.runner._site import _size, write_single, write_site
+from toolkit.runner._site import _breakable, _size, write_single, write_site
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 
@@ -232,6 +232,11 @@ def test_a_sweep_has_a_row_for_each_value_and_variant(results, page):
     assert [row[3] for row in sweep.rows][: len(names)] == ["–"] * len(names)
     assert sweep.rows[-1][3] == "0"
     assert page.read_text().count("<h3>By cut (toy units)</h3>") == 1
+
+
+def test_a_name_breaks_between_words_and_a_number_nowhere():
+    assert _breakable("em.soft_max") == "em.<wbr>soft_<wbr>max"
+    assert _breakable("0.25, 1 < 2.5") == "0.25, 1 &lt; 2.5"
 
 
 def test_a_sweep_of_one_value_is_a_table_alone(results):

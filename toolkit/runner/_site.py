@@ -147,8 +147,8 @@ def _environment() -> jinja2.Environment:
 
 
 def _breakable(name: str) -> str:
-    """Return a name as HTML that may continue on the next line between its words, never inside of one."""
-    return re.sub(r"([._/])(?=\w)", r"\1<wbr>", html.escape(name))
+    """Return a name as HTML that may continue on the next line between its words, never in a word or a number."""
+    return re.sub(r"([._/])(?=[^\W\d])", r"\1<wbr>", html.escape(name))
 
 
 def _render(template: str, **values: Any) -> str:
