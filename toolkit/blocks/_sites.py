@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class Site:
 def site_of(frame: FrameType) -> Site:
     """Return the place that a frame has reached."""
     code = frame.f_code
-    positions = list(code.co_positions())[frame.f_lasti // 2]
+    positions = next(itertools.islice(code.co_positions(), frame.f_lasti // 2, None))
     line, column = positions[0] or frame.f_lineno, positions[2]
     return Site(code.co_filename, line, 0 if column is None else column + 1, code.co_qualname)
 

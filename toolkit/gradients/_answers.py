@@ -173,9 +173,11 @@ class ProgramAnswers(Answers):
         # The loss with gates in its graph, while they answer.
         if moved or self.plain.moved:
             value = None
+        self.nodes = nodes_of(value)
         self._gated = value if self._gates_agree(value) else None
-        if self._gated is None and not self._meets_nothing(value):
-            self.board = self._noted()
+        if self._gated is None:
+            meets_nothing, self.nodes = self._meets_nothing(value), []
+            self.board = self.board if meets_nothing else self._noted()
         if not (self.plain.reached or self.reason):
             self._refuse_strangers()
         if self.answers_at_once(self.board.meetings):  # the program may never run again
@@ -251,12 +253,12 @@ class ProgramAnswers(Answers):
         """Return whether gates give loss and gradient of the plain run."""
         if value is None or value.grad_fn is None or value.item() != self.plain.loss:
             return False
-        if not self.board.is_linear(value.grad_fn):
+        if not self.board.is_linear(self.nodes):
             return False
         self.board.arrivals = []
         try:
             with self.passing(()):
-                gradients = differentiated(value, self.params, others_of(nodes_of(value)))
+                gradients = differentiated(value, self.params, self.others)
         except Exception:  # autograd sees changes in place that the program hid from it, or a hook lost what it kept
             return False
         self._arrivals, self.board.arrivals = self.board.arrivals, None
@@ -266,7 +268,7 @@ class ProgramAnswers(Answers):
         """Return whether neither the program nor a function or hook of its backward pass has a block."""
         if value is None or value.grad_fn is None or value.item() != self.plain.loss or self.board.meetings:
             return False
-        return self.board.linear and not any(map(is_foreign, nodes_of(value)))
+        return self.board.linear and not any(map(is_foreign, self.nodes))
 
     def _noted(self) -> GateBoard:
         """Run the program once more and note its blocks, or the reason why it cannot be analysed."""
@@ -429,7 +431,7 @@ def answers_of(
 
         def begun(*, everywhere: bool = False) -> ProgramAnswers:
             program = Program(loss, params, around, everywhere=everywhere)
-            session.enter_context(program.snapshot.session())
+            session.enter_context(program.snapshot.session(is_new=True))
             return ProgramAnswers(program, sparing)
 
         answers = begun()

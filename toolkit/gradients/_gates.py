@@ -213,12 +213,12 @@ class GateBoard(Gates):
             if not region.size:  # nothing was recorded in it
                 self._regions.remove(region)
 
-    def is_linear(self, root: Any) -> bool:
-        """Return whether no step of the backward pass from `root` is known to be nonlinear in the cotangent.
+    def is_linear(self, nodes: Iterable[Any]) -> bool:
+        """Return whether no step of the backward pass through these nodes is known to be nonlinear in the cotangent.
 
         The graph must have no hooks, no custom functions, and no nodes from before the forward pass.
         """
-        return self.linear and all(map(self._is_plain, reachable_nodes(root, EVERY_BLOCK)))
+        return self.linear and all(map(self._is_plain, nodes))
 
     def _is_plain(self, node: Any) -> bool:
         if gate_of(node):
@@ -409,12 +409,12 @@ def forget_source(node: Any) -> None:
 
 def gate_of(node: Any) -> frozenset[str]:
     """Return the block whose gate or cut this node is; nothing for most nodes."""
-    return frozenset({node.block_name}) if getattr(node, "_forward_cls", None) in (_Gate, Cut) else frozenset()
+    return frozenset({node.block_name}) if type(node) in _NODES else frozenset()
 
 
 def is_cut(node: Any) -> bool:
     """Return whether a node is a cut."""
-    return getattr(node, "_forward_cls", None) is Cut
+    return type(node) is Cut._backward_cls
 
 
 def is_foreign(node: Any) -> bool:
@@ -502,6 +502,9 @@ class Cut(torch.autograd.Function):
         """End here."""
         return None, None, None
 
+
+# The classes of the nodes of gates and cuts. Nodes written in C++ are slow to ask for an attribute that they lack.
+_NODES = frozenset({_Gate._backward_cls, Cut._backward_cls})
 
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _TOOLKIT = str(Path(__file__).parents[1]) + "/"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from toolkit.gradients._answers import Answers, Leak
-from toolkit.gradients.verdict import Floats, Verdict, flat, norm, rounding
+from toolkit.gradients.verdict import Floats, Verdict, flat, norm, rounding, unobserved
 
 __all__ = ["Rounding"]
 
@@ -119,7 +119,8 @@ class Rounding:
             share = torch.full_like(self._answers.gated, 1 / divisor)
             with self._answers.passing(()):
                 part = self._derivative(self._answers.gated, last, share)
-            moved = norm([flat(part).double() / share.double().item() - flat(self._blocked[last]).double()])
+            with unobserved():
+                moved = norm([flat(part).double() / share.double().item() - flat(self._blocked[last]).double()])
             if not moved <= self._answers.precision**0.5 * norms[last]:
                 return False
         return True

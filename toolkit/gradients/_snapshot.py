@@ -139,17 +139,21 @@ class Snapshot:
         self._data = {id(t) for t in self._tensors if id(t) not in small and t.nbytes > _LARGEST_STATE}
         self._names = {id(t): name for name, t in parts.tensors.items()}
         self._values: list[Kept] | None = self._kept_now()
-        self._is_lent = self._draws_anew = False
+        self._is_lent = self._is_new = self._draws_anew = False
 
     @contextmanager
-    def session(self) -> Iterator[None]:
-        """Restore random numbers and state in Python at the end of a ``with``, once for all runs inside of it."""
+    def session(self, *, is_new: bool = False) -> Iterator[None]:
+        """Restore random numbers and state in Python at the end of a ``with``, once for all runs inside of it.
+
+        Args:
+            is_new: Whether nothing has run since this state was taken.
+        """
         if self._is_lent:
             yield
             return
-        now = RandomState(self._parts.generators)
-        state = [taken if taken.is_held() else taken.holder.taken() for taken in self._state]
-        self._is_lent, self._draws_anew = True, now.equals(self._random)
+        now = self._random if is_new else RandomState(self._parts.generators)
+        state = self._state if is_new else [taken if taken.is_held() else taken.holder.taken() for taken in self._state]
+        self._is_lent, self._is_new, self._draws_anew = True, is_new, is_new or now.equals(self._random)
         try:
             with ExitStack() as stack:
                 stack.callback(now.restore)
@@ -162,10 +166,11 @@ class Snapshot:
         """Restore random numbers and state in Python for a run, or state alone for a derivative."""
         iterators: dict[int, Any] = {}
         for taken in self._state:
-            taken.lend(iterators)
+            if taken.moves or not self._is_new:
+                taken.lend(iterators)
         if runs and not self._draws_anew:
             self._random.restore()
-        self._draws_anew = False
+        self._is_new = self._draws_anew = False
 
     @contextmanager
     def set_aside(self, *, runs: bool = True) -> Iterator[_Moved]:

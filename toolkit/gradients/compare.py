@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -25,10 +25,13 @@ from toolkit.gradients._rounding import Rounding
 from toolkit.gradients.verdict import (
     BlockEffect,
     Floats,
+    Verdict,
     differences,
     finite,
     norm,
+    norms,
     products,
+    unobserved,
 )
 
 if TYPE_CHECKING:
@@ -270,25 +273,22 @@ class Comparison:
 
     def _compute_effects(self) -> None:
         total: dict[str, Tensor] = {}
-        sizes = [self._blocked_norm]
+        judged: list[_Judged] = []
         for name in self._names:
             try:
                 leak = self._answers.leak([name])
-                self.effects.append(self._effect([name], leak))
+                judged.append(self._judge([name], leak))
             except Unrepeatable as error:
-                self.effects, self.reason = [], str(error).partition(" Found ")[2]
+                self.reason = str(error).partition(" Found ")[2]
                 return
             except Exception as error:
                 fails = "" if isinstance(error, Closed) else "opened, the program fails: "
                 self.unopened[name] = fails + sentence(error)
                 continue
-            sizes.append(self.effects[-1].ratio * self._blocked_norm)
-            for parameter, part in leak.parts.items():
-                if parameter in total:
-                    total[parameter] += part
-                else:
-                    total[parameter] = part.clone() if len(self._names) > 1 else part
+            if len(self._names) > 1:
+                _add(total, leak.parts)
             del leak
+        self.effects = self._effects(judged)
         together = [effect.name for effect in self.effects]
         if len(together) < 2:
             return
@@ -299,9 +299,11 @@ class Comparison:
             self.remarks.append(f"opened together, the program fails: {sentence(error)}")
             return
         self._together = self._effect(together, leak)
-        sizes.append(self._together.ratio * self._blocked_norm)
-        for parameter, part in leak.parts.items():
-            total[parameter] = total[parameter].sub_(part) if parameter in total else part
+        sizes = [self._blocked_norm]
+        sizes += [effect.ratio * self._blocked_norm for effect in [*self.effects, self._together]]
+        with unobserved():
+            for parameter, part in leak.parts.items():
+                total[parameter] = total[parameter].sub_(part) if parameter in total else part
         largest = max((size for size in sizes if size == size), default=math.nan)
         self.interaction = norm(total.values()) / largest if largest else 0.0
 
@@ -335,20 +337,35 @@ class Comparison:
         return None if found.verdict.is_silent else found
 
     def _effect(self, names: Sequence[str], leak: Leak) -> BlockEffect:
-        meetings, known = [self.meetings[name] for name in names], declared_blocks()
+        (effect,) = self._effects([self._judge(names, leak)])
+        return effect
+
+    def _judge(self, names: Sequence[str], leak: Leak) -> _Judged:
         rows = self._products(leak)
-        total, *each = differences(np.vstack([rows.sum(0), rows]))
-        return BlockEffect(
-            name=" + ".join(names),
-            why=" ".join(known[name].why for name in names if name in known).strip(),
-            site=", ".join(str(meeting.site) for meeting in meetings),
-            calls=sum(meeting.calls for meeting in meetings),
-            verdict=self._rounding.verdict(names, leak, rows),
-            leak=total.leak,
-            ratio=total.ratio,
-            cosine=total.cosine,
-            per_parameter=dict(zip(self._answers.params, each, strict=True)),
-        )
+        return _Judged(names, self._rounding.verdict(names, leak, rows), np.vstack([rows.sum(0), rows]))
+
+    def _effects(self, judged: Sequence[_Judged]) -> list[BlockEffect]:
+        """Return the effects of sets of blocks, with the numbers of all of them at once."""
+        if not judged:
+            return []
+        known, effects = declared_blocks(), []
+        numbers = iter(differences(np.concatenate([entry.products for entry in judged])))
+        for names, verdict, _ in judged:
+            meetings, total = [self.meetings[name] for name in names], next(numbers)
+            effects.append(
+                BlockEffect(
+                    name=" + ".join(names),
+                    why=" ".join(known[name].why for name in names if name in known).strip(),
+                    site=", ".join(str(meeting.site) for meeting in meetings),
+                    calls=sum(meeting.calls for meeting in meetings),
+                    verdict=verdict,
+                    leak=total.leak,
+                    ratio=total.ratio,
+                    cosine=total.cosine,
+                    per_parameter={name: next(numbers) for name in self._answers.params},
+                )
+            )
+        return effects
 
     def _products(self, leak: Leak) -> Floats:
         """Return (P, 4), for every parameter the products that give its `Difference`."""
@@ -374,7 +391,7 @@ class Comparison:
 
     @cached_property
     def _norms_when_blocked(self) -> list[float]:
-        return [norm([gradient]) for gradient in self._answers.flat_blocked.values()]
+        return norms(self._answers.flat_blocked.values())
 
 
 def compare(
@@ -419,6 +436,23 @@ def compare(
     if comparison.reason:
         raise RuntimeError(f"`loss` should do the same each time it runs. Found {comparison.reason}.")
     return comparison
+
+
+class _Judged(NamedTuple):
+    """A set of blocks, its verdict, and the products of all parameters together and of each: (1 + P, 4)."""
+
+    names: Sequence[str]
+    verdict: Verdict
+    products: Floats
+
+
+def _add(total: dict[str, Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Add vectors to their sums in place; two of them may be one tensor."""
+    with unobserved():
+        known = [name for name in parts if name in total]
+        if known:
+            torch._foreach_add_([total[name] for name in known], [parts[name] for name in known])
+        total |= {name: part.clone() for name, part in parts.items() if name not in total}
 
 
 def _minus(a: Tensor, b: Tensor) -> Tensor:

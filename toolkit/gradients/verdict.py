@@ -178,8 +178,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 def norm(tensors: Iterable[Tensor]) -> float:
     """Return the Euclidean norm of all numbers of some tensors together."""
+    return math.hypot(*norms(tensors))
+
+
+def norms(tensors: Iterable[Tensor]) -> list[float]:
+    """Return the Euclidean norm of the numbers of each tensor."""
     with unobserved():
-        return math.hypot(*(flat(tensor).double().norm().item() for tensor in tensors))
+        return [flat(tensor).double().norm().item() for tensor in tensors]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

@@ -61,6 +61,7 @@ _WITHOUT_END = "a call without `with` has no end at which a region could be clos
 
 # One audit at a time: the replaced attributes are those of the whole process.
 _one_audit = threading.Lock()
+_ANOTHER = "`audit` should run once at a time in a process. Found another one running."
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,12 @@ class BareBlocks:
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     _aliases: Any = field(default_factory=WeakIdKeyDictionary)
 
+    @staticmethod
+    def refuse_another() -> None:
+        """Raise RuntimeError if another audit is running in this process."""
+        if _one_audit.locked():
+            raise RuntimeError(_ANOTHER)
+
     @contextmanager
     def replaced(self, program: HasStorages | None = None) -> Iterator[None]:
         """Replace torch's attributes for the length of a ``with`` that runs a program.
@@ -141,7 +148,7 @@ class BareBlocks:
                 self._region, self._here, self._state = outer
             return
         if not _one_audit.acquire(blocking=False):
-            raise RuntimeError("`audit` should run once at a time in a process. Found another one running.")
+            raise RuntimeError(_ANOTHER)
         self._is_active = True
         try:
             with _replaced(self._replacements()):
