@@ -865,3 +865,20 @@ def test_a_place_answers_as_its_row_after_others_failed_together_with_it():
         torch.testing.assert_close(found.gradient([writes])["w"], found.blocked["w"] - 0.1)
         assert found.effect([writes]).leak == row.leak
         found.gradient([effect.name for effect in found.effects])
+
+
+@pytest.mark.parametrize(
+    ("kind", "take"),
+    [
+        ("nested_tensor()", lambda w: torch.nested.nested_tensor([w], layout=torch.jagged).values()),
+        ("_make_subclass()", lambda w: torch.Tensor._make_subclass(torch.Tensor, w * 2)),
+        ("linspace()", lambda w: torch.linspace(0, w[0], 3)),
+        ("logspace()", lambda w: torch.logspace(0, w[0], 3)),
+        ("nn.Parameter()", lambda w: torch.nn.Parameter(w * 2)),
+    ],
+)
+def test_a_function_that_leaves_the_gradient_behind_is_listed(kind, take):
+    w = torch.tensor([0.5, 1.0, 2.0], requires_grad=True)
+    found = audit(lambda: (w * take(w)).sum(), {"w": w})
+    assert found.valid
+    assert [escape.kind for escape in found.escapes] == [kind]

@@ -179,6 +179,10 @@ class BareBlocks:
             (torch, "tensor", functools.partial(self._copy, "torch.tensor()", 0)),
             (Tensor, "new_tensor", functools.partial(self._copy, "new_tensor()", 1)),
             (nn.Parameter, "__new__", functools.partial(self._made, "nn.Parameter()")),
+            (torch.nested, "nested_tensor", functools.partial(self._taken, "nested_tensor()")),
+            (Tensor, "_make_subclass", functools.partial(self._taken, "_make_subclass()")),
+            (torch, "linspace", functools.partial(self._taken, "linspace()")),
+            (torch, "logspace", functools.partial(self._taken, "logspace()")),
             (torch.autograd.Variable, "__new__", self._variable),
             (torch, "is_grad_enabled", self._is_grad_enabled),
             (torch.autograd, "_engine_run_backward", self._backward),
@@ -347,6 +351,18 @@ class BareBlocks:
             return original(cls, *args, **kwargs)
 
         return staticmethod(new)
+
+    def _taken(self, kind: str, original: Any) -> Any:
+        """Note a function that takes numbers out of tensors and leaves the gradient behind."""
+
+        def take(*args: Any, **kwargs: Any) -> Any:
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            caller = self._caller()
+            if not caller.f_code.co_filename.startswith(_TORCH) and any(map(carries_gradient, given)):
+                self._note_escape(kind, caller)
+            return original(*args, **kwargs)
+
+        return staticmethod(take)
 
     def _variable(self, original: Any) -> Any:
         leaf = self._made("Variable()", original).__func__
