@@ -564,3 +564,12 @@ def test_a_constant_has_no_second_derivative_to_check() -> None:
     assert gradcheck(lambda x: stop_gradient(x, "check.all"), x)
     with pytest.raises(ValueError, match="`fn` should depend on `inputs` beside its blocks"):
         gradgradcheck(lambda x: stop_gradient(x, "check.all"), x)
+
+
+@pytest.mark.parametrize("check", [gradcheck, gradgradcheck])
+def test_inputs_that_are_not_dense_are_refused(check):
+    sparse = torch.eye(2, dtype=torch.float64).to_sparse().requires_grad_()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged, requires_grad=True)
+    for given, kind in ((sparse, "sparse_coo"), (nested, "nested")):
+        with pytest.raises(ValueError, match=f"`inputs` should be dense tensors. Found a {kind} one"):
+            check(lambda x: x.sum(), given)

@@ -316,3 +316,14 @@ def test_wrong_input_gives_one_clear_error(fn: Callable, inputs: object, error: 
         return
     with pytest.raises(error, match=re.escape(message)):
         mode_lint(fn, inputs)
+
+
+@pytest.mark.parametrize("found", [None, 3])
+def test_inputs_that_are_no_tensors_are_refused(found):
+    with pytest.raises(TypeError, match=f"a tensor or a sequence of tensors. Found {type(found).__name__}"):
+        mode_lint(torch.sin, found)
+
+
+def test_inputs_that_are_not_dense_are_refused():
+    with pytest.raises(ValueError, match=r"`inputs` should be dense tensors. Found a sparse_coo one"):
+        mode_lint(lambda x: x.to_dense().sin(), torch.eye(2, dtype=torch.float64).to_sparse())

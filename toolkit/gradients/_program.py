@@ -25,6 +25,7 @@ __all__ = [
     "Answer",
     "Parameters",
     "Program",
+    "checked_dense",
     "checked_function",
     "checked_loss",
     "coarsest",
@@ -358,6 +359,14 @@ def checked_value(value: Any) -> Tensor:
     if value.isnan():
         raise ValueError("`loss` should return a number. Found nan.")
     return value
+
+
+def checked_dense(tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError unless inputs are dense tensors."""
+    for tensor in tensors:
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise ValueError(f"`inputs` should be dense tensors. Found a {kind} one.")
 
 
 def named_parameters(params: Parameters, parts: Parts) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from toolkit.blocks import Gates, Site, carries_gradient, gated, has_storage
-from toolkit.gradients._program import checked_function
+from toolkit.gradients._program import checked_dense, checked_function
 from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 
 __all__ = ["gradcheck", "gradgradcheck"]
@@ -49,7 +49,7 @@ def gradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any) ->
     Raises:
         torch.autograd.gradcheck.GradcheckError: If the derivatives differ.
         TypeError: If `fn` does not take `inputs`, or returns other objects than tensors.
-        ValueError: If none of `inputs` requires a gradient.
+        ValueError: If none of `inputs` requires a gradient, or one that does is sparse or nested.
         RuntimeError: If the program reaches other blocks at a perturbed point than at `inputs`, gives other values or
             derivatives when it runs again, or takes a derivative of `torch.func` inside of a region.
 
@@ -80,7 +80,8 @@ def gradgradcheck(fn: Program, inputs: Tensor | Sequence[Any], **tolerances: Any
     Raises:
         torch.autograd.gradcheck.GradcheckError: If the derivatives differ.
         TypeError: As for `gradcheck`.
-        ValueError: If none of `inputs` requires a gradient, or nothing but blocks depends on them.
+        ValueError: If none of `inputs` requires a gradient, if one that does is sparse or nested, or if nothing but
+            blocks depends on them.
         RuntimeError: As for `gradcheck`.
 
     Example:
@@ -104,6 +105,7 @@ class _Held:
         self.inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
         if not any(isinstance(entry, Tensor) and entry.requires_grad for entry in self.inputs):
             raise ValueError("`inputs` should have a tensor that requires a gradient. Found none.")
+        checked_dense(entry for entry in self.inputs if isinstance(entry, Tensor) and entry.requires_grad)
         checked_function("fn", fn, self.inputs)
         self._fn = fn
         self._snapshot = Snapshot(find_parts(fn), {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import constants
 from toolkit.gradients._places import user_site
-from toolkit.gradients._program import checked_function
+from toolkit.gradients._program import checked_dense, checked_function
 from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
 
 __all__ = ["ModeFinding", "ModeReport", "mode_lint"]
@@ -98,7 +98,8 @@ def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> Mode
 
     Raises:
         TypeError: If `inputs` holds other objects than tensors.
-        ValueError: If no input or no result has a derivative, or if a product is not finite.
+        ValueError: If no input or no result has a derivative, if an input is sparse or nested, or if a product is not
+            finite.
         NotImplementedError: If an operation has no derivative in forward mode.
         RuntimeError: If a `torch.autograd.Function` has no derivative in forward mode.
 
@@ -115,10 +116,13 @@ def mode_lint(fn: Callable[..., Any], inputs: Tensor | Sequence[Tensor]) -> Mode
         >>> print(mode_lint(torch.sin, torch.ones(3, dtype=torch.float64)))
         Forward and reverse mode agree.
     """
+    if not isinstance(inputs, Iterable):
+        raise TypeError(f"`inputs` should be a tensor or a sequence of tensors. Found {type(inputs).__name__}.")
     given = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     for entry in given:
         if not isinstance(entry, Tensor):
             raise TypeError(f"`inputs` should be tensors. Found {type(entry).__name__}.")
+    checked_dense(given)
     if not any(_is_smooth(entry) for entry in given):
         raise ValueError("`inputs` should hold at least one tensor of floating point or complex dtype. Found none.")
     checked_function("fn", fn, given)
