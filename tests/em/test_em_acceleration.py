@@ -22,7 +22,7 @@ from toolkit.em import (
     start,
     to_unconstrained,
 )
-from toolkit.em.engine.acceleration import Climb, climb, maximise_likelihood
+from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb, maximise_likelihood
 from toolkit.em.engine.fit import _best_of, climb_prepared
 from toolkit.em.engine.restarts import Mixtures, climb_together
 from toolkit.em.engine.rounding import leaders
@@ -400,13 +400,12 @@ def test_which_of_equal_climbs_is_the_best_does_not_hang_on_rounding():
     # Climbs from one start whose components come in six orders end at the same maximum: the first is returned.
     x = clusters(200, 2, 3, 3.0, 1)
     first, data = first_of(x, 3), prepare(x, "full", 3)
-    options = {"data": data, "reg_covar": 0, "prior": None, "tol": 1e-12, "max_iter": 500, "callback": None}
-    together = {"keep": 3, "tol": 1e-12, "max_iter": 500, "reg_covar": 0}
     for rows in permutations(range(3)):
         starts = [permuted(first, rows), *(permuted(first, others) for others in permutations(range(3)))]
         for method in METHODS:
-            ascend = partial(climb_prepared, accelerate=method, **options)
-            best = _best_of(starts, data, ascend, accelerate=method, **together)
+            options = ClimbOptions(accelerate=method, tol=1e-12, max_iter=500)
+            ascend = partial(climb_prepared, data=data, options=options, reg_covar=0, prior=None)
+            best = _best_of(starts, data, ascend, options, keep=3, reg_covar=0)
             torch.testing.assert_close(best.parameters.means, ascend(starts[0]).parameters.means, rtol=0, atol=1e-3)
 
 

@@ -34,6 +34,7 @@ from toolkit.em import (
 from toolkit.em.covariance.matrices import FULL, quadratic_form, symmetric_products
 from toolkit.em.engine import fused
 from toolkit.em.engine import samples as _samples
+from toolkit.em.engine.acceleration import ClimbOptions
 from toolkit.em.engine.fit import climb_prepared
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, climb_together
 from toolkit.em.engine.samples import check_rows, prepare
@@ -520,7 +521,8 @@ def test_starts_together_climb_as_they_do_alone(data, kind):
     options = {"tol": 1e-4, "max_iter": 60, "reg_covar": 1e-3}
     found, values, steps, converged = climb_together(Mixtures.of(starts, prepared), prepared, **options)
     for i, first in enumerate(starts):
-        alone = climb_prepared(first, data=prepared, prior=None, accelerate="none", callback=None, **options)
+        plain = ClimbOptions(accelerate="none", tol=options["tol"], max_iter=options["max_iter"])
+        alone = climb_prepared(first, prepared, plain, reg_covar=options["reg_covar"], prior=None)
         assert float(values[i]) == pytest.approx(alone.log_likelihood, abs=1e-11)
         assert (int(steps[i]), bool(converged[i])) == (alone.n_iter, alone.converged)
         assert difference(found.one(i, prepared), alone.parameters) < 1e-7
@@ -660,9 +662,8 @@ def test_a_weight_of_zero_is_a_start():
     first = dataclasses.replace(first, log_weights=torch.tensor([0.0, -math.inf], dtype=F64))
     data = prepare(x, "diag", 2)
     found, values, _, _ = climb_together(Mixtures.of([first], data), data, tol=1e-9, max_iter=50, reg_covar=1e-6)
-    alone = climb_prepared(
-        first, data=data, prior=None, accelerate="none", callback=None, tol=1e-9, max_iter=50, reg_covar=1e-6
-    )
+    plain = ClimbOptions(accelerate="none", tol=1e-9, max_iter=50)
+    alone = climb_prepared(first, data, plain, reg_covar=1e-6, prior=None)
     assert float(values[0]) == pytest.approx(alone.log_likelihood, abs=1e-10)
     assert float(found.log_weights[0].exp().max()) == pytest.approx(1.0, abs=1e-12)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from toolkit import datasets
 from toolkit.em import GaussianParameters, e_step, log_likelihood
+from toolkit.em.engine.acceleration import ClimbOptions
 from toolkit.em.models._agglomeration import Agglomeration
 from toolkit.em.models.parsimonious import (
     COVARIANCE_MODELS,
@@ -248,9 +249,7 @@ def test_iris_has_a_spike_that_is_refused():
         climber = Climber(iris(), 3, "VVV", 1e-6)
         search = climber.search(
             [naive.parameters],
-            tol=1e-6,
-            max_iter=100,
-            accelerate="none",
+            ClimbOptions(accelerate="none", tol=1e-6, max_iter=100),
             refuse=lambda found, narrowest=narrowest: bool(spikes(found, narrowest)),
         )
         assert (search.best is None) == (verdict == "spike")

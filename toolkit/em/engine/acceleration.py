@@ -15,7 +15,7 @@ import contextlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING, leaders
 from toolkit.em.mixture import Family, e_step
 
-__all__ = ["Accelerate", "Climb", "climb", "maximise_likelihood"]
+__all__ = ["Accelerate", "Climb", "ClimbOptions", "climb", "maximise_likelihood"]
 
 Accelerate = Literal["none", "squarem", "anderson"]
 
@@ -68,6 +68,16 @@ class Climb(Generic[P]):
     converged: bool
     n_iter: int
     history: tuple[float, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClimbOptions:
+    """The options that a fit hands on to `climb`, where they are explained."""
+
+    accelerate: Accelerate
+    tol: float
+    max_iter: int
+    callback: Callable[[int, float], None] | None = None
 
 
 def ranked(
@@ -216,15 +226,23 @@ def climb(
 
 
 def climb_family(
-    em: Callable[[F], tuple[F, float]], start: F, *, check: Callable[[F], None] | None = None, **options: Any
+    em: Callable[[F], tuple[F, float]],
+    start: F,
+    options: ClimbOptions,
+    *,
+    rounding: float = ROUNDING[torch.float64],
+    error: Callable[[F], float] | None = None,
+    check: Callable[[F], None] | None = None,
 ) -> Climb[F]:
     """Maximise a likelihood in the free coordinates of a mixture.
 
     Args:
         em: As in `climb`.
         start: Where to start.
+        options: As in `climb`.
+        rounding: As in `climb`.
+        error: As in `climb`.
         check: Raises a ValueError for parameters that no jump may lead to. None: all finite coordinates are allowed.
-        **options: As in `climb`.
     """
     leaves = start.unconstrained()
     layout = Layout(leaves)
@@ -239,7 +257,15 @@ def climb_family(
             check(there)
         return there
 
-    return climb(em, start, pack=lambda mixture: flat(mixture.unconstrained()), unpack=unpack, **options)
+    return climb(
+        em,
+        start,
+        pack=lambda mixture: flat(mixture.unconstrained()),
+        unpack=unpack,
+        rounding=rounding,
+        error=error,
+        **vars(options),
+    )
 
 
 @no_graph()
@@ -285,18 +311,18 @@ def maximise_likelihood(
     """
     if batch_size is not None:
         batch_size = integer("batch_size", batch_size)
-    options = {"accelerate": accelerate, "tol": tol, "max_iter": max_iter, "callback": callback}
-    return maximise_posterior(start, x, None, sample_weight=sample_weight, batch_size=batch_size, **options)
+    options = ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback)
+    return maximise_posterior(start, x, None, options, sample_weight=sample_weight, batch_size=batch_size)
 
 
 def maximise_posterior(
     start: F,
     x: Tensor,
     log_prior: Callable[[F], Tensor] | None,
+    options: ClimbOptions,
     *,
     sample_weight: Tensor | None,
     batch_size: int | None = None,
-    **options: Any,
 ) -> Climb[F]:
     """Maximise the log-likelihood plus a log-prior over N, of any mixture whose M-step knows the prior.
 
@@ -304,9 +330,9 @@ def maximise_posterior(
         start: As in `maximise_likelihood`.
         x: As in `maximise_likelihood`.
         log_prior: The log-density of the prior, nats. None: no prior.
+        options: As in `climb`.
         sample_weight: As in `maximise_likelihood`.
         batch_size: As in `maximise_likelihood`.
-        **options: As in `climb`.
     """
     check_samples(x, sample_weight)
     # Weights in float64 make a float64 mean of float32 log-densities.
@@ -323,7 +349,7 @@ def maximise_posterior(
             value += float(mean * share.sum()) if bool(share.any()) else 0.0
         return mixture.m_step(x, torch.cat(responsibilities)), value
 
-    return climb_family(em, start, rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]), **options)
+    return climb_family(em, start, options, rounding=ROUNDING.get(x.dtype, ROUNDING[torch.float64]))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of, smallest
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
-from toolkit.em.engine.acceleration import Accelerate, Climb, climb, climb_family, ranked
+from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb, climb_family, ranked
 from toolkit.em.engine.fused import maximise, rounding_error
 from toolkit.em.engine.ranks import led, pass_over_ranks
 from toolkit.em.engine.restarts import NARROWEST, Mixtures, heats
@@ -159,17 +159,10 @@ def fit(
     else:
         sampled, weights = _seeding_sample(x, sample_weight, rows, data, generator)
 
+    options = ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback)
+
     def ascend(first: GaussianParameters) -> Fit:
-        return climb_prepared(
-            first,
-            data=data,
-            reg_covar=reg_covar,
-            prior=prior,
-            accelerate=accelerate,
-            tol=tol,
-            max_iter=max_iter,
-            callback=callback,
-        )
+        return climb_prepared(first, data, options, reg_covar=reg_covar, prior=prior)
 
     def decide() -> Fit:
         if isinstance(init, GaussianParameters):
@@ -189,16 +182,7 @@ def fit(
             return ascend(starts[0])
         if prior is not None or (accelerate != "none" and n_init_keep is None):
             return _best_of_climbs(starts, data, ascend)  # starts climb together only to the likelihood
-        return _best_of(
-            starts,
-            data,
-            ascend,
-            accelerate=accelerate,
-            keep=n_init_keep or 1,
-            tol=tol,
-            max_iter=max_iter,
-            reg_covar=reg_covar,
-        )
+        return _best_of(starts, data, ascend, options, keep=n_init_keep or 1, reg_covar=reg_covar)
 
     best = led(decide, data.as_samples(), _to_device)
     return dataclasses.replace(best, parameters=best.parameters.to(data.dtype))
@@ -207,14 +191,11 @@ def fit(
 @no_graph()
 def climb_prepared(
     first: GaussianParameters,
-    *,
     data: Prepared,
+    options: ClimbOptions,
+    *,
     reg_covar: float,
     prior: GaussianPrior | None,
-    accelerate: Accelerate,
-    tol: float,
-    max_iter: int,
-    callback: Callable[[int, float], None] | None,
 ) -> Fit:
     """Fit from one start on prepared data; float64.
 
@@ -228,13 +209,7 @@ def climb_prepared(
     swallowed = isinstance(ridge, Tensor) and bool(ridge.diagonal().max() > _LARGEST_RIDGE)
     framed = _framed(first.to(torch.float64), data)
     largest = (1 + 1e-6) / reg_covar if reg_covar > 0 else math.inf
-    options: dict[str, Any] = {
-        "accelerate": accelerate,
-        "tol": tol,
-        "max_iter": max_iter,
-        "rounding": ROUNDING[data.dtype],
-        "callback": callback,
-    }
+    rounding = ROUNDING[data.dtype]
 
     def finished(found: Climb[Any], there: GaussianParameters) -> Fit:
         stayed = len(found.history) == 1
@@ -254,7 +229,15 @@ def climb_prepared(
             return moved, value - log_volume
 
         origin = SmallMixture.of(framed)
-        reached = climb(small_em, origin, pack=SmallMixture.pack, unpack=unpack, error=small.error, **options)
+        reached = climb(
+            small_em,
+            origin,
+            pack=SmallMixture.pack,
+            unpack=unpack,
+            rounding=rounding,
+            error=small.error,
+            **vars(options),
+        )
         return finished(reached, reached.parameters.as_gaussian())
 
     def em(parameters: GaussianParameters) -> tuple[GaussianParameters, float]:
@@ -269,9 +252,10 @@ def climb_prepared(
     found = climb_family(
         em,
         framed,
-        check=lambda there: _check_variances(data.factor_from_frame(there.precisions_cholesky), structure, largest),
+        options,
+        rounding=rounding,
         error=lambda there: rounding_error(there, pass_data),
-        **options,
+        check=lambda there: _check_variances(data.factor_from_frame(there.precisions_cholesky), structure, largest),
     )
     return finished(found, found.parameters)
 
@@ -302,18 +286,19 @@ def _best_of(
     starts: list[GaussianParameters],
     data: Prepared,
     ascend: Callable[[GaussianParameters], Fit],
+    options: ClimbOptions,
     *,
-    accelerate: Accelerate,
-    **options: Any,
+    keep: int,
+    reg_covar: float,
 ) -> Fit:
     """Iterate from all starts together, then, unless steps are plain, from the highest points to the end."""
-    found = heats(starts, data, are_sound=_are_sound, accelerate=accelerate, **options)
+    found = heats(starts, data, options, are_sound=_are_sound, keep=keep, reg_covar=reg_covar)
     if not found:
         return _best_of_climbs(starts, data, ascend)
     climbs = []
     for heat in (one.reached for one in found):
         singular = math.isinf(heat.log_likelihood)
-        if accelerate == "none" and not singular:
+        if options.accelerate == "none" and not singular:
             climbs.append(heat)
             continue
         with contextlib.suppress(ValueError) if singular else contextlib.nullcontext():  # singular by itself as well

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import Structure, soft_counts, structure_of
-from toolkit.em.engine.acceleration import Accelerate, Climb
+from toolkit.em.engine.acceleration import Climb, ClimbOptions
 from toolkit.em.engine.fused import Expansion, expansion_error
 from toolkit.em.engine.ranks import sums_over_ranks
 from toolkit.em.engine.rounding import ROUNDING, leaders
@@ -108,12 +108,10 @@ class Heat:
 def heats(
     starts: list[GaussianParameters],
     data: Prepared,
+    options: ClimbOptions,
     *,
     are_sound: Callable[[Mixtures], list[bool]],
-    accelerate: Accelerate,
     keep: int,
-    tol: float,
-    max_iter: int,
     reg_covar: float,
 ) -> list[Heat]:
     """Take plain EM steps from all starts together, and return the points to continue from.
@@ -126,22 +124,20 @@ def heats(
     Args:
         starts: R mixtures of one structure.
         data: The data.
+        options: The options of the fits that follow.
         are_sound: Takes several mixtures to the mask of those without a degenerate component.
-        accelerate: The acceleration of the fits that follow.
         keep: The most results to go on from, where steps are accelerated.
-        tol: As in `climb`.
-        max_iter: As in `climb`.
         reg_covar: Added to every variance.
 
     Returns:
         The best results, best first, then those that became singular. None if all became singular.
     """
-    plain = accelerate == "none"
+    plain = options.accelerate == "none"
     mixtures, values, steps, converged = climb_together(
         Mixtures.of(starts, data),
         data,
-        tol=tol if plain else max(tol, HEATS),
-        max_iter=max_iter if plain else min(max_iter, HEAT_STEPS),
+        tol=options.tol if plain else max(options.tol, HEATS),
+        max_iter=options.max_iter if plain else min(options.max_iter, HEAT_STEPS),
         reg_covar=reg_covar,
     )
 

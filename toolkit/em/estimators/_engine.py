@@ -5,14 +5,13 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from toolkit._data import Rows
-from toolkit.em.engine.acceleration import Accelerate, Climb
+from toolkit.em.engine.acceleration import Climb, ClimbOptions
 from toolkit.em.engine.fit import climb_prepared
 from toolkit.em.engine.restarts import Mixtures, heats
 from toolkit.em.engine.samples import prepare
@@ -23,20 +22,10 @@ from toolkit.em.models.parsimonious import Climber, CovarianceModel
 from toolkit.em.models.prior import Prior
 
 
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of an EM iteration, as in `climb`."""
-
-    accelerate: Accelerate
-    tol: float
-    max_iter: int
-    callback: Callable[[int, float], None] | None
-
-
 class Engine(Protocol):
     """The EM iteration of one kind of covariance, on prepared data."""
 
-    def climb(self, start: GaussianParameters, options: Options) -> Climb[Any]:
+    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[Any]:
         """Return the highest point found, float64."""
 
 
@@ -57,12 +46,12 @@ class GaussianEngine:
         self.reg_covar, self.prior = reg_covar, prior
         self.prepared = prepare(x, covariance_type, n_components, sample_weight=sample_weight, cache=cache)
 
-    def climb(self, start: GaussianParameters, options: Options) -> Climb[GaussianParameters]:
+    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
         """Return the highest point found, float64."""
-        return climb_prepared(start, data=self.prepared, reg_covar=self.reg_covar, prior=self.prior, **vars(options))
+        return climb_prepared(start, self.prepared, options, reg_covar=self.reg_covar, prior=self.prior)
 
     def heats(
-        self, starts: list[GaussianParameters], keep: int, options: Options
+        self, starts: list[GaussianParameters], keep: int, options: ClimbOptions
     ) -> list[tuple[GaussianParameters, int]]:
         """Return the points to continue from, and the steps taken to each: see `toolkit.em.engine.restarts.heats`.
 
@@ -76,11 +65,9 @@ class GaussianEngine:
         found = heats(
             starts,
             self.prepared,
+            options,
             are_sound=are_sound,
-            accelerate=options.accelerate,
             keep=keep,
-            tol=options.tol,
-            max_iter=options.max_iter,
             reg_covar=self.reg_covar,
         )
         if not found or options.accelerate == "none":
@@ -102,9 +89,9 @@ class ParsimoniousEngine:
     ) -> None:
         self.climber = Climber(x, n_components, model, reg_covar, sample_weight)
 
-    def climb(self, start: GaussianParameters, options: Options) -> Climb[Any]:
+    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[Any]:
         """Return the highest point found, float64."""
-        return self.climber.climb(start, **vars(options))
+        return self.climber.climb(start, options)
 
 
 class MissingEngine:
@@ -120,7 +107,7 @@ class MissingEngine:
     ) -> None:
         self.x, self.sample_weight, self.reg_covar, self.prior = x.double(), sample_weight, reg_covar, prior
 
-    def climb(self, start: GaussianParameters, options: Options) -> Climb[GaussianParameters]:
+    def climb(self, start: GaussianParameters, options: ClimbOptions) -> Climb[GaussianParameters]:
         """Return the highest point found, float64."""
         return fit_missing(
             self.x,

@@ -38,7 +38,7 @@ from toolkit._data import (
 from toolkit._progress import Progress
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, structure_of
-from toolkit.em.engine.acceleration import Accelerate, Climb, ranked
+from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, ranked
 from toolkit.em.estimators._collapse import collapsed_components
 from toolkit.em.estimators._density import FEW, log_joint, log_joint_of_few
 from toolkit.em.estimators._engine import (
@@ -46,7 +46,6 @@ from toolkit.em.estimators._engine import (
     GaussianEngine,
     Marginal,
     MissingEngine,
-    Options,
     ParsimoniousEngine,
 )
 from toolkit.em.estimators._start import InitParams, check_given, starts_by
@@ -588,7 +587,7 @@ class GaussianMixture(BaseMixture):
         self, engine: Engine, starts: list[GaussianParameters], progress: Progress
     ) -> tuple[list[Climb[Any]], int]:
         """Return the fits from the starts, or from the best of them, and the number of those that became singular."""
-        options = Options(
+        options = ClimbOptions(
             accelerate=self.accelerate,
             tol=float(self.tol),
             max_iter=int(self.max_iter),
@@ -649,7 +648,7 @@ class GaussianMixture(BaseMixture):
             )
         else:
             starts, _ = self._starts(data, generator_of(self.random_state))
-            options = Options(accelerate="none", tol=0.0, max_iter=_FIRST_STEPS, callback=None)
+            options = ClimbOptions(accelerate="none", tol=0.0, max_iter=_FIRST_STEPS)
             engine = self._engine(data)
             first = self._best([engine.climb(start, options) for start in starts], x.dtype).parameters
         prior = self.prior

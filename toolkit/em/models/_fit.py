@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.blocks import no_graph
-from toolkit.em.engine.acceleration import Accelerate, Climb, maximise_posterior, ranked
+from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, maximise_posterior, ranked
 from toolkit.em.mixture import Family, log_likelihood
 
 __all__ = ["Kind", "fit_family"]
@@ -83,21 +83,13 @@ def fit_family(
     if not callable(getattr(family, "start", None)):
         raise TypeError(f"`family` should be a family of mixtures, `PoissonMixture` say. Found {family!r}.")
     n_components, n_init = integer("n_components", n_components), integer("n_init", n_init)
+    climbing = ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback)
     fits: list[Climb[F]] = []
     for _ in range(n_init):
         first = family.start(x, n_components, sample_weight=sample_weight, generator=generator, **options)
         first.check(x)
-        found = maximise_posterior(
-            first,
-            x,
-            getattr(family, "log_prior", None),
-            sample_weight=sample_weight,
-            accelerate=accelerate,
-            tol=tol,
-            max_iter=max_iter,
-            callback=callback,
-        )
-        fits.append(found)
+        log_prior = getattr(family, "log_prior", None)
+        fits.append(maximise_posterior(first, x, log_prior, climbing, sample_weight=sample_weight))
     best = ranked(fits, x.dtype)[0]
     if getattr(best.parameters, "log_prior", None) is not None:
         value = float(log_likelihood(best.parameters, x, sample_weight))

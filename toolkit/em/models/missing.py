@@ -27,7 +27,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
-from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
+from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
@@ -295,6 +295,7 @@ def fit_missing(
         after, value = _em_step(parameters, data, reg_covar, prior)
         return after, float(value) + _log_prior(prior, parameters, data)
 
+    options = ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter, callback=callback)
     fits: list[Climb[GaussianParameters]] = []
     for _ in range(n_init):
         first = init
@@ -308,15 +309,7 @@ def fit_missing(
                 reg_covar=reg_covar,
                 generator=generator,
             )
-        found = climb_family(
-            objective,
-            first.to(torch.float64),
-            accelerate=accelerate,
-            tol=tol,
-            max_iter=max_iter,
-            callback=callback,
-        )
-        fits.append(found)
+        fits.append(climb_family(objective, first.to(torch.float64), options))
     best = ranked(fits, torch.float64)[0]
     log_likelihood = best.log_likelihood - _log_prior(prior, best.parameters, data)
     return dataclasses.replace(best, parameters=best.parameters.to(x.dtype), log_likelihood=log_likelihood)

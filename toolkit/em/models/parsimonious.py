@@ -30,7 +30,7 @@ from toolkit.em.covariance.models import (
     model_of,
     n_free_parameters,
 )
-from toolkit.em.engine.acceleration import Accelerate, Climb, climb_family, ranked
+from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
 from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.engine.samples import Prepared, prepare
 from toolkit.em.engine.starts import Init, start
@@ -291,7 +291,7 @@ def fit_parsimonious(
             for _ in range(n_init)
         ]
     climber = Climber(x, n_components, model, reg_covar, sample_weight)
-    search = climber.search(starts, tol=tol, max_iter=max_iter, accelerate=accelerate)
+    search = climber.search(starts, ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter))
     if search.best is None:
         raise ValueError(search.failures[-1])
     return dataclasses.replace(search.best, parameters=search.best.parameters.to(x.dtype))
@@ -349,13 +349,7 @@ class Climber:
         return _maximise(self.model, moments, self.prepared, structure, self.reg_covar), float(moments.log_likelihood)
 
     def climb(
-        self,
-        start: GaussianParameters | ParsimoniousParameters,
-        *,
-        tol: float,
-        max_iter: int,
-        accelerate: Accelerate,
-        callback: Callable[[int, float], None] | None = None,
+        self, start: GaussianParameters | ParsimoniousParameters, options: ClimbOptions
     ) -> Climb[ParsimoniousParameters]:
         """Fit from one start; the first step from a mixture of another structure is not counted."""
         first = start if isinstance(start, ParsimoniousParameters) else self.step(start)[0]
@@ -363,26 +357,23 @@ class Climber:
         def error(parameters: ParsimoniousParameters) -> float:
             return rounding_error(_viewed(parameters, self.model.structure), self.prepared)
 
-        return climb_family(
-            self.step, first, accelerate=accelerate, tol=tol, max_iter=max_iter, error=error, callback=callback
-        )
+        return climb_family(self.step, first, options, error=error)
 
     def search(
         self,
         starts: Sequence[GaussianParameters | ParsimoniousParameters],
+        options: ClimbOptions,
         *,
-        tol: float,
-        max_iter: int,
-        accelerate: Accelerate,
         refuse: Callable[[ParsimoniousParameters], bool] = lambda parameters: False,
     ) -> Search:
         """Fit from the best of several starts after a short run, except those that are singular or refused."""
         failures: list[str] = []
         shorts = []
-        length = min(_SHORT_RUN, max_iter) if len(starts) > 1 else 0
+        length = min(_SHORT_RUN, options.max_iter) if len(starts) > 1 else 0
+        short_run = dataclasses.replace(options, accelerate="none", max_iter=length)
         for first in starts:
             try:
-                shorts.append(self.climb(first, tol=tol, max_iter=length, accelerate="none"))
+                shorts.append(self.climb(first, short_run))
             except ValueError as error:
                 failures.append(str(error))
         found: list[Climb[ParsimoniousParameters]] = []
@@ -395,7 +386,8 @@ class Climber:
                 continue
             followed = short.log_likelihood
             try:
-                rest = self.climb(short.parameters, tol=tol, max_iter=max_iter - short.n_iter, accelerate=accelerate)
+                left = dataclasses.replace(options, max_iter=options.max_iter - short.n_iter)
+                rest = self.climb(short.parameters, left)
             except ValueError as error:
                 failures.append(str(error))
                 continue

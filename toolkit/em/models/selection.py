@@ -31,7 +31,7 @@ from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.covariance.models import COVARIANCE_MODELS, CovarianceModel, model_of, n_free_parameters
-from toolkit.em.engine.acceleration import Accelerate
+from toolkit.em.engine.acceleration import Accelerate, ClimbOptions
 from toolkit.em.engine.restarts import NARROWEST
 from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
@@ -332,9 +332,9 @@ def select(
         init=tuple(init),
         narrowest=number("narrowest", narrowest, least=0),
         reg_covar=number("reg_covar", reg_covar, least=0),
-        tol=number("tol", tol, least=0),
-        max_iter=integer("max_iter", max_iter, 0),
-        accelerate=accelerate,
+        climb=ClimbOptions(
+            accelerate=accelerate, tol=number("tol", tol, least=0), max_iter=integer("max_iter", max_iter, 0)
+        ),
     )
     _check(x, numbers, models, criterion, options)
     trees = Agglomeration.of(x, generator) if max(numbers) > 1 else None
@@ -358,9 +358,7 @@ class _Options:
     init: tuple[Init, ...]
     narrowest: float
     reg_covar: float
-    tol: float
-    max_iter: int
-    accelerate: Accelerate
+    climb: ClimbOptions
 
 
 def _starts(
@@ -411,11 +409,7 @@ def _candidate(
     except ValueError as error:
         return dataclasses.replace(singular, note=str(error))
     search = climber.search(
-        starts,
-        tol=options.tol,
-        max_iter=options.max_iter,
-        accelerate=options.accelerate,
-        refuse=lambda parameters: bool(spikes(parameters, options.narrowest)),
+        starts, options.climb, refuse=lambda parameters: bool(spikes(parameters, options.narrowest))
     )
     fit = search.best or search.refused
     if fit is None:
@@ -452,4 +446,4 @@ def _check(
     choice("criterion", criterion, get_args(Criterion))
     if not options.init or not set(options.init) <= set(get_args(Init)):
         raise ValueError(f"`init` should be a sequence of {', '.join(get_args(Init))}. Found {options.init!r}.")
-    choice("accelerate", options.accelerate, get_args(Accelerate))
+    choice("accelerate", options.climb.accelerate, get_args(Accelerate))
