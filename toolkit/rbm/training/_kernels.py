@@ -8,9 +8,10 @@ N data of one batch, M chains, T temperatures, V columns of the visible layer, H
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,25 +69,32 @@ def parameters_of(rbm: RBM) -> tuple[Tensor, Tensor, Tensor]:
     return found["weights"], found["visible_bias"], found["hidden_bias"]
 
 
-class Kernel(Protocol):
+class Kernel(ABC):
     """The interface of kernels to a trainer."""
 
     n_chains: int
     """M; 0 if the chains start at the data."""
 
+    _swaps: Swaps | None
+
     @property
+    @abstractmethod
     def chains(self) -> Tensor | None:
-        """(M, H) or (T, M, H), or None."""
+        """(M, H), or (T, M, H), moved on by `phases`; None if they start at the data."""
+
+    @abstractmethod
+    def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
+        """Move the chains on, and return both sides of the update, valid until the next call."""
 
     @property
     def swap_rates(self) -> Tensor | None:
-        """(T - 1,), or None."""
-
-    def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
-        """Move the chains on, and return both sides of the update."""
+        """(T - 1,), or None without temperatures."""
+        return None if self._swaps is None else self._swaps.rates
 
     def state(self) -> dict[str, Tensor]:
-        """Return the state on which the next phases depend, not copied."""
+        """Return the chains, and how often pairs were swapped; not copied."""
+        state = {} if self.chains is None else {"chains": self.chains}
+        return state if self._swaps is None else state | self._swaps.state()
 
 
 class Swaps:
@@ -141,7 +149,7 @@ class Swaps:
         return (order * len(self._chain) + self._chain).flatten()
 
 
-class BernoulliKernel:
+class BernoulliKernel(Kernel):
     """Phases of a machine of zeros and ones, in buffers.
 
     The rows of a batch lie in one piece: copies of the chains at other temperatures, the chains, and the data.
@@ -180,7 +188,7 @@ class BernoulliKernel:
         self._uniform = None if like.dtype == torch.float32 else like.new_empty(size, dtype=torch.float32)
         self._bits = like.new_empty(room_for_bits(size), dtype=torch.int64) if like.is_cpu else None
         self._views: dict[int, _Views] = {}
-        self._swaps: Swaps | None = None
+        self._swaps = None
         if betas is not None and len(betas) > 1:
             assert states is not None
             betas = betas.to(like)
@@ -192,21 +200,11 @@ class BernoulliKernel:
 
     @property
     def chains(self) -> Tensor | None:
-        """(M, H), or (T, M, H), moved on by `phases`; None if they start at the data."""
+        """(M, H), or (T, M, H), or None."""
         return None if self._shape is None else self._states.view(self._shape)
 
-    @property
-    def swap_rates(self) -> Tensor | None:
-        """(T - 1,), or None without temperatures."""
-        return None if self._swaps is None else self._swaps.rates
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the chains, and how often pairs were swapped; not copied."""
-        state = {} if self.chains is None else {"chains": self.chains}
-        return state if self._swaps is None else state | self._swaps.state()
-
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
-        """Move the chains on, and return both sides of the update, valid until the next call."""
+        """Move the chains on, and return both sides of the update."""
         rbm, views = self._rbm, self._views.get(data.shape[0]) or self._views_for(data.shape[0])
         to_hidden, to_visible = self._products.to_hidden, self._products.to_visible
         self._products.use(rbm, fast, None if self._swaps is None else self._reference)
@@ -344,7 +342,7 @@ class _Views(NamedTuple):
     phases: Phases
 
 
-class LayerKernel:
+class LayerKernel(Kernel):
     """Phases of a machine of any units, by the draws of its layers. Its arguments are as in `BernoulliKernel`."""
 
     def __init__(
@@ -363,21 +361,11 @@ class LayerKernel:
 
     @property
     def chains(self) -> Tensor | None:
-        """(M, H), or (T, M, H), moved on by `phases`; None if they start at the data."""
+        """(M, H), or (T, M, H), or None."""
         return self._states
 
-    @property
-    def swap_rates(self) -> Tensor | None:
-        """(T - 1,), or None without temperatures."""
-        return None if self._swaps is None else self._swaps.rates
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the chains, and how often pairs were swapped; not copied."""
-        state = {} if self._states is None else {"chains": self._states}
-        return state if self._swaps is None else state | self._swaps.state()
-
     def phases(self, data: Tensor, fast: Mapping[str, Tensor] | None, generator: torch.Generator | None) -> Phases:
-        """Move the chains on, and return both sides of the update, valid until the next call."""
+        """Move the chains on, and return both sides of the update."""
         joint = drawn = self._rbm.joint
         data = data.to(joint.weights.dtype)
         if fast is not None:
