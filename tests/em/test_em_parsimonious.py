@@ -17,6 +17,7 @@ from torch.func import grad, jacrev, vmap
 from toolkit import datasets
 from toolkit.em import RESPONSIBILITIES, GaussianParameters, e_step, em_step, log_likelihood, m_step, start, surrogate
 from toolkit.em.covariance import models as steps
+from toolkit.em.covariance import orientations
 from toolkit.em.engine.acceleration import maximise_likelihood
 from toolkit.em.models.parsimonious import (
     COVARIANCE_MODELS,
@@ -287,11 +288,11 @@ def test_every_orthogonal_matrix_has_coordinates(d):
         torch.diag((-1.0) ** torch.arange(d)).double(),
     ]
     for axes in matrices:
-        skew = steps._to_skew(axes[None])[0]
-        back = steps._cayley(skew)
+        skew = orientations.to_skew(axes[None])[0]
+        back = orientations.cayley(skew)
         assert torch.equal(skew, -skew.mT)
         assert torch.allclose((back.mT @ axes).abs(), identity, atol=1e-12)
-        signed = axes * steps._signs(axes)
+        signed = axes * orientations._signs(axes)
         # Sylvester: the product of pivots that are each at least 1.
         assert torch.linalg.det(identity + signed) >= 1 - 1e-12
 

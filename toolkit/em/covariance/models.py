@@ -23,7 +23,6 @@ N samples, D features, K components; G is K for parameters that vary, and 1 for 
 from __future__ import annotations
 
 import dataclasses
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -33,9 +32,17 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer
-from toolkit.blocks import no_graph
 from toolkit.em.covariance.axes import DIAG, SPHERICAL
 from toolkit.em.covariance.matrices import FULL, TIED
+from toolkit.em.covariance.orientations import (
+    INNER_STEPS_UNSEEN,
+    cayley,
+    common_axes,
+    is_batched,
+    strictly_upper,
+    to_skew,
+    upper_factor,
+)
 from toolkit.em.covariance.structure import Structure, identity_like, raise_if_singular
 
 __all__ = [
@@ -52,9 +59,6 @@ CovarianceModel = Literal[
     "EII", "VII", "EEI", "VEI", "EVI", "VVI", "EEE", "VEE", "EVE", "VVE", "EEV", "VEV", "EVV", "VVV"
 ]
 COVARIANCE_MODELS: tuple[CovarianceModel, ...] = get_args(CovarianceModel)
-
-# Under vmap no value can be read, so the number of inner iterations is fixed.
-_INNER_STEPS_UNSEEN = 100
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -149,7 +153,7 @@ class ParsimoniousCovariances:
             free = values["log_shapes"]
             log_shapes = torch.cat([free, -free.sum(-1, keepdim=True)], -1)
         if self.model[2] != "I":
-            axes = model_of(self.model).axes(_strictly_upper(values["axes"], self.n_features))
+            axes = model_of(self.model).axes(strictly_upper(values["axes"], self.n_features))
         return dataclasses.replace(self, log_volumes=values["log_volumes"], log_shapes=log_shapes, axes=axes)
 
 
@@ -261,11 +265,11 @@ class Model(ABC):
 
     def free_entries(self, axes: Tensor) -> Tensor:
         """Return matrices (G, D, D) whose entries above the diagonal are free coordinates of the axes."""
-        return _to_skew(axes)
+        return to_skew(axes)
 
     def axes(self, upper: Tensor) -> Tensor:
         """Return the axes whose `free_entries` above the diagonal are these, in matrices that are 0 elsewhere."""
-        return _cayley(upper - upper.mT)
+        return cayley(upper - upper.mT)
 
     @abstractmethod
     def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
@@ -320,7 +324,7 @@ class _Orthogonal(Model):
     """EEV VEV: each component has an orientation of its own."""
 
     def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
-        return _upper_factor(covariances.factors)
+        return upper_factor(covariances.factors)
 
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
@@ -336,7 +340,7 @@ class _CommonOrientation(_Orthogonal):
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
     ) -> ParsimoniousCovariances:
-        axes = _common_axes(self.name, counts, scatter, start, inner_steps)
+        axes = common_axes(self.name, counts, scatter, None if start is None else start.axes, inner_steps)
         spread = (axes.mT @ scatter @ axes).diagonal(dim1=-2, dim2=-1)
         return _along(self.name, counts, spread, axes[None], start, inner_steps)
 
@@ -472,85 +476,11 @@ def _volumes_and_common_matrix(
     return log_volumes, factor @ factor.mT
 
 
-# The steps of a line search; the last is 0.
-_FRACTIONS = (1.0, 0.5, 0.25, 0.0625, 0.00390625, 0.0)
-_LONGEST_ROTATION = 0.5
-
-
-def _common_axes(
-    model: CovarianceModel, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-) -> Tensor:
-    """Return the orientation (D, D) that EVE and VVE share."""
-    if start is None:
-        axes = torch.linalg.eigh(torch.cat([scatter.sum(0, keepdim=True), scatter])).eigenvectors
-    else:
-        axes = start.axes
-    unseen = _is_batched(scatter)
-    settled = 100 * torch.finfo(scatter.dtype).eps
-    for _ in range(_INNER_STEPS_UNSEEN if unseen else inner_steps):
-        axes, moved = _rotate(model, counts, scatter, axes)
-        if not unseen and not bool((moved > settled).any()):
-            break
-    # One Newton-Schulz step: the product of many rotations stays a rotation.
-    axes = 0.5 * axes @ (3 * identity_like(axes) - axes.mT @ axes)
-    best: Tensor = axes[_misfit(model, counts, _spread_along(scatter, axes))[0].argmin()]
-    return best
-
-
-def _spread_along(scatter: Tensor, axes: Tensor) -> Tensor:
-    """Return the scatter (K, D, D) along each of several systems of axes (..., D, D) as (..., K, D)."""
-    return (axes[..., None, :, :] * (scatter @ axes[..., None, :, :])).sum(-2)
-
-
-def _misfit(model: CovarianceModel, counts: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return the objective of a common orientation (...), from the scatter along it (..., K, D), and weights (..., K).
-
-    The objective is twice the negative expected log-joint at the best volumes and shapes, up to a constant: for VVE
-    :math:`\sum_k N_k \sum_j \log m_{kj}`, for EVE :math:`N D \log \sum_k \prod_j m_{kj}^{1/D}`. The derivative is that
-    of the weighted sum of :math:`\sum_j \log m_{kj}`.
-    """
-    logs = spread.log().sum(-1)
-    if model == "VVE":
-        return (counts * logs).sum(-1), counts.expand(logs.shape)
-    n_features = spread.shape[-1]
-    roots = logs / n_features
-    return n_features * counts.sum() * roots.logsumexp(-1), counts.sum() * roots.softmax(-1)
-
-
-def _rotate(model: CovarianceModel, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return axes (R, D, D) after one quasi-Newton step each, and the size of each move, (R,).
-
-    The Hessian is approximated by its value for axes that diagonalise every scatter, where it is diagonal in the planes
-    of rotation.
-    """
-    rotated = axes.mT[:, None] @ scatter @ axes[:, None]
-    spread = rotated.diagonal(dim1=-2, dim2=-1)
-    value, weights = _misfit(model, counts, spread)
-    ratios = weights[..., None] / spread
-    slopes = (rotated * ratios[..., None, :]).sum(1)
-    slopes = slopes - slopes.mT
-    curvatures = spread.mT @ ratios
-    curvatures = curvatures + curvatures.mT - 2 * weights.sum(-1)[:, None, None]
-    eps = torch.finfo(scatter.dtype).eps
-    turn = -slopes / curvatures.clamp(min=math.sqrt(eps) * counts.sum())
-    longest = turn.abs().amax((-2, -1), keepdim=True)
-    turn = turn * (_LONGEST_ROTATION / longest.clamp(min=_LONGEST_ROTATION))
-    fractions = turn.new_tensor(_FRACTIONS)
-    candidates = axes @ _cayley(-0.5 * fractions[:, None, None, None] * turn)
-    values, _ = _misfit(model, counts, _spread_along(scatter, candidates))
-    # Near the minimum differences of values are rounding, while slopes still tell the direction.
-    slack = 10 * eps * scatter.shape[-1] * counts.sum()
-    acceptable = (values <= value + slack) | (fractions == 0)[:, None]
-    chosen = acceptable.to(torch.uint8).argmax(0)
-    which = chosen[None, :, None, None].expand(1, *axes.shape)
-    return candidates.gather(0, which)[0], fractions[chosen] * longest[:, 0, 0]
-
-
 def _iterate(improve: Callable[[Tensor], Tensor], inner_steps: int, value: Tensor) -> Tensor:
     """Improve a value until it no longer changes."""
-    unseen = _is_batched(improve(value))
+    unseen = is_batched(improve(value))
     settled = 100 * torch.finfo(value.dtype).eps
-    for _ in range(_INNER_STEPS_UNSEEN if unseen else inner_steps):
+    for _ in range(INNER_STEPS_UNSEEN if unseen else inner_steps):
         before, value = value, improve(value)
         if not unseen and not bool(((value - before).abs() > settled).any()):
             break
@@ -573,70 +503,6 @@ def _factored(covariances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factor = TIED.factor(covariances[0])[None] if len(covariances) == 1 else FULL.factor(covariances)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
     return *_split(-2 * diagonal.log()), factor / diagonal[:, None, :]
-
-
-# --- orthogonal matrices ---------------------------------------------------------------------------------------------
-
-
-def _cayley(skew: Tensor) -> Tensor:
-    """Return the rotations (I - S)(I + S)^-1 of skew-symmetric matrices (..., D, D)."""
-    identity = identity_like(skew)
-    rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew)
-    return rotation
-
-
-def _to_skew(axes: Tensor) -> Tensor:
-    """Return the skew-symmetric matrices whose Cayley transforms are the orthogonal `axes`, up to signs of columns.
-
-    References:
-        O'Dorney, "Minimizing the Cayley transform of an orthogonal matrix by multiplying by signature matrices", 2014:
-        suitable signs always exist.
-    """
-    signed = axes * _signs(axes)[..., None, :]
-    identity = identity_like(axes)
-    skew: Tensor = torch.linalg.solve(identity + signed, identity - signed)
-    return 0.5 * (skew - skew.mT)
-
-
-@no_graph()
-def _signs(axes: Tensor) -> Tensor:
-    """Return signs (..., D) of the columns for which I + Q is far from singular: no pivot of it is below 1."""
-    identity = identity_like(axes)
-    elimination = identity.expand(axes.shape)
-    signs = []
-    for j in range(axes.shape[-1]):
-        column = (elimination @ axes[..., j, None])[..., 0]
-        signs.append(torch.where(column[..., j] < 0, -1.0, 1.0).to(axes.dtype))
-        pivoted = elimination[..., j] + signs[-1][..., None] * column
-        below = (torch.arange(axes.shape[-1], device=axes.device) > j) * pivoted / pivoted[..., j, None]
-        elimination = elimination - below[..., :, None] * elimination[..., j, None, :]
-    return torch.stack(signs, -1)
-
-
-def _upper_factor(factors: Tensor) -> Tensor:
-    """Return the upper triangular U with U U^T = F F^T for factors (..., D, D): QR with both orders reversed."""
-    triangular = torch.linalg.qr(factors.flip(-2).mT).R
-    upper = triangular.mT.flip(-1, -2)
-    positive: Tensor = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-    return positive
-
-
-def _strictly_upper(entries: Tensor, size: int) -> Tensor:
-    """Return the matrices (..., D, D) with these entries (..., D(D-1)/2) above the diagonal, row by row, else 0."""
-    if entries.shape[-1] != size * (size - 1) // 2:
-        raise ValueError(
-            f"`axes` should have {size * (size - 1) // 2} entries in its last dimension for {size} features. "
-            f"Found shape {tuple(entries.shape)}."
-        )
-    places = torch.full((size, size), entries.shape[-1], device=entries.device)
-    rows, columns = torch.triu_indices(size, size, 1, device=entries.device)
-    places[rows, columns] = torch.arange(entries.shape[-1], device=entries.device)
-    return torch.cat([entries, torch.zeros_like(entries[..., :0].sum(-1, keepdim=True))], -1)[..., places]
-
-
-def _is_batched(tensor: Tensor) -> bool:
-    batched: bool = torch._C._functorch.is_batchedtensor(tensor)
-    return batched
 
 
 def _raise_if_unsound(sound: Tensor) -> None:

@@ -1,0 +1,169 @@
+r"""Orientations: their coordinates, and the one that several covariances share.
+
+An orientation is an orthogonal matrix. A rotation is the Cayley transform :math:`(I - S)(I + S)^{-1}` of a
+skew-symmetric :math:`S`, whose entries above the diagonal are free.
+
+D features, K components, R candidates.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from toolkit.blocks import no_graph
+from toolkit.em.covariance.structure import identity_like
+
+__all__ = [
+    "INNER_STEPS_UNSEEN",
+    "cayley",
+    "common_axes",
+    "is_batched",
+    "strictly_upper",
+    "to_skew",
+    "upper_factor",
+]
+
+# Under vmap no value can be read, so the number of inner iterations is fixed.
+INNER_STEPS_UNSEEN = 100
+
+# The steps of a line search; the last is 0.
+_FRACTIONS = (1.0, 0.5, 0.25, 0.0625, 0.00390625, 0.0)
+_LONGEST_ROTATION = 0.5
+
+
+# --- coordinates ---
+
+
+def cayley(skew: Tensor) -> Tensor:
+    """Return the rotations (I - S)(I + S)^-1 of skew-symmetric matrices (..., D, D)."""
+    identity = identity_like(skew)
+    rotation: Tensor = torch.linalg.solve(identity + skew, identity - skew)
+    return rotation
+
+
+def to_skew(axes: Tensor) -> Tensor:
+    """Return the skew-symmetric matrices whose Cayley transforms are the orthogonal `axes`, up to signs of columns.
+
+    References:
+        O'Dorney, "Minimizing the Cayley transform of an orthogonal matrix by multiplying by signature matrices", 2014:
+        suitable signs always exist.
+    """
+    signed = axes * _signs(axes)[..., None, :]
+    identity = identity_like(axes)
+    skew: Tensor = torch.linalg.solve(identity + signed, identity - signed)
+    return 0.5 * (skew - skew.mT)
+
+
+@no_graph()
+def _signs(axes: Tensor) -> Tensor:
+    """Return signs (..., D) of the columns for which I + Q is far from singular: no pivot of it is below 1."""
+    identity = identity_like(axes)
+    elimination = identity.expand(axes.shape)
+    signs = []
+    for j in range(axes.shape[-1]):
+        column = (elimination @ axes[..., j, None])[..., 0]
+        signs.append(torch.where(column[..., j] < 0, -1.0, 1.0).to(axes.dtype))
+        pivoted = elimination[..., j] + signs[-1][..., None] * column
+        below = (torch.arange(axes.shape[-1], device=axes.device) > j) * pivoted / pivoted[..., j, None]
+        elimination = elimination - below[..., :, None] * elimination[..., j, None, :]
+    return torch.stack(signs, -1)
+
+
+def upper_factor(factors: Tensor) -> Tensor:
+    """Return the upper triangular U with U U^T = F F^T for factors (..., D, D): QR with both orders reversed."""
+    triangular = torch.linalg.qr(factors.flip(-2).mT).R
+    upper = triangular.mT.flip(-1, -2)
+    positive: Tensor = upper * upper.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    return positive
+
+
+def strictly_upper(entries: Tensor, size: int) -> Tensor:
+    """Return the matrices (..., D, D) with these entries (..., D(D-1)/2) above the diagonal, row by row, else 0."""
+    if entries.shape[-1] != size * (size - 1) // 2:
+        raise ValueError(
+            f"`axes` should have {size * (size - 1) // 2} entries in its last dimension for {size} features. "
+            f"Found shape {tuple(entries.shape)}."
+        )
+    places = torch.full((size, size), entries.shape[-1], device=entries.device)
+    rows, columns = torch.triu_indices(size, size, 1, device=entries.device)
+    places[rows, columns] = torch.arange(entries.shape[-1], device=entries.device)
+    return torch.cat([entries, torch.zeros_like(entries[..., :0].sum(-1, keepdim=True))], -1)[..., places]
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Say whether a tensor is under vmap, where no value can be read."""
+    batched: bool = torch._C._functorch.is_batchedtensor(tensor)
+    return batched
+
+
+# --- the orientation that components share ---
+
+
+def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | None, inner_steps: int) -> Tensor:
+    """Return the orientation (D, D) that EVE and VVE share, from one (1, D, D) or from those of the scatters."""
+    if start is None:
+        axes = torch.linalg.eigh(torch.cat([scatter.sum(0, keepdim=True), scatter])).eigenvectors
+    else:
+        axes = start
+    unseen = is_batched(scatter)
+    settled = 100 * torch.finfo(scatter.dtype).eps
+    for _ in range(INNER_STEPS_UNSEEN if unseen else inner_steps):
+        axes, moved = _rotate(model, counts, scatter, axes)
+        if not unseen and not bool((moved > settled).any()):
+            break
+    # One Newton-Schulz step: the product of many rotations stays a rotation.
+    axes = 0.5 * axes @ (3 * identity_like(axes) - axes.mT @ axes)
+    best: Tensor = axes[_misfit(model, counts, _spread_along(scatter, axes))[0].argmin()]
+    return best
+
+
+def _spread_along(scatter: Tensor, axes: Tensor) -> Tensor:
+    """Return the scatter (K, D, D) along each of several systems of axes (..., D, D) as (..., K, D)."""
+    return (axes[..., None, :, :] * (scatter @ axes[..., None, :, :])).sum(-2)
+
+
+def _misfit(model: str, counts: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Return the objective of a common orientation (...), from the scatter along it (..., K, D), and weights (..., K).
+
+    The objective is twice the negative expected log-joint at the best volumes and shapes, up to a constant: for VVE
+    :math:`\sum_k N_k \sum_j \log m_{kj}`, for EVE :math:`N D \log \sum_k \prod_j m_{kj}^{1/D}`. The derivative is that
+    of the weighted sum of :math:`\sum_j \log m_{kj}`.
+    """
+    logs = spread.log().sum(-1)
+    if model == "VVE":
+        return (counts * logs).sum(-1), counts.expand(logs.shape)
+    n_features = spread.shape[-1]
+    roots = logs / n_features
+    return n_features * counts.sum() * roots.logsumexp(-1), counts.sum() * roots.softmax(-1)
+
+
+def _rotate(model: str, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return axes (R, D, D) after one quasi-Newton step each, and the size of each move, (R,).
+
+    The Hessian is approximated by its value for axes that diagonalise every scatter, where it is diagonal in the planes
+    of rotation.
+    """
+    rotated = axes.mT[:, None] @ scatter @ axes[:, None]
+    spread = rotated.diagonal(dim1=-2, dim2=-1)
+    value, weights = _misfit(model, counts, spread)
+    ratios = weights[..., None] / spread
+    slopes = (rotated * ratios[..., None, :]).sum(1)
+    slopes = slopes - slopes.mT
+    curvatures = spread.mT @ ratios
+    curvatures = curvatures + curvatures.mT - 2 * weights.sum(-1)[:, None, None]
+    eps = torch.finfo(scatter.dtype).eps
+    turn = -slopes / curvatures.clamp(min=math.sqrt(eps) * counts.sum())
+    longest = turn.abs().amax((-2, -1), keepdim=True)
+    turn = turn * (_LONGEST_ROTATION / longest.clamp(min=_LONGEST_ROTATION))
+    fractions = turn.new_tensor(_FRACTIONS)
+    candidates = axes @ cayley(-0.5 * fractions[:, None, None, None] * turn)
+    values, _ = _misfit(model, counts, _spread_along(scatter, candidates))
+    # Near the minimum differences of values are rounding, while slopes still tell the direction.
+    slack = 10 * eps * scatter.shape[-1] * counts.sum()
+    acceptable = (values <= value + slack) | (fractions == 0)[:, None]
+    chosen = acceptable.to(torch.uint8).argmax(0)
+    which = chosen[None, :, None, None].expand(1, *axes.shape)
+    return candidates.gather(0, which)[0], fractions[chosen] * longest[:, 0, 0]
