@@ -1122,7 +1122,7 @@ BAD_CALLS = {
     "weight shape": (
         lambda: hmm.em_step(model("diag"), X, sequence_weight=torch.ones(2)),
         ValueError,
-        r"`sequence_weight` should be a tensor of shape \(1,\)",
+        r"`sequence_weight` should have shape \(1,\)",
     ),
     "prior shape": (
         lambda: hmm.fit(model("diag"), X, prior=hmm.DirichletPrior(transition=torch.ones(2, 2))),

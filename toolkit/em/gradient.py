@@ -23,7 +23,8 @@ from torch.optim import LBFGS, Optimizer
 
 from toolkit._checks import integer
 from toolkit.blocks import is_blocked, no_graph, variable
-from toolkit.em.engine.acceleration import Climb, check_samples
+from toolkit.em.engine.acceleration import Climb
+from toolkit.em.engine.checks import check_samples
 from toolkit.em.mixture import RESPONSIBILITIES, Family, expectation, log_density, log_responsibilities
 
 __all__ = ["gradient_em"]

@@ -31,7 +31,7 @@ from torch.func import hessian, jacfwd
 
 from toolkit._checks import choice
 from toolkit.blocks import no_graph, unblock
-from toolkit.em.engine.acceleration import check_samples
+from toolkit.em.engine.checks import check_samples
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.mixture import RESPONSIBILITIES, Family, e_step, log_density
 

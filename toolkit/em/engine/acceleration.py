@@ -24,6 +24,7 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
+from toolkit.em.engine.checks import check_samples
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING, leaders
 from toolkit.em.mixture import Family, e_step
@@ -514,23 +515,3 @@ def _check_finite(value: float) -> None:
     if not math.isfinite(value):
         impossible = "a sample that no component explains, or " if value == -math.inf else ""
         raise ValueError(f"The log-likelihood should be finite. Found {value}: {impossible}too large values.")
-
-
-def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
-    """Raise a TypeError or ValueError unless there are samples, and not all weights are 0."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
-    if x.ndim == 0 or len(x) == 0:
-        raise ValueError(f"`x` should hold at least one sample. Found shape {tuple(x.shape)}.")
-    if sample_weight is None:
-        return
-    if not isinstance(sample_weight, Tensor):
-        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
-    if sample_weight.shape != (len(x),):
-        raise ValueError(f"`sample_weight` should have shape {(len(x),)}. Found {tuple(sample_weight.shape)}.")
-    sound = bool((sample_weight.isfinite() & (sample_weight >= 0)).all())
-    if not sound or not bool((sample_weight > 0).any()):
-        raise ValueError(
-            f"`sample_weight` should be finite, not negative and not all 0. Found a minimum of "
-            f"{float(sample_weight.min())} and a sum of {float(sample_weight.sum())}."
-        )

@@ -21,12 +21,11 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from toolkit._data import Chunk, Rows, parts_of, pieces_of, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import structure_of
+from toolkit.em.engine.checks import FLOATS, check_finite, check_weights
 
 __all__ = [
     "Prepared",
-    "check_finite",
     "check_rows",
-    "check_weights",
     "chunk_length",
     "prepare",
     "total_over_ranks",
@@ -35,8 +34,6 @@ __all__ = [
 # Bytes of a chunk's working set: large enough to hide the overhead of calls, small enough for caches; or enough to fill
 # a GPU.
 _CHUNK_BYTES = {"cpu": 2**22, "cuda": 2**28}
-
-FLOATS = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,29 +189,11 @@ def check_rows(source: Iterable[Any] | Callable[[], Iterable[Any]], *, missing: 
             if not missing:
                 check_finite(x, start)
             start += len(x)
-            w = None if weights is None else check_weights(torch.as_tensor(weights, device=x.device), len(x)).to(x)
-            yield from rows_of(x, w)(length)
+            w = None if weights is None else torch.as_tensor(weights, device=x.device)
+            check_weights(w, len(x), allow_zeros=True)
+            yield from rows_of(x, None if w is None else w.to(x))(length)
 
     return rows
-
-
-def check_finite(x: Tensor, start: int = 0) -> None:
-    """Raise a ValueError unless the samples, which begin at row `start` of all, are finite; in bounded memory."""
-    for part in x.split(2**14):
-        finite = part.isfinite().all(1)
-        if not bool(finite.all()):
-            row = int((~finite).nonzero()[0])
-            raise ValueError(f"`x` should be finite. Found {part[row].tolist()} in row {start + row}.")
-        start += len(part)
-
-
-def check_weights(weights: Tensor, n_samples: int) -> Tensor:
-    """Return the weights of some samples; raise an error if they are invalid."""
-    if weights.shape != (n_samples,):
-        raise ValueError(f"`sample_weight` should have shape ({n_samples},). Found {tuple(weights.shape)}.")
-    if not bool(((weights >= 0) & weights.isfinite()).all()):
-        raise ValueError("`sample_weight` should be finite and not negative. Found others.")
-    return weights
 
 
 def total_over_ranks(group: ProcessGroup | None, *parts: Tensor) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
-from toolkit.em.engine.samples import FLOATS, check_finite, check_weights
+from toolkit.em.engine.checks import check_finite, check_floats, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, nearest, seeds
 from toolkit.em.gaussian import GaussianParameters
 
@@ -223,17 +223,10 @@ def check_init(init: str) -> None:
 
 def check_tensor(x: Tensor, sample_weight: Tensor | None, n_components: int, *, whole: bool = True) -> None:
     """Raise a TypeError or ValueError unless a mixture can be fitted to the samples with their weights."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
+    check_floats(x)
     if x.ndim != 2 or x.shape[1] == 0 or (whole and len(x) == 0):
         raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
     check_finite(x)
     if whole and n_components > len(x):
         raise ValueError(f"`n_components` should be at most {len(x)}, the number of samples. Found {n_components}.")
-    if sample_weight is not None:
-        if not isinstance(sample_weight, Tensor):
-            raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
-        check_weights(sample_weight, len(x))
-        if whole and not bool((sample_weight > 0).any()):
-            raise ValueError("`sample_weight` should not be all 0. Found no sample with a weight.")
+    check_weights(sample_weight, len(x), allow_zeros=not whole)

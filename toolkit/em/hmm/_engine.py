@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from toolkit.em.engine.checks import check_weights
 from toolkit.em.hmm._chain import Chain, is_short
 from toolkit.em.hmm._emissions import Pass, Prepared
 from toolkit.em.hmm._logarithms import smooth, sums_over_paths
@@ -40,7 +41,8 @@ class Engine:
     def __init__(
         self, parameters: HMMParameters, x: Tensor, lengths: list[int], sequence_weight: Tensor | None
     ) -> None:
-        self.weight = _check_weight(sequence_weight, lengths, x.device)
+        check_weights(sequence_weight, len(lengths), name="sequence_weight")
+        self.weight = None if sequence_weight is None else sequence_weight.to(x.device, torch.float64)
         self.dtype = x.dtype if x.is_floating_point() else parameters.log_start.dtype
         if self.dtype not in (torch.float32, torch.float64):
             raise TypeError(f"`x` should be a float32 or float64 tensor. Found {self.dtype}.")
@@ -163,17 +165,3 @@ class Engine:
         row = plan([len(self._x)], parameters.n_states, block=0)
         prepared = parameters.emissions.prepare(self._x, row)
         return _Arrangement(row, (), prepared, Chain(self._lengths, parameters.n_states))
-
-
-def _check_weight(weight: Tensor | None, lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    if weight is None:
-        return None
-    if not isinstance(weight, Tensor) or weight.shape != (len(lengths),):
-        found = tuple(weight.shape) if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"`sequence_weight` should be a tensor of shape ({len(lengths)},). Found {found}.")
-    if not bool((weight.isfinite() & (weight >= 0)).all()) or not bool(weight.any()):
-        raise ValueError(
-            "`sequence_weight` should be finite, not negative and not all 0. Found a minimum of "
-            f"{float(weight.min())} and a sum of {float(weight.sum())}."
-        )
-    return weight.to(device, torch.float64)

@@ -15,17 +15,17 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit.em.covariance import soft_counts
-from toolkit.em.engine.samples import FLOATS
+from toolkit.em.engine.checks import check_finite, check_floats, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
 
 __all__ = [
     "FAR",
     "Components",
-    "check_floats",
+    "centres",
+    "check_finite_floats",
     "check_shape",
     "check_start",
     "check_table",
-    "check_weights",
     "clamp_coordinates",
     "is_wrapped",
     "log_of",
@@ -33,6 +33,7 @@ __all__ = [
     "partition",
     "raise_row",
     "shares",
+    "standard_normal",
 ]
 
 # e^-40 is less than a rounding error of 1: coordinates beyond it change no likelihood, and would spoil extrapolation.
@@ -127,13 +128,6 @@ def check_start(x: Tensor, n_components: int, sample_weight: Tensor | None = Non
     return n_components
 
 
-def check_floats(x: Tensor) -> None:
-    """Raise a TypeError unless `x` is a float32 or float64 tensor."""
-    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
-        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
-
-
 def check_table(x: Tensor, *, missing: bool = False) -> None:
     """Raise a TypeError or ValueError unless `x` (N, D) holds finite floating-point numbers, or NaN if `missing`."""
     check_floats(x)
@@ -142,24 +136,7 @@ def check_table(x: Tensor, *, missing: bool = False) -> None:
     if missing:
         raise_row(x, x.isinf(), "be finite, or NaN where missing")
     else:
-        raise_row(x, ~x.isfinite(), "be finite")
-
-
-def check_weights(sample_weight: Tensor | None, n: int, *, allow_zeros: bool = False) -> None:
-    """Raise a TypeError or ValueError unless the weights (N,) are finite, not negative, and not all 0 if so asked."""
-    if sample_weight is None:
-        return
-    if not isinstance(sample_weight, Tensor):
-        raise TypeError(f"`sample_weight` should be a tensor or None. Found {type(sample_weight).__name__}.")
-    if sample_weight.shape != (n,):
-        raise ValueError(f"`sample_weight` should have shape {(n,)}. Found {tuple(sample_weight.shape)}.")
-    sound = bool((sample_weight.isfinite() & (sample_weight >= 0)).all())
-    if not sound or not (allow_zeros or bool((sample_weight > 0).any())):
-        should = "finite and not negative" if allow_zeros else "finite, not negative and not all 0"
-        raise ValueError(
-            f"`sample_weight` should be {should}. Found a minimum of {float(sample_weight.min())} "
-            f"and a sum of {float(sample_weight.sum())}."
-        )
+        check_finite(x)
 
 
 def raise_row(x: Tensor, bad: Tensor, should: str) -> None:
@@ -193,3 +170,23 @@ def partition(x: Tensor, n: int, weights: Tensor | None, generator: torch.Genera
 def log_weights_of(values: Mapping[str, Tensor]) -> Tensor:
     """Return normalised log-weights from the coordinates."""
     return values["log_weights"].log_softmax(0)
+
+
+def centres(x: Tensor, weights: Tensor) -> Tensor:
+    """Return the means of the samples (N, D) weighted by (N, K); an empty component gets the mean of all."""
+    counts = weights.sum(0)[:, None]
+    centre = x.mean(0)
+    return centre + weights.mT @ (x - centre) / torch.where(counts > 0, counts, 1.0)
+
+
+def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Draw standard normal numbers in the type and on the device of `like`."""
+    device = like.device if generator is None else generator.device
+    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
+
+
+def check_finite_floats(x: Tensor) -> None:
+    """Raise unless all samples are finite floating-point numbers."""
+    if not x.is_floating_point():
+        raise TypeError(f"`x` should be a floating-point tensor. Found {x.dtype}.")
+    check_finite(x)

@@ -23,14 +23,16 @@ from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 from toolkit.em.models._common import (
     Components,
+    centres,
+    check_finite_floats,
     check_shape,
     check_start,
     clamp_coordinates,
     log_weights_of,
     partition,
     shares,
+    standard_normal,
 )
-from toolkit.em.models.student import centres, check_finite, standard_normal
 
 __all__ = ["FactorAnalysers", "NoiseType"]
 
@@ -122,7 +124,7 @@ class FactorAnalysers(Components):
             ValueError: If an argument is out of range, or all samples are the same.
         """
         n_components = check_start(x, n_components, sample_weight)
-        check_finite(x)
+        check_finite_floats(x)
         check_noise_type(noise_type)
         n_factors = integer("n_factors", n_factors, 1, x.shape[1])
         labels, weights = partition(x, n_components, sample_weight, generator)
@@ -180,7 +182,7 @@ class FactorAnalysers(Components):
     def check(self, x: Tensor) -> None:
         """Raise a ValueError unless `x` (N, D) is finite."""
         check_shape(x, self.n_features)
-        check_finite(x)
+        check_finite_floats(x)
 
     def log_joint(self, x: Tensor) -> Tensor:
         r"""Return the log of weight times density, (N, K), nats.

@@ -28,11 +28,12 @@ from toolkit._checks import integer, number
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
+from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
-from toolkit.em.models._common import check_table, check_weights
+from toolkit.em.models._common import check_table
 from toolkit.em.models._patterns import Incomplete, Moments, Pass
 from toolkit.em.models.prior import Prior
 

@@ -27,11 +27,11 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
+from toolkit.em.engine.checks import check_finite, check_floats, check_weights
 from toolkit.em.engine.fused import accumulate, statistics_of
 from toolkit.em.engine.samples import prepare
 from toolkit.em.engine.statistics import Statistics
 from toolkit.em.gaussian import GaussianParameters, check_features
-from toolkit.em.models._common import check_floats, check_weights, raise_row
 from toolkit.em.models.prior import Prior
 
 __all__ = [
@@ -367,5 +367,5 @@ def _reduce(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | N
 def _check(parameters: GaussianParameters, x: Tensor, sample_weight: Tensor | None) -> None:
     check_floats(x)
     check_features(parameters, x)
-    raise_row(x, ~x.isfinite(), "be finite")
+    check_finite(x)
     check_weights(sample_weight, len(x), allow_zeros=True)

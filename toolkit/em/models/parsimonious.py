@@ -31,11 +31,12 @@ from toolkit.em.covariance.models import (
     n_free_parameters,
 )
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
+from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.engine.samples import Prepared, prepare
 from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
-from toolkit.em.models._common import check_table, check_weights
+from toolkit.em.models._common import check_table
 
 __all__ = [
     "COVARIANCE_MODELS",

@@ -26,13 +26,15 @@ from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, 
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 from toolkit.em.models._common import (
     Components,
+    centres,
+    check_finite_floats,
     check_shape,
     check_start,
     clamp_coordinates,
     is_wrapped,
     partition,
-    raise_row,
     shares,
+    standard_normal,
 )
 
 __all__ = ["ScatterType", "StudentMixture"]
@@ -164,7 +166,7 @@ class StudentMixture(Components):
             ValueError: If an argument is out of range, or a scatter is singular.
         """
         n_components = check_start(x, n_components, sample_weight)
-        check_finite(x)
+        check_finite_floats(x)
         if degrees_of_freedom is not None:
             degrees_of_freedom = number("degrees_of_freedom", degrees_of_freedom, above=0, infinite=True)
         reg_covar = number("reg_covar", reg_covar, least=0)
@@ -201,7 +203,7 @@ class StudentMixture(Components):
     def check(self, x: Tensor) -> None:
         """Raise a ValueError unless `x` (N, D) is finite."""
         check_shape(x, self.n_features)
-        check_finite(x)
+        check_finite_floats(x)
 
     def distances(self, x: Tensor) -> Tensor:
         r"""Return :math:`\delta_{nk}`, squared distances in units of the scatter: (N, K)."""
@@ -377,26 +379,6 @@ def _clipped(x: Tensor) -> Tensor:
     low, high = x.kthvalue(1 + tail, 0).values, x.kthvalue(len(x) - tail, 0).values
     margin = torch.where(high > low, 0.1 * (high - low), torch.inf)
     return torch.clamp(x, low - margin, high + margin)
-
-
-def centres(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the means of the samples (N, D) weighted by (N, K); an empty component gets the mean of all."""
-    counts = weights.sum(0)[:, None]
-    centre = x.mean(0)
-    return centre + weights.mT @ (x - centre) / torch.where(counts > 0, counts, 1.0)
-
-
-def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draw standard normal numbers in the type and on the device of `like`."""
-    device = like.device if generator is None else generator.device
-    return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
-
-
-def check_finite(x: Tensor) -> None:
-    """Raise unless all samples are finite floating-point numbers."""
-    if not x.is_floating_point():
-        raise TypeError(f"`x` should be a floating-point tensor. Found {x.dtype}.")
-    raise_row(x, ~x.isfinite(), "be finite")
 
 
 def _log_normaliser(a: Tensor, b: float) -> Tensor:

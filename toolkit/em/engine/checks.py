@@ -1,0 +1,56 @@
+"""Checks of samples and their weights, each in one place.
+
+N samples, D features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["FLOATS", "check_finite", "check_floats", "check_samples", "check_weights"]
+
+FLOATS = (torch.float32, torch.float64)
+
+
+def check_floats(x: Tensor) -> None:
+    """Raise a TypeError unless `x` is a float32 or float64 tensor."""
+    if not isinstance(x, Tensor) or x.dtype not in FLOATS:
+        found = x.dtype if isinstance(x, Tensor) else type(x).__name__
+        raise TypeError(f"`x` should be a float32 or float64 tensor. Found {found}.")
+
+
+def check_finite(x: Tensor, start: int = 0) -> None:
+    """Raise a ValueError unless the samples, which begin at row `start` of all, are finite; in bounded memory."""
+    for part in x.split(2**14):
+        finite = part.isfinite().all(1)
+        if not bool(finite.all()):
+            row = int((~finite).nonzero()[0])
+            raise ValueError(f"`x` should be finite. Found {part[row].tolist()} in row {start + row}.")
+        start += len(part)
+
+
+def check_weights(weights: Tensor | None, n: int, *, allow_zeros: bool = False, name: str = "sample_weight") -> None:
+    """Raise an error unless weights (N,) are finite, not negative and, without `allow_zeros`, not all 0."""
+    if weights is None:
+        return
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"`{name}` should be a tensor or None. Found {type(weights).__name__}.")
+    if weights.shape != (n,):
+        raise ValueError(f"`{name}` should have shape {(n,)}. Found {tuple(weights.shape)}.")
+    sound = bool((weights.isfinite() & (weights >= 0)).all())
+    if not sound or not (allow_zeros or bool((weights > 0).any())):
+        should = "finite and not negative" if allow_zeros else "finite, not negative and not all 0"
+        raise ValueError(
+            f"`{name}` should be {should}. Found a minimum of {float(weights.min())} "
+            f"and a sum of {float(weights.sum())}."
+        )
+
+
+def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
+    """Raise a TypeError or ValueError unless there are samples, and not all weights are 0."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
+    if x.ndim == 0 or len(x) == 0:
+        raise ValueError(f"`x` should hold at least one sample. Found shape {tuple(x.shape)}.")
+    check_weights(sample_weight, len(x))
