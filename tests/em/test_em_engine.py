@@ -22,6 +22,7 @@ from toolkit import datasets
 from toolkit._data import rows_of
 from toolkit.em import (
     COVARIANCE_TYPES,
+    GaussianHMM,
     GaussianParameters,
     Prior,
     e_step,
@@ -309,6 +310,10 @@ def test_arguments_of_another_type():
 def test_values_too_large_for_their_squares():
     with pytest.raises(ValueError, match="finite covariance"):
         fit(samples() * 1e160, 2, generator=generator())
+    with pytest.raises(ValueError, match="finite covariance"):
+        start(samples() * 1e160, 2, covariance_type="diag", generator=generator())
+    with pytest.raises(ValueError, match="finite covariance"):
+        GaussianHMM(2, random_state=0).fit(samples() * 1e160)
 
 
 def test_integer_chunks_are_numbers():

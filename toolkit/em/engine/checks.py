@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["FLOATS", "check_finite", "check_floats", "check_samples", "check_weights"]
+__all__ = ["FLOATS", "check_covariance", "check_finite", "check_floats", "check_samples", "check_weights"]
 
 FLOATS = (torch.float32, torch.float64)
 
@@ -54,3 +54,9 @@ def check_samples(x: Tensor, sample_weight: Tensor | None) -> None:
     if x.ndim == 0 or len(x) == 0:
         raise ValueError(f"`x` should hold at least one sample. Found shape {tuple(x.shape)}.")
     check_weights(sample_weight, len(x))
+
+
+def check_covariance(covariance: Tensor) -> None:
+    """Raise a ValueError unless the covariance of the samples is finite."""
+    if not bool(covariance.isfinite().all()):
+        raise ValueError("`x` should have a finite covariance. Found an infinite one: its values are too large.")

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 from toolkit._data import Chunk, Rows, parts_of, pieces_of, rows_of
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import structure_of
-from toolkit.em.engine.checks import FLOATS, check_finite, check_weights
+from toolkit.em.engine.checks import FLOATS, check_covariance, check_finite, check_weights
 
 __all__ = [
     "Prepared",
@@ -235,8 +235,7 @@ def _moments(
         count = int(counts)
     total_weight = float(weight)
     covariance = scatter / max(total_weight, torch.finfo(torch.float64).tiny)
-    if not bool(covariance.isfinite().all()):
-        raise ValueError("`x` should have a finite covariance. Found an infinite one: its values are too large.")
+    check_covariance(covariance)
     return total_weight, count, mean, covariance
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
-from toolkit.em.engine.checks import check_finite, check_floats, check_weights
+from toolkit.em.engine.checks import check_covariance, check_finite, check_floats, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, nearest, seeds
 from toolkit.em.gaussian import GaussianParameters
 
@@ -86,6 +86,7 @@ def start(
     structure = structure_of(covariance_type)
     scatter = structure.separate.moments(residuals * (weights / total), residuals)
     one = structure.separate.estimate(scatter, torch.ones_like(means[:1]))
+    check_covariance(one)
     factor = structure.separate.factor(structure.separate.regularise(one, reg_covar))[0]
     return GaussianParameters(
         log_weights=counts.log() - counts.sum().log(),
