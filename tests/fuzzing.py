@@ -55,6 +55,7 @@ p$i, q$i = $a.split([1, 2], 1)
 $o = torch.cat([q$i, p$i], 1) * $b
 $o = torch.fft.fft(torch.complex(wide($a), wide($b)), dim=0).abs().to($a.dtype) / 4 + $b
 $o = torch.einsum("ij,kj,kl->il", $a, $b, $a).tanh()
+$o = $a.masked_scatter($b > 0, $b.cos()).index_add(0, rows.remainder(4), $a)
 $o = F.scaled_dot_product_attention($a, $b, $a)
 $o = $a.take_along_dim($b.argsort(0), 0)
 $o = $a * $b.detach()
@@ -211,6 +212,8 @@ with ⟦⟧:
     for row$i, other$i in zip(b$i.unbind(0), $a.unbind(0)):
         row$i.copy_(other$i)
 $o = b$i * $b
+b$i, c$i = torch._foreach_mul([$a, ⟨$b⟩], [$b, $a])
+$o = b$i - c$i.sin()
 p$i, q$i = ⟨$a * $b⟩.split([1, 2], 1)
 p$i.mul_(2)
 $o = torch.cat([p$i, q$i], 1) * $a
@@ -380,6 +383,12 @@ $o = owner$i.target($a) * owner$i.weight + $b
 |     return t * x
 $o = asyncio.run(later$i($a)) + $b
 $o = torch.func.grad(lambda x: (x * ⟨$b⟩).sin().sum())($a)
+| @⟦⟧
+| def series$i(x):
+|     for _ in range(2):
+|         x = x.tanh()
+|         yield x
+$o = sum(part * $a for part in series$i($b))
 """
 
 BLOCKS = """
