@@ -24,6 +24,9 @@ __all__ = ["main"]
 # The name of the table of expected stops.
 _TABLE = "stop"
 
+# The exit status of a program that Ctrl-C has ended, as a shell has it.
+_INTERRUPTED = 130
+
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stopgrad")
@@ -91,7 +94,7 @@ def audit(
     cuts all paths      load-bearing: with it these parameters have no gradient
     makes the gradient  load-bearing: without it these parameters have none
 
-    The exit code is 0; 1 if an answer is not valid or not as expected, or the program fails; 2 if there is nothing to
+    The exit code is that of the program; 1 if an answer is not valid or not as expected; 2 if there is nothing to
     audit.
     """  # noqa: D301 - the sign by which click leaves lines as they are
     if module is None and not words:
@@ -105,7 +108,7 @@ def audit(
     file, _, function = program.rpartition(":")
     if module is None and file and function.isidentifier() and not Path(program).is_file():
         answers = {0: _answer_of_function(file, function)}
-        verified = ""
+        verified, code = "", 0
     else:
         from toolkit.gradients.audit.scripts import Question, Script
 
@@ -115,7 +118,7 @@ def audit(
         question = Question(step, None if all_passes else backward or 1, continues)
         if witness is not None:
             _bear_witness(script, question, witness)
-        answers, verified = _answers_of_script(script, question, verify=verify)
+        answers, verified, code = _answers_of_script(script, question, verify=verify)
     named = {f"step {step}, backward pass {number}" if number else "": answer for number, answer in answers.items()}
     pages = [] if page_path is None else _write_pages(page_path, named, program)
     is_valid = all(answer.valid for answer in answers.values()) and not verified.startswith("NOT")
@@ -128,7 +131,7 @@ def audit(
         is_expected = _holds(expect, asked, answers, form)
     for page in pages:
         click.echo(f"page: {page}", err=True)
-    sys.exit(0 if is_valid and is_expected else 1)
+    sys.exit(code if is_valid and is_expected else 1)
 
 
 def _print(answers: dict[str, Any], verified: str, form: str) -> None:
@@ -139,7 +142,8 @@ def _print(answers: dict[str, Any], verified: str, form: str) -> None:
         click.echo(json.dumps(found[0] if len(found) == 1 else found, indent=2))
     else:
         click.echo("\n\n".join(_text(name, answer) for name, answer in answers.items()))
-        click.echo(verified, nl=bool(verified))
+    if verified:
+        click.echo(verified, err=form == "json")
 
 
 def _expected(path: Path) -> list[Any]:
@@ -198,15 +202,15 @@ def _answer_of_function(path: str, name: str) -> Any:
         return _asked(f"{path}:{name}", lambda: audited(loss, params))
 
 
-def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dict[int, Any], str]:
-    """Return backward pass -> answer, and a sentence about the second run."""
+def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dict[int, Any], str, int]:
+    """Return backward pass -> answer, a sentence about the second run, and the exit status of the script."""
     from toolkit.gradients.audit.scripts import RecordedRun
 
     run = RecordedRun(question, digests=verify)
     code = _run(run, script)
     if not run.audits:
         sys.exit(code) if code else _stop(f"The script should come to {question}. Found its end after {run.progress}.")
-    return run.audits, _verified(run) if verify else ""
+    return run.audits, _verified(run) if verify else "", code
 
 
 def _run(run: Any, script: Any) -> int:
@@ -222,13 +226,13 @@ def _run(run: Any, script: Any) -> int:
         return error.code if isinstance(error.code, int) else int(error.code is not None)
     except Refused as error:
         _stop(str(error))
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         here = (str(Path(__file__).parent), "<frozen runpy>")
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename.startswith(here):
             trace = trace.tb_next
         traceback.print_exception(error.with_traceback(trace))
-        return 1
+        return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
 

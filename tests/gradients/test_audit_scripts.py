@@ -340,7 +340,7 @@ def test_a_script_that_cannot_be_audited_says_why(write, tmp_path, loss, says):
     [
         ("raise ZeroDivisionError('of the script')", 1, "ZeroDivisionError: of the script"),
         ("import sys; sys.exit(7)", 7, ""),
-        ("raise KeyboardInterrupt", 1, ""),
+        ("raise KeyboardInterrupt", 130, "line 3, in <module>\n    raise KeyboardInterrupt"),
         ("", 2, "The script should come to backward pass 1 of step 1. Found its end after 0 steps"),
     ],
 )
@@ -350,6 +350,22 @@ def test_a_script_that_ends_early_ends_as_without_the_tool(write, tmp_path, end,
     assert found.returncode == code, found.stderr
     assert says in found.stderr
     assert "toolkit" not in found.stderr.partition("Traceback")[2], "the frames of the tool are left out"
+
+
+@pytest.mark.parametrize(("end", "code"), [("raise ZeroDivisionError", 1), ("import sys; sys.exit(7)", 7), ("", 0)])
+def test_an_answer_does_not_hide_how_the_script_ends(write, tmp_path, end, code):
+    write(f"import torch\nw = torch.ones(2, requires_grad=True)\n(w * w.detach()).sum().backward()\n{end}\n")
+    found = _run(tmp_path, "train.py", "--continue")
+    assert "train.py:3:6  detach()  partial" in found.stdout
+    assert found.returncode == code, found.stderr
+
+
+def test_plain_json_says_that_another_run_computes_something_else(write, tmp_path):
+    write("import os, torch\nw = torch.tensor([float(os.getpid())], requires_grad=True)\n(w * w).sum().backward()\n")
+    found = _run(tmp_path, "train.py", "--json", "--verify")
+    assert found.returncode == 1
+    assert json.loads(found.stdout)["valid"]
+    assert found.stderr.splitlines()[-1].startswith("NOT verified: the loss of backward pass 1 from there on is ")
 
 
 def test_a_checkpoint_that_hides_its_graph_is_refused(write, tmp_path):
