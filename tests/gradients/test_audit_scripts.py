@@ -311,13 +311,17 @@ def test_a_copy_leaves_the_graph_where_the_script_copies(write, tmp_path):
             "thread = threading.Thread(target=train, name='trainer'); thread.start(); thread.join()",
             "the thread trainer",
         ),
+        (
+            "child = multiprocessing.get_context('fork').Process(target=train); child.start(); child.join()",
+            "starts other processes",
+        ),
     ],
-    ids=["transforms", "threads"],
+    ids=["transforms", "threads", "processes"],
 )
 def test_a_script_that_cannot_be_audited_says_why(write, tmp_path, loss, says):
     write(
         f"""
-        import threading
+        import multiprocessing, threading
         import torch
 
         def train():
@@ -421,6 +425,43 @@ def test_children_and_paths_are_as_without_the_tool(write, tmp_path):
     found = _run(tmp_path, "deep/train.py", "--", "a", "--b")
     assert found.returncode == 0, found.stderr
     assert "deep/train.py:12:10  detach()  partial" in found.stdout
+
+
+def test_a_forked_child_runs_as_without_the_tool(write, tmp_path):
+    write(
+        """
+        import multiprocessing
+        import torch
+        from torch import nn
+        from toolkit import stop_gradient, stop_recording
+
+        def features(queue):
+            net = nn.Linear(2, 1)
+            with torch.no_grad():
+                found = [net(torch.ones(2)), nn.Linear(2, 1).weight.detach()]
+            with stop_recording("child.region"):
+                found.append(net(torch.ones(2)))
+            found.append(stop_gradient(net(torch.ones(2)), "child.tensor"))
+            net(torch.ones(2)).sum().backward()
+            torch.optim.SGD(net.parameters(), 0.1).step()
+            queue.put([tensor.requires_grad for tensor in found])
+
+        w = torch.tensor(3.0, requires_grad=True)
+        optimiser = torch.optim.SGD([w], 0.1)
+        context = multiprocessing.get_context("fork")
+        queue = context.SimpleQueue()
+        child = context.Process(target=features, args=(queue,))
+        child.start()
+        child.join()
+        print("the child ends with", child.exitcode, any(queue.get()))
+        (w * w.detach()).backward()
+        """
+    )
+    found = _run(tmp_path, "train.py")
+    assert "the child ends with 0 False" in found.stderr
+    assert found.stderr.count("\n") == 1
+    assert "train.py:26:6  detach()  partial" in found.stdout
+    assert "1 stop:" in found.stdout
 
 
 def test_a_program_that_is_not_there(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -77,13 +78,13 @@ class CutBoard(GateBoard):
         super().__init__(records=True)
         self.written: set[str] = set()
         self.first, self.latest = next_number(), ""
-        self._real, self._leaves, self._is_inside = real, list[Any](), False
+        self._real, self._leaves, self._is_inside, self._process = real, list[Any](), False, os.getpid()
         self._anchor = torch.empty((), device="cpu", requires_grad=True)
 
     def tensor(self, input: Tensor, name: str, site: Site) -> Tensor | None:
-        """Return `input` behind a cut; None if it should be stopped."""
+        """Return `input` behind a cut; None if it should be stopped, as in a child process."""
         carries = self._note(input, name, site)
-        if not carries or name in self._real:
+        if not carries or name in self._real or os.getpid() != self._process:
             return None
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             self.inner.add(name)
@@ -98,14 +99,14 @@ class CutBoard(GateBoard):
         return super(torch.autograd.Function, Cut).apply(self._anchor, (input,), name)  # type: ignore[no-any-return, no-untyped-call]
 
     def region(self, name: str, site: Site, *, both_modes: bool) -> AbstractContextManager[None] | None:
-        """Record a region; None if it should not be recorded."""
+        """Record a region; None if it should not be recorded, as in a child process."""
         if self._derives:
             if not is_checkpointed():
                 self.meetings.setdefault(name, Meeting(site)).carried += 1
                 self.inner.add(name)
                 return None
             return None if name in self._real else self._again(name)
-        if name in self._real:
+        if name in self._real or os.getpid() != self._process:
             self.meetings.setdefault(name, Meeting(site)).calls += 1
             return None
         self.latest = name

@@ -34,6 +34,7 @@ from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
 from toolkit.gradients._gates import reachable_nodes, replaced_by, unrecorded
 from toolkit.gradients._places import decorated
 from toolkit.gradients._snapshot import INSTALLED, Kept
+from toolkit.gradients._threads import this_thread
 
 __all__ = ["BareBlocks", "Escape"]
 
@@ -113,7 +114,7 @@ class BareBlocks:
     spares: Collection[str] = frozenset()
     is_constant: Callable[[Tensor], bool] = lambda tensor: _is_stopped(tensor)
     close_regions: Callable[..., None] | None = None
-    _thread: int = field(default_factory=threading.get_ident)
+    _thread: tuple[int, int] = field(default_factory=this_thread)
     _region: _Entered | None = None
     _here: FrameType | None = None
     _state: Container[int] = frozenset()
@@ -526,7 +527,7 @@ class BareBlocks:
         return memory in self._state or memory in self._copies
 
     def _mine(self) -> bool:
-        return threading.get_ident() == self._thread
+        return this_thread() == self._thread
 
     def _site(self, kind: str, frame: FrameType | None) -> Site | None:
         """Return the place of a call that becomes a block, or None if the call keeps its meaning."""

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit.gradients._gates import gate_of, reachable_nodes, replacing
 from toolkit.gradients._snapshot import without_compiled_code
+from toolkit.gradients._threads import this_thread
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.steps import Recorder, Refused, Unrecordable, backward_passes, root_of_pass
 
@@ -128,8 +130,8 @@ class ScriptRun:
         self.question, self.digests, self.steps, self.answered = question, list[Digest](), 0, False
         self._takes_digests, self.backward_passes = digests, 0
         self.lessons, self._attended, self._attends = Lessons.read(), ExitStack(), False
-        self._thread, self._is_passing, self._others = threading.get_ident(), False, dict[str, None]()
-        self._gradients = self._transforms = 0
+        self._thread, self._is_passing, self._others = this_thread(), False, dict[str, None]()
+        self._gradients = self._transforms = self._processes = 0
 
     def run(self, script: Script) -> None:
         """Run a script until the question is answered, or to its end.
@@ -138,7 +140,7 @@ class ScriptRun:
         """
         hook = register_optimizer_step_post_hook(self._count)
         try:
-            with backward_passes(self._backward), self._gradients_taken(), self._watching():
+            with backward_passes(self._backward), self._gradients_taken(), self._processes_counted(), self._watching():
                 self._started(script)
         except _Answered:
             pass
@@ -154,6 +156,8 @@ class ScriptRun:
         come = f"{self.steps} steps and {self.backward_passes} more backward passes"
         if self._others and not self.steps:
             return f"{come}: it trains in the thread {next(iter(self._others))}, but only the main thread is audited"
+        if self._processes and not self.steps + self.backward_passes:
+            return f"{come}: it starts other processes, but only the first process is audited"
         if self._transforms and not self.steps + self.backward_passes:
             return f"{come}: it trains by torch.func, and its loss can be audited as a function, FILE:FUNCTION"
         if self.question.step > 1 and not self.steps and self.backward_passes:
@@ -176,7 +180,7 @@ class ScriptRun:
 
         def init(optimiser: Any, *args: Any, **kwargs: Any) -> None:
             original(optimiser, *args, **kwargs)
-            if threading.get_ident() != self._thread:
+            if this_thread() != self._thread:
                 return
             if not self.steps and not self._attends and self.lessons.earlier >= self.question.step - 1:
                 self._start()
@@ -205,7 +209,7 @@ class ScriptRun:
         original = torch.autograd.grad
 
         def grad(*args: Any, **kwargs: Any) -> Any:
-            if self._is_passing or threading.get_ident() != self._thread:
+            if self._is_passing or this_thread() != self._thread:
                 return original(*args, **kwargs)
             in_transform = torch._C._functorch.peek_interpreter_stack() is not None
             self._transforms += in_transform
@@ -223,8 +227,23 @@ class ScriptRun:
         finally:
             torch.autograd.grad = original
 
+    @contextmanager
+    def _processes_counted(self) -> Iterator[None]:
+        """Count the processes that a script starts: they run as without the tool."""
+        original = BaseProcess.start
+
+        def start(process: BaseProcess) -> None:
+            self._processes += not process.daemon  # the workers of a loader are
+            original(process)
+
+        setattr(BaseProcess, "start", start)  # noqa: B010 - its type is that of one signature
+        try:
+            yield
+        finally:
+            setattr(BaseProcess, "start", original)  # noqa: B010
+
     def _count(self, *_: Any) -> None:
-        if threading.get_ident() != self._thread:
+        if this_thread() != self._thread:
             self._others[threading.current_thread().name] = None
             return
         if not self.backward_passes:  # one optimiser for each parameter, say, takes one training step

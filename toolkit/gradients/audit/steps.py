@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -35,6 +34,7 @@ from toolkit.gradients._gates import (
 )
 from toolkit.gradients._program import Answer, Parameters, coarsest, named_parameters
 from toolkit.gradients._snapshot import Parts, RandomState, Snapshot, without_compiled_code
+from toolkit.gradients._threads import this_thread
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.places import BareBlocks
 from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
@@ -509,12 +509,12 @@ def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) ->
 @contextmanager
 def backward_passes(begin: Begin) -> Iterator[None]:
     """Run every backward pass of this thread inside of the context that `begin` makes of its loss and its inputs."""
-    thread, running = threading.get_ident(), False
+    thread, running = this_thread(), False
 
     def replaced(original: Callable[..., Any], root_of: Callable[..., tuple[Tensor, Any]]) -> Callable[..., Any]:
         def backward(*args: Any, **kwargs: Any) -> Any:
             nonlocal running
-            if running or threading.get_ident() != thread:
+            if running or this_thread() != thread:
                 return original(*args, **kwargs)
             running = True
             try:
