@@ -227,6 +227,25 @@ def test_a_function_behind_a_leaf_that_the_step_makes_is_not_taken_for_linear():
     assert "may not be linear" in answer.audits[0].unopened[0].reason
 
 
+def test_a_counter_inside_of_a_region_keeps_nothing_blocked():
+    torch.manual_seed(0)
+    online = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    target, x = copy.deepcopy(online).requires_grad_(False), torch.randn(8, 4)
+
+    def loss(teacher):
+        with torch.no_grad():
+            goal = teacher(x)
+        return (2 * online(x) - goal).square().mean()
+
+    with audited() as answer:
+        loss(target).backward()
+        loss(online).backward()
+    frozen, trained = answer.audits
+    (nothing,), (leak,) = frozen.effects, trained.effects
+    assert (nothing.verdict.kind, leak.verdict.kind) == ("no-op", "partial")
+    assert not frozen.unopened + trained.unopened
+
+
 def test_a_view_in_use_that_becomes_a_leaf_is_refused():
     w = torch.tensor([3.0, 2.0], requires_grad=True)
     with audited({"w": w}):

@@ -618,7 +618,8 @@ class _Watch(TorchFunctionMode):
         one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"
         if one_mode and any(map(_has_tangent, leaves)):
             bare.one_mode[region.site] = None
-        changed = [tensor for tensor in changed if bare._is_state(tensor)]
+        # Without a gradient, as a counter of a batch norm, there is nothing to keep out.
+        changed = [tensor for tensor in changed if bare._is_state(tensor)] if any(map(carries_gradient, leaves)) else []
         bare._writes.update([region.site] if changed else [])
         # A view cannot be made a constant again.
         if changed and (region.site in bare.spares or any(tensor._base is not None for tensor in changed)):
