@@ -246,6 +246,36 @@ def test_a_counter_inside_of_a_region_keeps_nothing_blocked():
     assert not frozen.unopened + trained.unopened
 
 
+def _with_a_fast_path():
+    torch.manual_seed(0)
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 3, 8)
+
+
+def test_a_module_takes_its_fast_path_as_in_the_plain_step():
+    online, x = _with_a_fast_path()
+    target = copy.deepcopy(online).eval().requires_grad_(False)
+
+    def goal():
+        with torch.no_grad():
+            return target(x)
+
+    plain, told = goal(), audit(lambda: (online(x) - goal()).square().mean(), online)
+    with audited() as answer:
+        recorded = goal()
+        (online(x) - recorded).square().mean().backward()
+    assert torch.equal(recorded, plain)
+    assert answer.audits[0].loss == told.loss
+    assert [effect.verdict.kind for effect in (*answer.audits[0].effects, *told.effects)] == ["no-op"] * 2
+
+
+def test_a_region_in_which_a_module_takes_a_fast_path_is_refused():
+    net, x = _with_a_fast_path()
+    net.eval()
+    with pytest.raises(RuntimeError, match=r"test_audit_steps\.py:\d+:\d+: a module of torch takes a fast path"):
+        with audited(), torch.no_grad():
+            net(x)
+
+
 def test_a_view_in_use_that_becomes_a_leaf_is_refused():
     w = torch.tensor([3.0, 2.0], requires_grad=True)
     with audited({"w": w}):

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
-from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, changed_by
+from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_by
 from toolkit.gradients._gates import reachable_nodes, replaced_by, unrecorded
 from toolkit.gradients._places import decorated
 from toolkit.gradients._snapshot import INSTALLED, Kept
@@ -57,6 +57,10 @@ _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
     (torch._C.TensorBase.new_tensor, Tensor, "new_tensor"),
     (torch.asarray, torch, "asarray"),
 )
+# Modules that compute in another way while no gradient is recorded and no mode is active.
+_WITH_FAST_PATHS = frozenset(_TORCH + f"nn/modules/{name}.py" for name in ("activation", "transformer"))
+_FAST_PATH = "a module of torch takes a fast path inside of it, which has no derivative"
+_PACKAGE = __name__.partition(".")[0] + "."
 _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _WITHOUT_END = "a call without `with` has no end at which a region could be closed"
 
@@ -186,6 +190,7 @@ class BareBlocks:
             (torch, "logspace", functools.partial(self._taken, "logspace()")),
             (torch.autograd.Variable, "__new__", self._variable),
             (torch, "is_grad_enabled", self._is_grad_enabled),
+            (torch.overrides, "has_torch_function", self._has_torch_function),
             (torch.autograd, "_engine_run_backward", self._backward),
         ]
         for context, kind in (
@@ -490,6 +495,7 @@ class BareBlocks:
 
     def _is_grad_enabled(self, original: Any) -> Any:
         def is_grad_enabled() -> bool:
+            self._refuse_fast_path(_caller())
             user = not _caller().f_code.co_filename.startswith((_TOOLKIT, _TORCH))
             if not (user and self._region is not None and self._mine()):
                 return bool(original())
@@ -497,6 +503,24 @@ class BareBlocks:
             return False
 
         return is_grad_enabled
+
+    def _refuse_fast_path(self, frame: FrameType) -> None:
+        """Raise Unrecordable if a module of torch has a fast path, without a derivative, that it takes unrecorded."""
+        if self._region is None or self.close_regions is None or not self._mine():
+            return
+        if frame.f_code.co_filename in _WITH_FAST_PATHS and any(map(_requires_gradient, frame.f_locals["tensor_args"])):
+            raise Unrecordable({self._region.site: _FAST_PATH})
+
+    def _has_torch_function(self, original: Any) -> Any:
+        def has_torch_function(arguments: Any) -> bool:
+            """Leave out the modes that watch the program: a module would not take its fast path."""
+            modes = _get_current_function_mode_stack()
+            ours = all(type(mode).__module__.startswith(_PACKAGE) for mode in modes)
+            if not (ours and _caller().f_code.co_filename in _WITH_FAST_PATHS):
+                return bool(original(arguments))
+            return any(map(_unwraps, arguments))
+
+        return has_torch_function
 
     def _backward(self, original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -655,6 +679,10 @@ def _has_tangent(input: Tensor) -> bool:
         if not wrapped:
             return False
         input = functorch.get_unwrapped(input)
+
+
+def _requires_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _is_machinery(file: str) -> bool:
