@@ -3,6 +3,7 @@
 import json
 import os
 import subprocess
+import sys
 import textwrap
 
 import pytest
@@ -49,9 +50,9 @@ def write(tmp_path):
     return write
 
 
-def _run(folder, *arguments, **environment):
+def _run(folder, *arguments, python=None, **environment):
     return subprocess.run(
-        [warm.python(), "-m", "toolkit", "audit", *arguments],
+        [python or warm.python(), "-m", "toolkit", "audit", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
@@ -154,6 +155,24 @@ def test_compiled_functions_run_in_eager_mode(write, tmp_path):
     assert found.returncode == 0, found.stderr
     assert "compiled functions ran in eager mode" in found.stdout
     assert "computes the same" in found.stdout
+
+
+def test_functions_that_are_compiled_while_the_script_is_recorded_run_in_eager_mode(write, tmp_path):
+    write(
+        """
+        import sys
+        import torch
+        assert "torch._dynamo" not in sys.modules
+        w = torch.tensor(3.0, requires_grad=True)
+        square = torch.compile(lambda: w * w.detach(), backend="eager")
+        for _ in range(2):
+            square().backward()
+        """
+    )
+    found = _run(tmp_path, "train.py", python=sys.executable)  # the warm one has imported the compiler
+    assert found.returncode == 0, found.stderr
+    assert "train.py:6:36  detach()  partial" in found.stdout
+    assert "compiled functions ran in eager mode" in found.stdout
 
 
 def test_one_optimiser_for_each_parameter_takes_one_step(write, tmp_path):

@@ -14,7 +14,7 @@ import sysconfig
 import types
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -798,14 +798,28 @@ def _join(prefix: str, name: str) -> str:
 @contextmanager
 def without_compiled_code() -> Iterator[None]:
     """Run compiled functions and branches of `torch.cond` as Python, because a compiled graph has no gates."""
-    whole = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    compiled = torch.cond.__code__
-    torch.cond.__code__ = _branch.__code__  # for every name that the function has, as of `from torch import cond`
-    try:
-        with whole:
+    branches, compile = torch.cond.__code__, torch.compile
+    with ExitStack() as stack:
+
+        def eager() -> None:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            """Compile for the first time: the import of the compiler, which takes a second, waits until here."""
+            if torch.compile is compiled:
+                torch.compile = compile
+                eager()
+            return compile(*args, **kwargs)
+
+        torch.cond.__code__ = _branch.__code__  # for every name that the function has, as of `from torch import cond`
+        if "torch._dynamo" in sys.modules:
+            eager()
+        else:
+            torch.compile = compiled
+        try:
             yield
-    finally:
-        torch.cond.__code__ = compiled
+        finally:
+            torch.cond.__code__, torch.compile = branches, compile
 
 
 def _branch(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any] = ()) -> Any:
