@@ -68,6 +68,8 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("            return any(map(_unwraps, arguments))", "            return True", "test_audit_steps"),
         ("            raise Unrecordable({self._region.site: _FAST_PATH})", "            return", "test_audit_steps"),
         ("            torch.compile = compiled\n", "            pass\n", "test_audit_scripts"),
+        ("carried and not leaks and self._leads", "not carried and self._leads", "test_audit_steps"),
+        ("            torch.compile = compiled  #", "            pass  #", "test_audit_scripts"),
         ("    sys.exit(code if is_valid and", "    sys.exit(0 if is_valid and", "test_audit_scripts"),
         ("    return os.getpid(), threading", "    return 0, threading", "test_audit_scripts"),
     ],

@@ -674,6 +674,20 @@ def test_a_stop_of_an_earlier_step_counts_only_in_the_loss():
     assert shown.grad_fn is None
 
 
+@pytest.mark.parametrize("is_freed", [True, False])
+def test_a_stop_in_front_of_a_freed_graph_of_frozen_parameters_is_not_redundant(is_freed):
+    torch.manual_seed(0)
+    world, actor = nn.Linear(2, 3), nn.Linear(3, 1)
+    with audited() as answer:
+        state = world(torch.ones(4, 2)).tanh()
+        state.sum().backward(retain_graph=not is_freed)
+        world.requires_grad_(False)
+        actor(state.detach()).square().sum().backward()
+    audit = answer.audits[1]
+    assert ["whose graph is freed" in entry.reason for entry in audit.unopened] == [True] * is_freed
+    assert [effect.verdict.kind for effect in audit.effects] == ["redundant"][is_freed:]
+
+
 def test_recording_that_is_switched_off_inside_of_a_region_is_on_again_behind_it():
     w = torch.tensor(3.0, requires_grad=True)
     with audited({"w": w}) as step:

@@ -39,6 +39,7 @@ __all__ = [
     "is_checkpointed",
     "is_cut",
     "is_foreign",
+    "is_freed",
     "made_leaf",
     "next_number",
     "reachable_nodes",
@@ -415,6 +416,17 @@ def gate_of(node: Any) -> frozenset[str]:
 def is_cut(node: Any) -> bool:
     """Return whether a node is a cut."""
     return type(node) is Cut._backward_cls
+
+
+def is_freed(node: Any) -> bool:
+    """Return whether a backward pass has freed the tensors that a node needs."""
+    try:
+        for name in dir(node):
+            if name.startswith("_saved_"):
+                getattr(node, name)
+    except RuntimeError as error:
+        return "second time" in str(error)
+    return False
 
 
 def is_foreign(node: Any) -> bool:

@@ -27,6 +27,7 @@ from toolkit.gradients._gates import (
     gate_of,
     is_cut,
     is_foreign,
+    is_freed,
     reachable_nodes,
     regions_of,
     source_of,
@@ -270,7 +271,14 @@ class StepAnswers(Answers):
         """Return the leak of these blocks, opened together."""
         carried = any(self.board.meetings[name].carried for name in names)
         leaks, reached = self._leaks(names) if carried else ({}, self.plain.reached)
+        if carried and not leaks and self._leads_to_freed(names):
+            raise Closed(_EARLIER)
         return Leak({name: flat(leak) for name, leak in leaks.items()}, reached, carried=carried)
+
+    def _leads_to_freed(self, open: Collection[str]) -> bool:
+        """Return whether a gradient would come to a freed graph, which may end at parameters that are frozen by now."""
+        sources = [cut.source for cut in self._arrived if cut.source is not None and gate_of(cut) <= frozenset(open)]
+        return any(is_freed(node) for source in sources for node in reachable_nodes(source.node, open))
 
     def answers_at_once(self, open: Collection[str]) -> bool:
         """Return whether cuts alone can answer for these blocks."""
