@@ -130,6 +130,30 @@ def test_all_backward_passes_of_a_step(write, tmp_path):
     assert {**only, "backward": ""} == {**second, "backward": ""}
 
 
+def test_backward_passes_that_share_a_target(write, tmp_path):
+    write(
+        """
+        import torch
+        from torch import nn
+        torch.manual_seed(0)
+        critics, target = [nn.Linear(2, 1), nn.Linear(2, 1)], nn.Linear(2, 1)
+        optimisers = [torch.optim.SGD(net.parameters(), 0.1) for net in critics]
+        for _ in range(2):
+            x = torch.randn(4, 2)
+            with torch.no_grad():
+                goal = target(x).exp()
+            for critic in critics:
+                (critic(x) - goal).square().mean().backward()
+            for optimiser in optimisers:
+                optimiser.step()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--all", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.count("not opened: no_grad at train.py:9:5: an earlier backward pass has used its values") == 2
+    assert "computes the same" in found.stdout
+
+
 def test_a_graph_from_before_the_step_is_recorded_from_its_beginning(write, tmp_path):
     write(GAN.replace("    (-critic", "    optimisers[1].step()\n    (-critic"))
     found = _run(tmp_path, "train.py", "--step", "4", "--verify")

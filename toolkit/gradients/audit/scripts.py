@@ -383,7 +383,9 @@ class RecordedRun(ScriptRun):
 
     def _learn(self, error: Exception) -> bool:
         """Find the places at which a recording has failed; return whether the script should start again."""
-        if isinstance(error, Refused) or self._recorder is None or self.answered or self.lessons.starts >= _MOST_STARTS:
+        is_over = self.answered and self.question.backward is not None
+        may_start = self.lessons.starts < _MOST_STARTS
+        if isinstance(error, Refused) or self._recorder is None or is_over or not may_start:
             return False
         if isinstance(error, Unrecordable):
             self.lessons.real |= error.places

@@ -53,6 +53,7 @@ _INNER = "a derivative inside of the step reaches it, so that its opening change
 _NOT_DERIVED = "an operation inside of it has no derivative"
 _REWRITTEN = "its result is changed in place after it"
 _BLURRED = "a transform of torch.func switches recording on again inside of it"
+_SHARED = "an earlier backward pass has used its values, too"
 _OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
 _SCRIPTED = "stops inside of TorchScript are not looked into"
@@ -215,6 +216,9 @@ class StepAnswers(Answers):
         try:
             return self._derivatives([self._value], None, self._cuts)
         except Closed as error:  # the graph is freed: torch says so
+            shared = frozenset[str]().union(*(regions_of(node) for node in self.nodes if is_freed(node)))
+            if shared:
+                raise Unrecordable(dict.fromkeys(shared, _SHARED)) from error
             raise error.__cause__ or error from None
         except Exception as error:  # the first nodes of a closed region run, and need what they saved
             if not (regions := self._failing()):
