@@ -410,12 +410,13 @@ def _copied(value: Any, copies: dict[int, Any]) -> Any:
     if type(value) not in _COPIED:
         return value
     if id(value) not in copies:
-        make, arguments, *state = value.__reduce__()
-        taken = [_copied(argument, copies) for argument in arguments]
-        whole = all(_can_be_copied(argument) for argument in arguments)
-        copies[id(value)] = fresh = make(*taken) if whole else value
-        if whole and state:
-            fresh.__setstate__(*state)
+        copies[id(value)] = value
+        if _can_be_copied(value):
+            with _undeprecated():
+                make, arguments, *state = value.__reduce__()
+                copies[id(value)] = fresh = make(*(_copied(argument, copies) for argument in arguments))
+                if state:
+                    fresh.__setstate__(*state)
     return copies[id(value)]
 
 
@@ -423,7 +424,19 @@ def _can_be_copied(value: Any) -> bool:
     """Return whether a value is unaffected when a copy of its iterator advances."""
     if type(value) not in _COPIED:
         return not isinstance(value, collections.abc.Iterator)
-    return all(map(_can_be_copied, value.__reduce__()[1]))
+    try:
+        with _undeprecated():
+            return all(map(_can_be_copied, value.__reduce__()[1]))
+    except TypeError:  # iterators of `itertools`, from Python 3.14 on
+        return False
+
+
+@contextmanager
+def _undeprecated() -> Iterator[None]:
+    """Ignore the warnings of Python 3.12 and 3.13 that iterators of `itertools` lose their copies in 3.14."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
 
 
 class _Sequence(Holder):
