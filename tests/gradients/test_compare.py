@@ -1264,6 +1264,17 @@ def test_questions_inside_of_other_modes_are_refused() -> None:
             transform(lambda x: (compare(lambda: X.square().sum()), x.sum())[1])(torch.ones(2))
 
 
+@pytest.mark.filterwarnings("ignore:Dynamo does not know")
+@pytest.mark.parametrize("question", [compare, audit], ids=["compare", "audit"])
+def test_questions_inside_of_a_compiled_function_are_refused(question: Callable) -> None:
+    @torch.compile(backend="eager")
+    def compiled(x: Tensor) -> Any:
+        return question(lambda: (x * X.square()).sum())
+
+    with pytest.raises(RuntimeError, match=r"^`loss` should be asked about outside of torch\.compile\."):
+        compiled(torch.ones(2))
+
+
 def test_a_total_in_place_is_a_loss() -> None:
     total = torch.zeros(())
 

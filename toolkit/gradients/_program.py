@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
+from torch.compiler import is_dynamo_compiling
 
 from toolkit.blocks import gated, no_graph, opened
 from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, gate_of, is_foreign, reachable_nodes
@@ -330,6 +331,8 @@ def checked_function(name: str, function: object, arguments: Sequence[object] = 
         found = type(function).__name__ if isinstance(function, nn.Module) else "a function"
         wish = "take no arguments, as `lambda: criterion(model(x), y)` does" if name == "loss" else "take `inputs`"
         raise TypeError(f"`{name}` should {wish}. Found {found}: {error}.") from None
+    if is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback():
+        raise RuntimeError(f"`{name}` should be asked about outside of torch.compile. Found a function compiled by it.")
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"`{name}` should be asked about outside of torch.inference_mode. Found it switched on.")
     if (transform := peek_interpreter_stack()) is not None:
