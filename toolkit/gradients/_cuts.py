@@ -253,14 +253,20 @@ class CutBoard(GateBoard):
         if not any(words in str(error) for words in _TAKES_NO_GRADIENT):
             return
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
-        places = {
-            name
-            for tensor in filter(self.is_constant, given)
-            for node in reachable_nodes(tensor.grad_fn, EVERY_BLOCK)
-            for name in self._blocks_of(node)
-        }
-        if places:
+        if places := self._making(tensor.grad_fn for tensor in filter(self.is_constant, given)):
             raise Unrecordable(dict.fromkeys(sorted(places), _NO_DERIVATIVE)) from error
+
+    def _making(self, roots: Iterable[Any]) -> set[str]:
+        """Return the blocks that make constants of these results: the first on each path."""
+        stack, seen, places = [*roots], set[Any](), set[str]()
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                found = self._blocks_of(node)
+                places |= found
+                stack += [] if found else successors(node)
+        return places
 
     @contextmanager
     def of_the_program(self) -> Iterator[None]:
