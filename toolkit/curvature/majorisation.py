@@ -167,7 +167,9 @@ def half_quadratic_loss(residuals: Tensor, *, kind: Kind, scale: float) -> Tenso
         penalty = v.expm1() - v
     else:
         penalty = (v / 2).expm1().square() if kind == "geman_mcclure" else v * v.exp() - v.expm1()
-    return (((v / 2).exp() * r).square() / 2 + scale**2 / 2 * penalty).to(residuals.dtype)
+    near = r.abs() < _FAR  # beyond it v.exp() * r.square() may be 0 times infinity
+    weighted = torch.where(near, v.exp() * torch.where(near, r, 0).square(), ((v / 2).exp() * r).square())
+    return (weighted / 2 + scale**2 / 2 * penalty).to(residuals.dtype)
 
 
 def proximal_penalty(point: Tensor, anchor: Tensor, *, step: float) -> Tensor:
