@@ -1,5 +1,6 @@
 """A process that starts warm is a process like any other, with torch in it already."""
 
+import functools
 import os
 import signal
 import subprocess
@@ -123,7 +124,15 @@ def test_processes_that_it_spawns_are_warm_too(tmp_path):
 def test_a_signal_to_the_command_ends_the_copy(number):
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
     command = [warm.python(), "-c", program]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    heeded = functools.partial(signal.signal, number, signal.SIG_DFL)  # a shell lets its background jobs ignore SIGINT
+    started = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=None if number == signal.SIGKILL else heeded,
+    )
+    with started as process:
         pid = int(process.stdout.readline())
         process.send_signal(number)
         assert process.stdout.read() == ""  # comes when the copy has closed it

@@ -40,7 +40,7 @@ from toolkit.em import (
     to_unconstrained,
 )
 from toolkit.em.engine.acceleration import maximise_likelihood
-from toolkit.em.models import _patterns
+from toolkit.em.models import _patterns, missing
 from toolkit.em.models.missing import (
     MissingGaussian,
     draw_missing,
@@ -380,7 +380,7 @@ def test_step_is_a_stationary_maximum_of_its_surrogate(kind):
     x, before = incomplete(), mixture(kind)
     after = MissingGaussian(before).m_step(x, e_step(MissingGaussian(before), x)[0]).parameters
     assert difference(em_step_missing(before, x)[0], after) < 1e-12
-    moments = _patterns._expected_moments(before, x, e_step(MissingGaussian(before), x)[0])
+    moments = missing._expected_moments(before, x, e_step(MissingGaussian(before), x)[0])
     leaves = to_unconstrained(after)
 
     def expected_log_joint(values: Mapping[str, Tensor]) -> Tensor:
