@@ -988,6 +988,13 @@ class _Checker:
         self.wrong: list[tuple[str, str]] = []
         self.refused: list[str] = []
         self.truth = cache(lambda open, nudge=0: truth(program, open, nudge=nudge))
+        self.noise = cache(self.measured_noise)
+        self.size = cache(lambda open, name=None: _size(self.gradients(open, name)))
+
+    def gradients(self, open: tuple[str, ...], name: str | None) -> Iterable[Tensor]:
+        """Return the true gradient of a parameter, or of all of them."""
+        found = self.truth(open).gradients
+        return found.values() if name is None else [found[name]]
 
     def finding(self) -> Finding:
         try:
@@ -1128,20 +1135,20 @@ class _Checker:
 
     def fault(self, verdict: Any, open: tuple[str, ...], leaks: dict[str, float]) -> str:
         """Say what speaks against a verdict; nothing if it is right."""
-        (_, plain, before), (_, opened, after) = self.truth(()), self.truth(open)
+        (_, plain, before), (_, _, after) = self.truth(()), self.truth(open)
         named, cut = set(verdict.parameters), after - before
         if verdict.kind == "cuts":
             return f"it cuts {sorted(cut)}" if named != cut else ""
         rounding = {name: self.rounding(open, name, leak) for name, leak in leaks.items()}
         leaking = {name for name in leaks if leaks[name] > rounding[name]}
         if verdict.kind == "makes":
-            others = {name for name in named if not plain[name].any() or _size([opened[name]]) > rounding[name]}
+            others = {name for name in named if not plain[name].any() or self.size(open, name) > rounding[name]}
             return f"it does not make that of {sorted(others)}" if others else ""
         if verdict.kind == "partial":
             return f"it cuts {sorted(cut)}" if cut & leaking else ""
         if not leaking:
             return ""
-        part = math.hypot(*leaks.values()) / max(_size(plain.values()), _size(opened.values()))
+        part = math.hypot(*leaks.values()) / max(self.size(()), self.size(open))
         if verdict.kind == "noise" and self.program.precision > _FINE:
             # The toolkit rounds six times: as many here, or a rare large change that it saw would count against it.
             leaking = {name for name in leaking if leaks[name] > self.rounding(open, name, leaks[name], nudges=6)}
@@ -1152,13 +1159,12 @@ class _Checker:
     def rounding(self, open: tuple[str, ...], name: str, off: float, nudges: int = 2) -> float:
         """Return how far rounding may move the gradient of a parameter; measured only if `off` is more than usual."""
         relative, times = _ALLOWED[self.program.precision]
-        plain, opened = self.truth(()).gradients, self.truth(open).gradients
-        usual = relative * max(_size([plain[name]]), _size([opened[name]])) + 1e-15 * _size(plain.values())
+        usual = relative * max(self.size((), name), self.size(open, name)) + 1e-15 * self.size(())
         if off <= usual:
             return usual
         return usual + times * (self.noise((), name, nudges) + self.noise(open, name, nudges))
 
-    def noise(self, open: tuple[str, ...], name: str, nudges: int) -> float:
+    def measured_noise(self, open: tuple[str, ...], name: str, nudges: int) -> float:
         """Return how far rounding errors in the parameters move the gradient of one of them."""
         whole = self.truth(open).gradients[name]
         return max(_distance(self.truth(open, 1 + nudge).gradients[name], whole) for nudge in range(nudges))

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -105,7 +105,8 @@ class Recorder:
             Refused: If the graph of the step cannot be differentiated a second time.
         """
         scopes = scopes_of(sys._getframe(1))
-        parts = Parts(modules=modules_by_name(scopes))
+        alive = objects_of(nn.Module, torch.jit.ScriptFunction, torch.amp.GradScaler)
+        parts = Parts(modules=modules_by_name(alive, scopes))
         given = None if params is None else named_parameters(params, parts)
         if given is None and inputs is not None:
             given = parameters_of(list(inputs), parts, scopes)
@@ -119,8 +120,8 @@ class Recorder:
             remarks=[
                 *[_BEYOND] * self.reaches_beyond(value),
                 *[_EAGER] * _compiles(),
-                *[_SCRIPTED] * _stops_in_torchscript(),
-                *_scaling_of(value),
+                *[_SCRIPTED] * _stops_in_torchscript(alive),
+                *_scaling_of(value, alive),
             ],
             closed=self._closed(answers, comparison),
             unreached=dict.fromkeys(sorted(answers.params.keys() - answers.reached), ""),
@@ -593,22 +594,24 @@ def _compiles() -> bool:
     return dynamo is not None and any(backend is not None for backend in dynamo.eval_frame.cached_backends.values())
 
 
-def _stops_in_torchscript() -> bool:
+def _stops_in_torchscript(alive: Iterable[object]) -> bool:
     """Return whether there are stops in TorchScript, whose calls are not seen."""
-    texts, compiled = list[str](), [*objects_of(torch.jit.ScriptFunction), *objects_of(torch.jit.ScriptModule)]
+    texts = list[str]()
     found: Any
-    for found in compiled:
+    for found in alive:
+        if not isinstance(found, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+            continue
         with suppress(RuntimeError, AttributeError):  # such as a list of modules, without `forward`
             texts.append(str(found.inlined_graph))
     return any(word in text for text in texts for word in ("aten::detach", "no_grad"))
 
 
-def _scaling_of(value: Tensor) -> list[str]:
+def _scaling_of(value: Tensor, alive: Iterable[object]) -> list[str]:
     """Return a remark if the loss is multiplied by the scale of a `GradScaler`."""
     factor = getattr(value.grad_fn, "_saved_other", None)
     if not isinstance(factor, Tensor):
         return []
-    scales = [scaler._scale for scaler in objects_of(torch.amp.GradScaler)]
+    scales = [scaler._scale for scaler in alive if isinstance(scaler, torch.amp.GradScaler)]
     is_scaled = any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
     return [f"a GradScaler has multiplied the loss, gradients and leaks by {factor.item():g}"] * is_scaled
 
