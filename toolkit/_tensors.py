@@ -28,8 +28,6 @@ __all__ = [
 ]
 
 HALF = (torch.float16, torch.bfloat16)
-_SMALL = 0.25  # the first term left out of the series is below the rounding
-
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -50,11 +48,13 @@ def largest_exponent(dtype: torch.dtype) -> float:
 
 def exponential_remainder(input: Tensor) -> Tensor:
     """Return ``exp(x) - 1 - x``, never negative, to a few roundings also where x is small: ``x^2 / 2 + x^3 / 6``."""
-    inner = input.clamp(-_SMALL, _SMALL)
+    small = 0.25  # the first term left out of the series is below the rounding
+    inner = input.clamp(-small, small)
     series = one = input.new_ones(())
     for k in range(13 if input.dtype == torch.float64 else 8, 2, -1):
         series = torch.addcmul(one, inner, series, value=1 / k)
-    return torch.where(input.abs() < _SMALL, inner.square() / 2 * series, input.expm1() - input)
+    finite = input.clamp(max=torch.finfo(input.dtype).max)  # where the exponential is infinite, too
+    return torch.where(input.abs() < small, inner.square() / 2 * series, input.expm1() - finite)
 
 
 def floating(**tensors: Tensor) -> None:
