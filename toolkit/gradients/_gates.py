@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -307,6 +308,8 @@ class GateBoard(Gates):
                 if names and _REGIONS not in node.metadata and not is_cut(node):
                     node.metadata[_REGIONS] = names
                     node.register_hook(functools.partial(self._cross, names))
+                    if is_foreign(node) and isinstance(node, BackwardCFunction):
+                        self._hold(node, names)
 
     def _entered(self) -> list[Region]:
         """Return the regions that the program is in, and in which it has not switched recording on again."""
@@ -317,10 +320,22 @@ class GateBoard(Gates):
         number = node._sequence_nr()
         return frozenset(region.name for region in self._regions if region.holds(number))
 
+    def _hold(self, node: Any, names: frozenset[str]) -> None:
+        """Keep the backward pass of a custom function, which may have effects, from running where none passes."""
+        kind, owner, count = type(node), weakref.ref(node), len(node.needs_input_grad)
+
+        def apply(*cotangents: Tensor | None) -> Any:
+            return kind.apply(owner(), *cotangents) if self._is_passed(names) else (None,) * count
+
+        node.apply = apply
+
     def _cross(self, names: frozenset[str], results: tuple[Tensor | None, ...], _: Any) -> tuple[None, ...] | None:
         """Drop the gradients of a node of these regions, unless they are open or the derivative is taken inside."""
+        return None if self._is_passed(names) else (None,) * len(results)
+
+    def _is_passed(self, names: frozenset[str]) -> bool:
         passing = [self.passes(name) for name in names - self.open_regions()]
-        return None if all(passing) else (None,) * len(results)
+        return all(passing)
 
 
 @dataclass(eq=False)
@@ -419,11 +434,13 @@ def is_cut(node: Any) -> bool:
 
 
 def is_freed(node: Any) -> bool:
-    """Return whether a backward pass has freed the tensors that a node needs."""
+    """Return whether a backward pass has freed the tensors that a node needs.
+
+    All are freed at once, so one is read, which may cost a checkpoint a run.
+    """
     try:
-        for name in dir(node):
-            if name.startswith("_saved_"):
-                getattr(node, name)
+        saved = (getattr(node, name) for name in dir(node) if name.startswith("_saved_"))
+        next((value for value in saved if isinstance(value, Tensor)), None)
     except RuntimeError as error:
         return "second time" in str(error)
     return False

@@ -25,8 +25,8 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
@@ -59,6 +59,7 @@ _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
 )
 # Modules that compute in another way while no gradient is recorded and no mode is active.
 _WITH_FAST_PATHS = frozenset(_TORCH + f"nn/modules/{name}.py" for name in ("activation", "transformer"))
+_CHECKPOINT = checkpoint._checkpoint_without_reentrant_generator.__code__
 _FAST_PATH = "a module of torch takes a fast path inside of it, which has no derivative"
 _PACKAGE = __name__.partition(".")[0] + "."
 _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
@@ -104,6 +105,7 @@ class BareBlocks:
         spares: Regions whose writes into older tensors stay blocked.
         is_constant: Says whether a tensor is a constant while every place is closed.
         close_regions: Closes regions behind tensors before a derivative of them; None if none is ever recorded.
+        open_regions: Gives the recorded regions that the program is in, those of declared blocks among them.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
@@ -118,6 +120,7 @@ class BareBlocks:
     spares: Collection[str] = frozenset()
     is_constant: Callable[[Tensor], bool] = lambda tensor: _is_stopped(tensor)
     close_regions: Callable[..., None] | None = None
+    open_regions: Callable[[], Collection[str]] = frozenset
     _thread: tuple[int, int] = field(default_factory=this_thread)
     _region: _Entered | None = None
     _here: FrameType | None = None
@@ -495,21 +498,30 @@ class BareBlocks:
 
     def _is_grad_enabled(self, original: Any) -> Any:
         def is_grad_enabled() -> bool:
-            self._refuse_fast_path(_caller())
-            user = not _caller().f_code.co_filename.startswith((_TOOLKIT, _TORCH))
-            if not (user and self._region is not None and self._mine()):
+            frame, regions = _caller(), self._entered()
+            self._refuse_fast_path(frame, regions)
+            if frame.f_code is _CHECKPOINT:  # without a graph it keeps the values, and runs nothing again
+                return bool(original()) and not regions
+            if not regions or frame.f_code.co_filename.startswith((_TOOLKIT, _TORCH)):
                 return bool(original())
-            self.partly.setdefault(self._region.site, "`is_grad_enabled()` answers in it as if it were closed")
+            for region in regions:
+                self.partly.setdefault(region, "`is_grad_enabled()` answers in it as if it were closed")
             return False
 
         return is_grad_enabled
 
-    def _refuse_fast_path(self, frame: FrameType) -> None:
+    def _entered(self) -> Collection[str]:
+        """Return the regions that this thread is in, and that record a graph although the program's own do not."""
+        if not self._mine():
+            return ()
+        return self.open_regions() or ([self._region.site] if self._region is not None else ())
+
+    def _refuse_fast_path(self, frame: FrameType, regions: Collection[str]) -> None:
         """Raise Unrecordable if a module of torch has a fast path, without a derivative, that it takes unrecorded."""
-        if self._region is None or self.close_regions is None or not self._mine():
+        if not regions or self.close_regions is None:
             return
         if frame.f_code.co_filename in _WITH_FAST_PATHS and any(map(_requires_gradient, frame.f_locals["tensor_args"])):
-            raise Unrecordable({self._region.site: _FAST_PATH})
+            raise Unrecordable(dict.fromkeys(sorted(regions), _FAST_PATH))
 
     def _has_torch_function(self, original: Any) -> Any:
         def has_torch_function(arguments: Any) -> bool:
@@ -591,7 +603,7 @@ class BareBlocks:
 
     def _note_blind_checkpoint(self, frame: FrameType) -> None:
         """Note a reentrant checkpoint that records no graph, because no input carries a gradient."""
-        if frame.f_code is CheckpointFunction.forward.__code__:
+        if frame.f_code is checkpoint.CheckpointFunction.forward.__code__:
             inputs = frame.f_locals["args"]
             if not any(isinstance(input, Tensor) and input.requires_grad for input in inputs):
                 self._note_escape("checkpoint(use_reentrant=True)", frame)
@@ -636,7 +648,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if region is None:
-            if torch.is_grad_enabled():
+            if torch._C.is_grad_enabled():
                 bare.note_writes(changed, leaves)
             return func(*args, **kwargs)
         one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"

@@ -80,6 +80,7 @@ class Recorder:
             spares=EVERY_BLOCK,
             is_constant=self.board.is_constant,
             close_regions=self.board.close_regions,
+            open_regions=self.board.open_regions,
         )
 
     @contextmanager
@@ -251,7 +252,7 @@ class StepAnswers(Answers):
     def names(self, partly: Collection[str]) -> list[str]:
         """Return the blocks in the graph of the loss, and those that stop nothing; of `partly` this is not known."""
         met = self.board.inner.union(*(gate_of(node) | regions_of(node) for node in self.nodes))
-        unseen = self.board.written.union(partly)
+        unseen = self.board.written.union(partly, self._bare.real)
         meetings = self.board.meetings.items()
         return [name for name, meeting in meetings if name in met or not (meeting.carried or name in unseen)]
 
