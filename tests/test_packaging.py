@@ -1,5 +1,6 @@
 """What is installed: versions, names, contents of the wheel, and what an import pulls in."""
 
+import contextlib
 import importlib.metadata
 import re
 import subprocess
@@ -51,19 +52,7 @@ def test_pins_are_exact_sorted_and_without_local_versions():
 
 def test_what_is_needed_at_run_time_is_pinned_to_the_last_package():
     """Every package that an installed dependency pulls in has a pin too: an install leaves nothing to chance."""
-    pending, seen = list(REQUIREMENTS), set()
-    while pending:
-        name = canonicalize_name(pending.pop().name)
-        if name in seen:
-            continue
-        seen.add(name)
-        try:
-            required = importlib.metadata.requires(name) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        further = map(Requirement, required)
-        pending += [one for one in further if one.marker is None or one.marker.evaluate({"extra": ""})]
-    assert sorted(seen - set(PINS)) == []
+    assert sorted(_needed(REQUIREMENTS) - set(PINS)) == []
 
 
 def test_every_import_is_a_declared_dependency():
@@ -119,6 +108,34 @@ def test_help_imports_no_torch(verb):
     modules = _modules_after("from toolkit.runner._command import main; main()", *verb, "--help")
     assert "click" in modules
     assert not modules & {"torch", "toolkit.blocks", "pydantic", "matplotlib", "numpy"}
+
+
+def _needed(requirements):
+    """Return the names of distributions that these requirements install."""
+    pending, seen = list(requirements), set()
+    while pending:
+        name = canonicalize_name(pending.pop().name)
+        if name not in seen:
+            seen.add(name)
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                further = map(Requirement, importlib.metadata.requires(name) or [])
+                pending += [one for one in further if one.marker is None or one.marker.evaluate({"extra": ""})]
+    return seen
+
+
+def test_the_dependencies_alone_are_enough_to_list_everything():
+    """`stopgrad list` imports every module, here without the packages of extras and of development."""
+    needed = _needed(map(Requirement, PROJECT["project"]["dependencies"]))
+    absent = [
+        module
+        for module, owners in importlib.metadata.packages_distributions().items()
+        if not needed & set(map(canonicalize_name, owners)) and not module.startswith(("_", "toolkit"))
+    ]
+    assert {"pytest", "hypothesis"} <= set(absent)
+    script = f"import sys; sys.modules |= dict.fromkeys({absent!r}); from toolkit.runner._command import main; main()"
+    done = subprocess.run([sys.executable, "-c", script, "list"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "softmax.shift" in done.stdout
 
 
 def test_report_imports_neither_torch_nor_an_algorithm():

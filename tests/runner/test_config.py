@@ -188,6 +188,22 @@ def test_an_experiment_that_is_not_whole_is_one_line_with_its_file(tmp_path, lin
     assert says in listed.stderr
 
 
+def test_list_shows_the_experiments_and_blocks_of_ones_own_project(tmp_path):
+    name, broken = f"toy_own_{next(NUMBERS)}", f"toy_broken_{next(NUMBERS)}"
+    configs = toy.install(name, tmp_path).parent
+    module = tmp_path / "experiments" / f"{name}.py"
+    module.with_name(f"{broken}.py").write_text("from signals import Config, run\n")
+    module.with_name("script.py").write_text("raise SystemExit('a script that is no experiment has run')\n")
+    listed = CliRunner().invoke(main, ["list", "--configs", str(configs)])
+    assert listed.exit_code == 0, listed.output
+    experiments, _, rest = listed.stdout.partition("\nBlocks\n")
+    assert f"  {name}\n      " in experiments
+    assert f"  {broken}\n      cannot be run: " in experiments
+    assert "  softmax\n" in experiments
+    assert "script" not in experiments.split()
+    assert f"  {name}.shift\n      A shift that cancels.\n" in rest
+
+
 def test_a_missing_experiment_lists_all(config):
     _edited(config, f'experiment = "{config.stem}"', "")
     assert ", ".join(experiment_folders(config)) in _message(config)

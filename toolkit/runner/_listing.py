@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import inspect
@@ -16,28 +17,36 @@ from typing import Any
 from pydantic import BaseModel
 
 import toolkit
-from toolkit.runner._config import load_experiment
-from toolkit.runner._discovery import experiment_folders, import_experiment
+from toolkit.runner._config import ConfigError, load_experiment
+from toolkit.runner._discovery import experiment_folders, here_or_bundled, import_experiment
 
 __all__ = ["import_everything", "keys_of", "listing"]
 
 
+_NO_LIBRARY = ("__main__", "pytest_plugin")  # a program; a plugin, which needs an extra and declares no block
+
+
 def import_everything() -> None:
-    """Import all of `toolkit` and every experiment, so that every declared block is known."""
+    """Import all of `toolkit` and every bundled experiment, so that every declared block is known."""
     for info in pkgutil.walk_packages(toolkit.__path__, "toolkit."):
-        if not info.name.endswith("__main__"):
+        if not info.name.endswith(_NO_LIBRARY):
             importlib.import_module(info.name)
     for name, folder in experiment_folders().items():
         import_experiment(name, folder)
 
 
 def listing(configs: Path) -> str:
-    """Return the text, at most 80 columns wide where names allow."""
+    """Return the text, at most 80 columns wide where names allow.
+
+    Args:
+        configs: Folder of the configs. The experiments of its project are listed with the bundled ones.
+    """
     import_everything()
     lines = ["Experiments"]
-    for name, folder in experiment_folders().items():
-        about = (import_experiment(name, folder).__doc__ or "").strip().splitlines()[0]
-        lines += _entry(name, about)
+    bundled = experiment_folders()
+    for name, folder in experiment_folders(configs / "any.toml").items():
+        if bundled.get(name) == folder or _is_experiment(name, folder):
+            lines += _entry(name, _about(name, folder))
     lines += ["", "Blocks"]
     for block in toolkit.declared_blocks().values():
         if block.why:  # else a name that ran in this process, declared nowhere
@@ -53,6 +62,30 @@ def listing(configs: Path) -> str:
     return "\n".join(lines)
 
 
+def _is_experiment(name: str, folder: Path) -> bool:
+    """Return whether a module names a `Config` and a `run`. Another one may be a program, and is not imported."""
+    file = folder / f"{name}.py"
+    try:
+        program = ast.parse((file if file.is_file() else folder / name / "__init__.py").read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return True  # the import tells the reason
+    named = set[str]()
+    for node in program.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            named.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            named |= {alias.asname or alias.name for alias in node.names}
+    return {"Config", "run"} <= named
+
+
+def _about(experiment: str, folder: Path) -> str:
+    """Return the first line of an experiment's docstring, or the reason why it cannot run."""
+    try:
+        return next(iter((load_experiment(experiment, folder).__doc__ or "").strip().splitlines()), "")
+    except ConfigError as error:
+        return f"cannot be run: {error}"
+
+
 def keys_of(experiment: str, configs: Path) -> str:
     """Return the keys of an experiment's config with their types, defaults and meanings.
 
@@ -62,10 +95,9 @@ def keys_of(experiment: str, configs: Path) -> str:
     """
     known = experiment_folders(configs / "any.toml")
     if experiment not in known:
-        raise ValueError(
-            f"`experiment` should be one of {', '.join(known)}. "
-            f"Found {experiment!r}{_hint(experiment, _experiment_of(configs / f'{experiment}.toml'), known)}"
-        )
+        of_config = _experiment_of(here_or_bundled(configs / f"{experiment}.toml"))
+        hint = _hint(experiment, of_config, known)
+        raise ValueError(f"`experiment` should be one of {', '.join(known)}. Found {experiment!r}{hint}")
     config: type[BaseModel] = load_experiment(experiment, known[experiment]).Config
     lines = [f"Keys of a config with experiment = {experiment!r}"]
     for name, key in config.model_fields.items():
