@@ -19,14 +19,15 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from experiments._digits import on_device, split_digits
-from experiments._embeddings import NEIGHBOURS, SPREAD, judged, spectrum
-from experiments._training import steps_of, trained
-from experiments._views import Views
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.runner import Event, ExperimentConfig, Methods, Run, Sweep
 from toolkit.self_supervised import DATA2VEC_TARGET, EMA_STUDENT, data2vec_loss, ema
+
+from ._digits import on_device, split_digits
+from ._embeddings import NEIGHBOURS, SPREAD, judged, spectrum
+from ._training import steps_of, trained
+from ._views import Views
 
 __all__ = ["Config", "Encoder", "run"]
 

@@ -17,11 +17,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments._digits import Batches, on_device, split_digits
-from experiments._training import steps_of, trained
 from toolkit.adversarial.networks import mlp
 from toolkit.quantization import FiniteScalarQuantizer, VectorQuantizer, codebook_perplexity
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run
+
+from ._digits import Batches, on_device, split_digits
+from ._training import steps_of, trained
 
 __all__ = ["Config", "run"]
 

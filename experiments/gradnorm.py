@@ -20,12 +20,13 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments._digits import Batches, gradient_of, on_device, split_digits
-from experiments._training import steps_of, trained
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
 from toolkit.weighting import GRADNORM_TARGET, gradnorm_loss
+
+from ._digits import Batches, gradient_of, on_device, split_digits
+from ._training import steps_of, trained
 
 __all__ = ["Config", "run"]
 

@@ -29,8 +29,6 @@ from pydantic import Field
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 
-from experiments._digits import Batches, on_device, split_digits
-from experiments._gridworld import four_rooms
 from toolkit.policy_gradient import (
     group_advantages,
     grpo_loss,
@@ -41,6 +39,9 @@ from toolkit.policy_gradient import (
     sac_temperature_loss,
 )
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
+
+from ._digits import Batches, on_device, split_digits
+from ._gridworld import four_rooms
 
 __all__ = ["Config", "run"]
 

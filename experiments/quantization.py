@@ -22,8 +22,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from experiments._digits import Batches, on_device, split_digits
-from experiments._training import steps_of
 from toolkit import is_blocked, unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset
@@ -41,6 +39,9 @@ from toolkit.quantization import (
     sigmoid_slope,
 )
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
+
+from ._digits import Batches, on_device, split_digits
+from ._training import steps_of
 
 __all__ = ["Autoencoder", "Config", "SpikingClassifier", "run", "step_in_each_stage"]
 

@@ -29,10 +29,6 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from experiments._digits import gradient_of, on_device, split_digits
-from experiments._embeddings import NEIGHBOURS, SPREAD, judged, spectrum, unit
-from experiments._training import steps_of, trained
-from experiments._views import Views
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset
@@ -54,6 +50,11 @@ from toolkit.self_supervised import (
     soft_label_loss,
     swav_loss,
 )
+
+from ._digits import gradient_of, on_device, split_digits
+from ._embeddings import NEIGHBOURS, SPREAD, judged, spectrum, unit
+from ._training import steps_of, trained
+from ._views import Views
 
 __all__ = ["Config", "run"]
 

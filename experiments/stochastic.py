@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributions import Distribution, Independent, Normal
 from torch.nn.functional import logsigmoid, softplus
 
-from experiments._digits import Batches, gradient_of, split_digits
 from toolkit.runner import ExperimentConfig, Objective, Run, Sweep
 from toolkit.stochastic import (
     RelaxedBernoulli,
@@ -38,6 +37,8 @@ from toolkit.stochastic import (
     score_function_loss,
     straight_through,
 )
+
+from ._digits import Batches, gradient_of, split_digits
 
 __all__ = ["Config", "run"]
 

@@ -22,8 +22,6 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from experiments._digits import Batches, gradient_of, network, on_device, split_digits
-from experiments._training import steps_of
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset, digits
@@ -37,6 +35,9 @@ from toolkit.weighting import (
     held_focal_loss,
     karras_times,
 )
+
+from ._digits import Batches, gradient_of, network, on_device, split_digits
+from ._training import steps_of
 
 __all__ = ["Config", "run"]
 

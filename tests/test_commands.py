@@ -156,6 +156,22 @@ def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
     assert tests.returncode == 0, tests.stdout
 
 
+@pytest.mark.parametrize("is_first", [True, False], ids=["own first", "bundled first"])
+def test_a_project_of_ones_own_runs_beside_bundled_experiments(installed, tmp_path, is_first):
+    """Both import modules beside their experiments, and both folders are named `experiments`."""
+    assert _done(["stopgrad", "init", str(tmp_path)], installed).returncode == 0
+    (tmp_path / "experiments" / "_shared.py").write_text("PLACES = 5\n")
+    module = tmp_path / "experiments" / "random_walk.py"
+    module.write_text(
+        module.read_text().replace("import torch\n", "import torch\nfrom experiments._shared import PLACES\n", 1)
+    )
+    configs = [str(tmp_path / "configs"), "quantization_levels"]
+    run = ["stopgrad", "run", *(configs if is_first else configs[::-1]), "--results", str(tmp_path / "results")]
+    done = _done([*run, *(part for value in SHORT for part in ("--set", value))], installed)
+    assert done.returncode == 0, done.stderr
+    assert "records of 2 of 2 seeds" in done.stdout
+
+
 def test_help_answers_within_half_a_second():
     """The processor time of a new interpreter: the clock would measure the load of the machine."""
     program = (

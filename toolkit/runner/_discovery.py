@@ -40,8 +40,11 @@ def experiment_folders(config: Path | None = None) -> dict[str, Path]:
 
 
 def import_experiment(name: str, folder: Path) -> ModuleType:
-    """Import an experiment. Modules beside its folder can be imported from it."""
-    if str(folder.parent) not in sys.path:
+    """Import an experiment. In a project of one's own, modules beside its folder can be imported from it.
+
+    The bundled experiments import one another relatively, and leave the name `experiments` to that project.
+    """
+    if folder.parent != BUNDLE and str(folder.parent) not in sys.path:
         sys.path.append(str(folder.parent))
     return importlib.import_module(f"{_package(folder)}.{name}")
 
