@@ -53,7 +53,7 @@ class Config(ExperimentConfig):
         batch_size: Images of a batch.
         widths: Units of the hidden layers.
         gamma: focal: exponent of the weight.
-        label_noise: focal: share of the training labels that are drawn anew.
+        label_noise: focal: share of the training labels that are replaced by random ones.
         n_features: circle: D of the embeddings.
         margin: circle: m.
         scale: circle: gamma of the paper.
@@ -135,7 +135,7 @@ def _focal(config: Config, seed: int) -> Run:
 
 
 def _noisy_classifier(config: Config, seed: int) -> tuple[nn.Module, Batches]:
-    """Return a classifier and batches in which some labels are drawn anew."""
+    """Return a classifier, and batches in which some labels are random."""
     train, _ = _digits(config)
     generator = torch.Generator().manual_seed(seed)
     wrong = torch.rand(len(train.labels), generator=generator) < config.label_noise

@@ -176,7 +176,7 @@ def _assert_stops_at(loss: Callable[[], Tensor], place: NamedPlace) -> None:
 
 
 def _stops_at(loss: Callable[[], Tensor], place: NamedPlace, wish: str) -> tuple[Audit, list[str]]:
-    """Return the audit, and the stops at a place, of which there is at least one."""
+    """Return the audit, and the stops at a place, at least one."""
     __tracebackhide__ = True
     found = audit(loss)
     if not found.valid:

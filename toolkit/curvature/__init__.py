@@ -3,7 +3,7 @@
 - `divergences`: divergences from a held point. Their Hessian is the Gauss-Newton or Fisher matrix, exactly.
 - `products`: products with a Hessian, and the natural gradient that solves with them.
 - `majorisation`: robust losses, their reweighted squares (IRLS) and half-quadratic majorisers; proximal terms.
-- `scaling`: a gradient of which only a share flows.
+- `scaling`: a gradient that flows in part.
 """
 
 from toolkit.curvature.divergences import (

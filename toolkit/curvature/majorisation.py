@@ -14,8 +14,8 @@ kind                :math:`\rho`                                  weights w     
 ``welsch``          :math:`c^2 (1 - e^{-u}) / 2`                  :math:`e^{-u}`          repels beyond c
 ==================  ============================================  ======================  =========================
 
-The half-quadratic form adds the penalty on the weights of which they are the minimum. To first order its block is then
-redundant, by the envelope theorem.
+The half-quadratic form adds a penalty on the weights, and these weights minimise the sum. To first order its block is
+then redundant, by the envelope theorem.
 
 ``*`` any dimensions.
 """

@@ -576,7 +576,7 @@ class _Global(Holder):
 
 
 class _Search:
-    """A walk, breadth first, through what a function reaches; the globals of code in some folders are left out."""
+    """Breadth-first search of the objects that a function reaches, without the globals of code in some folders."""
 
     def __init__(self, left_out: tuple[str, ...]) -> None:
         self.parts, self._left_out = Parts(), left_out

@@ -409,7 +409,7 @@ def _chunks(n_classes: int, chunk_size: int) -> Iterator[tuple[int, int]]:
 
 
 def _logits(x: Tensor, w: Tensor, bias: Tensor | None, start: int, stop: int, out: Tensor | None = None) -> Tensor:
-    """Return the logits (N, C) of a chunk, of which `w` (C, D) is the weight."""
+    """Return the logits (N, C) of a chunk with the weight `w` (C, D)."""
     if bias is None:
         return torch.mm(x, w.t(), out=out)
     return torch.addmm(bias[start:stop].to(x.dtype), x, w.t(), out=out)

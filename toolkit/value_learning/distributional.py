@@ -193,7 +193,7 @@ def categorical_double_q_learning(
         discount_t: (\*).
         q_atoms_t: (J,).
         q_logits_t: Logits whose distribution enters the label, (\*, A, J).
-        q_t_selector: Values of the actions after the step, of which the best is chosen, (\*, A).
+        q_t_selector: Values that choose the action after the step, (\*, A).
 
     Returns:
         (\*), in nats.

@@ -225,7 +225,7 @@ def double_q_learning(
         r_t: Rewards of the step, (\*).
         discount_t: Discounts, (\*); 0 where the episode ends.
         q_t_value: Values of the actions after the step, which enter the target, (\*, A).
-        q_t_selector: Values of the actions after the step, of which the best is chosen, (\*, A).
+        q_t_selector: Values that choose the action after the step, (\*, A).
 
     Returns:
         (\*), in units of the reward.

@@ -127,7 +127,7 @@ class Setting:
         return point, differentiate(outputs, given, slope, recorded=recorded), logits
 
     def slopes_at(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what to differentiate by, and the logits at a point. The model gets a copy: it may write into it.
+        """Return the tensor to differentiate by, and the logits at a point. The model gets a copy, as it may write there.
 
         The copy is a leaf, because Dynamo warns of any other, unless the model writes into it as autograd records.
         """
@@ -297,7 +297,7 @@ def _entry(name: str | int, output: Any) -> Any:
 
 
 def at_a_copy(model: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what to differentiate by, and the answer at a point, of which the model gets a copy: see `slopes_at`."""
+    """Return the tensor to differentiate by, and the output of the model for a copy of a point: see `slopes_at`."""
     if point.is_leaf:
         with no_graph():
             copy = point.clone()

@@ -536,7 +536,7 @@ def times(factor: float, epsilon: float | Tensor) -> Tensor:
 
 
 def step_length(step_size: float | None, steps: int, ball: BallArguments) -> Tensor:
-    """Return the length of a step of which `steps` are taken, float64; one for all, or (N,)."""
+    """Return the length of one of `steps` steps, float64: one number for all samples, or (N,)."""
     return times(2.5 / steps if step_size is None else float(step_size), ball["epsilon"])
 
 

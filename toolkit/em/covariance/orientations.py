@@ -1,4 +1,4 @@
-r"""Orientations: their coordinates, and the one that several covariances share.
+r"""Orientations of covariances: their coordinates, and the common orientation of several covariances.
 
 An orientation is an orthogonal matrix. A rotation is the Cayley transform :math:`(I - S)(I + S)^{-1}` of a
 skew-symmetric :math:`S`, whose entries above the diagonal are free.

@@ -130,7 +130,7 @@ def heats(
         reg_covar: Added to every variance.
 
     Returns:
-        The best results, best first, then those that became singular. None if all became singular.
+        The results to go on from, the highest likelihood first, then those that became singular. None if all did.
     """
     plain = options.accelerate == "none"
     mixtures, values, steps, converged = climb_together(

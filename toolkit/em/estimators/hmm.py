@@ -40,7 +40,7 @@ class GaussianHMM(BaseHMM):
         random_state: An integer, a numpy.random.RandomState, a torch.Generator, or None for NumPy's global state.
         max_iter: The most EM steps. 0 sets the attributes to the start.
         tol: The fit has converged when the remaining gain is about `tol`, in nats per step.
-        n_init: Fits from this many starts, of which the best is kept.
+        n_init: Number of starts. The best fit is kept.
         params: Parameters to estimate: s (start), t (transitions), m (means), c (covariances).
         init_params: Parameters to initialise, by the same letters; the other attributes must be set.
         init: How means are initialised: ``"kmeans"``, ``"k-means++"`` or ``"random_from_data"``.

@@ -56,7 +56,7 @@ def fit_family(
             `DistributionMixture`, or another class with the same methods.
         x: (N, D).
         n_components: K, at most N.
-        n_init: Fits from this many starts, of which the best is returned.
+        n_init: Number of starts. The best fit is returned.
         sample_weight: (N,), not negative, not all 0. None: all 1.
         accelerate: As in `climb`.
         tol: As in `climb`.

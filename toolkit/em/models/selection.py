@@ -301,7 +301,7 @@ def select(
         callback: Called with each candidate when it is done.
 
     Returns:
-        The candidates, of which `Selection.best` is the chosen one.
+        All candidates; `best` is the one that the criterion chooses.
 
     Raises:
         TypeError: If `x` is not a float32 or float64 tensor, `sample_weight` no tensor, `n_components` a single number,

@@ -417,7 +417,7 @@ class StepAnswers(Answers):
 
     @cached_property
     def _bent(self) -> set[str]:
-        """The blocks behind which a hook or a custom function runs, of which it is not known whether it is linear."""
+        """The blocks with a hook or a custom function behind them, which may not be linear."""
         bent = set[str]()
         for node in [*self._cuts, *self._made_leaves]:
             source = source_of(node)
