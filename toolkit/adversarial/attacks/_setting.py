@@ -127,7 +127,7 @@ class Setting:
         return point, differentiate(outputs, given, slope, recorded=recorded), logits
 
     def slopes_at(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tensor to differentiate by, and the logits at a point. The model gets a copy, as it may write there.
+        """Return the tensor to differentiate by, and the logits at a copy of a point, as the model may write into it.
 
         The copy is a leaf, because Dynamo warns of any other, unless the model writes into it as autograd records.
         """
