@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -92,12 +92,8 @@ def run(config: Config, seed: int) -> Run:
 
 def _digits(config: Config, seed: int) -> Run:
     """Train a network; the target is the gradient at the examples as plain data, in a program without blocks."""
-    train, test = (on_device(part, config.device) for part in split_digits(getattr(torch, config.dtype)))
-    generator = torch.Generator().manual_seed(seed)
-    model = _network(config, train, generator)
-    batches = Batches(train, config.batch_size, generator)
+    test, model, batches = _after_clean_training(config, seed)
     attack = _Attack(config, seed, batches, (0.0, 1.0))
-    _train_on_clean(model, batches, config)
 
     def at_constants() -> Mapping[str, Tensor]:
         with torch.no_grad():
@@ -127,21 +123,8 @@ def _digits(config: Config, seed: int) -> Run:
 
 def _two_gaussians(config: Config, seed: int) -> Run:
     """Train a linear classifier; the target is the gradient of its exact robust loss, by Danskin's theorem."""
-    generator = torch.Generator().manual_seed(seed)
-    data = on_device(
-        two_gaussians(
-            config.n_samples,
-            separation=config.separation,
-            n_features=config.n_features,
-            generator=generator,
-            dtype=getattr(torch, config.dtype),
-        ),
-        config.device,
-    )
-    model = _network(config, data, generator)
-    batches = Batches(data, config.batch_size, generator)
+    data, model, batches = _after_clean_training(config, seed)
     attack = _Attack(config, seed, batches, None)
-    _train_on_clean(model, batches, config)
     parameters = dict(model.named_parameters())
     weight, bias = parameters.values()
     exact = partial(robust_loss_linear, weight, bias, epsilon=config.epsilon, norm=config.norm, bounds=None)
@@ -227,14 +210,45 @@ class _Attack:
         return partial(pgd, **self._ball, steps=steps)
 
 
-def _train_on_clean(model: nn.Module, batches: Batches, config: Config) -> None:
+def _after_clean_training(config: Config, seed: int) -> tuple[Dataset, nn.Module, Batches]:
+    """Return the data that judge a model, the model after `clean_steps`, and the batches that follow."""
+    data, model, batches = _problem(config, seed)
+    model.load_state_dict(_clean_training(config.model_dump_json(), seed))
+    for _ in range(config.clean_steps):
+        batches.advance(0)
+    return data, model, batches
+
+
+@lru_cache(maxsize=1)  # one seed's runs are built again for each variant
+def _clean_training(config_json: str, seed: int) -> dict[str, Tensor]:
+    """Return the parameters of a model after `clean_steps` of ordinary training."""
+    config = Config.model_validate_json(config_json)
+    _, model, batches = _problem(config, seed)
     optimizer = _optimizer(model, config)
     for _ in range(config.clean_steps):
         optimizer.zero_grad()
         F.cross_entropy(model(batches.inputs), batches.labels).backward()
         optimizer.step()
         batches.advance(0)
-    optimizer.zero_grad()
+    return model.state_dict()
+
+
+def _problem(config: Config, seed: int) -> tuple[Dataset, nn.Module, Batches]:
+    """Return the data that judge a model, the model at its start, and the batches of training data."""
+    generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, config.dtype)
+    if config.data == "digits":
+        train, judged = (on_device(part, config.device) for part in split_digits(dtype))
+    else:
+        drawn = two_gaussians(
+            config.n_samples,
+            separation=config.separation,
+            n_features=config.n_features,
+            generator=generator,
+            dtype=dtype,
+        )
+        train = judged = on_device(drawn, config.device)
+    model = _network(config, train, generator)
+    return judged, model, Batches(train, config.batch_size, generator)
 
 
 def _optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:

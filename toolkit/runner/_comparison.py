@@ -101,7 +101,8 @@ def record_of(
             last = _Gradients(run, config.variants)
     _check_repeats(rehearsal, trained[frozenset()], OF_ONE_PASS[config.dtype])
     _check_first_losses(trained, OF_ONE_PASS[config.dtype])
-    _check_names(make(), trained[frozenset()])
+    run = make()
+    _check_names(run, trained[frozenset()])
     variants = {
         variant_name(variant): {
             "open": sorted(variant),
@@ -112,7 +113,6 @@ def record_of(
         }
         for variant, training in trained.items()
     }
-    run = make()
     objective, sweep, methods = run.objective, run.sweep, run.methods
     known = declared_blocks()
     data = {
