@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from fuzzing import check_step, generate
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from toolkit import stop_gradient, stop_recording
-from toolkit.gradients import audit, audited
+from toolkit.gradients import audit, audited, field_jacobian
 from toolkit.gradients.audit.steps import Recorder
 
 # Under a dispatch mode torch itself crashes on some of the programs.
@@ -1023,3 +1024,66 @@ def test_a_declared_region_in_which_a_module_takes_a_fast_path_is_refused():
     with pytest.raises(RuntimeError, match=r"audit_steps\.fast: a module of torch takes a fast path"):
         with audited(), stop_recording("audit_steps.fast"):
             net(x)
+
+
+def _selectively(stop):
+    """A selective checkpoint, whose kept values are handed out once."""
+    u, v = torch.randn(4, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+
+    def loss():
+        y = checkpoint(lambda x: x.sin() * stop(x * v), 1.5 * u, use_reentrant=False, context_fn=contexts)
+        return (y * stop(y)).sum()
+
+    return loss, {"u": u, "v": v}
+
+
+def test_a_selective_checkpoint_is_differentiated_as_often_as_it_takes():
+    torch.manual_seed(0)
+    loss, params = _selectively(torch.detach)
+    loss().backward()
+    plain = {name: parameter.grad for name, parameter in params.items()}
+    for parameter in params.values():
+        parameter.grad = None
+    with audited(params) as answer:
+        loss().backward()
+    assert torch.equal(params["u"].grad, plain["u"])
+    again = audit(loss, params)
+    (step,) = answer.audits
+    assert len(step.effects) == len(again.effects) == 2
+    for found, expected in zip(step.effects, again.effects, strict=True):
+        assert found.leak == pytest.approx(expected.leak)
+    named = _selectively(functools.partial(stop_gradient, name="t.selective"))
+    assert field_jacobian(*named).jacobian.shape == (24, 24)
+
+
+def _from_an_edge():
+    torch.manual_seed(0)
+    u, v = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    t = 1.0 * u
+    with torch.no_grad():
+        s = (t * v).sin()
+    y = t.tanh() * s * t.detach()
+    (g,) = torch.autograd.grad([get_gradient_edge(y)], [t], [v], create_graph=True)
+    (g * u).sum().backward()
+    return u.grad, v.grad
+
+
+def test_a_derivative_from_a_gradient_edge_is_one_inside_of_the_step():
+    plain = _from_an_edge()
+    with audited() as answer:
+        found = _from_an_edge()
+    assert all(map(torch.equal, found, plain))
+    assert [entry.reason.partition(" reaches")[0] for entry in answer.audits[0].unopened] == [
+        "a derivative inside of the step"
+    ] * 2
+
+
+def test_a_backward_pass_by_a_gradient_edge_is_answered_and_one_from_it_refused():
+    u = torch.randn(3, requires_grad=True)
+    with audited() as answer:
+        (u * u.detach()).sum().backward(inputs=[get_gradient_edge(u)])
+    assert answer.audits[0].effects[0].leak == pytest.approx(u.detach().norm().item())
+    y = (u * u.detach()).sin()
+    with pytest.raises(ValueError, match="should begin at tensors"), audited():
+        torch.autograd.backward([get_gradient_edge(y)], [torch.ones(3)])

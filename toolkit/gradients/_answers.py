@@ -31,6 +31,7 @@ from toolkit.gradients._program import (
     Program,
     coarsest,
     differentiated,
+    keeping_selected,
     leaves_of,
     nodes_of,
     others_of,
@@ -141,7 +142,7 @@ class Answers(ABC):
     @contextmanager
     def passing(self, open: Collection[str]) -> Iterator[None]:
         """Let the gates of `open` pass in backward passes."""
-        with self.quietly(), self.board.backward(open):
+        with self.quietly(), keeping_selected(), self.board.backward(open):
             yield
 
     def check_unmodified(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -278,12 +278,12 @@ class CutBoard(GateBoard):
         finally:
             self._in_forward = outer
 
-    def derive(self, *roots: Tensor) -> None:
+    def derive(self, roots: Collection[Any]) -> None:
         """Prepare for a derivative that the program takes: blocks that it meets are `inner`."""
-        super().derive(*roots)
+        super().derive(roots)
         if self._in_forward:
             for root in roots:
-                for node in () if root.grad_fn is None else reachable_nodes(root.grad_fn, EVERY_BLOCK):
+                for node in reachable_nodes(root, EVERY_BLOCK):
                     self.inner |= gate_of(node)
 
 

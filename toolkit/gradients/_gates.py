@@ -47,6 +47,7 @@ __all__ = [
     "regions_of",
     "replaced_by",
     "replacing",
+    "roots_in",
     "source_of",
     "successors",
     "unrecorded",
@@ -273,9 +274,9 @@ class GateBoard(Gates):
     def explain(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise another error in the place of that of a call, if the board is its cause."""
 
-    def derive(self, *roots: Tensor) -> None:
-        """Prepare for a derivative that the program takes."""
-        self.close_regions(*roots)
+    def derive(self, roots: Collection[Any]) -> None:
+        """Prepare for a derivative that the program takes from these nodes."""
+        self.close_regions(roots)
 
     def deriving(self) -> AbstractContextManager[None]:
         """Make the context of a derivative that the program takes."""
@@ -293,17 +294,15 @@ class GateBoard(Gates):
         """Return whether the program may set whether a tensor requires a gradient."""
         return True
 
-    def close_regions(self, *roots: Tensor) -> None:
-        """Turn the nodes behind `roots` that were made in a region into gates.
+    def close_regions(self, roots: Iterable[Any]) -> None:
+        """Turn `roots` and the nodes behind them into gates, if they were made in a region.
 
         A cut is none of them: open, it is the tensor behind it, which may be from outside of the region.
         """
         if not self._regions:
             return
         for root in roots:
-            if root.grad_fn is None:
-                continue
-            for node in reachable_nodes(root.grad_fn, EVERY_BLOCK):
+            for node in reachable_nodes(root, EVERY_BLOCK):
                 names = self.regions_of(node)
                 if names and _REGIONS not in node.metadata and not is_cut(node):
                     node.metadata[_REGIONS] = names
@@ -392,6 +391,13 @@ def reachable_nodes(root: Any, open: Collection[str]) -> Iterator[Any]:
             if successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
+
+
+def roots_in(arguments: Any) -> list[Any]:
+    """Return the nodes of the tensors and gradient edges among the arguments of a derivative."""
+    leaves = tree_leaves(arguments, is_leaf=lambda found: isinstance(found, GradientEdge))
+    nodes = [leaf.node if isinstance(leaf, GradientEdge) else getattr(leaf, "grad_fn", None) for leaf in leaves]
+    return [node for node in nodes if node is not None]
 
 
 def successors(node: Any) -> list[Any]:
@@ -563,7 +569,7 @@ class _Watch(TorchFunctionMode):
         if self._board.records:
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         if func in self._derivatives:
-            self._board.derive(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+            self._board.derive(roots_in((args, kwargs)))
             with self._board.deriving():
                 return func(*args, **kwargs)
         elif func is torch._C._set_grad_enabled:

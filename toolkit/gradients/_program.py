@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
@@ -32,6 +34,7 @@ __all__ = [
     "coarsest",
     "differentiated",
     "gradients_of",
+    "keeping_selected",
     "leaves_of",
     "named_parameters",
     "nodes_of",
@@ -226,6 +229,35 @@ def _bounded_derivatives() -> Iterator[None]:
         yield
     finally:
         torch.autograd._engine_run_backward = original  # type: ignore[attr-defined]
+
+
+@contextmanager
+def keeping_selected() -> Iterator[None]:
+    """Let selective checkpoints hand out the values again that they hand out only once."""
+    mode: Any = torch.utils.checkpoint._CachedTorchDispatchMode
+    original, is_own = mode.__enter__, "__enter__" in vars(mode)
+    kept = dict[int, tuple[dict[Any, Any], dict[Any, Any]]]()
+
+    def enter(handing_out: Any) -> Any:
+        storage = handing_out.storage
+        _, values = kept.setdefault(id(storage), (storage, _copied(storage)))
+        storage.update(_copied(values))
+        return original(handing_out)
+
+    mode.__enter__ = enter
+    try:
+        yield
+    finally:
+        for storage, values in kept.values():
+            storage.update(values)
+        if is_own:
+            mode.__enter__ = original
+        else:
+            del mode.__enter__
+
+
+def _copied(storage: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {operation: copy.copy(values) for operation, values in storage.items()}
 
 
 def derivatives(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor | None]:

@@ -24,8 +24,17 @@ from torch.nn.modules._functions import BackwardHookFunction
 from toolkit._checks import integer
 from toolkit._random import seeded_generator
 from toolkit.gradients._answers import sentence
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard
-from toolkit.gradients._program import CONSTANT, NO_PATH, Parameters, Program, differentiated, nodes_of, reached
+from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, roots_in
+from toolkit.gradients._program import (
+    CONSTANT,
+    NO_PATH,
+    Parameters,
+    Program,
+    differentiated,
+    keeping_selected,
+    nodes_of,
+    reached,
+)
 from toolkit.gradients.verdict import equal
 
 __all__ = ["Field", "field_jacobian"]
@@ -88,7 +97,7 @@ class Field:
         # Torch loses the third derivative of an embedding with sparse gradients.
         self._is_dense = not any(getattr(node, "_saved_sparse", False) for node in nodes)
         with _telling(), self._passing(()):
-            self._board.close_regions(value)
+            self._board.close_regions(roots_in(value))
             recorded = differentiated(value, named)  # its bits differ from those with a separate graph
             found = torch.autograd.grad(value, self._params, create_graph=True, allow_unused=True)
             self._gradient = self._joined(found)
@@ -263,7 +272,7 @@ class Field:
     @contextmanager
     def _passing(self, open: Collection[str]) -> Iterator[None]:
         """Differentiate with `open` open, without side effects, in this thread, so that a checkpoint sees the gates."""
-        with self._program.aside(runs=False), self._board.backward(open):
+        with self._program.aside(runs=False), keeping_selected(), self._board.backward(open):
             yield
 
     @cached_property

@@ -24,7 +24,7 @@ from toolkit.blocks import Block, declared_blocks, opened
 from toolkit.gradients import _drawing
 from toolkit.gradients._drawing import Arrow, Box
 from toolkit.gradients._folding import Call, Node, folded, innermost_common
-from toolkit.gradients._gates import GateBoard, gate_of, next_number, regions_of, successors
+from toolkit.gradients._gates import GateBoard, gate_of, next_number, regions_of, roots_in, successors
 from toolkit.gradients._program import Parameters, Program, named_parameters, reached
 from toolkit.gradients._snapshot import Parts, find_parts
 
@@ -235,7 +235,7 @@ def _run(program: Program, given: Mapping[str, Tensor] | None, board: GateBoard)
     with program.aside():
         with board.forward(), calls.watched():
             value = _checked(program.run())
-        board.close_regions(value)
+        board.close_regions(roots_in(value))
         return _recorded(value, given, program.parts, board, calls)
 
 

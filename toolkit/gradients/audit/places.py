@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_by
-from toolkit.gradients._gates import reachable_nodes, replaced_by, unrecorded
+from toolkit.gradients._gates import reachable_nodes, replaced_by, roots_in, unrecorded
 from toolkit.gradients._places import decorated
 from toolkit.gradients._snapshot import INSTALLED, Kept
 from toolkit.gradients._threads import this_thread
@@ -630,7 +630,7 @@ class _Watch(TorchFunctionMode):
         if func in bare._bound_earlier:
             return bare._bound_earlier[func](*args, **kwargs)
         if func in _DERIVATIVES and bare.close_regions is not None:
-            bare.close_regions(*(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)))
+            bare.close_regions(roots_in((args, kwargs)))
         if func in _DERIVATIVES and not kwargs.get("create_graph"):
             bare._note_escape(f"{func.__name__}()", _caller())
         elif (

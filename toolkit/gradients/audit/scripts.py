@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from toolkit.gradients._gates import gate_of, reachable_nodes, replacing
+from toolkit.gradients._program import keeping_selected
 from toolkit.gradients._snapshot import without_compiled_code
 from toolkit.gradients._threads import this_thread
 from toolkit.gradients.audit.answer import Audit
@@ -108,7 +109,8 @@ class Digest:
         """Return the digest of a backward pass that is asked about, and about to begin."""
         nodes = () if value.grad_fn is None else reachable_nodes(value.grad_fn, ())
         leaves = [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else list(inputs)
-        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True) if leaves else ()
+        with keeping_selected():
+            gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True) if leaves else ()
         hashes = sorted(_hashed(gradient) for gradient in gradients if gradient is not None)
         return cls(float(value.item()).hex(), tuple(hashes))
 

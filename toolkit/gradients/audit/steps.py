@@ -30,6 +30,7 @@ from toolkit.gradients._gates import (
     is_freed,
     reachable_nodes,
     regions_of,
+    roots_in,
     source_of,
     successors,
 )
@@ -144,7 +145,7 @@ class Recorder:
             Unrecordable: As `answer`.
         """
         if value.grad_fn is not None:
-            self.board.close_regions(value)
+            self.board.close_regions(roots_in(value))
             refuse_strays(value, self.board)
 
     def _forget(self) -> None:
@@ -185,7 +186,7 @@ class StepAnswers(Answers):
         """Differentiate `value` by `params`, or by every leaf, with every block in place."""
         self._value, self.board, self._bare = value, board, bare
         self.remarks, self.reason, self._is_quiet = [], "", False
-        board.close_regions(value)
+        board.close_regions(roots_in(value))
         if any(type(node).__name__ == "CheckpointFunctionBackward" for node in self.nodes):
             raise Refused(
                 "The step should checkpoint with use_reentrant=False. Found a checkpoint that hides its graph."
@@ -561,8 +562,15 @@ def _root_of_method(
 def root_of_pass(
     tensors: Any, grad_tensors: Any = None, *_: Any, inputs: Any = None, **__: Any
 ) -> tuple[Tensor, Collection[Tensor] | None]:
-    """Return a scalar with the gradient of this backward pass, and its inputs."""
-    values = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    """Return a scalar with the gradient of this backward pass, and its inputs.
+
+    Raises:
+        Refused: If it does not begin at tensors.
+    """
+    given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
+    values = [value for value in given if isinstance(value, Tensor)]
+    if len(values) < len(given):
+        raise Refused("The backward pass should begin at tensors. Found one that begins at a gradient edge.")
     weights = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
     weights += [None] * (len(values) - len(weights))
     if len(values) == 1 and values[0].numel() == 1 and weights[0] is None:
@@ -570,7 +578,10 @@ def root_of_pass(
     else:
         pairs = zip(values, weights, strict=True)
         root = torch.stack([(value if weight is None else value * weight).sum() for value, weight in pairs]).sum()
-    return root, [inputs] if isinstance(inputs, Tensor) else inputs
+    if inputs is None:
+        return root, None
+    ends = [inputs] if isinstance(inputs, Tensor | GradientEdge) else inputs
+    return root, [tensor for tensor in ends if isinstance(tensor, Tensor)] or None
 
 
 def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
