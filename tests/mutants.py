@@ -48,6 +48,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("torch.argsort(eigenvalues.real, descending=True)", "torch.argsort(eigenvalues.real)", "test_field"),
         ("graph = live.now\n", "graph = live.peak\n", "test_memory"),
         ("None if i in outputs else cotangent for i", "cotangent for i", "test_grad"),
+        ("return self._kept_blocks if _fewer(meetings", "return '' if _fewer(meetings", "test_everybodys_programs"),
         ("leaf.node if isinstance(leaf, GradientEdge) else getattr", "getattr", "test_audit_steps"),
         ("        storage.update(_copied(values))\n", "", "test_audit_steps"),
         ("elif not gradient.isfinite().all():", "elif gradient.isfinite().all():", "test_testing"),

@@ -6,6 +6,7 @@ is true; `compare` is asked with `stop_gradient` in that place, `audit` with `to
 
 import array
 import collections
+import contextvars
 import copy
 import functools
 import importlib
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from contextlib import nullcontext, suppress
 
 import numpy as np
@@ -1492,6 +1494,74 @@ def test_averages_in_a_dict_do_not_move_on():
     loss, params = decaying_baseline(stop_gradient)
     compare(loss, params)
     assert loss().item() == decaying_baseline(torch.detach)[0]().item()
+
+
+class _Kept:
+    pass
+
+
+def in_a_context_variable(make):
+    kept = contextvars.ContextVar("kept", default=None)
+
+    def get():
+        if kept.get() is None:
+            kept.set(make())
+        return kept.get()
+
+    return get
+
+
+def by_a_weak_key(make):
+    owner, kept = _Kept(), weakref.WeakKeyDictionary()
+    return lambda: kept[owner] if owner in kept else kept.setdefault(owner, make())
+
+
+def in_a_new_attribute_of_a_class(make):
+    kind = type("Kind", (), {})
+
+    def get():
+        if not hasattr(kind, "value"):
+            kind.value = make()
+        return kind.value
+
+    return get
+
+
+def in_an_array_of_objects(make):
+    kept = np.array([None], dtype=object)
+
+    def get():
+        if kept[0] is None:
+            kept[0] = make()
+        return kept[0]
+
+    return get
+
+
+UNSEEN = [in_a_context_variable, by_a_weak_key, in_a_new_attribute_of_a_class, in_an_array_of_objects]
+
+
+@pytest.mark.parametrize("keep", UNSEEN)
+@pytest.mark.parametrize("ask", [compare, audit])
+@pytest.mark.parametrize("is_inner", [False, True], ids=["hook", "inner derivative"])
+def test_a_block_that_only_the_first_run_meets_is_no_silence(ask, keep, is_inner):
+    stop = torch.detach if ask is audit else functools.partial(stop_gradient, name="t.kept")
+    u, v = _leaf(0, 3), _leaf(1, 3)
+    kept = keep(lambda: stop(u.tanh()))
+
+    def loss():
+        y = 1.0 * v
+        if is_inner:
+            (y,) = torch.autograd.grad((y * u.sin() * kept()).sum(), u, create_graph=True)
+        else:
+            y.register_hook(lambda g: g.clamp(-0.5, 0.5))
+        return (kept() * y + u).sum()
+
+    if ask is audit:
+        assert "its first run alone meets" in audit(loss, {"u": u, "v": v}).reason
+    else:
+        with pytest.raises(RuntimeError, match=r"should do the same .* its first run alone meets 't.kept'"):
+            compare(loss, {"u": u, "v": v})
 
 
 def test_entries_that_a_comparison_has_made_in_a_cache_are_gone():

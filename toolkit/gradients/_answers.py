@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from toolkit.gradients._gates import GateBoard, is_foreign
+from toolkit.gradients._gates import GateBoard, Meeting, is_foreign
 from toolkit.gradients._program import (
     ALONE,
     CONSTANT,
@@ -167,6 +167,7 @@ class ProgramAnswers(Answers):
         self.remarks: list[str] = []
         self.reason, self.differs, self._is_quiet = "", False, False
         self.board, value, moved = self._recorded()
+        self._first_meetings = {} if value is None else dict(self.board.meetings)
         self.params = self._all_leaves(value) if program.given is None else program.given
         self.plain = program.answer(self.params, around=False)
         self._first_loss = self.plain.loss
@@ -280,7 +281,9 @@ class ProgramAnswers(Answers):
             self.reason = f"watched, the program fails: {sentence(error)}"
             return board
         self._first_loss = again.loss
-        if found := _mismatch(again, self.plain):
+        if lost := self._lost_since(board.meetings):
+            self.reason = lost
+        elif found := _mismatch(again, self.plain):
             if _is_close(again, self.plain):
                 self.remarks.append(f"equal to a plain run to rounding, not to the bit: {found}")
             else:
@@ -289,6 +292,17 @@ class ProgramAnswers(Answers):
             if not self._meets(name):
                 del board.meetings[name]
         return board
+
+    def _lost_since(self, meetings: Mapping[str, Meeting]) -> str:
+        """Return the reason if a run met these blocks alone because the program kept the results of an earlier one."""
+        return self._kept_blocks if _fewer(meetings, self._first_meetings) else ""
+
+    @cached_property
+    def _kept_blocks(self) -> str:
+        """The reason why runs after the first may lack blocks, from another run that is watched as the first was."""
+        lost = _fewer(self._recorded()[0].meetings, self._first_meetings)
+        names = ", ".join(map(repr, lost))
+        return f"its first run alone meets {names}, and keeps the result where it is not restored" if lost else ""
 
     def _meets(self, name: str) -> bool:
         """Return whether the program reaches a block that it asks about (`is_blocked`) once this block is open."""
@@ -309,7 +323,9 @@ class ProgramAnswers(Answers):
 
     def _run_again(self, open: Collection[str]) -> Answer:
         """Run the program with these blocks really removed; raise if it computes something else."""
-        answer = self._opened(open)
+        answer, meetings = self._opened(open), self.board.meetings
+        if any(meetings[name].carried for name in open if name in meetings) and not answer.opened and self._kept_blocks:
+            raise Unrepeatable(f"`loss` should do the same each time it runs. Found {self._kept_blocks}.")
         # A derivative inside of the program that reaches one of the blocks changes values.
         if math.isclose(answer.loss, self._first_loss, rel_tol=self._loss_rounding):
             return answer
@@ -448,6 +464,11 @@ def sentence(error: Exception) -> str:
     """Return the sentence of an error, without the advice after it."""
     line = (str(error) or repr(error)).splitlines()[0].partition(" Hint: ")[0]
     return re.split(r"(?<!\.)\. ", line)[0].rstrip(".")  # dots of an ellipsis do not end it
+
+
+def _fewer(found: Mapping[str, Meeting], first: Mapping[str, Meeting]) -> list[str]:
+    """Return the blocks that were met less often than at first."""
+    return [name for name, meeting in first.items() if name not in found or found[name].calls < meeting.calls]
 
 
 def _mismatch(found: Answer, plain: Answer) -> str:
