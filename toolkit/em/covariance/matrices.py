@@ -16,7 +16,7 @@ from torch import Tensor
 
 from toolkit.em.covariance.structure import Quadratics, Structure, identity_like, library, raise_if_singular
 
-__all__ = ["FULL", "TIED", "quadratic_form", "symmetric_products"]
+__all__ = ["FULL", "TIED", "factored", "quadratic_form", "symmetric_products"]
 
 
 class _Matrices(Structure):
@@ -44,12 +44,9 @@ class _Matrices(Structure):
         if library(covariances) is np:
             found = _factor_of_array(covariances)
             return cast(Tensor, self.factor(torch.from_numpy(covariances)).numpy() if found is None else found)
-        lower, failed = torch.linalg.cholesky_ex(covariances)
-        variances = covariances.diagonal(dim1=-2, dim2=-1)
-        least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
-        raise_if_singular((failed == 0) & (lower.diagonal(dim1=-2, dim2=-1).square() > least).all(-1))
-        inverse: Tensor = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False)
-        return inverse.mT
+        factor, sound = factored(covariances)
+        raise_if_singular(sound)
+        return factor
 
     def factor_or_nan(self, covariances: Tensor, lost: Tensor) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex(covariances)
@@ -234,6 +231,16 @@ class _Tied(_Matrices):
 
     def prior_count(self, n_components: int, n_features: int) -> int:
         return n_components + n_features + 1
+
+
+def factored(covariances: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors of the inverses of matrices (..., D, D), and the mask (...,) of positive definite ones."""
+    lower, failed = torch.linalg.cholesky_ex(covariances)
+    variances = covariances.diagonal(dim1=-2, dim2=-1)
+    least = variances.shape[-1] * torch.finfo(covariances.dtype).eps * variances
+    sound = (failed == 0) & (lower.diagonal(dim1=-2, dim2=-1).square() > least).all(-1)
+    inverse: Tensor = torch.linalg.solve_triangular(lower, identity_like(lower), upper=False)
+    return inverse.mT, sound
 
 
 def _factor_of_array(covariances: Any) -> Any:

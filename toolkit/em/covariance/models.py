@@ -33,7 +33,7 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer
 from toolkit.em.covariance.axes import DIAG, SPHERICAL
-from toolkit.em.covariance.matrices import FULL, TIED
+from toolkit.em.covariance.matrices import FULL, TIED, factored
 from toolkit.em.covariance.orientations import (
     INNER_STEPS_UNSEEN,
     cayley,
@@ -65,11 +65,13 @@ COVARIANCE_MODELS: tuple[CovarianceModel, ...] = get_args(CovarianceModel)
 class ParsimoniousCovariances:
     """Covariances of K components that share volume, shape or orientation.
 
+    Leading dimensions, the same for all three, are batches.
+
     Attributes:
         model: One of the fourteen.
-        log_volumes: (G,): the log of the D-th root of the determinant.
-        log_shapes: (G, D), each row sums to 0.
-        axes: (G, D, D) (see the module).
+        log_volumes: (..., G): the log of the D-th root of the determinant.
+        log_shapes: (..., G, D), each row sums to 0.
+        axes: (..., G, D, D) (see the module).
 
     Raises:
         ValueError: If the model is unknown, or the shapes do not fit together.
@@ -83,6 +85,7 @@ class ParsimoniousCovariances:
     def __post_init__(self) -> None:
         model_of(self.model)
         d = self.log_shapes.shape[-1]
+        leading = self.log_volumes.shape[:-1]
         for name, letter, value, tail in zip(
             ("log_volumes", "log_shapes", "axes"),
             self.model,
@@ -90,8 +93,9 @@ class ParsimoniousCovariances:
             ((), (d,), (d, d)),
             strict=True,
         ):
-            groups = value.shape[:1] if letter == "V" else (1,)
-            if value.shape != (*groups, *tail) or value.ndim == 0:
+            n_leading = len(leading)
+            groups = value.shape[n_leading : n_leading + 1] if letter == "V" else (1,)
+            if value.shape != (*leading, *groups, *tail) or value.ndim == n_leading:
                 wanted = ", ".join(map(str, ("K" if letter == "V" else 1, *tail)))
                 raise ValueError(f"`{name}` of {self.model} should have shape ({wanted}). Found {tuple(value.shape)}.")
 
@@ -102,17 +106,17 @@ class ParsimoniousCovariances:
 
     @property
     def log_variances(self) -> Tensor:
-        """Logs of the variances along the axes, (G, D)."""
-        return self.log_volumes[:, None] + self.log_shapes
+        """Logs of the variances along the axes, (..., G, D)."""
+        return self.log_volumes[..., None] + self.log_shapes
 
     @property
     def factors(self) -> Tensor:
-        """Factors of the precisions, (G, D, D): precision = factor @ factor.T. Triangular only for triangular axes."""
-        return self.axes * (-0.5 * self.log_variances).exp()[:, None, :]
+        """Factors of the precisions, (..., G, D, D), triangular for triangular axes: precision = factor @ factor.T."""
+        return self.axes * (-0.5 * self.log_variances).exp()[..., None, :]
 
     @property
     def covariances(self) -> Tensor:
-        """Covariances, (G, D, D)."""
+        """Covariances, (..., G, D, D)."""
         return model_of(self.model).covariances(self.axes, self.log_variances)
 
     def decomposed(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,7 +131,7 @@ class ParsimoniousCovariances:
         )
         shapes, orientations = torch.linalg.eigh(unit.covariances)
         if self.model[1] == "E":
-            shapes, orientations = shapes[:1], orientations[:1]
+            shapes, orientations = shapes[..., :1, :], orientations[..., :1, :, :]
         return self.log_volumes.exp(), shapes, orientations
 
     def unconstrained(self) -> dict[str, Tensor]:
@@ -140,10 +144,10 @@ class ParsimoniousCovariances:
         """
         coordinates = {"log_volumes": self.log_volumes}
         if self.model[1] != "I":
-            coordinates["log_shapes"] = self.log_shapes[:, :-1]
+            coordinates["log_shapes"] = self.log_shapes[..., :-1]
         if self.model[2] != "I":
             rows, columns = torch.triu_indices(self.n_features, self.n_features, 1, device=self.axes.device)
-            coordinates["axes"] = model_of(self.model).free_entries(self.axes)[:, rows, columns]
+            coordinates["axes"] = model_of(self.model).free_entries(self.axes)[..., rows, columns]
         return coordinates
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> ParsimoniousCovariances:
@@ -228,7 +232,9 @@ def covariances_from_scatter(
         raise ValueError(f"`scatter` should be of {len(counts)} components, as `counts` are. Found {len(scatter)}.")
     if start is not None and start.model != model:
         raise ValueError(f"`start` should be of the model {model}. Found {start.model}.")
-    return chosen.m_step(counts, scatter, start, inner_steps)
+    found, sound = chosen.m_step(counts, scatter, start, inner_steps)
+    raise_if_singular(sound[0] if len(sound) == 1 else sound, "scatter", "model")
+    return found
 
 
 # --- the models ------------------------------------------------------------------------------------------------------
@@ -256,7 +262,7 @@ class Model(ABC):
 
     def covariances(self, axes: Tensor, log_variances: Tensor) -> Tensor:
         """Return covariances (G, D, D) from axes (G, D, D) and logs of the variances along them (G, D)."""
-        roots = self.inverse(axes).mT * (0.5 * log_variances).exp()[:, None, :]
+        roots = self.inverse(axes).mT * (0.5 * log_variances).exp()[..., None, :]
         return roots @ roots.mT
 
     def inverse(self, axes: Tensor) -> Tensor:
@@ -278,8 +284,12 @@ class Model(ABC):
     @abstractmethod
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-    ) -> ParsimoniousCovariances:
-        """Return the best covariances (see `covariances_from_scatter`)."""
+    ) -> tuple[ParsimoniousCovariances, Tensor]:
+        """Return the best covariances (see `covariances_from_scatter`), and the mask of sound ones, (..., G).
+
+        Leading dimensions are batches. Components of count 0 are absent: their scatter is 0, they count as sound, and
+        what is their own is 0, or the identity.
+        """
 
 
 class _AxisAligned(Model):
@@ -287,13 +297,14 @@ class _AxisAligned(Model):
 
     def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
         factor = (-0.5 * covariances.log_variances).exp()
-        return factor[:, 0] if self.structure is SPHERICAL else factor
+        return factor[..., 0] if self.structure is SPHERICAL else factor
 
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-    ) -> ParsimoniousCovariances:
-        spread = scatter if scatter.ndim == 2 else scatter.diagonal(dim1=-2, dim2=-1)
-        return _along(self.name, counts, spread, torch.diag_embed(torch.ones_like(spread[:1])), start, inner_steps)
+    ) -> tuple[ParsimoniousCovariances, Tensor]:
+        spread = scatter if scatter.ndim == counts.ndim + 1 else scatter.diagonal(dim1=-2, dim2=-1)
+        axes = torch.diag_embed(torch.ones_like(spread[..., :1, :]))
+        return _along(self.name, counts, spread, axes, start, inner_steps)
 
 
 class _Triangular(Model):
@@ -312,11 +323,11 @@ class _Triangular(Model):
         return identity_like(upper) + upper
 
     def factor(self, covariances: ParsimoniousCovariances) -> Tensor:
-        return covariances.factors[0] if self.structure.is_shared else covariances.factors
+        return covariances.factors[..., 0, :, :] if self.structure.is_shared else covariances.factors
 
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-    ) -> ParsimoniousCovariances:
+    ) -> tuple[ParsimoniousCovariances, Tensor]:
         return _by_matrices(self.name, counts, scatter, start, inner_steps)
 
 
@@ -328,7 +339,7 @@ class _Orthogonal(Model):
 
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-    ) -> ParsimoniousCovariances:
+    ) -> tuple[ParsimoniousCovariances, Tensor]:
         # The trace is least if the eigenvalues of both are paired in order (von Neumann).
         eigenvalues, axes = torch.linalg.eigh(scatter)
         return _along(self.name, counts, eigenvalues, axes, start, inner_steps)
@@ -339,10 +350,10 @@ class _CommonOrientation(_Orthogonal):
 
     def m_step(
         self, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-    ) -> ParsimoniousCovariances:
+    ) -> tuple[ParsimoniousCovariances, Tensor]:
         axes = common_axes(self.name, counts, scatter, None if start is None else start.axes, inner_steps)
         spread = (axes.mT @ scatter @ axes).diagonal(dim1=-2, dim2=-1)
-        return _along(self.name, counts, spread, axes[None], start, inner_steps)
+        return _along(self.name, counts, spread, axes, start, inner_steps)
 
 
 _MODELS: dict[str, Model] = {
@@ -383,97 +394,99 @@ def _along(
     axes: Tensor,
     start: ParsimoniousCovariances | None,
     inner_steps: int,
-) -> ParsimoniousCovariances:
-    """Return the best volumes and shapes for these axes (G, D, D), given the scatter along them (K, D)."""
-    n_features = spread.shape[1]
-    total = counts.sum()
+) -> tuple[ParsimoniousCovariances, Tensor]:
+    """Return the best volumes and shapes for these axes (..., G, D, D), given the scatter along them (..., K, D)."""
+    n_features, total = spread.shape[-1], counts.sum(-1, keepdim=True)
     match model[:2]:
         case "EI":
-            log_volumes = (spread.sum() / (n_features * total)).log()[None]
-            log_shapes = torch.zeros_like(spread[:1])
+            log_volumes = (spread.sum((-2, -1))[..., None] / (n_features * total)).log()
+            log_shapes = torch.zeros_like(spread[..., :1, :])
         case "VI":
-            log_volumes = (spread.mean(1) / counts).log()
-            log_shapes = torch.zeros_like(spread[:1])
+            log_volumes = _log_of_means(spread.mean(-1), counts)
+            log_shapes = torch.zeros_like(spread[..., :1, :])
         case "EE":
-            log_volumes, log_shapes = _split((spread.sum(0, keepdim=True) / total).log())
+            log_volumes, log_shapes = _split((spread.sum(-2, keepdim=True) / total[..., None]).log())
         case "VE":
             log_volumes, log_shapes = _volumes_and_common_shape(counts, spread, start, inner_steps)
         case "EV":
-            separate, log_shapes = _split((spread / counts[:, None]).log())
-            log_volumes = ((counts * separate.exp()).sum() / total).log()[None]
+            separate, log_shapes = _split(_log_of_means(spread, counts[..., None]))
+            log_volumes = ((counts * separate.exp()).sum(-1, keepdim=True) / total).log()
         case "VV":
-            log_volumes, log_shapes = _split((spread / counts[:, None]).log())
+            log_volumes, log_shapes = _split(_log_of_means(spread, counts[..., None]))
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
     # Features may have different scales; along axes that mix features, the largest scale sets the rounding error.
-    pooled = spread.sum(0) / total
-    scale = pooled if not model_of(model).structure.is_matrix else pooled.max()
-    _raise_if_unsound((found.log_variances.exp() > _least(spread) * scale).all(-1))
-    return found
+    pooled = spread.sum(-2, keepdim=True) / total[..., None]
+    scale = pooled if not model_of(model).structure.is_matrix else pooled.amax(-1, keepdim=True)
+    return found, _unless_absent((found.log_variances.exp() > _least(spread) * scale).all(-1), counts)
 
 
 def _volumes_and_common_shape(
     counts: Tensor, spread: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """Return log-volumes (K,) and log-shapes (1, D): each is best given the other, and together they are optimal.
+    """Return log-volumes (..., K) and log-shapes (..., 1, D): each is best given the other, both together are optimal.
 
     The objective is convex in the shape's logarithm: a sum of log-sum-exps.
     """
 
     def shape(log_volumes: Tensor) -> Tensor:
-        return _split((spread * (-log_volumes).exp()[:, None]).sum(0, keepdim=True).log())[1]
+        return _split((spread * (-log_volumes).exp()[..., None]).sum(-2, keepdim=True).log())[1]
 
     def improve(log_volumes: Tensor) -> Tensor:
-        return ((spread * (-shape(log_volumes)).exp()).mean(1) / counts).log()
+        return _log_of_means((spread * (-shape(log_volumes)).exp()).mean(-1), counts)
 
-    log_volumes = _iterate(
-        improve, inner_steps, (spread.mean(1) / counts).log() if start is None else start.log_volumes
-    )
+    first = _log_of_means(spread.mean(-1), counts) if start is None else start.log_volumes
+    log_volumes = _iterate(improve, inner_steps, first)
     return log_volumes, shape(log_volumes)
 
 
 def _by_matrices(
     model: CovarianceModel, counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-) -> ParsimoniousCovariances:
-    """Return the covariances of the models in which shape and orientation go together, scatter (K, D, D)."""
-    total = counts.sum()
+) -> tuple[ParsimoniousCovariances, Tensor]:
+    """Return the covariances of the models in which shape and orientation go together, scatter (..., K, D, D)."""
+    total = counts.sum(-1, keepdim=True)
+    pooled = scatter.sum(-3, keepdim=True) / total[..., None, None]
     match model:
         case "EEE":
-            log_volumes, log_shapes, axes = _factored(scatter.sum(0, keepdim=True) / total)
+            log_volumes, log_shapes, axes, sound = _factored(pooled)
         case "VEE":
-            log_volumes, unit = _volumes_and_common_matrix(counts, scatter, start, inner_steps)
-            _, log_shapes, axes = _factored(unit[None])
+            log_volumes, unit, sound = _volumes_and_common_matrix(counts, scatter, start, inner_steps)
+            _, log_shapes, axes, _ = _factored(unit[..., None, :, :])
+            sound = sound[..., None]
         case _:
-            log_volumes, log_shapes, axes = _factored(scatter / counts[:, None, None])
+            absent = (counts == 0)[..., None, None]
+            own = scatter / torch.where(absent, 1.0, counts[..., None, None])
+            log_volumes, log_shapes, axes, sound = _factored(torch.where(absent, identity_like(scatter), own))
             if model == "EVV":
-                log_volumes = ((counts * log_volumes.exp()).sum() / total).log()[None]
+                log_volumes = ((counts * log_volumes.exp()).sum(-1, keepdim=True) / total).log()
     found = ParsimoniousCovariances(model=model, log_volumes=log_volumes, log_shapes=log_shapes, axes=axes)
     if model != "EEE":
         factors = found.factors
-        relative = (factors * (scatter.sum(0) / total @ factors)).sum(-2)
-        _raise_if_unsound((relative < 1 / _least(scatter)).all(-1))
-    return found
+        relative = (factors * (pooled @ factors)).sum(-2)
+        sound = sound & (relative < 1 / _least(scatter)).all(-1)
+    return found, _unless_absent(sound, counts)
 
 
 def _volumes_and_common_matrix(
     counts: Tensor, scatter: Tensor, start: ParsimoniousCovariances | None, inner_steps: int
-) -> tuple[Tensor, Tensor]:
-    """Return log-volumes (K,) and the matrix of determinant 1 (D, D) that all covariances are multiples of."""
-    n_features = scatter.shape[1]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-volumes (..., K), and the matrix of determinant 1 (..., D, D) that all covariances are multiples of.
+
+    The third value says whether that is positive definite (...,).
+    """
 
     def matrix(log_volumes: Tensor) -> tuple[Tensor, Tensor]:
-        pooled = (scatter * (-log_volumes).exp()[:, None, None]).sum(0)
+        pooled = (scatter * (-log_volumes).exp()[..., None, None]).sum(-3)
         factor, _ = torch.linalg.cholesky_ex(pooled)
-        return pooled, factor * (-factor.diagonal().log().mean()).exp()
+        return pooled, factor * (-factor.diagonal(dim1=-2, dim2=-1).log().mean(-1)).exp()[..., None, None]
 
     def improve(log_volumes: Tensor) -> Tensor:
         precision = torch.cholesky_inverse(matrix(log_volumes)[1])
-        return ((scatter * precision).sum((1, 2)) / (n_features * counts)).log()
+        return _log_of_means((scatter * precision[..., None, :, :]).sum((-2, -1)) / scatter.shape[-1], counts)
 
-    first = scatter.diagonal(dim1=-2, dim2=-1).mean(1) / counts
-    log_volumes = _iterate(improve, inner_steps, first.log() if start is None else start.log_volumes)
+    first = _log_of_means(scatter.diagonal(dim1=-2, dim2=-1).mean(-1), counts) if start is None else start.log_volumes
+    log_volumes = _iterate(improve, inner_steps, first)
     pooled, factor = matrix(log_volumes)
-    TIED.factor(pooled)  # names the singular components
-    return log_volumes, factor @ factor.mT
+    return log_volumes, factor @ factor.mT, factored(pooled)[1]
 
 
 def _iterate(improve: Callable[[Tensor], Tensor], inner_steps: int, value: Tensor) -> Tensor:
@@ -492,18 +505,25 @@ def _least(scatter: Tensor) -> float:
     return 100 * scatter.shape[-1] * torch.finfo(scatter.dtype).eps
 
 
+def _log_of_means(sums: Tensor, counts: Tensor) -> Tensor:
+    """Return the logs of sums over counts; 0 for absent components."""
+    absent = counts == 0
+    return torch.where(absent, 1.0, sums / torch.where(absent, 1.0, counts)).log()
+
+
+def _unless_absent(sound: Tensor, counts: Tensor) -> Tensor:
+    """Return the mask of groups (..., G) that are sound; absent components are."""
+    return sound | (counts == 0) if sound.shape == counts.shape else sound
+
+
 def _split(log_variances: Tensor) -> tuple[Tensor, Tensor]:
-    """Return log-volumes (G,) and log-shapes (G, D)."""
+    """Return log-volumes (..., G) and log-shapes (..., G, D)."""
     log_volumes = log_variances.mean(-1)
-    return log_volumes, log_variances - log_volumes[:, None]
+    return log_volumes, log_variances - log_volumes[..., None]
 
 
-def _factored(covariances: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-volumes (G,), log-shapes (G, D) and unit upper triangular axes (G, D, D)."""
-    factor = TIED.factor(covariances[0])[None] if len(covariances) == 1 else FULL.factor(covariances)
+def _factored(covariances: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return log-volumes (..., G), log-shapes (..., G, D), unit upper triangular axes, and the mask of sound ones."""
+    factor, sound = factored(covariances)
     diagonal = factor.diagonal(dim1=-2, dim2=-1)
-    return *_split(-2 * diagonal.log()), factor / diagonal[:, None, :]
-
-
-def _raise_if_unsound(sound: Tensor) -> None:
-    raise_if_singular(sound[0] if len(sound) == 1 else sound, "scatter", "model")
+    return *_split(-2 * diagonal.log()), factor / diagonal[..., None, :], sound

@@ -103,11 +103,15 @@ def is_batched(tensor: Tensor) -> bool:
 
 
 def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | None, inner_steps: int) -> Tensor:
-    """Return the orientation (D, D) that EVE and VVE share, from one (1, D, D) or from those of the scatters."""
+    """Return the orientation (..., 1, D, D) that EVE and VVE share, from one such or from those of the scatters.
+
+    Leading dimensions are batches. Components of count 0 are absent.
+    """
     if start is None:
-        axes = torch.linalg.eigh(torch.cat([scatter.sum(0, keepdim=True), scatter])).eigenvectors
-    else:
-        axes = start
+        start = torch.linalg.eigh(torch.cat([scatter.sum(-3, keepdim=True), scatter], -3)).eigenvectors
+    axes, absent = start, counts == 0
+    # Without a spread of 0, whose logarithm is infinite.
+    scatter = torch.where(absent[..., None, None], identity_like(scatter), scatter)
     unseen = is_batched(scatter)
     settled = 100 * torch.finfo(scatter.dtype).eps
     for _ in range(INNER_STEPS_UNSEEN if unseen else inner_steps):
@@ -116,54 +120,56 @@ def common_axes(model: str, counts: Tensor, scatter: Tensor, start: Tensor | Non
             break
     # One Newton-Schulz step: the product of many rotations stays a rotation.
     axes = 0.5 * axes @ (3 * identity_like(axes) - axes.mT @ axes)
-    best: Tensor = axes[_misfit(model, counts, _spread_along(scatter, axes))[0].argmin()]
-    return best
+    best = _misfit(model, counts, _spread_along(scatter, axes))[0].argmin(-1)
+    chosen: Tensor = axes.take_along_dim(best[..., None, None, None], -3)
+    return chosen
 
 
 def _spread_along(scatter: Tensor, axes: Tensor) -> Tensor:
-    """Return the scatter (K, D, D) along each of several systems of axes (..., D, D) as (..., K, D)."""
-    return (axes[..., None, :, :] * (scatter @ axes[..., None, :, :])).sum(-2)
+    """Return the scatter (..., K, D, D) along each of several systems of axes (..., R, D, D) as (..., R, K, D)."""
+    return (axes[..., None, :, :] * (scatter[..., None, :, :, :] @ axes[..., None, :, :])).sum(-2)
 
 
 def _misfit(model: str, counts: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
-    r"""Return the objective of a common orientation (...), from the scatter along it (..., K, D), and weights (..., K).
+    r"""Return the objective of a common orientation (..., R), from the scatter along it, and weights (..., R, K).
 
     The objective is twice the negative expected log-joint at the best volumes and shapes, up to a constant: for VVE
     :math:`\sum_k N_k \sum_j \log m_{kj}`, for EVE :math:`N D \log \sum_k \prod_j m_{kj}^{1/D}`. The derivative is that
     of the weighted sum of :math:`\sum_j \log m_{kj}`.
     """
-    logs = spread.log().sum(-1)
+    logs, counts = spread.log().sum(-1), counts[..., None, :]
     if model == "VVE":
         return (counts * logs).sum(-1), counts.expand(logs.shape)
-    n_features = spread.shape[-1]
-    roots = logs / n_features
-    return n_features * counts.sum() * roots.logsumexp(-1), counts.sum() * roots.softmax(-1)
+    n_features, total = spread.shape[-1], counts.sum(-1)
+    roots = (logs / n_features).masked_fill(counts == 0, -math.inf)
+    return n_features * total * roots.logsumexp(-1), total[..., None] * roots.softmax(-1)
 
 
 def _rotate(model: str, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return axes (R, D, D) after one quasi-Newton step each, and the size of each move, (R,).
+    """Return axes (..., R, D, D) after one quasi-Newton step each, and the size of each move, (..., R).
 
     The Hessian is approximated by its value for axes that diagonalise every scatter, where it is diagonal in the planes
     of rotation.
     """
-    rotated = axes.mT[:, None] @ scatter @ axes[:, None]
+    rotated = axes.mT[..., None, :, :] @ scatter[..., None, :, :, :] @ axes[..., None, :, :]
     spread = rotated.diagonal(dim1=-2, dim2=-1)
     value, weights = _misfit(model, counts, spread)
     ratios = weights[..., None] / spread
-    slopes = (rotated * ratios[..., None, :]).sum(1)
+    slopes = (rotated * ratios[..., None, :]).sum(-3)
     slopes = slopes - slopes.mT
     curvatures = spread.mT @ ratios
-    curvatures = curvatures + curvatures.mT - 2 * weights.sum(-1)[:, None, None]
-    eps = torch.finfo(scatter.dtype).eps
-    turn = -slopes / curvatures.clamp(min=math.sqrt(eps) * counts.sum())
+    curvatures = curvatures + curvatures.mT - 2 * weights.sum(-1)[..., None, None]
+    eps, total = torch.finfo(scatter.dtype).eps, counts.sum(-1)[..., None]
+    turn = -slopes / torch.maximum(curvatures, math.sqrt(eps) * total[..., None, None])
     longest = turn.abs().amax((-2, -1), keepdim=True)
     turn = turn * (_LONGEST_ROTATION / longest.clamp(min=_LONGEST_ROTATION))
     fractions = turn.new_tensor(_FRACTIONS)
-    candidates = axes @ cayley(-0.5 * fractions[:, None, None, None] * turn)
-    values, _ = _misfit(model, counts, _spread_along(scatter, candidates))
+    candidates = axes[..., None, :, :] @ cayley(-0.5 * fractions[:, None, None] * turn[..., None, :, :])
+    values = _misfit(model, counts, _spread_along(scatter, candidates.flatten(-4, -3)))[0]
+    values = values.unflatten(-1, candidates.shape[-4:-2])
     # Near the minimum differences of values are rounding, while slopes still tell the direction.
-    slack = 10 * eps * scatter.shape[-1] * counts.sum()
-    acceptable = (values <= value + slack) | (fractions == 0)[:, None]
-    chosen = acceptable.to(torch.uint8).argmax(0)
-    which = chosen[None, :, None, None].expand(1, *axes.shape)
-    return candidates.gather(0, which)[0], fractions[chosen] * longest[:, 0, 0]
+    slack = 10 * eps * scatter.shape[-1] * total
+    acceptable = (values <= (value + slack)[..., None]) | (fractions == 0)
+    chosen = acceptable.to(torch.uint8).argmax(-1)
+    taken = candidates.take_along_dim(chosen[..., None, None, None], -3)[..., 0, :, :]
+    return taken, fractions[chosen] * longest[..., 0, 0]
