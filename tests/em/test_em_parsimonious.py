@@ -25,9 +25,9 @@ from toolkit.em.models.parsimonious import (
     ParsimoniousCovariances,
     ParsimoniousParameters,
     covariances_from_scatter,
-    fit_parsimonious,
     n_free_parameters,
 )
+from toolkit.em.models.search import fit_parsimonious
 
 # The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")

@@ -79,10 +79,10 @@ from toolkit.em.models.parsimonious import (
     ParsimoniousCovariances,
     ParsimoniousParameters,
     covariances_from_scatter,
-    fit_parsimonious,
     n_free_parameters,
 )
 from toolkit.em.models.prior import Prior
+from toolkit.em.models.search import fit_parsimonious
 from toolkit.em.models.selection import Candidate, Criterion, Selection, aic, bic, icl, select, spikes
 
 if TYPE_CHECKING:

@@ -491,11 +491,12 @@ def _volumes_and_common_matrix(
 
 def _iterate(improve: Callable[[Tensor], Tensor], inner_steps: int, value: Tensor) -> Tensor:
     """Improve a value until it no longer changes."""
-    unseen = is_batched(improve(value))
-    settled = 100 * torch.finfo(value.dtype).eps
-    for _ in range(INNER_STEPS_UNSEEN if unseen else inner_steps):
-        before, value = value, improve(value)
-        if not unseen and not bool(((value - before).abs() > settled).any()):
+    settled, steps = 100 * torch.finfo(value.dtype).eps, 0
+    while steps < inner_steps:
+        before, value, steps = value, improve(value), steps + 1
+        if is_batched(value):
+            inner_steps = INNER_STEPS_UNSEEN
+        elif not bool(((value - before).abs() > settled).any()):
             break
     return value
 

@@ -8,6 +8,7 @@ D features, K components, R candidates.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -87,10 +88,18 @@ def strictly_upper(entries: Tensor, size: int) -> Tensor:
             f"`axes` should have {size * (size - 1) // 2} entries in its last dimension for {size} features. "
             f"Found shape {tuple(entries.shape)}."
         )
-    places = torch.full((size, size), entries.shape[-1], device=entries.device)
-    rows, columns = torch.triu_indices(size, size, 1, device=entries.device)
-    places[rows, columns] = torch.arange(entries.shape[-1], device=entries.device)
-    return torch.cat([entries, torch.zeros_like(entries[..., :0].sum(-1, keepdim=True))], -1)[..., places]
+    return torch.cat([entries, torch.zeros_like(entries[..., :0].sum(-1, keepdim=True))], -1)[
+        ..., _places_above_diagonal(size, entries.device)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _places_above_diagonal(size: int, device: torch.device) -> Tensor:
+    """Return the place of each entry of a strictly upper triangular matrix among its entries and, last, a zero."""
+    rows, columns = torch.triu_indices(size, size, 1, device=device)
+    places = torch.full((size, size), len(rows), device=device)
+    places[rows, columns] = torch.arange(len(rows), device=device)
+    return places
 
 
 def is_batched(tensor: Tensor) -> bool:

@@ -249,10 +249,14 @@ def identity_like(matrices: Tensor) -> Tensor:
 def raise_if_singular(sound: Tensor, name: str = "covariances", restricted: str = "covariance_type") -> None:
     """Raise a ValueError unless all covariances are sound, () or (K,)."""
     # Under torch.func no value can be read; a singular covariance is NaN there.
-    if torch._C._functorch.is_functorch_wrapped_tensor(sound) or bool(sound.all()):
-        return
+    if not (torch._C._functorch.is_functorch_wrapped_tensor(sound) or bool(sound.all())):
+        raise ValueError(singular(sound, name, restricted))
+
+
+def singular(sound: Tensor, name: str, restricted: str) -> str:
+    """Return the error of covariances of which some are not sound, () or (K,)."""
     components = "" if sound.ndim == 0 else f" of component {', '.join(map(str, (~sound).nonzero().ravel().tolist()))}"
-    raise ValueError(
+    return (
         f"`{name}` should be positive definite. Found a singular one{components}: too few distinct samples, or "
         "features that depend on each other. More regularisation (`reg_covar`), fewer components or a more "
         f"restricted `{restricted}` help."

@@ -41,15 +41,15 @@ F = TypeVar("F", bound=Family)
 
 # Points that Anderson's method remembers, and evaluations whose total gain must be at most `tol` for convergence.
 # Half of them and a tenth of `tol` suffice as well: 330 fits took 3 % fewer evaluations; as many left more than `tol`.
-_MEMORY = 8
+MEMORY = 8
 
 # After so few evaluations that gain no more than `tol` a fit may end at its beginning, if they shrink the residual to
 # this share: slower problems hide directions in which much is left.
-_FEW = 2
-_FAST = 0.03
+FEW = 2
+FAST = 0.03
 
 # Singular values of Anderson's least squares below this share of the largest count as 0.
-_CUT = 1e-7
+CUT = 1e-7
 
 
 @dataclass(frozen=True)
@@ -211,17 +211,17 @@ def climb(
         if accelerate == "none":
             converged = tol > 0 and gained[-1] - gained[-2] <= tol
         else:
-            converged = _has_gained_little(gained, _MEMORY, max(tol, noise))
-            converged = converged or (tol > 0 and _has_gained_little(gained, _MEMORY // 2, max(0.1 * tol, noise)))
-            recent = [*recent[-_FEW:], there]
-            few = tol > 0 and len(recent) > _FEW and len(gained) <= _MEMORY and gained[-1] - gained[-1 - _FEW] <= tol
+            converged = _has_gained_little(gained, MEMORY, max(tol, noise))
+            converged = converged or (tol > 0 and _has_gained_little(gained, MEMORY // 2, max(0.1 * tol, noise)))
+            recent = [*recent[-FEW:], there]
+            few = tol > 0 and len(recent) > FEW and len(gained) <= MEMORY and gained[-1] - gained[-1 - FEW] <= tol
             converged = converged or (few and (there.size**2 <= noise or _is_fast(recent[0], there)))
         if target is not None and there.value - here.value <= noise:
             stuck += there.size >= 0.5 * here.size
             converged = converged or stuck == 2
         here = there
-    if accelerate != "none" and 0 < n_iter < _MEMORY:  # as a fit that is continued step by step; one step is plain EM
-        share = max(tol if max_iter == 1 else tol * n_iter / _MEMORY, rounding * (1 + abs(here.value)))
+    if accelerate != "none" and 0 < n_iter < MEMORY:  # as a fit that is continued step by step; one step is plain EM
+        share = max(tol if max_iter == 1 else tol * n_iter / MEMORY, rounding * (1 + abs(here.value)))
         converged = converged or history[-1] - history[0] <= share
     return Climb(here.parameters, history[-1], converged, n_iter, tuple(history))
 
@@ -399,7 +399,7 @@ def _is_fast(before: _Point[P], now: _Point[P]) -> bool:
     The residual is the error times the share of it that a step removes.
     """
     step, change = _difference(now.position, before.position), now.residual - before.residual
-    return now.size <= _FAST * before.size and _norm(change) >= 0.5 * _norm(step)
+    return now.size <= FAST * before.size and _norm(change) >= 0.5 * _norm(step)
 
 
 class _Method(Protocol):
@@ -486,7 +486,7 @@ class _Anderson:
             self._patience = max(1, self._patience // 2)
         else:
             self._left_to_squarem = self._patience
-            self._patience = min(_MEMORY, 2 * self._patience)
+            self._patience = min(MEMORY, 2 * self._patience)
             self._steps.clear()
             self._changes.clear()
 
@@ -494,7 +494,7 @@ class _Anderson:
         if self._last is not None:
             self._steps.append(_difference(here.position, self._last[0]))
             self._changes.append(here.residual - self._last[1])
-            del self._steps[:-_MEMORY], self._changes[:-_MEMORY]
+            del self._steps[:-MEMORY], self._changes[:-MEMORY]
         self._last = here.position, here.residual
 
     def _extrapolate(self, residual: _Vector) -> _Vector:
@@ -503,7 +503,7 @@ class _Anderson:
         sizes = np.sqrt((changes * changes).sum(1))
         sizes[sizes == 0] = 1.0
         # In proportion, so that large old changes do not hide small new ones from the cut.
-        weights = np.linalg.lstsq((changes / sizes[:, None]).T, residual, rcond=_CUT)[0] / sizes
+        weights = np.linalg.lstsq((changes / sizes[:, None]).T, residual, rcond=CUT)[0] / sizes
         step: _Vector = residual - weights @ (steps + changes)
         return step
 

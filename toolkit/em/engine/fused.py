@@ -165,7 +165,11 @@ def expansion_error(factor: Tensor, structure: Structure, scatter: Tensor, dtype
         dtype: In which the pass is computed.
     """
     distances = structure.squared_distances(factor, scatter)
-    farthest = distances if structure.is_shared else distances.amax(-1)
+    return error_of_distance(distances if structure.is_shared else distances.amax(-1), dtype)
+
+
+def error_of_distance(farthest: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `expansion_error` where the data have this mean squared distance from a component."""
     return torch.finfo(dtype).eps * (_SHIFT[dtype] + 2 * farthest)
 
 

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from toolkit._checks import integer, number
-from toolkit.blocks import no_graph
 from toolkit.em.covariance import Structure, soft_counts
 from toolkit.em.covariance.models import (
     COVARIANCE_MODELS,
@@ -30,11 +28,10 @@ from toolkit.em.covariance.models import (
     model_of,
     n_free_parameters,
 )
-from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
+from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb_family
 from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.fused import Moments, accumulate, rounding_error, statistics_of
 from toolkit.em.engine.samples import Prepared, prepare
-from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.models._common import check_table
 
@@ -44,19 +41,12 @@ __all__ = [
     "ParsimoniousCovariances",
     "ParsimoniousParameters",
     "covariances_from_scatter",
-    "fit_parsimonious",
     "n_free_parameters",
 ]
 
 # Inner iterations of an EM step after the first: each starts where the last one ended, and a step need only improve the
 # surrogate (generalised EM).
-_INNER_STEPS_OF_EM = 3
-
-# Starts are compared after this many EM steps, and the best are iterated to convergence; of starts with the same
-# likelihood one is enough.
-_SHORT_RUN = 10
-_FOLLOWED = 3
-_SAME = 1e-7
+INNER_STEPS_OF_EM = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -225,97 +215,7 @@ class ParsimoniousParameters:
         )
 
 
-@no_graph()
-def fit_parsimonious(
-    x: Tensor,
-    n_components: int,
-    model: CovarianceModel,
-    *,
-    sample_weight: Tensor | None = None,
-    tol: float = 1e-6,
-    max_iter: int = 1000,
-    n_init: int = 1,
-    init: Init | ParsimoniousParameters = "kmeans",
-    reg_covar: float = 0.0,
-    accelerate: Accelerate = "anderson",
-    generator: torch.Generator | None = None,
-) -> Climb[ParsimoniousParameters]:
-    """Maximise the log-likelihood of one of the fourteen models by EM, accelerated by default.
-
-    Each of several starts is improved by ten EM steps. The best three go on, replaced by the next best where
-    covariances become singular, and the highest is returned.
-
-    Args:
-        x: (N, D), float32 or float64, finite. Arithmetic is in float64.
-        n_components: K, at most N.
-        model: One of the fourteen.
-        sample_weight: (N,), not negative, not all 0. None: all 1.
-        tol: As in `climb`: nats per sample.
-        max_iter: As in `climb`.
-        n_init: Number of starts.
-        init: How to start (see `start`), or the start itself.
-        reg_covar: A prior: `reg_covar` times the count is added to the diagonal of each component's scatter. In the
-            four models of scikit-learn this equals adding `reg_covar` to every variance; in the others it keeps the
-            constraints. 0 is maximum likelihood.
-        accelerate: As in `climb`.
-        generator: Randomness of the starts. None is torch's global generator.
-
-    Returns:
-        The fit result, with the mixture in the data's floating-point type.
-
-    Raises:
-        TypeError: If `x` is not a float32 or float64 tensor, or `sample_weight` no tensor.
-        ValueError: If an argument is out of range, or covariances become singular from every start.
-
-    Example:
-        >>> x = torch.tensor([[0.0, 1.0], [1.0, 0.0], [8.0, 9.0], [9.0, 8.0], [10.0, 10.0]])
-        >>> two = fit_parsimonious(x, 2, "EII", generator=torch.Generator().manual_seed(0))
-        >>> two.parameters.means.sort(0).values
-        tensor([[0.5000, 0.5000],
-                [9.0000, 9.0000]])
-    """
-    kind = model_of(model).start.name
-    check_samples(x, sample_weight)
-    n_components, n_init = integer("n_components", n_components), integer("n_init", n_init)
-    tol, max_iter = number("tol", tol, least=0), integer("max_iter", max_iter, 0)
-    reg_covar = number("reg_covar", reg_covar, least=0)
-    if isinstance(init, ParsimoniousParameters):
-        if (init.model, init.means.shape) != (model, (n_components, x.shape[-1])):
-            raise ValueError(
-                f"`init` should be of the model {model}, {n_components} components and {x.shape[-1]} features. "
-                f"Found {init.model}, {init.n_components} and {init.n_features}."
-            )
-        starts: list[GaussianParameters | ParsimoniousParameters] = [init.to(torch.float64)]
-    else:
-        starts = [
-            start(x, n_components, covariance_type=kind, init=init, reg_covar=reg_covar, generator=generator)
-            for _ in range(n_init)
-        ]
-    climber = Climber(x, n_components, model, reg_covar, sample_weight)
-    search = climber.search(starts, ClimbOptions(accelerate=accelerate, tol=tol, max_iter=max_iter))
-    if search.best is None:
-        raise ValueError(search.failures[-1])
-    return dataclasses.replace(search.best, parameters=search.best.parameters.to(x.dtype))
-
-
 # --- EM on prepared data ---------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Search:
-    """The results of several starts.
-
-    Attributes:
-        best: The highest fit that was not refused. None if there is none.
-        refused: The highest fit that was refused.
-        failures: The errors of starts from which covariances became singular.
-        n_refused: Number of fits that were refused or failed.
-    """
-
-    best: Climb[ParsimoniousParameters] | None
-    refused: Climb[ParsimoniousParameters] | None
-    failures: tuple[str, ...]
-    n_refused: int
 
 
 class Climber:
@@ -333,8 +233,9 @@ class Climber:
         structure = self.model.structure
         # In float32 the likelihood's rounding would end a fit where EM is slow.
         self.prepared = prepare(x.to(torch.float64), structure.name, n_components, sample_weight=sample_weight)
-        if reg_covar == 0 and structure.shape_of_one(x.shape[1]):
-            _raise_if_constant(self.prepared)
+        problem = problem_of_constants(self.prepared, self.model, reg_covar)
+        if problem:
+            raise ValueError(problem)
 
     def step(self, parameters: GaussianParameters | ParsimoniousParameters) -> tuple[ParsimoniousParameters, float]:
         """Return the parameters after one EM step, and the log-likelihood before it, nats per sample.
@@ -360,61 +261,22 @@ class Climber:
 
         return climb_family(self.step, first, options, error=error)
 
-    def search(
-        self,
-        starts: Sequence[GaussianParameters | ParsimoniousParameters],
-        options: ClimbOptions,
-        *,
-        refuse: Callable[[ParsimoniousParameters], bool] = lambda parameters: False,
-    ) -> Search:
-        """Fit from the best of several starts after a short run, except those that are singular or refused."""
-        failures: list[str] = []
-        shorts = []
-        length = min(_SHORT_RUN, options.max_iter) if len(starts) > 1 else 0
-        short_run = dataclasses.replace(options, accelerate="none", max_iter=length)
-        for first in starts:
-            try:
-                shorts.append(self.climb(first, short_run))
-            except ValueError as error:
-                failures.append(str(error))
-        found: list[Climb[ParsimoniousParameters]] = []
-        refused: list[Climb[ParsimoniousParameters]] = []
-        followed = math.inf
-        for short in ranked(shorts, torch.float64):
-            if len(found) == _FOLLOWED:
-                break
-            if followed - short.log_likelihood < _SAME:
-                continue
-            followed = short.log_likelihood
-            try:
-                left = dataclasses.replace(options, max_iter=options.max_iter - short.n_iter)
-                rest = self.climb(short.parameters, left)
-            except ValueError as error:
-                failures.append(str(error))
-                continue
-            history = short.history + rest.history[1:]
-            whole = dataclasses.replace(rest, n_iter=short.n_iter + rest.n_iter, history=history)
-            (refused if refuse(whole.parameters) else found).append(whole)
-        return Search(
-            best=next(iter(ranked(found, torch.float64)), None),
-            refused=next(iter(ranked(refused, torch.float64)), None),
-            failures=tuple(failures),
-            n_refused=len(refused) + len(failures),
-        )
 
-
-def _raise_if_constant(data: Prepared) -> None:
-    """Raise a ValueError if a feature is constant; by rounding, its scatter may differ from 0."""
+def problem_of_constants(data: Prepared, model: Model, reg_covar: float) -> str:
+    """Return the error of constant features, empty if there is none; by rounding, their scatter may differ from 0."""
+    if reg_covar > 0 or not model.structure.shape_of_one(len(data.centre)):
+        return ""
     scatter = data.scatter
     if data.scale is not None:
         scatter = (data.scale @ scatter @ data.scale.mT).diagonal()
     rounding = torch.finfo(scatter.dtype).eps * len(scatter) * data.centre
     constant = (scatter <= rounding.square()).nonzero().ravel().tolist()
-    if constant:
-        raise ValueError(
-            "`x` should have no constant feature unless `reg_covar` is positive. "
-            f"Found {', '.join(map(str, constant))}, counted from 0."
-        )
+    if not constant:
+        return ""
+    return (
+        "`x` should have no constant feature unless `reg_covar` is positive. "
+        f"Found {', '.join(map(str, constant))}, counted from 0."
+    )
 
 
 def _viewed(parameters: GaussianParameters | ParsimoniousParameters, structure: Structure) -> GaussianParameters:
@@ -445,7 +307,7 @@ def _maximise(
         log_weights=counts.log() - counts.sum().log(),
         means=means,
         structure=covariances_from_scatter(
-            model.name, counts, scatter, start=before, inner_steps=(4 if before is None else 1) * _INNER_STEPS_OF_EM
+            model.name, counts, scatter, start=before, inner_steps=(4 if before is None else 1) * INNER_STEPS_OF_EM
         ),
     )
 

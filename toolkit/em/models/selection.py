@@ -19,6 +19,7 @@ N samples, D features, K components.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -37,7 +38,8 @@ from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
 from toolkit.em.mixture import Mixture
 from toolkit.em.models._agglomeration import Agglomeration
-from toolkit.em.models.parsimonious import Climber, ParsimoniousParameters, check_samples
+from toolkit.em.models.parsimonious import ParsimoniousParameters, check_samples
+from toolkit.em.models.search import Cell, Search, search
 
 __all__ = ["Candidate", "Criterion", "Selection", "aic", "bic", "icl", "select", "spikes"]
 
@@ -298,7 +300,8 @@ def select(
         max_iter: As in `climb`.
         accelerate: As in `climb`.
         generator: Randomness of the starts. None is torch's global generator.
-        callback: Called with each candidate when it is done.
+        callback: Called with each candidate when it is done. Candidates of small data are fitted side by side, so that
+            many are done at once.
 
     Returns:
         All candidates; `best` is the one that the criterion chooses.
@@ -338,14 +341,25 @@ def select(
     )
     _check(x, numbers, models, criterion, options)
     trees = Agglomeration.of(x, generator) if max(numbers) > 1 else None
+    kinds = dict.fromkeys(model_of(model).start.name for model in models)
+    starts = {(k, kind): _starts(x, trees, k, kind, options, generator) for k in numbers for kind in kinds}
+    cells, problems = [], {}
+    for k, model in itertools.product(numbers, models):
+        own = starts[k, model_of(model).start.name]
+        if isinstance(own, str):
+            problems[k, model] = own
+        else:
+            cells.append(Cell(model_of(model), k, own))
+    searches = search(
+        x, cells, options.climb, reg_covar=options.reg_covar, sample_weight=sample_weight, narrowest=options.narrowest
+    )
     candidates = []
-    for k in numbers:
-        kinds = dict.fromkeys(model_of(model).start.name for model in models)
-        starts = {kind: _starts(x, trees, k, kind, options, generator) for kind in kinds}
-        for model in models:
-            candidates.append(_candidate(x, sample_weight, k, model, starts[model_of(model).start.name], options))
-            if callback is not None:
-                callback(candidates[-1])
+    for k, model in itertools.product(numbers, models):
+        problem = problems.get((k, model))
+        found = next(searches) if problem is None else Search(None, None, (problem,), 0)
+        candidates.append(_candidate(x, sample_weight, k, model, found, options.narrowest))
+        if callback is not None:
+            callback(candidates[-1])
     n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
     return Selection(candidates=tuple(candidates), criterion=criterion, n_samples=n_samples)
 
@@ -386,7 +400,7 @@ def _starts(
             )
     except ValueError as error:
         return str(error)
-    return found
+    return found or "there are fewer distinct samples than components"
 
 
 def _candidate(
@@ -394,28 +408,17 @@ def _candidate(
     sample_weight: Tensor | None,
     n_components: int,
     model: CovarianceModel,
-    starts: list[GaussianParameters] | str,
-    options: _Options,
+    found: Search,
+    narrowest: float,
 ) -> Candidate:
-    """Fit one model with one number of components."""
+    """Return the result of one model with one number of components."""
     n_parameters = n_free_parameters(model, n_components, x.shape[1])
     singular = Candidate(model=model, n_components=n_components, n_parameters=n_parameters, verdict="singular")
-    if not starts:
-        starts = "there are fewer distinct samples than components"
-    if isinstance(starts, str):
-        return dataclasses.replace(singular, note=starts)
-    try:
-        climber = Climber(x, n_components, model, options.reg_covar, sample_weight)
-    except ValueError as error:
-        return dataclasses.replace(singular, note=str(error))
-    search = climber.search(
-        starts, options.climb, refuse=lambda parameters: bool(spikes(parameters, options.narrowest))
-    )
-    fit = search.best or search.refused
+    fit = found.best or found.refused
     if fit is None:
-        return dataclasses.replace(singular, n_refused=search.n_refused, note=search.failures[-1])
+        return dataclasses.replace(singular, n_refused=found.n_refused, note=found.failures[-1])
     mixture = fit.parameters
-    narrow = spikes(mixture, options.narrowest)
+    narrow = spikes(mixture, narrowest)
     n_samples = float(len(x) if sample_weight is None else sample_weight.to(torch.float64).sum())
     return Candidate(
         model=model,
@@ -428,7 +431,7 @@ def _candidate(
         icl=icl(mixture, x.to(torch.float64), n_parameters, sample_weight=sample_weight),
         converged=fit.converged,
         n_iter=fit.n_iter,
-        n_refused=search.n_refused,
+        n_refused=found.n_refused,
         note=f"far narrower than the others: component {', '.join(map(str, narrow))}" if narrow else "",
         parameters=mixture.to(x.dtype),
     )
