@@ -16,7 +16,6 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 _IMITATED = torch.device("lazy", 0)  # backward passes on this device need no thread of their own
 _CPU = torch.device("cpu")
@@ -135,27 +134,44 @@ _INSTEAD = {
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    tensors = list[Tensor]()
+    held = _mapped(lambda tensor: _noted(tensor, tensors), args)
+    options = {name: _mapped(lambda tensor: _noted(tensor, tensors), value) for name, value in kwargs.items()}
     there = any(isinstance(tensor, _There) for tensor in tensors)
-    if there and not _may_cross(func.overloadpacket, args) and any(map(_is_elsewhere, tensors)):
+    if there and any(map(_is_elsewhere, tensors)) and not _may_cross(func.overloadpacket, args):
         found = [f"{tuple(tensor.shape)} on {tensor.device}" for tensor in tensors]
         raise RuntimeError(f"Expected all tensors to be on the same device. Found {', '.join(found)} in {func}.")
     if kwargs.get("device") is not None:
         there = torch.device(kwargs["device"]).type == _IMITATED.type
-        kwargs = {**kwargs, "device": _CPU if there else kwargs["device"]}
+        options["device"] = _CPU if there else kwargs["device"]
     elif func.overloadpacket is _aten.copy_:
         there = isinstance(args[0], _There)
     drawn = kwargs.get("generator")
     if drawn is not None and (drawn._cdata in _generators) != there:
         raise RuntimeError(f"Expected a generator of the device of {func}. Found one of {drawn.device}.")
-    held = tree_map(lambda leaf: leaf.held if isinstance(leaf, _There) else leaf, (args, kwargs))
-    result = func(*held[0], **held[1])
+    result = func(*held, **options)
     if not there:
         return result
     if torch.Tag.inplace_view in func.tags:
         args[0].data = _There(args[0].held)  # of its new shape
     known = {id(tensor.held): tensor for tensor in tensors if isinstance(tensor, _There)}
-    return tree_map_only(Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else _There(tensor), result)
+    return _mapped(lambda tensor: known[id(tensor)] if id(tensor) in known else _There(tensor), result)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Map the tensors among the arguments or the results of an operation, and in lists of them."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        mapped = [_mapped(function, each) for each in value]
+        return mapped if isinstance(value, list) else tuple(mapped)
+    return value
+
+
+def _noted(tensor: Tensor, tensors: list[Tensor]) -> Tensor:
+    """Add a tensor to a list, and return the one of the CPU that holds its numbers."""
+    tensors.append(tensor)
+    return tensor.held if isinstance(tensor, _There) else tensor
 
 
 def _may_cross(operation: Any, args: Any) -> bool:

@@ -534,7 +534,7 @@ def test_type_is_kept_and_no_graph_is_built():
 @pytest.mark.gpu
 @every_method
 def test_a_climb_on_a_gpu_is_that_on_the_cpu(method):
-    x = clusters(500, 2, 2, 1.0, 9)
+    x = clusters(500, 2, 2, 2.0, 9)
     first = first_of(x, 2)
     here = maximise_likelihood(first, x, accelerate=method, tol=1e-9)
     there = maximise_likelihood(first.to(torch.device(ACCELERATOR)), x.to(ACCELERATOR), accelerate=method, tol=1e-9)
