@@ -24,7 +24,7 @@ from toolkit.em import (
 )
 from toolkit.em.engine.acceleration import Climb, ClimbOptions, climb, maximise_likelihood
 from toolkit.em.engine.fit import _best_of, climb_prepared
-from toolkit.em.engine.restarts import Mixtures, climb_together
+from toolkit.em.engine.restarts import Mixtures, climb_starts
 from toolkit.em.engine.rounding import leaders
 from toolkit.em.engine.samples import prepare
 from toolkit.em.models import PoissonMixture
@@ -370,7 +370,7 @@ def test_without_tol_it_is_so_many_steps_whatever_rounding_says(kind):
         told = fit(x[order], 2, covariance_type=kind, init=first, accelerate="none", tol=0, max_iter=120, reg_covar=0)
         assert (told.n_iter, told.converged) == (120, False)
         data = prepare(x[order], kind, 2)
-        *_, steps, converged = climb_together(Mixtures.of([first, first], data), data, tol=0, max_iter=120, reg_covar=0)
+        *_, steps, converged = climb_starts(Mixtures.of([first, first], data), data, tol=0, max_iter=120, reg_covar=0)
         assert (steps.tolist(), converged.tolist()) == ([120, 120], [False, False])
 
 

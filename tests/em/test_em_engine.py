@@ -37,7 +37,7 @@ from toolkit.em.engine import fused
 from toolkit.em.engine import samples as _samples
 from toolkit.em.engine.acceleration import ClimbOptions
 from toolkit.em.engine.fit import climb_prepared
-from toolkit.em.engine.restarts import NARROWEST, Mixtures, climb_together
+from toolkit.em.engine.restarts import NARROWEST, Mixtures, climb_starts
 from toolkit.em.engine.samples import check_rows, prepare
 from toolkit.em.engine.seeding import nearest
 
@@ -524,7 +524,7 @@ def test_starts_together_climb_as_they_do_alone(data, kind):
         start(x, 3, covariance_type=kind, init="random_from_data", generator=generator(seed)) for seed in range(5)
     ]
     options = {"tol": 1e-4, "max_iter": 60, "reg_covar": 1e-3}
-    found, values, steps, converged = climb_together(Mixtures.of(starts, prepared), prepared, **options)
+    found, values, steps, converged = climb_starts(Mixtures.of(starts, prepared), prepared, **options)
     for i, first in enumerate(starts):
         plain = ClimbOptions(accelerate="none", tol=options["tol"], max_iter=options["max_iter"])
         alone = climb_prepared(first, prepared, plain, reg_covar=options["reg_covar"], prior=None)
@@ -547,7 +547,7 @@ def test_a_start_that_becomes_singular_does_not_stop_the_others():
         covariance_type="full",
     )
     data = prepare(x, "full", 2)
-    _, values, _, converged = climb_together(Mixtures.of([bad, good], data), data, tol=1e-6, max_iter=50, reg_covar=0)
+    _, values, _, converged = climb_starts(Mixtures.of([bad, good], data), data, tol=1e-6, max_iter=50, reg_covar=0)
     assert float(values[0]) == -math.inf
     assert not bool(converged[0])
     assert math.isfinite(float(values[1]))
@@ -575,7 +575,7 @@ def test_copies_of_one_sample_have_no_variance_but_rounding(copies, kind):
             covariance_type=kind,
         )
         data = prepare(x, kind, 2)
-        _, values, _, _ = climb_together(Mixtures.of([first], data), data, tol=1e-6, max_iter=50, reg_covar=0)
+        _, values, _, _ = climb_starts(Mixtures.of([first], data), data, tol=1e-6, max_iter=50, reg_covar=0)
         assert float(values[0]) == -math.inf
 
 
@@ -584,7 +584,7 @@ def test_a_spike_is_not_the_best_start():
     x = datasets.iris().inputs
     data = prepare(x, "full", 3)
     starts = [start(x, 3, covariance_type="full", init="random_from_data", generator=generator(s)) for s in range(60)]
-    found, values, _, _ = climb_together(Mixtures.of(starts, data), data, tol=1e-6, max_iter=200, reg_covar=1e-6)
+    found, values, _, _ = climb_starts(Mixtures.of(starts, data), data, tol=1e-6, max_iter=200, reg_covar=1e-6)
     assert float(values.max()) > -1.19
     spiked = found.narrowest() < NARROWEST
     assert bool(spiked[values.argmax()])
@@ -666,7 +666,7 @@ def test_a_weight_of_zero_is_a_start():
     first = start(x, 2, covariance_type="diag", generator=generator())
     first = dataclasses.replace(first, log_weights=torch.tensor([0.0, -math.inf], dtype=F64))
     data = prepare(x, "diag", 2)
-    found, values, _, _ = climb_together(Mixtures.of([first], data), data, tol=1e-9, max_iter=50, reg_covar=1e-6)
+    found, values, _, _ = climb_starts(Mixtures.of([first], data), data, tol=1e-9, max_iter=50, reg_covar=1e-6)
     plain = ClimbOptions(accelerate="none", tol=1e-9, max_iter=50)
     alone = climb_prepared(first, data, plain, reg_covar=1e-6, prior=None)
     assert float(values[0]) == pytest.approx(alone.log_likelihood, abs=1e-10)

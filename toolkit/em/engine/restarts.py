@@ -1,4 +1,4 @@
-r"""Many starts of one Gaussian mixture at once: seeding, Lloyd's steps and EM steps of all of them in one pass.
+r"""Many starts of one Gaussian mixture at once: EM steps of all of them in one pass.
 
 For small data the overhead of its calls dominates a step; for large data the matrix products of many components are
 more efficient than those of few. So R starts together are much cheaper than R starts in turn.
@@ -14,7 +14,10 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -23,11 +26,14 @@ from toolkit.em.covariance import Structure, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Climb, ClimbOptions
 from toolkit.em.engine.fused import Expansion, expansion_error
 from toolkit.em.engine.ranks import sums_over_ranks
-from toolkit.em.engine.rounding import ROUNDING, leaders
+from toolkit.em.engine.rounding import leaders
 from toolkit.em.engine.samples import Prepared
+from toolkit.em.engine.together import climb_together
 from toolkit.em.gaussian import GaussianParameters
 
-__all__ = ["NARROWEST", "Heat", "Mixtures", "climb_together", "heats"]
+__all__ = ["NARROWEST", "Heat", "Mixtures", "climb_starts", "heats"]
+
+_Floats: TypeAlias = npt.NDArray[np.float64]
 
 # A component is degenerate if its variance in some direction is less than this, in units of the average component's.
 NARROWEST = 1e-3
@@ -82,15 +88,22 @@ class Mixtures:
         """
         return self.structure.narrowest(self.log_weights.exp(), self.factor).amin(-1)
 
-    def copy(self) -> Mixtures:
-        """Return mixtures that `put` may change."""
-        return Mixtures(self.log_weights.clone(), self.means.clone(), self.factor.clone(), self.structure)
+    def pack(self) -> Tensor:
+        """Return free coordinates (R, P): those of each mixture side by side."""
+        leaves = (self.log_weights, self.means, self.structure.pack(self.factor))
+        return torch.cat([leaf.reshape(len(self.means), -1) for leaf in leaves], 1)
 
-    def put(self, places: Tensor, others: Mixtures, which: Tensor) -> None:
-        """Replace the mixtures at `places` by others."""
-        self.log_weights[places] = others.log_weights[which]
-        self.means[places] = others.means[which]
-        self.factor[places] = others.factor[which]
+    def at(self, positions: Tensor) -> Mixtures:
+        """Return mixtures of this kind at these coordinates."""
+        _, k, d = self.means.shape
+        log_weights, means, coordinates = positions.split([k, k * d, positions.shape[1] - k - k * d], 1)
+        shape = self.structure.pack(self.factor).shape[1:]
+        return Mixtures(
+            log_weights=log_weights,
+            means=means.unflatten(1, (k, d)),
+            factor=self.structure.unpack(coordinates.reshape(-1, *shape), d),
+            structure=self.structure,
+        )
 
     def __getitem__(self, which: Tensor) -> Mixtures:
         """Return some of the mixtures."""
@@ -105,6 +118,7 @@ class Heat:
     reached: Climb[GaussianParameters]
 
 
+@no_graph()
 def heats(
     starts: list[GaussianParameters],
     data: Prepared,
@@ -133,7 +147,7 @@ def heats(
         The results to go on from, the highest likelihood first, then those that became singular. None if all did.
     """
     plain = options.accelerate == "none"
-    mixtures, values, steps, converged = climb_together(
+    mixtures, values, steps, converged = climb_starts(
         Mixtures.of(starts, data),
         data,
         tol=options.tol if plain else max(options.tol, HEATS),
@@ -154,7 +168,7 @@ def heats(
 
 
 @no_graph()
-def climb_together(
+def climb_starts(
     mixtures: Mixtures, data: Prepared, *, tol: float, max_iter: int, reg_covar: float
 ) -> tuple[Mixtures, Tensor, Tensor, Tensor]:
     """Take EM steps from every start until each gains too little.
@@ -164,38 +178,21 @@ def climb_together(
     Returns:
         The mixtures, their log-likelihoods (R,) in nats per sample, the steps taken (R,), and whether each converged.
     """
-    n_starts = len(mixtures.means)
-    steps = torch.zeros(n_starts, dtype=torch.int64, device=mixtures.means.device)
-    values = mixtures.means.new_full((n_starts,), -math.inf)
-    converged = torch.zeros_like(steps, dtype=torch.bool)
-    found = mixtures.copy()
-    ridge = data.ridge(reg_covar)
-    expansion = _expansion_of_all(mixtures, data)
-    climbing, before, now, last = torch.arange(n_starts, device=steps.device), mixtures, mixtures, values.clone()
-    for step in range(max_iter + 1):
-        after, value = _step(now, data, ridge, expansion)
-        stays = value >= last if step else value.isfinite()
-        if step and not bool(stays.all()):
-            # Falls within rounding do not count, as in `climb`.
-            error = expansion_error(now.factor, now.structure, data.scatter, torch.float64)
-            stays = stays | (value >= last - error.maximum(ROUNDING[torch.float64] * (1 + last.abs())))
-        gains = value - last > tol if tol > 0 else stays
-        over = ~gains | ~stays if step < max_iter else torch.ones_like(value, dtype=torch.bool)
-        if bool(over.any()):
-            # After a fall the point before it is kept; after a step without a value nothing is.
-            higher = over & stays
-            found.put(climbing[higher], now, higher)
-            lower = over & (value < last) & ~stays
-            found.put(climbing[lower], before, lower)
-            values[climbing[over]] = torch.where(value.isfinite(), torch.maximum(value, last), -math.inf)[over]
-            steps[climbing[over]] = step - lower.long()[over]
-            converged[climbing[over]] = ((~gains | ~stays) & value.isfinite())[over]
-            if bool(over.all()):
-                break
-            rest = ~over
-            climbing, now, after, value, last = climbing[rest], now[rest], after[rest], value[rest], last[rest]
-        before, now, last = now, after, torch.maximum(value, last)
-    return found, values, steps, converged
+    ridge, expansion, device = data.ridge(reg_covar), _expansion_of_all(mixtures, data), mixtures.means.device
+
+    def em(_: object, positions: _Floats) -> tuple[_Floats, _Floats, _Floats]:
+        now = mixtures.at(torch.from_numpy(positions).to(device))
+        after, values = _step(now, data, ridge, expansion)
+        errors = expansion_error(now.factor, now.structure, data.scatter, torch.float64)
+        return after.pack().cpu().numpy(), values.cpu().numpy(), errors.cpu().numpy()
+
+    first = mixtures.pack().cpu().numpy()
+    found = climb_together(em, first, accelerate="none", tol=tol, limits=np.full(len(first), max_iter))
+    values = np.where(found.failed, -math.inf, [history[-1] for history in found.histories])
+    positions, highest, steps, converged = (
+        torch.from_numpy(result).to(device) for result in (found.positions, values, found.n_iter, found.converged)
+    )
+    return mixtures.at(positions), highest, steps, converged
 
 
 def _expansion_of_all(mixtures: Mixtures, data: Prepared) -> Expansion | None:
