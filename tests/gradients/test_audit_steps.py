@@ -1087,3 +1087,43 @@ def test_a_backward_pass_by_a_gradient_edge_is_answered_and_one_from_it_refused(
     y = (u * u.detach()).sin()
     with pytest.raises(ValueError, match="should begin at tensors"), audited():
         torch.autograd.backward([get_gradient_edge(y)], [torch.ones(3)])
+
+
+class _Inside(torch.autograd.Function):
+    """A function with a graph of its own, which its backward pass differentiates."""
+
+    @staticmethod
+    def forward(ctx, x):
+        with torch.enable_grad():
+            ctx.x = x.detach().requires_grad_()
+            ctx.y = ctx.x.tanh() * ctx.x.detach()
+        return ctx.y.detach()
+
+    @staticmethod
+    def backward(ctx, g):
+        return torch.autograd.grad(ctx.y, ctx.x, g, retain_graph=True)[0]
+
+
+def test_a_stop_in_the_graph_of_a_custom_function_is_listed():
+    u = torch.randn(3, requires_grad=True)
+    with audited({"u": u}) as answer:
+        (_Inside.apply(1.0 * u) * u).sum().backward()
+    (step,) = answer.audits
+    assert [entry.reason.partition(" reaches")[0] for entry in step.unopened] == ["a derivative inside of the step"] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_with_strides_is_stopped_as_in_the_plain_step():
+    def run():
+        torch.manual_seed(0)
+        u = torch.randn(4, 3, requires_grad=True)
+        t = torch.nested.as_nested_tensor([u[:1].sin(), u[1:]])
+        s = t * t.detach()
+        (torch.cat(s.unbind()) * u.detach()).sum().backward()
+        return u.grad
+
+    plain = run()
+    with audited() as answer:
+        assert torch.equal(run(), plain)
+    (entry,) = answer.audits[0].unopened
+    assert entry.reason == "it stops a nested tensor, which is recorded in the layout torch.jagged alone"

@@ -69,6 +69,7 @@ class CutBoard(GateBoard):
 
     Attributes:
         written: Regions with changes in place of a tensor that has its gradient from outside.
+        nested: Blocks that stop a nested tensor with strides, which cannot be cut.
         first: The number of the first node.
         latest: The block met last.
     """
@@ -77,6 +78,7 @@ class CutBoard(GateBoard):
         """Record every block from now on, except those in `real`: block -> the reason."""
         super().__init__(records=True)
         self.written: set[str] = set()
+        self.nested: set[str] = set()
         self.first, self.latest = next_number(), ""
         self._real, self._leaves, self._is_inside, self._process = real, list[Any](), False, os.getpid()
         self._anchor = torch.empty((), device="cpu", requires_grad=True)
@@ -92,6 +94,9 @@ class CutBoard(GateBoard):
         if not torch.is_grad_enabled():
             return None
         if self._derives and not is_checkpointed():
+            return None
+        if input.is_nested and input.layout is torch.strided:  # autograd gives it no node with another input
+            self.nested.add(name)
             return None
         if self.is_earlier(get_gradient_edge(input).node):  # whose graph may be freed: it is known, and never passes
             input = input.detach()
@@ -277,6 +282,13 @@ class CutBoard(GateBoard):
                 yield
         finally:
             self._in_forward = outer
+
+    def close_regions(self, roots: Iterable[Any]) -> None:
+        """Close regions; blocks behind a derivative that a function or a hook takes in a backward pass are `inner`."""
+        roots = list(roots)
+        super().close_regions(roots)
+        if torch._C._current_autograd_node() is not None:
+            self.inner.update(*(self._blocks_of(node) for root in roots for node in reachable_nodes(root, EVERY_BLOCK)))
 
     def derive(self, roots: Collection[Any]) -> None:
         """Prepare for a derivative that the program takes: blocks that it meets are `inner`."""

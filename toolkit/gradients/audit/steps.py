@@ -50,6 +50,7 @@ __all__ = ["AuditedStep", "Recorder", "Refused", "Unrecordable", "audited", "bac
 Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[None]]
 
 _EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
+_NESTED = "it stops a nested tensor, which is recorded in the layout torch.jagged alone"
 _INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
 _NOT_DERIVED = "an operation inside of it has no derivative"
 _REWRITTEN = "its result is changed in place after it"
@@ -132,7 +133,8 @@ class Recorder:
     def _closed(self, answers: StepAnswers, comparison: Comparison) -> dict[str, str]:
         """Return the blocks that stayed closed, or opened only in part, with reasons."""
         earlier = dict.fromkeys(sorted(answers.earlier.difference(comparison.unopened)), _EARLIER)
-        return earlier | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
+        nested = dict.fromkeys(sorted(self.board.nested.difference(comparison.unopened)), _NESTED)
+        return earlier | nested | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
 
     def reaches_beyond(self, value: Tensor) -> bool:
         """Return whether the graph of a loss goes back to before the recording."""
@@ -348,6 +350,8 @@ class StepAnswers(Answers):
         opened = frozenset(open)
         if opened & self.board.inner:
             raise Closed(_INNER if opened & self.board.inner - self.board.overwritten else _REWRITTEN)
+        if opened & self.board.nested:
+            raise Closed(_NESTED)
         if opened & self.earlier.difference(*(gate_of(cut) for cut in self._cuts if cut.source is not None)):
             raise Closed(_EARLIER)
         if opened & self._bent:
