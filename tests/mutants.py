@@ -67,7 +67,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
             "test_audit_steps",
         ),
         ("                for kept in reversed(undone):", "                for kept in undone:", "test_audit_steps"),
-        ("if any(map(carries_gradient, leaves)) else []", "", "test_audit_steps"),
+        ("states if states and any(map(carries_gradient, leaves)) else []", "states", "test_audit_steps"),
         ("            return any(map(_unwraps, arguments))", "            return True", "test_audit_steps"),
         (
             "            raise Unrecordable(dict.fromkeys(sorted(regions), _FAST_PATH))",

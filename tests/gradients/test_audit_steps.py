@@ -1127,3 +1127,15 @@ def test_a_nested_tensor_with_strides_is_stopped_as_in_the_plain_step():
         assert torch.equal(run(), plain)
     (entry,) = answer.audits[0].unopened
     assert entry.reason == "it stops a nested tensor, which is recorded in the layout torch.jagged alone"
+
+
+def test_a_hessian_in_a_region_is_refused_in_a_sentence():
+    v = torch.randn(2, 3, requires_grad=True)
+
+    def run():
+        with torch.set_grad_enabled(False):
+            hessian = torch.func.hessian(lambda x: (x * x).sum())(v).sum((0, 1))
+        (hessian * v).sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"transform of torch\.func switches recording on again"), audited({"v": v}):
+        run()

@@ -641,8 +641,7 @@ class _Watch(TorchFunctionMode):
             bare.real[str(site)] = _WITHOUT_END
         changed = changed_by(func, args, kwargs)
         if bare._undone is not None:
-            states = filter(bare._is_state, changed)
-            bare._undone += [Kept.now(tensor, "", is_data=False) for tensor in states]
+            bare._undone += [Kept.now(tensor, "", is_data=False) for tensor in filter(bare._is_state, changed)]
         region = bare._region
         if region is None and not changed:
             return func(*args, **kwargs)
@@ -655,7 +654,8 @@ class _Watch(TorchFunctionMode):
         if one_mode and any(map(_has_tangent, leaves)):
             bare.one_mode[region.site] = None
         # Without a gradient, as a counter of a batch norm, there is nothing to keep out.
-        changed = [tensor for tensor in changed if bare._is_state(tensor)] if any(map(carries_gradient, leaves)) else []
+        states = [tensor for tensor in changed if bare._is_state(tensor)]
+        changed = states if states and any(map(carries_gradient, leaves)) else []
         bare._writes.update([region.site] if changed else [])
         # A view cannot be made a constant again.
         if changed and (region.site in bare.spares or any(tensor._base is not None for tensor in changed)):
