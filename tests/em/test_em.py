@@ -31,9 +31,11 @@ from toolkit.em import (
     fit_missing,
     fit_parsimonious,
     from_unconstrained,
+    gradient_em,
     log_density,
     log_likelihood,
     m_step,
+    observed_information,
     precisions_cholesky,
     start,
     start_missing,
@@ -771,3 +773,25 @@ def test_principal_components_are_uncorrelated_and_ordered():
     assert (np.diff(np.diag(covariance)) < 0).all()
     with pytest.raises(ValueError, match=r"`principal_components` should be at most 13 for this data\. Found 14\."):
         principal_components(datasets.wine().inputs, 14)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        log_density,
+        log_likelihood,
+        e_step,
+        surrogate,
+        evidence_lower_bound,
+        observed_information,
+        partial(gradient_em, optimizer=torch.optim.Adam, steps=1),
+    ],
+    ids=lambda function: getattr(function, "__name__", "gradient_em"),
+)
+def test_the_result_of_a_fit_in_place_of_its_mixture_is_named(function):
+    x = torch.tensor([[0.0], [1.0], [5.0], [6.0]], dtype=torch.float64)
+    fitted = fit(x, 2, covariance_type="diag", generator=torch.Generator().manual_seed(0))
+    with pytest.raises(TypeError, match=r"should be a mixture. Found .* Climb. Its `parameters` are one.$"):
+        function(fitted, x)
+    with pytest.raises(TypeError, match=r"should be a mixture. Found an object of type Tensor.$"):
+        function(x, x)

@@ -209,8 +209,10 @@ def test_chunks_choose_their_own_start():
         (lambda _: [], ValueError, "`x` should have a chunk, if only an empty one. Found none."),
         (lambda x: x.numpy(), TypeError, r"`x` should be a float32 or float64 tensor, or chunks. Found ndarray."),
         (lambda _: 3, TypeError, r"`x` should be a float32 or float64 tensor, or chunks. Found int."),
+        (lambda x: x.tolist(), TypeError, r"or chunks. Found list. `torch.tensor` makes a tensor of numbers."),
+        (lambda x: x[:, 0].tolist(), TypeError, r"or chunks. Found list. `torch.tensor` makes a tensor of numbers."),
     ],
-    ids=["iterator", "width", "nan", "none", "array", "number"],
+    ids=["iterator", "width", "nan", "none", "array", "number", "rows", "numbers"],
 )
 def test_chunks_that_cannot_be(chunks, error, message):
     with pytest.raises(error, match=message):
@@ -299,7 +301,7 @@ def test_arguments_of_another_type():
         fit(samples(), 2, sample_weight=np.ones(60))
     with pytest.raises(TypeError, match="Found str"):
         fit("x.npy", 2)
-    with pytest.raises(ValueError, match=r"Every chunk should have shape \(B, D\). Found \(\)"):
+    with pytest.raises(TypeError, match=r"Found list. `torch.tensor` makes a tensor of numbers"):
         fit([[1.0, 2.0], [3.0, 4.0]], 1)
     with pytest.raises(TypeError, match=r"`prior` should be a Prior or None. Found 'default'"):
         fit(samples(), 2, prior="default")

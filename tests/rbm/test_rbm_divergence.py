@@ -24,6 +24,7 @@ from toolkit.rbm import (
     NEGATIVE_SAMPLES,
     PERSISTENT_CHAINS,
     RBM,
+    BernoulliRBM,
     Offsets,
     cd_gradient,
     centered,
@@ -36,6 +37,7 @@ from toolkit.rbm import (
     gibbs,
     likelihood_gradient,
     persistent_contrastive_divergence,
+    train,
     updated_fast_weights,
 )
 
@@ -697,3 +699,10 @@ def test_gradients_are_not_small_where_they_are_compared():
         rbm = _machine(_parameters(pair), pair)
         gradient = cd_gradient(rbm, DATA[pair], torch.from_numpy(_negative(rbm, DATA[pair], 2)))
         assert all(0.01 < math.sqrt(float(value.square().sum())) < 100 for value in gradient.values())
+
+
+def test_an_object_in_place_of_a_machine_or_a_trainer_is_named():
+    with pytest.raises(TypeError, match=r"`rbm` should be an RBM or a Joint. Found an object of type BernoulliRBM."):
+        contrastive_divergence(BernoulliRBM(3), torch.rand(5, 6), steps=1)
+    with pytest.raises(TypeError, match=r"`trainer` should be a FusedTrainer. Found an object of type RBM."):
+        train(RBM(6, 3), torch.rand(5, 6), epochs=1, learning_rate=0.1, generator=None)

@@ -25,7 +25,14 @@ from toolkit._checks import integer
 from toolkit.blocks import is_blocked, no_graph, variable
 from toolkit.em.engine.acceleration import Climb
 from toolkit.em.engine.checks import check_samples
-from toolkit.em.mixture import RESPONSIBILITIES, Family, expectation, log_density, log_responsibilities
+from toolkit.em.mixture import (
+    RESPONSIBILITIES,
+    Family,
+    check_mixture,
+    expectation,
+    log_density,
+    log_responsibilities,
+)
 
 __all__ = ["gradient_em"]
 
@@ -72,7 +79,7 @@ def gradient_em(
         has all these log-likelihoods and may fall; ``converged`` is always False, as convergence is not tested.
 
     Raises:
-        TypeError: If `x` or `sample_weight` is no tensor, or `optimizer` no function.
+        TypeError: If `start` is no mixture, `x` or `sample_weight` no tensor, or `optimizer` no function.
         ValueError: If an argument is out of range, L-BFGS is given minibatches, or the log-likelihood becomes
             non-finite because the steps are too long.
 
@@ -89,6 +96,7 @@ def gradient_em(
         >>> gradient_em(two, x, optimizer=lambda leaves: torch.optim.Adam(leaves, lr=0.1), steps=300).parameters.means.T
         tensor([[0.5000, 9.0000]])
     """
+    check_mixture(start, "start")
     check_samples(x, sample_weight)
     if not callable(optimizer):
         raise TypeError(

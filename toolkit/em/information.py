@@ -33,7 +33,7 @@ from toolkit._checks import choice
 from toolkit.blocks import no_graph, unblock
 from toolkit.em.engine.checks import check_samples
 from toolkit.em.engine.coordinates import Layout, flat
-from toolkit.em.mixture import RESPONSIBILITIES, Family, e_step, log_density
+from toolkit.em.mixture import RESPONSIBILITIES, Family, check_mixture, e_step, log_density
 
 __all__ = [
     "ErrorMethod",
@@ -76,7 +76,7 @@ def observed_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
         (P, P), float64, in nats; rows and columns in the order of ``mixture.unconstrained()``, each flattened.
 
     Raises:
-        TypeError: If `x` or `sample_weight` is no tensor.
+        TypeError: If `mixture` is no mixture, or `x` or `sample_weight` no tensor.
         ValueError: If there are no samples, the weights are negative or of another shape, or a coordinate is infinite.
 
     References:
@@ -429,6 +429,7 @@ class _Coordinates(Generic[F]):
     """A mixture as a function of its flat coordinates, and the samples, all in float64."""
 
     def __init__(self, mixture: F, x: Tensor, sample_weight: Tensor | None) -> None:
+        check_mixture(mixture)
         check_samples(x, sample_weight)
         self._like = mixture
         leaves = mixture.unconstrained()

@@ -71,6 +71,14 @@ class Family(Mixture, Protocol):
         """Return the mixture at these coordinates."""
 
 
+def check_mixture(mixture: object, argument: str = "mixture") -> None:
+    """Raise TypeError unless `mixture` has a log-joint density; the results of fits hold a mixture, and are none."""
+    if not hasattr(mixture, "log_joint"):
+        held = [name for name in ("parameters", "parameters_") if hasattr(getattr(mixture, name, None), "log_joint")]
+        hint = f" Its `{held[0]}` are one." if held else ""
+        raise TypeError(f"`{argument}` should be a mixture. Found an object of type {type(mixture).__name__}.{hint}")
+
+
 def log_density(mixture: Mixture, x: Tensor) -> Tensor:
     r"""Return :math:`\ell_n = \log \sum_k \pi_k f_k(x_n)`.
 
@@ -81,6 +89,9 @@ def log_density(mixture: Mixture, x: Tensor) -> Tensor:
     Returns:
         (N,), nats.
 
+    Raises:
+        TypeError: If `mixture` is no mixture.
+
     Example:
         >>> from toolkit.em import m_step
         >>> x, r = torch.tensor([[0.0], [2.0], [5.0], [9.0]]), torch.eye(2).repeat_interleave(2, 0)
@@ -88,6 +99,7 @@ def log_density(mixture: Mixture, x: Tensor) -> Tensor:
         >>> log_density(two, x)
         tensor([-2.1103, -2.0765, -2.8041, -2.8052])
     """
+    check_mixture(mixture)
     return mixture.log_joint(x).logsumexp(-1)
 
 
@@ -101,6 +113,9 @@ def log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = N
 
     Returns:
         Scalar, nats per sample.
+
+    Raises:
+        TypeError: If `mixture` is no mixture.
 
     Example:
         >>> from toolkit.em import m_step
@@ -124,6 +139,9 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
         Responsibilities (N, K), which sum to 1 over the components and are held constant by `em.responsibilities`; and
         the log-likelihood, a differentiable scalar in nats per sample.
 
+    Raises:
+        TypeError: If `mixture` is no mixture.
+
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
 
@@ -138,6 +156,7 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
                 [0.0000, 1.0000],
                 [0.0000, 1.0000]])
     """
+    check_mixture(mixture)
     log_joint = mixture.log_joint(x)
     return log_responsibilities(log_joint).exp(), _mean(log_joint.logsumexp(-1), sample_weight)
 
@@ -166,6 +185,9 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
     Returns:
         Scalar, nats per sample, to be maximised.
 
+    Raises:
+        TypeError: If `mixture` is no mixture.
+
     References:
         Fisher's identity: Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm",
         1977, discussion. Louis, "Finding the observed information matrix when using the EM algorithm", 1982,
@@ -179,6 +201,7 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
         >>> bool(surrogate(two, x) < log_likelihood(two, x))  # by the entropy of the responsibilities
         True
     """
+    check_mixture(mixture)
     log_joint = mixture.log_joint(x)
     return _mean(expectation(log_responsibilities(log_joint).exp(), log_joint), sample_weight)
 
@@ -205,6 +228,9 @@ def evidence_lower_bound(
     Returns:
         Scalar, nats per sample.
 
+    Raises:
+        TypeError: If `mixture` is no mixture.
+
     References:
         Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
         lemma 1. Ueda & Nakano, "Deterministic annealing EM algorithm", 1998, section 3.
@@ -219,6 +245,7 @@ def evidence_lower_bound(
         True
     """
     inverse_temperature = number("inverse_temperature", inverse_temperature, least=0)
+    check_mixture(mixture)
     log_joint = mixture.log_joint(x)
     log_r = log_responsibilities(inverse_temperature * log_joint)
     return _mean(expectation(log_r.exp(), log_joint - log_r), sample_weight)

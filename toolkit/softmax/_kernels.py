@@ -65,7 +65,7 @@ def small_probabilities(x: Tensor, dim: int) -> Tensor | None:
 
     The pivot is the cotangent at the maximum, so that the error of a component is up to 1 + C times its condition.
     """
-    if x.shape[dim] > _FEW or forward_ad._current_level >= 0:
+    if not -x.dim() <= dim < x.dim() or x.shape[dim] > _FEW or forward_ad._current_level >= 0:
         return None
     y = torch.softmax(x, dim)
     if _has_nan(y, dim):

@@ -451,13 +451,21 @@ def naive_softmax(input: Tensor, dim: int = -1) -> Tensor:
 
 
 def _checked(input: Tensor, argument: str, dim: object = 0, dims: str = "an integer") -> int:
-    """Return `dim` as Python's integer; raise a TypeError if it is none, or `input` is not floating point."""
+    """Return `dim` as Python's integer.
+
+    Raises:
+        TypeError: If `dim` is no integer, or `input` no floating-point tensor.
+        IndexError: If `input` has no dimension `dim`.
+    """
     if not isinstance(input, Tensor) or not input.is_floating_point():
         found = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise TypeError(f"`{argument}` should be a floating-point tensor. Found {found}.")
     place = dim if type(dim) is int else index(dim)
     if place is None:
         raise TypeError(f"`dim` should be {dims}. Found {dim!r}.")
+    count = max(input.dim(), 1)
+    if not -count <= place < count:
+        raise IndexError(f"`dim` should be from {-count} to {count - 1}. Found {place}, which is out of range.")
     return place
 
 
@@ -487,9 +495,6 @@ def _places(input: Tensor, dims: Any) -> list[int]:
     """Return the dimensions that `dims` names, from 0 and in order."""
     count = max(input.dim(), 1)
     dims = [_checked(input, "input", dim, _SEVERAL) for dim in (dims if _is_several(dims) else (dims,))]
-    for dim in dims:
-        if not -count <= dim < count:
-            raise IndexError(f"`dim` should be from {-count} to {count - 1}. Found {dim}, which is out of range.")
     places = sorted({dim % count for dim in dims})
     if not places or len(places) < len(dims):
         raise ValueError(f"`dim` should name at least one dimension, and none of them twice. Found {tuple(dims)}.")

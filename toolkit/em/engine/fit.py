@@ -342,9 +342,11 @@ def _checked_rows(
         check_tensor(x, sample_weight, n_components, whole=group is None)
         return rows_of(x, sample_weight)
     array = isinstance(x, np.ndarray) and not isinstance(x, np.memmap)
-    numbers = isinstance(x, list | tuple) and bool(x) and not hasattr(x[0], "ndim") and not hasattr(x[0], "__len__")
+    first = x[0] if isinstance(x, list | tuple) and x else None
+    numbers = isinstance(first[0] if isinstance(first, list | tuple) and first else first, int | float)
     if array or numbers or isinstance(x, str | bytes) or not (isinstance(x, Iterable) or callable(x)):
         hint = " `torch.from_numpy` makes a tensor of an array." if array else ""
+        hint = " `torch.tensor` makes a tensor of numbers." if numbers else hint
         raise TypeError(f"`x` should be a float32 or float64 tensor, or chunks. Found {type(x).__name__}.{hint}")
     if sample_weight is not None:
         raise TypeError("Chunks should come in pairs with their weights. Found `sample_weight` beside them.")

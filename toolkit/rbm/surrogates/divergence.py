@@ -90,7 +90,7 @@ def contrastive_divergence(
     Raises:
         ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, `energy` is unknown, or `chain`
             and `temperature` are invalid for `gibbs`.
-        TypeError: If `data` does not have the type of the parameters.
+        TypeError: If `rbm` is no machine, or `data` does not have the type of the parameters.
 
     References:
         Hinton, "Training products of experts by minimizing contrastive divergence", 2002, equation 5; its third term
@@ -142,7 +142,7 @@ def persistent_contrastive_divergence(
     Raises:
         ValueError: If `data` or `chains` has no rows or not V columns, `steps` is not positive, `energy` is unknown,
             or `chain` and `temperature` are invalid for `gibbs`.
-        TypeError: If `data` or `chains` does not have the type of the parameters.
+        TypeError: If `rbm` is no machine, or `data` or `chains` does not have the type of the parameters.
 
     References:
         Tieleman, "Training restricted Boltzmann machines using approximations to the likelihood gradient", 2008.
@@ -190,7 +190,7 @@ def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
 
     Raises:
         ValueError: If `visible` does not have V columns.
-        TypeError: If `visible` does not have the type of the parameters.
+        TypeError: If `rbm` is no machine, or `visible` does not have the type of the parameters.
 
     References:
         Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
@@ -236,7 +236,7 @@ def cd_gradient(rbm: RBM, data: Tensor, negative: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ValueError: If `data` or `negative` has no rows or not V columns.
-        TypeError: If `data` or `negative` does not have the type of the parameters.
+        TypeError: If `rbm` is no machine, or `data` or `negative` does not have the type of the parameters.
 
     References:
         Hinton, "A practical guide to training restricted Boltzmann machines", 2010, sections 2 and 3.3.
@@ -265,7 +265,7 @@ def likelihood_gradient(rbm: RBM, data: Tensor) -> dict[str, Tensor]:
 
     Raises:
         ValueError: If `data` has no rows or not V columns, or both layers are too large to enumerate.
-        TypeError: If `data` does not have the type of the parameters.
+        TypeError: If `rbm` is no machine, or `data` does not have the type of the parameters.
 
     Example:
         >>> from toolkit.rbm import RBM
@@ -283,6 +283,8 @@ def _difference(minuend: dict[str, Tensor], subtrahend: dict[str, Tensor]) -> di
 
 def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
     """Return the machine as a function of its parameters; raise unless all `rows` fit its visible units."""
+    if not isinstance(rbm, RBM | Joint):
+        raise TypeError(f"`rbm` should be an RBM or a Joint. Found an object of type {type(rbm).__name__}.")
     for argument, value in rows.items():
         if isinstance(rbm, RBM):
             rbm.check_rows(value, argument)

@@ -98,7 +98,7 @@ def train(
             hundred updates, before each checkpoint, and at the end. The machine's last finite parameters are restored,
             and the last checkpoint stays.
         TypeError: If `data` has none of these types, or can be read only once and has to be read more often; if
-            `generator`, `checkpoint` or `callback` has the wrong type.
+            `trainer`, `generator`, `checkpoint` or `callback` has the wrong type.
         ValueError: If an argument is out of its range; if data are empty, of another shape, not finite, or not possible
             values of the visible units (found by the end of the first epoch, without another pass over data that are
             not in memory); or if the checkpoint is of another machine, trainer, seed or data, or of more epochs.
@@ -118,6 +118,8 @@ def train(
         >>> updates, machine.log_likelihood(data.float()).mean().item() > -1.5  # log 1/2 at best, and -2.8 at the start
         (2000, True)
     """
+    if not isinstance(trainer, FusedTrainer):
+        raise TypeError(f"`trainer` should be a FusedTrainer. Found an object of type {type(trainer).__name__}.")
     with together(trainer.group):
         course = Course(
             epochs=epochs,
