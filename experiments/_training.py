@@ -26,8 +26,9 @@ def trained(
 ) -> dict[str, Sequence[float]]:
     """Train by a loss, and return the metrics at each step of evaluation."""
     found: list[Mapping[str, float]] = []
+    judged = frozenset(steps_of(config))
     for step in range(config.steps + 1):
-        if step in steps_of(config):
+        if step in judged:
             found.append(judge())
         if step < config.steps:
             optimizer.zero_grad()

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
 from toolkit.value_learning import q_learning
 
+from ._training import steps_of
+
 __all__ = ["Config", "balanced_steps", "fallen", "first_states", "next_states", "run"]
 
 _GRAVITY, _CART, _POLE, _HALF_LENGTH, _FORCE, _SECONDS = 9.8, 1.0, 0.1, 0.5, 10.0, 0.02
@@ -127,7 +129,7 @@ def run(config: Config, seed: int) -> Run:
             optimizer.step()
         return {name: [metrics[name] for metrics in found] for name in found[0]}
 
-    steps = tuple(sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps}))
+    steps = steps_of(config)
     parameters = dict(network.named_parameters())
     return Run(
         parameters=parameters,

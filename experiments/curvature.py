@@ -35,6 +35,8 @@ from toolkit.curvature import (
 from toolkit.datasets import wine
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
 
+from ._training import steps_of
+
 __all__ = ["Config", "DampedNewton", "run"]
 
 
@@ -143,7 +145,7 @@ def _robust(config: Config, seed: int) -> Run:
         }[config.kind]
         return {"weights": -inputs.T @ influence / len(inputs)}
 
-    steps = sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
+    steps = steps_of(config)
 
     def newton(*opened: Any) -> dict[str, list[float]]:
         at, found = torch.zeros_like(weights), []
@@ -165,7 +167,7 @@ def _robust(config: Config, seed: int) -> Run:
         target=target,
         methods=Methods(
             label="update",
-            steps=tuple(steps),
+            steps=steps,
             train={"Newton's method with the block": newton, "Newton's method without it": partial(newton, block)},
         ),
     )

@@ -36,6 +36,8 @@ from toolkit.games import (
 from toolkit.gradients import field_jacobian
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
+from ._training import steps_of
+
 __all__ = ["Config", "energy_distance", "principal_components", "run"]
 
 # Factors for which the asymmetry of the corrected field is measured.
@@ -131,7 +133,7 @@ def _dirac(config: Config, seed: int) -> Run:
         "LookAhead": anticipating(lookahead_loss),
         "LOLA": anticipating(lola_loss),
     }
-    steps = sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
+    steps = steps_of(config)
     players = start()
     return Run(
         parameters=players,
@@ -144,7 +146,7 @@ def _dirac(config: Config, seed: int) -> Run:
         sweep=Sweep(label="weight of the correction", values=_SWEPT, evaluate=sweep),
         methods=Methods(
             label="update",
-            steps=tuple(steps),
+            steps=steps,
             train={name: partial(_played, rule, start, steps, config.learning_rate) for name, rule in rules.items()},
         ),
     )

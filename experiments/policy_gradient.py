@@ -42,6 +42,7 @@ from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Swe
 
 from ._digits import Batches, on_device, split_digits
 from ._gridworld import four_rooms
+from ._training import steps_of
 
 __all__ = ["Config", "run"]
 
@@ -187,7 +188,7 @@ def _judged(rewards: Tensor, advantages: Advantages) -> Tensor:
 
 def _digits(config: Config, seed: int) -> Run:
     bandit = _Bandit(config, seed)
-    steps = sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
+    steps = steps_of(config)
 
     def train(advantages: Advantages) -> dict[str, Sequence[float]]:
         other, found = _Bandit(config, seed), []
@@ -222,7 +223,7 @@ def _digits(config: Config, seed: int) -> Run:
         ),
         methods=Methods(
             label="update",
-            steps=tuple(steps),
+            steps=steps,
             train={name: partial(train, advantages) for name, advantages in others.items()},
         ),
     )

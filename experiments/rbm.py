@@ -48,6 +48,7 @@ from toolkit.rbm import (
 from toolkit.runner import ExperimentConfig, Objective, Run
 
 from ._rbm_methods import Estimator, Measure, Method, batches, methods
+from ._training import steps_of
 
 __all__ = ["Config", "run"]
 
@@ -184,7 +185,6 @@ def run(config: Config, seed: int) -> Run:
         return centered_gradient(gradient, centering_offsets(rbm, data)) if config.centered else gradient
 
     measure = _MEASURES[config.data](config, train, test, seed)
-    points = [*range(0, config.steps, config.evaluate_every), config.steps]
     return Run(
         parameters=parameters,
         loss=loss,
@@ -198,7 +198,7 @@ def run(config: Config, seed: int) -> Run:
             config.estimators,
             images=train,
             batch_size=config.batch_size,
-            points=[config.updates_per_step * point for point in points],
+            points=[config.updates_per_step * step for step in steps_of(config)],
             start=lambda: start(torch.Generator().manual_seed(seed)),
             measure=measure,
             seed=seed,

@@ -46,6 +46,8 @@ from toolkit.rbm.bias import (
 )
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
+from ._training import steps_of
+
 __all__ = ["Config", "run"]
 
 # Below this a relative bias is rounding.
@@ -118,7 +120,7 @@ def run(config: Config, seed: int) -> Run:
 def _methods(config: Config, seed: int, images: Tensor, start: Tensor) -> Methods:
     """Return descent along other gradient fields, from the same parameters."""
     k = config.gibbs_steps
-    steps = sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
+    steps = steps_of(config)
     updates: dict[str, Update] = {
         "the exact gradient": _exact,
         f"CD-{2 * k}": partial(_contrastive_divergence, steps=2 * k),
@@ -139,7 +141,7 @@ def _methods(config: Config, seed: int, images: Tensor, start: Tensor) -> Method
 
     return Methods(
         label="update",
-        steps=tuple(steps),
+        steps=steps,
         train={name: partial(train, update) for name, update in updates.items()},
     )
 

@@ -43,6 +43,8 @@ from toolkit.value_learning import (
     tdc_loss,
 )
 
+from ._training import steps_of
+
 __all__ = ["Config", "Walk", "run", "true_values"]
 
 
@@ -146,7 +148,7 @@ def _random_walk(config: Config, seed: int) -> Run:
         ]
         return {"error of the fixed point": [_rms(point - truth) for point in fixed_points]}
 
-    steps = sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
+    steps = steps_of(config)
     return Run(
         parameters={"values": values},
         loss=loss,
@@ -157,7 +159,7 @@ def _random_walk(config: Config, seed: int) -> Run:
         sweep=Sweep(label="lambda", values=tuple(config.swept_lambdas), evaluate=sweep),
         methods=Methods(
             label="update",
-            steps=tuple(steps),
+            steps=steps,
             train={"two samples": partial(_two_samples, config, walk, start, seed, steps)},
         ),
     )
@@ -217,7 +219,7 @@ def _baird(config: Config, seed: int) -> Run:
         errors = batch.discounts * (batch.after @ weights) - batch.before @ weights
         return {"weights": -batch.before.T @ (batch.ratios * errors) / config.batch_size}
 
-    steps = sorted({*range(0, config.steps + 1, config.evaluate_every), config.steps})
+    steps = steps_of(config)
     return Run(
         parameters={"weights": weights},
         loss=loss,
@@ -229,7 +231,7 @@ def _baird(config: Config, seed: int) -> Run:
         events=[Event(says="the weights grew tenfold", metric="norm of the weights", above=100.0)],
         methods=Methods(
             label="update",
-            steps=tuple(steps),
+            steps=steps,
             train={
                 name: partial(_gradient_td, config, seed, loss_of_values, steps)
                 for name, loss_of_values in (("TDC", tdc_loss), ("GTD2", gtd2_loss))

@@ -1,8 +1,8 @@
 """The experiment on data2vec: its teacher, its hand-written gradient, and its other methods."""
 
 import folders
-import pytest
 import torch
+from runs import assert_methods_begin_with, assert_target_is_blocked_gradient
 
 from experiments import data2vec as experiment
 from toolkit.runner._config import load_config
@@ -31,16 +31,8 @@ def test_the_teacher_sees_all_pixels_with_the_average_of_the_students_so_far():
 
 
 def test_the_witness_is_the_blocked_gradient():
-    run = experiment.run(config("beta=0.3"), 0)
-    names = list(run.parameters)
-    found = torch.autograd.grad(run.loss(), [run.parameters[name] for name in names])
-    target = run.target()
-    for name, slope in zip(names, found, strict=True):
-        torch.testing.assert_close(slope, target[name], rtol=1e-9, atol=1e-13)
+    assert_target_is_blocked_gradient(experiment.run(config("beta=0.3"), 0))
 
 
 def test_other_methods_begin_where_the_run_begins():
-    run = experiment.run(config(), 1)
-    start = run.evaluate()
-    for train in run.methods.train.values():
-        assert {name: values[0] for name, values in train().items()} == pytest.approx(start)
+    assert_methods_begin_with(experiment.run(config(), 1))

@@ -3,6 +3,7 @@
 import folders
 import pytest
 import torch
+from runs import assert_methods_begin_with, assert_target_is_blocked_gradient
 
 from experiments import gradnorm
 from toolkit import unblock
@@ -17,19 +18,11 @@ def config(*overrides):
 
 
 def test_the_witness_is_the_blocked_gradient():
-    run = gradnorm.run(config(), 0)
-    names = list(run.parameters)
-    found = torch.autograd.grad(run.loss(), [run.parameters[name] for name in names])
-    target = run.target()
-    for name, slope in zip(names, found, strict=True):
-        torch.testing.assert_close(slope, target[name], rtol=1e-9, atol=1e-13)
+    assert_target_is_blocked_gradient(gradnorm.run(config(), 0))
 
 
 def test_other_methods_begin_where_the_run_begins():
-    run = gradnorm.run(config(), 1)
-    start = run.evaluate()
-    for train in run.methods.train.values():
-        assert {name: values[0] for name, values in train().items()} == pytest.approx(start)
+    assert_methods_begin_with(gradnorm.run(config(), 1))
 
 
 def test_the_centre_of_a_single_pixel_is_its_place():
