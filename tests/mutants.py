@@ -173,11 +173,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("n_parameters * math.log(n_samples)", "2 * n_parameters", "test_em_selection"),
         ("torch.where(present, soft_counts(counts[..., 0]), 0.0)", "soft_counts(counts[..., 0])", "test_em_together"),
         ("masked_fill(counts == 0, -math.inf)", "masked_fill(counts == 0, 0.0)", "test_em_together"),
-        (
-            "rows.left[trying[~ahead]] = rows.patience[trying[~ahead]]",
-            "rows.left[trying[~ahead]] = 0",
-            "test_em_together",
-        ),
+        ("refused = own & ~taken", "refused = own & taken", "test_em_together"),
         ("self.shrinkage * seen / (self.shrinkage + seen)", "self.shrinkage * seen / (1 + seen)", "test_em_prior"),
         (
             "added=self.degrees_of_freedom + structure.prior_count",
