@@ -1564,6 +1564,19 @@ def test_a_block_that_only_the_first_run_meets_is_no_silence(ask, keep, is_inner
             compare(loss, {"u": u, "v": v})
 
 
+@pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")
+def test_code_that_each_run_writes_anew_is_no_lost_block():
+    u, v = _leaf(0, 3), _leaf(1, 3)
+
+    def loss():
+        y = 1.0 * v
+        y.register_hook(lambda g: g.clamp(-0.5, 0.5))
+        value, push = torch.func.linearize(lambda x: x.sin() * x.detach(), u)
+        return (value * y + push(y)).sum()
+
+    assert not audit(loss, {"u": u, "v": v}).reason
+
+
 def test_entries_that_a_comparison_has_made_in_a_cache_are_gone():
     w = _leaf(0, 3)
 
