@@ -143,6 +143,16 @@ e$i = $p[:1].expand(4, 3)
 $o = e$i * $a - ⟨e$i⟩ * $b
 $o = F.gumbel_softmax($a, hard=True) * $b
 $o = $a - F.cross_entropy($b, rows.remainder(3), reduction="none")[:, None]
+| net$i = kept("net$i", nn.TransformerEncoderLayer(3, 1, 5, dropout=0.0, batch_first=True)).eval()
+$o = net$i($a[None])[0] * ⟨net$i($b[None])[0]⟩
+| old$i = copy.deepcopy(shared)
+old$i.load_state_dict(shared.state_dict())
+$o = shared($a) - ⟨old$i($b)⟩
+t$i = torch.nested.as_nested_tensor([$a[:1], $b[1:]], layout=torch.jagged)
+t$i = t$i * ⟨t$i.sin()⟩
+$o = torch.cat(t$i.unbind())
+t$i = wide($a).to_sparse()
+$o = (torch.sparse.mm(t$i, ⟨wide($b).T⟩) @ wide($b)).to($a.dtype)
 """
 
 BUFFERS = """
@@ -299,6 +309,15 @@ $o = t$i
 | net$i = kept("net$i", nn.Linear(3, 3))
 | net$i.register_full_backward_pre_hook(lambda module, outputs: halves(outputs))
 $o = net$i($a) - ⟨$b⟩
+| class Scaled$i(nn.Linear):
+|     def forward(self, x, *, scale):
+|         return super().forward(x) * scale
+| net$i = kept("net$i", Scaled$i(3, 3))
+| net$i.register_forward_pre_hook(lambda module, args, kwargs: (args, {"scale": ⟨kwargs["scale"]⟩}), with_kwargs=True)
+$o = net$i($a, scale=$b)
+with torch.autograd.graph.save_on_cpu():
+    t$i = $a.sin() * ⟨$b.exp()⟩
+$o = t$i
 """
 
 STATE = """
@@ -389,6 +408,26 @@ $o = torch.func.grad(lambda x: (x * ⟨$b⟩).sin().sum())($a)
 |         x = x.tanh()
 |         yield x
 $o = sum(part * $a for part in series$i($b))
+kept$i = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.sin.default])
+$o = checkpoint(lambda x: x.sin() * ⟨x⟩, $a, use_reentrant=False, context_fn=kept$i) * $b
+with torch.enable_grad():
+    t$i = $a * 1.0
+    if not t$i.requires_grad:
+        t$i.requires_grad_()
+    e$i = torch.autograd.graph.get_gradient_edge(t$i.tanh() * ⟨t$i⟩)
+    (g$i,) = torch.autograd.grad([e$i], [t$i], [$b], create_graph=True)
+$o = g$i
+o$i, push$i = torch.func.linearize(lambda x: x.sin() * ⟨x⟩, $a)
+$o = push$i($b) + o$i
+| pool$i = concurrent.futures.ThreadPoolExecutor(1)
+$o = pool$i.submit(lambda x: x.sin() * x, $a).result() * ⟨$b⟩
+| async def part$i(x):
+|     return ⟨x.sin()⟩ * x
+| async def parts$i(x, y):
+|     async with asyncio.TaskGroup() as group:
+|         tasks = [group.create_task(part$i(value)) for value in (x, y)]
+|     return sum(task.result() for task in tasks)
+$o = asyncio.run(parts$i($a, $b))
 """
 
 BLOCKS = """
@@ -484,6 +523,7 @@ HOOK = ["lambda g: 0.5 * g", "lambda g: g.clamp(-0.1, 0.1)", "lambda g: g / (1 +
 HEAD = """\
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import copy
 import functools
