@@ -541,6 +541,20 @@ def test_a_parameter_without_a_path_is_listed():
     assert "no path to the loss: unused: bias, weight" in str(answer)
 
 
+def test_a_parameter_of_the_optimizer_without_a_path_is_listed():
+    net = nn.ModuleDict({"used": nn.Linear(2, 1), "unused": nn.Linear(2, 1)})
+    net["scale"] = nn.Linear(1, 1, bias=False)
+    other, frozen = nn.Linear(2, 1), nn.Parameter(torch.ones(1), requires_grad=False)
+    optimizers = [torch.optim.SGD([*net.parameters(), frozen], lr=0.1), torch.optim.SGD(other.parameters(), lr=0.1)]
+    with audited() as answer:
+        (net["used"](torch.ones(2)) * net["scale"].weight.item()).sum().backward()
+    assert sorted(name.split(".", 1)[-1] for name in answer.audits[0].unreached) == [
+        "scale.weight", "unused.bias", "unused.weight"
+    ]  # fmt: skip
+    assert set(answer.audits[0].blocked) == {"net.used.weight", "net.used.bias"}
+    assert len(optimizers) == 2
+
+
 @pytest.mark.parametrize("hides", [False, True])
 def test_parameters_are_named_by_the_variables_that_hold_them(hides):
     class Agent:

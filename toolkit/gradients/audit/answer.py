@@ -67,7 +67,8 @@ class Audit:
         sites: Place -> its file, line, column and function; also for places that could not be opened.
         remarks: Further remarks for the reader.
         unreached: Parameter -> the end of its path, for parameters without a path to the loss even with every place
-            open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen.
+            open, for example ``argmax`` or ``requires_grad_(False)``; empty if the end cannot be seen. In a
+            script, these are parameters that an optimiser holds beside those that the step trains.
         sets: Effects of places that act only together, as `Comparison.sets`.
         is_recorded: Whether the answer was taken from a step while it ran, and not from a program that runs again.
         one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.

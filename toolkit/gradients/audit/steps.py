@@ -127,7 +127,7 @@ class Recorder:
                 *_scaling_of(value, alive),
             ],
             closed=self._closed(answers, comparison),
-            unreached=dict.fromkeys(sorted(answers.params.keys() - answers.reached), ""),
+            unreached=dict.fromkeys(sorted(answers.unreached), ""),
         )
 
     def _closed(self, answers: StepAnswers, comparison: Comparison) -> dict[str, str]:
@@ -170,7 +170,8 @@ class StepAnswers(Answers):
 
     Attributes:
         parts: The modules that name the parameters.
-        reached: Parameters with a path to the loss, through blocks perhaps.
+        unreached: Parameters without a path to the loss, even through blocks: of the given ones; else of those that an
+            optimiser holds beside parameters of this step.
         earlier: Blocks that stopped a tensor of an earlier graph, which may be freed.
     """
 
@@ -197,7 +198,8 @@ class StepAnswers(Answers):
         leaves = [node.variable for node in self.nodes if hasattr(node, "variable")]
         self.params = parameters_of(leaves, parts, scopes) if params is None else params
         known = {id(leaf) for leaf in leaves}
-        self.reached = {name for name, parameter in self.params.items() if id(parameter) in known}
+        wanted = parameters_of(_beside(leaves), parts, scopes) if params is None else params
+        self.unreached = {name for name, parameter in wanted.items() if id(parameter) not in known}
         refuse_strays(value, board)
         self._cuts = [node for node in self.nodes if is_cut(node)]
         self.earlier = {node.block_name for node in self._cuts if node.source is None}
@@ -630,6 +632,16 @@ def _scaling_of(value: Tensor, alive: Iterable[object]) -> list[str]:
     scales = [scaler._scale for scaler in alive if isinstance(scaler, torch.amp.GradScaler)]
     is_scaled = any(scale is not None and scale.data_ptr() == factor.data_ptr() for scale in scales)
     return [f"a GradScaler has multiplied the loss, gradients and leaks by {factor.item():g}"] * is_scaled
+
+
+def _beside(leaves: Sequence[Tensor]) -> list[Tensor]:
+    """Return the other parameters of the optimisers that hold one of these leaves, and wait for a gradient."""
+    known, beside = {id(leaf) for leaf in leaves}, dict[int, Tensor]()
+    for optimizer in objects_of(torch.optim.Optimizer):
+        held = [held for group in getattr(optimizer, "param_groups", ()) for held in group["params"]]
+        if any(id(parameter) in known for parameter in held):
+            beside |= {id(one): one for one in held if one.requires_grad and id(one) not in known}
+    return list(beside.values())
 
 
 def _note(started: list[Any], node: Any, _: Any) -> None:
