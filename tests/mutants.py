@@ -77,6 +77,9 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("            torch.compile = compiled\n", "            pass\n", "test_audit_scripts"),
         ("            if shared:\n", "            if False:\n", "test_audit_scripts"),
         ("carried and not leaks and self._leads", "not carried and self._leads", "test_audit_steps"),
+        ("computed_as_plain(func, args, kwargs, self._is_from_inside)", "func(*args, **kwargs)", "test_bits_of_steps"),
+        ("return unfolded(func, args, kwargs, self.is_constant)", "return func(*args, **kwargs)", "test_bits_of_steps"),
+        ("_MEMORY(result).copy_(value)", "value.copy_(_MEMORY(result))", "test_bits_of_steps"),
         ("bool(original()) and not regions", "bool(original())", "test_audit_steps"),
         ("return self.open_regions() or (", "return (", "test_audit_steps"),
         (

@@ -17,6 +17,13 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, carries_gradient
+from toolkit.gradients._as_plain import (
+    PRODUCTS,
+    computed_as_plain,
+    mask_of,
+    may_depend,
+    unfolded,
+)
 from toolkit.gradients._gates import (
     EVERY_BLOCK,
     Cut,
@@ -40,6 +47,8 @@ WRITES_STAY_BLOCKED = "in-place changes inside of it to older tensors stay block
 
 _VIEW = "a view of it, which is in use, becomes a leaf that requires a gradient"
 _NO_DERIVATIVE = "an operation takes it that has no derivative by it"
+_MASK = "an attention takes it as a mask, and is computed in another way if a mask requires a gradient"
+_CHECKPOINTED = "a checkpoint multiplies by it, and would multiply in another way when it computes again"
 _TAKES_NO_GRADIENT = ("is not differentiable with respect to argument", "don't support automatic differentiation")
 _HOOKS = "toolkit.gradients.hooks"
 _TORCH = str(Path(torch.__file__).parent) + "/"
@@ -252,6 +261,23 @@ class CutBoard(GateBoard):
                 self.written |= outer
                 return True
         return False
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call one of the functions that depend on a graph; its gradients, too, are those of the plain program."""
+        if self._entered() or not may_depend(func, args):
+            return super().call(func, args, kwargs)
+        carrying = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        constant = [tensor for tensor in carrying if self.is_constant(tensor)]
+        if constant and len(constant) == len(carrying):
+            return computed_as_plain(func, args, kwargs, self.is_constant)
+        if not constant:
+            return func(*args, **kwargs)
+        reason = _MASK if any(tensor is mask_of(func, args, kwargs) for tensor in constant) else ""
+        if func in PRODUCTS and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            reason = _CHECKPOINTED
+        if reason:
+            raise Unrecordable(dict.fromkeys(sorted(self._making(tensor.grad_fn for tensor in constant)), reason))
+        return unfolded(func, args, kwargs, self.is_constant)
 
     def explain(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise Unrecordable if a call takes no gradient for an argument that is a constant of the plain program."""

@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Gates, Site, alias, carries_gradient, gated, without_tangents
+from toolkit.gradients._as_plain import DEPENDS_ON_A_GRAPH, computed_as_plain, unrecorded
 
 __all__ = [
     "EVERY_BLOCK",
@@ -50,7 +51,6 @@ __all__ = [
     "roots_in",
     "source_of",
     "successors",
-    "unrecorded",
 ]
 
 
@@ -270,6 +270,16 @@ class GateBoard(Gates):
     def keeps_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call stays out of the graph."""
         return False
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call one of the functions that depend on a graph: its values are those of the plain program to the bit."""
+        if self._entered():
+            return computed_as_plain(func, args, kwargs, self._is_from_inside)
+        return func(*args, **kwargs)
+
+    def _is_from_inside(self, tensor: Tensor) -> bool:
+        """Return whether a tensor was made in a region, and requires no gradient in the plain program."""
+        return tensor.grad_fn is not None and bool(self.regions_of(tensor.grad_fn))
 
     def explain(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Raise another error in the place of that of a call, if the board is its cause."""
@@ -588,6 +598,8 @@ class _Watch(TorchFunctionMode):
             with unrecorded():
                 return func(*args, **kwargs)
         try:
+            if func in DEPENDS_ON_A_GRAPH and self._board.records:
+                return self._board.call(func, args, kwargs)
             return func(*args, **kwargs)
         except RuntimeError as error:
             self._board.explain(error, args, kwargs)
@@ -644,16 +656,3 @@ def is_checkpointed() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Record no graph, unseen by the replacements and by modes."""
-    with torch._C.DisableTorchFunction():
-        outer = torch._C.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-    try:
-        yield
-    finally:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(outer)
