@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,13 +28,24 @@ _TABLE = "stop"
 _INTERRUPTED = 130
 
 
+class _WithArguments(click.Command):
+    """A command that says where the arguments of the program stand."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            told = f"{error.format_message()} The arguments of the program stand after `--`."
+            raise click.UsageError(told, ctx) from error
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="stopgrad")
 def main() -> None:
     """Ask a program about its stop-gradients."""
 
 
-@main.command()
+@main.command(cls=_WithArguments)
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="PROGRAM [-- ARGUMENTS]")
 @click.option("-m", "module", metavar="MODULE", help="Audit a module, as `python -m MODULE` runs it.")
 @click.option("--step", type=click.IntRange(1), default=1, show_default=True, help="Training step of a script.")
@@ -79,9 +90,9 @@ def audit(
     PROGRAM is a training script, which runs as it is, with the ARGUMENTS after "--". One of its training steps is
     recorded, the stops of a backward pass of this step are opened, and the script ends.
 
-    Or PROGRAM is FILE:FUNCTION, a function without arguments. It returns the loss, which is a function that runs the
-    program and returns a scalar tensor. It may return a pair: the loss, and the parameters to differentiate by (a
-    module, a dict, or a list of tensors).
+    Or PROGRAM is FILE:FUNCTION, a function without arguments; the ARGUMENTS are those of the file. It returns the
+    loss, which is a function that runs the program and returns a scalar tensor. It may return a pair: the loss, and
+    the parameters to differentiate by (a module, a dict, or a list of tensors).
 
     The answer is written to stdout, the output of the program to stderr. Each stop is opened alone. Its verdict is its
     effect on the gradient:
@@ -107,7 +118,7 @@ def audit(
     program = words[0] if module is None else module
     file, _, function = program.rpartition(":")
     if module is None and file and function.isidentifier() and not Path(program).is_file():
-        answers = {0: _answer_of_function(file, function)}
+        answers = {0: _answer_of_function(file, function, words[1:])}
         verified, code = "", 0
     else:
         from toolkit.gradients.audit.scripts import Question, Script
@@ -191,11 +202,11 @@ def _text(name: str, answer: Any) -> str:
     return f"{name}\n{answer.text(silent=False)}" if name else str(answer)
 
 
-def _answer_of_function(path: str, name: str) -> Any:
+def _answer_of_function(path: str, name: str, arguments: Sequence[str]) -> Any:
     file = Path(path)
     if not file.is_file():
         _stop(f"The program should be in a file. Found none at {path}.")
-    with _output_aside():
+    with _output_aside(), _started_with([path, *arguments]):
         loss, params = _loss_of(_imported(file), name, path)
         from toolkit.gradients.audit import audit as audited
 
@@ -234,6 +245,16 @@ def _run(run: Any, script: Any) -> int:
         traceback.print_exception(error.with_traceback(trace))
         return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+@contextlib.contextmanager
+def _started_with(words: list[str]) -> Iterator[None]:
+    """Let a program read these words as those that it was started with."""
+    own, sys.argv = sys.argv, words
+    try:
+        yield
+    finally:
+        sys.argv = own
 
 
 @contextlib.contextmanager

@@ -176,6 +176,26 @@ def test_wrong_usage_is_one_clear_line_and_ends_with_2(program, arguments, messa
     assert torch.Tensor.detach is DETACH
 
 
+def test_a_file_reads_its_own_arguments(program):
+    words = list(sys.argv)
+    Path("asks.py").write_text(
+        "import sys, torch\n"
+        "rate = float(sys.argv[2])\n"
+        "w = torch.ones((), requires_grad=True)\n"
+        "def make_loss():\n"
+        "    return lambda: rate * (w * w.detach()) * len(sys.argv)\n"
+    )
+    result = _run("asks.py:make_loss", "--", "--rate", ".5")
+    assert result.stdout.startswith("loss 1.5, blocked gradient 1.5\n"), result.output
+    assert sys.argv == words
+
+
+def test_an_option_of_the_program_belongs_behind_a_dash(program):
+    result = _run("train.py", "--rate", ".5")
+    assert result.exit_code == 2
+    assert re.search("--rate.* The arguments of the program stand after `--`", result.output)
+
+
 def test_a_file_with_the_name_of_a_module_replaces_nothing(program):
     Path("toolkit.py").write_text(PROGRAM)
     result = _run("toolkit.py:make_loss")

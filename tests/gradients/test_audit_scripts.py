@@ -66,6 +66,13 @@ def _verdicts(found):
     return {effect["name"]: effect["verdict"]["kind"] for effect in found["effects"]}
 
 
+def test_a_backward_pass_that_a_step_does_not_have(write, tmp_path):
+    write(LOOP)
+    found = _run(tmp_path, "train.py", "--step", "2", "--backward", "4")
+    assert found.returncode == 2
+    assert found.stderr.splitlines()[-1].endswith(" and 0 more backward passes, and 1 in step 2.")
+
+
 def test_a_script_is_answered_and_computes_what_it_always_computes(write, tmp_path):
     write(LOOP)
     found = _run(tmp_path, "train.py", "--step", "3", "--verify", "--", "--rate", "0.2")

@@ -133,7 +133,7 @@ class ScriptRun:
         self._takes_digests, self.backward_passes = digests, 0
         self.lessons, self._attended, self._attends = Lessons.read(), ExitStack(), False
         self._thread, self._is_passing, self._others = this_thread(), False, dict[str, None]()
-        self._gradients = self._transforms = self._processes = 0
+        self._gradients = self._transforms = self._processes = self._in_step = 0
 
     def run(self, script: Script) -> None:
         """Run a script until the question is answered, or to its end.
@@ -156,6 +156,8 @@ class ScriptRun:
     def progress(self) -> str:
         """How far the script has come, and why not further if that is known."""
         come = f"{self.steps} steps and {self.backward_passes} more backward passes"
+        if self._in_step:
+            return f"{come}, and {self._in_step} in step {self.question.step}"
         if self._others and not self.steps:
             return f"{come}: it trains in the thread {next(iter(self._others))}, but only the main thread is audited"
         if self._processes and not self.steps + self.backward_passes:
@@ -250,6 +252,8 @@ class ScriptRun:
             return
         if not self.backward_passes:  # one optimiser for each parameter, say, takes one training step
             return
+        if self.steps == self.question.step - 1:
+            self._in_step = self.backward_passes
         self.steps, self.backward_passes = self.steps + 1, 0
         if not self._attends and self.steps == self.question.step - 1 - self.lessons.earlier:
             self._start()
