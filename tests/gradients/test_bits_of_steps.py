@@ -56,6 +56,7 @@ TEACHERS = {
     "singular values": lambda: (_Measure(torch.linalg.svdvals), _stack(4, 9)),
     "eigenvalues": lambda: (_Measure(lambda w: torch.linalg.eigvalsh(w @ w.T)), _stack(4, 9)),
     "nuclear norm": lambda: (_Measure(lambda w: torch.linalg.matrix_norm(w, "nuc")), _stack(4, 9)),
+    "norm by its method": lambda: (_Measure(lambda w: w.norm(p="nuc")), _stack(4, 9)),
     "condition": lambda: (_Measure(torch.linalg.cond), _stack(4, 9)),
 }
 

@@ -21,27 +21,33 @@ __all__ = ["DEPENDS_ON_A_GRAPH", "PRODUCTS", "computed_as_plain", "mask_of", "ma
 _MEMORY = torch._C.TensorBase.__dict__["data"].__get__
 PRODUCTS = frozenset({torch.matmul, Tensor.matmul, torch.linalg.matmul, F.linear})
 
-DEPENDS_ON_A_GRAPH = PRODUCTS | {
-    torch.lstm,
-    torch.gru,
-    torch.rnn_tanh,
-    torch.rnn_relu,
-    torch.linalg.svdvals,
-    torch.linalg.eigvals,
-    torch.linalg.eigvalsh,
-    torch.linalg.norm,
-    torch.linalg.matrix_norm,
-    torch.linalg.cond,
-    torch.linalg.lstsq,
-    torch.norm,
-    torch.nuclear_norm,
-    F.multi_head_attention_forward,
-    F.scaled_dot_product_attention,
-}
+_NORMS = frozenset({torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm})
+
+DEPENDS_ON_A_GRAPH = frozenset(
+    {
+        *PRODUCTS,
+        *_NORMS,
+        torch.lstm,
+        torch.gru,
+        torch.rnn_tanh,
+        torch.rnn_relu,
+        torch.linalg.svdvals,
+        torch.linalg.eigvals,
+        torch.linalg.eigvalsh,
+        torch.linalg.cond,
+        torch.linalg.lstsq,
+        torch.nuclear_norm,
+        F.multi_head_attention_forward,
+        F.scaled_dot_product_attention,
+    }
+)
 
 
-def may_depend(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+def may_depend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of these functions may compute in another way where it records a graph."""
+    if func in _NORMS:  # of singular values
+        orders = [order for order in (*args[1:], *kwargs.values()) if isinstance(order, str | int | float)]
+        return any(order in ("nuc", 2, -2) for order in orders)
     return func not in PRODUCTS or _is_stack_with_gaps(args)
 
 
@@ -49,7 +55,7 @@ def computed_as_plain(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_constant: Callable[[Tensor], bool]
 ) -> Any:
     """Call a function whose gradients the plain program does not record: its values are those without a graph."""
-    if not may_depend(func, args):
+    if not may_depend(func, args, kwargs):
         return func(*args, **kwargs)
 
     def held(leaf: Any) -> Any:

@@ -264,7 +264,7 @@ class CutBoard(GateBoard):
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call one of the functions that depend on a graph; its gradients, too, are those of the plain program."""
-        if self._entered() or not may_depend(func, args):
+        if self._entered() or not may_depend(func, args, kwargs):
             return super().call(func, args, kwargs)
         carrying = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.requires_grad]
         constant = [tensor for tensor in carrying if self.is_constant(tensor)]
