@@ -204,7 +204,7 @@ def test_a_gate_in_a_region_is_behind_both() -> None:
     p, board = _parameters(), GateBoard(records=True)
     with board.forward():
         value = block_in_a_region(p)
-    board.close_regions(value)
+    board.close_regions([value.grad_fn])
     for open, expected in [((), False), (["around.block"], False), (["around.block", "around.region"], True)]:
         nodes = reachable_nodes(value.grad_fn, open)
         assert any(getattr(node, "variable", None) is p["v"] for node in nodes) == expected
