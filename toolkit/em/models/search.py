@@ -1,4 +1,4 @@
-"""Searches for the best fits of parsimonious mixtures: short runs from many starts, of which the best go on.
+"""Searches for the best fits of parsimonious mixtures: short runs from many starts, then long runs from the best.
 
 N samples, D features, K components.
 """
@@ -192,7 +192,7 @@ def _groups(cells: Sequence[Cell], n_samples: int, n_features: int) -> Iterator[
 
 @dataclass
 class _Lane:
-    """The fits of one cell: those that wait, best first, and the results; points are (fit, coordinates)."""
+    """The fits of one cell: the waiting ones, best first, and the results; points are (fit, coordinates)."""
 
     waiting: list[int]
     failures: list[str]

@@ -304,7 +304,7 @@ def select(
             many are done at once.
 
     Returns:
-        All candidates; `best` is the one that the criterion chooses.
+        All candidates; `best` is the choice of the criterion.
 
     Raises:
         TypeError: If `x` is not a float32 or float64 tensor, `sample_weight` no tensor, `n_components` a single number,

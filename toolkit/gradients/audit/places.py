@@ -105,7 +105,7 @@ class BareBlocks:
         nested: Place -> the regions around it, from the outside.
         spares: Regions whose writes into older tensors stay blocked.
         is_constant: Says whether a tensor is a constant while every place is closed.
-        close_regions: Closes regions behind tensors before a derivative of them; None if none is ever recorded.
+        close_regions: Closes regions behind tensors before a derivative; None without recorded regions.
         open_regions: Gives the recorded regions that the program is in, those of declared blocks among them.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """

@@ -293,7 +293,7 @@ class RecordedRun(ScriptRun):
     """A run that is recorded from the end of the previous step on.
 
     Attributes:
-        audits: Backward pass -> its answer, for those that are asked about.
+        audits: Number of a backward pass -> its answer.
     """
 
     def __init__(self, question: Question, *, digests: bool = False) -> None:

@@ -653,7 +653,7 @@ def _blocks_of(node: Any) -> frozenset[str]:
 
 
 def _add(sums: dict[Any, Any], terms: Iterable[tuple[Any, Tensor | None]]) -> None:
-    """Add gradients to those that are there already."""
+    """Add gradients to the sums, key by key."""
     for key, term in terms:
         if term is not None:
             sums[key] = term if sums.get(key) is None else _sum(sums[key], term)
