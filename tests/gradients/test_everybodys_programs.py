@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 import warm
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from toolkit import audit, block, compare, is_blocked, stop_gradient, stop_recording, unblock
 from toolkit.gradients import field_jacobian, grad, graph
@@ -1967,6 +1968,70 @@ def test_sparse_gradients_have_a_field(program):
     torch.testing.assert_close(found.jacobian, expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.jvp(vector), expected @ vector, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.vjp(vector), expected.T @ vector, rtol=1e-6, atol=1e-6)
+
+
+def constants():
+    """Return kind -> a tensor that is no plain one."""
+    dense = torch.eye(4, dtype=torch.float64).roll(1, 0) * 1.5
+    rows = [_numbers(7, 1, 4), _numbers(8, 3, 4)]
+    return {
+        "coo": dense.to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((2, 2)),
+        "bsc": dense.to_sparse_bsc((2, 2)),
+        "nested": torch.nested.nested_tensor(rows),
+        "jagged": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "mkldnn": dense.float().to_mkldnn(),
+    }
+
+
+def _rows_of(constant):
+    return torch.cat(constant.unbind()) if constant.is_nested else constant.to_dense().double()
+
+
+KINDS = ["coo", "csr", "csc", "bsr", "bsc", "nested", "jagged", "mkldnn"]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support", "ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_constant_of_any_layout_is_kept_and_put_back(kind, is_written):
+    def program(stop):
+        constant, w = constants()[kind], _leaf(0, 4, 4)
+
+        def loss():
+            if is_written:
+                constant.mul_(2.0)
+            return (_rows_of(constant) @ w * stop(w.sin())).sum()
+
+        return loss, {"w": w}
+
+    for found in _ask(program, TENSOR):
+        assert found.effects[0].verdict.kind == "partial"
+    loss, params = program(stop_gradient)
+    compare(loss, params)
+    torch.testing.assert_close(loss(), program(stop_gradient)[0](), rtol=0, atol=0)
+    if not is_written:
+        assert field_jacobian(loss, params).size == 16
+        assert graph(loss, params).reachable() == {"w"}
+
+
+def test_values_of_a_sparse_constant_that_are_written_past_its_version_are_put_back():
+    constant, w = torch.eye(4, dtype=torch.float64).to_sparse(), _leaf(0, 4, 4)
+
+    def loss():
+        constant._values().mul_(2.0)
+        return (constant.to_dense() @ w * stop_gradient(w.sin(), "everybody.past")).sum()
+
+    compare(loss, {"w": w})
+    assert constant._values().eq(1).all()
+
+
+def test_a_fake_tensor_beside_a_program_is_no_obstacle():
+    shape, w = FakeTensorMode().from_tensor(torch.ones(3, 2)), _leaf(0, 4)
+    loss = lambda: (w * stop_gradient(w, "everybody.fake")).sum() * shape.shape[0]  # noqa: E731
+    assert compare(loss, {"w": w})["everybody.fake"].verdict.kind == "partial"
 
 
 # --- how it is shown ---------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from toolkit.blocks import has_storage, no_graph
 
@@ -136,7 +137,7 @@ class Snapshot:
         self._random = RandomState(parts.generators)
         self._state = [holder.taken() for holder in parts.state]
         small = {id(t) for t in [*leaves, *buffers, *parameters.values()]}
-        self._data = {id(t) for t in self._tensors if id(t) not in small and t.nbytes > _LARGEST_STATE}
+        self._data = {id(t) for t in self._tensors if id(t) not in small and _size(t) > _LARGEST_STATE}
         self._names = {id(t): name for name, t in parts.tensors.items()}
         self._values: list[Kept] | None = self._kept_now()
         self._is_lent = self._is_new = self._draws_anew = False
@@ -276,7 +277,7 @@ class Kept:
                 f"`loss` should not write into its data. Found `{self.name}` changed, too large to be put back."
             )
         with no_graph():
-            if _address(self.leaf) != _address(self.memory) or self.leaf.shape != self.memory.shape:
+            if _address(self.leaf) != _address(self.memory) or _shape(self.leaf) != _shape(self.memory):
                 self.leaf.data = self.memory
             self.leaf.copy_(self.values)
         torch._C._autograd._unsafe_set_version_counter((self.leaf,), (self.version,))
@@ -286,9 +287,41 @@ def _address(tensor: Tensor) -> int:
     return 0 if tensor.layout is not torch.strided else tensor.data_ptr()
 
 
+def _components(tensor: Tensor) -> list[Tensor]:
+    """Return the dense tensors that a sparse or nested tensor consists of; of any other the tensor itself."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    if tensor.layout is torch.strided and tensor.is_nested:  # its shape cannot be asked for
+        return [tensor._nested_tensor_size(), tensor.values()]
+    if tensor.layout is torch.jagged:
+        return [tensor.offsets(), tensor.values()]  # type: ignore[attr-defined]
+    return [tensor if tensor.layout is torch.strided else tensor.to_dense()]
+
+
+def _shape(tensor: Tensor) -> torch.Size | None:
+    """Return the shape; None for a nested tensor with strides, which has none."""
+    return None if tensor.layout is torch.strided and tensor.is_nested else tensor.shape
+
+
+def _size(tensor: Tensor) -> int:
+    return sum(part.nbytes for part in _components(tensor))
+
+
 def _same(a: Tensor, b: Tensor) -> bool:
-    if a.layout is not torch.strided or a.shape != b.shape or a.dtype != b.dtype:
-        return a.layout is not torch.strided and a.layout is b.layout
+    if a.layout is not b.layout or a.is_nested != b.is_nested:
+        return False
+    if isinstance(a, FakeTensor):  # without values
+        return True
+    return all(map(_same_numbers, _components(a), _components(b)))
+
+
+def _same_numbers(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
     if a.is_meta:  # without values
         return True
     return torch.equal(a, b) or bool(
