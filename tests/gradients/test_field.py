@@ -655,6 +655,7 @@ WRONG = {
         lambda: field_jacobian(lambda: H(W).sum(), W),
     ),
     "a short vector": (ValueError, r"should have shape \(4,\)", lambda: SQUARE.vjp(torch.ones(3))),
+    "a dict": (TypeError, r"`vector` should be a tensor of shape \(4,\). Found dict", lambda: SQUARE.jvp({"W": W})),
     "a matrix": (ValueError, r"should have shape \(4,\)", lambda: SQUARE.jvp(torch.ones(4, 1))),
     "no eigenvalue": (
         ValueError,
@@ -670,6 +671,25 @@ WRONG = {
 def test_a_wrong_argument_is_named(error, message: str, call) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def _connectionist(w):
+    logits, lengths = w.reshape(4, 1, 2).log_softmax(-1), (torch.tensor([4]), torch.tensor([1]))
+    return torch.nn.functional.ctc_loss(logits * stop_gradient(w.norm(), "field.ctc"), torch.tensor([[1]]), *lengths)
+
+
+def _distances(w):
+    points = w.reshape(4, 2)
+    return torch.cdist(points[:2], points[2:]).sum() * stop_gradient(w.norm(), "field.distances")
+
+
+@pytest.mark.parametrize("program", [_connectionist, _distances])
+@pytest.mark.parametrize("use", ["jvp", "vjp"])
+def test_an_operation_without_a_second_derivative_in_torch_is_named(program, use):
+    w = torch.arange(8, dtype=torch.float64).sin().requires_grad_()
+    field = field_jacobian(lambda: program(w), w)
+    with pytest.raises(ValueError, match=r"should have a second derivative\. Found: .*_backward.* not implemented"):
+        getattr(field, use)(w.detach())
 
 
 @pytest.mark.parametrize("ask", [field_jacobian, compare, audit])

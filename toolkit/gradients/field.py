@@ -117,7 +117,9 @@ class Field:
         """Return J v, (n,), the derivative of the gradient along v.
 
         Raises:
-            ValueError: If `vector` does not have shape (n,), or n is more than 2000 and a gradient is sparse.
+            TypeError: If `vector` is not a tensor.
+            ValueError: If `vector` does not have shape (n,), if n is more than 2000 and a gradient is sparse, or if an
+                operation of the program has no second derivative in torch.
             RuntimeError: If a parameter was modified since the field was made.
         """
         if not self._is_dense:
@@ -130,7 +132,9 @@ class Field:
         """Return J^T v, (n,).
 
         Raises:
-            ValueError: If `vector` does not have shape (n,).
+            TypeError: If `vector` is not a tensor.
+            ValueError: If `vector` does not have shape (n,), or if an operation of the program has no second derivative
+                in torch.
             RuntimeError: If a parameter was modified since the field was made.
         """
         return self._product(self._gradient, self._params, vector)
@@ -286,9 +290,14 @@ class Field:
         if not outputs.requires_grad:
             return torch.zeros_like(self.gradient)
         with self._passing(EVERY_BLOCK):
-            found = torch.autograd.grad(
-                outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
-            )
+            try:
+                found = torch.autograd.grad(
+                    outputs, inputs, vector, retain_graph=True, create_graph=create_graph, allow_unused=True
+                )
+            except RuntimeError as error:  # from an operation of torch, which raises it as late as here
+                if "not implemented" not in str(error):
+                    raise
+                raise ValueError(f"`loss` should have a second derivative. Found: {sentence(error)}.") from error
             return self._joined(found, inputs)
 
     def _joined(self, gradients: Any, inputs: list[Tensor] | None = None) -> Tensor:
@@ -296,6 +305,8 @@ class Field:
         return torch.cat([(torch.zeros_like(i) if g is None else g).to_dense().reshape(-1) for g, i in pairs])
 
     def _check(self, vector: Tensor) -> None:
+        if not isinstance(vector, Tensor):
+            raise TypeError(f"`vector` should be a tensor of shape ({self.size},). Found {type(vector).__name__}.")
         if vector.shape != self.gradient.shape:
             raise ValueError(f"`vector` should have shape ({self.size},). Found {tuple(vector.shape)}.")
         for name, parameter, version in zip(self.names, self._params, self._versions, strict=True):
