@@ -1,4 +1,4 @@
-"""Parts that the experiments on images share: the split of the digits, batches, networks, gradients.
+"""Parts that the experiments on images share: the split of the digits, batches, networks.
 
 N images, D pixels, C classes.
 """
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from toolkit.adversarial.networks import mlp, small_cnn
 from toolkit.datasets import Dataset, digits
+from toolkit.runner import ExperimentConfig
 
-__all__ = ["BALLS", "Activation", "Batches", "Kind", "gradient_of", "network", "on_device", "split_digits"]
+__all__ = ["BALLS", "Activation", "Batches", "Kind", "digits_of", "gradient_of", "network", "on_device", "split_digits"]
 
 Activation = Literal["relu", "tanh"]
 Kind = Literal["linear", "mlp", "cnn"]
@@ -69,6 +70,12 @@ def split_digits(dtype: torch.dtype = torch.float64) -> tuple[Dataset, Dataset]:
     cut = round(0.7 * len(order))
     train, test = (Dataset(data.inputs[part], data.labels[part], data.name) for part in (order[:cut], order[cut:]))
     return train, test
+
+
+def digits_of(config: ExperimentConfig) -> tuple[Dataset, Dataset]:
+    """Return the two parts of `split_digits` in the dtype and on the device of a config."""
+    train, test = split_digits(getattr(torch, config.dtype))
+    return on_device(train, config.device), on_device(test, config.device)
 
 
 def on_device(data: Dataset, device: str) -> Dataset:

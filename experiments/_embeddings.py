@@ -6,18 +6,19 @@ N embeddings with D features.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.datasets import Dataset
-from toolkit.runner import Objective
+from toolkit.runner import Event, Objective, Sweep
 
-__all__ = ["NEIGHBOURS", "SPREAD", "effective_rank", "judged", "neighbour_accuracy", "spectrum", "unit"]
+__all__ = ["COLLAPSE", "NEIGHBOURS", "effective_rank", "judged", "neighbour_accuracy", "spectrum_of", "unit"]
 
 NEIGHBOURS = Objective(label="accuracy of the five nearest neighbours", higher_is_better=True)
-SPREAD = "spread of the directions (1: all, 0: one)"
+_SPREAD = "spread of the directions (1: all, 0: one)"
+COLLAPSE = Event(says="all embeddings pointed in one direction", metric=_SPREAD, below=0.1)
 
 
 def effective_rank(embeddings: Tensor) -> float:
@@ -28,7 +29,7 @@ def effective_rank(embeddings: Tensor) -> float:
     Args:
         embeddings: (N, D).
     """
-    shares = spectrum(embeddings).square()
+    shares = _spectrum(embeddings).square()
     return float(torch.special.entr(shares / shares.sum()).sum().exp())
 
 
@@ -52,10 +53,25 @@ def unit(x: Tensor) -> Tensor:
     return nn.functional.normalize(x, dim=-1)
 
 
-def spectrum(embeddings: Tensor) -> Tensor:
+def _spectrum(embeddings: Tensor) -> Tensor:
     """Return the singular values of the centred embeddings, the largest first."""
     values: Tensor = torch.linalg.svdvals(embeddings - embeddings.mean(0))
     return values
+
+
+def spectrum_of(encoder: Callable[[Tensor], Tensor], images: Tensor, n_features: int) -> Sweep:
+    """Return the sweep over the D singular values of the centred embeddings of images."""
+
+    @torch.no_grad()
+    def evaluate() -> Mapping[str, Sequence[float]]:
+        values = _spectrum(encoder(images))
+        return {"singular value, as a share of the largest": (values / values[0]).tolist()}
+
+    return Sweep(
+        label="number of the singular value",
+        values=tuple(map(float, range(1, n_features + 1))),
+        evaluate=evaluate,
+    )
 
 
 @torch.no_grad()
@@ -66,5 +82,5 @@ def judged(encoder: Callable[[Tensor], Tensor], train: Dataset, test: Dataset) -
     return {
         "objective": neighbour_accuracy(known, train.labels, asked, test.labels),
         "effective rank": effective_rank(asked),
-        SPREAD: spread.item(),
+        _SPREAD: spread.item(),
     }

@@ -1,4 +1,4 @@
-"""The training loop of the other methods that experiments compare their variants with."""
+"""Gradients by name, and the training loop of the other methods that experiments compare their variants with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from torch import Tensor
 
 from toolkit.runner import ExperimentConfig
 
-__all__ = ["steps_of", "trained"]
+__all__ = ["gradient_of", "steps_of", "trained"]
+
+
+def gradient_of(output: Tensor, parameters: Mapping[str, Tensor], cotangent: Tensor | None = None) -> dict[str, Tensor]:
+    """Return name -> gradient of a loss, or of the inner product of an output with a cotangent of its shape."""
+    found = torch.autograd.grad(output, list(parameters.values()), cotangent)
+    return dict(zip(parameters, found, strict=True))
 
 
 def steps_of(config: ExperimentConfig) -> tuple[int, ...]:

@@ -10,23 +10,22 @@ N images, D features, L layers.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
-from toolkit.runner import Event, ExperimentConfig, Methods, Run, Sweep
-from toolkit.self_supervised import DATA2VEC_TARGET, EMA_STUDENT, data2vec_loss, ema
+from toolkit.runner import ExperimentConfig, Run
+from toolkit.self_supervised import DATA2VEC_TARGET, EMA_STUDENT, data2vec_loss
 
-from ._digits import on_device, split_digits
-from ._embeddings import NEIGHBOURS, SPREAD, judged, spectrum
-from ._training import steps_of, trained
+from ._digits import digits_of
+from ._embeddings import COLLAPSE, NEIGHBOURS, judged, spectrum_of
+from ._teachers import Teacher, without_average
+from ._training import gradient_of, trained
 from ._views import Views
 
 __all__ = ["Config", "Encoder", "run"]
@@ -89,8 +88,7 @@ class _Learner:
     """
 
     def __init__(self, config: Config, seed: int, *, average: bool = True) -> None:
-        parts = split_digits(getattr(torch, config.dtype))
-        self.train, self.test = (on_device(part, config.device) for part in parts)
+        self.train, self.test = digits_of(config)
         self.config, generator = config, torch.Generator().manual_seed(seed)
         images = self.train.inputs
         self.encoder = Encoder(images.shape[1], config.width, config.depth, generator).to(images)
@@ -98,17 +96,16 @@ class _Learner:
         self.views = Views(
             images, config.batch_size, noise=(0.0, 0.0), removed=(0.0, config.removed), generator=generator
         )
-        self.parameters = {**_named(self.encoder), **dict(self.predictor.named_parameters(prefix="predictor"))}
+        self.parameters = {
+            **dict(self.encoder.named_parameters()),
+            **dict(self.predictor.named_parameters(prefix="predictor")),
+        }
         self.optimizer = torch.optim.SGD(self.parameters.values(), lr=config.learning_rate, momentum=0.9)
-        self._momentum = config.momentum if average else 0.0
-        self._past = {name: value.detach().clone() for name, value in _named(self.encoder).items()}
-        self._teacher = self._past
+        self._teacher = Teacher(self.encoder, config.momentum if average else 0.0)
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Return the student's predictions, (N, D), and the teacher's last layers, (L, N, D)."""
-        teacher = ema(self._past, _named(self.encoder), momentum=self._momentum)
-        self._teacher = {name: value.detach() for name, value in teacher.items()}
-        layers = functional_call(self.encoder, teacher, (self.views.first,))[-self.config.n_layers :]
+        layers = self._teacher.updated()(self.views.first)[-self.config.n_layers :]
         return self.predictor(self.encoder(self.views.second)[-1]), layers
 
     def loss(self) -> Tensor:
@@ -123,8 +120,7 @@ class _Learner:
             centred = layers - layers.mean(-1, keepdim=True)
             wanted = (centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()).mean(0)
             slope = ((prediction - wanted) / self.config.beta).clamp(-1, 1) / prediction.numel()
-        found = torch.autograd.grad(prediction, list(self.parameters.values()), slope)
-        return dict(zip(self.parameters, found, strict=True))
+        return gradient_of(prediction, self.parameters, slope)
 
     def embeddings(self, images: Tensor) -> Tensor:
         """Return the student's last hidden layer."""
@@ -137,12 +133,8 @@ class _Learner:
 
     def advance(self, step: int) -> None:
         """Keep the teacher of the step, and draw the next views."""
-        self._past = self._teacher
+        self._teacher.advance()
         self.views.advance(step)
-
-
-def _named(module: nn.Module) -> dict[str, Tensor]:
-    return dict(module.named_parameters())
 
 
 def run(config: Config, seed: int) -> Run:
@@ -154,11 +146,6 @@ def run(config: Config, seed: int) -> Run:
         with unblock(*open_blocks):
             return trained(config, itself.loss, itself.optimizer, itself.advance, itself.judge)
 
-    @torch.no_grad()
-    def directions() -> Mapping[str, Sequence[float]]:
-        values = spectrum(made.embeddings(made.test.inputs))
-        return {"singular value, as a share of the largest": (values / values[0]).tolist()}
-
     return Run(
         parameters=made.parameters,
         loss=made.loss,
@@ -167,18 +154,7 @@ def run(config: Config, seed: int) -> Run:
         optimizer=made.optimizer,
         target=made.target,
         after_step=made.advance,
-        events=[Event(says="all embeddings pointed in one direction", metric=SPREAD, below=0.1)],
-        sweep=Sweep(
-            label="number of the singular value",
-            values=tuple(map(float, range(1, config.width + 1))),
-            evaluate=directions,
-        ),
-        methods=Methods(
-            label="update",
-            steps=steps_of(config),
-            train={
-                "no average, with the stop": partial(alone, ()),
-                "no average, without the stop": partial(alone, (DATA2VEC_TARGET.name, EMA_STUDENT.name)),
-            },
-        ),
+        events=[COLLAPSE],
+        sweep=spectrum_of(made.embeddings, made.test.inputs, config.width),
+        methods=without_average(config, alone, (DATA2VEC_TARGET.name, EMA_STUDENT.name)),
     )

@@ -20,19 +20,18 @@ N images, K outputs, D features of an embedding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from toolkit import unblock
 from toolkit.adversarial.networks import mlp
 from toolkit.datasets import Dataset
-from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
+from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
 from toolkit.self_supervised import (
     BYOL_TARGET,
     DINO_TARGET,
@@ -42,7 +41,6 @@ from toolkit.self_supervised import (
     byol_loss,
     dino_center,
     dino_loss,
-    ema,
     enqueue,
     fixmatch_loss,
     moco_loss,
@@ -51,9 +49,10 @@ from toolkit.self_supervised import (
     swav_loss,
 )
 
-from ._digits import gradient_of, on_device, split_digits
-from ._embeddings import NEIGHBOURS, SPREAD, judged, spectrum, unit
-from ._training import steps_of, trained
+from ._digits import digits_of
+from ._embeddings import COLLAPSE, NEIGHBOURS, judged, spectrum_of, unit
+from ._teachers import Teacher, without_average
+from ._training import gradient_of, steps_of, trained
 from ._views import Views
 
 __all__ = ["Config", "run"]
@@ -115,7 +114,7 @@ def _simsiam(config: Config, seed: int) -> Run:
     def target() -> dict[str, Tensor]:
         p1, p2, z1, z2 = answers()
         slopes = [-_slope_of_cosine(p, z) / (2 * len(p)) for p, z in ((p1, z2), (p2, z1))]
-        return _pulled_back([p1, p2], slopes, parameters)
+        return gradient_of(torch.stack([p1, p2]), parameters, torch.stack(slopes))
 
     return Run(
         parameters=parameters,
@@ -126,7 +125,7 @@ def _simsiam(config: Config, seed: int) -> Run:
         target=target,
         after_step=views.advance,
         events=[_FEW_DIRECTIONS],
-        sweep=_spectrum_of(encoder, test, config),
+        sweep=spectrum_of(encoder, test.inputs, config.n_features),
     )
 
 
@@ -170,17 +169,14 @@ class _Distillation:
             self.student, self._predictor = student.to(self.train.inputs), nn.Identity()
         self.views = _views(self.train.inputs, config, generator)
         self.parameters = {**_named(self.student), **dict(self._predictor.named_parameters(prefix="predictor"))}
-        self._momentum = config.momentum if average else 0.0
-        self._past = {name: value.detach().clone() for name, value in _named(self.student).items()}
-        self._teacher, self._outputs = self._past, self.train.inputs
+        self._teacher = Teacher(self.student, config.momentum if average else 0.0)
+        self._outputs = self.train.inputs
         self.center = self.train.inputs.new_zeros(config.n_features)
 
     def outputs(self) -> tuple[Tensor, Tensor]:
         """Return the outputs of student and teacher for both views, (2, N, K) each."""
         views = (self.views.first, self.views.second)
-        teacher = ema(self._past, _named(self.student), momentum=self._momentum)
-        outputs = torch.stack([functional_call(self.student, teacher, (view,)) for view in views])
-        self._teacher = {name: value.detach() for name, value in teacher.items()}
+        outputs = torch.stack(list(map(self._teacher.updated(), views)))
         self._outputs = outputs.detach()
         return torch.stack([self._predictor(self.student(view)) for view in views]), outputs
 
@@ -215,7 +211,8 @@ class _Distillation:
 
     def advance(self, step: int) -> None:
         """Keep the teacher and the centre or the keys of the step, and draw the next views."""
-        self._past, self.center = self._teacher, dino_center(self.center, self._outputs)
+        self._teacher.advance()
+        self.center = dino_center(self.center, self._outputs)
         if self._config.task == "moco":
             self.queue = enqueue(self.queue, unit(self._outputs[0]))
         self.views.advance(step)
@@ -227,7 +224,7 @@ def _distilled(config: Config, seed: int) -> Run:
 
     def target() -> dict[str, Tensor]:
         student, teacher = made.outputs()
-        return _pulled_back([student], [made.slope(student, teacher)], made.parameters)
+        return gradient_of(student, made.parameters, made.slope(student, teacher))
 
     def alone(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
         itself = _Distillation(config, seed, average=False)
@@ -243,15 +240,8 @@ def _distilled(config: Config, seed: int) -> Run:
         optimizer=made.optimizer(),
         target=target,
         after_step=made.advance,
-        events=[Event(says="all embeddings pointed in one direction", metric=SPREAD, below=0.1)],
-        methods=Methods(
-            label="update",
-            steps=steps_of(config),
-            train={
-                "no average, with the stop": partial(alone, ()),
-                "no average, without the stop": partial(alone, stops),
-            },
-        ),
+        events=[COLLAPSE],
+        methods=without_average(config, alone, stops),
     )
 
 
@@ -298,7 +288,7 @@ def _swav(config: Config, seed: int) -> Run:
         scores = made.scores()
         codes = torch.stack([_balanced(view) for view in scores.detach()]).flip(0)
         slope = ((scores / 0.1).softmax(-1) - codes).detach() / 0.1 / scores[..., 0].numel()
-        return _pulled_back([scores], [slope], made.parameters)
+        return gradient_of(scores, made.parameters, slope)
 
     def unbalanced(open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
         itself = _Prototypes(config, seed)
@@ -314,7 +304,7 @@ def _swav(config: Config, seed: int) -> Run:
         target=target,
         after_step=made.views.advance,
         events=[_FEW_DIRECTIONS],
-        sweep=_spectrum_of(made.encoder, made.test, config),
+        sweep=spectrum_of(made.encoder, made.test.inputs, config.n_features),
         methods=Methods(
             label="update",
             steps=steps_of(config),
@@ -347,7 +337,7 @@ def _fixmatch(config: Config, seed: int) -> Run:
         slope = strong.detach().softmax(-1) - nn.functional.one_hot(likely.argmax(-1), 10)
         slope = slope * (likely.amax(-1, keepdim=True) >= config.threshold) / len(slope)
         labelled = gradient_of(losses["labels alone"](), parameters)
-        pulled = _pulled_back([strong], [slope], parameters)
+        pulled = gradient_of(strong, parameters, slope)
         return {name: labelled[name] + pulled[name] for name in parameters}
 
     def other(name: str, open_blocks: Sequence[str]) -> dict[str, Sequence[float]]:
@@ -416,8 +406,7 @@ _FEW_DIRECTIONS = Event(says="fewer than four directions were left", metric="eff
 
 
 def _data(config: Config, seed: int) -> tuple[Dataset, Dataset, torch.Generator]:
-    train, test = split_digits(getattr(torch, config.dtype))
-    return on_device(train, config.device), on_device(test, config.device), torch.Generator().manual_seed(seed)
+    return *digits_of(config), torch.Generator().manual_seed(seed)
 
 
 def _views(images: Tensor, config: Config, generator: torch.Generator) -> Views:
@@ -445,19 +434,6 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
     return dict(module.named_parameters())
 
 
-def _spectrum_of(encoder: nn.Module, test: Dataset, config: Config) -> Sweep:
-    @torch.no_grad()
-    def evaluate() -> Mapping[str, Sequence[float]]:
-        values = spectrum(encoder(test.inputs))
-        return {"singular value, as a share of the largest": (values / values[0]).tolist()}
-
-    return Sweep(
-        label="number of the singular value",
-        values=tuple(map(float, range(1, config.n_features + 1))),
-        evaluate=evaluate,
-    )
-
-
 def _slope_of_cosine(p: Tensor, z: Tensor) -> Tensor:
     """Return the gradient of the cosine of p and z by p, as a constant."""
     p, z = p.detach(), z.detach()
@@ -474,10 +450,3 @@ def _slope_of_contrast(q: Tensor, k: Tensor, queue: Tensor, temperature: float) 
     slope = ((p[..., :1] - 1) * key + p[..., 1:] @ queue) / temperature
     across: Tensor = (slope - (slope * query).sum(-1, keepdim=True) * query) / q.detach().norm(dim=-1, keepdim=True)
     return across / q[..., 0].numel()
-
-
-def _pulled_back(
-    outputs: Sequence[Tensor], slopes: Sequence[Tensor], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    found = torch.autograd.grad(outputs, list(parameters.values()), slopes)
-    return dict(zip(parameters, found, strict=True))
