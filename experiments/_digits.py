@@ -6,7 +6,7 @@ N images, D pixels, C classes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from toolkit.adversarial.networks import mlp, small_cnn
 from toolkit.datasets import Dataset, digits
 from toolkit.runner import ExperimentConfig
 
-__all__ = ["BALLS", "Activation", "Batches", "Kind", "digits_of", "gradient_of", "network", "on_device", "split_digits"]
+__all__ = ["BALLS", "Activation", "Batches", "Kind", "digits_of", "network", "on_device", "split_digits"]
 
 Activation = Literal["relu", "tanh"]
 Kind = Literal["linear", "mlp", "cnn"]
@@ -107,8 +107,3 @@ def network(
         layers = small_cnn(classes, image_size=side, strides=[2] * len(widths), **made)
         model = nn.Sequential(nn.Unflatten(1, (1, side, side)), *layers)
     return model.to(data.inputs)
-
-
-def gradient_of(loss: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return name -> gradient of a loss."""
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))

@@ -31,7 +31,8 @@ from toolkit.adversarial import adversarial_loss, certify_linear, pgd, robust_lo
 from toolkit.datasets import Dataset, two_gaussians
 from toolkit.runner import ExperimentConfig, Objective, Run
 
-from ._digits import BALLS, Activation, Batches, Kind, gradient_of, network, on_device, split_digits
+from ._digits import BALLS, Activation, Batches, Kind, digits_of, network, on_device
+from ._training import gradient_of
 
 __all__ = ["Config", "best_robust_loss", "run"]
 
@@ -235,16 +236,16 @@ def _clean_training(config_json: str, seed: int) -> dict[str, Tensor]:
 
 def _problem(config: Config, seed: int) -> tuple[Dataset, nn.Module, Batches]:
     """Return the data that judge a model, the model at its start, and the batches of training data."""
-    generator, dtype = torch.Generator().manual_seed(seed), getattr(torch, config.dtype)
+    generator = torch.Generator().manual_seed(seed)
     if config.data == "digits":
-        train, judged = (on_device(part, config.device) for part in split_digits(dtype))
+        train, judged = digits_of(config)
     else:
         drawn = two_gaussians(
             config.n_samples,
             separation=config.separation,
             n_features=config.n_features,
             generator=generator,
-            dtype=dtype,
+            dtype=getattr(torch, config.dtype),
         )
         train = judged = on_device(drawn, config.device)
     model = _network(config, train, generator)

@@ -35,7 +35,8 @@ from toolkit.datasets import Dataset
 from toolkit.gradients.memory import measure_memory
 from toolkit.runner import ExperimentConfig, Objective, Run, Sweep
 
-from ._digits import Activation, Batches, gradient_of, network, on_device, split_digits
+from ._digits import Activation, Batches, digits_of, network
+from ._training import gradient_of
 
 __all__ = ["Config", "run", "worst_examples"]
 
@@ -180,7 +181,7 @@ def worst_examples(
 def _problem(config_json: str, seed: int) -> tuple[Dataset, Dataset, Parameters, Tensor]:
     """Return training data, held-out data, the parameters after clean training, and the worst examples there."""
     config = Config.model_validate_json(config_json)
-    train, test = (on_device(part, config.device) for part in split_digits(getattr(torch, config.dtype)))
+    train, test = digits_of(config)
     model = _network(config, train, seed)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, foreach=False)
     batches = Batches(train, config.batch_size, torch.Generator().manual_seed(seed))

@@ -40,7 +40,8 @@ from toolkit.bilevel import (
 from toolkit.gradients.memory import measure_memory
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
-from ._digits import Batches, gradient_of, on_device, split_digits
+from ._digits import Batches, digits_of
+from ._training import gradient_of
 
 __all__ = ["Config", "run"]
 
@@ -350,7 +351,7 @@ Layer = Callable[[Parameters, Tensor], Solved]
 
 def _equilibrium(config: Config, seed: int) -> Run:
     generator = torch.Generator().manual_seed(seed)
-    train, test = (on_device(data, config.device) for data in split_digits(getattr(torch, config.dtype)))
+    train, test = digits_of(config)
     p = _deep(config, generator)
     batches = Batches(train, config.batch_size, generator)
     layer = partial(_one_step, config.iterations)
@@ -452,7 +453,7 @@ def _other_gradients(config: Config, seed: int) -> Methods:
 
     def train() -> dict[str, list[float]]:
         generator = torch.Generator().manual_seed(seed)
-        data, test = (on_device(data, config.device) for data in split_digits(getattr(torch, config.dtype)))
+        data, test = digits_of(config)
         p = _deep(config, generator)
         batches = Batches(data, config.batch_size, generator)
         optimizer = torch.optim.Adam(p.values(), lr=config.learning_rate)

@@ -40,6 +40,8 @@ from toolkit.em import (
 from toolkit.em.engine.acceleration import maximise_likelihood
 from toolkit.runner import Event, ExperimentConfig, Objective, Run
 
+from ._training import gradient_of
+
 __all__ = ["Config", "distribution", "principal_components", "run"]
 
 Data = Literal["iris", "wine", "digits", "two_gaussians"]
@@ -113,7 +115,7 @@ def run(config: Config, seed: int) -> Run:
 
     def target() -> Mapping[str, Tensor]:
         loss = -distribution(parameters, config.covariance_type).log_prob(x).mean()
-        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+        return gradient_of(loss, parameters)
 
     return Run(
         parameters=parameters,

@@ -44,6 +44,8 @@ from toolkit.em import GaussianParameters, from_unconstrained, log_density, star
 from toolkit.em.engine.acceleration import maximise_likelihood
 from toolkit.runner import Event, ExperimentConfig, Objective, Run, Sweep
 
+from ._training import gradient_of
+
 __all__ = ["Config", "Measure", "log_likelihoods", "population", "run"]
 
 # Beyond so many standard deviations outside of the means lies less than 1e-18 of the probability.
@@ -128,7 +130,7 @@ def run(config: Config, seed: int) -> Run:
 
     def target() -> Mapping[str, Tensor]:
         loss = -data.expectation(_witness(parameters).log_prob(data.points)).sum()
-        return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+        return gradient_of(loss, parameters)
 
     return Run(
         parameters=parameters,

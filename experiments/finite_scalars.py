@@ -21,7 +21,7 @@ from toolkit.adversarial.networks import mlp
 from toolkit.quantization import FiniteScalarQuantizer, VectorQuantizer, codebook_perplexity
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run
 
-from ._digits import Batches, on_device, split_digits
+from ._digits import Batches, digits_of
 from ._training import steps_of, trained
 
 __all__ = ["Config", "run"]
@@ -55,8 +55,7 @@ class _Autoencoder:
     """
 
     def __init__(self, config: Config, seed: int, kind: str = "levels") -> None:
-        parts = split_digits(getattr(torch, config.dtype))
-        train, self.test = (on_device(part, config.device) for part in parts)
+        train, self.test = digits_of(config)
         generator = torch.Generator().manual_seed(seed)
         pixels, dim, widths = train.inputs.shape[1], len(config.levels), [config.width]
         self.encoder = mlp(pixels, dim, widths=widths, generator=generator).to(train.inputs)

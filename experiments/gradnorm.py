@@ -25,8 +25,8 @@ from toolkit.adversarial.networks import mlp
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run
 from toolkit.weighting import GRADNORM_TARGET, gradnorm_loss
 
-from ._digits import Batches, gradient_of, on_device, split_digits
-from ._training import steps_of, trained
+from ._digits import Batches, digits_of
+from ._training import gradient_of, steps_of, trained
 
 __all__ = ["Config", "run"]
 
@@ -70,8 +70,7 @@ class _Learner:
     """
 
     def __init__(self, config: Config, seed: int, *, learns: bool = True, divided: bool = True) -> None:
-        parts = split_digits(getattr(torch, config.dtype))
-        train, self.test = (on_device(part, config.device) for part in parts)
+        train, self.test = digits_of(config)
         self.config, self._learns, self._divided = config, learns, divided
         generator = torch.Generator().manual_seed(seed)
         pixels, classes = train.inputs.shape[1], int(train.labels.max()) + 1

@@ -21,8 +21,8 @@ from toolkit.adversarial.networks import small_cnn
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run
 from toolkit.weighting import mixstyle
 
-from ._digits import Batches, gradient_of, on_device, split_digits
-from ._training import steps_of, trained
+from ._digits import Batches, digits_of
+from ._training import gradient_of, steps_of, trained
 
 __all__ = ["Config", "run"]
 
@@ -61,8 +61,7 @@ class _Learner:
     """
 
     def __init__(self, config: Config, seed: int, mix: Mix = mixstyle) -> None:
-        parts = split_digits(getattr(torch, config.dtype))
-        train, self.test = (on_device(part, config.device) for part in parts)
+        train, self.test = digits_of(config)
         self.config, self._mix, self._generator = config, mix, torch.Generator().manual_seed(seed)
         self._side = math.isqrt(train.inputs.shape[1])
         classes = int(train.labels.max()) + 1

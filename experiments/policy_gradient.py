@@ -40,9 +40,9 @@ from toolkit.policy_gradient import (
 )
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
 
-from ._digits import Batches, on_device, split_digits
+from ._digits import Batches, digits_of
 from ._gridworld import four_rooms
-from ._training import steps_of
+from ._training import steps_of, trained
 
 __all__ = ["Config", "run"]
 
@@ -137,7 +137,7 @@ class _Bandit:
 
     def __init__(self, config: Config, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
-        train, self.test = (on_device(part, config.device) for part in split_digits(getattr(torch, config.dtype)))
+        train, self.test = digits_of(config)
         self.draws, self.n_samples = generator, config.n_samples
         self.batches = Batches(train, config.batch_size, generator)
         self.weight = torch.zeros(10, train.inputs.shape[1], dtype=train.inputs.dtype, device=config.device)
@@ -188,20 +188,11 @@ def _judged(rewards: Tensor, advantages: Advantages) -> Tensor:
 
 def _digits(config: Config, seed: int) -> Run:
     bandit = _Bandit(config, seed)
-    steps = steps_of(config)
 
     def train(advantages: Advantages) -> dict[str, Sequence[float]]:
-        other, found = _Bandit(config, seed), []
+        other = _Bandit(config, seed)
         optimizer = torch.optim.Adam(other.parameters.values(), lr=config.learning_rate)
-        for step in range(config.steps + 1):
-            if step:
-                optimizer.zero_grad()
-                other.loss(advantages).backward()
-                optimizer.step()
-                other.draw(step)
-            if step in steps:
-                found.append(other.judge())
-        return {name: [each[name] for each in found] for name in found[0]}
+        return trained(config, partial(other.loss, advantages), optimizer, other.draw, other.judge)
 
     others: dict[str, Advantages] = {
         "a mean that includes the own sample": "mean",
@@ -223,7 +214,7 @@ def _digits(config: Config, seed: int) -> Run:
         ),
         methods=Methods(
             label="update",
-            steps=steps,
+            steps=steps_of(config),
             train={name: partial(train, advantages) for name, advantages in others.items()},
         ),
     )

@@ -40,8 +40,8 @@ from toolkit.quantization import (
 )
 from toolkit.runner import Event, ExperimentConfig, Methods, Objective, Run, Sweep
 
-from ._digits import Batches, on_device, split_digits
-from ._training import steps_of
+from ._digits import Batches, digits_of
+from ._training import steps_of, trained
 
 __all__ = ["Autoencoder", "Config", "SpikingClassifier", "run", "step_in_each_stage"]
 
@@ -163,7 +163,7 @@ def step_in_each_stage(quantizer: ResidualVectorQuantizer, z: Tensor) -> tuple[T
 
 
 def _autoencode_digits(config: Config, seed: int) -> Run:
-    train, test = _data(config)
+    train, test = digits_of(config)
     generator = torch.Generator().manual_seed(seed)
     model = Autoencoder(config, train.inputs, generator).eval()
     batches = Batches(train, config.batch_size, generator)
@@ -185,11 +185,6 @@ def _autoencode_digits(config: Config, seed: int) -> Run:
         ],
         methods=_methods(config, seed),
     )
-
-
-def _data(config: Config) -> tuple[Dataset, Dataset]:
-    train, test = split_digits(getattr(torch, config.dtype))
-    return on_device(train, config.device), on_device(test, config.device)
 
 
 @torch.no_grad()
@@ -267,23 +262,15 @@ def _trained(
     *,
     learning: Learning = "loss",
     commitment: float | None = None,
-) -> dict[str, list[float]]:
+) -> dict[str, Sequence[float]]:
     """Return the metrics of an autoencoder that starts as the run's, trained with another loss."""
-    train, test = _data(config)
+    train, test = digits_of(config)
     generator = torch.Generator().manual_seed(seed)
     model = Autoencoder(config, train.inputs, generator, learning=learning, commitment=commitment)
     batches = Batches(train, config.batch_size, generator)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.learning_rate)
-    found: dict[str, list[float]] = {}
-    for step in range(config.steps + 1):
-        if step in steps_of(config):
-            for name, value in _judge(model, test.inputs).items():
-                found.setdefault(name, []).append(value)
-        optimizer.zero_grad()
-        loss(model, batches.inputs).backward()
-        optimizer.step()
-        batches.advance(step + 1)
-    return found
+    judge = partial(_judge, model, test.inputs)
+    return trained(config, lambda: loss(model, batches.inputs), optimizer, batches.advance, judge)
 
 
 # --- a classifier with spikes ----------------------------------------------------------------------------------------
@@ -329,7 +316,7 @@ def _slope(surrogate: Surrogate, steepness: float) -> Callable[[Tensor], Tensor]
 
 
 def _spike_digits(config: Config, seed: int) -> Run:
-    train, test = _data(config)
+    train, test = digits_of(config)
     generator = torch.Generator().manual_seed(seed)
     model = SpikingClassifier(config, train, generator)
     batches = Batches(train, config.batch_size, generator)

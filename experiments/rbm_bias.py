@@ -46,7 +46,7 @@ from toolkit.rbm.bias import (
 )
 from toolkit.runner import ExperimentConfig, Methods, Objective, Run, Sweep
 
-from ._training import steps_of
+from ._training import gradient_of, steps_of
 
 __all__ = ["Config", "run"]
 
@@ -170,8 +170,7 @@ def _contrastive_divergence(rbm: RBM, start: Tensor, *, steps: int) -> dict[str,
 
 def _improved(rbm: RBM, start: Tensor, *, steps: int) -> dict[str, Tensor]:
     loss = exact_divergence(rbm, start, steps=steps, divergence="improved")
-    parameters = dict(rbm.named_parameters())
-    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+    return gradient_of(loss, dict(rbm.named_parameters()))
 
 
 def _difference(minuend: Mapping[str, Tensor], subtrahend: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -38,7 +38,8 @@ from toolkit.stochastic import (
     straight_through,
 )
 
-from ._digits import Batches, gradient_of, split_digits
+from ._digits import Batches, split_digits
+from ._training import gradient_of
 
 __all__ = ["Config", "run"]
 

@@ -36,8 +36,8 @@ from toolkit.weighting import (
     karras_times,
 )
 
-from ._digits import Batches, gradient_of, network, on_device, split_digits
-from ._training import steps_of
+from ._digits import Batches, digits_of, network
+from ._training import gradient_of, steps_of, trained
 
 __all__ = ["Config", "run"]
 
@@ -85,11 +85,6 @@ def run(config: Config, seed: int) -> Run:
     return tasks[config.task](config, seed)
 
 
-def _digits(config: Config) -> tuple[Dataset, Dataset]:
-    train, test = split_digits(getattr(torch, config.dtype))
-    return on_device(train, config.device), on_device(test, config.device)
-
-
 def _judge(logits: Tensor, labels: Tensor) -> dict[str, float]:
     return {
         "objective": nn.functional.cross_entropy(logits, labels).item(),
@@ -105,7 +100,7 @@ _OBJECTIVE = Objective(label="held-out cross entropy (nats per image)", higher_i
 
 
 def _focal(config: Config, seed: int) -> Run:
-    _, test = _digits(config)
+    _, test = digits_of(config)
     model, batches = _noisy_classifier(config, seed)
     parameters = dict(model.named_parameters())
 
@@ -115,8 +110,7 @@ def _focal(config: Config, seed: int) -> Run:
         own = p.gather(1, batches.labels[:, None])
         residual = p - nn.functional.one_hot(batches.labels, p.shape[1])
         cotangent = (1 - own) ** config.gamma * residual / len(p)
-        found = torch.autograd.grad(logits, list(parameters.values()), cotangent)
-        return dict(zip(parameters, found, strict=True))
+        return gradient_of(logits, parameters, cotangent)
 
     def evaluate() -> dict[str, float]:
         with torch.no_grad():
@@ -136,7 +130,7 @@ def _focal(config: Config, seed: int) -> Run:
 
 def _noisy_classifier(config: Config, seed: int) -> tuple[nn.Module, Batches]:
     """Return a classifier, and batches in which some labels are random."""
-    train, _ = _digits(config)
+    train, _ = digits_of(config)
     generator = torch.Generator().manual_seed(seed)
     wrong = torch.rand(len(train.labels), generator=generator) < config.label_noise
     drawn = torch.randint(int(train.labels.max()) + 1, wrong.shape, generator=generator)
@@ -161,18 +155,18 @@ def _other_losses(config: Config, seed: int, test: Dataset) -> Methods:
 
     def train(loss: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Sequence[float]]:
         model, batches = _noisy_classifier(config, seed)
-        parameters = dict(model.named_parameters())
-        optimizer, found = torch.optim.Adam(parameters.values(), lr=config.learning_rate), []
-        for step in range(config.steps + 1):
-            if step in steps_of(config):
-                with torch.no_grad():
-                    found.append(_judge(model(test.inputs), test.labels))
-            for name, slope in gradient_of(loss(model(batches.inputs), batches.labels), parameters).items():
-                parameters[name].grad = slope
-            if step < config.steps:
-                optimizer.step()
-                batches.advance(step + 1)
-        return {name: [metrics[name] for metrics in found] for name in found[0]}
+
+        @torch.no_grad()
+        def judge() -> dict[str, float]:
+            return _judge(model(test.inputs), test.labels)
+
+        return trained(
+            config,
+            lambda: loss(model(batches.inputs), batches.labels),
+            torch.optim.Adam(model.parameters(), lr=config.learning_rate),
+            batches.advance,
+            judge,
+        )
 
     return Methods(
         label="update",
@@ -185,7 +179,7 @@ def _other_losses(config: Config, seed: int, test: Dataset) -> Methods:
 
 
 def _circle(config: Config, seed: int) -> Run:
-    train, test = _digits(config)
+    train, test = digits_of(config)
     generator = torch.Generator().manual_seed(seed)
     width = train.inputs.shape[1]
     model = mlp(width, config.n_features, widths=config.widths, generator=generator).to(train.inputs)
@@ -200,8 +194,7 @@ def _circle(config: Config, seed: int) -> Run:
         cosines = cosines @ cosines.T
         same = batches.labels[:, None] == batches.labels
         cotangent = _slopes_of_circle_loss(cosines.detach(), same, m=config.margin, gamma=config.scale)
-        found = torch.autograd.grad(cosines, list(parameters.values()), cotangent)
-        return dict(zip(parameters, found, strict=True))
+        return gradient_of(cosines, parameters, cotangent)
 
     def evaluate() -> dict[str, float]:
         with torch.no_grad():
@@ -291,7 +284,7 @@ def _by_formula(x: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def _renorm(config: Config, seed: int) -> Run:
-    train, test = _digits(config)
+    train, test = digits_of(config)
     generator = torch.Generator().manual_seed(seed)
     model = _Renormalised(config, train, generator)
     batches = Batches(train, config.batch_size, generator)
@@ -378,8 +371,7 @@ def _consistency(config: Config, seed: int) -> Run:
             for x in [draws.x + t * draws.noise]
         )
         cotangent = 2 * (late - early).detach() / len(late)
-        found = torch.autograd.grad(late, list(parameters.values()), cotangent)
-        return dict(zip(parameters, found, strict=True))
+        return gradient_of(late, parameters, cotangent)
 
     return Run(
         parameters=parameters,
