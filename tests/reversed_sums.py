@@ -1,25 +1,22 @@
 """Sums in reverse: the last bits that another processor, another BLAS or another number of threads would give.
 
-Below autograd, each sum, mean, norm, softmax and matrix product adds its terms in the reverse order. Every result is as
+On the CPU, each sum, mean, norm, softmax and matrix product adds its terms in the reverse order. Every result is as
 correct as before, so a test that fails under `ReversedSums` hangs on how a sum was rounded.
 """
 
 from __future__ import annotations
 
-import functools
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-
-aten = torch.ops.aten
+from torch.library import Library, get_kernel
 
 # Operation -> positions of the tensors that are turned round, each with the dimension that is summed over.
-_PRODUCTS: dict[Any, tuple[tuple[int, int], tuple[int, int]]] = {
-    operation: places
+_PRODUCTS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    f"{name}{overload}": places
     for name, places in {
         "mm": ((0, -1), (1, -2)),
         "bmm": ((0, -1), (1, -2)),
@@ -29,74 +26,105 @@ _PRODUCTS: dict[Any, tuple[tuple[int, int], tuple[int, int]]] = {
         "baddbmm": ((1, -1), (2, -2)),
         "addmv": ((1, -1), (2, -1)),
     }.items()
-    for overload in ("default", "out")
-    if (operation := getattr(getattr(aten, name), overload, None)) is not None
-} | {aten.addmm_.default: ((1, -1), (2, -2)), aten.baddbmm_.default: ((1, -1), (2, -2))}
-
-# Operations on one tensor, and which argument names the dimensions; None: all of them.
-_REDUCTIONS: dict[Any, int | None] = {
-    aten.sum.default: None,
-    aten.sum.dim_IntList: 1,
-    aten.sum.IntList_out: 1,
-    aten.mean.default: None,
-    aten.mean.dim: 1,
-    aten.mean.out: 1,
-    aten.var.correction: 1,
-    aten.var_mean.correction: 1,
-    aten.std.correction: 1,
-    aten.logsumexp.default: 1,
-    aten.logsumexp.out: 1,
-    aten.linalg_vector_norm.default: 2,
-    aten.linalg_vector_norm.out: 2,
-    aten.norm.Scalar: None,
-    aten.norm.ScalarOpt_dim: 2,
+    for overload in ("", ".out", *(["_"] if "add" in name else []))
 }
 
-_SOFTMAXES = (aten._softmax.default, aten._log_softmax.default)
+# Operations on one tensor, and which argument names the dimensions; None: all of them.
+_REDUCTIONS: dict[str, int | None] = {
+    "sum": None,
+    "sum.dim_IntList": 1,
+    "sum.IntList_out": 1,
+    "mean": None,
+    "mean.dim": 1,
+    "mean.out": 1,
+    "var.correction": 1,
+    "var_mean.correction": 1,
+    "std.correction": 1,
+    "logsumexp": 1,
+    "logsumexp.out": 1,
+    "linalg_vector_norm": 2,
+    "linalg_vector_norm.out": 2,
+    "norm.Scalar": None,
+    "norm.ScalarOpt_dim": 2,
+}
+
+_SOFTMAXES = ("_softmax", "_log_softmax")
+
+Kernel = Callable[..., Any]
 
 
-class ReversedSums(TorchDispatchMode):
-    """While it is on, operations of this thread add their terms from the last to the first."""
+class _Inside(threading.local):
+    """Whether a kernel of this module is running, in which a sum that is part of its own is not turned round again."""
 
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _PRODUCTS:
-            places = _PRODUCTS[func]
-            if all(_is_plain(args[i]) for i, _ in places):
-                args = _replaced(args, {i: args[i].flip(dim) for i, dim in places})
-        elif func in _REDUCTIONS:
-            if _is_plain(args[0]):
-                args = _replaced(args, {0: args[0].flip(_dimensions(args, _REDUCTIONS[func]))})
-        elif func in _SOFTMAXES and _is_plain(args[0]) and args[0].ndim:
-            dim = args[1]
-            return func(args[0].flip(dim), *args[1:], **kwargs).flip(dim)
-        elif torch.is_inference_mode_enabled() and _is_composed(func):  # of operations above, and left whole
-            with self:
-                return func.decompose(*args, **kwargs)
-        return func(*args, **kwargs)
+    now = False
 
 
-@functools.cache
-def _is_composed(func: Any) -> bool:
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"))
+_inside = _Inside()
 
 
-def _is_plain(x: Tensor) -> bool:
-    sound = type(x) in (Tensor, torch.nn.Parameter) and x.layout == torch.strided and x.is_floating_point()
-    return sound and not x._is_zerotensor()  # type: ignore[attr-defined]
+class ReversedSums:
+    """While it is on, sums on the CPU add their terms from the last to the first.
+
+    It replaces the kernels of these operations: all others are called by torch as ever.
+    """
+
+    def __enter__(self) -> None:
+        self._library = Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "(?s)Warning only once for all operators.*overrid", UserWarning)
+            for name, reverse in _REVERSED.items():
+                kernel = _in_reverse(get_kernel(f"aten::{name}", "CPU").call_boxed, reverse)
+                self._library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+
+    def __exit__(self, *raised: object) -> None:
+        self._library._destroy()
 
 
-def _dimensions(args: tuple[Any, ...], place: int | None) -> list[int]:
-    found = args[place] if place is not None and len(args) > place else None
-    if isinstance(found, int):
-        return [found]
-    return list(found) if found else list(range(args[0].ndim))
+def _in_reverse(plain: Kernel, reverse: Callable[[Kernel, Any], Any]) -> Kernel:
+    """Return a kernel that hands its arguments to another one in reverse."""
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _inside.now or not args[0].is_floating_point():
+            return plain(keys, *args, **kwargs)
+        _inside.now = True
+        try:
+            return reverse(lambda *args: plain(keys, *args, **kwargs), args)
+        finally:
+            _inside.now = False
+
+    return kernel
 
 
-def _replaced(args: tuple[Any, ...], new: dict[int, Tensor]) -> tuple[Any, ...]:
-    return tuple(new.get(i, arg) for i, arg in enumerate(args))
+def _product(places: tuple[tuple[int, int], tuple[int, int]]) -> Callable[[Kernel, Any], Any]:
+    def reverse(plain: Kernel, args: Any) -> Any:
+        turned = list(args)
+        for i, dim in places:
+            turned[i] = turned[i].flip(dim)
+        return plain(*turned)
+
+    return reverse
+
+
+def _reduction(place: int | None) -> Callable[[Kernel, Any], Any]:
+    def reverse(plain: Kernel, args: Any) -> Any:
+        found = args[place] if place is not None and len(args) > place else None
+        dims = [found] if isinstance(found, int) else list(found or range(args[0].ndim))
+        return plain(args[0].flip(dims), *args[1:])
+
+    return reverse
+
+
+def _softmax(plain: Kernel, args: Any) -> Any:
+    if not args[0].ndim:
+        return plain(*args)
+    return plain(args[0].flip(args[1]), *args[1:]).flip(args[1])
+
+
+_REVERSED = {
+    **{name: _product(places) for name, places in _PRODUCTS.items()},
+    **{name: _reduction(place) for name, place in _REDUCTIONS.items()},
+    **dict.fromkeys(_SOFTMAXES, _softmax),
+}
 
 
 @contextmanager

@@ -77,7 +77,9 @@ def test_sums_are_added_in_reverse(name, inference):
         forward = SUMS[name]()
         with ReversedSums():
             backward, again = SUMS[name](), SUMS[name]()
+        after = SUMS[name]()
     assert torch.equal(backward, again)
+    assert torch.equal(forward, after)
     assert not torch.equal(forward, backward)
     torch.testing.assert_close(forward, backward, rtol=1e-11, atol=1e-11)
 
