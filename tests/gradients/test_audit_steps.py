@@ -506,6 +506,38 @@ def test_low_precision_and_cached_casts():
     assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
 
 
+def _refined(net, x, *, around, again):
+    """Return the loss of a net times a layer that an inner loop trains, in a region with or beside autocast."""
+    layer = nn.Linear(4, 4)
+    layer.load_state_dict({"weight": torch.eye(4), "bias": torch.zeros(4)})
+    optimizer = torch.optim.SGD(layer.parameters(), 0.5)
+    cast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    with torch.no_grad(), cast() if around else contextlib.nullcontext():
+        for _ in range(3):
+            with torch.enable_grad(), contextlib.nullcontext() if around else cast():
+                error = (layer(x).float() - 1).square().mean()
+            optimizer.zero_grad()
+            error.backward()
+            optimizer.step()
+            if not again:
+                break
+        held = x * layer.weight.sum() if around else layer(x)
+    return (net(x) * held.float()).sum()
+
+
+@pytest.mark.parametrize(("around", "again"), [(True, True), (True, False), (False, True), (False, False)])
+def test_a_cast_that_autocast_keeps_past_an_update_is_not_made_anew(around, again):
+    torch.manual_seed(0)
+    net, x = nn.Linear(4, 4), torch.randn(8, 4)
+    plain = _refined(net, x, around=around, again=again)
+    if around and again:  # the plain step computes with the cast from before the first update
+        with audited(net), pytest.raises(RuntimeError, match="autocast keeps the cast of a weight"):
+            _refined(net, x, around=around, again=again)
+        return
+    with audited(net):
+        assert torch.equal(_refined(net, x, around=around, again=again), plain)
+
+
 def test_a_leak_that_is_rounding_in_low_precision_is_below_the_noise():
     torch.manual_seed(0)
     net, x = nn.Linear(5, 3), torch.randn(16, 5)

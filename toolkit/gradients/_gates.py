@@ -267,6 +267,10 @@ class GateBoard(Gates):
         """Return the recorded regions that the program is in."""
         return {region.name for region in self._entered()}
 
+    def regions_without_casts(self) -> set[str]:
+        """Return the recorded regions that the program is in, also where it has switched recording on again."""
+        return {region.name for region in self._regions if region.end is None}
+
     def keeps_out(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Return whether a call stays out of the graph."""
         return False

@@ -29,6 +29,7 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
+from toolkit._tensors import HALF
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._as_plain import unrecorded
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_by
@@ -62,6 +63,7 @@ _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
 _WITH_FAST_PATHS = frozenset(_TORCH + f"nn/modules/{name}.py" for name in ("activation", "transformer"))
 _CHECKPOINT = checkpoint._checkpoint_without_reentrant_generator.__code__
 _FAST_PATH = "a module of torch takes a fast path inside of it, which has no derivative"
+_STALE = "autocast keeps the cast of a weight that is updated before its next use, and a recorded region keeps none"
 _PACKAGE = __name__.partition(".")[0] + "."
 _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _WITHOUT_END = "a call without `with` has no end at which a region could be closed"
@@ -107,6 +109,7 @@ class BareBlocks:
         is_constant: Says whether a tensor is a constant while every place is closed.
         close_regions: Closes regions behind tensors before a derivative; None without recorded regions.
         open_regions: Gives the recorded regions that the program is in, those of declared blocks among them.
+        regions_without_casts: Likewise, also where recording is switched on again; autocast keeps no casts there.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
@@ -122,6 +125,7 @@ class BareBlocks:
     is_constant: Callable[[Tensor], bool] = lambda tensor: _is_stopped(tensor)
     close_regions: Callable[..., None] | None = None
     open_regions: Callable[[], Collection[str]] = frozenset
+    regions_without_casts: Callable[[], Collection[str]] = frozenset
     _thread: tuple[int, int] = field(default_factory=this_thread)
     _region: _Entered | None = None
     _here: FrameType | None = None
@@ -133,6 +137,7 @@ class BareBlocks:
     _undone: list[Kept] | None = None
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     _aliases: Any = field(default_factory=WeakIdKeyDictionary)
+    _casts: Any = field(default_factory=WeakIdKeyDictionary)
 
     @staticmethod
     def refuse_another() -> None:
@@ -196,6 +201,7 @@ class BareBlocks:
             (torch, "is_grad_enabled", self._is_grad_enabled),
             (torch.overrides, "has_torch_function", self._has_torch_function),
             (torch.autograd, "_engine_run_backward", self._backward),
+            (torch, "clear_autocast_cache", self._clear_autocast_cache),
         ]
         for context, kind in (
             (torch.no_grad, "no_grad"),
@@ -524,6 +530,29 @@ class BareBlocks:
         if frame.f_code.co_filename in _WITH_FAST_PATHS and any(map(_requires_gradient, frame.f_locals["tensor_args"])):
             raise Unrecordable(dict.fromkeys(sorted(regions), _FAST_PATH))
 
+    def refuse_stale_casts(self, inputs: Any, result: Any) -> None:
+        """Raise Unrecordable if a call under autocast took a weight of which the plain step has an older cast.
+
+        Autocast keeps the cast of a weight until its end, also past an update of the weight. In a recorded region it
+        keeps none.
+        """
+        if not any(getattr(leaf, "dtype", None) in HALF for leaf in tree_leaves(result)):
+            return
+        regions = frozenset(self.regions_without_casts())
+        for weight in tree_leaves(inputs):
+            if not (_requires_gradient(weight) and weight.is_leaf and weight.dtype is torch.float32):
+                continue
+            version, earlier = self._casts.setdefault(weight, (weight._version, regions))
+            if weight._version != version and (found := earlier | regions):
+                raise Unrecordable(dict.fromkeys(sorted(found), _STALE))
+
+    def _clear_autocast_cache(self, original: Any) -> Any:
+        def clear_autocast_cache() -> None:
+            self._casts.clear()
+            original()
+
+        return clear_autocast_cache
+
     def _has_torch_function(self, original: Any) -> Any:
         def has_torch_function(arguments: Any) -> bool:
             """Leave out the modes that watch the program: a module would not take its fast path."""
@@ -625,9 +654,15 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, func = kwargs or {}, replaced_by(func)
-        bare = self._bare
-        if not bare._mine():
+        if not self._bare._mine():
             return func(*args, **kwargs)
+        result = self._watched(func, args, kwargs)
+        if torch._C._is_any_autocast_enabled():
+            self._bare.refuse_stale_casts((args, kwargs), result)
+        return result
+
+    def _watched(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bare = self._bare
         if func in bare._bound_earlier:
             return bare._bound_earlier[func](*args, **kwargs)
         if func in _DERIVATIVES and bare.close_regions is not None:

@@ -83,6 +83,7 @@ class Recorder:
             is_constant=self.board.is_constant,
             close_regions=self.board.close_regions,
             open_regions=self.board.open_regions,
+            regions_without_casts=self.board.regions_without_casts,
         )
 
     @contextmanager
