@@ -346,7 +346,9 @@ def field_jacobian(loss: Callable[[], Tensor], params: Parameters) -> Field:
     """Differentiate the blocked gradient of `loss` as a vector field: blocks closed at first order, open at second.
 
     Quantities held constant without a block, by a bare ``detach`` or an inner derivative without ``create_graph``, stay
-    constant in J too: make them blocks. The program's state is restored, as in `compare`.
+    constant in J too: make them blocks. A custom autograd function counts as differentiated by its ``backward`` at both
+    orders: if that is not its derivative, as in a gradient reversal, write it with a block. The program's state is
+    restored, as in `compare`.
 
     Args:
         loss: Runs the program and returns its loss, a real scalar.
