@@ -70,3 +70,8 @@ def test_compiled_and_vectorised():
 def test_a_scale_that_is_not_finite_is_refused():
     with pytest.raises(ValueError, match="`scale` should be a finite number"):
         scale_gradient(X, float("nan"))
+
+
+def test_integers_have_no_gradient_to_scale():
+    with pytest.raises(ValueError, match=r"`input` should be a floating-point tensor\. Found torch.int64"):
+        scale_gradient(X.long(), 0.5)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
+from toolkit._tensors import shape_of
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["PARTIAL", "scale_gradient"]
@@ -29,7 +30,7 @@ def scale_gradient(input: Tensor, scale: float) -> Tensor:
         Like `input`, in new memory. Entries that are not finite become NaN.
 
     Raises:
-        ValueError: If `scale` is not a finite number.
+        ValueError: If `input` is not a floating-point tensor, or `scale` is not a finite number.
 
     References:
         Schrittwieser et al., "Mastering Atari, Go, chess and shogi by planning with a learned model", 2020, which
@@ -40,4 +41,7 @@ def scale_gradient(input: Tensor, scale: float) -> Tensor:
         >>> torch.autograd.grad(scale_gradient(x, 0.5).sum(), x)
         (tensor([0.5000, 0.5000]),)
     """
+    shape_of("input", input)
+    if not (input.is_floating_point() or input.is_complex()):
+        raise ValueError(f"`input` should be a floating-point tensor. Found {input.dtype}.")
     return torch.lerp(stop_gradient(input, PARTIAL), input, number("scale", scale))

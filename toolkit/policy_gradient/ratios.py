@@ -141,7 +141,8 @@ def grpo_loss(
         epsilon: As in `clipped_surrogate_pg_loss`.
         epsilon_high: Likewise.
         beta: Weight of the divergence.
-        mask_t: (\*, K, T), whether a token counts. A sample without tokens counts 0. None: all do.
+        mask_t: (\*, K, T), whether a token counts: any number but 0 says so, and is no weight. A sample without tokens
+            counts 0. None: all do.
 
     Returns:
         A scalar; half precision is computed in float32 and rounded once.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit._tensors import wide
+from toolkit._tensors import floating, shape_of, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["ONE_HOT", "ROUND", "SIGN", "TOP_K", "gumbel_softmax", "one_hot_ste", "round_ste", "sign_ste", "top_k_ste"]
@@ -45,6 +45,9 @@ def round_ste(x: Tensor) -> Tensor:
     Args:
         x: Of any shape.
 
+    Raises:
+        ValueError: If `x` is not a tensor.
+
     References:
         Bengio, Léonard and Courville, "Estimating or propagating gradients through stochastic neurons for conditional
         computation", 2013.
@@ -55,6 +58,7 @@ def round_ste(x: Tensor) -> Tensor:
         >>> round_ste(x).tolist(), x.grad
         ([0.0, -2.0], tensor([1., 2.]))
     """
+    shape_of("x", x)
     return x + stop_gradient(x.round() - x, ROUND)
 
 
@@ -66,6 +70,9 @@ def sign_ste(x: Tensor) -> Tensor:
     Args:
         x: Of any shape.
 
+    Raises:
+        ValueError: If `x` is not a tensor.
+
     References:
         Hubara, Courbariaux, Soudry, El-Yaniv and Bengio, "Binarized neural networks", 2016, section 1.3.
 
@@ -75,6 +82,7 @@ def sign_ste(x: Tensor) -> Tensor:
         >>> sign_ste(x).tolist(), x.grad
         ([1.0, -1.0], tensor([1., 0.]))
     """
+    shape_of("x", x)
     clipped = x.clamp(-1, 1)
     return clipped + stop_gradient(torch.where(x >= 0, 1.0, -1.0).to(x.dtype) - clipped, SIGN)
 
@@ -103,7 +111,7 @@ def top_k_ste(x: Tensor, k: int, *, dim: int = -1) -> Tensor:
         >>> top_k_ste(x, 1).tolist(), x.grad
         ([0.0, 0.0, 2.200000047683716], tensor([ 0.0000, -3.4000,  4.4000]))
     """
-    dim = _checked(dim, x)
+    dim = _checked(dim, x=x)
     k = integer("k", k, 1, x.shape[dim])
     kept = torch.zeros_like(x, dtype=torch.bool).scatter(dim, x.abs().topk(k, dim=dim).indices, True)
     return x + stop_gradient(x * kept - x, TOP_K)
@@ -130,7 +138,7 @@ def one_hot_ste(probabilities: Tensor, *, dim: int = -1) -> Tensor:
         >>> one_hot_ste(p).tolist(), p.grad
         ([0.0, 1.0, 0.0], tensor([ 1., -2.,  4.]))
     """
-    dim = _checked(dim, probabilities)
+    dim = _checked(dim, probabilities=probabilities)
     return _one_hot(probabilities, probabilities.argmax(dim, keepdim=True), dim)
 
 
@@ -164,16 +172,19 @@ def gumbel_softmax(
         tensor([0., 1., 0.])
     """
     temperature = number("temperature", temperature, above=0)
-    dim = _checked(dim, logits)
+    dim = _checked(dim, logits=logits)
+    floating(logits=logits)
     noisy = wide(logits) + _gumbel_noise(wide(logits), generator)
     # Not the argmax of the relaxed draw: at a high temperature its entries are equal but for rounding.
     chosen = noisy.argmax(dim, keepdim=True)
     return _one_hot(torch.softmax(noisy / temperature, dim), chosen, dim).to(logits.dtype)
 
 
-def _checked(dim: int, x: Tensor) -> int:
-    """Return the number of a dimension of `x`."""
-    return integer("dim", dim, -x.ndim, x.ndim - 1)
+def _checked(dim: int, **named: Tensor) -> int:
+    """Return the number of a dimension of a tensor."""
+    ((name, tensor),) = named.items()
+    ndim = len(shape_of(name, tensor))
+    return integer("dim", dim, -ndim, ndim - 1)
 
 
 def _one_hot(probabilities: Tensor, chosen: Tensor, dim: int) -> Tensor:

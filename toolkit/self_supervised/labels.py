@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 from toolkit._checks import number
-from toolkit._tensors import same_shape, wide
+from toolkit._tensors import floating, same_shape, wide
 from toolkit.blocks import block, stop_gradient
 from toolkit.self_supervised._tensors import nats
 
@@ -51,7 +51,7 @@ def mean_teacher_loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         A scalar; half precision is computed in float32.
 
     Raises:
-        ValueError: If the shapes differ.
+        ValueError: If the shapes differ, or the logits are integers.
 
     References:
         Tarvainen and Valpola, "Mean teachers are better role models: weight-averaged consistency targets improve
@@ -62,6 +62,7 @@ def mean_teacher_loss(student_logits: Tensor, teacher_logits: Tensor) -> Tensor:
         tensor(0.2500)
     """
     same_shape(1, student_logits=student_logits, teacher_logits=teacher_logits)
+    floating(student_logits=student_logits, teacher_logits=teacher_logits)
     target = wide(stop_gradient(teacher_logits, MEAN_TEACHER_TARGET)).softmax(-1)
     return mse_loss(wide(student_logits).softmax(-1), target)
 
@@ -84,7 +85,7 @@ def fixmatch_loss(strong: Tensor, weak: Tensor, *, threshold: float = 0.95) -> T
         A scalar, in nats per sample; 0 if no sample is above the threshold. Half precision is computed in float32.
 
     Raises:
-        ValueError: If `threshold` is out of its range, or the shapes differ.
+        ValueError: If `threshold` is out of its range, the shapes differ, or the logits are integers.
 
     References:
         Sohn et al., "FixMatch: simplifying semi-supervised learning with consistency and confidence", 2020; Lee,
@@ -97,6 +98,7 @@ def fixmatch_loss(strong: Tensor, weak: Tensor, *, threshold: float = 0.95) -> T
     """
     threshold = number("threshold", threshold, least=0, most=1)
     same_shape(1, strong=strong, weak=weak)
+    floating(strong=strong, weak=weak)
     confidence, label = wide(stop_gradient(weak, HARD_LABEL)).softmax(-1).max(-1, keepdim=True)
     each = -wide(strong).log_softmax(-1).gather(-1, label)
     return _of_the_sure(each, confidence, threshold)
@@ -135,6 +137,7 @@ def soft_label_loss(strong: Tensor, weak: Tensor, *, temperature: float = 1.0, t
     temperature = number("temperature", temperature, above=0)
     threshold = number("threshold", threshold, least=0, most=1)
     same_shape(1, strong=strong, weak=weak)
+    floating(strong=strong)
     held = wide(stop_gradient(weak, SOFT_LABEL))
     each = nats((held / temperature).softmax(-1), wide(strong).log_softmax(-1))
     if threshold == 0:
