@@ -153,7 +153,7 @@ class Standard(Method):
 
 @dataclass(frozen=True)
 class _Attacked(Method):
-    """Methods that train on the examples of an attack on the label."""
+    """Methods whose examples an attack finds by the labels."""
 
     @abstractmethod
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
@@ -225,14 +225,7 @@ class PGD(_Attacked):
 
     def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
         """Return the attack that is trained against."""
-        return partial(
-            pgd,
-            **ball,
-            steps=self.steps,
-            step_size=step_length(self.step_size, self.steps, ball),
-            gradient_dtype=self.gradient_dtype,
-            generator=generator if self.random_start else None,
-        )
+        return _ascent(pgd, self, ball, generator=generator if self.random_start else None)
 
 
 @dataclass(frozen=True)
@@ -262,15 +255,7 @@ class TRADES(Method):
         self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
     ) -> Tensor:
         """Return the inputs in the ball whose answer is farthest from the clean one, as found by the attack."""
-        attack = partial(
-            nearby_pgd,
-            **ball,
-            steps=self.steps,
-            step_size=step_length(self.step_size, self.steps, ball),
-            start=self.start,
-            gradient_dtype=self.gradient_dtype,
-            generator=generator,
-        )
+        attack = _ascent(nearby_pgd, self, ball, start=self.start, generator=generator)
         return found_by(attack, model, x, labels, loss=divergence_from_clean(model, x))
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
@@ -392,7 +377,7 @@ class CURE(Method):
 
 
 @dataclass(frozen=True)
-class LLR(Method):
+class LLR(_Attacked):
     """Cross entropy of clean inputs, and its distance from linear in the ball. See `llr_loss`.
 
     Attributes:
@@ -414,19 +399,9 @@ class LLR(Method):
         number("weight", self.weight, least=0)
         number("slope_weight", self.slope_weight, least=0)
 
-    def example(
-        self, model: Model, x: Tensor, labels: Tensor, *, ball: BallArguments, generator: torch.Generator
-    ) -> Tensor:
-        """Return the inputs in the ball at which the loss is farthest from its tangent."""
-        attack = partial(
-            linearity_pgd,
-            **ball,
-            steps=self.steps,
-            step_size=step_length(self.step_size, self.steps, ball),
-            gradient_dtype=self.gradient_dtype,
-            generator=generator,
-        )
-        return found_by(attack, model, x, labels)
+    def attack(self, ball: BallArguments, generator: torch.Generator) -> Attack:
+        """Return the attack that looks in the ball where the loss is farthest from its tangent."""
+        return _ascent(linearity_pgd, self, ball, generator=generator)
 
     def loss_at(self, model: Model, x: Tensor, labels: Tensor, example: Tensor, *, ball: BallArguments) -> Tensor:
         """Return `llr_loss` at given examples."""
@@ -528,6 +503,18 @@ def _check_steps(method: PGD | TRADES | LLR) -> None:
     dtype = method.gradient_dtype
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"`gradient_dtype` should be a floating-point torch.dtype, or None. Found {dtype!r}.")
+
+
+def _ascent(attack: Attack, method: PGD | TRADES | LLR, ball: BallArguments, **options: object) -> Attack:
+    """Return an attack with the steps of a method, their length, and the dtype of their gradients."""
+    return partial(
+        attack,
+        **ball,
+        steps=method.steps,
+        step_size=step_length(method.step_size, method.steps, ball),
+        gradient_dtype=method.gradient_dtype,
+        **options,
+    )
 
 
 def times(factor: float, epsilon: float | Tensor) -> Tensor:
