@@ -492,9 +492,7 @@ def _operator(
 
 
 @_operator.register_fake
-def _(
-    input: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, where: Tensor | None, chunk_size: int
-) -> tuple[Tensor, ...]:
+def _(input: Tensor, weight: Tensor, *_: object) -> tuple[Tensor, ...]:
     return tuple(input.new_empty(len(input), dtype=_precision(input, weight)) for _ in range(4))
 
 
@@ -519,19 +517,8 @@ def _backward_operator(
 
 
 @_backward_operator.register_fake
-def _(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    where: Tensor | None,
-    shift: Tensor,
-    total: Tensor,
-    margin: Tensor,
-    cotangent: Tensor,
-    chunk_size: int,
-    needs: Sequence[bool],
-) -> list[Tensor]:
+def _(*arguments: Any) -> list[Tensor]:
+    input, weight, bias, _, _, shift, *_, needs = arguments
     parameters = (input, weight, bias, shift)
     return [
         tensor.new_empty(tensor.shape)
