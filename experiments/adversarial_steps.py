@@ -20,7 +20,7 @@ K numbers of steps, N samples, D features.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Annotated
 
@@ -43,6 +43,7 @@ __all__ = ["Config", "run", "worst_examples"]
 _TIMED = 5  # runs, of which the fastest counts
 
 Parameters = dict[str, Tensor]
+Attack = Callable[..., Tensor]
 
 
 class Config(ExperimentConfig):
@@ -73,78 +74,106 @@ class Config(ExperimentConfig):
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run: a network for each number of steps, the sum of their losses, and Adam."""
-    train, test, first, worst = _problem(config.model_dump_json(), seed)
-    template = _network(config, train, seed)
-    networks = {k: {name: value.clone().requires_grad_() for name, value in first.items()} for k in config.attack_steps}
-    batches = Batches(train, config.batch_size, torch.Generator().manual_seed(seed))
-
-    def loss_of(parameters: Parameters, steps: int, data: Dataset | Batches) -> Tensor:
-        attack = partial(pgd, epsilon=config.epsilon, norm="l2", steps=steps)
-        return adversarial_loss(_model(template, parameters), data.inputs, data.labels, attack=attack)
-
-    def robust_accuracies() -> list[float]:
-        return [_robust_accuracy(_model(template, parameters), test, config) for parameters in networks.values()]
-
-    def evaluate() -> Mapping[str, float]:
-        accuracies = robust_accuracies()
-        return {"objective": sum(accuracies) / len(accuracies)}
-
-    def target() -> Mapping[str, Tensor]:
-        found = {}
-        for steps, parameters in networks.items():
-            model = _model(template, parameters)
-            with torch.no_grad():
-                example = pgd(model, batches.inputs, batches.labels, epsilon=config.epsilon, norm="l2", steps=steps)
-            gradient = gradient_of(F.cross_entropy(model(example), batches.labels), parameters)
-            found.update({_name(steps, name): value for name, value in gradient.items()})
-        return found
-
-    def at_the_start() -> Parameters:
-        return {name: value.clone().requires_grad_() for name, value in first.items()}
-
-    def sweep() -> Mapping[str, list[float]]:
-        start = at_the_start()
-        stated = gradient_of(F.cross_entropy(_model(template, start)(worst), train.labels), start)
-        rows: dict[str, list[float]] = {}
-        for steps in config.attack_steps:
-            own = partial(loss_of, start, steps, train)
-            row = {
-                "relative error of the first gradient to that of the worst case": _error(
-                    gradient_of(own(), start), stated
-                ),
-                "peak of memory of a gradient (MiB)": measure_memory(own).peak / 2**20,
-            }
-            for name, value in row.items():
-                rows.setdefault(name, []).append(value)
-        return {"robust accuracy after training": robust_accuracies(), **rows}
-
-    def milliseconds() -> list[float]:
-        start = at_the_start()
-
-        def differentiate(steps: int) -> None:
-            gradient_of(loss_of(start, steps, train), start)
-
-        return [1e3 * _seconds(partial(differentiate, steps)) for steps in config.attack_steps]
-
-    parameters = {_name(k, name): value for k, own in networks.items() for name, value in own.items()}
+    networks = _Networks(config, seed)
     return Run(
-        parameters=parameters,
-        loss=lambda: torch.stack([loss_of(networks[k], k, batches) for k in config.attack_steps]).sum(),
+        parameters=networks.parameters,
+        loss=networks.loss,
         objective=Objective(
             label=f"robust accuracy on held-out digits (L2 {config.epsilon:g}), mean over the numbers of steps",
             higher_is_better=True,
         ),
-        evaluate=evaluate,
-        optimizer=torch.optim.Adam(parameters.values(), lr=config.learning_rate, foreach=False),
-        target=target,
-        after_step=batches.advance,
+        evaluate=networks.evaluate,
+        optimizer=torch.optim.Adam(networks.parameters.values(), lr=config.learning_rate, foreach=False),
+        target=networks.target,
+        after_step=networks.batches.advance,
         sweep=Sweep(
             label="steps of the attack",
             values=tuple(map(float, config.attack_steps)),
-            evaluate=sweep,
-            times={"processor time of a gradient (ms)": milliseconds},
+            evaluate=networks.sweep,
+            times={"processor time of a gradient (ms)": networks.milliseconds},
         ),
     )
+
+
+class _Networks:
+    """A network for each number of steps, all with the same start, and the batches that they share.
+
+    Args:
+        config: The values.
+        seed: Of the run.
+    """
+
+    def __init__(self, config: Config, seed: int) -> None:
+        self._config = config
+        self._train, self._test, self._first, self._worst = _problem(config.model_dump_json(), seed)
+        self._template = _network(config, self._train, seed)
+        self._networks = {steps: self._start() for steps in config.attack_steps}
+        self.parameters = {
+            _name(steps, name): value for steps, own in self._networks.items() for name, value in own.items()
+        }
+        self.batches = Batches(self._train, config.batch_size, torch.Generator().manual_seed(seed))
+
+    def _start(self) -> Parameters:
+        return {name: value.clone().requires_grad_() for name, value in self._first.items()}
+
+    def _attack(self, steps: int) -> Attack:
+        return partial(pgd, epsilon=self._config.epsilon, norm="l2", steps=steps)
+
+    def _loss_of(self, parameters: Parameters, steps: int, data: Dataset | Batches) -> Tensor:
+        model = _model(self._template, parameters)
+        return adversarial_loss(model, data.inputs, data.labels, attack=self._attack(steps))
+
+    def loss(self) -> Tensor:
+        """Return the sum of the surrogates."""
+        losses = [self._loss_of(parameters, steps, self.batches) for steps, parameters in self._networks.items()]
+        return torch.stack(losses).sum()
+
+    def target(self) -> Parameters:
+        """Return the blocked gradient: that of the cross entropy at examples without a graph."""
+        images, labels, found = self.batches.inputs, self.batches.labels, {}
+        for steps, parameters in self._networks.items():
+            model = _model(self._template, parameters)
+            with torch.no_grad():
+                example = self._attack(steps)(model, images, labels)
+            gradient = gradient_of(F.cross_entropy(model(example), labels), parameters)
+            found.update({_name(steps, name): value for name, value in gradient.items()})
+        return found
+
+    def evaluate(self) -> dict[str, float]:
+        """Return the metrics."""
+        accuracies = self._robust_accuracies()
+        return {"objective": sum(accuracies) / len(accuracies)}
+
+    @torch.no_grad()
+    def _robust_accuracies(self) -> list[float]:
+        images, labels = self._test.inputs, self._test.labels
+        attack, found = self._attack(self._config.evaluation_steps), []
+        for parameters in self._networks.values():
+            model = _model(self._template, parameters)
+            right = model(attack(model, images, labels)).argmax(1) == labels
+            found.append(right.double().mean().item())
+        return found
+
+    def sweep(self) -> dict[str, list[float]]:
+        """Return for each number of steps the accuracy now, and error and memory of a gradient at the start."""
+        start, losses = self._losses_at_the_start()
+        stated = gradient_of(F.cross_entropy(_model(self._template, start)(self._worst), self._train.labels), start)
+        return {
+            "robust accuracy after training": self._robust_accuracies(),
+            "relative error of the first gradient to that of the worst case": [
+                _error(gradient_of(loss(), start), stated) for loss in losses
+            ],
+            "peak of memory of a gradient (MiB)": [measure_memory(loss).peak / 2**20 for loss in losses],
+        }
+
+    def milliseconds(self) -> list[float]:
+        """Return for each number of steps the time of a gradient at the start."""
+        start, losses = self._losses_at_the_start()
+        return [1e3 * _seconds_of_gradient(loss, start) for loss in losses]
+
+    def _losses_at_the_start(self) -> tuple[Parameters, list[Callable[[], Tensor]]]:
+        start = self._start()
+        return start, [partial(self._loss_of, start, steps, self._train) for steps in self._config.attack_steps]
 
 
 def worst_examples(
@@ -223,16 +252,10 @@ def _error(found: Parameters, stated: Parameters) -> float:
     return float((error / sum(float(value.square().sum()) for value in stated.values())) ** 0.5)
 
 
-def _seconds(program: Callable[[], object]) -> float:
+def _seconds_of_gradient(loss: Callable[[], Tensor], parameters: Parameters) -> float:
     taken = []
     for _ in range(_TIMED):
         start = time.process_time()
-        program()
+        gradient_of(loss(), parameters)
         taken.append(time.process_time() - start)
     return min(taken)
-
-
-def _robust_accuracy(model: Callable[[Tensor], Tensor], test: Dataset, config: Config) -> float:
-    with torch.no_grad():
-        example = pgd(model, test.inputs, test.labels, epsilon=config.epsilon, norm="l2", steps=config.evaluation_steps)
-        return (model(example).argmax(1) == test.labels).double().mean().item()

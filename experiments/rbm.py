@@ -138,72 +138,90 @@ class Config(ExperimentConfig):
 
 def run(config: Config, seed: int) -> Run:
     """Return one seeded run of contrastive divergence."""
-    generator = torch.Generator().manual_seed(seed)
     train, test = (images.to(config.device) for images in _images(config))
-    dtype = getattr(torch, config.dtype)
-
-    def start(generator: torch.Generator) -> RBM:
-        rbm = RBM(train.shape[1], config.n_hidden, generator=generator, dtype=dtype, device=config.device)
-        with torch.no_grad():
-            rbm.visible_bias.copy_(base_rate_bias(train))
-        return rbm
-
-    rbm = start(generator)
-    parameters = dict(rbm.named_parameters())
-    draws = torch.Generator(config.device).manual_seed(seed)
-    following_batch = batches(len(train), config.batch_size or len(train), generator)
-    batch = next(following_batch)
-    # What an update starts from; `loss` leaves it alone, `next_update` goes on.
-    random_state = draws.get_state()
-    chains = following = None
-    if config.persistent_chains:
-        chains = train[torch.randint(len(train), (config.persistent_chains,), generator=generator)].to(dtype)
-
-    def loss() -> Tensor:
-        nonlocal following
-        draws.set_state(random_state)
-        data, chain, steps = train[batch].to(dtype), config.chain, config.gibbs_steps
-        machine = centered(rbm, centering_offsets(rbm, data)) if config.centered else rbm
-        if chains is None:
-            return contrastive_divergence(machine, data, steps=steps, chain=chain, generator=draws)
-        surrogate, following = persistent_contrastive_divergence(
-            machine, data, chains, steps=steps, chain=chain, generator=draws
-        )
-        return surrogate
-
-    def next_update(step: int) -> None:
-        nonlocal batch, random_state, chains
-        batch, random_state, chains = next(following_batch), draws.get_state(), following
-
-    @torch.no_grad()
-    def target() -> Mapping[str, Tensor]:
-        draws.set_state(random_state)
-        data = train[batch].to(dtype)
-        first = data if chains is None else chains
-        negative = gibbs(rbm, first, steps=config.gibbs_steps, chain=config.chain, generator=draws)
-        gradient = cd_gradient(rbm, data, negative)
-        return centered_gradient(gradient, centering_offsets(rbm, data)) if config.centered else gradient
-
+    learner = _Learner(config, train, seed)
     measure = _MEASURES[config.data](config, train, test, seed)
     return Run(
-        parameters=parameters,
-        loss=loss,
+        parameters=dict(learner.rbm.named_parameters()),
+        loss=learner.loss,
         objective=_objective(config, test),
-        evaluate=lambda: measure(rbm),
-        optimizer=torch.optim.SGD(parameters.values(), lr=config.learning_rate),
-        target=target,
-        after_step=next_update,
+        evaluate=lambda: measure(learner.rbm),
+        optimizer=torch.optim.SGD(learner.rbm.parameters(), lr=config.learning_rate),
+        target=learner.target,
+        after_step=learner.advance,
         methods=methods(
             config.methods,
             config.estimators,
             images=train,
             batch_size=config.batch_size,
             points=[config.updates_per_step * step for step in steps_of(config)],
-            start=lambda: start(torch.Generator().manual_seed(seed)),
+            start=lambda: _start(config, train, torch.Generator().manual_seed(seed)),
             measure=measure,
             seed=seed,
         ),
     )
+
+
+def _start(config: Config, images: Tensor, generator: torch.Generator) -> RBM:
+    """Return a machine with random weights whose visible biases are those of the images."""
+    dtype = getattr(torch, config.dtype)
+    rbm = RBM(images.shape[1], config.n_hidden, generator=generator, dtype=dtype, device=config.device)
+    with torch.no_grad():
+        rbm.visible_bias.copy_(base_rate_bias(images))
+    return rbm
+
+
+class _Learner:
+    """A machine, its batches and its chains; `loss` and `target` take the draws of the update, which `advance` ends.
+
+    Args:
+        config: The values.
+        images: (N, V).
+        seed: Of the run.
+    """
+
+    def __init__(self, config: Config, images: Tensor, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._config, self._images = config, images
+        self.rbm = _start(config, images, generator)
+        self._draws = torch.Generator(config.device).manual_seed(seed)
+        self._random_state = self._draws.get_state()
+        self._gibbs: dict[str, Any] = {"steps": config.gibbs_steps, "chain": config.chain, "generator": self._draws}
+        self._batches = batches(len(images), config.batch_size or len(images), generator)
+        self._batch = self._images_of(next(self._batches))
+        self._chains: Tensor | None = None
+        self._following: Tensor | None = None
+        if config.persistent_chains:
+            chosen = torch.randint(len(images), (config.persistent_chains,), generator=generator)
+            self._chains = self._images_of(chosen)
+
+    def _images_of(self, rows: Tensor) -> Tensor:
+        return self._images[rows].to(self.rbm.weights.dtype)
+
+    def loss(self) -> Tensor:
+        """Return the surrogate."""
+        self._draws.set_state(self._random_state)
+        rbm, data = self.rbm, self._batch
+        machine = centered(rbm, centering_offsets(rbm, data)) if self._config.centered else rbm
+        if self._chains is None:
+            return contrastive_divergence(machine, data, **self._gibbs)
+        surrogate, self._following = persistent_contrastive_divergence(machine, data, self._chains, **self._gibbs)
+        return surrogate
+
+    @torch.no_grad()
+    def target(self) -> Mapping[str, Tensor]:
+        """Return the blocked gradient: the rule of contrastive divergence."""
+        self._draws.set_state(self._random_state)
+        first = self._batch if self._chains is None else self._chains
+        gradient = cd_gradient(self.rbm, self._batch, gibbs(self.rbm, first, **self._gibbs))
+        if not self._config.centered:
+            return gradient
+        return centered_gradient(gradient, centering_offsets(self.rbm, self._batch))
+
+    def advance(self, step: int) -> None:
+        """Keep the chains of the update, and take the next batch."""
+        self._chains, self._random_state = self._following, self._draws.get_state()
+        self._batch = self._images_of(next(self._batches))
 
 
 def _objective(config: Config, test: Tensor) -> Objective:
