@@ -19,7 +19,7 @@ from torch import Tensor
 from toolkit.blocks import declared_blocks, unblock
 from toolkit.gradients import compare, measure_memory
 from toolkit.gradients.memory import MemoryUse
-from toolkit.runner._config import LoadedConfig
+from toolkit.runner._config import ExperimentConfig, LoadedConfig
 from toolkit.runner._experiment import Methods, Run
 from toolkit.runner._records import (
     MEASURED_SEEDS,
@@ -91,14 +91,8 @@ def record_of(
     memory = {variant: _memory(make(), variant) for variant in config.variants}
     rehearsal = rehearse(make(), config)
     begin = time.perf_counter()  # the first seed of a process has imported all that it needs
-    trained: dict[Variant, Training] = {}
-    last = first
-    for variant in config.variants:
-        run = make()
-        with unblock(*variant):
-            trained[variant] = train(run, config, on_step)
-        if not variant and trained[variant].diverged_at is None:
-            last = _Gradients(run, config.variants)
+    trained, end = _train_variants(make, config, on_step)
+    last = first if end is None else _Gradients(end, config.variants)
     _check_repeats(rehearsal, trained[frozenset()], OF_ONE_PASS[config.dtype])
     _check_first_losses(trained, OF_ONE_PASS[config.dtype])
     run = make()
@@ -113,7 +107,6 @@ def record_of(
         }
         for variant, training in trained.items()
     }
-    objective, sweep, methods = run.objective, run.sweep, run.methods
     known = declared_blocks()
     data = {
         "name": loaded.name,
@@ -126,17 +119,8 @@ def record_of(
         "about": (loaded.module.__doc__ or "").strip(),
         **environment(config.threads),
         "blocks": {name: known[name].why for variant in config.variants for name in sorted(variant)},
-        "objective": {
-            "label": objective.label,
-            "higher_is_better": objective.higher_is_better,
-            "best": objective.best,
-        },
-        "events": [event.to_dict() for event in run.events],
-        "sweep": None if sweep is None else {"label": sweep.label, "values": list(sweep.values)},
-        "methods": None
-        if methods is None
-        else {"label": methods.label, "steps": list(methods.steps), "trained": _untimed(methods, seed, on_method)},
-        "plane": run.plane,
+        **_description(run),
+        "methods": _methods(run.methods, seed, on_method),
         "comparison": {"first": first.to_dict(), "last": last.to_dict()},
         "variants": variants,
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -148,6 +132,47 @@ def record_of(
         for key, value in part.arrays.items()
     }
     return data, arrays
+
+
+def _train_variants(
+    make: Callable[[], Run], config: ExperimentConfig, on_step: Callable[[], None]
+) -> tuple[dict[Variant, Training], Run | None]:
+    """Return the training of every variant, and the run with all blocks in place at its end, None if it diverged."""
+    trained: dict[Variant, Training] = {}
+    end = None
+    for variant in config.variants:
+        run = make()
+        with unblock(*variant):
+            trained[variant] = train(run, config, on_step)
+        if not variant and trained[variant].diverged_at is None:
+            end = run
+    return trained, end
+
+
+def _description(run: Run) -> dict[str, Any]:
+    """Return the labels of a run and the values of its sweep, as plain JSON."""
+    objective, sweep = run.objective, run.sweep
+    return {
+        "objective": {
+            "label": objective.label,
+            "higher_is_better": objective.higher_is_better,
+            "best": objective.best,
+        },
+        "events": [event.to_dict() for event in run.events],
+        "sweep": None if sweep is None else {"label": sweep.label, "values": list(sweep.values)},
+        "plane": run.plane,
+    }
+
+
+def _methods(methods: Methods | None, seed: int, on_method: Callable[[str], None]) -> dict[str, Any] | None:
+    """Return the other methods without their times; those of the seeds that are measured are trained later."""
+    if methods is None:
+        return None
+    trained = None
+    if seed >= MEASURED_SEEDS:
+        found = train_methods(methods, on_method)
+        trained = {name: {**each, "seconds": None} for name, each in found.items()}
+    return {"label": methods.label, "steps": list(methods.steps), "trained": trained}
 
 
 def _made(loaded: LoadedConfig, seed: int) -> Run:
@@ -246,12 +271,6 @@ def times_of(loaded: LoadedConfig, seed: int, on_method: Callable[[str], None] =
 def _memory(run: Run, variant: Variant) -> MemoryUse:
     with unblock(*variant):
         return measure_memory(run.loss)
-
-
-def _untimed(methods: Methods, seed: int, on_method: Callable[[str], None]) -> dict[str, Any] | None:
-    if seed < MEASURED_SEEDS:
-        return None
-    return {name: {**trained, "seconds": None} for name, trained in train_methods(methods, on_method).items()}
 
 
 def _seconds_per_step(make: Callable[[], Run], variants: list[Variant]) -> dict[Variant, float]:
