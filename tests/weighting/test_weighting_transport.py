@@ -266,3 +266,16 @@ def test_geomlosss_gradient_is_not_that_of_its_value():
     numerical = (ends[1] - ends[0]) / 2e-4
     assert found == pytest.approx(-0.2267685393, abs=1e-8)
     assert numerical == pytest.approx(-0.2594358099, abs=1e-7)
+
+
+def test_geomloss_nears_the_same_value_as_its_schedule_gets_slower():
+    geomloss, p = pytest.importorskip("geomloss"), POINTS()
+    ours = _loss(500)(p)
+    errors = []
+    for scaling in (0.5, 0.9, 0.99):
+        loss = geomloss.SamplesLoss(
+            "sinkhorn", p=2, blur=EPSILON**0.5, scaling=scaling, debias=False, backend="tensorized"
+        )
+        errors.append(abs(loss(A, p["x"], B, Y) - ours).item() / ours.item())
+    torch.testing.assert_close(ours, _loss(1000)(p), rtol=1e-12, atol=0)  # converged
+    assert errors[0] > errors[1] > errors[2] > 0
