@@ -157,7 +157,33 @@ def test_backward_passes_that_share_a_target(write, tmp_path):
     )
     found = _run(tmp_path, "train.py", "--all", "--verify")
     assert found.returncode == 0, found.stderr
-    assert found.stdout.count("not opened: no_grad at train.py:9:5: an earlier backward pass has used its values") == 2
+    first, _, second = found.stdout.partition("step 1, backward pass 2")
+    assert "cuts all paths" in first
+    assert "not opened" not in first
+    assert "not opened: no_grad at train.py:9:5: an earlier backward pass has used its values" in second
+    assert "computes the same" in found.stdout
+
+
+def test_a_running_mean_over_the_backward_passes_of_a_step(write, tmp_path):
+    write(
+        """
+        import torch
+        torch.manual_seed(0)
+        net, centre = torch.nn.Linear(2, 2), None
+        optimiser = torch.optim.SGD(net.parameters(), 0.1)
+        for _ in range(2):
+            for _ in range(2):
+                y = net(torch.randn(4, 2))
+                mean = y.mean(0).detach()
+                centre = mean if centre is None else 0.9 * centre + 0.1 * mean
+                (y * centre).square().mean().backward()
+            optimiser.step()
+        """
+    )
+    found = _run(tmp_path, "train.py", "--step", "2", "--all", "--verify")
+    assert found.returncode == 0, found.stderr
+    assert "the script fails" not in found.stdout
+    assert found.stdout.count("train.py:9:16  detach()  partial") == 2
     assert "computes the same" in found.stdout
 
 

@@ -1185,3 +1185,91 @@ def test_a_hessian_in_a_region_is_refused_in_a_sentence():
 
     with pytest.raises(RuntimeError, match=r"transform of torch\.func switches recording on again"), audited({"v": v}):
         run()
+
+
+def _by_region(net, x):
+    with torch.no_grad():
+        goal = net(x)
+    return goal, goal
+
+
+def _by_detach(net, x):
+    weights = (net(x).detach() * 2).exp()
+    return weights, weights
+
+
+def _by_views(net, x):
+    with torch.no_grad():
+        goal = net(x)
+    return goal.exp().chunk(2)
+
+
+@pytest.mark.parametrize("made", [_by_region, _by_detach, _by_views])
+def test_a_constant_that_two_backward_passes_share_is_answered_at_the_first(made):
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)), torch.randn(6, 3)
+
+    def step():
+        net.zero_grad()
+        constants = made(net, x)
+        for constant in constants:
+            (net(x[: len(constant)]) * constant).sum().backward()
+        return [parameter.grad.clone() for parameter in net.parameters()]
+
+    def loss():
+        (constant, _) = made(net, x)
+        return (net(x[: len(constant)]) * constant).sum()
+
+    plain = step()
+    with audited(net) as answer:
+        recorded = step()
+    assert all(map(torch.equal, recorded, plain))
+    first, second = answer.audits
+    (effect,), (expected,) = first.effects, audit(loss, net).effects
+    assert effect.verdict == expected.verdict
+    assert math.isclose(effect.leak, expected.leak, rel_tol=1e-5)  # float32, a few hundred operations
+    assert not first.unopened
+    (left,) = second.unopened
+    assert not second.effects
+    assert (left.site, left.reason) == (effect.name, "an earlier backward pass has used its values, too")
+
+
+def test_a_constant_of_the_past_does_not_keep_its_place_closed():
+    torch.manual_seed(0)
+    net, x = nn.Linear(3, 1), torch.randn(6, 3)
+    with audited(net) as answer:
+        for _ in range(2):
+            with torch.no_grad():
+                goal = net(x).exp()
+            (net(x) * goal).sum().backward()
+            del goal
+    assert [len(found.effects) for found in answer.audits] == [1, 1]
+    assert not any(found.unopened for found in answer.audits)
+
+
+def test_a_constant_in_two_graphs_that_are_made_before_a_backward_pass_is_named():
+    net, x = nn.Linear(3, 1), torch.randn(6, 3)
+
+    def step():
+        weights = (net(x).detach() * 2).exp()
+        losses = [(net(x) * weights).sum() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+
+    with (
+        pytest.raises(RuntimeError, match=r"test_audit_steps\.py:\d+:\d+: an earlier backward pass has used"),
+        audited(),
+    ):
+        step()
+
+
+def test_a_graph_that_the_program_differentiates_twice_is_its_own_error():
+    net, x = nn.Linear(3, 1), torch.randn(6, 3)
+
+    def step():
+        loss = (net(x).exp() * net(x).detach().exp()).sum()
+        for _ in range(2):
+            loss.backward()
+
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"), audited():
+        step()

@@ -276,7 +276,7 @@ class CutBoard(GateBoard):
         if func in PRODUCTS and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             reason = _CHECKPOINTED
         if reason:
-            raise Unrecordable(dict.fromkeys(sorted(self._making(tensor.grad_fn for tensor in constant)), reason))
+            raise Unrecordable(dict.fromkeys(sorted(self.making(tensor.grad_fn for tensor in constant)), reason))
         return unfolded(func, args, kwargs, self.is_constant)
 
     def explain(self, error: RuntimeError, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -284,10 +284,10 @@ class CutBoard(GateBoard):
         if not any(words in str(error) for words in _TAKES_NO_GRADIENT):
             return
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.grad_fn is not None)
-        if places := self._making(tensor.grad_fn for tensor in filter(self.is_constant, given)):
+        if places := self.making(tensor.grad_fn for tensor in filter(self.is_constant, given)):
             raise Unrecordable(dict.fromkeys(sorted(places), _NO_DERIVATIVE)) from error
 
-    def _making(self, roots: Iterable[Any]) -> set[str]:
+    def making(self, roots: Iterable[Any]) -> set[str]:
         """Return the blocks that make constants of these results: the first on each path."""
         stack, seen, places = [*roots], set[Any](), set[str]()
         while stack:

@@ -354,6 +354,8 @@ class RecordedRun(ScriptRun):
                 with self._heard():
                     self._recorder.prepare(value)
             yield
+            if self._recorder is not None:
+                self._recorder.part(value)
 
     @contextmanager
     def _heard(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
@@ -77,6 +78,7 @@ class Recorder:
     def __init__(self, real: Mapping[str, str]) -> None:
         """Record every place except those in `real`, place -> reason."""
         self.board = CutBoard(real)
+        self._parted: list[tuple[weakref.ref[Tensor], set[str]]] = []
         self.bare = BareBlocks(
             real=dict(real),
             spares=EVERY_BLOCK,
@@ -114,7 +116,7 @@ class Recorder:
         given = None if params is None else named_parameters(params, parts)
         if given is None and inputs is not None:
             given = parameters_of(list(inputs), parts, scopes)
-        answers = StepAnswers(value, self.board, self.bare, given, parts, scopes)
+        answers = self._answers_for(value, given, parts, scopes)
         comparison = Comparison(answers, answers.names(self.bare.partly), nested=self.bare.nested)
         return Audit(
             comparison,
@@ -131,11 +133,24 @@ class Recorder:
             unreached=dict.fromkeys(sorted(answers.unreached), ""),
         )
 
+    def _answers_for(
+        self, value: Tensor, params: Mapping[str, Tensor] | None, parts: Parts, scopes: Sequence[Mapping[str, Any]]
+    ) -> StepAnswers:
+        try:
+            return StepAnswers(value, self.board, self.bare, params, parts, scopes)
+        except RuntimeError as error:  # torch refuses a graph that has saved a constant before `part` made it one
+            if self._parted and "detached in-place" in str(error):
+                places = set[str]().union(*(places for _, places in self._parted))
+                raise Unrecordable(dict.fromkeys(sorted(places), _SHARED)) from error
+            raise
+
     def _closed(self, answers: StepAnswers, comparison: Comparison) -> dict[str, str]:
         """Return the blocks that stayed closed, or opened only in part, with reasons."""
         earlier = dict.fromkeys(sorted(answers.earlier.difference(comparison.unopened)), _EARLIER)
         nested = dict.fromkeys(sorted(self.board.nested.difference(comparison.unopened)), _NESTED)
-        return earlier | nested | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
+        alive = [places for tensor, places in self._parted if tensor() is not None]
+        shared = dict.fromkeys(sorted(set[str]().union(*alive).difference(comparison.unopened)), _SHARED)
+        return earlier | nested | shared | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
 
     def reaches_beyond(self, value: Tensor) -> bool:
         """Return whether the graph of a loss goes back to before the recording."""
@@ -151,19 +166,33 @@ class Recorder:
             self.board.close_regions(roots_in(value))
             refuse_strays(value, self.board)
 
+    def part(self, value: Tensor) -> None:
+        """Make constants of the constants of the plain program that a backward pass from `value` has shared and freed.
+
+        Autograd runs the nodes behind them, and frees these; the next backward pass could not run them again.
+        """
+        board, known = self.board, dict[Any, bool]()
+        nodes = _plainly_behind([] if value.grad_fn is None else [value.grad_fn])
+        freed = {node for node in nodes if not board.leads_to_a_leaf(node, known) and is_freed(node)}
+        for tensor, node in self._constants(known) if freed else ():
+            if not freed.isdisjoint([node, *_plainly_behind([node])]):
+                _make_constant(tensor)  # which takes no tensor with a weak reference
+                self._parted.append((weakref.ref(tensor), board.making([node])))
+
     def _forget(self) -> None:
         """Make constants of the tensors that are constants of the plain program."""
-        board, known = self.board, dict[Any, bool]()
-        board.forget_leaves()
-        for tensor in objects_of(Tensor):
-            node = tensor.grad_fn
-            if node is None or board.is_earlier(node) or board.leads_to_a_leaf(node, known):
-                continue
-            if not tensor._is_view():
-                tensor.detach_()
-                continue
-            with suppress(RuntimeError):  # it is in use: then it keeps its graph, which ends at the cut
-                torch.utils.swap_tensors(tensor, tensor.detach())
+        self.board.forget_leaves()
+        for tensor, _ in self._constants({}):
+            _make_constant(tensor)
+
+    def _constants(self, known: dict[Any, bool]) -> list[tuple[Tensor, Any]]:
+        """Return the tensors that are constants of the plain program, each with its node."""
+        board, found = self.board, ((tensor, tensor.grad_fn) for tensor in objects_of(Tensor))
+        return [
+            (tensor, node)
+            for tensor, node in found
+            if not (node is None or board.is_earlier(node) or board.leads_to_a_leaf(node, known))
+        ]
 
 
 class StepAnswers(Answers):
@@ -224,15 +253,22 @@ class StepAnswers(Answers):
         try:
             return self._derivatives([self._value], None, self._cuts)
         except Closed as error:  # the graph is freed: torch says so
-            shared = frozenset[str]().union(*(regions_of(node) for node in self.nodes if is_freed(node)))
-            if shared:
-                raise Unrecordable(dict.fromkeys(shared, _SHARED)) from error
+            if shared := self._shared():
+                raise Unrecordable(dict.fromkeys(sorted(shared), _SHARED)) from error
             raise error.__cause__ or error from None
         except Exception as error:  # the first nodes of a closed region run, and need what they saved
             if not (regions := self._failing()):
                 raise
             reason = _OVERWRITTEN if "modified by an inplace operation" in str(error) else _NOT_DERIVED
             raise Unrecordable(dict.fromkeys(sorted(regions), reason)) from error
+
+    def _shared(self) -> set[str]:
+        """Return the blocks that make freed constants of the plain program; none if its own graph is freed, too."""
+        known = dict[Any, bool]()
+        freed = [node for node in self.nodes if is_freed(node)]
+        constants = [node for node in freed if not self.board.leads_to_a_leaf(node, known)]
+        own = set(reachable_nodes(self._value.grad_fn, ())).difference(constants)
+        return self.board.making(constants) if own.isdisjoint(freed) else set()
 
     def _failing(self) -> frozenset[str]:
         """Return the closed regions of the node that fails in a derivative; all regions if the step never runs it."""
@@ -495,6 +531,7 @@ def audited(params: Parameters = None) -> Iterator[AuditedStep]:
             if value.grad_fn is not None:
                 step.audits.append(recorder.answer(value, inputs, params))
             yield
+            recorder.part(value)
 
     with recorder.recording(), backward_passes(begin):
         yield step
@@ -679,6 +716,14 @@ class _Storages:
     def __contains__(self, memory: object) -> bool:
         found = self._alive.get(memory)
         return found is not None and not found.expired()
+
+
+def _make_constant(tensor: Tensor) -> None:
+    if not tensor._is_view():
+        tensor.detach_()
+        return
+    with suppress(RuntimeError):  # it is in use: then it keeps its graph, which ends at the cut
+        torch.utils.swap_tensors(tensor, tensor.detach())
 
 
 def _plainly_behind(nodes: Sequence[Any]) -> Iterator[Any]:
