@@ -230,7 +230,8 @@ def test_the_page_marks_the_words_that_stop(program):
     assert page.marked == ["torch.no_grad()", ".detach()", "torch.no_grad()", ".item()"]
     assert page.references == ["data:,"]
     assert "<i>ümlaut</i>" in "".join(page.text)  # escaped: it is text, not a tag
-    assert "the value leaves the graph" in text
+    assert "<p>The value leaves the graph.</p>" in text
+    assert re.search(r"<p>\d+ stops?: [^<]+\.</p>", text)
     assert re.search(r"<figure[^>]*>\s*<svg", text)
     assert "<footer><code>stopgrad" in text
     assert text.count("<section>") == text.count("</section>") == 4

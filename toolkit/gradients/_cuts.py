@@ -42,7 +42,7 @@ from toolkit.gradients._gates import (
 
 __all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "changed_by"]
 
-WRITES_STAY_BLOCKED = "in-place changes inside of it to older tensors stay blocked"
+WRITES_STAY_BLOCKED = "it updates older tensors in place, as an average of weights does; these updates stay blocked"
 """The reason why a region opens only in part."""
 
 _VIEW = "a view of it, which is in use, becomes a leaf that requires a gradient"

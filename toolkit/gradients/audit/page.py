@@ -54,9 +54,8 @@ def _summary(found: Audit) -> str:
     source = "The answer is taken from the graph of the step itself."
     if not found.is_recorded:
         source = "With every place closed, the loss and every gradient are those of the plain program, bit for bit."
-    return f"<p><strong>{_text(head)}.</strong> {source} Each place below was opened alone.</p>" + "".join(
-        f"<p>{_text(remark)}.</p>" for remark in found.remarks
-    )
+    head = f"<p><strong>{_text(head)}.</strong> {source} Each place below was opened alone.</p>"
+    return head + "".join(f"<p>{_sentence(text)}</p>" for text in [found.summary(), *found.remarks])
 
 
 def _norm(found: Audit) -> float:
@@ -150,7 +149,7 @@ def _other(found: Audit, kind: str, place: str, reason: str) -> str:
     site = found.sites[place]
     return f"""<section>
 <h3><code>{_text(kind)}</code> <span class="where">{_text(place)}, in {_text(site.function)}</span></h3>
-<p>{_text(reason)}.</p>{_excerpt(site, kind)}
+<p>{_sentence(reason)}</p>{_excerpt(site, kind)}
 </section>
 """
 
@@ -189,6 +188,10 @@ def _text(text: str) -> str:
     return html.escape(text)
 
 
+def _sentence(text: str) -> str:
+    return _text(f"{text[:1].upper()}{text[1:]}.")
+
+
 _STYLE = """
   :root { --ink: #1d2530; --soft: #5b6674; --line: #dfe4ea; --paper: #ffffff; --ground: #f5f7f9; --blocked: #0072B2;
     --open: #D55E00; --mark: #fdebd9; }
@@ -215,7 +218,9 @@ _STYLE = """
   .line { display: block; padding: 0 .8rem 0 0; white-space: pre; color: var(--soft); }
   .line i { display: inline-block; width: 3.6rem; padding-right: .9rem; text-align: right; font-style: normal;
     opacity: .6; user-select: none; }
-  .line.here { color: var(--ink); background: color-mix(in srgb, var(--mark) 45%, transparent); }
+  .line.here { color: var(--ink); background: color-mix(in srgb, var(--mark) 45%, transparent);
+    white-space: pre-wrap; overflow-wrap: anywhere; padding-left: 3.6rem; }
+  .line.here i { margin-left: -3.6rem; }
   mark { background: var(--mark); color: inherit; border-bottom: 2px solid var(--open); border-radius: 2px; }
   .numbers { display: flex; gap: 1.4rem; align-items: flex-start; margin-top: .8rem; }
   .numbers > :last-child { flex: 1; min-width: 0; }
