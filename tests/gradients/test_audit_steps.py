@@ -1247,12 +1247,13 @@ def test_a_constant_of_the_past_does_not_keep_its_place_closed():
     assert not any(found.unopened for found in answer.audits)
 
 
-def test_a_constant_in_two_graphs_that_are_made_before_a_backward_pass_is_named():
+@pytest.mark.parametrize("combined", [torch.mul, torch.sub], ids=["saved", "not saved"])
+def test_a_constant_in_two_graphs_that_are_made_before_a_backward_pass_is_named(combined):
     net, x = nn.Linear(3, 1), torch.randn(6, 3)
 
     def step():
         weights = (net(x).detach() * 2).exp()
-        losses = [(net(x) * weights).sum() for _ in range(2)]
+        losses = [combined(net(x), weights).square().sum() for _ in range(2)]
         for loss in losses:
             loss.backward()
 
