@@ -13,6 +13,23 @@ from toolkit._checks import broadcasts, choice, integer, number
 
 NUMBERS = {name: found for name, function in calls.FUNCTIONS.items() if (found := calls.numbers_of(function))}
 
+# The rooms of plain functions of tensors.
+OF_TENSORS = (
+    "games",
+    "policy_gradient",
+    "quantization",
+    "self_supervised",
+    "stochastic",
+    "value_learning",
+    "weighting",
+)
+TENSORS = {
+    name: found
+    for name, function in calls.FUNCTIONS.items()
+    if name.split(".")[0] in OF_TENSORS and isinstance(calls.CALLS.get(name), calls.Call)
+    if (found := [key for key, given in calls.parameters_of(function).items() if given.annotation == "Tensor"])
+}
+
 REFUSED = [True, np.True_, "2", math.nan]
 
 # A level of detail may be a truth value, as elsewhere in scikit-learn.
@@ -41,6 +58,14 @@ def test_all_else_is_refused(name: str) -> None:
             if not (value is True and argument in LEVELS):
                 with pytest.raises((ValueError, TypeError), match=rf"^`{argument}` should .*\. Found .*\.$"):
                     calls.CALLS[name](**{argument: value})
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_all_but_tensors_is_refused(name: str) -> None:
+    for argument in TENSORS[name]:
+        for value in (None, "2", [1.0, 2.0], 0.5, np.ones(2)):
+            with pytest.raises((ValueError, TypeError), match=rf"^`{argument}` should .*\. Found .*\.$"):
+                calls.CALLS[name](**{argument: value})
 
 
 COUNTS = [

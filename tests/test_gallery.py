@@ -448,8 +448,8 @@ REFUSED = {
     "`scores` should have shape (samples, prototypes), not empty. Found (0, 3).": lambda: sinkhorn(TWO[:0]),
     "`input` should have entries. Found shape (0,).": lambda: ema_normalize(ONE[:0], ONE[0], decay=0.9),
     "`mixing` should have shape (1,). Found (3,).": lambda: mixstyle(TWO[None], torch.tensor([0]), TWO[0]),
-    "`permutation` should be integers. Found torch.float32.": lambda: mixstyle(TWO[None], 0 * ONE, 0.5),
-    "`labels` should be integers. Found torch.float32.": lambda: focal_loss(TWO, ONE.expand(2)),
+    "`permutation` should be a tensor of integers. Found torch.float32.": lambda: mixstyle(TWO[None], 0 * ONE, 0.5),
+    "`labels` should be a tensor of integers. Found torch.float32.": lambda: focal_loss(TWO, ONE.expand(2)),
     "`logits` should be a floating-point tensor. Found torch.int64.": lambda: kl_from_held(TWO.long(), TWO),
     "`held_mean` should be a floating-point tensor. Found torch.int64.": lambda: gaussian_kl_from_held(
         ONE, ONE, ONE.long(), ONE
@@ -460,7 +460,7 @@ REFUSED = {
     "`log_weights` should be a floating-point tensor. Found torch.int64.": lambda: importance_weighted_loss(
         ONE, ONE.long()
     ),
-    "`cost` should be floating-point numbers. Found torch.int64.": lambda: sinkhorn_loss(TWO.long(), epsilon=1.0),
+    "`cost` should be a floating-point tensor. Found torch.int64.": lambda: sinkhorn_loss(TWO.long(), epsilon=1.0),
     "`cost`, `a` and `b` should have leading dimensions that broadcast. Found [(2,), (3,), ()].": lambda: sinkhorn_loss(
         TWO[:, None], ONE.expand(3, 1), epsilon=1.0
     ),

@@ -41,6 +41,8 @@ def value_and_slopes(
 
 def scalar(value: Tensor) -> Tensor:
     """Return a loss if it is one."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"`loss` should return a tensor. Found {type(value).__name__}.")
     if value.dim():
         raise ValueError(f"`loss` should return a scalar. Found shape {tuple(value.shape)}.")
     return value

@@ -20,9 +20,11 @@ __all__ = [
     "exact_products",
     "exponential_remainder",
     "floating",
+    "integers",
     "largest_exponent",
     "same_shape",
     "shape_of",
+    "tensors",
     "unit",
     "wide",
 ]
@@ -65,6 +67,14 @@ def floating(**tensors: Tensor) -> None:
             raise ValueError(f"`{name}` should be a floating-point tensor. Found {found}.")
 
 
+def integers(**tensors: Tensor) -> None:
+    """Raise a ValueError unless all of the tensors are integers."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.dtype not in INTEGERS:
+            found = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ValueError(f"`{name}` should be a tensor of integers. Found {found}.")
+
+
 def unit(input: Tensor) -> Tensor:
     """Return vectors divided by their norms along the last dimension; 0 stays 0 and gets no gradient."""
     norms = torch.linalg.vector_norm(input, dim=-1, keepdim=True)
@@ -92,6 +102,12 @@ def same_shape(ndim: int = 0, **tensors: object) -> None:
             raise ValueError(
                 f"`{name}` should have the shape of `{first}`, {tuple(shape)}{least}. Found {tuple(found)}."
             )
+
+
+def tensors(**values: object) -> None:
+    """Raise a ValueError unless all are tensors."""
+    for name, value in values.items():
+        shape_of(name, value)
 
 
 def shape_of(name: str, tensor: object) -> torch.Size:

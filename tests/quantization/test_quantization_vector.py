@@ -739,8 +739,11 @@ def test_gradients_on_a_device(case, device, monkeypatch):
         (lambda: VectorQuantizer(2, 3, learning="ema"), "`learning` should be one of 'average', 'loss'. Found 'ema'."),
         (lambda: VectorQuantizer(2, 3, estimator="ste"), "`estimator` should be one of"),
         (lambda: VectorQuantizer(2, 3, metric="dot"), "`metric` should be one of"),
-        (lambda: VectorQuantizer(2, 3)(torch.zeros(4, 3)), r"`z` should be floating-point numbers \(..., 2\). Found"),
-        (lambda: VectorQuantizer(2, 3)(torch.zeros(4, 2).long()), r"`z` should be floating-point numbers"),
+        (lambda: VectorQuantizer(2, 3)(torch.zeros(4, 3)), r"`z` should have shape \(..., 2\). Found"),
+        (
+            lambda: VectorQuantizer(2, 3)(torch.zeros(4, 2).long()),
+            r"`z` should be a floating-point tensor. Found torch.int64.",
+        ),
         (lambda: VectorQuantizer(2, 3).start(torch.zeros(2, 2)), "`codebook_size` should be an integer from 1 to 2."),
         (lambda: ResidualVectorQuantizer(2, 3, 0), "`n_quantizers` should be a positive integer. Found 0."),
         (lambda: ResidualVectorQuantizer(2, 3, 2, estimator="x"), "`estimator` should be one of"),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from toolkit._slopes import scalar
-from toolkit._tensors import wide
+from toolkit._tensors import tensors, wide
 from toolkit.bilevel.solvers import LinearSolver, Operator, conjugate_gradient, warn_unless_converged
 from toolkit.blocks import block, carries_gradient, constants, no_graph, stop_gradient
 
@@ -166,6 +166,7 @@ def slope_of(loss: Callable[..., Tensor]) -> Callable[..., Any]:
 
 def attached(residual: Residual, solution: Tensor, *args: Tensor, solver: LinearSolver) -> Tensor:
     """Return `implicit_root` without its block, for solutions that are held constant already."""
+    tensors(solution=solution)
     if not torch.is_grad_enabled():
         return solution
     if carries_gradient(residual(*constants((solution, *args)))):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._tensors import tensors
 from toolkit.blocks import constants
 
 __all__ = [
@@ -116,6 +117,7 @@ def fixed_point(
 
 
 def _checked(name: str, value: Tensor, like: Tensor) -> Tensor:
+    tensors(**{f"{name}(x)": value})
     if value.shape != like.shape or value.dtype != like.dtype:
         raise ValueError(
             f"`{name}` should return the shape and dtype of its input, {tuple(like.shape)} and {like.dtype}. "
@@ -188,6 +190,7 @@ def conjugate_gradient(
         >>> conjugate_gradient(lambda x: diagonal * x, torch.tensor([1.0, 1.0])).value
         tensor([1.0000, 0.2500])
     """
+    tensors(b=b)
     max_steps = b.numel() + 10 if max_steps is None else integer("max_steps", max_steps)
     limit = _tolerance(tolerance, b) * torch.linalg.vector_norm(b)
     x, r, p = torch.zeros_like(b), b, b
@@ -234,6 +237,7 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
         >>> [neumann_series(lambda x: 0.5 * x, torch.ones(1), steps=k, step_size=1.0).value.item() for k in (1, 2, 3)]
         [1.0, 1.5, 1.75]
     """
+    tensors(b=b)
     steps, step_size = integer("steps", steps), number("step_size", step_size, above=0)
     x = step_size * b
     for _ in range(steps - 1):

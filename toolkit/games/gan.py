@@ -20,6 +20,7 @@ from torch.nn.functional import logsigmoid, relu
 from toolkit._checks import choice, number
 from toolkit._random import own_generator
 from toolkit._slopes import value_and_slopes
+from toolkit._tensors import floating, tensors
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -87,6 +88,7 @@ def discriminator_loss(discriminator: Callable[[Tensor], Tensor], real: Tensor, 
         tensor(2.5000)
     """
     choice("kind", kind, get_args(Kind))
+    tensors(real=real, fake=fake)
     at_real, at_fake = discriminator(real), discriminator(stop_gradient(fake, FAKE))
     if kind == "hinge":
         return relu(1 - at_real).mean() + relu(1 + at_fake).mean()
@@ -171,6 +173,8 @@ def gradient_penalty(
         >>> gradient_penalty(lambda x: 3 * x, torch.tensor([0.0]), torch.tensor([0.5]))
         tensor(4.)
     """
+    floating(real=real)
+    tensors(fake=fake)
     if real.shape != fake.shape:
         raise ValueError(f"`fake` should have the shape of `real`, {tuple(real.shape)}. Found {tuple(fake.shape)}.")
     draws = own_generator(generator)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from toolkit._checks import number
+from toolkit._tensors import floating
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["REVERSED", "domain_adversarial_loss", "reverse_gradient"]
@@ -46,6 +47,7 @@ def reverse_gradient(input: Tensor, scale: float = 1.0) -> Tensor:
         >>> torch.autograd.grad(reverse_gradient(x, 0.5).sum(), x)
         (tensor([-0.5000, -0.5000]),)
     """
+    floating(input=input)
     scale = number("scale", scale, least=0)
     return torch.lerp(stop_gradient(input, REVERSED), input, -scale)
 
@@ -79,6 +81,7 @@ def domain_adversarial_loss(
         >>> domain_adversarial_loss(lambda features: features, x, y)
         tensor(0.2201)
     """
+    floating(source=source, target=target)
     logits = discriminator(reverse_gradient(torch.cat([source, target]), scale))
     at_source, at_target = logits.split([len(source), len(target)])
     return -torch.cat([logsigmoid(-at_source), logsigmoid(at_target)]).mean()

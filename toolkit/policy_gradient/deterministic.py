@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import number
 from toolkit._random import own_generator
-from toolkit._tensors import same_shape
+from toolkit._tensors import same_shape, tensors
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -173,6 +173,7 @@ def smoothed_actions(
         >>> smoothed_actions(torch.tensor([5.0, -5.0]))
         tensor([ 1., -1.])
     """
+    tensors(a_t=a_t)
     noise, clip = number("noise", noise, least=0), number("clip", clip, least=0)
     low = number("low", low)
     high = number("high", high, above=low)

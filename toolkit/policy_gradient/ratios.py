@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import common_dtype, exponential_remainder, largest_exponent, same_shape, wide
+from toolkit._tensors import common_dtype, exponential_remainder, largest_exponent, same_shape, shape_of, wide
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
@@ -161,7 +161,7 @@ def grpo_loss(
     """
     low, high = _interval(epsilon, epsilon_high)
     beta = number("beta", beta, least=0)
-    if log_prob_t.dim() < 2:
+    if len(shape_of("log_prob_t", log_prob_t)) < 2:
         raise ValueError(f"`log_prob_t` should have shape (*, K, T). Found {tuple(log_prob_t.shape)}.")
     one_for_each_row(log_prob_t=log_prob_t, adv=adv)
     if beta and reference_log_prob_t is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit._tensors import exact_products, wide
+from toolkit._tensors import exact_products, floating, integers, shape_of, wide
 from toolkit.blocks import block, constants, no_graph, stop_gradient, stop_recording
 
 __all__ = [
@@ -109,8 +109,10 @@ def averaged_codebook(
         (tensor([[0.3333],
                 [3.5000]]), tensor([1.5000, 1.0000]))
     """
-    _check_sizes(z, codebook, counts)
+    _check_sizes(z, codebook)
+    _check_counts(counts, codebook)
     decay = number("decay", decay, least=0, most=1)
+    integers(indices=indices)
     if indices.shape != z.shape[:-1]:
         raise ValueError(f"`indices` should have shape {tuple(z.shape[:-1])}. Found {tuple(indices.shape)}.")
     if codebook.dtype not in (torch.float32, torch.float64):
@@ -151,7 +153,8 @@ def restarted_codebook(
         (tensor([[0.0000],
                 [0.5000]]), tensor([3., 1.]))
     """
-    _check_sizes(z, codebook, counts)
+    _check_sizes(z, codebook)
+    _check_counts(counts, codebook)
     below = number("below", below, least=0)
     dead = counts < below
     drawn = _drawn(z, len(codebook), generator).to(codebook.dtype)
@@ -173,7 +176,7 @@ def kmeans_codebook(
         generator: Draws K different vectors on the CPU. None: torch's global generator.
 
     Raises:
-        ValueError: If there are fewer vectors than codes, or `steps` is negative.
+        ValueError: If `z` is not a tensor of vectors, there are fewer vectors than codes, or `steps` is negative.
 
     References:
         Lloyd, "Least squares quantization in PCM", 1982.
@@ -184,6 +187,9 @@ def kmeans_codebook(
         tensor([[ 0.5000],
                 [11.0000]])
     """
+    shape = shape_of("z", z)
+    if 0 in (*shape[-1:], len(shape)):
+        raise ValueError(f"`z` should have shape (..., D) with D >= 1. Found {tuple(shape)}.")
     z = constants(z).reshape(-1, z.shape[-1])
     steps = integer("steps", steps, 0)
     codebook_size = integer("codebook_size", codebook_size, 1, len(z))
@@ -207,6 +213,9 @@ def codebook_perplexity(indices: Tensor, codebook_size: int) -> Tensor:
     Returns:
         A scalar; NaN without indices.
 
+    Raises:
+        ValueError: If `indices` are not a tensor of integers, or `codebook_size` is not a positive integer.
+
     References:
         van den Oord, Vinyals and Kavukcuoglu, "Neural discrete representation learning", 2017.
 
@@ -215,6 +224,7 @@ def codebook_perplexity(indices: Tensor, codebook_size: int) -> Tensor:
         tensor(2.)
     """
     size = integer("codebook_size", codebook_size)
+    integers(indices=indices)
     chosen = indices.reshape(-1)
     # Counted in integers: float32 stops at 2^24.
     counts = torch.zeros(size, dtype=torch.int64, device=chosen.device)
@@ -230,8 +240,9 @@ def averaged_counts(counts: Tensor, indices: Tensor, *, decay: float) -> Tensor:
 
 def check_vectors(z: Tensor, dim: int) -> None:
     """Raise a ValueError unless `z` is (..., dim)."""
-    if z.ndim == 0 or z.shape[-1] != dim or not z.is_floating_point():
-        raise ValueError(f"`z` should be floating-point numbers (..., {dim}). Found {z.dtype} {tuple(z.shape)}.")
+    floating(z=z)
+    if z.ndim == 0 or z.shape[-1] != dim:
+        raise ValueError(f"`z` should have shape (..., {dim}). Found {tuple(z.shape)}.")
 
 
 def first_codes(codebook_size: int, dim: int, generator: torch.Generator | None) -> Tensor:
@@ -241,12 +252,17 @@ def first_codes(codebook_size: int, dim: int, generator: torch.Generator | None)
     return codes.to(torch.get_default_device())
 
 
-def _check_sizes(z: Tensor, codebook: Tensor, counts: Tensor | None = None) -> None:
+def _check_sizes(z: Tensor, codebook: Tensor) -> None:
+    floating(codebook=codebook)
     if codebook.ndim != 2 or len(codebook) == 0:
         raise ValueError(f"`codebook` should have shape (K, D). Found {tuple(codebook.shape)}.")
-    if counts is not None and counts.shape != codebook.shape[:1]:
-        raise ValueError(f"`counts` should have shape ({len(codebook)},). Found {tuple(counts.shape)}.")
     check_vectors(z, codebook.shape[1])
+
+
+def _check_counts(counts: Tensor, codebook: Tensor) -> None:
+    floating(counts=counts)
+    if counts.shape != codebook.shape[:1]:
+        raise ValueError(f"`counts` should have shape ({len(codebook)},). Found {tuple(counts.shape)}.")
 
 
 def _counted(indices: Tensor, counts: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import wide
+from toolkit._tensors import floating, tensors, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -72,6 +72,7 @@ def arctan_slope(x: Tensor, alpha: float = 2.0) -> Tensor:
         >>> arctan_slope(torch.tensor([0.0, 1.0]))
         tensor([1.0000, 0.0920])
     """
+    floating(x=x)
     half = number("alpha", alpha, above=0) / 2
     return half / ((math.pi * half * x).square() + 1)
 
@@ -93,6 +94,7 @@ def fast_sigmoid_slope(x: Tensor, beta: float = 25.0) -> Tensor:
         >>> fast_sigmoid_slope(torch.tensor([0.0, 0.04]))
         tensor([1.0000, 0.2500])
     """
+    floating(x=x)
     return (x.abs() * number("beta", beta, above=0) + 1).square().reciprocal()
 
 
@@ -113,6 +115,7 @@ def sigmoid_slope(x: Tensor, beta: float = 25.0) -> Tensor:
         >>> sigmoid_slope(torch.tensor([0.0, -100.0]))
         tensor([6.2500, 0.0000])
     """
+    floating(x=x)
     beta = number("beta", beta, above=0)
     return beta * torch.sigmoid(beta * x) * torch.sigmoid(-beta * x)
 
@@ -139,8 +142,13 @@ def spike(x: Tensor, slope: Slope = arctan_slope) -> Tensor:
         >>> spike(x).tolist(), x.grad
         ([0.0, 0.0, 1.0], tensor([0.0920, 1.0000, 0.2884]))
     """
+    floating(x=x)
+    if not callable(slope):
+        raise ValueError(f"`slope` should be a function of a tensor, as `arctan_slope`. Found {slope!r}.")
     constant = stop_gradient(x, SPIKES)
-    return (x > 0).to(x.dtype) + slope(wide(constant)).to(x.dtype) * (x - constant)
+    slopes = slope(wide(constant))
+    tensors(**{"slope(x)": slopes})
+    return (x > 0).to(x.dtype) + slopes.to(x.dtype) * (x - constant)
 
 
 def leaky_integrate_and_fire(
@@ -193,8 +201,11 @@ def leaky_integrate_and_fire(
     choice("reset", reset, ("subtract", "zero", "none"))
     if not isinstance(decay, Tensor) or (decay.ndim == 0 and not decay.requires_grad):
         decay = number("decay", decay, least=0, most=1)
+    floating(currents=currents)
     if currents.ndim == 0 or len(currents) == 0:
         raise ValueError(f"`currents` should have shape (T, ...) with T >= 1. Found {tuple(currents.shape)}.")
+    if start is not None:
+        floating(start=start)
     for name, value in (("decay", decay), ("start", start)):
         if isinstance(value, Tensor):
             _check_fits(name, value, currents[0])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from toolkit._checks import choice, integer, number
-from toolkit._tensors import common_dtype, same_shape, unit, wide
+from toolkit._tensors import common_dtype, floating, integers, same_shape, unit, wide
 from toolkit.blocks import block, no_graph, stop_gradient
 from toolkit.quantization.codebook import (
     averaged_codebook,
@@ -103,6 +103,7 @@ def straight_through(z: Tensor, codes: Tensor) -> Tensor:
         (tensor([0., 2.]), None)
     """
     same_shape(z=z, codes=codes)
+    floating(z=z)
     return stop_gradient(codes, STRAIGHT_THROUGH) + (z - stop_gradient(z, STRAIGHT_THROUGH))
 
 
@@ -136,6 +137,7 @@ def rotation_trick(z: Tensor, codes: Tensor) -> Tensor:
         tensor([ 3., -2.])
     """
     same_shape(z=z, codes=codes)
+    floating(z=z, codes=codes)
     precise = wide(z)
     origin, ends = stop_gradient(precise, ROTATION), stop_gradient(wide(codes), ROTATION)
     return (ends + _rotated(precise - origin, origin, ends)).to(common_dtype(z, codes))
@@ -180,6 +182,7 @@ def codebook_loss(z: Tensor, codes: Tensor) -> Tensor:
         tensor(0.1000)
     """
     same_shape(z=z, codes=codes)
+    floating(z=z, codes=codes)
     return functional.mse_loss(codes, stop_gradient(z, CODEBOOK_TARGETS))
 
 
@@ -205,6 +208,7 @@ def commitment_loss(z: Tensor, codes: Tensor) -> Tensor:
         tensor(0.1000)
     """
     same_shape(z=z, codes=codes)
+    floating(z=z, codes=codes)
     return functional.mse_loss(z, stop_gradient(codes, COMMITMENT_TARGETS))
 
 
@@ -295,6 +299,7 @@ class VectorQuantizer(nn.Module):
 
     def codes_of(self, indices: Tensor) -> Tensor:
         """Return the codes (..., D) with these indices (...)."""
+        integers(indices=indices)
         return functional.embedding(indices, self._directions(self.codebook))
 
     def start(self, z: Tensor, *, steps: int = 10, generator: torch.Generator | None = None) -> None:

@@ -11,11 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from toolkit._tensors import tensors
+
 __all__ = ["cross_view_entropy", "nats", "views"]
 
 
 def views(name: str, value: Tensor, shape: torch.Size | None = None, most: int | None = None) -> None:
     r"""Raise a ValueError unless a tensor is (V, \*, K): all views of one `shape`, and at most `most` of them."""
+    tensors(**{name: value})
     if value.ndim < 3 or (shape is not None and value.shape[1:] != shape):
         expected = "(views, samples, outputs)" if shape is None else f"(views, {', '.join(map(str, shape))})"
         raise ValueError(f"`{name}` should have shape {expected}. Found {tuple(value.shape)}.")

@@ -11,7 +11,7 @@ from torch.nn.functional import normalize
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit._tensors import exact_products, same_shape, wide
+from toolkit._tensors import exact_products, same_shape, tensors, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["MOCO_KEY", "MOCO_QUEUE", "KeyQueue", "enqueue", "moco_loss"]
@@ -93,6 +93,7 @@ def enqueue(queue: Tensor, keys: Tensor) -> Tensor:
         >>> enqueue(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[4.0]])).T
         tensor([[2., 3., 4.]])
     """
+    tensors(keys=keys)
     if keys.ndim != 2:
         raise ValueError(f"`keys` should have shape (samples, features). Found {tuple(keys.shape)}.")
     _check_queue(queue, keys.shape[1])
@@ -152,5 +153,6 @@ class KeyQueue(nn.Module):
 
 
 def _check_queue(queue: Tensor, n_features: int) -> None:
+    tensors(queue=queue)
     if queue.ndim != 2 or len(queue) == 0 or queue.shape[1] != n_features:
         raise ValueError(f"`queue` should have shape (keys, {n_features}). Found {tuple(queue.shape)}.")

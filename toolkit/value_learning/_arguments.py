@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from toolkit._tensors import INTEGERS, floating
+from toolkit._tensors import floating, integers
 
 __all__ = ["bootstrapped", "chosen", "expected", "floating", "of_actions", "of_shape", "same_shape"]
 
@@ -27,10 +27,8 @@ def same_shape(**tensors: Tensor) -> None:
 
 def of_actions(shape: torch.Size, whose: str, **actions: Tensor) -> None:
     """Raise a ValueError unless the actions are integers and have this shape."""
+    integers(**actions)
     for name, action in actions.items():
-        if not isinstance(action, Tensor) or action.dtype not in INTEGERS:
-            found = action.dtype if isinstance(action, Tensor) else type(action).__name__
-            raise ValueError(f"`{name}` should be a tensor of integers. Found {found}.")
         if action.shape != shape:
             raise ValueError(f"`{name}` should have the shape {whose}, {tuple(shape)}. Found {tuple(action.shape)}.")
 

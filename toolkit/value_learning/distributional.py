@@ -310,7 +310,7 @@ def quantile_q_learning(
         >>> quantile_q_learning(q, torch.tensor([0.25, 0.75]), action, 0 * one, one, q, q, huber_param=1)
         tensor(0.1250)
     """
-    floating(dist_q_tm1=dist_q_tm1, dist_q_t=dist_q_t, dist_q_t_selector=dist_q_t_selector)
+    floating(dist_q_tm1=dist_q_tm1, tau_q_tm1=tau_q_tm1, dist_q_t=dist_q_t, dist_q_t_selector=dist_q_t_selector)
     (*batch, _), n_actions = _batch_and_actions("dist_q_tm1", dist_q_tm1, -1, least=2)
     for name, dist in (("dist_q_t_selector", dist_q_t_selector), ("dist_q_t", dist_q_t)):
         _batch_and_actions(name, dist, -2)

@@ -9,13 +9,13 @@ T losses or tasks, N samples; ``*`` leading dimensions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from toolkit._checks import number
-from toolkit._tensors import floating
+from toolkit._tensors import floating, tensors
 from toolkit.blocks import block, is_blocked, stop_gradient
 
 __all__ = [
@@ -151,6 +151,7 @@ def uncertainty_loss(losses: Losses, log_variances: Tensor) -> Tensor:
         tensor(14.5000)
     """
     stacked = _stacked(losses)
+    tensors(log_variances=log_variances)
     if log_variances.shape not in (stacked.shape, stacked.shape[-1:]):
         raise ValueError(
             f"`log_variances` should have shape {tuple(stacked.shape[-1:])} or the shape of `losses`, "
@@ -222,7 +223,8 @@ def gradnorm_loss(
         tensor([ 2.0000, -0.5000])
     """
     alpha = number("alpha", alpha, least=0)
-    now, first = _stacked(losses), _stacked(initial_losses)
+    tensors(weights=weights, gradient_norms=gradient_norms)
+    now, first = _stacked(losses), _stacked(initial_losses, "initial_losses")
     shapes = [tuple(each.shape) for each in (weights, gradient_norms, now, first)]
     if len(set(shapes)) > 1:
         raise ValueError(f"`weights`, norms and losses should have the same shape. Found {shapes}.")
@@ -268,6 +270,7 @@ def adaptive_weight(
         tensor(6.8695)
     """
     delta, most = number("delta", delta, above=0), number("most", most, above=0)
+    tensors(reconstruction_loss=reconstruction_loss, adversarial_loss=adversarial_loss, last_layer=last_layer)
     first, second = _norm(reconstruction_loss, last_layer), _norm(adversarial_loss, last_layer)
     return stop_gradient((first / (second + delta)).clamp(max=most), ADAPTIVE_WEIGHT)
 
@@ -297,11 +300,12 @@ def importance_weighted_loss(losses: Tensor, log_weights: Tensor) -> Tensor:
         >>> importance_weighted_loss(torch.tensor([1.0, 5.0]), torch.tensor([3.0, 1.0]).log())
         tensor(2.)
     """
+    tensors(losses=losses)
+    floating(log_weights=log_weights)
     if losses.shape != log_weights.shape:
         raise ValueError(
             f"`log_weights` should have the shape of `losses`, {tuple(losses.shape)}. Found {tuple(log_weights.shape)}."
         )
-    floating(log_weights=log_weights)
     empty = (log_weights == -torch.inf).all(-1, keepdim=True)
     weights = torch.softmax(log_weights.masked_fill(empty, 0.0), -1).masked_fill(empty, 0.0)
     held = stop_gradient(weights, IMPORTANCE_WEIGHTS)
@@ -338,6 +342,8 @@ def beta_nll_loss(input: Tensor, target: Tensor, var: Tensor, *, beta: float = 0
         tensor([2.3863])
     """
     beta, eps = number("beta", beta, least=0, most=1), number("eps", eps, above=0)
+    tensors(input=input, target=target)
+    floating(var=var)
     if not input.shape == target.shape == var.shape:
         raise ValueError(
             "`input`, `target` and `var` should have the same shape. "
@@ -355,15 +361,21 @@ def _norm(loss: Tensor, parameter: Tensor) -> Tensor:
     return norm
 
 
-def _stacked(losses: Losses) -> Tensor:
-    if isinstance(losses, Tensor):
-        return losses
-    shapes = [tuple(loss.shape) for loss in losses]
-    if len(set(shapes)) != 1:
-        raise ValueError(f"`losses` should be tensors of one shape. Found {shapes}.")
-    return torch.stack(tuple(losses), -1)
+def _stacked(losses: Losses, name: str = "losses") -> Tensor:
+    if not isinstance(losses, Tensor):
+        if not isinstance(losses, Iterable):
+            raise ValueError(f"`{name}` should be a tensor, or a sequence of them. Found {type(losses).__name__}.")
+        losses = tuple(losses)
+        for loss in losses:
+            tensors(**{name: loss})
+        shapes = [tuple(loss.shape) for loss in losses]
+        if len(set(shapes)) != 1:
+            raise ValueError(f"`{name}` should be tensors of one shape. Found {shapes}.")
+        losses = torch.stack(losses, -1)
+    return losses
 
 
 def _positive(losses: Tensor) -> Tensor:
     """Return divisors that are not 0; NaN for a negative loss, whose weight would turn its gradient around."""
+    floating(losses=losses)
     return torch.where(losses < 0, torch.nan, losses.clamp(min=torch.finfo(losses.dtype).tiny))

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit._checks import number
-from toolkit._tensors import exact_products, unit, wide
+from toolkit._tensors import exact_products, floating, tensors, unit, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["CIRCLE_WEIGHTS", "circle_loss", "circle_loss_of_similarities"]
@@ -52,6 +52,8 @@ def circle_loss(embeddings: Tensor, labels: Tensor, *, m: float = 0.4, gamma: fl
         >>> circle_loss(e, torch.tensor([0, 0, 1, 1]), m=0.25, gamma=8)
         tensor(1.6027)
     """
+    floating(embeddings=embeddings)
+    tensors(labels=labels)
     if embeddings.ndim != 2 or labels.shape != embeddings.shape[:1]:
         raise ValueError(
             "`embeddings` and `labels` should have shapes (N, D) and (N,). "
@@ -98,6 +100,7 @@ def circle_loss_of_similarities(positive: Tensor, negative: Tensor, *, m: float 
         >>> s.grad
         tensor([0.8163, 0.1174, 4.0037])
     """
+    tensors(positive=positive, negative=negative)
     if 0 in (positive.ndim, negative.ndim) or positive.shape[:-1] != negative.shape[:-1]:
         raise ValueError(
             "`positive` and `negative` should have the same leading dimensions. "

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from toolkit._checks import choice, number
-from toolkit._tensors import INTEGERS, wide
+from toolkit._tensors import floating, integers, tensors, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["FOCAL_WEIGHT", "focal_loss", "held_focal_loss", "held_sigmoid_focal_loss", "sigmoid_focal_loss"]
@@ -174,6 +174,8 @@ def held_focal_loss(logits: Tensor, labels: Tensor, gamma: float = 2.0, reductio
 
 def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float) -> tuple[Tensor, Tensor]:
     """Return the focal weights, and the cross entropies weighted by class."""
+    floating(inputs=x)
+    tensors(targets=targets)
     if x.shape != targets.shape:
         raise ValueError(
             f"`targets` should have the shape of `inputs`, {tuple(x.shape)}. Found {tuple(targets.shape)}."
@@ -192,10 +194,10 @@ def _sigmoid_parts(x: Tensor, targets: Tensor, alpha: float | None, gamma: float
 
 def _softmax_parts(logits: Tensor, labels: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
     """Return the focal weights and the cross entropies."""
+    floating(logits=logits)
+    integers(labels=labels)
     if logits.ndim == 0 or logits.shape[:-1] != labels.shape:
         raise ValueError(f"`labels` should have shape {tuple(logits.shape[:-1])}. Found {tuple(labels.shape)}.")
-    if labels.dtype not in INTEGERS:
-        raise ValueError(f"`labels` should be integers. Found {labels.dtype}.")
     log_p = functional.log_softmax(wide(logits), -1).gather(-1, labels.long()[..., None]).squeeze(-1)
     return _weight(-torch.expm1(log_p), gamma), -log_p
 

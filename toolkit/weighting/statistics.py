@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import integer, number
-from toolkit._tensors import INTEGERS, wide
+from toolkit._tensors import floating, integers, shape_of, tensors, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -198,6 +198,8 @@ def ema_normalize(input: Tensor, scale: Tensor, *, decay: float) -> tuple[Tensor
         (tensor([ 0.2646, -0.5291,  1.0582,  0.0529]), tensor(1.8900))
     """
     decay = number("decay", decay, least=0, most=1)
+    floating(input=input)
+    tensors(scale=scale)
     if scale.ndim:
         raise ValueError(f"`scale` should have no dimensions. Found shape {tuple(scale.shape)}.")
     if input.numel() == 0:  # the mean of nothing, NaN, would stay in the scale
@@ -239,13 +241,13 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
         tensor([[ 0.7141, -0.8470,  2.2752,  0.2978]])
     """
     eps = number("eps", eps, above=0)
+    floating(input=input)
+    integers(permutation=permutation)
     if input.ndim < 3 or permutation.shape != input.shape[:1] or math.prod(input.shape[2:]) < 2:
         raise ValueError(
             "`input` and `permutation` should have shapes (N, C, ...) and (N,), with two entries in each channel. "
             f"Found {tuple(input.shape)} and {tuple(permutation.shape)}."
         )
-    if permutation.dtype not in INTEGERS:
-        raise ValueError(f"`permutation` should be integers. Found {permutation.dtype}.")
     x, partner = wide(input), permutation.long()  # bytes would be a mask
     var, mean = torch.var_mean(x, tuple(range(2, x.ndim)), keepdim=True)
     mean, std = stop_gradient((mean, (var + eps).sqrt()), STYLE)
@@ -261,6 +263,7 @@ def mixstyle(input: Tensor, permutation: Tensor, mixing: Tensor | float, *, eps:
 
 def _moments(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the mean and the deviation of each channel, (C,)."""
+    floating(input=x)
     if x.ndim < 2 or x.shape[0] == 0:
         raise ValueError(f"`input` should have shape (N, C, ...) with N > 0. Found {tuple(x.shape)}.")
     eps = number("eps", eps, above=0)
@@ -274,7 +277,7 @@ def _corrections(
     """Return scale and shift of each channel, (C,)."""
     rmax, dmax = number("rmax", rmax, least=1), number("dmax", dmax, least=0)
     for name, running in (("running_mean", running_mean), ("running_std", running_std)):
-        if running.shape != mean.shape:
+        if shape_of(name, running) != mean.shape:
             raise ValueError(
                 f"`{name}` should have one value for each of the {len(mean)} channels. Found {tuple(running.shape)}."
             )

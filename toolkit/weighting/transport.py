@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
-from toolkit._tensors import largest_exponent, wide
+from toolkit._tensors import floating, largest_exponent, shape_of, wide
 from toolkit.blocks import block, stop_recording
 
 __all__ = ["POTENTIALS", "sinkhorn_loss", "sinkhorn_potentials"]
@@ -119,13 +119,12 @@ def _potentials(cost: Tensor, a: Tensor, b: Tensor, epsilon: float, iterations: 
 def _checked(cost: Tensor, a: Tensor | None, b: Tensor | None, epsilon: float) -> tuple[float, Tensor, Tensor, Tensor]:
     """Return the strength, the cost and both weights."""
     epsilon = number("epsilon", epsilon, above=0)
+    floating(cost=cost)
     if cost.ndim < 2 or 0 in cost.shape[-2:]:
         raise ValueError(f"`cost` should have shape (..., N, M) with N, M > 0. Found {tuple(cost.shape)}.")
-    if not cost.is_floating_point():
-        raise ValueError(f"`cost` should be floating-point numbers. Found {cost.dtype}.")
     cost, found = wide(cost), []
     for name, weights, n in (("a", a, cost.shape[-2]), ("b", b, cost.shape[-1])):
-        if weights is not None and weights.shape[-1:] != (n,):
+        if weights is not None and shape_of(name, weights)[-1:] != (n,):
             raise ValueError(f"`{name}` should have {n} entries, as `cost` has. Found {tuple(weights.shape)}.")
         found.append(cost.new_full((n,), 1 / n) if weights is None else wide(weights))
     leading = [tuple(each.shape) for each in (cost[..., 0, 0], found[0][..., 0], found[1][..., 0])]
