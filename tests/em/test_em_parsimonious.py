@@ -297,6 +297,28 @@ def test_every_orthogonal_matrix_has_coordinates(d):
         assert torch.linalg.det(identity + signed) >= 1 - 1e-12
 
 
+@pytest.mark.parametrize("model", ["EVE", "VVE"])
+def test_a_rotation_of_common_axes_never_raises_the_misfit(model):
+    """Of forty orientations at once, of which some turn in full and others only in part."""
+    generator = torch.Generator().manual_seed(0)
+    units = 10.0 ** torch.arange(4, dtype=F64)
+    factors = torch.randn(40, 3, 4, 4, generator=generator, dtype=F64)
+    scatter = factors @ factors.mT * units * units[:, None]
+    counts = torch.rand(40, 3, generator=generator, dtype=F64) + 0.1
+    axes = torch.linalg.qr(torch.randn(40, 1, 4, 4, generator=generator, dtype=F64)).Q
+
+    def misfit(axes):
+        return orientations._misfit(model, counts, orientations._spread_along(scatter, axes))[0]
+
+    for _ in range(12):
+        moved, _ = orientations._rotate(model, counts, scatter, axes)
+        # A fall is at least one of 0, up to the slack of the line search and the errors of the sums.
+        assert (misfit(moved) <= misfit(axes) + 1e-11).all()
+        one = [orientations._rotate(model, *(leaf[i] for leaf in (counts, scatter, axes)))[0] for i in range(40)]
+        torch.testing.assert_close(moved, torch.stack(one), rtol=0, atol=1e-12)
+        axes = moved
+
+
 # --- M-steps ---------------------------------------------------------------------------------------------------------
 
 

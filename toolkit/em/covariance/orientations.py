@@ -172,13 +172,30 @@ def _rotate(model: str, counts: Tensor, scatter: Tensor, axes: Tensor) -> tuple[
     turn = -slopes / torch.maximum(curvatures, math.sqrt(eps) * total[..., None, None])
     longest = turn.abs().amax((-2, -1), keepdim=True)
     turn = turn * (_LONGEST_ROTATION / longest.clamp(min=_LONGEST_ROTATION))
+    # Near the minimum differences of values are rounding, while slopes still tell the direction.
+    bound = value + 10 * eps * scatter.shape[-1] * total
+    size = longest[..., 0, 0]
+    if not is_batched(scatter):
+        # Most steps are taken whole.
+        whole = axes @ cayley(-0.5 * turn)
+        short = ~(_misfit(model, counts, _spread_along(scatter, whole))[0] <= bound).all(-1)
+        if not bool(short.any()):
+            return whole, size
+        if not bool(short.all()):
+            found, part = _line_search(model, counts[short], scatter[short], axes[short], turn[short], bound[short])
+            return whole.index_put((short,), found), size.index_put((short,), part * size[short])
+    found, part = _line_search(model, counts, scatter, axes, turn, bound)
+    return found, part * size
+
+
+def _line_search(
+    model: str, counts: Tensor, scatter: Tensor, axes: Tensor, turn: Tensor, bound: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return axes (..., R, D, D) after the longest part of each turn that does not exceed its bound, and the part."""
     fractions = turn.new_tensor(_FRACTIONS)
     candidates = axes[..., None, :, :] @ cayley(-0.5 * fractions[:, None, None] * turn[..., None, :, :])
     values = _misfit(model, counts, _spread_along(scatter, candidates.flatten(-4, -3)))[0]
     values = values.unflatten(-1, candidates.shape[-4:-2])
-    # Near the minimum differences of values are rounding, while slopes still tell the direction.
-    slack = 10 * eps * scatter.shape[-1] * total
-    acceptable = (values <= (value + slack)[..., None]) | (fractions == 0)
+    acceptable = (values <= bound[..., None]) | (fractions == 0)
     chosen = acceptable.to(torch.uint8).argmax(-1)
-    taken = candidates.take_along_dim(chosen[..., None, None, None], -3)[..., 0, :, :]
-    return taken, fractions[chosen] * longest[..., 0, 0]
+    return candidates.take_along_dim(chosen[..., None, None, None], -3)[..., 0, :, :], fractions[chosen]
