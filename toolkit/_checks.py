@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["broadcasts", "choice", "index", "integer", "level", "number", "real"]
+__all__ = ["broadcasts", "choice", "index", "instance", "integer", "level", "number", "real"]
 
 
 def integer(name: str, value: object, least: int = 1, most: int | None = None) -> int:
@@ -86,6 +86,16 @@ def choice(name: str, value: object, choices: Iterable[str]) -> None:
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
         raise ValueError(f"`{name}` should be one of {', '.join(map(repr, choices))}. Found {value!r}.")
+
+
+def instance(name: str, value: object, kind: type) -> None:
+    """Raise a TypeError unless `value` is of a class; the message names an attribute of it that is."""
+    if not isinstance(value, kind):
+        held = [each for each in ("parameters", "parameters_") if isinstance(getattr(value, each, None), kind)]
+        hint = f" Its `{held[0]}` are." if held else ""
+        raise TypeError(
+            f"`{name}` should be of type {kind.__name__}. Found an object of type {type(value).__name__}.{hint}"
+        )
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

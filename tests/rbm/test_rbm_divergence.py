@@ -706,3 +706,16 @@ def test_an_object_in_place_of_a_machine_or_a_trainer_is_named():
         contrastive_divergence(BernoulliRBM(3), torch.rand(5, 6), steps=1)
     with pytest.raises(TypeError, match=r"`trainer` should be a FusedTrainer. Found an object of type RBM."):
         train(RBM(6, 3), torch.rand(5, 6), epochs=1, learning_rate=0.1, generator=None)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(2.0, "between 0 and 1. Found 2"), (-0.5, "between 0 and 1"), (math.nan, "finite")]
+)
+def test_data_that_binary_units_cannot_have_are_refused(value, message):
+    rbm = RBM(3, 2, generator=torch.Generator().manual_seed(0))
+    data = torch.tensor([[0.0, 1.0, value], [1.0, 0.5, 0.0]])
+    for machine in (rbm, rbm.joint):
+        with pytest.raises(ValueError, match=f"^`data` should be {message}"):
+            contrastive_divergence(machine, data, steps=1)
+        with pytest.raises(ValueError, match=f"^`data` should be {message}"):
+            persistent_contrastive_divergence(machine, data, torch.zeros(2, 3), steps=1)

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit._checks import number
+from toolkit._checks import instance, number
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, Structure, soft_counts, structure_of
 
 __all__ = [
@@ -37,6 +37,9 @@ __all__ = [
     "precisions_cholesky",
     "to_unconstrained",
 ]
+
+# The names of the coordinates of `to_unconstrained`.
+_COORDINATES = ("log_weights", "means", "log_cholesky")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -274,6 +277,7 @@ def to_unconstrained(parameters: GaussianParameters) -> dict[str, Tensor]:
         >>> {name: tuple(value.shape) for name, value in to_unconstrained(two).items()}
         {'log_weights': (2,), 'means': (2, 2), 'log_cholesky': (3,)}
     """
+    instance("parameters", parameters, GaussianParameters)
     log_cholesky = structure_of(parameters.covariance_type).pack(parameters.precisions_cholesky)
     return {"log_weights": parameters.log_weights, "means": parameters.means, "log_cholesky": log_cholesky}
 
@@ -286,23 +290,40 @@ def from_unconstrained(unconstrained: Mapping[str, Tensor], covariance_type: Cov
         covariance_type: The type.
 
     Raises:
-        ValueError: If the type is unknown, or the shapes do not fit together.
+        TypeError: If a coordinate is no tensor.
+        ValueError: If the type is unknown, a coordinate is missing, or the shapes do not fit together.
 
     Example:
         >>> two = {"log_weights": torch.zeros(2), "means": torch.eye(2), "log_cholesky": torch.zeros(2)}
         >>> from_unconstrained(two, "spherical").weights
         tensor([0.5000, 0.5000])
     """
-    means = unconstrained["means"]
+    structure = structure_of(covariance_type)
+    log_weights, means, log_cholesky = _coordinates(unconstrained)
     return GaussianParameters(
-        log_weights=unconstrained["log_weights"].log_softmax(0),
+        log_weights=log_weights.log_softmax(0),
         means=means,
-        precisions_cholesky=structure_of(covariance_type).unpack(unconstrained["log_cholesky"], means.shape[-1]),
+        precisions_cholesky=structure.unpack(log_cholesky, means.shape[-1]),
         covariance_type=covariance_type,
     )
 
 
+def _coordinates(unconstrained: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    instance("unconstrained", unconstrained, Mapping)
+    missing = [name for name in _COORDINATES if name not in unconstrained]
+    if missing:
+        raise ValueError(f"`unconstrained` should have {', '.join(_COORDINATES)}. Found {', '.join(unconstrained)}.")
+    for name in _COORDINATES:
+        if not isinstance(unconstrained[name], Tensor):
+            found = type(unconstrained[name]).__name__
+            raise TypeError(f"`unconstrained['{name}']` should be a tensor. Found {found}.")
+    return tuple(unconstrained[name] for name in _COORDINATES)
+
+
 def check_features(parameters: GaussianParameters, x: Tensor) -> None:
-    """Raise a ValueError unless the samples have as many features as the mixture; one feature would broadcast."""
+    """Raise an error unless the samples have as many features as the mixture; one feature would broadcast."""
+    instance("parameters", parameters, GaussianParameters)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
     if x.ndim != 2 or x.shape[1] != parameters.n_features:
         raise ValueError(f"`x` should have shape (N, {parameters.n_features}). Found {tuple(x.shape)}.")

@@ -449,7 +449,12 @@ class _Coordinates(Generic[F]):
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches of samples and weights, small enough that the derivatives of all log-joints fit the memory."""
-        n_components = self.mixture(self.position).log_joint(self.x[:1]).shape[1]
+        here = self.mixture(self.position)
+        try:
+            n_components = here.log_joint(self.x[:1]).shape[1]
+        except ValueError:
+            here.log_joint(self.x)  # so that the message has the shape of all samples
+            raise
         per_sample = n_components * len(self.position) * (1 + self.x[0].numel())
         size = max(1, _BATCH_NUMBERS // per_sample)
         return zip(self.x.split(size), self.weight.split(size), strict=True)

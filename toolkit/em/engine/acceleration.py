@@ -27,7 +27,7 @@ from toolkit.blocks import no_graph
 from toolkit.em.engine.checks import check_samples
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING, leaders
-from toolkit.em.mixture import Family, e_step
+from toolkit.em.mixture import Family, check_mixture, e_step
 
 __all__ = ["Accelerate", "Climb", "ClimbOptions", "climb", "maximise_likelihood"]
 
@@ -335,6 +335,7 @@ def maximise_posterior(
         sample_weight: As in `maximise_likelihood`.
         batch_size: As in `maximise_likelihood`.
     """
+    check_mixture(start, "start")
     check_samples(x, sample_weight)
     # Weights in float64 make a float64 mean of float32 log-densities.
     weight = x.new_ones(len(x), dtype=torch.float64) if sample_weight is None else sample_weight.double()

@@ -22,13 +22,14 @@ longest, D features, M symbols, K states.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from toolkit._checks import number
+from toolkit._checks import index, instance, number
 from toolkit.blocks import no_graph, stop_recording
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb
 from toolkit.em.engine.coordinates import Layout, flat
@@ -147,6 +148,8 @@ def expected_log_joint(parameters: HMMParameters, x: Tensor, posteriors: Posteri
     Returns:
         Scalar, nats, summed over the (weighted) steps.
     """
+    _check(parameters, x, None)
+    instance("posteriors", posteriors, Posteriors)
     return (
         _expectation(posteriors.start, parameters.log_start)
         + _expectation(posteriors.transitions, parameters.log_transition)
@@ -219,6 +222,8 @@ def m_step(
     References:
         Rabiner, 1989, equations 40 and 52 to 54.
     """
+    _check(parameters, x, None)
+    instance("posteriors", posteriors, Posteriors)
     prior = prior or DirichletPrior()
     new = parameters.emissions.m_step(x, posteriors.states, prior=prior.emission, reg_covar=reg_covar)
     return with_counts(parameters, posteriors.start, posteriors.transitions, new, prior)
@@ -334,7 +339,7 @@ def fit(
         tensor([[0.7500, 0.2500],
                 [0.0000, 1.0000]], dtype=torch.float64)
     """
-    lengths, reg_covar = _check(start, x, lengths), number("reg_covar", reg_covar, least=0)
+    lengths, reg_covar = _check(start, x, lengths, "start"), number("reg_covar", reg_covar, least=0)
     if unknown := set(update) - set("stemc"):
         raise ValueError(f"`update` should have the letters s, t, e, m, c. Found {''.join(sorted(unknown))!r}.")
     prior = prior or DirichletPrior()
@@ -407,6 +412,7 @@ def sample(
     Returns:
         Data, (N, D) or (N,), and states (N,), sequence after sequence.
     """
+    instance("parameters", parameters, HMMParameters)
     lengths = _check_lengths(lengths, None)
     k = parameters.n_states
     if first is None:
@@ -433,7 +439,8 @@ def sample(
 # --- how ---
 
 
-def _check(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None) -> list[int]:
+def _check(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None, name: str = "parameters") -> list[int]:
+    instance(name, parameters, HMMParameters)
     if not isinstance(x, Tensor):
         raise TypeError(f"`x` should be a tensor. Found {type(x).__name__}.")
     if len(x) == 0:
@@ -443,9 +450,14 @@ def _check(parameters: HMMParameters, x: Tensor, lengths: Sequence[int] | None) 
 
 
 def _check_lengths(lengths: Sequence[int] | None, n_steps: int | None) -> list[int]:
-    found = [n_steps or 1] if lengths is None else [int(length) for length in lengths]
+    total = "" if n_steps is None else f" that sum to {n_steps}"
+    each: list[int | None] = [None]
+    with contextlib.suppress(TypeError):  # no sequence
+        each = [n_steps or 1] if lengths is None else [index(length) for length in lengths]
+    found = [length for length in each if length is not None]
+    if len(found) < len(each):
+        raise ValueError(f"`lengths` should be positive integers{total}. Found {lengths!r}.")
     if not found or min(found) < 1 or (n_steps is not None and sum(found) != n_steps):
-        total = "" if n_steps is None else f" that sum to {n_steps}"
         short = found if len(found) < 10 else [*found[:8], "..."]
         raise ValueError(f"`lengths` should be positive integers{total}. Found {short}, which sum to {sum(found)}.")
     return found

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit._checks import integer, number
+from toolkit._checks import instance, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.engine.checks import check_finite, check_floats, check_weights
 from toolkit.em.engine.fused import accumulate, statistics_of
@@ -135,6 +135,7 @@ def online_start(
         >>> online_step(online_start(two, exponent=1.0), x).parameters.means.mT
         tensor([[0.9928, 6.9541]], dtype=torch.float64)
     """
+    instance("parameters", parameters, GaussianParameters)
     exponent = number("exponent", exponent, least=0, most=1)
     least_step = number("least_step", least_step, least=0, most=1)
     offset, burn_in = number("offset", offset, least=0), number("burn_in", burn_in, least=0)
@@ -191,6 +192,7 @@ def online_step(state: OnlineState, x: Tensor, *, sample_weight: Tensor | None =
         >>> online_step(state, torch.tensor([[0.0], [1.0], [6.0], [8.0]])).parameters.means.mT
         tensor([[0.5001, 7.0000]], dtype=torch.float64)
     """
+    instance("state", state, OnlineState)
     batch, weight, log_likelihood = _reduce(state.parameters, x, sample_weight)
     if weight == 0:
         return state
@@ -281,6 +283,7 @@ def incremental_start(
         >>> incremental_step(incremental_start(two), "first batch", x).parameters.means.mT
         tensor([[0.9854, 6.9090]], dtype=torch.float64)
     """
+    instance("parameters", parameters, GaussianParameters)
     burn_in, reg_covar = number("burn_in", burn_in, least=0), number("reg_covar", reg_covar, least=0)
     return IncrementalState(
         parameters=parameters.to(torch.float64),
@@ -323,6 +326,7 @@ def incremental_step(
         >>> state.parameters.means.mT
         tensor([[0.5001, 7.0000]], dtype=torch.float64)
     """
+    instance("state", state, IncrementalState)
     batch, weight, log_likelihood = _reduce(state.parameters, x, sample_weight)
     if weight == 0:
         return state

@@ -28,7 +28,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from toolkit._checks import choice, integer, number
+from toolkit._checks import choice, instance, integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
 from toolkit.em.covariance.models import COVARIANCE_MODELS, CovarianceModel, model_of, n_free_parameters
@@ -36,7 +36,7 @@ from toolkit.em.engine.acceleration import Accelerate, ClimbOptions
 from toolkit.em.engine.restarts import NARROWEST
 from toolkit.em.engine.starts import Init, start
 from toolkit.em.gaussian import GaussianParameters
-from toolkit.em.mixture import Mixture
+from toolkit.em.mixture import Mixture, check_mixture
 from toolkit.em.models._agglomeration import Agglomeration
 from toolkit.em.models.parsimonious import ParsimoniousParameters, check_samples
 from toolkit.em.models.search import Cell, Search, search
@@ -115,6 +115,7 @@ def icl(mixture: Mixture, x: Tensor, n_parameters: int, *, sample_weight: Tensor
         >>> icl(two, x, n_parameters=5) > bic(log_likelihood(two, x).item(), 5, 4)
         True
     """
+    check_mixture(mixture)
     log_joint = mixture.log_joint(x)
     weights = torch.ones_like(log_joint[:, 0]) if sample_weight is None else sample_weight.to(log_joint)
     completed = float(weights @ log_joint.amax(1))
@@ -139,6 +140,7 @@ def spikes(parameters: ParsimoniousParameters, narrowest: float = NARROWEST) -> 
     References:
         McLachlan & Peel, "Finite mixture models", 2000, section 3.10.
     """
+    instance("parameters", parameters, ParsimoniousParameters)
     narrowest = number("narrowest", narrowest, least=0)
     gaussian = parameters.to_gaussian().to(torch.float64)
     least = structure_of(gaussian.covariance_type).narrowest(gaussian.weights, gaussian.precisions_cholesky)

@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from toolkit._checks import choice
 from toolkit.blocks import Block, block, is_blocked, no_graph, stop_gradient
@@ -88,8 +89,8 @@ def contrastive_divergence(
         A scalar, in nats per sample.
 
     Raises:
-        ValueError: If `data` is not (N, V) with N > 0, `steps` is not positive, `energy` is unknown, or `chain`
-            and `temperature` are invalid for `gibbs`.
+        ValueError: If `data` is not (N, V) with N > 0 or not finite, or has values outside of the units' range; if
+            `steps` is not positive, `energy` is unknown, or `chain` and `temperature` are invalid for `gibbs`.
         TypeError: If `rbm` is no machine, or `data` does not have the type of the parameters.
 
     References:
@@ -282,7 +283,10 @@ def _difference(minuend: dict[str, Tensor], subtrahend: dict[str, Tensor]) -> di
 
 
 def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
-    """Return the machine as a function of its parameters; raise unless all `rows` fit its visible units."""
+    """Return the machine as a function of its parameters; raise unless all `rows` fit its visible units.
+
+    The values of `data` are checked as well, but not in compiled code, where reading them would end the graph.
+    """
     if not isinstance(rbm, RBM | Joint):
         raise TypeError(f"`rbm` should be an RBM or a Joint. Found an object of type {type(rbm).__name__}.")
     for argument, value in rows.items():
@@ -292,7 +296,11 @@ def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
             raise ValueError(
                 f"`{argument}` should have shape (N, {rbm.visible.n_columns}) with N > 0. Found {tuple(value.shape)}."
             )
-    return rbm.joint if isinstance(rbm, RBM) else rbm
+    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    if "data" in rows and not is_compiling():
+        with no_graph():
+            joint.visible.check(rows["data"], "data")
+    return joint
 
 
 def persistent_surrogate(
