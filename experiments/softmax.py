@@ -219,12 +219,12 @@ def _fit_synthetic(config: Config, seed: int) -> Run:
     )
 
 
-def _trained_classifier(inputs: Tensor, labels: Tensor, steps: int = 100) -> Callable[[Tensor], Tensor]:
+def _trained_classifier(inputs: Tensor, labels: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the logits of softmax regression after full-batch training; plain torch, nothing random."""
     weight = torch.zeros(inputs.shape[1], 10, dtype=inputs.dtype, requires_grad=True)
     bias = torch.zeros(10, dtype=inputs.dtype, requires_grad=True)
     optimizer = torch.optim.Adam([weight, bias], lr=0.1)
-    for _ in range(steps):
+    for _ in range(100):
         optimizer.zero_grad()
         torch.nn.functional.cross_entropy(inputs @ weight + bias, labels).backward()
         optimizer.step()

@@ -248,14 +248,14 @@ class Search:
             inside = size <= self.radius * (1 - slack)
         return laid_out_as(self.attack.x, torch.where(inside.view(-1, *[1] * (example.dim() - 1)), example, projected))
 
-    def _shorten(self, nearest: Nearest, rounds: int = 5) -> Nearest:
+    def _shorten(self, nearest: Nearest) -> Nearest:
         """Look for the boundary between the clean input and the example, by secants that aim a little beyond it."""
         x, end = self.attack.x.to(wide(self.attack.x)), nearest.example
         way = end.to(x.dtype) - x
         column = (-1, *[1] * (x.dim() - 1))
         low, high = torch.zeros_like(nearest.strength), torch.ones_like(nearest.strength)
         below, above = strength(self.attack, self.attack.model(self.attack.x.clone())), nearest.strength
-        for _ in range(rounds):
+        for _ in range(5):
             with no_graph():
                 crosses = (above > 0) & (below < 0)
             share = torch.where(crosses, below / torch.where(crosses, below - above, 1), 0.5)
