@@ -243,7 +243,7 @@ run(Path(sys.argv[1]), epochs=10**9, every=1)
 def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp_path):
     """Killed while it does little else than writing checkpoints."""
     path = tmp_path / "c"
-    process = start(KILLED, path)
+    process = start(KILLED, path, stdout=subprocess.PIPE)
     try:
         updates = 0
         while updates < 9:
@@ -252,8 +252,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
             with contextlib.suppress(FileNotFoundError, RuntimeError):  # replaced while it is read
                 updates = checkpoint_module.read_checkpoint(path, room="line")[1]["update"]
     finally:
-        process.kill()
-        process.wait()
+        warm.kill(process)
     epochs = checkpoint_module.read_checkpoint(path, room="line")[1]["epoch"] + 2
     assert equal(run(path, epochs=epochs), run(epochs=epochs))
 

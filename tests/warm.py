@@ -102,6 +102,12 @@ def python(executable: str = sys.executable) -> str:
     return str(folder / "python")
 
 
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that writes into a pipe, and wait for its copy, which dies a moment later and closes the pipe."""
+    process.kill()
+    process.communicate()
+
+
 def _end(server: subprocess.Popen[bytes], folder: Path) -> None:
     server.communicate()  # the end of its input is its own
     shutil.rmtree(folder)

@@ -768,9 +768,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
     while not path.exists() or checkpoint_module.read_checkpoint(path, room="adversarial")[1]["update"] < 7:
         assert process.poll() is None
         signal.sigtimedwait([], 0.01)
-    process.kill()
-    process.wait()
-    process.stdout.close()
+    warm.kill(process)
     _, facts = checkpoint_module.read_checkpoint(path, room="adversarial")
     stop = facts["update"] + 8
     settings = {"method": "free", "epochs": 10**5, "average": 0.9}

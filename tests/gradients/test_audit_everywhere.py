@@ -532,7 +532,7 @@ PROGRAMS = {
     "average-in-place": """
         def loss():
             a = A(x)
-            with torch.no_grad():  # listed: in-place changes
+            with torch.no_grad():  # listed: updates older tensors in place
                 for old, new in zip(B.parameters(), A.parameters()):
                     old.lerp_(new, 0.1)
                     old.copy_(0.9 * old + 0.1 * new)
@@ -542,7 +542,7 @@ PROGRAMS = {
     "average-foreach": """
         def loss():
             a = A(x)
-            with torch.no_grad():  # listed: in-place changes
+            with torch.no_grad():  # listed: updates older tensors in place
                 torch._foreach_mul_(list(B.parameters()), 0.9)
                 torch._foreach_add_(list(B.parameters()), list(A.parameters()), alpha=0.1)
             return (a * B(x).detach()).sum()  # opened

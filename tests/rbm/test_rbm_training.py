@@ -443,9 +443,7 @@ def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp
             assert process.poll() is None
             signal.sigtimedwait([], 0.01)
         signal.sigtimedwait([], wait)
-        process.kill()
-        process.wait()
-        process.stdout.close()
+        warm.kill(process)
     _, facts = checkpoint_module.read_checkpoint(path, room="rbm")
     epochs = facts["epoch"] + 2
     run = run_of(rows, TRAINERS["persistent, centred"])
