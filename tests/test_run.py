@@ -6,18 +6,17 @@ killed or split ends with the same bits, one that diverges goes back, and a chec
 
 import contextlib
 import math
-import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import warm
+from interrupted import Stop, answers_of_ranks, start_process, stopping_at
 from torch import Tensor
 from torch.distributed import all_reduce
 
@@ -143,18 +142,6 @@ def run(
     return line
 
 
-class Stop(Exception):
-    pass
-
-
-def stopping_at(update: int) -> Callable[[int, int], None]:
-    def callback(done: int, epoch: int) -> None:
-        if done == update:
-            raise Stop
-
-    return callback
-
-
 def ends(line: Line) -> list[Tensor]:
     """Return all that a run has changed."""
     return [*line.tensors.values(), line.momentum, torch.tensor(line.losses), line.noise.get_state()]
@@ -225,13 +212,6 @@ def test_a_run_that_stopped_early_stays_stopped(tmp_path):
     assert equal(run(tmp_path / "c", epochs=50, best=True, callback=stopping_at(expected.update + 1)), expected)
 
 
-def start(code: str, *arguments: object, **pipes: int) -> subprocess.Popen[str]:
-    tests = Path(__file__).parent
-    lines = f"import sys, torch\nsys.path[:0] = {[str(tests), str(tests.parent)]!r}\ntorch.set_num_threads(1)\n"
-    command = [warm.python(), "-c", lines + code, *map(str, arguments)]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, **pipes)
-
-
 KILLED = """
 from pathlib import Path
 from test_run import run
@@ -243,7 +223,7 @@ run(Path(sys.argv[1]), epochs=10**9, every=1)
 def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp_path):
     """Killed while it does little else than writing checkpoints."""
     path = tmp_path / "c"
-    process = start(KILLED, path, stdout=subprocess.PIPE)
+    process = start_process(__file__, KILLED, path, stdout=subprocess.PIPE)
     try:
         updates = 0
         while updates < 9:
@@ -370,13 +350,10 @@ def test_what_is_suspect_is_looked_at_at_once():
 # --- ranks ----------------------------------------------------------------------------------------------------------
 
 
-def as_rank(rank: int, folder: Path) -> None:
-    """Train as one of two ranks, and write down what came of it."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    group = dist.group.WORLD
-    mine, found = points().tensor_split(2)[rank], {}
+def as_rank(rank: int, world: int, folder: Path) -> dict[str, object]:
+    """Train as one of two ranks."""
+    group = torch.distributed.group.WORLD
+    mine, found = points().tensor_split(world)[rank], {}
     start = (0.0, 0.0) if rank == 0 else (7.0, 7.0)  # those of the first rank count
     found["alone"] = ends(run(rows=mine, group=group, noise=5 + rank, start=start))
     with contextlib.suppress(Stop):
@@ -390,11 +367,7 @@ def as_rank(rank: int, folder: Path) -> None:
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     found["errors"] = errors
-    torch.save(found, folder / f"{rank}.pt")
-    # Not `destroy_process_group`: taking down gloo's threads aborts now and then. When all have written, all is done.
-    while sum(1 for _ in folder.glob("*.pt")) < 2:
-        time.sleep(0.01)
-    os._exit(0)
+    return found
 
 
 # What is wrong on the second rank, and what each is told.
@@ -411,20 +384,11 @@ TOLD = {
     "data of a checkpoint": ("RuntimeError: Rank 1 stopped. ValueError: .* other data", "ValueError: .* other data"),
 }
 
-RANK = """
-from pathlib import Path
-from test_run import as_rank
-as_rank(int(sys.argv[1]), Path(sys.argv[2]))
-"""
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory) -> tuple[list[dict], Path]:
     folder = tmp_path_factory.mktemp("ranks")
-    processes = [start(RANK, rank, folder, stderr=subprocess.PIPE) for rank in range(2)]
-    said = [process.communicate()[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "".join(said)[-3000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)], folder
+    return answers_of_ranks(__file__, 2, folder), folder
 
 
 def test_ranks_train_the_line_of_one_process_on_the_joined_batches(ranks):

@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +23,8 @@ import torch
 import torch.nn.functional as F
 import warm
 from accelerator import ACCELERATOR
-from folders import ROOT, TESTS
+from folders import ROOT
+from interrupted import Stop, answers_of_ranks, start_process, stopping_at
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
@@ -645,18 +645,6 @@ def test_buffers_that_spoil_training_are_refused(name, value):
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    pass
-
-
-def stopping_at(update: int) -> Callable[[int, int], None]:
-    def callback(done: int, epoch: int) -> None:
-        if done == update:
-            raise Stop
-
-    return callback
-
-
 def drifting(x: Tensor, *, generator: torch.Generator) -> Tensor:
     return (x + 0.01 * torch.rand(x.shape, generator=generator, dtype=x.dtype)).clamp(0, 1)
 
@@ -741,8 +729,7 @@ def test_a_run_that_is_finished_returns_at_once(tmp_path):
 
 
 KILLED = """
-import contextlib, sys, torch
-sys.path[:0] = sys.argv[4:]
+import contextlib
 torch.set_num_threads(int(sys.argv[2]))
 from reversed_sums import reversed_sums
 from test_adversarial_trainer import Stateful, run
@@ -752,17 +739,12 @@ with reversed_sums() if sys.argv[3] == "True" else contextlib.nullcontext():
 """
 
 
-def start(code: str, *arguments: object, **pipes: int) -> subprocess.Popen[str]:
-    command = [warm.python(), "-c", code, *map(str, (*arguments, Path(__file__).parent, TESTS, ROOT))]
-    return subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, **pipes)
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="kills without asking")
 def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp_path, request):
     """Killed while it does little else than writing checkpoints; what it would have become is then run in two ways."""
     path = tmp_path / "c"
     rounding = [request.config.getoption(option) for option in ("--torch-threads", "--reversed-sums")]
-    process = start(KILLED, path, *rounding, stdout=subprocess.PIPE)
+    process = start_process(__file__, KILLED, path, *rounding, stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
     while not path.exists() or checkpoint_module.read_checkpoint(path, room="adversarial")[1]["update"] < 7:
@@ -1183,12 +1165,9 @@ class Uneven(nn.Module):
         return self.inner(x)
 
 
-def as_rank(rank: int, world: int, folder: Path) -> None:
-    """Do what is asked of one of several ranks, and write down what came of it."""
-    import torch.distributed as dist
-
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    group = dist.group.WORLD
+def as_rank(rank: int, world: int, folder: Path) -> dict[str, object]:
+    """Train as one of several ranks."""
+    group = torch.distributed.group.WORLD
     found: dict[str, object] = {}
     for name in RANKED:
         model = perceptron(seed=rank)  # the first one's counts
@@ -1231,11 +1210,7 @@ def as_rank(rank: int, world: int, folder: Path) -> None:
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
     found["errors"] = errors
-    torch.save(found, folder / f"{rank}.pt")
-    # Not `destroy_process_group`: taking down gloo's threads aborts now and then. When all have written, all is done.
-    while sum(1 for _ in folder.glob("*.pt")) < world:
-        time.sleep(0.01)
-    os._exit(0)
+    return found
 
 
 def spoilt_later(model: nn.Module, rank: int) -> dict[str, object]:
@@ -1265,24 +1240,10 @@ TOLD = {
     "divergence": ("DivergenceError", "DivergenceError"),
 }
 
-RANK = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[4:]
-import torch
-torch.set_num_threads(1)
-from test_adversarial_trainer import as_rank
-as_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-"""
-
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def ranks(request, tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("ranks")
-    processes = [start(RANK, rank, request.param, folder, stderr=subprocess.PIPE) for rank in range(request.param)]
-    said = [process.communicate()[1] for process in processes]
-    assert all(process.returncode == 0 for process in processes), "".join(said)[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)]
+    return answers_of_ranks(__file__, request.param, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", RANKED)

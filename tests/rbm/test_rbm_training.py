@@ -13,7 +13,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +21,8 @@ import numpy as np
 import pytest
 import torch
 import warm
-from folders import ROOT, TESTS
+from folders import ROOT
+from interrupted import Stop, answers_of_ranks, start_process, stopping_at
 from scipy import sparse
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
@@ -296,18 +296,6 @@ def test_the_mean_of_a_machine_in_half_precision_is_kept_in_single():
 # --- checkpoints ----------------------------------------------------------------------------------------------------
 
 
-class Stop(Exception):
-    pass
-
-
-def stopping_at(update: int) -> Callable[[int, int], None]:
-    def callback(done: int, epoch: int) -> None:
-        if done == update:
-            raise Stop
-
-    return callback
-
-
 TRAINERS: dict[str, dict[str, object]] = {
     "CD": {},
     "persistent, centred": {"chains": torch.zeros(6, H), "offset_rate": 0.1, "weight_decay": 1e-3},
@@ -414,10 +402,7 @@ def test_a_longer_run_averages_its_own_last_part(tmp_path):
 
 
 KILLED = """
-import sys, torch
-sys.path[:0] = sys.argv[2:]
 from test_rbm_training import TRAINERS, rows, run_of
-torch.set_num_threads(1)
 print("ready", flush=True)
 run = run_of(rows, TRAINERS["persistent, centred"])
 run(checkpoint=sys.argv[1], checkpoint_every=1, epochs=10**9, average_from=None, learning_rate=1e-4)
@@ -428,15 +413,9 @@ run(checkpoint=sys.argv[1], checkpoint_every=1, epochs=10**9, average_from=None,
 def test_a_killed_run_leaves_a_whole_checkpoint_and_goes_on_to_the_same_bits(tmp_path):
     """Killed twice, in the second process while it goes on, where it does little else than writing checkpoints."""
     path = tmp_path / "c"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for wait in (0.0037, 0.0191):
         before = path.stat().st_mtime_ns if path.exists() else 0
-        process = subprocess.Popen(
-            [warm.python(), "-c", KILLED, *map(str, (path, Path(__file__).parent, TESTS, ROOT))],
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        process = start_process(__file__, KILLED, path, stdout=subprocess.PIPE)
         assert process.stdout is not None
         process.stdout.readline()
         while not path.exists() or path.stat().st_mtime_ns == before:  # however busy the machine is
@@ -1067,12 +1046,9 @@ def chains_of(options: dict[str, object]) -> Tensor | None:
     return None if "chains" not in options else numbered(M, H).flip(1).double()
 
 
-def as_rank(rank: int, world: int, folder: Path) -> None:
-    """Train as one of several ranks, and write down what it was given and what it got."""
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
-    group = dist.group.WORLD
+def as_rank(rank: int, world: int, folder: Path) -> dict[str, object]:
+    """Train as one of several ranks: the batches that it is given, and the parameters that it gets."""
+    group = torch.distributed.group.WORLD
     assert group is not None
     data = rows()
     mine = data[slice(*ends_of(world)[rank : rank + 2])]
@@ -1126,11 +1102,7 @@ def as_rank(rank: int, world: int, folder: Path) -> None:
             if isinstance(error, DivergenceError):
                 found["after divergence"] = dict(rbm.state_dict())
     found["errors"] = errors
-    torch.save(found, folder / f"{rank}.pt")
-    # Not `destroy_process_group`: taking down gloo's threads aborts now and then. When all have written, all is done.
-    while sum(1 for _ in folder.glob("*.pt")) < world:
-        time.sleep(0.01)
-    os._exit(0)
+    return found
 
 
 def raises_in_the_middle() -> Iterator[Tensor]:
@@ -1155,33 +1127,11 @@ SPOILT: dict[str, Callable[[FusedTrainer, int], dict[str, object]]] = {
     "nothing anywhere": lambda trainer, rank: {"data": rows()[:0]},
 }
 
-RANK = """
-import sys
-from pathlib import Path
-sys.path[:0] = sys.argv[4:]
-import torch
-torch.set_num_threads(1)
-from test_rbm_training import as_rank
-as_rank(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-"""
-
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)], ids="{} ranks".format)
 def ranks(request, tmp_path_factory) -> tuple[list[dict], Path]:
     folder = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    processes = [
-        subprocess.Popen(
-            [warm.python(), "-c", RANK, *map(str, (rank, request.param, folder, Path(__file__).parent, TESTS, ROOT))],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(request.param)
-    ]
-    said = [process.communicate()[1] for process in processes]  # pytest limits its time
-    assert all(process.returncode == 0 for process in processes), "".join(said)[-3000:]
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(request.param)], folder
+    return answers_of_ranks(__file__, request.param, folder), folder
 
 
 @pytest.mark.parametrize("name", RANKED)
