@@ -12,6 +12,7 @@ import calls
 import pytest
 import torch
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit._random import own_generator, seeded_generator, starts_at_random
 
@@ -73,10 +74,6 @@ def _same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(one, other, strict=True))
 
 
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def test_every_public_function_with_a_generator_has_a_call() -> None:
     assert set(NAMES) - set(calls.CALLS) == set()
 
@@ -84,11 +81,11 @@ def test_every_public_function_with_a_generator_has_a_call() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_generator_is_drawn_from_and_nothing_global_is(name: str) -> None:
     before = torch.get_rng_state()
-    generator = _generator(1)
+    generator = seeded(1)
     first = _answer(name, generator=generator)
     assert torch.equal(torch.get_rng_state(), before)
-    assert not torch.equal(generator.get_state(), _generator(1).get_state())
-    assert _same(first, _answer(name, generator=_generator(1)))
+    assert not torch.equal(generator.get_state(), seeded(1).get_state())
+    assert _same(first, _answer(name, generator=seeded(1)))
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TRAINED])
@@ -117,13 +114,13 @@ def test_an_attack_that_is_not_asked_to_draw_draws_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ASKED if "attacks" in ASKED[name]])
 def test_an_evaluation_has_the_same_figures_every_time_unless_told_otherwise(name: str) -> None:
     before = torch.get_rng_state()
-    assert _same(_answer(name, generator=0), _answer(name, generator=_generator(0)))
+    assert _same(_answer(name, generator=0), _answer(name, generator=seeded(0)))
     assert calls.parameters_of(calls.FUNCTIONS[name])["generator"].default == 0
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_own_generators() -> None:
-    given = _generator(3)
+    given = seeded(3)
     assert own_generator(given) is given
     assert seeded_generator(given) is given
     assert seeded_generator(3).initial_seed() == 3
@@ -137,12 +134,12 @@ def test_own_generators() -> None:
 
 @pytest.mark.parametrize(("generator", "restarts", "expected"), [(None, 1, False), (None, 2, True), (0, 1, True)])
 def test_random_starts_that_nobody_decides(generator: int | None, restarts: int, expected: bool) -> None:
-    given = None if generator is None else _generator(generator)
+    given = None if generator is None else seeded(generator)
     assert starts_at_random(None, given, restarts) is expected
 
 
 def test_random_starts_that_are_decided() -> None:
-    assert not starts_at_random(False, _generator(0))
+    assert not starts_at_random(False, seeded(0))
     assert starts_at_random(True, None)
     with pytest.raises(ValueError, match=r"`random_start` should be True for several restarts, .* Found False\."):
-        starts_at_random(False, _generator(0), 2)
+        starts_at_random(False, seeded(0), 2)

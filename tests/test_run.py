@@ -19,6 +19,7 @@ import warm
 from interrupted import Stop, answers_of_ranks, start_process, stopping_at
 from torch import Tensor
 from torch.distributed import all_reduce
+from values import seeded
 
 from toolkit import _checkpoint as checkpoint_module
 from toolkit._checkpoint import fingerprint
@@ -29,14 +30,10 @@ F64 = torch.float64
 N, SIZE = 23, 4  # six batches an epoch, the last one smaller
 
 
-def generator(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def points(seed: int = 7) -> Tensor:
     """Rows (x, y) around the line y = 2 x - 1."""
-    x = torch.randn(N, generator=generator(seed), dtype=F64)
-    return torch.stack([x, 2 * x - 1 + 0.1 * torch.randn(N, generator=generator(seed + 1), dtype=F64)], 1)
+    x = torch.randn(N, generator=seeded(seed), dtype=F64)
+    return torch.stack([x, 2 * x - 1 + 0.1 * torch.randn(N, generator=seeded(seed + 1), dtype=F64)], 1)
 
 
 class Line(Run[Tensor]):
@@ -76,7 +73,7 @@ class Line(Run[Tensor]):
             self.n_batches = math.ceil(len(rows) / SIZE)
         super().__init__(
             course,
-            generator=generator(seed),
+            generator=seeded(seed),
             streams=(noise,),
             settings={"seed": seed, "rate": rate},
             own_settings={"rows": len(rows)},
@@ -137,7 +134,7 @@ def run(
     course = Course(
         epochs=epochs, checkpoint=path, checkpoint_every=every, callback=callback, resumed=resumed, group=group
     )
-    line = Line(course, points() if rows is None else rows, generator(noise), **options)
+    line = Line(course, points() if rows is None else rows, seeded(noise), **options)
     line.train()
     return line
 
@@ -158,10 +155,10 @@ def test_a_run_is_its_steps_one_after_the_other():
     """A loop without the core: the same order, the same noise, and the mean of all iterates at the end."""
     told: list[tuple[int, int]] = []
     found = run(callback=lambda *numbers: told.append(numbers))
-    order, noise = generator(1), generator(5)
+    order, noise = seeded(1), seeded(5)
     line, momentum, iterates = torch.zeros(2, dtype=F64), torch.zeros(2, dtype=F64), []
     for _ in range(3):
-        where = torch.randperm(N, generator=generator(seed_of(order)))
+        where = torch.randperm(N, generator=seeded(seed_of(order)))
         for chosen in where.split(SIZE):
             x, y = (points()[chosen] + 0.01 * torch.randn(len(chosen), 1, generator=noise, dtype=F64)).T
             error = x * line[0] + line[1] - y
@@ -253,7 +250,7 @@ def test_what_differs_from_the_checkpoint_is_named_and_nothing_is_changed(others
     with contextlib.suppress(Stop):
         run(path, callback=None if stop is None else stopping_at(stop))
     before = path.read_bytes()
-    options = {"rows": points(), "noise": generator(5)} | others
+    options = {"rows": points(), "noise": seeded(5)} | others
     line = Line(Course(epochs=3, checkpoint=path), **options)
     with pytest.raises(ValueError, match=r"`checkpoint` should be of the same line, or a new file\. " + message):
         line.train()
@@ -269,7 +266,7 @@ def test_fewer_batches_than_the_checkpoints_are_noticed(tmp_path):
 
     with pytest.raises(Stop):
         run(tmp_path / "c", callback=stopping_at(5))
-    line = Short(Course(epochs=3, checkpoint=tmp_path / "c"), points(), generator(5))
+    line = Short(Course(epochs=3, checkpoint=tmp_path / "c"), points(), seeded(5))
     with pytest.raises(ValueError, match=r"`data` should be those of the checkpoint. Found fewer than its 4 batches"):
         line.train()
 
@@ -294,7 +291,7 @@ def test_a_checkpoint_of_another_kind_or_version_is_refused(tmp_path, monkeypatc
 
 def test_a_line_that_diverges_goes_back_to_the_last_good_one(tmp_path):
     path = tmp_path / "c"
-    line = Line(Course(epochs=40, checkpoint=path, checkpoint_every=60), points(), generator(5))
+    line = Line(Course(epochs=40, checkpoint=path, checkpoint_every=60), points(), seeded(5))
     kept = {}
 
     def spoil(update: int, epoch: int) -> None:
@@ -319,7 +316,7 @@ def test_a_line_that_diverges_goes_back_to_the_last_good_one(tmp_path):
 def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
     with pytest.raises(Stop):
         run(tmp_path / "c", callback=stopping_at(5))
-    line = Line(Course(epochs=3, checkpoint=tmp_path / "c"), points(), generator(5))
+    line = Line(Course(epochs=3, checkpoint=tmp_path / "c"), points(), seeded(5))
     line.course = Course(epochs=3, checkpoint=tmp_path / "c", callback=lambda *_: line.line.fill_(math.nan))
     with pytest.raises(DivergenceError, match=r"`line` is not finite after update 18; after update 4 all was well"):
         line.train()
@@ -328,7 +325,7 @@ def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
 
 
 def test_a_mask_may_have_infinities_and_no_nan():
-    line = Line(Course(epochs=1), points(), generator(5))
+    line = Line(Course(epochs=1), points(), seeded(5))
     line.mask[0] = math.nan
     with pytest.raises(DivergenceError, match=r"`mask` is not finite after update 6; after update 0 all was well"):
         line.train()
@@ -340,7 +337,7 @@ def test_what_is_suspect_is_looked_at_at_once():
         def fault(self) -> tuple[str, str] | None:
             return ("line", "above a million") if self.is_suspect() else super().fault()
 
-    line = Bounded(Course(epochs=40), points(), generator(5), rate=20.0)
+    line = Bounded(Course(epochs=40), points(), seeded(5), rate=20.0)
     with pytest.raises(DivergenceError, match="`line` is above a million after update") as found:
         line.train()
     assert found.value.update < 50
@@ -393,12 +390,12 @@ def ranks(tmp_path_factory) -> tuple[list[dict], Path]:
 
 def test_ranks_train_the_line_of_one_process_on_the_joined_batches(ranks):
     parts = points().tensor_split(2)
-    orders, noises = [generator(1) for _ in parts], [generator(5 + rank) for rank in range(2)]
+    orders, noises = [seeded(1) for _ in parts], [seeded(5 + rank) for rank in range(2)]
     line, momentum, iterates = torch.zeros(2, dtype=F64), torch.zeros(2, dtype=F64), []
     for _ in range(3):
         epoch = []
         for rows, order, noise in zip(parts, orders, noises, strict=True):
-            where = torch.randperm(len(rows), generator=generator(seed_of(order)))
+            where = torch.randperm(len(rows), generator=seeded(seed_of(order)))
             draws = lambda n, noise=noise: 0.01 * torch.randn(n, 1, generator=noise, dtype=F64)  # noqa: E731
             epoch.append([rows[chosen] + draws(len(chosen)) for chosen in where.split(SIZE)])
         for joined in map(torch.cat, zip(*epoch, strict=True)):

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from accelerator import ACCELERATOR
 from torch import Tensor
+from values import seeded
 
 from toolkit.adversarial.augmentation import random_crop_flip
 
@@ -16,10 +17,6 @@ DEVICES = [
     "cpu",
     pytest.param(ACCELERATOR, marks=pytest.mark.gpu),
 ]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def every_window(image: Tensor, padding: int, flip: bool) -> list[Tensor]:

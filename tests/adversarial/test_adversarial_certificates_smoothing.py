@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from scipy.stats import binom, norm
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit.adversarial.certificates import distance_linear
 from toolkit.adversarial.certificates.smoothing import certify_smoothing
@@ -16,10 +17,6 @@ WEIGHT = torch.tensor([[1.0, -2.0, 0.5], [0.0, 0.5, -1.0]], dtype=torch.float64)
 BIAS = torch.tensor([0.3, 0.0], dtype=torch.float64)
 LINEAR = partial(F.linear, weight=WEIGHT, bias=BIAS)
 X = torch.tensor([[0.5, 0.1, 0.2], [0.1, 0.7, 0.3], [0.9, 0.2, 0.6], [0.2, 0.9, 0.1]], dtype=torch.float64)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def test_radius_of_a_linear_classifier_is_its_distance_and_the_bound_stays_below() -> None:

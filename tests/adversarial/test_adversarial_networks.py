@@ -11,6 +11,7 @@ from accelerator import ACCELERATOR
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from values import seeded
 
 from toolkit.adversarial.networks import Normalize, mlp, preactivation_resnet18, small_cnn
 
@@ -18,10 +19,6 @@ DEVICES = [
     "cpu",
     pytest.param(ACCELERATOR, marks=pytest.mark.gpu),
 ]
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 NETWORKS: dict[str, tuple[Callable[..., nn.Sequential], tuple[int, ...]]] = {

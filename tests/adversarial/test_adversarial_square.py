@@ -11,6 +11,7 @@ import torch
 from test_adversarial import MODES, fragile, snapshot
 from test_adversarial_minimal import ORDERS, distance, linear_model
 from torch import Tensor
+from values import seeded
 
 from toolkit import unblock
 from toolkit.adversarial.attacks import square as module
@@ -20,10 +21,6 @@ from toolkit.adversarial.certificates.linear import certify_linear, distance_lin
 
 every_norm = pytest.mark.parametrize("norm", ORDERS)
 EPSILON = {"linf": 0.1, "l2": 0.4, "l1": 1.0}
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def images(n: int = 12, channels: int = 2) -> Tensor:

@@ -6,7 +6,8 @@ from functools import partial
 import pytest
 import torch
 from contract import BlockCase, finite_differences
-from torch import Tensor, nn
+from torch import nn
+from values import doubles
 
 from toolkit import compare, unblock
 from toolkit.bilevel import (
@@ -27,19 +28,14 @@ from toolkit.bilevel import (
 )
 from toolkit.gradients.field import field_jacobian
 
-
-def _vector(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 # Inner loss (w - a)^T A (w - a) / 2, outer loss (w - b)^T B (w - b) / 2.
-A, B = _vector(2, 0.5, 0.5, 0.7).view(2, 2), _vector(1, -0.2, -0.2, 1.5).view(2, 2)
-INNER, OUTER = _vector(1, -0.3), _vector(-0.4, 0.8)
+A, B = doubles(2, 0.5, 0.5, 0.7).view(2, 2), doubles(1, -0.2, -0.2, 1.5).view(2, 2)
+INNER, OUTER = doubles(1, -0.3), doubles(-0.4, 0.8)
 RATE, STRENGTH = 0.3, 1.5
 
 
 def _start():
-    return {"w": _vector(0.6, 0.9).requires_grad_()}
+    return {"w": doubles(0.6, 0.9).requires_grad_()}
 
 
 def _quadratic(matrix, centre, w):
@@ -90,8 +86,8 @@ def _imaml_slope(p):
 
 
 # Ridge regression: the validation loss by the logarithm of the penalty.
-X, Y = _vector(1, 0.2, 0.3, -1, 0.5, 0.7).view(3, 2), _vector(0.4, -0.9, 1.1)
-X_VAL, Y_VAL = _vector(0.8, -0.5, -0.2, 1.2).view(2, 2), _vector(0.3, 0.6)
+X, Y = doubles(1, 0.2, 0.3, -1, 0.5, 0.7).view(3, 2), doubles(0.4, -0.9, 1.1)
+X_VAL, Y_VAL = doubles(0.8, -0.5, -0.2, 1.2).view(2, 2), doubles(0.3, 0.6)
 
 
 def _penalty():
@@ -129,11 +125,11 @@ def _newton(p):
 
 
 # A step towards the root of a w^2 + w - b from a point that is none.
-UNFINISHED = _vector(0.5, -1.4)
+UNFINISHED = doubles(0.5, -1.4)
 
 
 def _coefficients():
-    return {"a": _vector(1.2, 0.7).requires_grad_(), "b": _vector(0.9, 0.4).requires_grad_()}
+    return {"a": doubles(1.2, 0.7).requires_grad_(), "b": doubles(0.9, 0.4).requires_grad_()}
 
 
 def _unfinished(p):
@@ -214,10 +210,10 @@ def _peers_reptile(p, c):
 
 
 PEER_CASES = {
-    "maml": ({"w": _vector(0.6, 0.9)}, {"A": A, "B": B, "a": INNER, "b": OUTER}, _peers_maml),
-    "reptile": ({"w": _vector(0.6, 0.9)}, {"A": A, "a": INNER}, _peers_reptile),
+    "maml": ({"w": doubles(0.6, 0.9)}, {"A": A, "B": B, "a": INNER, "b": OUTER}, _peers_maml),
+    "reptile": ({"w": doubles(0.6, 0.9)}, {"A": A, "a": INNER}, _peers_reptile),
     "newton_step": (
-        {"a": _vector(1.2, 0.7), "b": _vector(0.9, 0.4)},
+        {"a": doubles(1.2, 0.7), "b": doubles(0.9, 0.4)},
         {"w": UNFINISHED},
         lambda p, c: newton_step(lambda w: p["a"] * w**2 + w - p["b"], c["w"]).square().sum(),
     ),
@@ -324,7 +320,7 @@ def test_the_graph_of_blocked_steps_is_not_kept():
 
 @pytest.mark.parametrize("opened", [(), (INNER_GRADIENT,)])
 def test_learned_step_sizes_have_a_gradient(opened):
-    p, rates = _start(), {"w": _vector(0.3, 0.1).requires_grad_()}
+    p, rates = _start(), {"w": doubles(0.3, 0.1).requires_grad_()}
     with unblock(*opened):
         value = _outer(adapt(_inner, p, steps=1, step_size=rates))
         (found,) = torch.autograd.grad(value, rates["w"])
@@ -335,7 +331,7 @@ def test_learned_step_sizes_have_a_gradient(opened):
 
 def test_first_order_maml_is_the_gradient_of_no_loss():
     """The Jacobian of its field, B (I - rate A)^k, is symmetric only where A and B commute."""
-    p, steep = _start(), _vector(1, 0.9, 0.9, 1.5).view(2, 2)
+    p, steep = _start(), doubles(1, 0.9, 0.9, 1.5).view(2, 2)
 
     def loss():
         return _quadratic(steep, OUTER, adapt(_inner, p, steps=3, step_size=RATE)["w"])
@@ -479,8 +475,8 @@ def test_a_gradient_that_would_be_lost_is_refused():
 
 
 def test_a_saddle_is_no_minimum_and_says_so():
-    a = _vector(1.0, 2.0).requires_grad_()
-    w = implicit_minimum(lambda w, a: ((w - a) ** 2 * _vector(-1, -3)).sum(), _vector(1, 2), a)
+    a = doubles(1.0, 2.0).requires_grad_()
+    w = implicit_minimum(lambda w, a: ((w - a) ** 2 * doubles(-1, -3)).sum(), doubles(1, 2), a)
     with pytest.warns(ConvergenceWarning, match="The linear solver of an implicit gradient did not converge"):
         w.sum().backward()
 

@@ -7,20 +7,16 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from contract import BlockCase
-from torch import Tensor, nn
+from torch import nn
+from values import doubles
 
 from toolkit import unblock
 from toolkit.bilevel import FIXED_POINT, ConvergenceWarning, equilibrium, fixed_point, phantom
 from toolkit.gradients.field import field_jacobian
 from toolkit.gradients.memory import measure_memory
 
-
-def _vector(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 # z = tanh(W z + b) for two samples, each with its own b; the loss is c z + z^2 / 2.
-C = _vector(1, -2)
+C = doubles(1, -2)
 START = torch.zeros(2, 2).double()
 TIGHT = partial(fixed_point, tolerance=1e-14, max_steps=60)
 PLAIN = partial(fixed_point, tolerance=0, max_steps=60, memory=0)
@@ -28,8 +24,8 @@ PLAIN = partial(fixed_point, tolerance=0, max_steps=60, memory=0)
 
 def _parameters():
     return {
-        "W": _vector(0.5, -0.3, 0.2, 0.4).view(2, 2).requires_grad_(),
-        "b": _vector(0.3, -0.6, -0.1, 0.8).view(2, 2).requires_grad_(),
+        "W": doubles(0.5, -0.3, 0.2, 0.4).view(2, 2).requires_grad_(),
+        "b": doubles(0.3, -0.6, -0.1, 0.8).view(2, 2).requires_grad_(),
     }
 
 

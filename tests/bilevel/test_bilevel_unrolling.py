@@ -5,21 +5,16 @@ from functools import partial
 import pytest
 import torch
 from contract import BlockCase, finite_differences
-from torch import Tensor
+from values import doubles
 
 from toolkit import unblock
 from toolkit.bilevel import EARLY_STEPS, STATE, randomly_truncated_scan, truncated_scan, unroll
 from toolkit.gradients.memory import measure_memory
 
-
-def _vector(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
-
-
 # --- ridge regression by gradient descent ------------------------------------------------------------------------
 
-X, Y = _vector(1, 0.2, 0.3, -1, 0.5, 0.7).view(3, 2), _vector(0.4, -0.9, 1.1)
-X_VAL, Y_VAL = _vector(0.8, -0.5, -0.2, 1.2).view(2, 2), _vector(0.3, 0.6)
+X, Y = doubles(1, 0.2, 0.3, -1, 0.5, 0.7).view(3, 2), doubles(0.4, -0.9, 1.1)
+X_VAL, Y_VAL = doubles(0.8, -0.5, -0.2, 1.2).view(2, 2), doubles(0.3, 0.6)
 RATE, STEPS = 0.3, 20
 
 
@@ -57,7 +52,7 @@ def _hypergradient(attached, steps=STEPS):
 
 # --- h = tanh(a h + x) -------------------------------------------------------------------------------------------
 
-INPUTS, FIRST = _vector(0.5, -1, 0.3, 0.9, -0.4, 0.7), _vector(0.2)[0]
+INPUTS, FIRST = doubles(0.5, -1, 0.3, 0.9, -0.4, 0.7), doubles(0.2)[0]
 
 
 def _recurrent():
@@ -252,7 +247,7 @@ def test_a_slope_that_is_not_finite_ends_at_a_cut():
     """A factor of 0 is a cut, not a product with 0."""
     a = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
     first = torch.zeros(()).double()
-    _, outputs = truncated_scan(lambda h, x: ((a * h).sqrt(), a * x + h), first, _vector(1, 2), every=1)
+    _, outputs = truncated_scan(lambda h, x: ((a * h).sqrt(), a * x + h), first, doubles(1, 2), every=1)
     assert torch.autograd.grad(outputs.sum(), a)[0].item() == 3
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from contract import BlockCase
 from torch.func import hessian, jacrev
+from values import leaves
 
 from toolkit import unblock
 from toolkit.curvature import (
@@ -23,10 +24,6 @@ from toolkit.curvature import (
 
 def draw(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def leaves(**values):
-    return lambda: {name: value.clone().requires_grad_() for name, value in values.items()}
 
 
 # --- a network with two weights, whose derivatives are written by hand ------------------------------------------------

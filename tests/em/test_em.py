@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from sklearn.mixture import GaussianMixture
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, vmap
+from values import seeded
 
 from experiments.em import Config, distribution, principal_components, run
 from toolkit import datasets, unblock
@@ -52,13 +53,9 @@ F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def samples(n: int = 60, d: int = 3, k: int = 3, seed: int = 0) -> Tensor:
     """Draw overlapping clusters with correlated features."""
-    g = generator(seed)
+    g = seeded(seed)
     mixing = torch.randn(k, d, d, generator=g, dtype=F64) * 0.5 + torch.eye(d, dtype=F64)
     centres = 1.5 * torch.randn(k, d, generator=g, dtype=F64)
     labels = torch.randint(k, (n,), generator=g)
@@ -68,7 +65,7 @@ def samples(n: int = 60, d: int = 3, k: int = 3, seed: int = 0) -> Tensor:
 
 def mixture(kind: str, d: int = 3, k: int = 3, seed: int = 1) -> GaussianParameters:
     """Return a mixture that is symmetric in nothing."""
-    g = generator(seed)
+    g = seeded(seed)
     shapes = {"full": (k, d * (d + 1) // 2), "tied": (d * (d + 1) // 2,), "diag": (k, d), "spherical": (k,)}
     leaves = {"log_weights": (k,), "means": (k, d), "log_cholesky": shapes[kind]}
     scales = {"log_weights": 1.0, "means": 1.5, "log_cholesky": 0.4}
@@ -170,7 +167,7 @@ BLOCK_CASES: list[BlockCase] = [
 @pytest.mark.parametrize("data", ["iris", "digits"])
 def test_fishers_identity_on_real_data(data, stage, kind):
     x = datasets.iris().inputs if data == "iris" else principal_components(datasets.digits().inputs, 4)[:300]
-    parameters = start(x, 3, covariance_type=kind, generator=generator())
+    parameters = start(x, 3, covariance_type=kind, generator=seeded())
     for _ in range(stage):
         parameters, _ = em_step(parameters, x, reg_covar=1e-6)
     leaves = to_unconstrained(parameters)
@@ -199,7 +196,7 @@ def test_open_surrogate_is_likelihood_minus_entropy(kind):
 @pytest.mark.portable
 def test_maximum_of_the_likelihood_is_no_fixed_point_without_the_block():
     x = datasets.iris().inputs
-    maximum = to_unconstrained(settled(fit(x, 3, reg_covar=0, generator=generator()).parameters, x))
+    maximum = to_unconstrained(settled(fit(x, 3, reg_covar=0, generator=seeded()).parameters, x))
 
     def size() -> float:
         slopes = gradient_of(lambda values: surrogate(from_unconstrained(values, "full"), x), maximum)
@@ -238,7 +235,7 @@ def test_hessian_of_blocked_surrogate_is_short_of_louis_term(kind):
 
 def test_jacobian_of_the_open_em_map_is_the_rate_of_convergence():
     x = samples(200, 1, 2, seed=3)
-    found = fit(x, 2, covariance_type="tied", reg_covar=0, generator=generator())
+    found = fit(x, 2, covariance_type="tied", reg_covar=0, generator=seeded())
     leaves = to_unconstrained(settled(found.parameters, x))
     sizes = [leaf.numel() for leaf in leaves.values()]
 
@@ -378,7 +375,7 @@ def test_m_step_is_a_stationary_maximum_of_the_surrogate(kind):
         return (responsibilities * log_joint_by_torch(kind, x, values)).sum(-1).mean()
 
     assert all(slope.abs().max() < 1e-13 for slope in gradient_of(q, leaves).values())
-    g = generator(5)
+    g = seeded(5)
     for _ in range(20):
         nearby = {
             name: value + 0.05 * torch.randn(value.shape, generator=g, dtype=F64) for name, value in leaves.items()
@@ -463,8 +460,8 @@ def test_step_in_float32_keeps_the_likelihood(kind):
 @pytest.mark.parametrize("offset", [1e2, 1e4, 1e6])
 def test_offset_of_the_data_costs_nothing(offset, kind):
     x = (samples(300, 3, 2) * 2**20).round() / 2**20  # so that adding the offset does not round
-    first = start(x, 2, covariance_type=kind, reg_covar=0, generator=generator())
-    moved = start(x + offset, 2, covariance_type=kind, reg_covar=0, generator=generator())
+    first = start(x, 2, covariance_type=kind, reg_covar=0, generator=seeded())
+    moved = start(x + offset, 2, covariance_type=kind, reg_covar=0, generator=seeded())
     here = fit(x, 2, covariance_type=kind, init=first, reg_covar=0, max_iter=30, tol=0)
     there = fit(x + offset, 2, covariance_type=kind, init=moved, reg_covar=0, max_iter=30, tol=0)
     assert abs(here.log_likelihood - there.log_likelihood) < 1e-10
@@ -477,9 +474,9 @@ def test_offset_of_the_data_costs_nothing(offset, kind):
 def test_scale_of_the_data_only_shifts_the_likelihood(scale, kind):
     x = samples(300, 3, 2)
     options = {"covariance_type": kind, "reg_covar": 0, "max_iter": 30, "tol": 0}
-    here = fit(x, 2, init=start(x, 2, covariance_type=kind, reg_covar=0, generator=generator()), **options)
+    here = fit(x, 2, init=start(x, 2, covariance_type=kind, reg_covar=0, generator=seeded()), **options)
     there = fit(
-        scale * x, 2, init=start(scale * x, 2, covariance_type=kind, reg_covar=0, generator=generator()), **options
+        scale * x, 2, init=start(scale * x, 2, covariance_type=kind, reg_covar=0, generator=seeded()), **options
     )
     assert abs(here.log_likelihood - 3 * math.log(scale) - there.log_likelihood) < 1e-10
 
@@ -487,8 +484,8 @@ def test_scale_of_the_data_only_shifts_the_likelihood(scale, kind):
 def test_constant_feature_is_regularised_or_named():
     x = torch.cat([samples(50, 2, 2), torch.full((50, 1), 3.0, dtype=F64)], 1)
     with pytest.raises(ValueError, match="singular"):
-        fit(x, 2, reg_covar=0, generator=generator())
-    found = fit(x, 2, reg_covar=1e-6, generator=generator())
+        fit(x, 2, reg_covar=0, generator=seeded())
+    found = fit(x, 2, reg_covar=1e-6, generator=seeded())
     assert torch.allclose(found.parameters.covariances[:, 2, 2], torch.tensor(1e-6, dtype=F64))
 
 
@@ -503,7 +500,7 @@ def test_same_steps_give_scikit_learns_likelihood(data, kind):
         "wine": lambda: datasets.wine().inputs,
         "digits": lambda: principal_components(datasets.digits().inputs, 8)[:600],
     }[data]()
-    first = start(x, 4, covariance_type=kind, generator=generator())
+    first = start(x, 4, covariance_type=kind, generator=seeded())
     ours = fit(x, 4, covariance_type=kind, init=first, max_iter=20, tol=0, accelerate="none")
     theirs = GaussianMixture(
         4,
@@ -529,9 +526,7 @@ MCLUST_BIC = {"full": (-580.8396, 44), "tied": (-632.9647, 24), "diag": (-744.63
 
 @every_type
 def test_iris_reaches_the_published_maximum(kind):
-    found = fit(
-        datasets.iris().inputs, 3, covariance_type=kind, tol=1e-10, n_init=3, reg_covar=0, generator=generator()
-    )
+    found = fit(datasets.iris().inputs, 3, covariance_type=kind, tol=1e-10, n_init=3, reg_covar=0, generator=seeded())
     published, n_parameters = MCLUST_BIC[kind]
     bic = 2 * 150 * found.log_likelihood - n_parameters * math.log(150)
     assert published <= bic < published + 1.0
@@ -548,7 +543,7 @@ def test_iris_reaches_the_published_maximum(kind):
 )
 def test_likelihood_never_falls(seed, kind, d, k, offset):
     x = samples(80, d, k, seed) + offset
-    parameters = start(x, k, covariance_type=kind, init="random_from_data", generator=generator(seed))
+    parameters = start(x, k, covariance_type=kind, init="random_from_data", generator=seeded(seed))
     values = []
     for _ in range(15):
         try:
@@ -561,7 +556,7 @@ def test_likelihood_never_falls(seed, kind, d, k, offset):
 
 def test_history_belongs_to_the_parameters():
     x = samples(200, 2, 2)
-    first = start(x, 2, covariance_type="full", generator=generator())
+    first = start(x, 2, covariance_type="full", generator=seeded())
     options = {"covariance_type": "full", "init": first, "accelerate": "none"}
     whole = fit(x, 2, max_iter=9, tol=0, **options)
     for n_iter, value in enumerate(whole.history):
@@ -575,7 +570,7 @@ def test_history_belongs_to_the_parameters():
 
 def test_a_step_that_lowers_the_likelihood_is_not_taken():
     x = samples(200, 2, 2)
-    maximum = fit(x, 2, tol=1e-12, reg_covar=0, generator=generator())
+    maximum = fit(x, 2, tol=1e-12, reg_covar=0, generator=seeded())
     found = fit(x, 2, init=maximum.parameters, reg_covar=0.5, accelerate="none")
     assert (found.converged, found.n_iter) == (True, 0)
     assert found.log_likelihood == pytest.approx(maximum.log_likelihood, abs=1e-12)
@@ -585,11 +580,11 @@ def test_a_step_that_lowers_the_likelihood_is_not_taken():
 def test_restarts_keep_the_best():
     x = principal_components(datasets.digits().inputs, 4)[:300]
     g, options = (
-        generator(),
+        seeded(),
         {"covariance_type": "diag", "init": "random_from_data", "max_iter": 30, "accelerate": "none"},
     )
     alone = [fit(x, 6, generator=g, **options).log_likelihood for _ in range(4)]
-    together = fit(x, 6, n_init=4, generator=generator(), **options)
+    together = fit(x, 6, n_init=4, generator=seeded(), **options)
     assert len(set(alone)) > 1
     assert together.log_likelihood == pytest.approx(max(alone), abs=1e-12)
 
@@ -597,7 +592,7 @@ def test_restarts_keep_the_best():
 @pytest.mark.parametrize("init", ["kmeans", "k-means++", "random_from_data"])
 def test_starts(init):
     x = samples(90, 2, 3).float()
-    first, again = (start(x, 3, covariance_type="full", init=init, generator=generator(4)) for _ in range(2))
+    first, again = (start(x, 3, covariance_type="full", init=init, generator=seeded(4)) for _ in range(2))
     assert difference(first, again) == 0
     assert torch.isclose(first.weights.sum(), torch.tensor(1.0, dtype=F64))
     nearest = torch.cdist(x.double(), first.means).argmin(1)
@@ -612,15 +607,15 @@ def test_starts(init):
 
 def test_far_clusters_are_each_given_a_mean():
     x = torch.cat([samples(30, 2, 1, seed) + 1000 * seed for seed in range(4)])
-    first = start(x, 4, covariance_type="diag", init="k-means++", generator=generator())
+    first = start(x, 4, covariance_type="diag", init="k-means++", generator=seeded())
     assert sorted((first.means[:, 0] / 1000).round().tolist()) == [0, 1, 2, 3]
 
 
 def test_more_components_than_distinct_samples():
     x = torch.tensor([[0.0, 1.0], [4.0, 9.0]], dtype=F64).repeat(20, 1)
-    found = fit(x, 3, covariance_type="diag", reg_covar=1e-3, generator=generator())
+    found = fit(x, 3, covariance_type="diag", reg_covar=1e-3, generator=seeded())
     assert found.log_likelihood == pytest.approx(-math.log(2) - math.log(2 * math.pi * 1e-3))
-    assert start(x, 3, covariance_type="diag", generator=generator()).weights.min() == pytest.approx(1 / 41)
+    assert start(x, 3, covariance_type="diag", generator=seeded()).weights.min() == pytest.approx(1 / 41)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
@@ -628,7 +623,7 @@ def test_repeated_samples_are_not_two_means(weighted):
     x = samples(5, 2, 1).repeat_interleave(20, 0)
     weights = torch.linspace(0, 1, len(x), dtype=F64) if weighted else None
     for seed in range(10):
-        options = {"covariance_type": "tied", "init": "random_from_data", "generator": generator(seed)}
+        options = {"covariance_type": "tied", "init": "random_from_data", "generator": seeded(seed)}
         assert len(start(x, 4, sample_weight=weights, **options).means.unique(dim=0)) == 4
         assert len(start_missing(x, 4, sample_weight=weights, **options).means.unique(dim=0)) == 4
 
@@ -640,7 +635,7 @@ def test_repeated_samples_are_not_two_means(weighted):
 def test_a_factor_of_all_weights_changes_no_fit(find, scale):
     x = torch.cat([samples(20, 2, 1), samples(20, 2, 2) + 2])
     plain, scaled = (
-        find(x, 2, sample_weight=torch.full((40,), factor, dtype=F64), generator=generator()) for factor in (1, scale)
+        find(x, 2, sample_weight=torch.full((40,), factor, dtype=F64), generator=seeded()) for factor in (1, scale)
     )
     assert scaled.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-5)  # ten times `tol`
 
@@ -650,20 +645,20 @@ def test_a_factor_of_all_weights_changes_no_fit(find, scale):
 @pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
 def test_fit_on_a_gpu_is_the_fit_on_the_cpu(dtype, kind):
     x = samples(5000, 4, 3).to(dtype)
-    first = start(x, 3, covariance_type=kind, generator=generator())
+    first = start(x, 3, covariance_type=kind, generator=seeded())
     here = fit(x, 3, covariance_type=kind, init=first, max_iter=20, tol=0)
     there = fit(
         x.to(ACCELERATOR), 3, covariance_type=kind, init=first.to(torch.device(ACCELERATOR)), max_iter=20, tol=0
     )
     assert there.parameters.means.device.type == ACCELERATOR
     assert abs(here.log_likelihood - there.log_likelihood) < (1e-5 if dtype == torch.float32 else 1e-10)
-    assert math.isfinite(fit(x.to(ACCELERATOR), 3, covariance_type=kind, generator=generator()).log_likelihood)
+    assert math.isfinite(fit(x.to(ACCELERATOR), 3, covariance_type=kind, generator=seeded()).log_likelihood)
 
 
 def test_randomness_is_the_generators_alone():
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    one, other = (fit(samples(), 3, generator=generator(seed)).history for seed in (0, 0))
+    one, other = (fit(samples(), 3, generator=seeded(seed)).history for seed in (0, 0))
     assert one == other
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -671,7 +666,7 @@ def test_randomness_is_the_generators_alone():
 @pytest.mark.parametrize("n_components", [1, 60])
 def test_as_few_and_as_many_components_as_can_be(n_components):
     x = samples(60, 2, 2)
-    found = fit(x, n_components, covariance_type="diag", reg_covar=1e-3, generator=generator())
+    found = fit(x, n_components, covariance_type="diag", reg_covar=1e-3, generator=seeded())
     assert math.isfinite(found.log_likelihood)
     if n_components == 1:
         assert torch.allclose(found.parameters.means[0], x.mean(0))
@@ -681,8 +676,8 @@ def test_as_few_and_as_many_components_as_can_be(n_components):
 def test_singular_spikes_are_named_without_regularisation():
     x = samples(1, 2, 1).repeat(20, 1)
     with pytest.raises(ValueError, match="positive definite"):
-        fit(x, 2, reg_covar=0, generator=generator())
-    assert fit(x, 2, reg_covar=1e-3, generator=generator()).parameters.means[0].tolist() == pytest.approx(x[0].tolist())
+        fit(x, 2, reg_covar=0, generator=seeded())
+    assert fit(x, 2, reg_covar=1e-3, generator=seeded()).parameters.means[0].tolist() == pytest.approx(x[0].tolist())
 
 
 X = samples()
@@ -709,7 +704,7 @@ BAD = {
 def test_bad_arguments(name):
     x, options, error, message = BAD[name]
     with pytest.raises(error, match=message):
-        fit(x, **{"n_components": 3, "generator": generator(), **options})
+        fit(x, **{"n_components": 3, "generator": seeded(), **options})
 
 
 # --- the experiment --------------------------------------------------------------------------------------------------

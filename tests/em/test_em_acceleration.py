@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from torch import Tensor
+from values import seeded
 
 from toolkit import datasets
 from toolkit.em import (
@@ -35,13 +36,9 @@ every_method = pytest.mark.parametrize("method", METHODS)
 accelerated = pytest.mark.parametrize("method", METHODS[1:])
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def clusters(n: int, d: int, k: int, spread: float, seed: int) -> Tensor:
     """Draw clusters with covariances of their own, whose means are `spread` wide."""
-    g = generator(seed)
+    g = seeded(seed)
     centres = spread * torch.randn(k, d, generator=g, dtype=F64)
     mixing = torch.eye(d, dtype=F64) + 0.3 * torch.randn(k, d, d, generator=g, dtype=F64)
     labels = torch.randint(k, (n,), generator=g)
@@ -70,7 +67,7 @@ def gaussian(x: Tensor, first: GaussianParameters, **options) -> Climb[GaussianP
 
 
 def first_of(x: Tensor, k: int, kind: str = "full", seed: int = 0) -> GaussianParameters:
-    return start(x, k, covariance_type=kind, generator=generator(seed))
+    return start(x, k, covariance_type=kind, generator=seeded(seed))
 
 
 def linear(rates: Tensor, *, fail: Callable[[Tensor], None] = lambda x: None):
@@ -113,7 +110,7 @@ def evaluations_to(height: float, **options) -> tuple[int, Climb[PoissonMixture]
 # Anderson remembers eight points, and looks as long for a gain. Rounding errors change how often a jump at the maximum
 # is taken: the climbs from 5 starts with 40 orders of the samples each ended 6 to 11 evaluations after the maximum.
 TO_NOTICE = 14
-orders = [range(10), *(torch.randperm(10, generator=generator(seed)).tolist() for seed in range(9))]
+orders = [range(10), *(torch.randperm(10, generator=seeded(seed)).tolist() for seed in range(9))]
 
 
 @pytest.mark.portable
@@ -151,7 +148,7 @@ def test_hasselblad_from_elsewhere(start_at, most):
 
 # data, components, most evaluations to within 1e-9 nats of the maximum: by Anderson, and by SQUAREM
 OVERLAPPING = {
-    "2-D, separation 2": (datasets.two_gaussians(2000, separation=2.0, generator=generator()).inputs, 2, 40, 180),
+    "2-D, separation 2": (datasets.two_gaussians(2000, separation=2.0, generator=seeded()).inputs, 2, 40, 180),
     "4-D, five": (clusters(3000, 4, 5, 0.8, 4), 5, 100, 160),
 }
 
@@ -196,7 +193,7 @@ def test_squarem_is_exact_along_a_line():
 def test_likelihood_never_falls(method):
     spikes = 0
     for seed in range(70):
-        g = generator(seed)
+        g = seeded(seed)
         d, k = (int(torch.randint(1, 4, (), generator=g)) for _ in range(2))
         kind = COVARIANCE_TYPES[seed % 4]
         x = clusters(120, d, k + 1, 1.5, seed) + (1e3 if seed % 3 == 0 else 0.0)
@@ -363,7 +360,7 @@ def test_without_tol_it_is_so_many_steps_whatever_rounding_says(kind):
     """At the maximum, after 15 steps, each step gains or loses a rounding error, which must end nothing."""
     x = clusters(150, 2, 2, 3.0, 6)
     first = first_of(x, 2, kind)
-    for order in (torch.arange(150), torch.randperm(150, generator=generator())):
+    for order in (torch.arange(150), torch.randperm(150, generator=seeded())):
         found = gaussian(x[order], first, accelerate="none", tol=0, max_iter=120)
         assert (found.n_iter, found.converged, len(found.history)) == (120, False, 121)
         assert found.history[-1] - found.history[-50] < 1e-13

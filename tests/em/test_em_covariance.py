@@ -6,6 +6,7 @@ A new structure is asked all of this as soon as `COVARIANCE_TYPES` has its name.
 import pytest
 import torch
 from torch.distributions import MultivariateNormal
+from values import seeded
 
 from toolkit.em import COVARIANCE_TYPES, GaussianParameters
 from toolkit.em.covariance import structure_of
@@ -17,12 +18,8 @@ STRUCTURES = [structure_of(name) for name in COVARIANCE_TYPES]
 pytestmark = pytest.mark.parametrize("structure", STRUCTURES, ids=COVARIANCE_TYPES)
 
 
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=generator(seed), dtype=F64)
+    return torch.randn(*shape, generator=seeded(seed), dtype=F64)
 
 
 def factor_of(structure, seed=0):

@@ -15,8 +15,13 @@ import torch
 import warm
 from folders import ROOT, TESTS
 from sklearn.mixture import GaussianMixture
-from test_em import difference, generator, mixture, samples
+from test_em import (
+    difference,
+    mixture,
+    samples,
+)
 from torch import Tensor
+from values import seeded
 
 from toolkit import datasets
 from toolkit._data import rows_of
@@ -47,7 +52,7 @@ every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 
 def counts(n: int = 60, seed: int = 5) -> Tensor:
     """Return how often each sample is there; some are not."""
-    return torch.randint(4, (n,), generator=generator(seed)).double()
+    return torch.randint(4, (n,), generator=seeded(seed)).double()
 
 
 # --- the pass, whichever way it goes -------------------------------------------------------------------------------
@@ -79,8 +84,8 @@ def test_weights_of_a_likelihood_scale_out(kind):
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 33, 66])
 def test_products_in_groups_are_the_quadratic_form(d):
     """Blocks of one, two and four rows, and more features than one group holds."""
-    z = torch.randn(d, 7, generator=generator(), dtype=F64)
-    matrix = torch.randn(2, d, d, generator=generator(1), dtype=F64)
+    z = torch.randn(d, 7, generator=seeded(), dtype=F64)
+    matrix = torch.randn(2, d, d, generator=seeded(1), dtype=F64)
     matrix = matrix + matrix.mT
     expansion = fused.Expansion(FULL, d, 7, like=z)
     coefficients = quadratic_form(matrix)
@@ -123,7 +128,7 @@ def test_a_sample_too_far_for_a_fixed_shift_is_weighed_all_the_same(kind):
 @every_type
 def test_an_offset_costs_nothing(kind, shift):
     x = (samples(500, 3, 2) * 2**16).round() / 2**16  # so that it keeps all digits next to the offset
-    first = start(x, 2, covariance_type=kind, generator=generator(3))
+    first = start(x, 2, covariance_type=kind, generator=seeded(3))
     first = dataclasses.replace(first, means=(first.means * 2**16).round() / 2**16)
     options = {"covariance_type": kind, "max_iter": 20, "tol": 0, "reg_covar": 0, "accelerate": "none"}
     there = dataclasses.replace(first, means=first.means + shift)
@@ -140,7 +145,7 @@ def test_an_offset_costs_nothing(kind, shift):
 @every_type
 def test_a_scale_only_shifts_the_likelihood(kind, scale):
     x = samples(500, 3, 2)
-    first = start(x, 2, covariance_type=kind, reg_covar=0, generator=generator(3))
+    first = start(x, 2, covariance_type=kind, reg_covar=0, generator=seeded(3))
     options = {"covariance_type": kind, "max_iter": 20, "tol": 0, "reg_covar": 0, "accelerate": "none"}
     there = dataclasses.replace(first, means=first.means * scale, precisions_cholesky=first.precisions_cholesky / scale)
     expected = fit(x, 2, init=first, **options).log_likelihood - 3 * math.log(scale)
@@ -152,7 +157,7 @@ def test_a_scale_only_shifts_the_likelihood(kind, scale):
 @pytest.mark.parametrize("width", [1.0, 0.1, 1e-2, 1e-3])
 def test_narrow_components_keep_the_likelihood_in_float32(width, kind):
     """At width 0.01 and 16 features others stop, or lose a thousandth of a nat."""
-    g = generator(2)
+    g = seeded(2)
     centres = 2 * torch.randn(5, 16, generator=g, dtype=F64)
     labels = torch.randint(5, (3000,), generator=g)
     widths = torch.ones(16, dtype=F64)
@@ -171,7 +176,7 @@ def test_narrow_components_keep_the_likelihood_in_float32(width, kind):
 @every_type
 def test_chunks_and_no_cache_give_the_same_fit(kind):
     x, weight = samples(700), counts(700)
-    first = start(x, 3, covariance_type=kind, generator=generator())
+    first = start(x, 3, covariance_type=kind, generator=seeded())
     options = {"covariance_type": kind, "init": first, "max_iter": 15, "tol": 0, "accelerate": "none"}
     whole = fit(x, 3, sample_weight=weight, **options)
     chunks = list(zip(x.split(130), weight.split(130), strict=True))
@@ -188,15 +193,15 @@ def test_chunks_and_no_cache_give_the_same_fit(kind):
 def test_a_data_loader_is_read_again_for_each_pass():
     x = samples(500)
     loader = torch.utils.data.DataLoader(x, batch_size=64)
-    first = start(x, 3, covariance_type="full", generator=generator())
+    first = start(x, 3, covariance_type="full", generator=seeded())
     found = fit(loader, 3, init=first, cache=False, tol=1e-8)
     assert found.log_likelihood == pytest.approx(fit(x, 3, init=first, tol=1e-8).log_likelihood, abs=1e-12)
 
 
 def test_chunks_choose_their_own_start():
     x = samples(500)
-    found = fit(x.split(90), 3, generator=generator())
-    same = fit(x, 3, generator=generator())
+    found = fit(x.split(90), 3, generator=seeded())
+    same = fit(x, 3, generator=seeded())
     assert found.log_likelihood == pytest.approx(same.log_likelihood, abs=1e-3)
 
 
@@ -216,7 +221,7 @@ def test_chunks_choose_their_own_start():
 )
 def test_chunks_that_cannot_be(chunks, error, message):
     with pytest.raises(error, match=message):
-        fit(chunks(samples()), 2, generator=generator())
+        fit(chunks(samples()), 2, generator=seeded())
 
 
 @pytest.mark.parametrize(
@@ -233,18 +238,18 @@ def test_chunks_that_cannot_be(chunks, error, message):
 )
 def test_weights_of_chunks_that_cannot_be(weights, error, message):
     with pytest.raises(error, match=message):
-        fit([(samples(), weights)], 2, generator=generator())
+        fit([(samples(), weights)], 2, generator=seeded())
 
 
 def test_more_components_than_samples_in_chunks():
     x = samples(3)
     with pytest.raises(ValueError, match="`n_components` should be at most 3"):
-        fit([x[:2], x[2:]], 4, generator=generator())
+        fit([x[:2], x[2:]], 4, generator=seeded())
 
 
 def test_a_data_loader_of_one_tensor_and_a_function_are_chunks():
     x = samples(200)
-    first = start(x, 2, covariance_type="full", generator=generator())
+    first = start(x, 2, covariance_type="full", generator=seeded())
     expected = fit(x, 2, init=first).log_likelihood
     loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), batch_size=64)
     assert fit(loader, 2, init=first).log_likelihood == pytest.approx(expected, abs=1e-12)
@@ -262,10 +267,10 @@ def test_a_source_may_fill_the_same_memory_again(cache):
                 part[:], share[:] = x[begin : begin + 100].numpy(), weight[begin : begin + 100].numpy()
                 yield part, share
 
-    expected = fit(x, 2, sample_weight=weight, generator=generator(), max_iter=5)
-    found = fit(Source(), 2, generator=generator(), max_iter=5, cache=cache)
+    expected = fit(x, 2, sample_weight=weight, generator=seeded(), max_iter=5)
+    found = fit(Source(), 2, generator=seeded(), max_iter=5, cache=cache)
     assert found.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-2)
-    first = start(x, 2, covariance_type="full", generator=generator())
+    first = start(x, 2, covariance_type="full", generator=seeded())
     options = {"init": first, "max_iter": 5, "accelerate": "none"}
     same = fit(Source(), 2, cache=cache, **options).log_likelihood
     assert same == pytest.approx(fit(x, 2, sample_weight=weight, **options).log_likelihood, abs=1e-12)
@@ -276,23 +281,23 @@ def test_what_was_written_to_a_private_map_is_kept(tmp_path):
     array = np.load(tmp_path / "x.npy", mmap_mode="c")
     array *= 1000.0
     before = np.array(array)
-    fit(array, 1, generator=generator())
+    fit(array, 1, generator=seeded())
     np.testing.assert_array_equal(array, before)
 
 
 def test_samples_without_weight_are_not_there():
-    x = torch.randn(1000, 2, generator=generator())
+    x = torch.randn(1000, 2, generator=seeded())
     x[0] = 1e20
     weight = torch.ones(1000)
     weight[0] = 0
-    first = start(x[1:], 2, covariance_type="full", generator=generator())
+    first = start(x[1:], 2, covariance_type="full", generator=seeded())
     found = fit(x, 2, init=first, sample_weight=weight, max_iter=5, accelerate="none")
     expected = fit(x[1:], 2, init=first, max_iter=5, accelerate="none")
     assert found.log_likelihood == pytest.approx(expected.log_likelihood, abs=1e-6)
     few = torch.zeros(200_000, dtype=F64)
     few[:4] = 1
-    x = torch.randn(200_000, 1, generator=generator(), dtype=F64)
-    seen = {fit(x, 2, sample_weight=few, max_iter=0, generator=generator(s)).log_likelihood for s in range(8)}
+    x = torch.randn(200_000, 1, generator=seeded(), dtype=F64)
+    seen = {fit(x, 2, sample_weight=few, max_iter=0, generator=seeded(s)).log_likelihood for s in range(8)}
     assert all(map(math.isfinite, seen))
 
 
@@ -311,16 +316,16 @@ def test_arguments_of_another_type():
 
 def test_values_too_large_for_their_squares():
     with pytest.raises(ValueError, match="finite covariance"):
-        fit(samples() * 1e160, 2, generator=generator())
+        fit(samples() * 1e160, 2, generator=seeded())
     with pytest.raises(ValueError, match="finite covariance"):
-        start(samples() * 1e160, 2, covariance_type="diag", generator=generator())
+        start(samples() * 1e160, 2, covariance_type="diag", generator=seeded())
     with pytest.raises(ValueError, match="finite covariance"):
         GaussianHMM(2, random_state=0).fit(samples() * 1e160)
 
 
 def test_integer_chunks_are_numbers():
-    x = torch.randint(50, (200, 2), generator=generator())
-    first = start(x.double(), 2, covariance_type="diag", generator=generator())
+    x = torch.randint(50, (200, 2), generator=seeded())
+    first = start(x.double(), 2, covariance_type="diag", generator=seeded())
     chunks = [x[:80], x[80:]]
     found = fit(chunks, 2, covariance_type="diag", init=first)
     assert found.parameters.means.dtype == F64
@@ -345,7 +350,7 @@ def test_memory_mapped_file(tmp_path):
     array[:] = x.numpy()
     array.flush()
     read = np.load(tmp_path / "x.npy", mmap_mode="r")
-    first = start(x, 3, covariance_type="full", generator=generator())
+    first = start(x, 3, covariance_type="full", generator=seeded())
     found = fit(read, 3, init=first, cache=False)
     assert found.log_likelihood == pytest.approx(fit(x, 3, init=first).log_likelihood, abs=1e-12)
     assert fit(read[500:1500], 3, init=first).log_likelihood == pytest.approx(
@@ -464,7 +469,7 @@ dist.destroy_process_group()
 def test_ranks_fit_what_one_process_fits(tmp_path, world):
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    x, weight = samples(601), torch.rand(601, generator=generator(9), dtype=F64)
+    x, weight = samples(601), torch.rand(601, generator=seeded(9), dtype=F64)
     torch.save((x, weight), tmp_path / "data.pt")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", str(script)]
@@ -474,7 +479,7 @@ def test_ranks_fit_what_one_process_fits(tmp_path, world):
     assert run.returncode == 0, run.stderr[-3000:]
     ranks = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(world)]
     for kind in COVARIANCE_TYPES:
-        first = start(x, 3, covariance_type=kind, generator=generator())
+        first = start(x, 3, covariance_type=kind, generator=seeded())
         options = {"covariance_type": kind, "init": first, "max_iter": 8, "tol": 0, "accelerate": "none"}
         alone = fit(x, 3, sample_weight=weight, **options)
         largest = max(1.0, float(alone.parameters.precisions_cholesky.abs().max()))
@@ -502,7 +507,7 @@ def test_ranks_fit_what_one_process_fits(tmp_path, world):
         assert all(dataclasses.replace(rank[name], parameters=first.parameters) == first for rank in ranks)
     one = fit(x, 3, covariance_type="spherical", init=first_of(x), max_iter=8, tol=0, accelerate="none")
     assert abs(ranks[0]["chunks"].log_likelihood - one.log_likelihood) < 1e-12
-    assert abs(ranks[0]["own start"].log_likelihood - fit(x, 3, n_init=4, generator=generator()).log_likelihood) < 1e-3
+    assert abs(ranks[0]["own start"].log_likelihood - fit(x, 3, n_init=4, generator=seeded()).log_likelihood) < 1e-3
 
 
 def sum_width(kind: str) -> int:
@@ -511,7 +516,7 @@ def sum_width(kind: str) -> int:
 
 
 def first_of(x: Tensor) -> GaussianParameters:
-    return start(x, 3, covariance_type="spherical", generator=generator())
+    return start(x, 3, covariance_type="spherical", generator=seeded())
 
 
 # --- many starts ----------------------------------------------------------------------------------------------------
@@ -522,9 +527,7 @@ def first_of(x: Tensor) -> GaussianParameters:
 def test_starts_together_climb_as_they_do_alone(data, kind):
     x = getattr(datasets, data)().inputs
     prepared = prepare(x, kind, 3)
-    starts = [
-        start(x, 3, covariance_type=kind, init="random_from_data", generator=generator(seed)) for seed in range(5)
-    ]
+    starts = [start(x, 3, covariance_type=kind, init="random_from_data", generator=seeded(seed)) for seed in range(5)]
     options = {"tol": 1e-4, "max_iter": 60, "reg_covar": 1e-3}
     found, values, steps, converged = climb_starts(Mixtures.of(starts, prepared), prepared, **options)
     for i, first in enumerate(starts):
@@ -538,7 +541,7 @@ def test_starts_together_climb_as_they_do_alone(data, kind):
 def test_a_start_that_becomes_singular_does_not_stop_the_others():
     x = samples(80, 2, 2)
     x = torch.cat([x, x[:1].expand(10, 2)])
-    good = start(x, 2, covariance_type="full", generator=generator())
+    good = start(x, 2, covariance_type="full", generator=seeded())
     eye = 1e-3 * torch.eye(2, dtype=F64).repeat(2, 1, 1)
     half = torch.tensor([0.5, 0.5], dtype=F64)
     covariances = eye * torch.tensor([1e-3, 1e3])[:, None, None]
@@ -585,13 +588,13 @@ def test_a_spike_is_not_the_best_start():
     """Random starts on iris find one that is 0.5 nats higher than the maximum that is published."""
     x = datasets.iris().inputs
     data = prepare(x, "full", 3)
-    starts = [start(x, 3, covariance_type="full", init="random_from_data", generator=generator(s)) for s in range(60)]
+    starts = [start(x, 3, covariance_type="full", init="random_from_data", generator=seeded(s)) for s in range(60)]
     found, values, _, _ = climb_starts(Mixtures.of(starts, data), data, tol=1e-6, max_iter=200, reg_covar=1e-6)
     assert float(values.max()) > -1.19
     spiked = found.narrowest() < NARROWEST
     assert bool(spiked[values.argmax()])
     for accelerate in ("none", "anderson"):
-        best = fit(x, 3, init="random_from_data", n_init=60, accelerate=accelerate, generator=generator())
+        best = fit(x, 3, init="random_from_data", n_init=60, accelerate=accelerate, generator=seeded())
         assert best.log_likelihood == pytest.approx(-1.2012365, abs=1e-4)
 
 
@@ -610,7 +613,7 @@ def test_narrowness_does_not_depend_on_coordinates(kind):
 
 def test_several_starts_climb_as_far_as_one():
     x = samples(400, 2, 3)
-    found = fit(x, 3, n_init=3, tol=0, max_iter=5000, reg_covar=0, generator=generator())
+    found = fit(x, 3, n_init=3, tol=0, max_iter=5000, reg_covar=0, generator=seeded())
     again = fit(x, 3, init=found.parameters, tol=0, max_iter=5000, reg_covar=0)
     assert again.log_likelihood - found.log_likelihood < 1e-10
 
@@ -620,7 +623,7 @@ def test_several_starts_know_the_prior(accelerate):
     x = samples(60, 2, 2)
     prior = Prior.default(x, 2, "full")
     options = {"prior": prior, "accelerate": accelerate, "tol": 1e-10, "max_iter": 5000}
-    one, three = (fit(x, 2, n_init=n, generator=generator(), **options) for n in (1, 3))
+    one, three = (fit(x, 2, n_init=n, generator=seeded(), **options) for n in (1, 3))
     assert three.log_likelihood == pytest.approx(one.log_likelihood, abs=1e-6)
     objective = log_likelihood(three.parameters, x) + prior.log_density(three.parameters) / 60
     assert three.log_likelihood == pytest.approx(float(objective), abs=1e-9)
@@ -630,7 +633,7 @@ def test_several_starts_know_the_prior(accelerate):
 def test_very_narrow_components_survive_several_starts(kind):
     x = torch.cat([1e-2 * samples(100, 2, 1), 1e7 + 1e-2 * samples(100, 2, 1, seed=1)])
     one, three = (
-        fit(x, 2, covariance_type=kind, n_init=n, n_init_keep=2, reg_covar=0, generator=generator()) for n in (1, 3)
+        fit(x, 2, covariance_type=kind, n_init=n, n_init_keep=2, reg_covar=0, generator=seeded()) for n in (1, 3)
     )
     assert three.log_likelihood == pytest.approx(one.log_likelihood, abs=1e-6)
 
@@ -642,14 +645,14 @@ def far_and_narrow() -> tuple[Tensor, list[GaussianParameters]]:
     lost to rounding when starts climb together.
     """
     places = 1e7 * torch.tensor([[2.0, 0.0], [-1.0, 0.0]], dtype=F64)
-    x = places.repeat_interleave(torch.tensor([100, 200]), 0) + torch.randn(300, 2, generator=generator(), dtype=F64)
+    x = places.repeat_interleave(torch.tensor([100, 200]), 0) + torch.randn(300, 2, generator=seeded(), dtype=F64)
     same = GaussianParameters.from_covariances(
         weights=torch.tensor([0.5, 0.5], dtype=F64),
         means=x.mean(0).expand(2, 2),
         covariances=x.T.cov().expand(2, 2, 2),
         covariance_type="full",
     )
-    return x, [same, start(x, 2, covariance_type="full", generator=generator())]
+    return x, [same, start(x, 2, covariance_type="full", generator=seeded())]
 
 
 @pytest.mark.parametrize("accelerate", ["none", "anderson"])
@@ -665,7 +668,7 @@ def test_a_start_that_together_is_lost_to_rounding_goes_on_alone(accelerate, mon
 
 def test_a_weight_of_zero_is_a_start():
     x = samples(100, 2, 2)
-    first = start(x, 2, covariance_type="diag", generator=generator())
+    first = start(x, 2, covariance_type="diag", generator=seeded())
     first = dataclasses.replace(first, log_weights=torch.tensor([0.0, -math.inf], dtype=F64))
     data = prepare(x, "diag", 2)
     found, values, _, _ = climb_starts(Mixtures.of([first], data), data, tol=1e-9, max_iter=50, reg_covar=1e-6)
@@ -679,25 +682,25 @@ def test_a_weight_of_zero_is_a_start():
 def test_no_jump_leads_below_the_regularisation(kind):
     x = datasets.iris().inputs
     for seed in range(6):
-        found = fit(x, 20, covariance_type=kind, generator=generator(seed)).parameters
+        found = fit(x, 20, covariance_type=kind, generator=seeded(seed)).parameters
         covariances = found.covariances
         least = torch.linalg.eigvalsh(covariances) if kind in ("full", "tied") else covariances
         assert float(least.min()) > 0.999e-6
 
 
 def test_regularisation_that_is_large_beside_a_feature():
-    z = torch.randn(500, 1, generator=generator(), dtype=F64)
-    noise = torch.randn(500, 2, generator=generator(1), dtype=F64)
+    z = torch.randn(500, 1, generator=seeded(), dtype=F64)
+    noise = torch.randn(500, 2, generator=seeded(1), dtype=F64)
     x = torch.cat([1e-12 * (z + 0.1 * noise[:, :1]), z + 0.5 * noise[:, 1:]], 1)
-    found = fit(x, 1, generator=generator()).parameters
+    found = fit(x, 1, generator=seeded()).parameters
     torch.testing.assert_close(found.covariances[0], torch.cov(x.mT, correction=0) + 1e-6 * torch.eye(2, dtype=F64))
 
 
 def test_restarts_of_weighted_samples():
     x, weight = samples(200), counts(200)
     options = {"n_init": 6, "init": "random_from_data", "tol": 1e-9}
-    weighted = fit(x, 3, sample_weight=weight, generator=generator(), **options)
-    copied = fit(x.repeat_interleave(weight.long(), 0), 3, generator=generator(1), **options)
+    weighted = fit(x, 3, sample_weight=weight, generator=seeded(), **options)
+    copied = fit(x.repeat_interleave(weight.long(), 0), 3, generator=seeded(1), **options)
     assert weighted.log_likelihood == pytest.approx(copied.log_likelihood, abs=1e-6)
 
 
@@ -706,14 +709,14 @@ def test_a_large_sample_is_seeded_by_a_part_of_it(monkeypatch):
 
     monkeypatch.setattr(_fit, "_SEEDING", 100)
     x = samples(2000)
-    seeds, weights = _fit._seeding_sample(x, None, rows_of(x, None), prepare(x, "full", 3), generator())
+    seeds, weights = _fit._seeding_sample(x, None, rows_of(x, None), prepare(x, "full", 3), seeded())
     assert seeds.shape == (100, 3)
     assert weights.shape == (100,)
     assert len({tuple(row) for row in seeds.tolist()} & {tuple(row) for row in x.tolist()}) == 100
-    again, _ = _fit._seeding_sample(x.split(333), None, check_rows(x.split(333)), prepare(x, "full", 3), generator())
+    again, _ = _fit._seeding_sample(x.split(333), None, check_rows(x.split(333)), prepare(x, "full", 3), seeded())
     assert again.shape == (100, 3)
-    assert fit(x, 3, generator=generator()).log_likelihood == pytest.approx(
-        fit(x, 3, n_init=3, generator=generator(1)).log_likelihood, abs=0.02
+    assert fit(x, 3, generator=seeded()).log_likelihood == pytest.approx(
+        fit(x, 3, n_init=3, generator=seeded(1)).log_likelihood, abs=0.02
     )
 
 
@@ -724,7 +727,7 @@ def test_which_mean_is_nearest_does_not_hang_on_rounding():
     points = x - x.mean(0)
     ties = 0
     for seed in range(60):
-        means = points[torch.randperm(150, generator=generator(seed))[:3]]
+        means = points[torch.randperm(150, generator=seeded(seed))[:3]]
         other = points.flip(1), means.flip(1)
         ties += not torch.equal(torch.cdist(points, means).argmin(1), torch.cdist(*other).argmin(1))
         found = nearest(points, means[None])
@@ -750,7 +753,7 @@ def test_the_likelihood_never_falls_in_two_hundred_problems(kind):
     """Fifty for each type: sizes, overlaps, offsets and weights at random."""
     fell, ran = [], 0
     for seed in range(50):
-        g = generator(seed)
+        g = seeded(seed)
         d, k = int(torch.randint(1, 6, (), generator=g)), int(torch.randint(1, 6, (), generator=g))
         x = samples(30 * k, d, k, seed) * 10 ** float(torch.rand((), generator=g) * 4 - 2)
         weight = counts(30 * k, seed) if seed % 3 == 0 else None
@@ -775,7 +778,7 @@ def test_the_likelihood_never_falls_in_two_hundred_problems(kind):
 @every_type
 def test_accelerated_climbs_end_no_lower_than_scikit_learn(kind):
     x = datasets.wine().inputs
-    found = fit(x, 3, covariance_type=kind, tol=1e-9, generator=generator(), n_init=10)
+    found = fit(x, 3, covariance_type=kind, tol=1e-9, generator=seeded(), n_init=10)
     theirs = GaussianMixture(3, covariance_type=kind, tol=1e-9, max_iter=5000, n_init=10, random_state=0).fit(x.numpy())
     assert found.log_likelihood >= theirs.score(x.numpy()) - 1e-6
 

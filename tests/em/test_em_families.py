@@ -12,6 +12,7 @@ from contract import BlockCase, relative_error
 from torch import Tensor
 from torch import distributions as dist
 from torch.func import grad, jacrev, vmap
+from values import seeded
 
 from toolkit import unblock
 from toolkit.em import RESPONSIBILITIES, e_step, evidence_lower_bound, log_density, log_likelihood, surrogate
@@ -34,12 +35,8 @@ NAN, INF = math.nan, math.inf
 Leaves = Mapping[str, Tensor]
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=generator(seed), dtype=F64)
+    return scale * torch.randn(shape, generator=seeded(seed), dtype=F64)
 
 
 def gradient_of(function: Callable[[Leaves], Tensor], leaves: Leaves) -> dict[str, Tensor]:
@@ -83,7 +80,7 @@ def weights_of(k: int, seed: int = 9) -> Tensor:
 
 
 def counts_of(rate: float, n: int, d: int, seed: int) -> Tensor:
-    return torch.poisson(torch.full((n, d), rate, dtype=F64), generator=generator(seed))
+    return torch.poisson(torch.full((n, d), rate, dtype=F64), generator=seeded(seed))
 
 
 def of_bernoulli(leaves: Leaves, x: Tensor) -> Tensor:
@@ -164,7 +161,7 @@ def heavy_tailed(noise: Tensor, g: torch.Generator) -> Tensor:
 
 
 def student(kind: str) -> Problem:
-    heavy = [heavy_tailed(normal(size, 2, seed=size), generator(9)) for size in (25, 20)]
+    heavy = [heavy_tailed(normal(size, 2, seed=size), seeded(9)) for size in (25, 20)]
     x = torch.cat([heavy[0], heavy[1] @ torch.tensor([[1.0, 0.6], [0, 2.0]], dtype=F64) + 2])
     cholesky = normal(2, 3 if kind == "full" else 2, seed=3, scale=0.4)
     empty = StudentMixture(
@@ -199,15 +196,15 @@ def factors(kind: str) -> Problem:
 
 
 def problems() -> list[Problem]:
-    bits = torch.bernoulli(torch.linspace(0.2, 0.7, 150, dtype=F64).view(30, 5), generator=generator())
-    holes = torch.rand(30, 5, generator=generator(5)) < 0.2
+    bits = torch.bernoulli(torch.linspace(0.2, 0.7, 150, dtype=F64).view(30, 5), generator=seeded())
+    holes = torch.rand(30, 5, generator=seeded(5)) < 0.2
     bernoulli = BernoulliMixture(log_weights=weights_of(3), logits=normal(3, 5, seed=1))
     counts = torch.cat([counts_of(2.0, 20, 3, 1), counts_of(5.0, 15, 3, 2)])
     poisson = PoissonMixture(log_weights=weights_of(2), log_rates=1 + normal(2, 3, seed=1, scale=0.5))
     large = torch.cat([counts_of(3e5, 20, 2, 1), counts_of(3.01e5, 15, 2, 2)])
     rates = math.log(3e5) + normal(2, 2, seed=1, scale=2e-3)
     sizes = (3, 2, 4)
-    codes = torch.stack([torch.randint(size, (40,), generator=generator(size)) for size in sizes], 1)
+    codes = torch.stack([torch.randint(size, (40,), generator=seeded(size)) for size in sizes], 1)
     tables = torch.cat([part.log_softmax(1) for part in normal(2, 9, seed=1).split(sizes, 1)], 1)
     categorical = CategoricalMixture(log_weights=weights_of(2), log_probabilities=tables, n_categories=sizes)
     positive = normal(40, 1, seed=1).exp() * torch.linspace(0.5, 2, 40, dtype=F64)[:, None]
@@ -490,7 +487,7 @@ def test_weights_of_samples_are_repetitions(name):
 
 def random_problem(name: str, seed: int) -> tuple[object, Tensor]:
     """Return a start and samples of a random size, for a family in a random setting."""
-    g = generator(seed)
+    g = seeded(seed)
     n, d, k = (int(torch.randint(low, high, (), generator=g)) for low, high in ((25, 45), (1, 5), (1, 4)))
     noise = torch.randn(n, d, generator=g, dtype=F64)
     options: dict[str, object] = {}
@@ -551,11 +548,11 @@ def test_fit_climbs_to_a_stationary_point_by_every_road(name):
 def test_fit_family_finds_at_least_what_the_first_start_gives(name):
     problem = PROBLEMS[name]
     k, kind = problem.mixture.n_components, type(problem.mixture)
-    one = fit_family(kind, problem.x, k, max_iter=30, generator=generator(), **problem.options)
-    three = fit_family(kind, problem.x, k, max_iter=30, n_init=3, generator=generator(), **problem.options)
+    one = fit_family(kind, problem.x, k, max_iter=30, generator=seeded(), **problem.options)
+    three = fit_family(kind, problem.x, k, max_iter=30, n_init=3, generator=seeded(), **problem.options)
     assert three.log_likelihood >= one.log_likelihood - 1e-9  # of equal ones the first is kept
     assert math.isclose(one.log_likelihood, float(log_likelihood(one.parameters, problem.x)), rel_tol=1e-9)
-    again = fit_family(kind, problem.x, k, max_iter=30, generator=generator(), **problem.options)
+    again = fit_family(kind, problem.x, k, max_iter=30, generator=seeded(), **problem.options)
     assert again.history == one.history
 
 
@@ -569,8 +566,8 @@ def scores(mixture: object, x: Tensor) -> dict[str, Tensor]:
 @every_problem
 def test_samples_are_drawn_from_the_density(name):
     mixture = PROBLEMS[name].mixture
-    x, labels = mixture.sample(4000, generator(1))
-    again, _ = mixture.sample(4000, generator(1))
+    x, labels = mixture.sample(4000, seeded(1))
+    again, _ = mixture.sample(4000, seeded(1))
     assert torch.equal(x, again)
     assert x.shape == (4000, mixture.n_features)
     mixture.check(x)
@@ -587,7 +584,7 @@ def test_samples_are_drawn_from_the_density(name):
 @every_problem
 def test_number_of_parameters_is_the_rank_of_the_scores(name):
     mixture = PROBLEMS[name].mixture
-    x, _ = mixture.sample(300, generator(2))
+    x, _ = mixture.sample(300, seeded(2))
     rows = scores(mixture, x)
     matrix = torch.cat([value.reshape(300, -1) for value in rows.values()], 1)
     matrix = matrix / matrix.norm(dim=0)

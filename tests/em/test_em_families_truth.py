@@ -16,6 +16,7 @@ from sklearn.decomposition import PCA, FactorAnalysis
 from torch import Tensor
 from torch import distributions as dist
 from torch.overrides import TorchFunctionMode
+from values import seeded
 
 from toolkit.em import GaussianParameters, e_step, from_unconstrained, log_density, log_likelihood, m_step, surrogate
 from toolkit.em.models import (
@@ -34,12 +35,8 @@ F64 = torch.float64
 NAN, INF = math.nan, math.inf
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, generator=generator(seed), dtype=F64)
+    return scale * torch.randn(shape, generator=seeded(seed), dtype=F64)
 
 
 def weights(*values: float) -> Tensor:
@@ -78,17 +75,17 @@ def test_bernoulli_gradient_is_finite_at_zero_and_one():
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
 def test_bernoulli_takes_bits_of_any_type(dtype):
     x = (normal(50, 3, seed=1) > 0.3).to(dtype)
-    found = fit_family(BernoulliMixture, x, 2, generator=generator()).parameters
+    found = fit_family(BernoulliMixture, x, 2, generator=seeded()).parameters
     assert found.logits.dtype == (torch.float32 if dtype == torch.float32 else F64)
-    first = BernoulliMixture.start(x.to(F64), 2, generator=generator())
+    first = BernoulliMixture.start(x.to(F64), 2, generator=seeded())
     assert torch.allclose(first.log_joint(x), first.log_joint(x.to(F64)))
 
 
 def test_constant_features_are_fitted_exactly():
     x = torch.cat([torch.zeros(20, 1), torch.ones(20, 1), (normal(20, 2, seed=1) > 0).float()], 1).to(F64)
-    found = fit_family(BernoulliMixture, x, 2, generator=generator(), tol=1e-12, accelerate="none")
+    found = fit_family(BernoulliMixture, x, 2, generator=seeded(), tol=1e-12, accelerate="none")
     assert torch.equal(found.parameters.probabilities[:, :2], torch.tensor([[0.0, 1.0]] * 2, dtype=F64))
-    rest = fit_family(BernoulliMixture, x[:, 2:], 2, generator=generator(), tol=1e-12)
+    rest = fit_family(BernoulliMixture, x[:, 2:], 2, generator=seeded(), tol=1e-12)
     assert abs(found.log_likelihood - rest.log_likelihood) < 1e-3
 
 
@@ -112,7 +109,7 @@ def test_hasselblads_death_notices():
     # Deaths of women over 80 by day, in The Times of 1910 to 1912: 162 days without one, 267 with one, ...
     x = torch.arange(10, dtype=F64)[:, None]
     days = torch.tensor([162, 267, 271, 185, 111, 61, 27, 8, 3, 1], dtype=F64)
-    found = fit_family(PoissonMixture, x, 2, sample_weight=days, tol=1e-15, generator=generator())
+    found = fit_family(PoissonMixture, x, 2, sample_weight=days, tol=1e-15, generator=seeded())
     order = found.parameters.rates.ravel().argsort(descending=True)
     rates, shares = found.parameters.rates.ravel()[order], found.parameters.weights[order]
     # The R package SQUAREM's test file of 1969's data.
@@ -120,7 +117,7 @@ def test_hasselblads_death_notices():
     assert abs(shares[0] - 0.6401146029910) < 1e-9
     assert abs(found.log_likelihood * days.sum() + 1989.945859883) < 1e-8
     assert found.n_iter <= 60  # 28 to 31, by how the start is rounded; plain EM has 1.5e-7 left after 1000
-    plain = fit_family(PoissonMixture, x, 2, sample_weight=days, tol=0, accelerate="none", generator=generator())
+    plain = fit_family(PoissonMixture, x, 2, sample_weight=days, tol=0, accelerate="none", generator=seeded())
     assert plain.log_likelihood <= found.log_likelihood
 
 
@@ -161,7 +158,7 @@ def test_huge_counts_are_separated_by_less_than_their_digits():
     centres = torch.tensor([1e8, 1.002e8], dtype=F64)
     x = torch.cat([(centre + centre.sqrt() * normal(200, 1, seed=i)).round() for i, centre in enumerate(centres)])
     for dtype, tolerance in ((F64, 2e-5), (torch.float32, 2e-5)):
-        found = fit_family(PoissonMixture, x.to(dtype), 2, generator=generator(), tol=1e-8)
+        found = fit_family(PoissonMixture, x.to(dtype), 2, generator=seeded(), tol=1e-8)
         assert torch.allclose(found.parameters.rates.ravel().sort().values.to(F64), centres, rtol=tolerance)
         assert abs(found.log_likelihood + math.log(2) + 0.5 * math.log(2 * math.pi * math.e * 1e8)) < 0.1
         assert found.converged
@@ -169,7 +166,7 @@ def test_huge_counts_are_separated_by_less_than_their_digits():
 
 def test_counts_of_zero_alone_have_rate_zero():
     x = torch.zeros(10, 2, dtype=F64)
-    found = fit_family(PoissonMixture, x, 3, generator=generator())
+    found = fit_family(PoissonMixture, x, 3, generator=seeded())
     assert not found.parameters.rates.any()
     assert abs(found.log_likelihood) < 1e-14
     assert not found.parameters.log_joint(torch.ones(1, 2, dtype=F64)).isfinite().any()
@@ -236,13 +233,13 @@ def test_two_categories_are_bernoulli():
 def with_prior(kind: type, count: float) -> tuple[object, Tensor, Callable[[Tensor], Tensor]]:
     """Return a start with a prior, samples, and what pseudo-observations to add to them."""
     if kind is PoissonMixture:
-        x = torch.poisson(torch.full((30, 2), 3.0, dtype=F64), generator=generator())
-        return PoissonMixture.start(x, 2, pseudo_count=count, generator=generator()), x, lambda x: x.mean(0)[None]
+        x = torch.poisson(torch.full((30, 2), 3.0, dtype=F64), generator=seeded())
+        return PoissonMixture.start(x, 2, pseudo_count=count, generator=seeded()), x, lambda x: x.mean(0)[None]
     if kind is BernoulliMixture:
         x = (normal(30, 3, seed=1) > 0.4).to(F64)
-        return BernoulliMixture.start(x, 2, pseudo_count=count, generator=generator()), x, lambda x: BITS[[0, -1]]
-    x = torch.randint(3, (30, 2), generator=generator())
-    first = CategoricalMixture.start(x, 2, pseudo_count=count, generator=generator())
+        return BernoulliMixture.start(x, 2, pseudo_count=count, generator=seeded()), x, lambda x: BITS[[0, -1]]
+    x = torch.randint(3, (30, 2), generator=seeded())
+    first = CategoricalMixture.start(x, 2, pseudo_count=count, generator=seeded())
     return first, x, lambda x: torch.arange(3)[:, None].expand(-1, 2)
 
 
@@ -279,12 +276,12 @@ def test_m_step_with_a_prior_maximises_surrogate_and_prior(kind):
 @every_prior
 def test_posterior_density_never_falls(kind):
     _, x, _ = with_prior(kind, 2.0)
-    found = fit_family(kind, x, 2, pseudo_count=2.0, generator=generator(), tol=1e-10)
+    found = fit_family(kind, x, 2, pseudo_count=2.0, generator=seeded(), tol=1e-10)
     objective = float(log_likelihood(found.parameters, x) + found.parameters.log_prior() / len(x))
     assert math.isclose(found.history[-1], objective, rel_tol=1e-10)
     assert math.isclose(found.log_likelihood, float(log_likelihood(found.parameters, x)), rel_tol=1e-10)
     assert all(after >= before - 1e-13 * abs(before) for before, after in pairwise(found.history))
-    without = fit_family(kind, x, 2, generator=generator(), tol=1e-10)
+    without = fit_family(kind, x, 2, generator=seeded(), tol=1e-10)
     assert without.log_likelihood > found.log_likelihood
 
 
@@ -336,7 +333,7 @@ def test_student_with_infinite_degrees_is_gaussian(kind):
     found, expected = mixture.m_step(x, r), m_step(x, r, covariance_type=kind)
     assert torch.allclose(found.means, expected.means, rtol=1e-12)
     assert torch.allclose(found.precisions_cholesky, expected.precisions_cholesky, rtol=1e-12)
-    draws, _ = mixture.sample(20000, generator())
+    draws, _ = mixture.sample(20000, seeded())
     assert torch.allclose(draws.mean(0), mixture.weights @ mixture.means, atol=0.1)
 
 
@@ -356,7 +353,7 @@ def test_ratio_of_gamma_functions_keeps_its_digits(a, b):
 @pytest.mark.parametrize("degrees", [1.7, 6.0, 45.0])
 def test_best_degrees_of_freedom_are_the_maximum(kind, degrees):
     truth = t_mixture(kind, (degrees, degrees))
-    x, labels = truth.sample(3000, generator(3))
+    x, labels = truth.sample(3000, seeded(3))
     r = torch.nn.functional.one_hot(labels, 2).to(F64)
     found = truth.m_step(x, r)
     for factor in (0.9, 0.999, 1.001, 1.1):
@@ -397,12 +394,12 @@ def test_outliers_move_a_gaussian_and_not_a_student():
     outliers = 40 * normal(15, 2, seed=3)
     x = torch.cat([clusters, outliers])
     centres = torch.tensor([[0.0, 0.0], [6.0, 6.0]], dtype=F64)
-    found = fit_family(StudentMixture, x, 2, generator=generator(), tol=1e-10).parameters
+    found = fit_family(StudentMixture, x, 2, generator=seeded(), tol=1e-10).parameters
     order = found.means[:, 0].argsort()
     assert (found.means[order] - centres).abs().max() < 0.3
     assert found.degrees_of_freedom.min() < 5  # one of the two has the outliers
     gaussian = fit_family(
-        StudentMixture, x, 2, degrees_of_freedom=INF, covariance_type="full", generator=generator(), tol=1e-10
+        StudentMixture, x, 2, degrees_of_freedom=INF, covariance_type="full", generator=seeded(), tol=1e-10
     ).parameters
     order = gaussian.means[:, 0].argsort()
     assert (gaussian.means[order] - centres).abs().max() > 1
@@ -411,7 +408,7 @@ def test_outliers_move_a_gaussian_and_not_a_student():
 
 def test_gaussian_data_have_degrees_at_the_end_of_the_range():
     x = torch.special.ndtri((torch.arange(500, dtype=F64) + 0.5) / 500)[:, None]  # lighter than any tail
-    found = fit_family(StudentMixture, x, 1, generator=generator(), tol=0, max_iter=30)
+    found = fit_family(StudentMixture, x, 1, generator=seeded(), tol=0, max_iter=30)
     assert found.parameters.degrees_of_freedom.item() > 9e5
     assert abs(found.parameters.scatters.item() - x.square().mean()) < 1e-4
 
@@ -419,8 +416,8 @@ def test_gaussian_data_have_degrees_at_the_end_of_the_range():
 def test_a_scatter_that_is_singular_is_named():
     x = torch.cat([normal(20, 2, seed=1), torch.full((20, 2), 7.0, dtype=F64)])
     with pytest.raises(ValueError, match=r"should be positive definite\. Found a singular one"):
-        fit_family(StudentMixture, x, 2, reg_covar=0.0, generator=generator())
-    found = fit_family(StudentMixture, x, 2, reg_covar=1e-4, generator=generator())
+        fit_family(StudentMixture, x, 2, reg_covar=0.0, generator=seeded())
+    found = fit_family(StudentMixture, x, 2, reg_covar=1e-4, generator=seeded())
     assert found.parameters.means.isfinite().all()
 
 
@@ -445,7 +442,7 @@ def test_one_factor_analyser_is_scikit_learns(q):
     )
     assert np.allclose(log_density(same, torch.from_numpy(x)), there.score_samples(x), rtol=1e-12)
     assert np.allclose(same.covariances[0], there.get_covariance(), rtol=1e-12)
-    found = fit_family(FactorAnalysers, torch.from_numpy(x), 1, n_factors=q, tol=1e-12, generator=generator())
+    found = fit_family(FactorAnalysers, torch.from_numpy(x), 1, n_factors=q, tol=1e-12, generator=seeded())
     assert found.log_likelihood > there.score(x) - 1e-9
     assert found.log_likelihood < there.score(x) + 1e-5
 
@@ -467,7 +464,7 @@ def test_isotropic_noise_is_principal_components(q):
     biased = (len(x) - 1) / len(x)
     best = dataclasses.replace(same, loadings=same.loadings * biased**0.5, noise=same.noise * biased)
     found = fit_family(
-        FactorAnalysers, torch.from_numpy(x), 1, n_factors=q, noise_type="isotropic", tol=1e-13, generator=generator()
+        FactorAnalysers, torch.from_numpy(x), 1, n_factors=q, noise_type="isotropic", tol=1e-13, generator=seeded()
     )
     assert abs(found.log_likelihood - float(log_likelihood(best, torch.from_numpy(x)))) < 1e-9
     assert torch.allclose(found.parameters.covariances, best.covariances, atol=1e-4)
@@ -475,7 +472,7 @@ def test_isotropic_noise_is_principal_components(q):
 
 def test_as_many_factors_as_features_is_a_full_gaussian():
     x = normal(60, 3, seed=1) @ normal(3, 3, seed=2)
-    found = fit_family(FactorAnalysers, x, 1, n_factors=3, tol=1e-13, max_iter=3000, generator=generator())
+    found = fit_family(FactorAnalysers, x, 1, n_factors=3, tol=1e-13, max_iter=3000, generator=seeded())
     best = m_step(x, torch.ones(60, 1, dtype=F64), covariance_type="full")
     assert abs(found.log_likelihood - float(log_likelihood(best, x))) < 1e-6
     assert found.parameters.n_parameters == 9
@@ -499,9 +496,9 @@ def test_no_matrix_of_features_by_features_is_made():
     d = 700
     x = normal(50, 2, seed=1) @ normal(2, d, seed=2) + normal(50, d, seed=3, scale=0.3)
     with _LargestMatrix(d) as seen:
-        found = fit_family(FactorAnalysers, x, 2, n_factors=2, generator=generator(), max_iter=5)
+        found = fit_family(FactorAnalysers, x, 2, n_factors=2, generator=seeded(), max_iter=5)
         found.parameters.complete_surrogate(x)
-        found.parameters.sample(5, generator())
+        found.parameters.sample(5, seeded())
     assert seen.most == 1
     with _LargestMatrix(d) as seen:
         found.parameters.covariances.sum()
@@ -534,13 +531,13 @@ def test_narrow_noise_keeps_its_digits():
 def test_noise_stays_above_its_floor():
     x = normal(40, 3, seed=1)
     x[:, 2] = 2 * x[:, 0]
-    found = fit_family(FactorAnalysers, x, 2, n_factors=2, generator=generator(), noise_floor=1e-3)
+    found = fit_family(FactorAnalysers, x, 2, n_factors=2, generator=seeded(), noise_floor=1e-3)
     assert torch.isclose(found.parameters.noise.min(), torch.tensor(1e-3, dtype=F64))
     assert all(after >= before - 1e-12 * abs(before) for before, after in pairwise(found.history))
     with pytest.raises(ValueError, match=r"`x` should hold different samples"):
         FactorAnalysers.start(torch.ones(5, 2), 1, n_factors=1)
     constant = torch.cat([normal(40, 2, seed=1), torch.ones(40, 1, dtype=F64)], 1)
-    first = FactorAnalysers.start(constant, 1, n_factors=1, noise_floor=0.0, generator=generator())
+    first = FactorAnalysers.start(constant, 1, n_factors=1, noise_floor=0.0, generator=seeded())
     first = dataclasses.replace(first, loadings=first.loadings * torch.tensor([1.0, 1.0, 0.0])[:, None])
     with pytest.raises(ValueError, match=r"`noise` should stay positive\. Found a variance of 0"):
         first.m_step(constant, torch.ones(40, 1, dtype=F64))
@@ -603,7 +600,7 @@ every_distribution = pytest.mark.parametrize("kind", KINDS)
 @every_distribution
 def test_distribution_mixture_is_torchs_and_scipys(kind):
     mixture = of_kind(kind)
-    x, _ = mixture.sample(50, generator())
+    x, _ = mixture.sample(50, seeded())
     there = dist.MixtureSameFamily(dist.Categorical(mixture.weights), mixture.distribution)
     assert torch.allclose(log_density(mixture, x), there.log_prob(x[:, 0]), rtol=1e-13)
     assert torch.equal(mixture.log_joint(x[:, 0]), mixture.log_joint(x))
@@ -617,8 +614,8 @@ def test_distribution_mixture_is_torchs_and_scipys(kind):
 def test_distribution_mixture_is_recovered(kind):
     truth = of_kind(kind)
     build, guess, _ = KINDS[kind]
-    x, _ = truth.sample(600, generator(1))
-    found = fit_family(DistributionMixture, x, 2, build=build, guess=guess, generator=generator(), tol=1e-9)
+    x, _ = truth.sample(600, seeded(1))
+    found = fit_family(DistributionMixture, x, 2, build=build, guess=guess, generator=seeded(), tol=1e-9)
     assert all(after >= before - 1e-12 * abs(before) for before, after in pairwise(found.history))
     # Wilks: twice the gain over the truth is about chi-squared with five degrees of freedom.
     gain = 2 * 600 * (found.log_likelihood - float(log_likelihood(truth, x)))
@@ -631,7 +628,7 @@ def test_distribution_mixture_is_recovered(kind):
 @every_distribution
 def test_likelihood_of_distributions_never_falls_from_anywhere(kind):
     build, _, _ = KINDS[kind]
-    x, _ = of_kind(kind).sample(60, generator(1))
+    x, _ = of_kind(kind).sample(60, seeded(1))
     rises = 0
     for seed in range(40):
         k, steps = 1 + seed % 3, 1 + seed % 4
@@ -649,18 +646,18 @@ def test_likelihood_of_distributions_never_falls_from_anywhere(kind):
 
 
 def test_log_normals_are_gaussians_of_logarithms():
-    x, _ = of_kind("log-normal").sample(300, generator(1))
+    x, _ = of_kind("log-normal").sample(300, seeded(1))
     build, guess, _ = KINDS["log-normal"]
-    found = fit_family(DistributionMixture, x, 2, build=build, guess=guess, generator=generator(), tol=1e-13)
+    found = fit_family(DistributionMixture, x, 2, build=build, guess=guess, generator=seeded(), tol=1e-13)
     gaussian = fit_family(
-        StudentMixture, x.log(), 2, degrees_of_freedom=INF, reg_covar=0.0, tol=1e-13, generator=generator()
+        StudentMixture, x.log(), 2, degrees_of_freedom=INF, reg_covar=0.0, tol=1e-13, generator=seeded()
     )
     assert abs(found.log_likelihood + float(x.log().mean()) - gaussian.log_likelihood) < 1e-10
 
 
 def test_poisson_by_gradient_is_poisson_in_closed_form():
-    x = torch.cat([torch.poisson(torch.full((80, 1), rate, dtype=F64), generator=generator(1)) for rate in (2.0, 9.0)])
-    first = PoissonMixture.start(x, 2, generator=generator())
+    x = torch.cat([torch.poisson(torch.full((80, 1), rate, dtype=F64), generator=seeded(1)) for rate in (2.0, 9.0)])
+    first = PoissonMixture.start(x, 2, generator=seeded())
     r = e_step(first, x)[0]
     same = DistributionMixture(
         log_weights=first.log_weights,
@@ -692,7 +689,7 @@ def test_gaussians_by_gradient_are_gaussians_in_closed_form():
 
 def test_m_step_is_differentiable_beside_a_dead_component():
     mixture = of_kind("gamma")
-    x, _ = mixture.sample(30, generator())
+    x, _ = mixture.sample(30, seeded())
 
     def rates(scale: Tensor) -> Tensor:
         share = torch.stack([(scale * x[:, 0]).sigmoid(), torch.zeros(30, dtype=F64)], 1)
@@ -709,7 +706,7 @@ def test_draws_leave_the_global_generator_alone():
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
-    of_kind("gamma").sample(10, generator())
+    of_kind("gamma").sample(10, seeded())
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -730,7 +727,7 @@ every_family = pytest.mark.parametrize("kind", SAMPLES, ids=lambda kind: kind.__
 def test_few_distinct_samples(kind, k):
     few, options = SAMPLES[kind]
     x = few.repeat(3, 1)
-    found = fit_family(kind, x, k, generator=generator(), **options)
+    found = fit_family(kind, x, k, generator=seeded(), **options)
     assert math.isfinite(found.log_likelihood)
     assert all(value.isfinite().all() for value in found.parameters.unconstrained().values())
     assert abs(found.parameters.weights.sum() - 1) < 1e-12
@@ -745,7 +742,7 @@ def test_a_factor_of_all_weights_changes_no_fit(kind, scale):
     few, options = SAMPLES[kind]
     x = torch.cat([few, few[:1], few.flip(1)]).float()
     plain, scaled = (
-        fit_family(kind, x, 2, sample_weight=torch.full((5,), factor, dtype=F64), generator=generator(), **options)
+        fit_family(kind, x, 2, sample_weight=torch.full((5,), factor, dtype=F64), generator=seeded(), **options)
         for factor in (1, scale)
     )
     assert scaled.log_likelihood == pytest.approx(plain.log_likelihood, abs=1e-4)
@@ -766,7 +763,7 @@ def test_one_sample_of_one_component(kind):
         with pytest.raises(ValueError, match=r"`x` should hold different samples"):
             kind.start(few[:1], 1, **options)
         return
-    found = fit_family(kind, few[:1], 1, generator=generator(), **options)
+    found = fit_family(kind, few[:1], 1, generator=seeded(), **options)
     assert math.isfinite(found.log_likelihood)
     assert found.parameters.weights.tolist() == [1.0]
 
@@ -900,6 +897,6 @@ def test_one_factor_analyser_is_as_likely_as_scikit_learns(name, units):
     x = getattr(datasets, f"load_{name}")().data
     x = (x - x.mean(0)) / x.std(0) if units == "standardised" else x
     theirs = FactorAnalysis(4, tol=1e-3, max_iter=2000).fit(x).score(x)
-    found = fit_family(FactorAnalysers, torch.from_numpy(x), 1, n_factors=4, max_iter=3000, generator=generator())
+    found = fit_family(FactorAnalysers, torch.from_numpy(x), 1, n_factors=4, max_iter=3000, generator=seeded())
     # Both stop near a boundary where a variance goes to 0, and the last thousandth takes thousands of steps.
     assert found.log_likelihood > theirs - 1e-3

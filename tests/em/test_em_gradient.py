@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Adam, Optimizer
+from values import seeded
 
 from experiments.em import principal_components
 from experiments.em_separation import population
@@ -28,20 +29,16 @@ from toolkit.em.models import PoissonMixture
 F64 = torch.float64
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def standardised(x: Tensor) -> Tensor:
     return (x - x.mean(0)) / x.std(0)
 
 
 def first_of(x: Tensor, k: int, kind: str = "full") -> GaussianParameters:
-    return start(x, k, covariance_type=kind, generator=generator())
+    return start(x, k, covariance_type=kind, generator=seeded())
 
 
 def overlapping(n: int = 400, seed: int = 1) -> Tensor:
-    return datasets.two_gaussians(n, separation=2.0, generator=generator(seed)).inputs
+    return datasets.two_gaussians(n, separation=2.0, generator=seeded(seed)).inputs
 
 
 DATA = {
@@ -191,7 +188,7 @@ def test_minibatches_come_near_the_optimum():
         optimizer=partial(Adam, lr=0.02, betas=(0.9, 0.99)),
         steps=15 * 30,
         batch_size=120,
-        generator=generator(),
+        generator=seeded(),
         callback=lambda n, value: told.append((n, value)),
     )
     assert [n for n, _ in told] == list(range(0, 451, 15))  # 1797 samples are 15 batches, the last of 117
@@ -217,7 +214,7 @@ def test_mean_gradient_of_the_batches_is_the_gradient():
             for i, leaf in enumerate(self.param_groups[0]["params"]):
                 total[i] = total.get(i, 0.0) + leaf.grad
 
-    options = {"optimizer": Recorder, "sample_weight": weight, "generator": generator()}
+    options = {"optimizer": Recorder, "sample_weight": weight, "generator": seeded()}
     gradient_em(first, x, steps=15, batch_size=10, **options)
     parts, total = {i: slope / 15 for i, slope in total.items()}, {}
     gradient_em(first, x, steps=1, **options)
@@ -229,7 +226,7 @@ def test_batches_are_the_generators():
     state = torch.get_rng_state()
     options = {"optimizer": partial(Adam, lr=0.05), "steps": 12, "batch_size": 40}
     one, same, other = (
-        gradient_em(first_of(x, k, kind), x, generator=generator(seed), **options).history for seed in (3, 3, 4)
+        gradient_em(first_of(x, k, kind), x, generator=seeded(seed), **options).history for seed in (3, 3, 4)
     )
     assert one == same
     assert one != other
@@ -239,7 +236,7 @@ def test_batches_are_the_generators():
 def test_a_batch_of_all_is_no_batch():
     x, k, kind = DATA["iris"]
     first, options = first_of(x, k, kind), {"optimizer": partial(SGD, lr=0.05), "steps": 5}
-    whole, batch = (gradient_em(first, x, batch_size=size, generator=generator(), **options) for size in (None, 150))
+    whole, batch = (gradient_em(first, x, batch_size=size, generator=seeded(), **options) for size in (None, 150))
     assert batch.history == pytest.approx(whole.history, abs=1e-12)
     assert (batch.n_iter, len(batch.history)) == (5, 6)
 
@@ -285,9 +282,9 @@ def test_the_best_point_is_returned():
 
 
 def test_another_family():
-    x = torch.poisson(torch.tensor([[1.0, 6.0]], dtype=F64).repeat(80, 1), generator=generator())
-    x[:30] = torch.poisson(torch.tensor([[5.0, 2.0]], dtype=F64).repeat(30, 1), generator=generator(1))
-    first = PoissonMixture.start(x, 2, generator=generator())
+    x = torch.poisson(torch.tensor([[1.0, 6.0]], dtype=F64).repeat(80, 1), generator=seeded())
+    x[:30] = torch.poisson(torch.tensor([[5.0, 2.0]], dtype=F64).repeat(30, 1), generator=seeded(1))
+    first = PoissonMixture.start(x, 2, generator=seeded())
     em = maximise_likelihood(first, x, tol=1e-10)
     found = gradient_em(first, x, optimizer=partial(Adam, lr=0.05), steps=400)
     assert abs(found.log_likelihood - em.log_likelihood) < 1e-6

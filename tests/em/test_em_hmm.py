@@ -17,6 +17,7 @@ from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from torch import Tensor
 from torch import distributions as dist
 from torch.func import grad
+from values import seeded
 
 from toolkit import unblock
 from toolkit.em import COVARIANCE_TYPES, RESPONSIBILITIES, GaussianParameters, hmm
@@ -38,13 +39,9 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def model(kind: str = "full", k: int = 3, d: int = 2, seed: int = 0, apart: float = 1.5) -> hmm.HMMParameters:
     """Return a model that is symmetric in nothing; for symbols there are d + 2 of them."""
-    g = generator(seed)
+    g = seeded(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g, dtype=F64)
@@ -63,7 +60,7 @@ def model(kind: str = "full", k: int = 3, d: int = 2, seed: int = 0, apart: floa
 
 
 def data(parameters: hmm.HMMParameters, lengths: list[int], seed: int = 1) -> Tensor:
-    return hmm.sample(parameters, lengths, generator=generator(seed))[0]
+    return hmm.sample(parameters, lengths, generator=seeded(seed))[0]
 
 
 def array(values: Tensor) -> np.ndarray:
@@ -492,7 +489,7 @@ def test_data_that_no_path_explains():
 def test_a_million_steps_in_bounded_memory():
     k, n = 8, 10**6
     parameters = model("diag", k=k, d=1)
-    x = torch.randn(n, 1, generator=generator(), dtype=F64)
+    x = torch.randn(n, 1, generator=seeded(), dtype=F64)
     live = LiveBytes()
     with live:
         _, value = hmm.em_step(parameters, x)
@@ -664,7 +661,7 @@ def test_m_step_is_a_stationary_maximum(kind):
     assert all(slope.abs().max() < 1e-12 for slope in gradient_of(q, leaves).values())
     for seed in range(10):
         nearby = {
-            name: leaf + 0.05 * torch.randn(leaf.shape, generator=generator(seed), dtype=F64)
+            name: leaf + 0.05 * torch.randn(leaf.shape, generator=seeded(seed), dtype=F64)
             for name, leaf in leaves.items()
         }
         assert q(nearby) < q(leaves)
@@ -789,7 +786,7 @@ def test_a_state_that_is_never_visited_keeps_what_it_has():
 @every_kind
 def test_samples_have_the_model(kind):
     parameters = model(kind, k=3)
-    x, states = hmm.sample(parameters, [1] * 3000 + [20000], generator=generator(2))
+    x, states = hmm.sample(parameters, [1] * 3000 + [20000], generator=seeded(2))
     first = torch.cat([states[:3000], states[3000:3001]]).bincount(minlength=3) / 3001
     p = parameters.log_start.exp()
     assert ((first - p).abs() < 5 * (p * (1 - p) / 3001).sqrt()).all()
@@ -807,7 +804,7 @@ def test_samples_have_the_model(kind):
     else:
         assert torch.allclose(estimated.means, parameters.emissions.means, atol=0.1)
         assert torch.allclose(estimated.covariances, parameters.emissions.covariances, rtol=0.1, atol=0.1)
-    again = hmm.sample(parameters, [1] * 3000 + [20000], generator=generator(2))
+    again = hmm.sample(parameters, [1] * 3000 + [20000], generator=seeded(2))
     assert torch.equal(again[0], x)
 
 
@@ -832,7 +829,7 @@ def test_estimator_finds_the_model(kind):
     truth, lengths = model(kind), [60] * 20
     means = torch.tensor([[0.0, 0.0], [8.0, 1.0], [-1.0, 9.0]], dtype=F64)
     truth = dataclasses.replace(truth, emissions=dataclasses.replace(truth.emissions, means=means))
-    x, states = hmm.sample(truth, lengths, generator=generator(3))
+    x, states = hmm.sample(truth, lengths, generator=seeded(3))
     found = GaussianHMM(3, kind, random_state=0, n_init=2).fit(array(x), lengths)
     assert found.converged_
     assert found.log_likelihood_ >= float(hmm.log_likelihood(truth, x, lengths)) - 1e-6
@@ -847,7 +844,7 @@ def test_estimator_finds_the_model(kind):
 
 def test_estimator_of_symbols():
     truth = model("categorical", k=2, d=3)
-    x, _ = hmm.sample(truth, [50] * 20, generator=generator(3))
+    x, _ = hmm.sample(truth, [50] * 20, generator=seeded(3))
     found = CategoricalHMM(2, random_state=0, n_init=2, tol=1e-4).fit(array(x[:, None]), [50] * 20)
     assert found.emissionprob_.shape == (2, 5)
     assert found.log_likelihood_ >= float(hmm.log_likelihood(truth, x, [50] * 20))
@@ -877,7 +874,7 @@ def test_answers_come_in_the_form_of_the_data(form, dtype):
 @pytest.mark.parametrize(("scale", "gap"), [(1.0, 1e-5), (1e30, 1.0), (1e-30, 1.0)])
 def test_float32_attributes_score_as_the_fit(scale, gap):
     # float32 rounds the covariance of features that nearly agree to a singular one, and variances to 0 and infinity.
-    x = torch.randn(80, 2, generator=generator(3), dtype=F64)
+    x = torch.randn(80, 2, generator=seeded(3), dtype=F64)
     x = (scale * (x[:, :1] + gap * x)).float()
     found = GaussianHMM(2, "full", reg_covar=0, random_state=0).fit(x, [50, 30])
     assert found.means_.isfinite().all()
@@ -990,10 +987,10 @@ def test_restarts_keep_the_best():
     x = array(data(model("categorical", k=3), [60] * 5))
 
     def likelihoods(n_init: int, seed: int) -> float:
-        options = {"random_state": generator(seed), "n_init": n_init, "max_iter": 20}
+        options = {"random_state": seeded(seed), "n_init": n_init, "max_iter": 20}
         return quiet(CategoricalHMM(3, **options)).fit(x, [60] * 5).log_likelihood_
 
-    g = generator(1)
+    g = seeded(1)
     alone = [quiet(CategoricalHMM(3, random_state=g, max_iter=20)).fit(x, [60] * 5).log_likelihood_ for _ in range(4)]
     assert max(alone) > alone[0] + 1e-6
     assert likelihoods(4, 1) == pytest.approx(max(alone), abs=1e-9)  # of equal ones the first is kept

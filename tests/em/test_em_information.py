@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import hessian
+from values import seeded
 
 from toolkit.em import (
     COVARIANCE_TYPES,
@@ -39,13 +40,9 @@ F = TypeVar("F", bound=Family)
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def clusters(n: int = 150, d: int = 2, distance: float = 3.0, seed: int = 1) -> Tensor:
     """Draw two clusters of unequal size and shape, `distance` apart on the first axis."""
-    g = generator(seed)
+    g = seeded(seed)
     x = torch.randn(n, d, generator=g, dtype=F64)
     second = torch.rand(n, generator=g) < 0.35
     x[second] = 0.7 * x[second] + 0.3 * x[second].roll(1, 1)
@@ -63,12 +60,12 @@ def best_from(first: F, x: Tensor, weight: Tensor | None = None) -> F:
 
 
 def fitted(x: Tensor, k: int = 2, kind: str = "full", weight: Tensor | None = None) -> GaussianParameters:
-    return best_from(start(x, k, covariance_type=kind, generator=generator()), x, weight)
+    return best_from(start(x, k, covariance_type=kind, generator=seeded()), x, weight)
 
 
 def anywhere(kind: str, k: int = 3, d: int = 2) -> GaussianParameters:
     """Return a mixture that is at no maximum, with log-weights that sum to 1 only after normalisation."""
-    g = generator(7)
+    g = seeded(7)
     shapes = {"full": (k, d * (d + 1) // 2), "tied": (d * (d + 1) // 2,), "diag": (k, d), "spherical": (k,)}
     leaves = {"log_weights": (k,), "means": (k, d), "log_cholesky": shapes[kind]}
     return from_unconstrained(
@@ -103,14 +100,14 @@ def close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return float((found - expected).norm()) <= tolerance * float(expected.norm())
 
 
-G = generator(3)
+G = seeded(3)
 COUNTS = torch.poisson(torch.where(torch.rand(90, 1, generator=G) < 0.4, 6.0, 1.5).repeat(1, 2), generator=G).double()
 BITS = (torch.rand(90, 4, generator=G) < torch.where(torch.rand(90, 1, generator=G) < 0.4, 0.8, 0.25)).double()
 FAMILIES = {
     **{kind: (anywhere(kind), clusters(40)) for kind in COVARIANCE_TYPES},
-    "poisson": (PoissonMixture.start(COUNTS, 2, generator=generator()), COUNTS),
-    "bernoulli": (BernoulliMixture.start(BITS, 2, generator=generator()), BITS),
-    "categorical": (CategoricalMixture.start(BITS.long(), 2, generator=generator()), BITS.long()),
+    "poisson": (PoissonMixture.start(COUNTS, 2, generator=seeded()), COUNTS),
+    "bernoulli": (BernoulliMixture.start(BITS, 2, generator=seeded()), BITS),
+    "categorical": (CategoricalMixture.start(BITS.long(), 2, generator=seeded()), BITS.long()),
 }
 every_family = pytest.mark.parametrize("family", FAMILIES)
 
@@ -246,7 +243,7 @@ def test_methods_agree_at_a_maximum(family):
     mixture, x = FAMILIES[family]
     if family in COVARIANCE_TYPES:
         x = clusters(150)
-        mixture = start(x, 2, covariance_type=family, generator=generator())
+        mixture = start(x, 2, covariance_type=family, generator=seeded())
     weight = 1 + torch.arange(len(x), dtype=F64) % 2
     best = best_from(mixture, x, weight)
     louis, sem = (standard_errors(best, x, method=method, sample_weight=weight) for method in ("louis", "sem"))
@@ -266,7 +263,7 @@ def test_bootstrap():
     best = fitted(x, kind="diag")
     order = best.means[:, 0].argsort()
     found = standard_errors(best, x)
-    g, draws = generator(), []
+    g, draws = seeded(), []
     for _ in range(150):
         again = x[torch.randint(300, (300,), generator=g)]
         two = maximise_likelihood(best, again, tol=1e-8).parameters
@@ -287,7 +284,7 @@ def test_intervals_cover_the_truth():
         covariances=deviations[:, None].square(),
         covariance_type="diag",
     )
-    g, inside = generator(), []
+    g, inside = seeded(), []
     for _ in range(200):
         labels = (torch.rand(400, generator=g) < share).long()
         x = (centres[labels] + deviations[labels] * torch.randn(400, generator=g, dtype=F64))[:, None]
@@ -376,7 +373,7 @@ def test_no_graph_is_built_and_single_precision_is_computed_in_double():
 
 def test_an_m_step_that_guesses_more_than_the_components_is_no_witness():
     x = clusters(200, 3)
-    first = StudentMixture.start(x, 2, degrees_of_freedom=4.0, generator=generator())
+    first = StudentMixture.start(x, 2, degrees_of_freedom=4.0, generator=seeded())
     student = best_from(first, x)
     assert close(louis_information(student, x), observed_information(student, x), 1e-10)
     found = standard_errors(student, x)
@@ -429,6 +426,6 @@ def test_no_standard_error_where_the_likelihood_is_flat_or_a_saddle(method):
 def test_no_standard_error_where_the_model_is_not_identified():
     # Two components of two bits have five parameters; the four frequencies they are fitted to have three.
     _, x = FAMILIES["bernoulli"]
-    best = best_from(BernoulliMixture.start(x[:, :2], 2, generator=generator()), x[:, :2])
+    best = best_from(BernoulliMixture.start(x[:, :2], 2, generator=seeded()), x[:, :2])
     with pytest.raises(ValueError, match=r"Found a fraction of missing information of (1|0\.999999999)"):
         standard_errors(best, x[:, :2])

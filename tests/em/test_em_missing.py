@@ -17,7 +17,6 @@ from test_em import (
     F64,
     difference,
     every_type,
-    generator,
     gradient_of,
     mixture,
     samples,
@@ -25,6 +24,7 @@ from test_em import (
 )
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, vmap
+from values import seeded
 
 from toolkit import datasets, unblock
 from toolkit.em import (
@@ -60,7 +60,7 @@ NAN = math.nan
 
 def hide(x: Tensor, share: float, seed: int = 0, *, keep_a_value: bool = False) -> Tensor:
     """Return the samples with a share of the values missing completely at random."""
-    missing = torch.rand(x.shape, generator=generator(seed), dtype=F64) < share
+    missing = torch.rand(x.shape, generator=seeded(seed), dtype=F64) < share
     if keep_a_value:
         missing[missing.all(1), 0] = False
     return x.masked_fill(missing, NAN)
@@ -190,7 +190,7 @@ BLOCK_CASES: list[BlockCase] = [
 @pytest.mark.parametrize("stage", [0, 20])
 def test_fishers_identity_on_real_data(stage, kind):
     x = hide(datasets.iris().inputs, 0.25)
-    parameters = start_missing(x, 3, covariance_type=kind, generator=generator())
+    parameters = start_missing(x, 3, covariance_type=kind, generator=seeded())
     for _ in range(stage):
         parameters, _ = em_step_missing(parameters, x, reg_covar=1e-6)
     leaves = to_unconstrained(parameters)
@@ -324,8 +324,8 @@ def test_whole_samples_have_their_usual_density(kind):
 @pytest.mark.parametrize("offset", [1e3, 1e6])
 def test_offset_costs_nothing(offset, kind):
     x = ((incomplete(200) * 2**20).round() / 2**20).double()
-    first = start_missing(x, 2, covariance_type=kind, generator=generator())
-    moved = start_missing(x + offset, 2, covariance_type=kind, generator=generator())
+    first = start_missing(x, 2, covariance_type=kind, generator=seeded())
+    moved = start_missing(x + offset, 2, covariance_type=kind, generator=seeded())
     options = {"covariance_type": kind, "accelerate": "none", "max_iter": 20, "tol": 0.0}
     here = fit_missing(x, 2, init=first, **options)
     there = fit_missing(x + offset, 2, init=moved, **options)
@@ -342,7 +342,7 @@ def test_offset_costs_nothing(offset, kind):
 @pytest.mark.parametrize(("d", "k"), [(1, 2), (3, 3), (9, 2)])
 def test_step_of_whole_samples_is_the_usual_step(d, k, weighted, kind):
     x, before = samples(200, d, k), mixture(kind, d, k)
-    w = 0.1 + torch.rand(200, generator=generator(3), dtype=F64) if weighted else torch.ones(200, dtype=F64)
+    w = 0.1 + torch.rand(200, generator=seeded(3), dtype=F64) if weighted else torch.ones(200, dtype=F64)
     found, value = em_step_missing(before, x, sample_weight=w if weighted else None, reg_covar=1e-3)
     responsibilities, expected = e_step(before, x, w)
     assert math.isclose(value, expected, rel_tol=1e-13)
@@ -353,7 +353,7 @@ def test_step_of_whole_samples_is_the_usual_step(d, k, weighted, kind):
 @every_type
 def test_step_by_definition(kind):
     x, before = incomplete(80), mixture(kind)
-    w = 0.1 + torch.rand(80, generator=generator(3), dtype=F64)
+    w = 0.1 + torch.rand(80, generator=seeded(3), dtype=F64)
     found, value = em_step_missing(before, x, sample_weight=w)
     a = logsumexp(by_definition(before, x), 1)
     assert math.isclose(value, (w.numpy() * a).sum() / w.sum(), rel_tol=1e-13)
@@ -397,7 +397,7 @@ def test_step_is_a_stationary_maximum_of_its_surrogate(kind):
         return (moments.counts * now.log_weights + spread).sum()
 
     assert all(slope.abs().max() < 1e-11 for slope in gradient_of(expected_log_joint, leaves).values())
-    g = generator(5)
+    g = seeded(5)
     for _ in range(20):
         nearby = {n: v + 0.05 * torch.randn(v.shape, generator=g, dtype=F64) for n, v in leaves.items()}
         assert expected_log_joint(nearby) < expected_log_joint(leaves)
@@ -430,7 +430,7 @@ def test_likelihood_never_falls(seed, kind, d, k, share, with_prior):
 @every_type
 def test_gradient_of_the_likelihood_is_zero_at_the_fixed_point(kind):
     x = incomplete(120, 3, 2)
-    found = fit_missing(x, 2, covariance_type=kind, reg_covar=0, tol=0, max_iter=500, generator=generator())
+    found = fit_missing(x, 2, covariance_type=kind, reg_covar=0, tol=0, max_iter=500, generator=seeded())
     leaves = to_unconstrained(found.parameters)
     slopes = gradient_of(lambda values: marginal_likelihood(kind, x, values), leaves)
     assert all(slope.abs().max() < 1e-6 for slope in slopes.values())
@@ -442,7 +442,7 @@ def test_gradient_of_the_likelihood_is_zero_at_the_fixed_point(kind):
 
 def test_one_component_is_at_the_maximum_that_bfgs_finds():
     x = incomplete(60, 3, 1)
-    found = fit_missing(x, 1, reg_covar=0, tol=1e-14, generator=generator())
+    found = fit_missing(x, 1, reg_covar=0, tol=1e-14, generator=seeded())
 
     def loss(flat: np.ndarray) -> tuple[float, np.ndarray]:
         vector = torch.from_numpy(flat)
@@ -463,7 +463,7 @@ def test_one_component_is_at_the_maximum_that_bfgs_finds():
 @every_type
 def test_order_of_rows_and_columns_does_not_matter(kind):
     x, before = incomplete(), mixture(kind)
-    rows = torch.randperm(60, generator=generator(1))
+    rows = torch.randperm(60, generator=seeded(1))
     columns = torch.tensor([2, 0, 1])
     expected, value = em_step_missing(before, x)
     found, again = em_step_missing(before, x[rows])
@@ -547,7 +547,7 @@ def test_features_that_a_component_never_saw_stay_as_they_were():
 def test_parameters_are_recovered(kind):
     d, n = 3, 6000
     truth = mixture(kind, d, 2, seed=4)
-    g = generator(2)
+    g = seeded(2)
     labels = torch.multinomial(truth.weights, n, replacement=True, generator=g)
     roots = torch.linalg.cholesky(torch.from_numpy(dense_covariances(truth).copy()))
     noise = torch.randn(n, d, 1, generator=g, dtype=F64)
@@ -563,13 +563,13 @@ def test_parameters_are_recovered(kind):
 
 def test_fit_beats_what_is_done_without_it():
     # Whole rows alone lose most of the data, means in the place of values most of the correlation.
-    g = generator()
+    g = seeded()
     common = torch.randn(2000, 1, generator=g, dtype=F64)
     x = common * torch.tensor([1.0, -1.0, 2.0, 0.5]) + 0.3 * torch.randn(2000, 4, generator=g, dtype=F64)
     gone = hide(x, 0.4, keep_a_value=True)
     truth = torch.tensor([1.0, -1.0, 2.0, 0.5], dtype=F64)
     covariance = torch.outer(truth, truth) + 0.09 * torch.eye(4, dtype=F64)
-    found = fit_missing(gone, 1, generator=generator()).parameters.covariances[0]
+    found = fit_missing(gone, 1, generator=seeded()).parameters.covariances[0]
     filled = torch.where(gone.isnan(), gone.nanmean(0), gone).mT.cov()
     whole = gone[~gone.isnan().any(1)].mT.cov()
     error = (found - covariance).norm()
@@ -591,7 +591,7 @@ def test_fit_beats_what_is_done_without_it():
 @pytest.mark.parametrize("accelerate", ["squarem", "anderson"])
 def test_acceleration_arrives_where_em_does(accelerate):
     x = incomplete(150, 2, 2)
-    first = start_missing(x, 2, covariance_type="full", generator=generator())
+    first = start_missing(x, 2, covariance_type="full", generator=seeded())
     options = {"init": first, "reg_covar": 0, "tol": 1e-13, "max_iter": 4000}
     slow = fit_missing(x, 2, accelerate="none", **options)
     fast = fit_missing(x, 2, accelerate=accelerate, **options)
@@ -602,7 +602,7 @@ def test_acceleration_arrives_where_em_does(accelerate):
 
 def test_generic_driver_takes_the_family():
     x = incomplete(150, 2, 2)
-    first = start_missing(x, 2, covariance_type="tied", generator=generator())
+    first = start_missing(x, 2, covariance_type="tied", generator=seeded())
     one = maximise_likelihood(MissingGaussian(first), x, tol=1e-12)
     other = fit_missing(x, 2, covariance_type="tied", init=first, reg_covar=0, tol=1e-12)
     assert abs(one.log_likelihood - other.log_likelihood) < 1e-9
@@ -611,7 +611,7 @@ def test_generic_driver_takes_the_family():
 def test_fit_with_a_prior_reports_the_likelihood_alone():
     x = incomplete(40, 3, 3)
     prior = Prior.default(x, 3, "full")
-    found = fit_missing(x, 3, prior=prior, tol=1e-12, generator=generator())
+    found = fit_missing(x, 3, prior=prior, tol=1e-12, generator=seeded())
     alone = log_likelihood(MissingGaussian(found.parameters), x)
     assert math.isclose(found.log_likelihood, alone, rel_tol=1e-12)
     assert math.isclose(found.history[-1], alone + prior.log_density(found.parameters) / 40, rel_tol=1e-12)
@@ -627,7 +627,7 @@ def test_fit_with_a_prior_reports_the_likelihood_alone():
 @every_type
 def test_fit_of_whole_samples_is_the_usual_fit(kind):
     x = datasets.iris().inputs
-    first = start_missing(x, 3, covariance_type=kind, generator=generator())
+    first = start_missing(x, 3, covariance_type=kind, generator=seeded())
     found = fit_missing(x, 3, covariance_type=kind, init=first, accelerate="none", max_iter=10, tol=0, reg_covar=1e-6)
     parameters = first
     for _ in range(10):
@@ -642,7 +642,7 @@ def test_starts(init, kind):
     x = torch.cat([samples(60, 2, 1, seed) + 100 * seed for seed in range(3)])
     x = hide(x, 0.3)
     first, again = (
-        start_missing(x, 3, covariance_type=kind, init=init, reg_covar=0, generator=generator(3)) for _ in range(2)
+        start_missing(x, 3, covariance_type=kind, init=init, reg_covar=0, generator=seeded(3)) for _ in range(2)
     )
     assert difference(first, again) == 0
     assert math.isclose(first.weights.sum(), 1.0, rel_tol=1e-12)
@@ -661,13 +661,13 @@ def test_start_leaves_out_samples_without_a_value_or_weight(init):
     more = torch.cat([x, torch.full((30, 3), NAN, dtype=F64), samples(5) + 100])
     w = torch.cat([torch.ones(90, dtype=F64), torch.zeros(5, dtype=F64)])
     options = {"covariance_type": "full", "init": init}
-    found = start_missing(more, 3, sample_weight=w, generator=generator(), **options)
-    assert difference(found, start_missing(x, 3, generator=generator(), **options)) == 0
+    found = start_missing(more, 3, sample_weight=w, generator=seeded(), **options)
+    assert difference(found, start_missing(x, 3, generator=seeded(), **options)) == 0
 
 
 def test_single_precision_and_its_type():
     x = incomplete(200)
-    first = start_missing(x, 2, covariance_type="full", generator=generator())
+    first = start_missing(x, 2, covariance_type="full", generator=seeded())
     found = fit_missing(x.float(), 2, init=first, max_iter=20)
     expected = fit_missing(x, 2, init=first, max_iter=20)
     assert found.parameters.means.dtype == torch.float32
@@ -682,9 +682,9 @@ def test_single_precision_and_its_type():
 def test_restarts_keep_the_best_and_callback_is_told():
     x = incomplete(100, 2, 4)
     options = {"covariance_type": "diag", "init": "random_from_data", "max_iter": 20}
-    g, told = generator(1), []
+    g, told = seeded(1), []
     alone = [fit_missing(x, 4, generator=g, **options).log_likelihood for _ in range(3)]
-    best = fit_missing(x, 4, n_init=3, generator=generator(1), callback=lambda i, v: told.append(v), **options)
+    best = fit_missing(x, 4, n_init=3, generator=seeded(1), callback=lambda i, v: told.append(v), **options)
     assert max(alone) > min(alone) + 1e-6
     # Of starts that end equally high the first is kept.
     assert best.log_likelihood == pytest.approx(max(alone), abs=1e-9)
@@ -694,7 +694,7 @@ def test_restarts_keep_the_best_and_callback_is_told():
 def test_nothing_is_changed_in_place():
     x = incomplete()
     kept, w = x.clone(), torch.ones(60, dtype=F64)
-    fit_missing(x, 2, sample_weight=w, max_iter=3, generator=generator())
+    fit_missing(x, 2, sample_weight=w, max_iter=3, generator=seeded())
     impute(mixture("full"), x)
     assert torch.equal(x.nan_to_num(-1e9), kept.nan_to_num(-1e9))
     assert (w == 1).all()
@@ -726,7 +726,7 @@ def test_imputed_values_are_conditional_means(kind):
 def test_draws_have_the_conditional_moments(kind):
     there, n = mixture(kind, 3, 2), 40000
     row = torch.tensor([0.3, NAN, NAN], dtype=F64)
-    draws = draw_missing(there, row.expand(n, 3), 1, generator=generator(1))[0]
+    draws = draw_missing(there, row.expand(n, 3), 1, generator=seeded(1))[0]
     mean = impute(there, row[None])[0]
     assert torch.equal(draws[:, 0], torch.full((n,), 0.3, dtype=F64))
     assert torch.allclose(draws.mean(0), mean, atol=0.04)
@@ -744,7 +744,7 @@ def test_draws_have_the_conditional_moments(kind):
 
 def test_draws_are_the_generators_and_differ():
     x, there = incomplete(), mixture("full")
-    one, other = (draw_missing(there, x, 3, generator=generator(7)) for _ in range(2))
+    one, other = (draw_missing(there, x, 3, generator=seeded(7)) for _ in range(2))
     assert one.shape == (3, 60, 3)
     assert torch.equal(one, other)
     assert (one[0] != one[1])[x.isnan()].all()
@@ -791,7 +791,7 @@ BAD = {
 def test_bad_arguments(name):
     x, options, error, message = BAD[name]
     with pytest.raises(error, match=message):
-        fit_missing(x, **{"n_components": 3, "generator": generator(), **options})
+        fit_missing(x, **{"n_components": 3, "generator": seeded(), **options})
 
 
 def test_shapes_that_do_not_fit_together():

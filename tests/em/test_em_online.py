@@ -8,8 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_em import COVARIANCE_TYPES, F64, difference, every_type, generator, mixture, samples
+from test_em import (
+    COVARIANCE_TYPES,
+    F64,
+    difference,
+    every_type,
+    mixture,
+    samples,
+)
 from torch import Tensor
+from values import seeded
 
 from toolkit.em import GaussianParameters, e_step, em_step, log_likelihood, m_step, start
 from toolkit.em.engine import samples as samples_module
@@ -109,7 +117,7 @@ def test_a_component_without_samples_is_merged_as_nothing(kind):
 @pytest.mark.parametrize("exponent", [0.0, 0.6, 1.0])
 def test_first_batch_without_offset_is_one_em_step(exponent, weighted, kind):
     x, before = samples(200), mixture(kind)
-    w = 0.1 + torch.rand(200, generator=generator(2), dtype=F64) if weighted else torch.ones(200, dtype=F64)
+    w = 0.1 + torch.rand(200, generator=seeded(2), dtype=F64) if weighted else torch.ones(200, dtype=F64)
     state = online_start(before, exponent=exponent, offset=0, reg_covar=1e-3)
     after = online_step(state, x, sample_weight=w if weighted else None)
     responsibilities, value = e_step(before, x, w)
@@ -224,7 +232,7 @@ def test_averaging_takes_the_noise_away():
     # One component, whose maximum is known: the mean of the stream.
     errors = {"last": 0.0, "averaged": 0.0}
     for seed in range(10):
-        x = torch.randn(4000, 1, generator=generator(seed), dtype=F64)
+        x = torch.randn(4000, 1, generator=seeded(seed), dtype=F64)
         one = GaussianParameters.from_covariances(
             weights=torch.ones(1, dtype=F64),
             means=torch.ones(1, 1, dtype=F64),
@@ -261,8 +269,8 @@ def test_one_sample_at_a_time(kind):
 def test_one_pass_is_worth_many_batch_passes(seed):
     """Of 12 seeds all do: by 0.008 nats at least, 0.1 in the median."""
     x = samples(20000, 4, 5, seed)
-    x = x[torch.randperm(len(x), generator=generator())]
-    first = start(x[:1000], 5, covariance_type="full", generator=generator())
+    x = x[torch.randperm(len(x), generator=seeded())]
+    first = start(x[:1000], 5, covariance_type="full", generator=seeded())
     state = run(online_start(first), x, 250)
     online, batch, values = float(log_likelihood(state.parameters, x)), first, []
     for _ in range(8):
@@ -273,7 +281,7 @@ def test_one_pass_is_worth_many_batch_passes(seed):
 
 
 def test_a_least_step_follows_a_drift():
-    g = generator(1)
+    g = seeded(1)
     before = GaussianParameters.from_covariances(
         weights=torch.tensor([0.5, 0.5], dtype=F64),
         means=torch.tensor([[0.0], [10.0]], dtype=F64),
@@ -357,7 +365,7 @@ def free_energy_by_definition(after: GaussianParameters, parts: list[tuple[Tenso
 @every_type
 def test_free_energy_by_definition(kind):
     x, state = samples(180), incremental_start(mixture(kind))
-    w = 0.1 + torch.rand(180, generator=generator(2), dtype=F64)
+    w = 0.1 + torch.rand(180, generator=seeded(2), dtype=F64)
     parts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
     for i in (0, 1, 2, 1, 0):
         rows = slice(60 * i, 60 * i + 60)
@@ -404,7 +412,7 @@ def test_free_energy_never_falls(seed, kind, d, k, with_prior):
 @every_type
 def test_incremental_em_arrives_where_em_does(kind):
     x = samples(200, 2, 2, seed=3)
-    state: IncrementalState = incremental_start(start(x, 2, covariance_type=kind, generator=generator()))
+    state: IncrementalState = incremental_start(start(x, 2, covariance_type=kind, generator=seeded()))
     for _ in range(150):
         for key, batch in enumerate(x.split(70)):
             state = incremental_step(state, key, batch)
@@ -417,7 +425,7 @@ def test_incremental_em_arrives_where_em_does(kind):
 def test_incremental_em_is_faster_per_pass(seed):
     """Of 12 seeds all are: by 0.07 nats in the median, and where both have arrived by nothing."""
     x = samples(2000, 3, 3, seed)
-    first = start(x, 3, covariance_type="full", init="random_from_data", generator=generator())
+    first = start(x, 3, covariance_type="full", init="random_from_data", generator=seeded())
     state, batch = incremental_start(first), first
     for _ in range(5):
         for key, part in enumerate(x.split(200)):

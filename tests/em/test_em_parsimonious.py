@@ -13,6 +13,7 @@ from scipy.optimize import minimize
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 from torch.func import grad, jacrev, vmap
+from values import seeded
 
 from toolkit import datasets
 from toolkit.em import RESPONSIBILITIES, GaussianParameters, e_step, em_step, log_likelihood, m_step, start, surrogate
@@ -43,13 +44,9 @@ def start_type(model):
     return steps.model_of(model).start.name
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def samples(n: int = 60, d: int = 3, k: int = 3, seed: int = 0) -> Tensor:
     """Draw overlapping clusters with correlated features."""
-    g = generator(seed)
+    g = seeded(seed)
     mixing = torch.randn(k, d, d, generator=g, dtype=F64) * 0.5 + torch.eye(d, dtype=F64)
     centres = 1.5 * torch.randn(k, d, generator=g, dtype=F64)
     labels = torch.randint(k, (n,), generator=g)
@@ -59,18 +56,18 @@ def samples(n: int = 60, d: int = 3, k: int = 3, seed: int = 0) -> Tensor:
 
 def statistics(k: int = 3, d: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return counts (K,) and scatter (K, D, D) that have nothing in common."""
-    g = generator(seed)
+    g = seeded(seed)
     counts = 5 + 40 * torch.rand(k, generator=g, dtype=F64)
     roots = torch.randn(k, d, d + 2, generator=g, dtype=F64) * (0.3 + torch.rand(k, d, 1, generator=g, dtype=F64))
     return counts, counts[:, None, None] * roots @ roots.mT
 
 
 def responsibilities(n: int = 60, k: int = 3, seed: int = 5) -> Tensor:
-    return (2 * torch.randn(n, k, generator=generator(seed), dtype=F64)).softmax(-1)
+    return (2 * torch.randn(n, k, generator=seeded(seed), dtype=F64)).softmax(-1)
 
 
 def orthogonal(d: int, seed: int) -> Tensor:
-    return torch.linalg.qr(torch.randn(d, d, generator=generator(seed), dtype=F64)).Q
+    return torch.linalg.qr(torch.randn(d, d, generator=seeded(seed), dtype=F64)).Q
 
 
 def sizes(model: str, k: int, d: int) -> dict[str, tuple[int, ...]]:
@@ -95,7 +92,7 @@ def template(model: str, k: int = 3, d: int = 3) -> ParsimoniousParameters:
 
 def coordinates(model: str, k: int = 3, d: int = 3, seed: int = 1) -> dict[str, Tensor]:
     """Draw coordinates that are symmetric in nothing."""
-    g = generator(seed)
+    g = seeded(seed)
     scales = {"log_weights": 1.0, "means": 1.5, "log_volumes": 0.5, "log_shapes": 0.4, "axes": 0.7}
     return {
         name: scales[name] * torch.randn(shape, generator=g, dtype=F64) for name, shape in sizes(model, k, d).items()
@@ -187,7 +184,7 @@ BLOCK_CASES: list[BlockCase] = [
 def test_fishers_identity_on_iris(stage, model):
     x = datasets.iris().inputs.double()
     climber = Climber(x, 3, model, 0.0)
-    parameters, _ = climber.step(start(x, 3, covariance_type=start_type(model), generator=generator()))
+    parameters, _ = climber.step(start(x, 3, covariance_type=start_type(model), generator=seeded()))
     for _ in range(stage):
         parameters, _ = climber.step(parameters)
     leaves = parameters.unconstrained()
@@ -428,9 +425,9 @@ def test_four_models_are_scikit_learns_types(model):
 @pytest.mark.parametrize("model", TWINS)
 def test_four_models_climb_as_scikit_learns_types_do(model, reg_covar):
     x, kind = datasets.iris().inputs.double(), TWINS[model]
-    gaussian = parameters = start(x, 3, covariance_type=kind, generator=generator())
+    gaussian = parameters = start(x, 3, covariance_type=kind, generator=seeded())
     if kind == "full":
-        parameters = start(x, 3, covariance_type="tied", generator=generator())  # the same covariance, once
+        parameters = start(x, 3, covariance_type="tied", generator=seeded())  # the same covariance, once
     climber = Climber(x, 3, model, reg_covar)
     for _ in range(20):
         gaussian, expected = em_step(gaussian, x, reg_covar=reg_covar)
@@ -491,7 +488,7 @@ def test_features_may_have_any_unit(model):
 @pytest.mark.parametrize("model", TRIANGULAR)
 def test_any_linear_map_of_the_data_maps_the_covariances(model):
     counts, scatter = statistics(3, 4, 2)
-    linear = torch.randn(4, 4, generator=generator(4), dtype=F64)
+    linear = torch.randn(4, 4, generator=seeded(4), dtype=F64)
     found = covariances_from_scatter(model, counts, linear @ scatter @ linear.mT).covariances
     expected = linear @ covariances_from_scatter(model, counts, scatter).covariances @ linear.mT
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
@@ -561,7 +558,7 @@ def test_m_step_is_differentiable_and_batched(model):
     """The derivative of the EM map, also through iterations, against central differences; and vmap against a loop."""
     x, r = samples(30, 2, 2), responsibilities(30, 2)
     base = mixture(model, 2, 2)
-    direction = torch.randn(30, 2, generator=generator(3), dtype=F64)
+    direction = torch.randn(30, 2, generator=seeded(3), dtype=F64)
 
     def covariances(t: Tensor) -> Tensor:
         return base.m_step(x, (r.log() + t * direction).softmax(-1)).covariances
@@ -586,7 +583,7 @@ def test_m_step_is_differentiable_and_batched(model):
 def test_fast_step_is_its_plain_twin(shape, model):
     n, d, k = shape
     x = samples(n, d, k)
-    before, _ = Climber(x, k, model, 0.0).step(start(x, k, covariance_type=start_type(model), generator=generator()))
+    before, _ = Climber(x, k, model, 0.0).step(start(x, k, covariance_type=start_type(model), generator=seeded()))
     found, value = Climber(x, k, model, 0.0).step(before)
     r, expected_value = e_step(before, x)
     counts, means = r.sum(0), r.mT @ x / r.sum(0)[:, None]
@@ -606,7 +603,7 @@ def test_likelihood_never_falls(model):
         k, d = 1 + seed % 4, 1 + (seed * 7) % 5
         x = samples(25 * k + 20 * d, d, k, seed)
         climber = Climber(x, k, model, 0.0)
-        parameters, _ = climber.step(start(x, k, covariance_type=start_type(model), generator=generator(seed)))
+        parameters, _ = climber.step(start(x, k, covariance_type=start_type(model), generator=seeded(seed)))
         before = -math.inf
         for _ in range(12):
             try:
@@ -621,7 +618,7 @@ def test_likelihood_never_falls(model):
 @pytest.mark.parametrize("accelerate", ["anderson", "squarem"])
 def test_acceleration_ends_where_em_does(accelerate, model):
     x = samples(150, 3, 2, seed=4)
-    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=generator()))
+    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=seeded()))
     plain = fit_parsimonious(x, 2, model, init=first, accelerate="none", tol=1e-13, max_iter=3000)
     fast = fit_parsimonious(x, 2, model, init=first, accelerate=accelerate, tol=1e-13)
     assert plain.converged
@@ -634,7 +631,7 @@ def test_acceleration_ends_where_em_does(accelerate, model):
 @pytest.mark.parametrize("model", ["VEI", "EVE", "VEV", "EVV"])
 def test_generic_driver_finds_the_same(model):
     x = samples(150, 3, 2, seed=4)
-    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=generator()))
+    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=seeded()))
     generic = maximise_likelihood(first, x, tol=1e-12)
     assert generic.log_likelihood == pytest.approx(
         fit_parsimonious(x, 2, model, init=first, tol=1e-12).log_likelihood, abs=1e-9
@@ -644,7 +641,7 @@ def test_generic_driver_finds_the_same(model):
 @every_model
 def test_gradient_vanishes_at_the_maximum(model):
     x = samples(120, 2, 2, seed=1)
-    found = fit_parsimonious(x, 2, model, tol=1e-14, generator=generator()).parameters
+    found = fit_parsimonious(x, 2, model, tol=1e-14, generator=seeded()).parameters
     leaves = found.unconstrained()
     slopes = gradient_of(lambda values: log_likelihood(found.with_unconstrained(values), x), leaves)
     assert max(float(slope.abs().max()) for slope in slopes.values()) < 1e-5
@@ -654,17 +651,17 @@ def test_gradient_vanishes_at_the_maximum(model):
 @pytest.mark.parametrize("offset", [1e4, 1e8])
 def test_offset_of_the_data_costs_nothing(offset, model):
     x = samples(100, 2, 2)
-    near = fit_parsimonious(x, 2, model, tol=1e-9, generator=generator())
+    near = fit_parsimonious(x, 2, model, tol=1e-9, generator=seeded())
     moved = (x + offset) - offset
-    near = fit_parsimonious(moved, 2, model, tol=1e-9, generator=generator())
-    far = fit_parsimonious(moved + offset, 2, model, tol=1e-9, generator=generator())
+    near = fit_parsimonious(moved, 2, model, tol=1e-9, generator=seeded())
+    far = fit_parsimonious(moved + offset, 2, model, tol=1e-9, generator=seeded())
     assert far.log_likelihood == pytest.approx(near.log_likelihood, abs=1e-8)
 
 
 @every_model
 def test_float32_keeps_its_type_and_the_likelihood(model):
     x = samples(200, 3, 2)
-    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=generator()))
+    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=seeded()))
     found = fit_parsimonious(x.float(), 2, model, init=first, tol=1e-10)
     exact = fit_parsimonious(x, 2, model, init=first, tol=1e-10)
     assert found.parameters.means.dtype == found.parameters.structure.axes.dtype == torch.float32
@@ -674,8 +671,8 @@ def test_float32_keeps_its_type_and_the_likelihood(model):
 @pytest.mark.parametrize("model", ["VII", "EVI", "EEE", "VVE", "VEV"])
 def test_weights_are_repetitions(model):
     x = samples(50, 2, 2)
-    counts = torch.randint(0, 4, (50,), generator=generator(1))
-    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=generator()))
+    counts = torch.randint(0, 4, (50,), generator=seeded(1))
+    first, _ = Climber(x, 2, model, 0.0).step(start(x, 2, covariance_type=start_type(model), generator=seeded()))
     weighted = fit_parsimonious(x, 2, model, init=first, sample_weight=counts.double(), tol=1e-12)
     repeated = fit_parsimonious(x.repeat_interleave(counts, 0), 2, model, init=first, tol=1e-12)
     assert weighted.log_likelihood == pytest.approx(repeated.log_likelihood, abs=1e-10)
@@ -700,7 +697,7 @@ def test_one_component_is_the_covariance_of_the_data(model):
 def test_regularisation_keeps_what_is_shared(model):
     """With a constant feature and duplicates there is no maximum of the likelihood; the prior gives one."""
     x = torch.cat([samples(40, 2), torch.full((40, 1), 3.0, dtype=F64)], 1)
-    found = fit_parsimonious(x, 3, model, reg_covar=1e-2, generator=generator()).parameters
+    found = fit_parsimonious(x, 3, model, reg_covar=1e-2, generator=seeded()).parameters
     assert found.covariances.isfinite().all()
     volumes, shapes, _ = found.structure.decomposed()
     assert (len(volumes), len(shapes)) == (3 if model[0] == "V" else 1, 3 if model[1] == "V" else 1)
@@ -710,17 +707,17 @@ def test_regularisation_keeps_what_is_shared(model):
 def test_restarts_keep_the_best():
     x = samples(100, 2, 5, seed=3)
     single = [
-        fit_parsimonious(x, 5, "EEI", init="random_from_data", generator=generator(seed)).log_likelihood
+        fit_parsimonious(x, 5, "EEI", init="random_from_data", generator=seeded(seed)).log_likelihood
         for seed in range(6)
     ]
-    many = fit_parsimonious(x, 5, "EEI", init="random_from_data", n_init=12, generator=generator(0)).log_likelihood
+    many = fit_parsimonious(x, 5, "EEI", init="random_from_data", n_init=12, generator=seeded(0)).log_likelihood
     assert max(single) > min(single) + 1e-3
     assert many >= np.median(single)
 
 
 def test_randomness_is_the_generators_alone():
     x = samples()
-    one, other = (fit_parsimonious(x, 3, "VEI", generator=generator(4), n_init=3) for _ in range(2))
+    one, other = (fit_parsimonious(x, 3, "VEI", generator=seeded(4), n_init=3) for _ in range(2))
     assert one.history == other.history
     assert torch.equal(one.parameters.means, other.parameters.means)
 
@@ -728,7 +725,7 @@ def test_randomness_is_the_generators_alone():
 def test_inputs_are_not_changed():
     x = samples()
     copy, counts = x.clone(), torch.ones(len(x), dtype=F64)
-    fit_parsimonious(x, 2, "VVE", sample_weight=counts, generator=generator())
+    fit_parsimonious(x, 2, "VVE", sample_weight=counts, generator=seeded())
     assert torch.equal(x, copy)
     assert bool((counts == 1).all())
 
@@ -740,10 +737,10 @@ def test_inputs_are_not_changed():
 def test_constant_feature_is_named(model):
     x = torch.cat([samples(40, 2), torch.full((40, 1), 0.1, dtype=F64)], 1)
     if model[1] == "I":  # a sphere has the width that its other features have
-        assert fit_parsimonious(x, 2, model, generator=generator()).converged
+        assert fit_parsimonious(x, 2, model, generator=seeded()).converged
         return
     with pytest.raises(ValueError, match=r"positive definite"):
-        fit_parsimonious(x, 2, model, generator=generator())
+        fit_parsimonious(x, 2, model, generator=seeded())
     first = dataclasses.replace(template(model, 2, 3))
     with pytest.raises(ValueError, match=r"constant feature .* Found 2, counted from 0"):
         fit_parsimonious(x, 2, model, init=first)
@@ -769,7 +766,7 @@ def test_no_scatter_at_all_is_singular(model):
 def test_a_start_that_collapses_is_an_error_that_says_so(model):
     x = torch.tensor([[0.0, 0.0], [5.0, 5.0]], dtype=F64).repeat(5, 1)
     with pytest.raises(ValueError, match=r"positive definite|singular"):
-        fit_parsimonious(x, 2, model, generator=generator())
+        fit_parsimonious(x, 2, model, generator=seeded())
 
 
 BAD_ARGUMENTS = {
@@ -831,7 +828,7 @@ def test_shapes_that_do_not_fit_together():
 
 def test_gaussian_and_parsimonious_starts_agree():
     x = samples()
-    gaussian = start(x, 3, covariance_type="tied", generator=generator())
+    gaussian = start(x, 3, covariance_type="tied", generator=seeded())
     assert isinstance(gaussian, GaussianParameters)
     first, value = Climber(x, 3, "VVE", 0.0).step(gaussian)
     assert value == pytest.approx(float(log_likelihood(gaussian, x)), abs=1e-12)

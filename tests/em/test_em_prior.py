@@ -11,9 +11,17 @@ from contract import relative_error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
-from test_em import COVARIANCE_TYPES, F64, every_type, generator, gradient_of, mixture, samples
+from test_em import (
+    COVARIANCE_TYPES,
+    F64,
+    every_type,
+    gradient_of,
+    mixture,
+    samples,
+)
 from torch import Tensor
 from torch.func import grad
+from values import seeded
 
 from toolkit import datasets
 from toolkit.em import (
@@ -33,7 +41,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated
 
 def prior(kind: CovarianceType, d: int = 3, k: int = 3, seed: int = 2) -> Prior:
     """Return a prior that is symmetric in nothing."""
-    g = generator(seed)
+    g = seeded(seed)
     root = torch.randn(d, d, generator=g, dtype=F64)
     scales = {"diag": 0.5 + torch.rand(d, generator=g, dtype=F64), "spherical": torch.tensor(1.7, dtype=F64)}
     return Prior(
@@ -146,7 +154,7 @@ def test_one_component_is_at_the_mode_of_its_posterior(kind):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_step_is_a_stationary_maximum_of_surrogate_and_prior(weighted, kind):
     x, before, belief = samples(), mixture(kind), prior(kind)
-    w = 0.2 + 3 * torch.rand(60, generator=generator(9), dtype=F64) if weighted else torch.ones(60, dtype=F64)
+    w = 0.2 + 3 * torch.rand(60, generator=seeded(9), dtype=F64) if weighted else torch.ones(60, dtype=F64)
     responsibilities = e_step(before, x)[0]
     after, _ = map_step(before, x, belief, w)
 
@@ -157,7 +165,7 @@ def test_step_is_a_stationary_maximum_of_surrogate_and_prior(weighted, kind):
     leaves = to_unconstrained(after)
     # The density is one of covariances: the maximum is the same in any coordinates.
     assert all(slope.abs().max() < 1e-11 for slope in gradient_of(objective, leaves).values())
-    g = generator(5)
+    g = seeded(5)
     for _ in range(20):
         nearby = {n: v + 0.05 * torch.randn(v.shape, generator=g, dtype=F64) for n, v in leaves.items()}
         assert objective(nearby) < objective(leaves)
@@ -167,7 +175,7 @@ def test_step_is_a_stationary_maximum_of_surrogate_and_prior(weighted, kind):
 def test_a_component_without_samples_is_at_the_mode_of_the_prior(kind):
     belief, d = prior(kind), 3
     counts = torch.tensor([5.0, 0.0, 7.0], dtype=F64)
-    means = torch.randn(3, d, generator=generator(), dtype=F64)
+    means = torch.randn(3, d, generator=seeded(), dtype=F64)
     shapes = {"full": (3, d, d), "tied": (d, d), "diag": (3, d), "spherical": (3,)}
     scatter = torch.zeros(shapes[kind], dtype=F64)
     weights, found, covariances = belief.maximise(counts, means, scatter, kind)
@@ -182,7 +190,7 @@ def test_a_component_without_samples_is_at_the_mode_of_the_prior(kind):
 @every_type
 def test_batches_of_restarts(kind):
     belief = prior(kind)
-    g = generator(8)
+    g = seeded(8)
     shapes = {"full": (4, 3, 3, 3), "tied": (4, 3, 3), "diag": (4, 3, 3), "spherical": (4, 3)}
     counts = torch.rand(4, 3, generator=g, dtype=F64)
     means = torch.randn(4, 3, 3, generator=g, dtype=F64)
@@ -196,7 +204,7 @@ def test_batches_of_restarts(kind):
 
 @pytest.mark.parametrize("kind", ["diag", "spherical"])
 def test_counts_of_features_that_are_all_there_change_nothing(kind):
-    belief, g = prior(kind), generator(8)
+    belief, g = prior(kind), seeded(8)
     counts, means = torch.rand(3, generator=g, dtype=F64), torch.randn(3, 3, generator=g, dtype=F64)
     scatter = torch.rand((3, 3) if kind == "diag" else (3,), generator=g, dtype=F64)
     whole = belief.maximise(counts, means, scatter, kind)
@@ -215,7 +223,7 @@ def test_counts_of_features_that_are_all_there_change_nothing(kind):
 )
 def test_objective_never_falls(seed, kind, d, k, n, weighted):
     x, belief, parameters = samples(n, d, k, seed), prior(kind, d, k, seed), mixture(kind, d, k, seed)
-    weights = torch.rand(n, generator=generator(seed), dtype=F64) + 0.01 if weighted else None
+    weights = torch.rand(n, generator=seeded(seed), dtype=F64) + 0.01 if weighted else None
     values = []
     for _ in range(15):
         parameters, value = map_step(parameters, x, belief, weights)
@@ -308,7 +316,7 @@ def test_default_of_features_that_depend_on_each_other_is_diagonal(n):
 
 def test_spikes_on_iris_are_gone_with_the_prior():
     # Started at two sets of six flowers and the rest, some maximum-likelihood fits end on flowers that share a plane.
-    x, g = datasets.iris().inputs, generator()
+    x, g = datasets.iris().inputs, seeded()
     belief, spikes, narrowest = Prior.default(x, 3, "full"), 0, math.inf
     for _ in range(12):
         labels = torch.ones(150, dtype=torch.long).index_fill(0, torch.randperm(150, generator=g)[:12], 0)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from sklearn.mixture import GaussianMixture
 from torch import Tensor
+from values import seeded
 
 from toolkit import datasets
 from toolkit.em import GaussianParameters, e_step, log_likelihood
@@ -84,16 +85,12 @@ GALAXIES = """
 """
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def iris() -> Tensor:
     return datasets.iris().inputs.double()
 
 
 def samples(n: int = 90, d: int = 2, k: int = 3, seed: int = 0, spread: float = 4.0) -> Tensor:
-    g = generator(seed)
+    g = seeded(seed)
     centres = spread * torch.randn(k, d, generator=g, dtype=F64)
     widths = 0.5 + torch.rand(k, 1, generator=g, dtype=F64)
     labels = torch.arange(n) % k
@@ -115,7 +112,7 @@ def mixture(covariances: Tensor, weights: Tensor | None = None) -> ParsimoniousP
 
 @pytest.fixture(scope="module")
 def of_iris() -> Selection:
-    return select(iris(), range(1, 5), n_init=2, tol=1e-8, generator=generator())
+    return select(iris(), range(1, 5), n_init=2, tol=1e-8, generator=seeded())
 
 
 # Where the default starts may end in another maximum than the published one, 0.5 nats lower for all 150 rows together.
@@ -150,7 +147,7 @@ def test_iris_has_two_ellipsoids_of_equal_shape(of_iris):
 
 @pytest.mark.slow
 def test_iris_with_more_components_is_at_least_as_good_as_published():
-    found = select(iris(), range(5, 10), COLUMNS, generator=generator())
+    found = select(iris(), range(5, 10), COLUMNS, generator=seeded())
     check_published(found)
     assert len(found.candidates) == 5 * len(COLUMNS)
 
@@ -159,7 +156,7 @@ def test_old_faithful_has_three_equal_ellipses():
     x = torch.tensor([[float(part) for part in pair.split()] for pair in FAITHFUL.split(",")], dtype=F64)
     x[:, 0] /= 1000
     assert x.shape == (272, 2)
-    found = select(x, range(2, 5), ("EEE", "EEI", "VVE", "VVV"), n_init=4, tol=1e-9, generator=generator())
+    found = select(x, range(2, 5), ("EEE", "EEI", "VVE", "VVV"), n_init=4, tol=1e-9, generator=seeded())
     best = found.best
     assert (best.model, best.n_components) == ("EEE", 3)
     # mclust: -1126.326 and -2314.316, stopped early.
@@ -169,7 +166,7 @@ def test_old_faithful_has_three_equal_ellipses():
 
 def test_galaxies_have_three_widths():
     x = torch.tensor([float(value) for value in GALAXIES.split()], dtype=F64)[:, None] / 1000
-    found = select(x, range(1, 5), n_init=20, tol=1e-9, generator=generator())
+    found = select(x, range(1, 5), n_init=20, tol=1e-9, generator=seeded())
     assert {candidate.model for candidate in found.candidates} == {"EII", "VII"}
     assert (found.best.model, found.best.n_components) == ("VII", 3)
     assert 82 * found.best.log_likelihood == pytest.approx(-203.1792, abs=1e-4)
@@ -184,7 +181,7 @@ def test_criteria_are_scikit_learns(model, kind):
     x = samples(200, 3, 2)
     peer = GaussianMixture(2, covariance_type=kind, tol=1e-10, max_iter=2000, reg_covar=0, random_state=0)
     peer.fit(x.numpy())
-    found = select(x, [2], [model], n_init=2, tol=1e-11, generator=generator()).best
+    found = select(x, [2], [model], n_init=2, tol=1e-11, generator=seeded()).best
     assert found.bic == pytest.approx(peer.bic(x.numpy()), abs=1e-5)
     assert found.aic == pytest.approx(peer.aic(x.numpy()), abs=1e-5)
     assert found.n_parameters == n_free_parameters(model, 2, 3) == peer._n_parameters()
@@ -194,7 +191,7 @@ def test_criteria_are_their_definitions():
     assert aic(-1.5, 7, 20) == 60 + 14
     assert bic(-1.5, 7, 20) == pytest.approx(60 + 7 * math.log(20))
     x = samples()
-    found = fit_parsimonious(x, 3, "VEI", generator=generator()).parameters
+    found = fit_parsimonious(x, 3, "VEI", generator=seeded()).parameters
     r, value = e_step(found, x)
     likeliest = r.argmax(1)
     penalty = -2 * sum(math.log(float(r[n, likeliest[n]])) for n in range(len(x)))
@@ -205,7 +202,7 @@ def test_criteria_are_their_definitions():
 @pytest.mark.parametrize("criterion", ["bic", "aic", "icl"])
 def test_best_minimises_the_criterion(criterion):
     x = samples(60, 2, 3, spread=1.2)
-    found = select(x, range(1, 4), ["EEI", "VVV"], criterion=criterion, generator=generator())
+    found = select(x, range(1, 4), ["EEI", "VVV"], criterion=criterion, generator=seeded())
     assert getattr(found.best, criterion) == min(found.table.values())
     assert found.table == {(c.model, c.n_components): getattr(c, criterion) for c in found.candidates}
     assert [getattr(c, criterion) for c in found.ranked] == sorted(found.table.values())
@@ -213,23 +210,23 @@ def test_best_minimises_the_criterion(criterion):
 
 def test_criteria_disagree_where_they_should():
     """Two clusters in one place, of different widths: the completed likelihood sees one."""
-    x = torch.randn(1000, 1, generator=generator(1), dtype=F64)
+    x = torch.randn(1000, 1, generator=seeded(1), dtype=F64)
     x[500:] *= 3
     found = {
-        name: select(x, (1, 2), ["VII"], criterion=name, generator=generator()).best.n_components
+        name: select(x, (1, 2), ["VII"], criterion=name, generator=seeded()).best.n_components
         for name in ("aic", "bic", "icl")
     }
     assert found == {"aic": 2, "bic": 2, "icl": 1}
 
 
 def test_the_truth_is_found():
-    g = generator(3)
+    g = seeded(3)
     shape = torch.tensor([0.5, 2.0], dtype=F64).sqrt()
     centres = torch.tensor([[0.0, 0.0], [4.0, 1.0], [-1.0, 7.0]], dtype=F64)
     widths = torch.tensor([0.5, 1.0, 2.0], dtype=F64)
     labels = torch.randint(3, (900,), generator=g)
     x = centres[labels] + widths[labels, None] * shape * torch.randn(900, 2, generator=g, dtype=F64)
-    best = select(x, range(2, 5), n_init=0, generator=generator()).best
+    best = select(x, range(2, 5), n_init=0, generator=seeded()).best
     assert (best.model, best.n_components) == ("VEI", 3)
 
 
@@ -239,7 +236,7 @@ def test_the_truth_is_found():
 @pytest.mark.portable
 def test_iris_has_a_spike_that_is_refused():
     """Twenty flowers lie on a plane, because petals were measured to a millimetre: a likelihood without bound."""
-    naive = fit_parsimonious(iris(), 3, "VVV", init="random_from_data", reg_covar=1e-6, generator=generator(27))
+    naive = fit_parsimonious(iris(), 3, "VVV", init="random_from_data", reg_covar=1e-6, generator=seeded(27))
     # "Better" than the truth, 580.84. On the way into a spike rounding is magnified: it ends at 418.08 or at 418.81.
     value = bic(naive.log_likelihood, 44, 150)
     assert value < 430
@@ -258,7 +255,7 @@ def test_iris_has_a_spike_that_is_refused():
         # One M-step later: with `reg_covar` a step may lower the likelihood.
         assert bic((found.best or found.refused).log_likelihood, 44, 150) < 430
     options = {"init": ["random_from_data"], "reg_covar": 1e-6, "n_init": 40}
-    guarded = select(iris(), [3], ["VVV"], **options, generator=generator()).best
+    guarded = select(iris(), [3], ["VVV"], **options, generator=seeded()).best
     assert guarded.verdict == "sound"
     assert guarded.bic == pytest.approx(580.839, abs=0.01)
     assert spikes(guarded.parameters) == ()
@@ -266,7 +263,7 @@ def test_iris_has_a_spike_that_is_refused():
 
 def test_a_spike_is_reported_if_nothing_else_is_found():
     x = torch.cat([samples(60, 2, 1), torch.full((6, 2), 9.0, dtype=F64)])
-    found = select(x, [1, 2], ["VVV", "EEE"], reg_covar=1e-7, generator=generator())
+    found = select(x, [1, 2], ["VVV", "EEE"], reg_covar=1e-7, generator=seeded())
     by_cell = {(c.model, c.n_components): c for c in found.candidates}
     spike = by_cell["VVV", 2]
     assert spike.verdict == "spike"
@@ -280,7 +277,7 @@ def test_a_spike_is_reported_if_nothing_else_is_found():
 
 def test_singular_from_every_start_is_reported():
     x = torch.cat([samples(60, 2, 1), torch.full((6, 2), 9.0, dtype=F64)])
-    found = select(x, [2], ["VVV", "EEE"], generator=generator())
+    found = select(x, [2], ["VVV", "EEE"], generator=seeded())
     singular, sound = found.candidates
     assert (singular.verdict, sound.verdict) == ("singular", "sound")
     assert math.isnan(singular.bic)
@@ -293,7 +290,7 @@ def test_singular_from_every_start_is_reported():
 
 def test_fewer_samples_than_features_leave_the_restricted_models():
     x = samples(6, 8, 2)
-    found = select(x, [1, 2], n_init=2, generator=generator())
+    found = select(x, [1, 2], n_init=2, generator=seeded())
     verdicts = {(c.model, c.n_components): c.verdict for c in found.candidates}
     assert verdicts["VVV", 1] == verdicts["EEE", 1] == "singular"
     assert verdicts["EII", 1] == verdicts["EII", 2] == verdicts["EEI", 1] == "sound"
@@ -301,7 +298,7 @@ def test_fewer_samples_than_features_leave_the_restricted_models():
 
 def test_nothing_sound_is_one_clear_error():
     x = torch.ones(5, 2, dtype=F64)
-    found = select(x, [1], ["VVV", "EII"], generator=generator())
+    found = select(x, [1], ["VVV", "EII"], generator=seeded())
     assert [c.verdict for c in found.candidates] == ["singular", "singular"]
     assert found.to_dict()["best"] is None
     assert "BIC" in str(found)
@@ -327,7 +324,7 @@ def test_spikes_are_the_same_after_any_linear_map():
     covariances = torch.eye(3, dtype=F64).repeat(4, 1, 1)
     covariances[2] = torch.diag(torch.tensor([2.0, 3e-4, 1.0], dtype=F64))
     weights = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=F64)
-    linear = torch.randn(3, 3, generator=generator(5), dtype=F64) * torch.tensor([1e-3, 1.0, 50.0], dtype=F64)
+    linear = torch.randn(3, 3, generator=seeded(5), dtype=F64) * torch.tensor([1e-3, 1.0, 50.0], dtype=F64)
     for moved in (covariances, linear @ covariances @ linear.mT):
         assert spikes(mixture(moved, weights)) == (2,)
         # The average has variance .7 + .3 * 3e-4 there.
@@ -373,14 +370,14 @@ def test_candidates_are_what_they_say(of_iris):
 
 def test_callback_is_told_of_each():
     told = []
-    found = select(samples(), [2, 1], ["VEI", "EII"], n_init=2, generator=generator(), callback=told.append)
+    found = select(samples(), [2, 1], ["VEI", "EII"], n_init=2, generator=seeded(), callback=told.append)
     assert tuple(told) == found.candidates
     assert [(c.n_components, c.model) for c in told] == [(1, "VEI"), (1, "EII"), (2, "VEI"), (2, "EII")]
 
 
 def test_weights_are_repetitions():
     x = samples(60, 2, 2)
-    counts = torch.randint(1, 4, (60,), generator=generator(2))
+    counts = torch.randint(1, 4, (60,), generator=seeded(2))
     # One start, the same for both: it does not know of weights.
     weighted = select(x, [1], ["EII", "VVV"], sample_weight=counts.double(), tol=1e-12)
     repeated = select(x.repeat_interleave(counts, 0), [1], ["EII", "VVV"], tol=1e-12)
@@ -388,26 +385,26 @@ def test_weights_are_repetitions():
     for one, other in zip(weighted.candidates, repeated.candidates, strict=True):
         assert [one.bic, one.aic, one.icl] == pytest.approx([other.bic, other.aic, other.icl], abs=1e-7)
     far = samples(60, 2, 2, spread=30)
-    weighted = select(far, [2], ["VVI"], sample_weight=counts.double(), tol=1e-12, generator=generator()).best
-    repeated = select(far.repeat_interleave(counts, 0), [2], ["VVI"], tol=1e-12, generator=generator()).best
+    weighted = select(far, [2], ["VVI"], sample_weight=counts.double(), tol=1e-12, generator=seeded()).best
+    repeated = select(far.repeat_interleave(counts, 0), [2], ["VVI"], tol=1e-12, generator=seeded()).best
     assert [weighted.bic, weighted.icl] == pytest.approx([repeated.bic, repeated.icl], abs=1e-7)
 
 
 def test_randomness_is_the_generators_alone():
-    one, other = (select(samples(), [2, 3], ["EEI", "VVV"], n_init=3, generator=generator(7)) for _ in range(2))
+    one, other = (select(samples(), [2, 3], ["EEI", "VVV"], n_init=3, generator=seeded(7)) for _ in range(2))
     assert one.table == other.table
 
 
 def test_float32_samples_are_kept_in_their_type():
     x = samples().float()
-    found = select(x, [2], ["VEV"], n_init=2, generator=generator()).best
-    exact = select(x.double(), [2], ["VEV"], n_init=2, generator=generator()).best
+    found = select(x, [2], ["VEV"], n_init=2, generator=seeded()).best
+    exact = select(x.double(), [2], ["VEV"], n_init=2, generator=seeded()).best
     assert found.parameters.means.dtype == torch.float32
     assert found.bic == pytest.approx(exact.bic, abs=0.01)
 
 
 def test_mixture_of_the_best_can_be_used():
-    best = select(samples(), [3], ["VEI"], n_init=2, generator=generator()).best
+    best = select(samples(), [3], ["VEI"], n_init=2, generator=seeded()).best
     gaussian = best.parameters.to_gaussian()
     assert isinstance(gaussian, GaussianParameters)
     assert np.allclose(gaussian.log_joint(samples()), best.parameters.log_joint(samples()))
@@ -478,7 +475,7 @@ def test_trees_start_at_the_clusters_they_see(kind):
 
 def test_metrics_differ_where_units_do():
     """Two clusters that a feature in small units tells apart, beside one of noise in large units."""
-    g = generator(2)
+    g = seeded(2)
     signal = torch.cat([torch.zeros(40), torch.ones(40)]).double() + 0.02 * torch.randn(80, generator=g, dtype=F64)
     x = torch.stack([signal, 100 * torch.randn(80, generator=g, dtype=F64)], 1)
     raw, standard, _ = Agglomeration.of(x, None).starts(2, "diag", 0.0)
@@ -488,7 +485,7 @@ def test_metrics_differ_where_units_do():
 
 def test_many_samples_are_agglomerated_in_part():
     x = samples(2500, 2, 3, spread=40)
-    trees = Agglomeration.of(x, generator())
+    trees = Agglomeration.of(x, seeded())
     assert len(trees.chosen) == 2000
     labels = torch.arange(2500) % 3
     expected = torch.stack([x[labels == k].mean(0) for k in range(3)])

@@ -4,7 +4,12 @@ import math
 
 import pytest
 import torch
-from test_em import difference, generator, mixture, samples
+from test_em import (
+    difference,
+    mixture,
+    samples,
+)
+from values import seeded
 
 from toolkit.em import COVARIANCE_TYPES, GaussianParameters, fit
 from toolkit.em.covariance import structure_of
@@ -39,7 +44,7 @@ def _framed(kind, weights=(0.2, 0.5, 0.3)):
 @pytest.mark.parametrize("weights", [(0.2, 0.5, 0.3), (0.4, 0.6, 0.0)], ids=["", "one-empty"])
 def test_a_step_is_that_of_the_pass(kind, weighted, weights):
     x = samples(300)
-    sample_weight = torch.rand(300, generator=generator(2), dtype=torch.float64) if weighted else None
+    sample_weight = torch.rand(300, generator=seeded(2), dtype=torch.float64) if weighted else None
     data, small = _small(kind, x, sample_weight, ridge=1e-3)
     before = _framed(kind, weights)
     moments = accumulate(before, data)
@@ -111,10 +116,10 @@ def test_a_singular_covariance_names_its_component(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_fit_is_that_of_the_pass(kind, dtype, monkeypatch):
     x = samples(300).to(dtype)
-    quick = fit(x, 3, covariance_type=kind, tol=1e-12, generator=generator())
+    quick = fit(x, 3, covariance_type=kind, tol=1e-12, generator=seeded())
     used = []
     monkeypatch.setattr(fit_module, "is_small", lambda *_: used.append(1))
-    slow = fit(x, 3, covariance_type=kind, tol=1e-12, generator=generator())
+    slow = fit(x, 3, covariance_type=kind, tol=1e-12, generator=seeded())
     assert used
     # Both stop where eight steps gain nothing but rounding.
     assert abs(quick.log_likelihood - slow.log_likelihood) < (1e-9 if dtype == torch.float64 else 3e-6)
@@ -124,7 +129,7 @@ def test_a_fit_is_that_of_the_pass(kind, dtype, monkeypatch):
 def test_a_narrow_jump_is_not_taken():
     """A sharp component at the bound of `reg_covar`: its variance never falls below it."""
     x = torch.cat([torch.zeros(40, 1, dtype=torch.float64), samples(200)[:, :1]])
-    found = fit(x, 2, reg_covar=1e-3, generator=generator())
+    found = fit(x, 2, reg_covar=1e-3, generator=seeded())
     assert float(found.parameters.covariances.min()) >= 1e-3 * (1 - 1e-6)
 
 

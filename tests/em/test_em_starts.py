@@ -4,6 +4,7 @@ import pytest
 import torch
 from sklearn.datasets import make_blobs
 from sklearn.metrics import adjusted_rand_score
+from values import seeded
 
 from benchmarks.em_starts import misses, programs
 from toolkit import em
@@ -13,10 +14,6 @@ from toolkit.em.engine.seeding import lloyd, seeds
 from toolkit.em.engine.starts import choose_starts
 
 N_SETS = 12
-
-
-def generator(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.mark.parametrize("name", programs())
@@ -31,7 +28,7 @@ def test_seeds_rarely_miss_one_of_twelve_blobs():
     for seed in range(20):
         x, truth = make_blobs(300, 8, centers=12, random_state=seed, center_box=(-20, 20))
         points = torch.from_numpy(x)
-        chosen = seeds(points, 12, None, generator(), n_starts=10)
+        chosen = seeds(points, 12, None, seeded(), n_starts=10)
         _, labels = lloyd(points, points[chosen], 10, weights=torch.ones(300, dtype=torch.float64))
         missed += sum(adjusted_rand_score(truth, one) < 0.9 for one in labels.numpy())
     assert missed <= 6  # of 200: 2 expected, 6 or more in 1.7 % of draws
@@ -41,7 +38,7 @@ def test_seeds_are_the_best_of_the_candidates():
     """Two far samples among many near 0: whichever comes first, the other end lowers the sum most."""
     points = torch.cat([torch.linspace(-1, 1, 50), torch.tensor([100.0, 101.0] * 5)])[:, None].double()
     for seed in range(20):
-        first, second = seeds(points, 2, None, generator(seed))[0].tolist()
+        first, second = seeds(points, 2, None, seeded(seed))[0].tolist()
         assert (first < 50) != (second < 50)
 
 
@@ -49,14 +46,14 @@ def test_seeds_of_missing_values_compare_the_shared_features():
     points = torch.tensor([[0.0, 0.0], [0.0, 9.0], [9.0, 0.0]], dtype=torch.float64)
     seen = torch.tensor([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
     for seed in range(20):
-        chosen = set(seeds(points, 2, None, generator(seed), seen=seen)[0].tolist())
+        chosen = set(seeds(points, 2, None, seeded(seed), seen=seen)[0].tolist())
         assert chosen in ({0, 2}, {1, 2})  # samples 0 and 1 agree in the feature that both have
 
 
 def test_a_seed_without_a_value_is_completed_by_its_neighbours():
     x = torch.tensor([[0.0, 5.0], [0.1, 5.2], [9.0, torch.nan], [9.1, 1.0], [9.2, 1.2]], dtype=torch.float64)
     for seed in range(10):
-        means = em.start_missing(x, 2, covariance_type="diag", init="k-means++", generator=generator(seed)).means
+        means = em.start_missing(x, 2, covariance_type="diag", init="k-means++", generator=seeded(seed)).means
         far = means[means[:, 0] > 5][0]
         assert 1.0 <= float(far[1]) <= 1.2
 
@@ -69,11 +66,11 @@ def test_one_seed_gives_one_fit(kind, weighted, n_samples):
     weight = 1.0 + torch.arange(n_samples, dtype=torch.float64) % 3 if weighted else None
     options = {"covariance_type": kind, "tol": 1e-4}
     model = em.GaussianMixture(3, random_state=5, **options).fit(x, sample_weight=weight)
-    found = em.fit(x, 3, sample_weight=weight, generator=generator(5), **options)
+    found = em.fit(x, 3, sample_weight=weight, generator=seeded(5), **options)
     chunked = em.fit(
         list(zip(x.split(999), weight.split(999), strict=True)) if weighted else x.split(999),
         3,
-        generator=generator(5),
+        generator=seeded(5),
         **options,
     )
     for other in (found, chunked):
@@ -84,7 +81,7 @@ def test_one_seed_gives_one_fit(kind, weighted, n_samples):
 
 def test_a_cluster_of_one_sample_starts_with_the_common_covariance():
     x = torch.tensor([[0.0], [0.1], [0.3], [9.0]], dtype=torch.float64)
-    options = {"covariance_type": "full", "init": "kmeans", "reg_covar": 0.0, "generator": generator()}
+    options = {"covariance_type": "full", "init": "kmeans", "reg_covar": 0.0, "generator": seeded()}
     (found,) = choose_starts(x, None, 2, 1, **options)
     lone = int(found.means[:, 0].argmax())
     pooled = x[:3].var(correction=0) * 3 / 4
@@ -94,7 +91,7 @@ def test_a_cluster_of_one_sample_starts_with_the_common_covariance():
 
 def _hard_sets():
     """Overlapping, heavy-tailed and uniform samples, of which starts end at several maxima."""
-    draw = generator(3)
+    draw = seeded(3)
     normal = torch.randn(300, 3, generator=draw, dtype=torch.float64)
     return {
         "normal": normal,
@@ -108,15 +105,15 @@ def _hard_sets():
 def test_the_best_of_several_starts_is_no_worse_than_the_best_alone(name, kind):
     """The three best of a joint iteration were up to 0.1 nats lower."""
     x, options = _hard_sets()[name], {"covariance_type": kind, "reg_covar": 1e-6}
-    starts = choose_starts(x, None, 4, 6, init="kmeans", generator=generator(1), **options)
+    starts = choose_starts(x, None, 4, 6, init="kmeans", generator=seeded(1), **options)
     alone = [em.fit(x, 4, init=start, **options) for start in starts]
     sound = [one for one in alone if _narrowest(one.parameters) >= NARROWEST] or alone
     best = max(one.log_likelihood for one in sound)
-    together = em.fit(x, 4, n_init=6, generator=generator(1), **options)
+    together = em.fit(x, 4, n_init=6, generator=seeded(1), **options)
     assert together.log_likelihood >= best - 1e-6
     model = em.GaussianMixture(4, n_init=6, random_state=1, **options).fit(x)
     assert model.lower_bound_ >= best - 1e-6
-    fast = em.fit(x, 4, n_init=6, n_init_keep=2, generator=generator(1), **options)
+    fast = em.fit(x, 4, n_init=6, n_init_keep=2, generator=seeded(1), **options)
     assert fast.log_likelihood > max(one.history[0] for one in alone)  # it may end at another maximum
 
 

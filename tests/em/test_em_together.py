@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from values import seeded
 
 from toolkit.em.covariance.models import COVARIANCE_MODELS, ParsimoniousCovariances, model_of
 from toolkit.em.engine import fused
@@ -22,12 +23,8 @@ F64 = torch.float64
 every_model = pytest.mark.parametrize("model", COVARIANCE_MODELS)
 
 
-def _generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _samples(n: int = 90, d: int = 2, k: int = 3) -> Tensor:
-    g = _generator()
+    g = seeded()
     centres = 3 * torch.randn(k, d, generator=g, dtype=F64)
     widths = 0.5 + torch.rand(k, d, generator=g, dtype=F64)
     labels = torch.arange(n) % k
@@ -35,7 +32,7 @@ def _samples(n: int = 90, d: int = 2, k: int = 3) -> Tensor:
 
 
 def _statistics(k: int, d: int) -> tuple[Tensor, Tensor]:
-    g = _generator(k)
+    g = seeded(k)
     roots = torch.randn(k, d, d + 2, generator=g, dtype=F64)
     return 1 + 9 * torch.rand(k, generator=g, dtype=F64), roots @ roots.mT
 
@@ -158,7 +155,7 @@ def test_an_unsound_component_is_marked_in_its_mixture(model):
 def _fits_of(x, models, numbers, reg_covar=0.0, sample_weight=None):
     starts = {
         (k, kind): [
-            start(x, k, covariance_type=kind, init="k-means++", reg_covar=reg_covar, generator=_generator(seed))
+            start(x, k, covariance_type=kind, init="k-means++", reg_covar=reg_covar, generator=seeded(seed))
             for seed in range(2)
         ]
         for k in numbers
@@ -175,7 +172,7 @@ def _fits_of(x, models, numbers, reg_covar=0.0, sample_weight=None):
 @pytest.mark.parametrize("option", ["", "weighted", "ridge", "about means", "few at once"])
 def test_a_step_among_others_is_that_alone(option, monkeypatch):
     x = _samples()
-    weight = torch.rand(len(x), generator=_generator(5), dtype=F64) if option == "weighted" else None
+    weight = torch.rand(len(x), generator=seeded(5), dtype=F64) if option == "weighted" else None
     reg_covar = 0.1 if option == "ridge" else 0.0
     if option == "about means":
         monkeypatch.setattr(fused, "_EXPANDED", {F64: 0.0})

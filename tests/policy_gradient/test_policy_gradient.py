@@ -7,6 +7,7 @@ import torch
 from accelerator import ACCELERATOR
 from contract import BlockCase
 from torch import nn
+from values import doubles
 
 from toolkit import policy_gradient as pg
 from toolkit import stop_gradient, unblock
@@ -19,28 +20,24 @@ def draw(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-def tensor(*values):
-    return torch.tensor(values, dtype=F64)
-
-
 # --- the problems: parameters, constants and the surrogate -----------------------------------------------------------
 
-LOGITS = tensor([0.2, -0.4, 0.7], [1.0, 0.1, -0.3])
+LOGITS = doubles([0.2, -0.4, 0.7], [1.0, 0.1, -0.3])
 ACTIONS = torch.tensor([2, 0])
-ONE_HOT = tensor([0, 0, 1], [1, 0, 0])
-ADVANTAGES, WEIGHTS = tensor(1.5, -0.8), tensor(0.5, 2.0)
-Q = tensor([1.0, 0.5, -0.3], [0.2, 0.9, 0.4])
-R, D, V = tensor(0.7, -0.3, 1.1, 0.2), tensor(0.9, 0.9, 0.8, 0.9), tensor(0.1, 0.6, -0.4, 0.8, 0.25)
-RHO, TRACE, ON_TIMES = tensor(0.6, 1.8, 0.9, 2.5), 0.7, tensor(0.5, -1.0, 2.0, 0.3)
+ONE_HOT = doubles([0, 0, 1], [1, 0, 0])
+ADVANTAGES, WEIGHTS = doubles(1.5, -0.8), doubles(0.5, 2.0)
+Q = doubles([1.0, 0.5, -0.3], [0.2, 0.9, 0.4])
+R, D, V = doubles(0.7, -0.3, 1.1, 0.2), doubles(0.9, 0.9, 0.8, 0.9), doubles(0.1, 0.6, -0.4, 0.8, 0.25)
+RHO, TRACE, ON_TIMES = doubles(0.6, 1.8, 0.9, 2.5), 0.7, doubles(0.5, -1.0, 2.0, 0.3)
 DRAWS, MEAN, LOG_STD = draw(1, 2, 3), draw(2, 2, 3), 0.3 * draw(3, 2, 3)
-LOG_PROB, OLD, REFERENCE = tensor(-1.2, -0.5, -2.0), tensor(-0.9, -0.6, -2.1), tensor(-1.1, -0.3, -1.4)
-ON_ACTIONS, RATIOS = tensor(1.5, -0.8, 0.3), tensor(1.3, 1.1, 0.9)
-TOKENS, REWARDS = -draw(4, 3, 4).square(), tensor(0.3, -1.2, 0.8)
-MASK = tensor([1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1])
-GAUSSIAN = {"mean": tensor(0.2)[0], "log_std": tensor(-0.3)[0], "k": tensor(0.8)[0], "log_alpha": tensor(-1.0)[0]}
-NORMAL, TAKEN = tensor(0.5, -1.2), tensor(0.1, -0.6)
-ACTION, CURVATURE = tensor(0.4, -0.7), tensor([2.0, 0.5], [0.5, 1.0])
-SLOPES = tensor([0.5, -0.2], [1.5, 0.3])
+LOG_PROB, OLD, REFERENCE = doubles(-1.2, -0.5, -2.0), doubles(-0.9, -0.6, -2.1), doubles(-1.1, -0.3, -1.4)
+ON_ACTIONS, RATIOS = doubles(1.5, -0.8, 0.3), doubles(1.3, 1.1, 0.9)
+TOKENS, REWARDS = -draw(4, 3, 4).square(), doubles(0.3, -1.2, 0.8)
+MASK = doubles([1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 1, 1])
+GAUSSIAN = {"mean": doubles(0.2)[0], "log_std": doubles(-0.3)[0], "k": doubles(0.8)[0], "log_alpha": doubles(-1.0)[0]}
+NORMAL, TAKEN = doubles(0.5, -1.2), doubles(0.1, -0.6)
+ACTION, CURVATURE = doubles(0.4, -0.7), doubles([2.0, 0.5], [0.5, 1.0])
+SLOPES = doubles([0.5, -0.2], [1.5, 0.3])
 TWINS, LATER = draw(5, 2, 3), draw(6, 2, 3)
 
 
@@ -125,7 +122,7 @@ PEER_CASES = {
         lambda p, c: pg.policy_gradient_loss(p["logits"], of_chosen(p["logits"]), p["adv"], c["w"]),
     ),
     "actor_critic": (
-        {"logits": LOGITS, "v": tensor(0.3, -0.2), "g": tensor(1.2, 0.5)},
+        {"logits": LOGITS, "v": doubles(0.3, -0.2), "g": doubles(1.2, 0.5)},
         {"one_hot": ONE_HOT},
         lambda p, c: pg.actor_critic_loss(p["logits"], of_chosen(p["logits"]), p["v"], p["g"], critic_weight=0.7),
     ),
@@ -173,13 +170,13 @@ PEER_CASES = {
         lambda p, c: -pg.held_critic(Quadratic(p["matrix"]), p["action"]),
     ),
     "improved_action": (
-        {"action": tensor([0.4, -0.7], [1.1, 0.2]), "slope": SLOPES},
+        {"action": doubles([0.4, -0.7], [1.1, 0.2]), "slope": SLOPES},
         {},
         lambda p, c: pg.dpg_loss(p["action"], p["slope"], 1.0).sum(),
     ),
     "pessimistic_critics": (
         {"q": TWINS, "later": LATER},
-        {"r": tensor(0.7, -0.3, 1.1), "d": tensor(0.9, 0.0, 0.8)},
+        {"r": doubles(0.7, -0.3, 1.1), "d": doubles(0.9, 0.0, 0.8)},
         lambda p, c: pg.td3_critic_loss(p["q"], c["r"], c["d"], p["later"]),
     ),
 }
@@ -261,7 +258,7 @@ def clipped(p, leak):
 def of_group(p, opened=None):
     tokens = MASK / MASK.sum(-1, keepdim=True) / 3
     reward = torch.zeros_like(TOKENS) if opened == "old" else -tokens * p["adv"].detach()[:, None]
-    penalty = tokens * 0.3 * (1 - tensor(-0.4).exp())
+    penalty = tokens * 0.3 * (1 - doubles(-0.4).exp())
     return {"log_prob": reward + penalty, "adv": -tokens.sum(-1) * (opened == "adv")}
 
 
@@ -310,7 +307,7 @@ def lambda_returns(p, leak):
     v = p["v"].detach()
     errors = decays(D * TRACE) @ (R + D * v[1:] - v[:-1])
     jacobian = decays(D * TRACE) @ slopes_of_errors()
-    return {"v": jacobian.T @ errors / 4 if leak else torch.cat([-errors, tensor(0)]) / 4}
+    return {"v": jacobian.T @ errors / 4 if leak else torch.cat([-errors, doubles(0)]) / 4}
 
 
 def errors_of_vtrace(v, rho):
@@ -320,12 +317,12 @@ def errors_of_vtrace(v, rho):
 
 def of_vtrace(p):
     p = numbers(p)
-    return {"v": torch.cat([-errors_of_vtrace(p["v"], p["rho"]), tensor(0)]), "rho": torch.zeros(4, dtype=F64)}
+    return {"v": torch.cat([-errors_of_vtrace(p["v"], p["rho"]), doubles(0)]), "rho": torch.zeros(4, dtype=F64)}
 
 
 def of_vtrace_advantage(p):
     """Only the errors carry a gradient, minus that of their own value."""
-    return {"v": torch.cat([-0.1 * ON_TIMES, tensor(0)]), "rho": torch.zeros(4, dtype=F64)}
+    return {"v": torch.cat([-0.1 * ON_TIMES, doubles(0)]), "rho": torch.zeros(4, dtype=F64)}
 
 
 def of_open_vtrace_advantage(p):
@@ -335,7 +332,7 @@ def of_open_vtrace_advantage(p):
     targets = errors_of_vtrace(v, rho) + v[:-1]
     later = torch.cat([TRACE * targets[1:] + (1 - TRACE) * v[1:-1], v[4:]])
     on_q = ON_TIMES * (rho.clamp(max=1.2) + 0.3)
-    of_v = torch.cat([-ON_TIMES * (rho.clamp(max=1.2) + 0.1), tensor(0)])
+    of_v = torch.cat([-ON_TIMES * (rho.clamp(max=1.2) + 0.1), doubles(0)])
     of_v[1:4] += (on_q * D)[:3] * (1 - TRACE)
     of_v[4] += (on_q * D)[3]
     return {"v": of_v, "rho": ON_TIMES * (R + D * later - v[:-1]) * (rho < 1.2)}
@@ -388,7 +385,7 @@ def improved(p, opened):
 
 def pessimistic(p, opened):
     q, later = p["q"].detach(), p["later"].detach()
-    r, d = tensor(0.7, -0.3, 1.1), tensor(0.9, 0.0, 0.8)
+    r, d = doubles(0.7, -0.3, 1.1), doubles(0.9, 0.0, 0.8)
     error = q - (r + d * later.amin(0))
     smallest = (later == later.amin(0)).double()
     return {"q": error / 3, "later": -smallest * d * error.sum(0) / 3 * opened}
@@ -472,7 +469,7 @@ def test_the_field_of_the_expected_policy_gradient_is_a_gradient():
     assert field.is_gradient_field
 
 
-OF_VALUE = tensor(0.6, -0.4)
+OF_VALUE = doubles(0.6, -0.4)
 
 
 def shared(theta):
@@ -481,7 +478,7 @@ def shared(theta):
 
 
 def test_the_field_of_an_actor_and_a_critic_that_share_parameters_is_no_gradient():
-    theta, rewards = tensor(0.3, -0.5).requires_grad_(), Q[0]
+    theta, rewards = doubles(0.3, -0.5).requires_grad_(), Q[0]
 
     def loss():
         log_prob, value = shared(theta)

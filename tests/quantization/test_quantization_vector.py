@@ -10,6 +10,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase
 from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
+from values import leaves, seeded
 
 from toolkit import compare, unblock
 from toolkit.gradients import field_jacobian
@@ -39,14 +40,6 @@ BETA = 0.25
 
 def tensor(values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
-
-
-def seeded(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def leaves(**values: Tensor):
-    return lambda: {name: value.clone().requires_grad_() for name, value in values.items()}
 
 
 # --- cases of the blocks ---------------------------------------------------------------------------------------------

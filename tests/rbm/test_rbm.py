@@ -13,6 +13,7 @@ import torch
 from contract import BlockCase, finite_differences, relative_error
 from scipy.special import expit
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit import compare, unblock
 from toolkit.datasets import bars_and_stripes
@@ -44,13 +45,9 @@ NAMES = ["weights", "visible_bias", "hidden_bias"]
 # --- machines and witnesses -------------------------------------------------------------------------------------
 
 
-def _generator(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _parameters(n_visible: int = 4, n_hidden: int = 3, scale: float = 1.0, seed: int = 0) -> dict[str, nn.Parameter]:
     """Parameters without any symmetry: a transposed or swapped formula gives another number."""
-    generator = _generator(seed)
+    generator = seeded(seed)
     shapes = {"weights": (n_visible, n_hidden), "visible_bias": (n_visible,), "hidden_bias": (n_hidden,)}
     return {
         name: nn.Parameter(scale * torch.randn(shape, generator=generator, dtype=torch.float64))
@@ -70,7 +67,7 @@ def _rbm(n_visible: int = 4, n_hidden: int = 3, **kwargs) -> RBM:
 
 
 def _binary(n: int, n_units: int, seed: int = 7) -> Tensor:
-    return (torch.rand(n, n_units, generator=_generator(seed), dtype=torch.float64) < 0.4).double()
+    return (torch.rand(n, n_units, generator=seeded(seed), dtype=torch.float64) < 0.4).double()
 
 
 def _all_states(n_units: int) -> np.ndarray:
@@ -168,10 +165,10 @@ STARTS = _binary(5, 4, seed=8)  # persistent chains: not as many as data
 
 def _cd_case(chain: str) -> BlockCase:
     def trace(parameters):
-        return _run_chain(parameters, DATA.numpy(), 2, chain, _generator())
+        return _run_chain(parameters, DATA.numpy(), 2, chain, seeded(1))
 
     def loss(parameters):
-        return contrastive_divergence(_machine(parameters), DATA, steps=2, chain=chain, generator=_generator())
+        return contrastive_divergence(_machine(parameters), DATA, steps=2, chain=chain, generator=seeded(1))
 
     def blocked(parameters):
         return _cd_witness(parameters, DATA.numpy(), trace(parameters)[-1][-1])
@@ -187,7 +184,7 @@ def _cd_case(chain: str) -> BlockCase:
 
 def _two_updates(parameters: Mapping[str, Tensor], chain: str = "straight_through") -> Tensor:
     """Two updates of persistent chains, then the mean free energy of where they are: a user's own monitor."""
-    rbm, generator, chains, losses = _machine(parameters), _generator(), STARTS, []
+    rbm, generator, chains, losses = _machine(parameters), seeded(1), STARTS, []
     for _ in range(2):
         loss, chains = persistent_contrastive_divergence(rbm, DATA, chains, steps=1, chain=chain, generator=generator)
         losses.append(loss)
@@ -195,7 +192,7 @@ def _two_updates(parameters: Mapping[str, Tensor], chain: str = "straight_throug
 
 
 def _two_updates_blocked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    first, second = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", _generator())
+    first, second = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", seeded(1))
     return _add(
         _cd_witness(parameters, DATA.numpy(), first[-1]),
         _cd_witness(parameters, DATA.numpy(), second[-1]),
@@ -204,7 +201,7 @@ def _two_updates_blocked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _two_updates_with_samples_open(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    first, second = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", _generator())
+    first, second = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", seeded(1))
     # The second update's samples depend on the parameters through its own step alone.
     return _add(
         _two_updates_blocked(parameters), _leak_witness(parameters, [first]), _leak_witness(parameters, [second])
@@ -212,25 +209,25 @@ def _two_updates_with_samples_open(parameters: Mapping[str, Tensor]) -> dict[str
 
 
 def _two_updates_with_chains_open(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    trace = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", _generator())
+    trace = _run_chain(parameters, STARTS.numpy(), 2, "straight_through", seeded(1))
     slope = _slope_of_mean_free_energy(parameters, trace[-1][-1])
     return _add(_two_updates_blocked(parameters), _pull_back(parameters, trace, slope))
 
 
 def _at_the_chains_end(parameters: Mapping[str, Tensor]) -> Tensor:
-    moved = gibbs(_machine(parameters), DATA, steps=2, chain="straight_through", generator=_generator())
+    moved = gibbs(_machine(parameters), DATA, steps=2, chain="straight_through", generator=seeded(1))
     return _machine(parameters).free_energy(moved).mean()
 
 
 def _at_the_chains_end_straight_through(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    trace = _run_chain(parameters, DATA.numpy(), 2, "straight_through", _generator())
+    trace = _run_chain(parameters, DATA.numpy(), 2, "straight_through", seeded(1))
     end = trace[-1][-1]
     through_the_chain = _pull_back(parameters, trace, _slope_of_mean_free_energy(parameters, end))
     return _add(_free_energy_gradient(parameters, end), through_the_chain)
 
 
 def _at_the_chains_end_sampled(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    trace = _run_chain(parameters, DATA.numpy(), 2, "straight_through", _generator())
+    trace = _run_chain(parameters, DATA.numpy(), 2, "straight_through", seeded(1))
     return _free_energy_gradient(parameters, trace[-1][-1])
 
 
@@ -388,9 +385,9 @@ def test_chains_from_exact_draws_stay_there(steps):
     rbm, n = _rbm(scale=0.8), 200_000
     p = _joint(rbm).sum(1)
     p = torch.tensor(p / p.sum())
-    start = torch.tensor(_all_states(4))[torch.multinomial(p, n, replacement=True, generator=_generator(2))]
+    start = torch.tensor(_all_states(4))[torch.multinomial(p, n, replacement=True, generator=seeded(2))]
     with torch.no_grad():
-        end = gibbs(rbm, start, steps=steps, generator=_generator(3))
+        end = gibbs(rbm, start, steps=steps, generator=seeded(3))
     counts = torch.bincount((end @ torch.tensor([8.0, 4.0, 2.0, 1.0], dtype=torch.float64)).long(), minlength=16)
     distance = 0.5 * (counts / n - p).abs().sum().item()
     floor = 0.5 * (2 * p * (1 - p) / (math.pi * n)).sqrt().sum().item()
@@ -402,8 +399,8 @@ def test_samples_have_the_conditional_means():
     visible, hidden = torch.tensor([[1.0, 0, 1, 1]]).double(), torch.tensor([[0.0, 1, 1]]).double()
     with torch.no_grad():
         for draw, mean in (
-            (rbm.sample_hidden(visible.expand(n, -1), generator=_generator()), rbm.hidden_mean(visible)[0]),
-            (rbm.sample_visible(hidden.expand(n, -1), generator=_generator()), rbm.visible_mean(hidden)[0]),
+            (rbm.sample_hidden(visible.expand(n, -1), generator=seeded(1)), rbm.hidden_mean(visible)[0]),
+            (rbm.sample_visible(hidden.expand(n, -1), generator=seeded(1)), rbm.visible_mean(hidden)[0]),
         ):
             assert set(draw.unique().tolist()) <= {0.0, 1.0}
             assert ((draw.mean(0) - mean).abs() < 4.5 * (mean * (1 - mean) / n).sqrt()).all()
@@ -412,9 +409,9 @@ def test_samples_have_the_conditional_means():
 @pytest.mark.parametrize("chain", CHAINS)
 def test_value_is_the_same_bits_with_and_without_a_graph(chain):
     rbm, start = _rbm(), _binary(500, 4)
-    with_graph = gibbs(rbm, start, steps=3, chain=chain, generator=_generator())
+    with_graph = gibbs(rbm, start, steps=3, chain=chain, generator=seeded(1))
     with torch.no_grad():
-        without = gibbs(rbm, start, steps=3, chain=chain, generator=_generator())
+        without = gibbs(rbm, start, steps=3, chain=chain, generator=seeded(1))
     assert with_graph.requires_grad
     assert not without.requires_grad
     assert torch.equal(with_graph.detach().view(torch.int64), without.view(torch.int64)), "-0 is not 0 here"
@@ -423,7 +420,7 @@ def test_value_is_the_same_bits_with_and_without_a_graph(chain):
 def test_straight_through_has_the_bits_of_a_draw():
     start = _binary(500, 4)
     sample, same = (
-        gibbs(_rbm(), start, steps=3, chain=chain, generator=_generator()).detach()
+        gibbs(_rbm(), start, steps=3, chain=chain, generator=seeded(1)).detach()
         for chain in ("sampled", "straight_through")
     )
     assert torch.equal(sample.view(torch.int64), same.view(torch.int64))
@@ -433,9 +430,9 @@ def test_straight_through_has_the_bits_of_a_draw():
 def test_units_at_the_ends_of_the_unit_interval(dtype):
     tiny = torch.finfo(dtype).smallest_normal
     mean = torch.tensor([0.0, tiny, 0.5, 1.0], dtype=dtype).repeat(2000, 1).requires_grad_()
-    value = draw_bernoulli(mean, _generator())
+    value = draw_bernoulli(mean, seeded(1))
     with torch.no_grad():
-        assert torch.equal(value, draw_bernoulli(mean, _generator()))
+        assert torch.equal(value, draw_bernoulli(mean, seeded(1)))
     assert value.dtype == dtype
     assert not value[:, 0].any()
     assert value[:, 3].all()
@@ -447,18 +444,18 @@ def test_units_at_the_ends_of_the_unit_interval(dtype):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_saturated_straight_through_units_are_zeros_and_ones(dtype):
     layer, x = Bernoulli(torch.zeros(2, dtype=dtype)), torch.tensor([-60000.0, 60000.0], dtype=dtype).requires_grad_()
-    value = straight_through(layer, x, _generator())
+    value = straight_through(layer, x, seeded(1))
     assert value.tolist() == [0.0, 1.0]
     assert not value.signbit().any()
-    (slope,) = torch.autograd.grad(straight_through(layer, x / 60000.0, _generator()).sum(), x)
+    (slope,) = torch.autograd.grad(straight_through(layer, x / 60000.0, seeded(1)).sum(), x)
     assert (slope > 0).all()
 
 
 @pytest.mark.parametrize("needs_graph", [False, True], ids=["no-graph", "graph"])
 def test_a_draw_is_one_exactly_where_the_uniform_is_below_the_mean(needs_graph):
-    uniform = torch.rand(1000, generator=_generator(), dtype=torch.float32).double()
+    uniform = torch.rand(1000, generator=seeded(1), dtype=torch.float32).double()
     for mean, expected in ((uniform, 0.0), (uniform.nextafter(torch.ones(())), 1.0)):
-        value = draw_bernoulli(mean.clone().requires_grad_(needs_graph), _generator())
+        value = draw_bernoulli(mean.clone().requires_grad_(needs_graph), seeded(1))
         assert torch.equal(value, torch.full_like(uniform, expected))
 
 
@@ -466,14 +463,14 @@ def test_a_draw_is_one_exactly_where_the_uniform_is_below_the_mean(needs_graph):
 def test_small_probabilities_are_kept_in_low_precision(dtype):
     """Uniform draws in bfloat16 would be 0 once in 256 times, and a probability of 1/1024 no less than that."""
     n, p = 200_000, 2.0**-10
-    frequency = draw_bernoulli(torch.full((n,), p, dtype=dtype), _generator()).double().mean().item()
+    frequency = draw_bernoulli(torch.full((n,), p, dtype=dtype), seeded(1)).double().mean().item()
     assert abs(frequency - p) < 4.5 * math.sqrt(p * (1 - p) / n)
 
 
 def test_a_chain_draws_from_its_generator_alone():
     rbm, start = _rbm(), _binary(20, 4)
     before = torch.get_rng_state()
-    first, again, other = (gibbs(rbm, start, steps=2, generator=_generator(seed)) for seed in (1, 1, 2))
+    first, again, other = (gibbs(rbm, start, steps=2, generator=seeded(seed)) for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     assert torch.equal(torch.get_rng_state(), before)
@@ -486,8 +483,8 @@ def test_a_chain_draws_from_its_generator_alone():
 @pytest.mark.parametrize("steps", [1, 3])
 def test_blocked_surrogate_has_the_closed_form_update(chain, steps):
     rbm, data = _rbm(9, 5), _binary(14, 9)
-    loss = contrastive_divergence(rbm, data, steps=steps, chain=chain, generator=_generator())
-    negative = gibbs(rbm, data, steps=steps, chain=chain, generator=_generator()).detach()
+    loss = contrastive_divergence(rbm, data, steps=steps, chain=chain, generator=seeded(1))
+    negative = gibbs(rbm, data, steps=steps, chain=chain, generator=seeded(1)).detach()
     assert relative_error(_gradient(loss, rbm), cd_gradient(rbm, data, negative)) < 1e-14
     assert (
         relative_error(
@@ -521,7 +518,7 @@ def test_a_sampled_chain_leaks_exactly_nothing(steps):
     rbm, data = _rbm(9, 5), _binary(14, 9)
 
     def gradient():
-        return _gradient(contrastive_divergence(rbm, data, steps=steps, generator=_generator()), rbm)
+        return _gradient(contrastive_divergence(rbm, data, steps=steps, generator=seeded(1)), rbm)
 
     blocked = gradient()
     with unblock(NEGATIVE_SAMPLES):
@@ -535,12 +532,12 @@ def test_other_chains_leak_what_a_pull_back_predicts(chain):
     parameters, ratios = dict(rbm.named_parameters()), []
     for seed in range(20):
         comparison = compare(
-            lambda seed=seed: contrastive_divergence(rbm, data, steps=3, chain=chain, generator=_generator(seed)),
+            lambda seed=seed: contrastive_divergence(rbm, data, steps=3, chain=chain, generator=seeded(seed)),
             parameters,
         )
         opened = comparison.gradient([NEGATIVE_SAMPLES])
         leak = {name: opened[name] - comparison.blocked[name] for name in NAMES}
-        expected = _leak_witness(parameters, _run_chain(parameters, data.numpy(), 3, chain, _generator(seed)))
+        expected = _leak_witness(parameters, _run_chain(parameters, data.numpy(), 3, chain, seeded(seed)))
         assert relative_error(leak, expected) < 1e-12
         ratios.append(_norm(leak) / _norm(comparison.blocked))
     assert sum(ratios) / 20 > 0.5  # from .45 to .78 with straight-through units
@@ -564,7 +561,7 @@ def test_mean_field_leak_is_the_rest_of_a_true_derivative():
 def test_straight_through_without_its_own_block_leaks_nothing_again():
     rbm, data = _rbm(9, 5), _binary(14, 9)
     comparison = compare(
-        lambda: contrastive_divergence(rbm, data, steps=2, chain="straight_through", generator=_generator()),
+        lambda: contrastive_divergence(rbm, data, steps=2, chain="straight_through", generator=seeded(1)),
         dict(rbm.named_parameters()),
     )
     both = comparison.gradient([NEGATIVE_SAMPLES, STRAIGHT_THROUGH])
@@ -589,7 +586,7 @@ def test_blocked_chain_costs_no_memory_however_long():
     rbm, data = _rbm(64, 32, scale=0.1), _binary(100, 64)
 
     def memory(steps):
-        return measure_memory(lambda: contrastive_divergence(rbm, data, steps=steps, generator=_generator()))
+        return measure_memory(lambda: contrastive_divergence(rbm, data, steps=steps, generator=seeded(1)))
 
     assert memory(20).graph == memory(2).graph
     assert memory(20).peak < 1.1 * memory(2).peak, "no graph is built, not even one that is thrown away"
@@ -598,11 +595,11 @@ def test_blocked_chain_costs_no_memory_however_long():
 
 
 def test_persistent_chains_go_on_where_they_were():
-    rbm, data, generator = _rbm(), _binary(3, 4), _generator()
+    rbm, data, generator = _rbm(), _binary(3, 4), seeded(1)
     chains = STARTS
     for _ in range(2):
         loss, chains = persistent_contrastive_divergence(rbm, data, chains, steps=2, generator=generator)
-    straight = gibbs(rbm, STARTS, steps=4, generator=_generator()).detach()
+    straight = gibbs(rbm, STARTS, steps=4, generator=seeded(1)).detach()
     assert torch.equal(chains, straight)
     assert relative_error(_gradient(loss, rbm), cd_gradient(rbm, data, straight)) < 1e-14
 
@@ -611,7 +608,7 @@ def test_open_persistent_chains_keep_the_graph_of_every_update():
     rbm, data = _rbm(), _binary(3, 4)
 
     def nodes_after(updates):
-        chains, generator = STARTS, _generator()
+        chains, generator = STARTS, seeded(1)
         for _ in range(updates):
             _, chains = persistent_contrastive_divergence(rbm, data, chains, steps=1, generator=generator)
         stack, seen = [chains.grad_fn], set()
@@ -643,7 +640,7 @@ def test_both_open_persistent_blocks_give_the_whole_derivative():
 def test_exact_gradient_learns_bars_and_stripes():
     """Plain gradient descent on the exact gradient rises in every step at a small rate."""
     data = bars_and_stripes(3).inputs
-    rbm = RBM(9, 6, generator=_generator(), dtype=torch.float64)
+    rbm = RBM(9, 6, generator=seeded(1), dtype=torch.float64)
     last = -math.inf
     with torch.no_grad():
         for _ in range(100):
@@ -671,7 +668,7 @@ BATCHES = [_binary(7, 9, seed=3), _binary(7, 9, seed=4), _binary(2, 9, seed=5)] 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_fused_cd_is_descent_on_the_surrogate(steps):
     fused, twin = _rbm(9, 5), _rbm(9, 5)
-    trainer, generator = FusedTrainer(fused, batch_size=7, steps=steps, generator=_generator()), _generator()
+    trainer, generator = FusedTrainer(fused, batch_size=7, steps=steps, generator=seeded(1)), seeded(1)
     for data in BATCHES:
         trainer.step(data.to(torch.uint8), learning_rate=0.3)
         _descend(twin, contrastive_divergence(twin, data, steps=steps, generator=generator), 0.3)
@@ -682,8 +679,8 @@ def test_fused_cd_is_descent_on_the_surrogate(steps):
 def test_fused_persistent_cd_is_descent_on_the_surrogate(steps):
     """Its twin carries hidden states too: they are drawn with the parameters whose update they are part of."""
     fused, twin, hidden = _rbm(9, 5), _rbm(9, 5), _binary(4, 5, seed=6)
-    trainer = FusedTrainer(fused, batch_size=7, steps=steps, chains=hidden, generator=_generator())
-    generator = _generator()
+    trainer = FusedTrainer(fused, batch_size=7, steps=steps, chains=hidden, generator=seeded(1))
+    generator = seeded(1)
     for data in BATCHES:
         trainer.step(data, learning_rate=0.3)
         with torch.no_grad():
@@ -698,7 +695,7 @@ def test_fused_persistent_cd_is_descent_on_the_surrogate(steps):
 
 def test_fused_trainer_leaves_no_trace_in_autograd():
     rbm, start = _rbm(9, 5), _binary(4, 5)
-    trainer = FusedTrainer(rbm, batch_size=7, steps=1, chains=start, generator=_generator())
+    trainer = FusedTrainer(rbm, batch_size=7, steps=1, chains=start, generator=seeded(1))
     before = torch.get_rng_state()
     trainer.step(BATCHES[0], learning_rate=0.1)
     assert all(parameter.grad is None and parameter.is_leaf for parameter in rbm.parameters())
@@ -710,8 +707,8 @@ def test_fused_trainer_leaves_no_trace_in_autograd():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_fused_trainer_learns(dtype):
     data = bars_and_stripes(3, dtype=dtype).inputs
-    rbm = RBM(9, 8, generator=_generator(), dtype=dtype)
-    trainer = FusedTrainer(rbm, batch_size=14, steps=10, generator=_generator())
+    rbm = RBM(9, 8, generator=seeded(1), dtype=dtype)
+    trainer = FusedTrainer(rbm, batch_size=14, steps=10, generator=seeded(1))
     for _ in range(2000):
         trainer.step(data, learning_rate=0.3)
     with torch.no_grad():
@@ -788,8 +785,8 @@ def test_a_clear_error(attempt, error, message):
 
 
 def test_machine_is_a_module():
-    rbm = RBM(5, 3, generator=_generator(), dtype=torch.float64)
-    again = RBM(5, 3, generator=_generator(), dtype=torch.float64)
+    rbm = RBM(5, 3, generator=seeded(1), dtype=torch.float64)
+    again = RBM(5, 3, generator=seeded(1), dtype=torch.float64)
     assert [name for name, _ in rbm.named_parameters()] == NAMES
     assert all(torch.equal(a, b) for a, b in zip(rbm.parameters(), again.parameters(), strict=True))
     assert 0.004 < rbm.weights.std().item() < 0.02

@@ -13,6 +13,7 @@ import pytest
 import torch
 from contract import BlockCase, finite_differences, relative_error
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit import unblock
 from toolkit.datasets import bars_and_stripes
@@ -44,10 +45,6 @@ Tree = Mapping[str, Tensor]
 # --- machines and witnesses ---------------------------------------------------------------------------------------
 
 
-def _generator(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _shapes(kind: str) -> dict[str, tuple[int, ...]]:
     columns = 6 if kind == "categorical" else 4
     return {"weights": (columns, 3), "visible_bias": (columns,), "hidden_bias": (3,)}
@@ -55,7 +52,7 @@ def _shapes(kind: str) -> dict[str, tuple[int, ...]]:
 
 def _parameters(kind: str = "bernoulli") -> dict[str, nn.Parameter]:
     """Parameters without any symmetry: a transposed or swapped formula gives another number."""
-    generator = _generator(0)
+    generator = seeded(0)
     return {
         name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
         for name, shape in _shapes(kind).items()
@@ -200,10 +197,10 @@ class TestDistributions:
     def test_chains_end_there(self, kind):
         """Sampled chains, started at the states that `data_distribution` counted."""
         rbm, states = _machine(_parameters(kind), kind), visible_states(_machine(_parameters(kind), kind))
-        data = states[START[kind].multinomial(200_000, replacement=True, generator=_generator())]
+        data = states[START[kind].multinomial(200_000, replacement=True, generator=seeded(1))]
         with torch.no_grad():
             start = data_distribution(rbm, data)
-            ends = gibbs(rbm, data, steps=2, generator=_generator(2))
+            ends = gibbs(rbm, data, steps=2, generator=seeded(2))
             found, expected = data_distribution(rbm, ends), chain_distribution(rbm, start, steps=2)
         assert (start - START[kind]).abs().max() < 0.005
         floor = (expected * (1 - expected) / len(data)).sqrt().sum() / 2  # about the total variation of exact draws
@@ -281,8 +278,8 @@ def test_fields_do_not_depend_on_what_is_open_or_recorded_around_them():
 
 def test_blocked_field_is_the_mean_over_chains():
     rbm, states = _machine(_parameters()), visible_states(_machine(_parameters()))
-    data = states[START["bernoulli"].multinomial(200_000, replacement=True, generator=_generator())]
-    negative = gibbs(rbm, data, steps=1, generator=_generator(2)).detach()
+    data = states[START["bernoulli"].multinomial(200_000, replacement=True, generator=seeded(1))]
+    negative = gibbs(rbm, data, steps=1, generator=seeded(2)).detach()
     fields = gradient_fields(rbm, data_distribution(rbm, data), steps=1)
     sampled = cd_gradient(rbm, data, negative)
     assert relative_error(sampled, fields["blocked"]) < 0.02
@@ -312,10 +309,10 @@ LEARNED = {"init": 0, "early": 100, "mid": 200}
 @functools.cache
 def _point(name: str) -> tuple[RBM, Tensor]:
     """Return a machine of 5 hidden units for images of 3 x 3, and the distribution of the images."""
-    rbm = RBM(9, 5, dtype=torch.float64, generator=_generator(0))
+    rbm = RBM(9, 5, dtype=torch.float64, generator=seeded(0))
     with torch.no_grad():
         if name == "random":
-            generator = _generator(0)
+            generator = seeded(0)
             for parameter in rbm.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
         for _ in range(LEARNED.get(name, 0)):

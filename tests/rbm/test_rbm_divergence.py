@@ -14,6 +14,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, finite_differences, relative_error
 from scipy.special import entr, expit
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit import compare, unblock
 from toolkit.rbm import (
@@ -52,10 +53,6 @@ Tree = Mapping[str, Tensor]
 # --- machines, data -----------------------------------------------------------------------------------------------
 
 
-def _generator(seed: int = 1, device: str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
 def _new(pair: str) -> RBM:
     visible, hidden = pair.split("-")
     units, categories = (2, 3) if visible == "categorical" else (4, None)
@@ -64,7 +61,7 @@ def _new(pair: str) -> RBM:
 
 def _parameters(pair: str = "bernoulli-bernoulli") -> dict[str, nn.Parameter]:
     """Parameters without any symmetry: a transposed or swapped formula gives another number."""
-    generator, scale = _generator(0), 0.4 if "gaussian" in pair else 1.0
+    generator, scale = seeded(0), 0.4 if "gaussian" in pair else 1.0
     return {
         name: nn.Parameter(scale * torch.randn(value.shape, generator=generator, dtype=torch.float64))
         for name, value in _new(pair).named_parameters()
@@ -79,7 +76,7 @@ def _machine(parameters: Tree, pair: str = "bernoulli-bernoulli") -> RBM:
 
 
 def _rows(pair: str, n: int, seed: int = 7) -> Tensor:
-    generator = _generator(seed)
+    generator = seeded(seed)
     match pair.split("-")[0]:
         case "bernoulli":
             return (torch.rand(n, 4, generator=generator, dtype=torch.float64) < 0.4).double()
@@ -105,7 +102,7 @@ def _gradient(loss: Tensor, parameters: Tree) -> dict[str, Tensor]:
 
 def _negative(rbm: RBM, start: Tensor, steps: int, fast: Tree | None = None) -> np.ndarray:
     """Run the chain step by step, with the draws of the machine's own layers."""
-    generator, visible = _generator(), start
+    generator, visible = seeded(1), start
     with torch.no_grad():
         joint = rbm.joint if fast is None else rbm.joint.shifted(fast)
         for _ in range(steps):
@@ -206,7 +203,7 @@ def _posterior_case(pair: str) -> BlockCase:
 
     def loss(parameters: Tree) -> Tensor:
         rbm = _machine(parameters, pair)
-        return contrastive_divergence(rbm, DATA[pair], steps=2, energy="expected", generator=_generator())
+        return contrastive_divergence(rbm, DATA[pair], steps=2, energy="expected", generator=seeded(1))
 
     def blocked(parameters: Tree) -> dict[str, Tensor]:
         return _tensors(_cd_witness(parameters, DATA[pair].numpy(), negative(parameters), pair))
@@ -238,7 +235,7 @@ def _centred_cases(pair: str) -> list[BlockCase]:
 
     def loss(parameters: Tree) -> Tensor:
         rbm = _machine(parameters, pair)
-        return centered_contrastive_divergence(rbm, DATA[pair], steps=2, generator=_generator())
+        return centered_contrastive_divergence(rbm, DATA[pair], steps=2, generator=seeded(1))
 
     def blocked(parameters: Tree) -> dict[str, Tensor]:
         return _tensors(_centred_witness(plain(parameters), *_own_offsets(parameters, data, pair)))
@@ -269,7 +266,7 @@ RATE, DECAY = 0.3, 0.8
 
 def _fast_updates(parameters: Tree, chain: str = "sampled") -> tuple[list[Tensor], list[Tensor], dict[str, Tensor]]:
     """Two updates: their losses, their negative samples, and the fast weights after them, with all their graphs."""
-    rbm, generator, data, chains = _machine(parameters), _generator(), DATA[PAIRS[0]], STARTS[PAIRS[0]]
+    rbm, generator, data, chains = _machine(parameters), seeded(1), DATA[PAIRS[0]], STARTS[PAIRS[0]]
     fast, losses, negatives = {name: torch.zeros_like(value) for name, value in parameters.items()}, [], []
     for _ in range(2):
         loss, chains = fast_persistent_contrastive_divergence(
@@ -367,7 +364,7 @@ def test_blocked_gradient_is_the_closed_form(pair, surrogate, coordinates, energ
     negative = _negative(rbm, start, 2, FAST[pair] if overlaid else None)
     offsets = OFFSETS[pair]
     machine = centered(rbm, offsets) if coordinates == "centred" else rbm
-    found = _gradient(loss(machine, "cpu", _generator(), energy=energy), parameters)
+    found = _gradient(loss(machine, "cpu", seeded(1), energy=energy), parameters)
     closed = cd_gradient(rbm, DATA[pair], torch.from_numpy(negative))
     expected = _cd_witness(parameters, DATA[pair].numpy(), negative, pair)
     if coordinates == "centred":
@@ -384,10 +381,10 @@ def test_blocked_gradient_is_the_closed_form(pair, surrogate, coordinates, energ
 def test_closed_form_holds_on_devices_and_in_types(pair, dtype, device):
     rbm = _machine(_parameters(pair), pair).to(device, dtype)
     data = DATA[pair].to(device, dtype)
-    loss = centered_contrastive_divergence(rbm, data, steps=1, generator=_generator(device=device))
+    loss = centered_contrastive_divergence(rbm, data, steps=1, generator=seeded(1, device=device))
     found = _gradient(loss, dict(rbm.named_parameters()))
     with torch.no_grad():
-        generator = _generator(device=device)
+        generator = seeded(1, device=device)
         negative = rbm.sample_visible(rbm.sample_hidden(data, generator=generator), generator=generator)
     expected = centered_gradient(cd_gradient(rbm, data, negative), centering_offsets(rbm, data))
     assert all(value.dtype == dtype and value.device.type == device for value in expected.values())
@@ -404,11 +401,11 @@ def test_chains_may_be_of_any_kind(surrogate):
     loss, start, overlaid = _surrogates(pair)[surrogate]
     with torch.no_grad():
         joint = rbm.joint.shifted(FAST[pair]) if overlaid else rbm.joint
-        negative = gibbs(joint, start, steps=2, generator=_generator(), **relaxed)
+        negative = gibbs(joint, start, steps=2, generator=seeded(1), **relaxed)
     expected = centered_gradient(cd_gradient(rbm, DATA[pair], negative), OFFSETS[pair])
 
     def gradient() -> dict[str, Tensor]:
-        return _gradient(loss(centered(rbm, OFFSETS[pair]), "cpu", _generator(), **relaxed), parameters)
+        return _gradient(loss(centered(rbm, OFFSETS[pair]), "cpu", seeded(1), **relaxed), parameters)
 
     assert relative_error(gradient(), expected) < 1e-12
     with unblock(NEGATIVE_SAMPLES):
@@ -440,7 +437,7 @@ def test_open_posteriors_point_elsewhere():
     parameters = _parameters()
     comparison = compare(
         lambda: contrastive_divergence(
-            _machine(parameters), DATA[PAIRS[0]], steps=1, energy="expected", generator=_generator()
+            _machine(parameters), DATA[PAIRS[0]], steps=1, energy="expected", generator=seeded(1)
         ),
         parameters,
     )
@@ -575,9 +572,9 @@ def test_centred_exact_gradient_is_that_of_the_likelihood_through_the_centred_ma
 def test_without_fast_weights_it_is_persistent_contrastive_divergence():
     parameters, pair = _parameters(), PAIRS[0]
     rbm, rows = _machine(parameters), (DATA[pair], STARTS[pair])
-    plain, chains = persistent_contrastive_divergence(rbm, *rows, steps=3, generator=_generator())
+    plain, chains = persistent_contrastive_divergence(rbm, *rows, steps=3, generator=seeded(1))
     for fast in ({}, {name: torch.zeros_like(value) for name, value in parameters.items()}):
-        loss, moved = fast_persistent_contrastive_divergence(rbm, fast, *rows, steps=3, generator=_generator())
+        loss, moved = fast_persistent_contrastive_divergence(rbm, fast, *rows, steps=3, generator=seeded(1))
         assert torch.equal(loss, plain)
         assert torch.equal(moved, chains)
 
@@ -620,7 +617,7 @@ def test_open_fast_weights_keep_the_graph_of_every_update():
         parameters = _parameters()
         rbm, fast = _machine(parameters), {name: torch.zeros_like(value) for name, value in parameters.items()}
         for _ in range(updates):
-            loss = contrastive_divergence(rbm, DATA[PAIRS[0]], steps=1, generator=_generator())
+            loss = contrastive_divergence(rbm, DATA[PAIRS[0]], steps=1, generator=seeded(1))
             found = torch.autograd.grad(loss, list(parameters.values()), create_graph=True)
             fast = updated_fast_weights(fast, dict(zip(parameters, found, strict=True)), learning_rate=0.1)
         stack, seen = [value.grad_fn for value in fast.values()], set()

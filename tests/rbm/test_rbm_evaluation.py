@@ -13,6 +13,7 @@ import torch
 from accelerator import ACCELERATOR
 from scipy.special import expit, logsumexp
 from torch import Tensor
+from values import seeded
 
 from toolkit.datasets import bars_and_stripes, digits
 from toolkit.rbm import (
@@ -58,10 +59,6 @@ on_all_devices = pytest.mark.parametrize("device", DEVICES)
 # --- machines and witnesses -------------------------------------------------------------------------------------
 
 
-def _generator(seed: int = 1, device: str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
 def _rbm(units: dict | None = None, n_visible: int = 3, n_hidden: int = 2, scale: float = 1.0, **kwargs) -> RBM:
     """A machine without any symmetry: a transposed or swapped formula gives another number."""
     units = BERNOULLI if units is None else units
@@ -69,7 +66,7 @@ def _rbm(units: dict | None = None, n_visible: int = 3, n_hidden: int = 2, scale
     if units["hidden"] == "rectified":
         # Counts multiply the weights; with real numbers, larger weights have no distribution.
         scale *= 0.5 if units["visible"] == "bernoulli" else 0.25
-    generator = _generator(5)
+    generator = seeded(5)
     with torch.no_grad():
         for parameter in rbm.parameters():
             parameter.copy_(scale * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
@@ -134,11 +131,11 @@ def _draws(rbm: RBM, n: int, seed: int = 3) -> Tensor:
     else:
         visible = ((b + x) ** 2 / (2 * variance)).sum(1)
     table = torch.from_numpy(states @ c + log_weight + visible).softmax(0)
-    generator = _generator(seed)
+    generator = seeded(seed)
     chosen = torch.multinomial(table, n, replacement=True, generator=generator)
     hidden = torch.from_numpy(states)[chosen].to(rbm.weights)
     with torch.no_grad():
-        return rbm.sample_visible(hidden, generator=_generator(seed + 1, rbm.weights.device.type))
+        return rbm.sample_visible(hidden, generator=seeded(seed + 1, rbm.weights.device.type))
 
 
 def _reference(rbm: RBM) -> Tensor:
@@ -149,7 +146,7 @@ def _reference(rbm: RBM) -> Tensor:
 def _run(rbm: RBM, direction: str, chains: int, inverse_temperatures, *, seed: int = 1, **kwargs) -> LogPartition:
     kwargs = {
         "inverse_temperatures": inverse_temperatures,
-        "generator": _generator(seed, rbm.weights.device.type),
+        "generator": seeded(seed, rbm.weights.device.type),
     } | kwargs
     if direction == "forward":
         return ais(rbm, chains=chains, **kwargs)
@@ -279,7 +276,7 @@ def test_fast_chains_do_what_the_definition_says(units: dict, temperatures, dire
     reference = _reference(rbm)
     found = _run(rbm, direction, 50, temperatures, reference=reference)
     betas = FINE.tolist() if temperatures is FINE else [0.0, 1 / 3, 2 / 3, 1.0]
-    generator = _generator(1, device)
+    generator = seeded(1, device)
     with torch.no_grad():
         if direction == "forward":
             start = rbm.joint.annealed(0.0, reference)
@@ -307,7 +304,7 @@ def test_small_steps_of_the_temperature_are_exact_in_float32() -> None:
     expected = rbm.joint.annealed(0.7).free_energy(visible) - rbm.joint.annealed(0.70001).free_energy(visible)
     single = _rbm(n_visible=40, n_hidden=30).float()
     with torch.no_grad():
-        chains = _FastChains(single.joint, visible.float(), single.visible_bias.new_zeros(40), _generator())
+        chains = _FastChains(single.joint, visible.float(), single.visible_bias.new_zeros(40), seeded(1))
         chains._weigh_and_draw_hidden(slice(None), 0.7, 0.70001)
         naive = single.joint.annealed(0.7).free_energy(visible.float())
         naive -= single.joint.annealed(0.70001).free_energy(visible.float())
@@ -346,7 +343,7 @@ def test_real_units_far_from_zero_are_exact_in_float32(bias: float, direction: s
 @pytest.mark.parametrize("bias", [128.0, 1000.0])
 def test_weights_of_real_units_far_from_zero_are_exact_in_float32(bias: float, units: dict) -> None:
     rbm, reference = _far_from_zero(units, bias)
-    visible = bias + torch.randn(50, 100, generator=_generator(), dtype=torch.float64)
+    visible = bias + torch.randn(50, 100, generator=seeded(1), dtype=torch.float64)
     visible = visible.float()
     options = {"inverse_temperatures": torch.tensor([0.0, 1.0]), "reference": reference}
     # As from the definition: the difference of two free energies, with what completes the squares.
@@ -358,8 +355,8 @@ def test_weights_of_real_units_far_from_zero_are_exact_in_float32(bias: float, u
 
 
 def test_reference_log_z_is_summed_in_float64() -> None:
-    rbm = RBM(20_000, 2, generator=_generator())
-    found = ais(rbm, chains=2, inverse_temperatures=2, generator=_generator())
+    rbm = RBM(20_000, 2, generator=seeded(1))
+    found = ais(rbm, chains=2, inverse_temperatures=2, generator=seeded(1))
     assert found.log_reference == pytest.approx(20_002 * math.log(2), abs=1e-8)
 
 
@@ -373,16 +370,16 @@ def test_no_warnings_and_no_number_of_torchs_own_generator(units: dict, dtype: t
     visible = _draws(rbm, 5)
     state = torch.get_rng_state()
     if direction == "forward":
-        ais(rbm, chains=5, inverse_temperatures=3, generator=_generator())
+        ais(rbm, chains=5, inverse_temperatures=3, generator=seeded(1))
     else:
-        reverse_ais(rbm, visible, inverse_temperatures=3, generator=_generator())
+        reverse_ais(rbm, visible, inverse_temperatures=3, generator=seeded(1))
         if units["visible"] != "gaussian":
             pseudo_log_likelihood(rbm, visible)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def _draws_of_a_wide_layer(rbm: RBM, n: int) -> Tensor:
-    return (torch.rand(n, rbm.n_columns, generator=_generator(), dtype=torch.float64) < 0.4).double()
+    return (torch.rand(n, rbm.n_columns, generator=seeded(1), dtype=torch.float64) < 0.4).double()
 
 
 @on_all_devices
@@ -403,7 +400,7 @@ def test_draws_in_float32_have_their_probabilities() -> None:
     rbm = RBM(8, 1)
     mean = torch.tensor([0.0, 1e-5, 0.1, 0.5, 0.9, 1 - 1e-5, 1 - 2**-24, 1.0]).repeat(200_000, 1)
     with torch.no_grad():
-        chains = _FastChains(rbm.joint, torch.zeros_like(mean), torch.zeros(8), _generator())
+        chains = _FastChains(rbm.joint, torch.zeros_like(mean), torch.zeros(8), seeded(1))
         assert chains.bits is not None
         chains.bits = torch.empty(mean.numel() // 2, dtype=torch.int64)
         draws = torch.empty_like(mean)
@@ -425,7 +422,7 @@ def test_only_the_generator_is_drawn_from_and_nothing_is_changed(direction: str)
     before, state = visible.clone(), torch.get_rng_state()
 
     def run(seed: int) -> Tensor:
-        options = {"inverse_temperatures": 5, "generator": _generator(seed)}
+        options = {"inverse_temperatures": 5, "generator": seeded(seed)}
         return (
             ais(rbm, chains=20, **options) if direction == "forward" else reverse_ais(rbm, visible, **options)
         ).log_weights
@@ -487,8 +484,8 @@ def test_the_middle_of_a_sandwich_is_bennetts_estimate(n: int, m: int) -> None:
 
 def test_sandwich_is_both_runs_one_after_the_other() -> None:
     rbm = _rbm(n_visible=5)
-    visible, generator = _draws(rbm, 30), _generator()
-    found = sandwich(rbm, visible, chains=20, inverse_temperatures=5, generator=_generator())
+    visible, generator = _draws(rbm, 30), seeded(1)
+    found = sandwich(rbm, visible, chains=20, inverse_temperatures=5, generator=seeded(1))
     lower = ais(rbm, chains=20, inverse_temperatures=5, generator=generator)
     upper = reverse_ais(rbm, visible, inverse_temperatures=5, generator=generator)
     assert torch.equal(found.lower.log_weights, lower.log_weights)
@@ -508,7 +505,7 @@ def test_sandwich_shows_a_mode_that_one_side_misses_without_a_trace() -> None:
         rbm.visible_bias.fill_(-3.0)
         rbm.hidden_bias.fill_(-55.0)
     truth = _log_partition(rbm)
-    found = sandwich(rbm, _draws(rbm, 300), inverse_temperatures=100, generator=_generator())
+    found = sandwich(rbm, _draws(rbm, 300), inverse_temperatures=100, generator=seeded(1))
     assert found.lower.estimate < truth - 3
     assert found.lower.standard_error < 0.1
     assert found.upper.estimate > truth - 0.1
@@ -520,7 +517,7 @@ def digits_machine() -> tuple[RBM, Tensor, float]:
     """Return a machine with 16 hidden units that has learned digits, the data, and its log Z."""
     torch.set_num_threads(1)
     data = (digits().inputs >= 0.5).float()
-    generator = _generator(0)
+    generator = seeded(0)
     rbm = RBM(64, 16, generator=generator)
     rbm.start_at_base_rates(data)
     trainer = FusedTrainer(rbm, batch_size=100, steps=1, chains=torch.zeros(100, 16), generator=generator)
@@ -540,10 +537,10 @@ def test_log_z_of_digits_to_its_standard_error(digits_machine: tuple[RBM, Tensor
     for seed in range(4):
         found = sandwich(
             rbm,
-            rbm.sample_exactly(500, generator=_generator(seed + 10))[0],
+            rbm.sample_exactly(500, generator=seeded(seed + 10))[0],
             inverse_temperatures=1000,
             reference=reference,
-            generator=_generator(seed),
+            generator=seeded(seed),
         )
         for side in (found.lower, found.upper):
             assert abs(side.estimate - truth) < 4.5 * side.standard_error < 0.045  # it is 0.0071 +- 0.0002
@@ -643,7 +640,7 @@ def test_a_machine_that_is_not_finite_is_refused(value: float) -> None:
 def test_estimated_log_likelihood_has_the_ends_of_the_sandwich(units: dict) -> None:
     rbm = _rbm(units, 4)
     visible = _draws(rbm, 400)
-    log_partition = sandwich(rbm, visible, inverse_temperatures=100, generator=_generator())
+    log_partition = sandwich(rbm, visible, inverse_temperatures=100, generator=seeded(1))
     found = estimated_log_likelihood(rbm, visible[:7], log_partition)
     exact = rbm.log_likelihood(visible[:7]).detach()
     truth = _log_partition(rbm)
@@ -772,8 +769,8 @@ def test_reconstruction_error_of_real_numbers_is_in_their_units_squared() -> Non
 
 def test_reconstruction_error_falls_while_the_likelihood_falls() -> None:
     data = bars_and_stripes(3).inputs
-    rbm = RBM(9, 8, dtype=torch.float64, generator=_generator(0))
-    trainer = FusedTrainer(rbm, batch_size=len(data), steps=1, generator=_generator())
+    rbm = RBM(9, 8, dtype=torch.float64, generator=seeded(0))
+    trainer = FusedTrainer(rbm, batch_size=len(data), steps=1, generator=seeded(1))
     errors, likelihoods = [], []
     for updates in (3000, 9000):
         for _ in range(updates):

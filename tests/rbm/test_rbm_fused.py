@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
+from values import seeded
 
 from tests.contract import relative_error
 from toolkit import _precision
@@ -36,31 +37,25 @@ METHODS = {
 }
 
 
-def _generator(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def _rbm(units: str, n_visible: int = 4, n_hidden: int = 3) -> RBM:
-    rbm = RBM(n_visible, n_hidden, dtype=torch.float64, generator=_generator(0), **UNITS[units])
+    rbm = RBM(n_visible, n_hidden, dtype=torch.float64, generator=seeded(0), **UNITS[units])
     with torch.no_grad():
         for parameter in rbm.parameters():
             # Weights of a machine of two unbounded layers must be small, or it has no distribution.
-            parameter.normal_(generator=_generator(parameter.numel())).mul_(
-                0.2 if units == "gaussian-rectified" else 0.5
-            )
+            parameter.normal_(generator=seeded(parameter.numel())).mul_(0.2 if units == "gaussian-rectified" else 0.5)
     return rbm
 
 
 def _data(rbm: RBM, n: int, seed: int) -> Tensor:
-    x = torch.randn(n, rbm.n_columns, generator=_generator(seed), dtype=torch.float64)
-    return rbm.joint.visible.sample(x, _generator(seed)).detach()
+    x = torch.randn(n, rbm.n_columns, generator=seeded(seed), dtype=torch.float64)
+    return rbm.joint.visible.sample(x, seeded(seed)).detach()
 
 
 def _options(rbm: RBM, method: str) -> dict:
     options = dict(METHODS[method])
     if "chains" in options:
         shape = (*([len(BETAS)] if method == "tempering" else []), options["chains"], rbm.n_hidden)
-        options["chains"] = torch.randint(2, shape, generator=_generator(3)).double()
+        options["chains"] = torch.randint(2, shape, generator=seeded(3)).double()
     return options
 
 
@@ -143,8 +138,8 @@ class Twin:
 def _pair(units: str, method: str, steps: int, **options) -> tuple[FusedTrainer, Twin]:
     rbm, twin = _rbm(units), _rbm(units)
     options |= _options(rbm, method)
-    trainer = FusedTrainer(rbm, batch_size=5, steps=steps, generator=_generator(), **options)
-    return trainer, Twin(twin, steps, _generator(), **options)
+    trainer = FusedTrainer(rbm, batch_size=5, steps=steps, generator=seeded(1), **options)
+    return trainer, Twin(twin, steps, seeded(1), **options)
 
 
 @pytest.mark.portable
@@ -180,10 +175,10 @@ def test_tempering_from_a_reference_is_descent_on_the_surrogate(units):
 def test_even_and_odd_pairs_are_swapped_in_turn(units, betas):
     """Of two temperatures there is no odd pair."""
     betas = torch.tensor(betas, dtype=torch.float64)
-    chains = torch.randint(2, (4, 3), generator=_generator(3)).double()
+    chains = torch.randint(2, (4, 3), generator=seeded(3)).double()
     options = {"inverse_temperatures": betas, "chains": chains}
-    trainer = FusedTrainer(_rbm(units), batch_size=5, steps=3, generator=_generator(), **options)
-    twin = Twin(_rbm(units), 3, _generator(), **options | {"chains": chains.expand(len(betas), 4, 3)})
+    trainer = FusedTrainer(_rbm(units), batch_size=5, steps=3, generator=seeded(1), **options)
+    twin = Twin(_rbm(units), 3, seeded(1), **options | {"chains": chains.expand(len(betas), 4, 3)})
     for seed in (10, 11):
         data = _data(trainer.rbm, 5, seed)
         trainer.step(data, learning_rate=0.2)
@@ -197,8 +192,8 @@ def test_one_temperature_is_persistent_contrastive_divergence(units):
     chains = torch.zeros(4, 3, dtype=torch.float64)
     one = torch.ones(1, dtype=torch.float64)
     trainers = [
-        FusedTrainer(plain, batch_size=5, steps=2, chains=chains, generator=_generator()),
-        FusedTrainer(tempered, batch_size=5, steps=2, chains=chains, inverse_temperatures=one, generator=_generator()),
+        FusedTrainer(plain, batch_size=5, steps=2, chains=chains, generator=seeded(1)),
+        FusedTrainer(tempered, batch_size=5, steps=2, chains=chains, inverse_temperatures=one, generator=seeded(1)),
     ]
     batches = [_data(plain, 5, seed) for seed in (1, 2)]
     for trainer, batch in itertools.product(trainers, batches):
@@ -244,7 +239,7 @@ def test_low_precision_products_draw_from_rounded_weights(method):
         rbm = _rbm("bernoulli")
         with torch.no_grad():
             rbm.weights.mul_(4).round_().div_(4)  # sums of few quarters are exact in bfloat16
-        trainer = FusedTrainer(rbm, batch_size=5, steps=2, product_dtype=dtype, generator=_generator(), **options)
+        trainer = FusedTrainer(rbm, batch_size=5, steps=2, product_dtype=dtype, generator=seeded(1), **options)
         data = _data(rbm, 5, 10).round()
         trainer.step(data, learning_rate=1e-300)
         trainer.step(data, learning_rate=0.1)
@@ -255,8 +250,8 @@ def test_low_precision_products_draw_from_rounded_weights(method):
 def test_low_precision_training_learns_as_much():
     data, learned = torch.eye(6).repeat(10, 1), []
     for dtype in (None, torch.bfloat16):
-        rbm = RBM(6, 8, generator=_generator(0))
-        chains, draws = torch.zeros(100, 8), _generator()
+        rbm = RBM(6, 8, generator=seeded(0))
+        chains, draws = torch.zeros(100, 8), seeded(1)
         trainer = FusedTrainer(
             rbm, batch_size=60, steps=1, chains=chains, offset_rate=0.1, product_dtype=dtype, generator=draws
         )
@@ -330,7 +325,7 @@ def test_rare_ones_are_drawn_as_rarely_in_half_precision(dtype):
         rbm.weights.zero_()
         rbm.visible_bias.fill_(-8)
     rate = torch.sigmoid(torch.tensor(-8.0)).item()
-    trainer = FusedTrainer(rbm, batch_size=400, steps=1, generator=_generator())
+    trainer = FusedTrainer(rbm, batch_size=400, steps=1, generator=seeded(1))
     with torch.no_grad():
         phases = trainer._kernel.phases(torch.zeros(400, 1000), None, trainer.generator)
     drawn = phases.visible[: phases.n_negative].double().mean().item()
@@ -347,10 +342,10 @@ def test_the_same_generator_trains_nearby_machines_in_every_dtype(method):
     """Machines start alike and draw the same numbers, so they differ by rounding until that decides a draw."""
     found = {}
     for dtype in (torch.float32, torch.float64):
-        rbm = RBM(12, 5, dtype=dtype, generator=_generator(0))
-        trainer = FusedTrainer(rbm, batch_size=6, steps=1, generator=_generator(), **_options(rbm, method))
+        rbm = RBM(12, 5, dtype=dtype, generator=seeded(0))
+        trainer = FusedTrainer(rbm, batch_size=6, steps=1, generator=seeded(1), **_options(rbm, method))
         for seed in range(20):
-            data = torch.randint(2, (6, 12), generator=_generator(seed))
+            data = torch.randint(2, (6, 12), generator=seeded(seed))
             trainer.step(data, learning_rate=0.3)
         found[dtype] = dict(rbm.named_parameters())
     for name, value in found[torch.float64].items():
@@ -359,8 +354,8 @@ def test_the_same_generator_trains_nearby_machines_in_every_dtype(method):
 
 @pytest.mark.parametrize(("n_hidden", "inside"), [(5, 1), (12_000, 2)], ids=["small", "large"])
 def test_a_small_machine_takes_one_thread_and_gives_the_others_back(n_hidden, inside, monkeypatch):
-    rbm = RBM(100, n_hidden, generator=_generator(0))
-    trainer = FusedTrainer(rbm, batch_size=4, steps=1, chains=torch.zeros(4, n_hidden), generator=_generator())
+    rbm = RBM(100, n_hidden, generator=seeded(0))
+    trainer = FusedTrainer(rbm, batch_size=4, steps=1, chains=torch.zeros(4, n_hidden), generator=seeded(1))
     before, seen, move = torch.get_num_threads(), [], trainer._kernel.phases
 
     def phases(*arguments):
@@ -387,7 +382,7 @@ def test_products_that_draw_are_rounded_where_that_is_faster(faster, expected, m
     monkeypatch.setattr(fused, "bfloat16_is_faster", lambda *size: sizes.append(size) or faster)
     rbm = _rbm("bernoulli")
     trainer = FusedTrainer(
-        rbm, batch_size=4, steps=1, chains=torch.zeros(6, 3), product_dtype="auto", generator=_generator()
+        rbm, batch_size=4, steps=1, chains=torch.zeros(6, 3), product_dtype="auto", generator=seeded(1)
     )
     assert trainer.product_dtype == expected
     assert sizes == [(10, 4, 3, torch.float64, torch.device("cpu"))]

@@ -14,6 +14,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit import compare, unblock
 from toolkit.rbm import (
@@ -30,12 +31,8 @@ DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 NAMES = ["weights", "visible_bias", "hidden_bias", "visible_log_variance"]
 
 
-def _generator(seed: int = 1, device: str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
 def _parameters(n_visible: int = 3, n_hidden: int = 2, scale: float = 1.0) -> dict[str, nn.Parameter]:
-    generator = _generator(0)
+    generator = seeded(0)
     shapes = {
         "weights": (n_visible, n_hidden),
         "visible_bias": (n_visible,),
@@ -115,7 +112,7 @@ def test_adjusted_chains_from_exact_draws_stay_there(size, steps, moves, hidden,
             moves=moves,
             hidden=hidden,
             adjusted=True,
-            generator=_generator(4, device),
+            generator=seeded(4, device),
         )
     assert 0.1 < accepted < 0.999
     assert not torch.equal(start, end)
@@ -138,7 +135,7 @@ def test_a_million_adjusted_chains_stay_there(steps, hidden):
             step_size=1.0,
             hidden=hidden,
             adjusted=True,
-            generator=_generator(4),
+            generator=seeded(4),
         )
     distance, sigmas = _sigmas(parameters, end.numpy())
     assert distance < 4
@@ -152,7 +149,7 @@ def test_chains_that_are_not_adjusted_drift(hidden):
     start = torch.tensor(_exact_draws(parameters, 20_000))
     with torch.no_grad():
         end, accepted = gibbs_langevin(
-            _machine(parameters), start, steps=4, step_size=1.5, hidden=hidden, generator=_generator(4)
+            _machine(parameters), start, steps=4, step_size=1.5, hidden=hidden, generator=seeded(4)
         )
     assert accepted == 1
     assert _sigmas(parameters, end.numpy())[1] > 20
@@ -166,7 +163,7 @@ def test_variance_without_weights_is_too_large_by_the_closed_form(size, hidden):
     start = torch.tensor(_exact_draws(parameters, n))
     with torch.no_grad():
         end, _ = gibbs_langevin(
-            _machine(parameters), start, steps=40, step_size=size, hidden=hidden, generator=_generator(4)
+            _machine(parameters), start, steps=40, step_size=size, hidden=hidden, generator=seeded(4)
         )
     _, bias, _, log_variance = _numpy(parameters)
     excess = end.numpy().var(0) / np.exp(log_variance) * (1 - size / 4)
@@ -190,7 +187,7 @@ def test_bias_is_of_the_order_of_the_step_size(hidden):
                 steps=int(24 / size),
                 step_size=size,
                 hidden=hidden,
-                generator=_generator(5),
+                generator=seeded(5),
             )
         excess.append(((end.numpy() ** 2).mean(0) - exact).sum() / exact.sum())
     assert excess[0] > 0.05
@@ -199,14 +196,14 @@ def test_bias_is_of_the_order_of_the_step_size(hidden):
 
 def test_moves_of_the_free_energy_go_down_its_gradient():
     parameters = _parameters()
-    rbm, visible = _machine(parameters), torch.randn(5, 3, generator=_generator(3), dtype=torch.float64)
+    rbm, visible = _machine(parameters), torch.randn(5, 3, generator=seeded(3), dtype=torch.float64)
     leaf = visible.clone().requires_grad_()
     slope = torch.autograd.grad(rbm.free_energy(leaf).sum(), leaf)[0]
     size = 0.4
     with torch.no_grad():
-        moved, _ = gibbs_langevin(rbm, visible, steps=1, step_size=size, hidden="summed_out", generator=_generator(6))
+        moved, _ = gibbs_langevin(rbm, visible, steps=1, step_size=size, hidden="summed_out", generator=seeded(6))
         variance = rbm.visible_log_variance.exp()
-        noise = torch.empty_like(visible).normal_(generator=_generator(6))
+        noise = torch.empty_like(visible).normal_(generator=seeded(6))
         expected = visible - size / 2 * variance * slope + (size * variance).sqrt() * noise
     torch.testing.assert_close(moved, expected, rtol=1e-12, atol=1e-14)
 
@@ -218,8 +215,8 @@ def test_probability_of_a_move_is_that_of_the_energies(hidden):
     parameters, size = _parameters(), 1.3
     w, b, c, z = _numpy(parameters)
     variance = np.exp(z)
-    visible = torch.randn(50, 3, generator=_generator(3), dtype=torch.float64)
-    generator = _generator(6)
+    visible = torch.randn(50, 3, generator=seeded(3), dtype=torch.float64)
+    generator = seeded(6)
     v = visible.numpy()
     if hidden == "drawn":
         h = (torch.rand(50, 2, generator=generator, dtype=torch.float32).numpy() < expit(v / variance @ w + c)).astype(
@@ -254,7 +251,7 @@ def test_probability_of_a_move_is_that_of_the_energies(hidden):
             step_size=size,
             hidden=hidden,
             adjusted=True,
-            generator=_generator(6),
+            generator=seeded(6),
         )
     np.testing.assert_allclose(end.numpy(), expected, rtol=1e-12, atol=1e-14)  # sums of terms of order 1
     assert accepted.item() == pytest.approx(probability.mean(), rel=1e-12)
@@ -264,12 +261,12 @@ def test_probability_of_a_move_is_that_of_the_energies(hidden):
 def test_units_are_accepted_one_by_one_however_many_there_are():
     rates = {}
     for n_visible in (10, 1000):
-        rbm = RBM(n_visible, 4, visible="gaussian", dtype=torch.float64, generator=_generator(0))
+        rbm = RBM(n_visible, 4, visible="gaussian", dtype=torch.float64, generator=seeded(0))
         for hidden in ("drawn", "summed_out"):
-            start = torch.randn(50, n_visible, generator=_generator(1), dtype=torch.float64)
+            start = torch.randn(50, n_visible, generator=seeded(1), dtype=torch.float64)
             with torch.no_grad():
                 _, rate = gibbs_langevin(
-                    rbm, start, steps=5, step_size=1.0, hidden=hidden, adjusted=True, generator=_generator(2)
+                    rbm, start, steps=5, step_size=1.0, hidden=hidden, adjusted=True, generator=seeded(2)
                 )
             rates[n_visible, hidden] = rate.item()
     assert rates[1000, "drawn"] > 0.85
@@ -284,18 +281,18 @@ def test_gibbs_draws_come_to_the_other_mode_no_later_than_moves(size):
     with torch.no_grad():
         rbm.weights.fill_(distance)
         rbm.visible_bias.fill_(-distance / 2)  # modes at -2 and 2, of the same probability
-        start = -distance / 2 + torch.randn(4000, 1, generator=_generator(), dtype=torch.float64)
-        drawn = gibbs(rbm, start, steps=12, generator=_generator(2))
-        moved, _ = gibbs_langevin(rbm, start, steps=12, step_size=size, adjusted=True, generator=_generator(3))
+        start = -distance / 2 + torch.randn(4000, 1, generator=seeded(1), dtype=torch.float64)
+        drawn = gibbs(rbm, start, steps=12, generator=seeded(2))
+        moved, _ = gibbs_langevin(rbm, start, steps=12, step_size=size, adjusted=True, generator=seeded(3))
     arrived = [(end > 0).double().mean().item() for end in (drawn, moved)]
     assert arrived[0] > arrived[1] - 0.02
     assert 0.05 < arrived[1] < 0.5
 
 
 def test_step_sizes_may_differ_from_step_to_step():
-    rbm, start, generator = _machine(_parameters()), torch.zeros(5, 3, dtype=torch.float64), _generator()
+    rbm, start, generator = _machine(_parameters()), torch.zeros(5, 3, dtype=torch.float64), seeded(1)
     with torch.no_grad():
-        end, _ = gibbs_langevin(rbm, start, steps=3, step_size=[1.0, 0.5, 0.1], moves=2, generator=_generator())
+        end, _ = gibbs_langevin(rbm, start, steps=3, step_size=[1.0, 0.5, 0.1], moves=2, generator=seeded(1))
         for size in (1.0, 0.5, 0.1):
             start, _ = gibbs_langevin(rbm, start, steps=1, step_size=size, moves=2, generator=generator)
     assert torch.equal(start, end)
@@ -306,9 +303,9 @@ def test_step_sizes_may_differ_from_step_to_step():
 def test_value_is_the_same_bits_with_and_without_a_graph(hidden, adjusted):
     rbm, start = _machine(_parameters()), torch.zeros(50, 3, dtype=torch.float64)
     options = {"steps": 3, "step_size": 1.0, "moves": 2, "hidden": hidden, "adjusted": adjusted}
-    with_graph, rate = gibbs_langevin(rbm, start, **options, generator=_generator())
+    with_graph, rate = gibbs_langevin(rbm, start, **options, generator=seeded(1))
     with torch.no_grad():
-        without, _ = gibbs_langevin(rbm, start, **options, generator=_generator())
+        without, _ = gibbs_langevin(rbm, start, **options, generator=seeded(1))
     assert with_graph.requires_grad
     assert not rate.requires_grad
     assert torch.equal(with_graph.detach(), without)
@@ -316,8 +313,8 @@ def test_value_is_the_same_bits_with_and_without_a_graph(hidden, adjusted):
 
 # --- the block contract -------------------------------------------------------------------------------------------
 
-DATA = torch.randn(6, 3, generator=_generator(11), dtype=torch.float64)
-STARTS = torch.randn(5, 3, generator=_generator(12), dtype=torch.float64)
+DATA = torch.randn(6, 3, generator=seeded(11), dtype=torch.float64)
+STARTS = torch.randn(5, 3, generator=seeded(12), dtype=torch.float64)
 SIZES = [1.0, 0.4]
 MOVES = 2
 
@@ -343,7 +340,7 @@ def _free_energy_gradient(parameters: Mapping[str, Tensor], visible: np.ndarray)
 def _run(parameters: Mapping[str, Tensor], visible: np.ndarray, updates: int, adjusted: bool) -> list[list[tuple]]:
     """Return for each update, for each move: hidden units, noise, what was accepted, its size, and units after it."""
     w, b, c, z = _numpy(parameters)
-    variance, generator, trace = np.exp(z), _generator(), []
+    variance, generator, trace = np.exp(z), seeded(1), []
     for _ in range(updates):
         trace.append([])
         for size in SIZES:
@@ -387,7 +384,7 @@ def _slope(parameters: Mapping[str, Tensor], visible: np.ndarray) -> np.ndarray:
 def _two_updates(adjusted: bool, hidden: str = "drawn"):
     def loss(parameters: Mapping[str, Tensor]) -> Tensor:
         """Two updates, then the mean free energy of where the chains are: a user's own monitor."""
-        rbm, generator, chains, losses = _machine(parameters), _generator(), STARTS, []
+        rbm, generator, chains, losses = _machine(parameters), seeded(1), STARTS, []
         for _ in range(2):
             part, chains = langevin_contrastive_divergence(
                 rbm,
@@ -436,7 +433,7 @@ def _with_chains_open(adjusted: bool):
 
 def _summed_out(parameters: Mapping[str, Tensor]) -> Tensor:
     loss, _ = langevin_contrastive_divergence(
-        _machine(parameters), DATA, STARTS, steps=3, step_size=0.8, hidden="summed_out", generator=_generator()
+        _machine(parameters), DATA, STARTS, steps=3, step_size=0.8, hidden="summed_out", generator=seeded(1)
     )
     return loss
 
@@ -444,7 +441,7 @@ def _summed_out(parameters: Mapping[str, Tensor]) -> Tensor:
 def _summed_out_blocked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rbm = _machine(parameters)
     with torch.no_grad():
-        moved, _ = gibbs_langevin(rbm, STARTS, steps=3, step_size=0.8, hidden="summed_out", generator=_generator())
+        moved, _ = gibbs_langevin(rbm, STARTS, steps=3, step_size=0.8, hidden="summed_out", generator=seeded(1))
     return cd_gradient(rbm, DATA, moved)
 
 
@@ -480,7 +477,7 @@ def test_the_trace_of_the_witness_refuses_some_moves():
 def test_leak_is_large():
     """A path that stays differentiable leaks much."""
     rbm = _machine(_parameters())
-    draws = _generator()
+    draws = seeded(1)
 
     def loss() -> Tensor:
         return langevin_contrastive_divergence(rbm, DATA, STARTS, steps=10, step_size=0.5, generator=draws)[0]
@@ -494,7 +491,7 @@ def test_leak_is_large():
 def test_surrogate_gradient_is_the_closed_form():
     rbm = _machine(_parameters())
     loss, chains = langevin_contrastive_divergence(
-        rbm, DATA, STARTS, steps=4, step_size=0.5, adjusted=True, generator=_generator()
+        rbm, DATA, STARTS, steps=4, step_size=0.5, adjusted=True, generator=seeded(1)
     )
     names, parameters = zip(*rbm.named_parameters(), strict=True)
     found = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -509,7 +506,7 @@ def test_no_graph_is_built_while_both_blocks_are_in_place():
         kept = []
         with unblock(*opened), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
             langevin_contrastive_divergence(
-                rbm, DATA, STARTS, steps=steps, step_size=0.5, adjusted=True, generator=_generator()
+                rbm, DATA, STARTS, steps=steps, step_size=0.5, adjusted=True, generator=seeded(1)
             )
         return len(kept)
 
@@ -525,7 +522,7 @@ def test_no_graph_is_built_while_both_blocks_are_in_place():
 def test_rate_in_half_precision_counts_every_move(dtype, hidden):
     rbm, start = RBM(2, 1, visible="gaussian", dtype=dtype), torch.zeros(100, 2, dtype=dtype)
     options = {"steps": 1000, "moves": 3, "step_size": 1e-3, "hidden": hidden, "adjusted": True}
-    _, found = gibbs_langevin(rbm, start, generator=_generator(), **options)
+    _, found = gibbs_langevin(rbm, start, generator=seeded(1), **options)
     assert found.dtype == torch.float32
     assert found.item() == pytest.approx(1, abs=3e-3)
     assert not found.requires_grad
@@ -537,7 +534,7 @@ def test_moves_in_half_precision_that_are_hardly_accepted_hardly_are(dtype):
     with torch.no_grad():
         rbm.weights.zero_()
         start = torch.zeros(n // 10, 10, dtype=dtype)
-        end, _ = gibbs_langevin(rbm, start, steps=1, step_size=size, adjusted=True, generator=_generator())
+        end, _ = gibbs_langevin(rbm, start, steps=1, step_size=size, adjusted=True, generator=seeded(1))
     # Proposals are normal with this variance, and accepted with e^(-size v^2 / 8).
     variance = 1 / (1 / size + size / 4)
     expected = n * math.sqrt(variance / size) * math.erfc(far / math.sqrt(2 * variance))
@@ -578,7 +575,7 @@ def test_step_sizes_may_be_a_tensor():
     rbm, start = _machine(_parameters()), torch.zeros(2, 3).double()
     for sizes in ([1.0, 0.5, 0.25], 0.5):
         listed, found = (
-            gibbs_langevin(rbm, start, steps=3, step_size=size, generator=_generator())[0]
+            gibbs_langevin(rbm, start, steps=3, step_size=size, generator=seeded(1))[0]
             for size in (sizes, torch.tensor(sizes))
         )
         assert torch.equal(listed, found)

@@ -16,6 +16,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit import unblock
 from toolkit.rbm import (
@@ -38,10 +39,6 @@ from toolkit.rbm import (
 DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]
 
 
-def _generator(seed: int = 1, device: str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
 # --- machines and what is known of them ---------------------------------------------------------------------------
 
 UNITS = {
@@ -57,7 +54,7 @@ KINDS = [*UNITS, "bernoulli-reference", "categorical-reference", "gaussian-refer
 def _machine(kind: str, scale: float = 1.0) -> tuple[RBM, Tensor | None]:
     """Return a machine without any symmetry, and the reference that it is annealed from."""
     units = kind.removesuffix("-reference")
-    generator = _generator(0)
+    generator = seeded(0)
     n_visible, n_hidden = (2, 2) if "categorical" in kind or "rectified" in kind else (3, 2)
     rbm = RBM(n_visible, n_hidden, dtype=torch.float64, **UNITS[units])
     with torch.no_grad():
@@ -194,7 +191,7 @@ def _check_no_drift(kind: str, n_chains: int, steps: int, device: str = "cpu", s
             steps=steps,
             reference=reference,
             swaps=swaps,
-            generator=_generator(4, device),
+            generator=seeded(4, device),
         )
     assert (rates > 0.05).all()
     assert (rates < 0.99).any(), "swaps that are always accepted prove nothing"
@@ -239,7 +236,7 @@ def test_moments_of_real_units_are_kept_at_every_temperature(kind):
             inverse_temperatures=BETAS,
             steps=3,
             reference=reference,
-            generator=_generator(5),
+            generator=seeded(5),
         )
     for truth, visible in zip(truths, end.visible.numpy(), strict=True):
         p = np.exp(truth.log_p)
@@ -314,9 +311,9 @@ def test_sweep_draws_what_the_annealed_machines_draw(kind):
     start = dataclasses.replace(start, steps=1)  # an odd step of two temperatures tries no swap
     with torch.no_grad():
         moved, _ = parallel_tempering(
-            rbm, start, inverse_temperatures=pair, steps=1, reference=reference, generator=_generator(6)
+            rbm, start, inverse_temperatures=pair, steps=1, reference=reference, generator=seeded(6)
         )
-        annealed, generator = rbm.joint.annealed(pair, reference), _generator(6)
+        annealed, generator = rbm.joint.annealed(pair, reference), seeded(6)
         hidden = annealed.sample_hidden(start.visible, generator)
         visible = annealed.sample_visible(hidden, generator)
     torch.testing.assert_close(moved.hidden, hidden, rtol=0, atol=1e-12)
@@ -372,7 +369,7 @@ def _run_tempered(
 
 
 def _parameters() -> dict[str, nn.Parameter]:
-    generator = _generator(0)
+    generator = seeded(0)
     shapes = {"weights": (4, 3), "visible_bias": (4,), "hidden_bias": (3,)}
     return {
         name: nn.Parameter(torch.randn(shape, generator=generator, dtype=torch.float64))
@@ -392,7 +389,7 @@ LADDER = [0.0, 0.3, 0.6, 0.8, 1.0]
 
 
 def _binary(*shape: int, seed: int = 7) -> Tensor:
-    return (torch.rand(shape, generator=_generator(seed), dtype=torch.float64) < 0.4).double()
+    return (torch.rand(shape, generator=seeded(seed), dtype=torch.float64) < 0.4).double()
 
 
 def _state(visible: Tensor, n_hidden: int = 3) -> TemperedState:
@@ -407,8 +404,8 @@ def _state(visible: Tensor, n_hidden: int = 3) -> TemperedState:
 def test_every_draw_is_where_the_specification_says(n_temperatures, n_chains):
     parameters, betas = _parameters(), LADDER[-n_temperatures:]
     start = _state(_binary(n_temperatures, n_chains, 4))
-    trace, visible = _run_tempered(parameters, start.visible.numpy(), betas, 5, _generator())
-    generator = _generator()
+    trace, visible = _run_tempered(parameters, start.visible.numpy(), betas, 5, seeded(1))
+    generator = seeded(1)
     with torch.no_grad():
         middle, _ = parallel_tempering(
             _with(parameters), start, inverse_temperatures=betas, steps=2, generator=generator
@@ -433,9 +430,9 @@ def test_a_single_temperature_of_one_is_gibbs_bit_for_bit(kind, chain):
     start = _exact_state([truth], 30)
     with torch.no_grad():
         moved, rates = parallel_tempering(
-            rbm, start, inverse_temperatures=[1.0], steps=3, chain=chain, generator=_generator()
+            rbm, start, inverse_temperatures=[1.0], steps=3, chain=chain, generator=seeded(1)
         )
-        expected = gibbs(rbm, start.visible[0], steps=3, chain=chain, generator=_generator())
+        expected = gibbs(rbm, start.visible[0], steps=3, chain=chain, generator=seeded(1))
     assert torch.equal(moved.visible[0], expected)
     assert rates.shape == (0,)
 
@@ -444,18 +441,18 @@ def test_a_single_temperature_of_one_is_gibbs_bit_for_bit(kind, chain):
 def test_value_is_the_same_bits_with_and_without_a_graph(swaps):
     rbm, start = _with(_parameters()), _state(_binary(5, 20, 4))
     options = {"inverse_temperatures": LADDER, "steps": 4, "swaps": swaps}
-    with_graph, rates = parallel_tempering(rbm, start, **options, generator=_generator())
+    with_graph, rates = parallel_tempering(rbm, start, **options, generator=seeded(1))
     with torch.no_grad():
-        without, _ = parallel_tempering(rbm, start, **options, generator=_generator())
+        without, _ = parallel_tempering(rbm, start, **options, generator=seeded(1))
     assert with_graph.visible.requires_grad
     assert not rates.requires_grad
     assert torch.equal(with_graph.visible.detach(), without.visible)
 
 
 def test_swap_rates_are_the_mean_probabilities_over_steps_for_all_pairs():
-    rbm, state, generator, expected = _with(_parameters()), _state(_binary(5, 20, 4)), _generator(), []
+    rbm, state, generator, expected = _with(_parameters()), _state(_binary(5, 20, 4)), seeded(1), []
     with torch.no_grad():
-        _, rates = parallel_tempering(rbm, state, inverse_temperatures=LADDER, steps=6, generator=_generator())
+        _, rates = parallel_tempering(rbm, state, inverse_temperatures=LADDER, steps=6, generator=seeded(1))
         trace, _ = _run_tempered(_parameters(), state.visible.numpy(), LADDER, 6, generator)
         for step in trace:
             before_the_swap = torch.tensor(step.visible), torch.tensor(step.hidden)
@@ -479,9 +476,9 @@ def _two_modes(n: int = 8, coupling: float = 1.2) -> RBM:
 def test_swaps_find_the_mode_where_gibbs_chains_never_come():
     rbm, n, betas = _two_modes(), 500, torch.linspace(0, 1, 8, dtype=torch.float64)
     with torch.no_grad():
-        stuck = gibbs(rbm, torch.zeros(n, 8, dtype=torch.float64), steps=300, generator=_generator())
+        stuck = gibbs(rbm, torch.zeros(n, 8, dtype=torch.float64), steps=300, generator=seeded(1))
         state = _state(torch.zeros(8, n, 8, dtype=torch.float64), 8)
-        state, rates = parallel_tempering(rbm, state, inverse_temperatures=betas, steps=300, generator=_generator())
+        state, rates = parallel_tempering(rbm, state, inverse_temperatures=betas, steps=300, generator=seeded(1))
     assert (stuck.mean(1) > 0.5).double().mean() < 0.05
     found = (state.visible[-1].mean(1) > 0.5).double().mean().item()
     assert abs(found - 0.5) < 4 * math.sqrt(0.25 / n)
@@ -492,9 +489,9 @@ def test_swaps_find_the_mode_where_gibbs_chains_never_come():
 
 
 def test_labels_follow_the_states_and_count_arrivals():
-    rbm, betas, generator = _with(_parameters()), LADDER[-3:], _generator()
+    rbm, betas, generator = _with(_parameters()), LADDER[-3:], seeded(1)
     state = _state(_binary(3, 40, 4))
-    trace, _ = _run_tempered(_parameters(), state.visible.numpy(), betas, 60, _generator())
+    trace, _ = _run_tempered(_parameters(), state.visible.numpy(), betas, 60, seeded(1))
     fresh, arrivals = np.zeros((3, 40), dtype=bool), np.zeros(40, dtype=int)
     for step in trace:
         fresh = np.take_along_axis(fresh, step.source, 0)
@@ -514,8 +511,8 @@ def test_arrivals_are_as_frequent_as_the_theory_of_even_and_odd_swaps_says():
     with torch.no_grad():
         rbm.weights *= 0.3
         rbm.visible_bias *= 2
-    state = tempered_start(rbm, n_temperatures=5, n_chains=400, generator=_generator(2))
-    generator = _generator(3)
+    state = tempered_start(rbm, n_temperatures=5, n_chains=400, generator=seeded(2))
+    generator = seeded(3)
     with torch.no_grad():
         before, _ = parallel_tempering(rbm, state, inverse_temperatures=betas, steps=50, generator=generator)
         after, rates = parallel_tempering(rbm, before, inverse_temperatures=betas, steps=400, generator=generator)
@@ -532,7 +529,7 @@ def test_diagnosis_tells_chains_that_are_stuck():
     rbm, betas = _two_modes(coupling=2.5), torch.tensor([0.5, 0.75, 1.0], dtype=torch.float64)
     before = _state(torch.zeros(3, 50, 8, dtype=torch.float64), 8)
     with torch.no_grad():
-        after, rates = parallel_tempering(rbm, before, inverse_temperatures=betas, steps=100, generator=_generator())
+        after, rates = parallel_tempering(rbm, before, inverse_temperatures=betas, steps=100, generator=seeded(1))
     stuck = diagnose_tempering(before, after, rates)
     assert stuck.arrival_rate > 0, "the swaps go on; within a mode they tell nothing of the other"
     with pytest.raises(ValueError, match=r"`after` should be later than `before`. Found 0 and 100 steps\."):
@@ -564,8 +561,8 @@ def test_adapted_temperatures_have_even_swap_rates():
     rbm, start = _with(_parameters()), [0.0, 0.02, 0.05, 0.1, 1.0]
     with torch.no_grad():
         rbm.weights *= 2
-    state = tempered_start(rbm, n_temperatures=5, n_chains=200, generator=_generator(2))
-    generator = _generator(3)
+    state = tempered_start(rbm, n_temperatures=5, n_chains=200, generator=seeded(2))
+    generator = seeded(3)
     with torch.no_grad():
         _, before = parallel_tempering(rbm, state, inverse_temperatures=start, steps=200, generator=generator)
         betas, state = adapt_temperatures(
@@ -583,7 +580,7 @@ def test_adapted_temperatures_have_even_swap_rates():
 def test_start_is_a_draw_of_the_machine_without_weights(kind):
     rbm, reference = _machine(kind)
     truth, n = _truth(kind, rbm, reference, 0.0), 20_000
-    state = tempered_start(rbm, n_temperatures=2, n_chains=n, reference=reference, generator=_generator())
+    state = tempered_start(rbm, n_temperatures=2, n_chains=n, reference=reference, generator=seeded(1))
     for visible, hidden in zip(state.visible, state.hidden, strict=True):
         distance, floor, sigmas = _distances(truth, visible, hidden)
         assert distance < 4 * floor
@@ -641,7 +638,7 @@ def _pull_back(
 def _two_updates(chain: str):
     def loss(parameters: Mapping[str, Tensor]) -> Tensor:
         """Two updates, then the mean free energy of the chains at all temperatures: a user's own monitor."""
-        rbm, generator, state, losses = _with(parameters), _generator(), _state(STARTS), []
+        rbm, generator, state, losses = _with(parameters), seeded(1), _state(STARTS), []
         for _ in range(2):
             part, state, _ = tempered_contrastive_divergence(
                 rbm, DATA, state, inverse_temperatures=THREE, steps=2, chain=chain, generator=generator
@@ -654,7 +651,7 @@ def _two_updates(chain: str):
 
 def _trace(parameters: Mapping[str, Tensor]) -> tuple[list[Step], list[np.ndarray]]:
     """Return the four steps of two updates, and the visible units at the end of each update."""
-    generator = _generator()
+    generator = seeded(1)
     first, middle = _run_tempered(parameters, STARTS.numpy(), THREE, 2, generator)
     second, end = _run_tempered(parameters, middle, THREE, 2, generator, first_step=2)
     assert any((step.source != np.arange(3)[:, None]).any() for step in first), "a swap is on the way"
@@ -690,8 +687,8 @@ def _gaussian_parameters() -> dict[str, nn.Parameter]:
     return {**parameters, "visible_log_variance": nn.Parameter(log_variance)}
 
 
-GAUSSIAN_DATA = torch.randn(6, 4, generator=_generator(11), dtype=torch.float64)
-GAUSSIAN_STARTS = torch.randn(3, 5, 4, generator=_generator(12), dtype=torch.float64)
+GAUSSIAN_DATA = torch.randn(6, 4, generator=seeded(11), dtype=torch.float64)
+GAUSSIAN_STARTS = torch.randn(3, 5, 4, generator=seeded(12), dtype=torch.float64)
 
 
 def _gaussian_loss(parameters: Mapping[str, Tensor]) -> Tensor:
@@ -701,7 +698,7 @@ def _gaussian_loss(parameters: Mapping[str, Tensor]) -> Tensor:
         _state(GAUSSIAN_STARTS),
         inverse_temperatures=THREE,
         steps=2,
-        generator=_generator(),
+        generator=seeded(1),
     )
     return loss
 
@@ -710,7 +707,7 @@ def _gaussian_blocked(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     rbm = _with(parameters)
     with torch.no_grad():
         moved, _ = parallel_tempering(
-            rbm, _state(GAUSSIAN_STARTS), inverse_temperatures=THREE, steps=2, generator=_generator()
+            rbm, _state(GAUSSIAN_STARTS), inverse_temperatures=THREE, steps=2, generator=seeded(1)
         )
     return cd_gradient(rbm, GAUSSIAN_DATA, moved.visible[-1])
 
@@ -753,9 +750,9 @@ BLOCK_CASES: list[BlockCase] = [
 def test_surrogate_gradient_is_the_closed_form_for_other_numbers_of_chains():
     rbm, data = _with(_parameters()), DATA
     for n_chains in (1, 9):
-        state = tempered_start(rbm, n_temperatures=3, n_chains=n_chains, generator=_generator(2))
+        state = tempered_start(rbm, n_temperatures=3, n_chains=n_chains, generator=seeded(2))
         loss, moved, rates = tempered_contrastive_divergence(
-            rbm, data, state, inverse_temperatures=THREE, steps=1, generator=_generator()
+            rbm, data, state, inverse_temperatures=THREE, steps=1, generator=seeded(1)
         )
         names, parameters = zip(*rbm.named_parameters(), strict=True)
         found = dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
@@ -778,7 +775,7 @@ def test_no_graph_is_built_while_both_blocks_are_in_place():
                 inverse_temperatures=THREE,
                 steps=steps,
                 chain="straight_through",
-                generator=_generator(),
+                generator=seeded(1),
             )
         assert moved.visible.requires_grad == moved.hidden.requires_grad == (PERSISTENT_CHAINS in opened)
         return len(kept)
@@ -798,7 +795,7 @@ def _trajectory(kind: str, n_machines: int = 4) -> list[RBM]:
         rbm, _ = _machine(kind)
         with torch.no_grad():
             for parameter in rbm.parameters():
-                parameter += 0.3 * torch.randn(parameter.shape, generator=_generator(50 + age), dtype=torch.float64)
+                parameter += 0.3 * torch.randn(parameter.shape, generator=seeded(50 + age), dtype=torch.float64)
             rbm.weights *= (0.3 if kind == "gaussian-rectified" else 1.0) * age / (n_machines - 1)
         machines.append(rbm)
     return machines
@@ -811,7 +808,7 @@ def test_chains_of_a_trajectory_stay_at_every_machine(kind, steps, device):
     machines = [machine.to(device) for machine in _trajectory(kind)]
     truths = [_truth(kind, machine, None, 1.0) for machine in machines]
     start = _exact_state(truths, 20_000, device)
-    end, ratios = trajectory_tempering(machines, start, steps=steps, generator=_generator(4, device))
+    end, ratios = trajectory_tempering(machines, start, steps=steps, generator=seeded(4, device))
     assert ((ratios.swap_rates > 0.05) & (ratios.swap_rates < 0.99)).all()
     for truth, visible, hidden in zip(truths, end.visible, end.hidden, strict=True):
         distance, floor, sigmas = _distances(truth, visible, hidden)
@@ -824,7 +821,7 @@ def test_ratios_of_partition_functions_are_within_their_errors(kind):
     machines = _trajectory(kind)
     truths = [_truth(kind, machine, None, 1.0) for machine in machines]
     start = _exact_state(truths, 2000)
-    _, ratios = trajectory_tempering(machines, start, steps=20, generator=_generator(4))
+    _, ratios = trajectory_tempering(machines, start, steps=20, generator=seeded(4))
     expected = np.diff([truth.log_partition for truth in truths])
     assert 0 < ratios.error < 0.02
     assert abs(ratios.log_ratios.sum().item() - expected.sum()) < 4 * ratios.error
@@ -837,7 +834,7 @@ def test_error_of_the_ratios_is_how_much_they_vary():
     found, errors = [], []
     for seed in range(60):
         start = _exact_state(truths, 100, seed=seed)
-        _, ratios = trajectory_tempering(machines, start, steps=5, generator=_generator(100 + seed))
+        _, ratios = trajectory_tempering(machines, start, steps=5, generator=seeded(100 + seed))
         found.append(ratios.log_ratios.sum().item())
         errors.append(ratios.error)
     assert np.std(found) == pytest.approx(np.mean(errors), rel=0.3)
@@ -852,11 +849,11 @@ def test_trajectory_of_temperatures_is_tempering_with_marginal_swaps(kind):
     truths = [_truth(kind, rbm, reference, beta) for beta in BETAS]
     start = _exact_state(truths, 200)
     machines = [rbm.joint.annealed(beta, reference) for beta in BETAS]
-    end, ratios = trajectory_tempering(machines, start, steps=3, generator=_generator())
+    end, ratios = trajectory_tempering(machines, start, steps=3, generator=seeded(1))
     options = {"inverse_temperatures": BETAS, "steps": 3, "reference": reference}
     with torch.no_grad():
-        same, rates = parallel_tempering(rbm, start, swaps="marginal", **options, generator=_generator())
-        _, joint_rates = parallel_tempering(rbm, start, **options, generator=_generator())
+        same, rates = parallel_tempering(rbm, start, swaps="marginal", **options, generator=seeded(1))
+        _, joint_rates = parallel_tempering(rbm, start, **options, generator=seeded(1))
     torch.testing.assert_close(same.visible, end.visible, rtol=0, atol=1e-11)
     torch.testing.assert_close(same.hidden, end.hidden, rtol=0, atol=1e-11)
     torch.testing.assert_close(rates, ratios.swap_rates, rtol=1e-11, atol=0)
@@ -868,7 +865,7 @@ def test_trajectory_of_temperatures_has_the_distributions_of_tempering():
     truths = [_truth("bernoulli", rbm, None, beta) for beta in BETAS]
     start = _exact_state(truths, 20_000)
     machines = [rbm.joint.annealed(beta) for beta in BETAS]
-    end, ratios = trajectory_tempering(machines, start, steps=3, generator=_generator())
+    end, ratios = trajectory_tempering(machines, start, steps=3, generator=seeded(1))
     for truth, visible, hidden in zip(truths, end.visible, end.hidden, strict=True):
         assert abs(_distances(truth, visible, hidden)[2]) < 5
     assert abs(ratios.log_ratios.sum().item() - truths[-1].log_partition + truths[0].log_partition) < 4 * ratios.error
@@ -878,8 +875,8 @@ def test_trajectory_finds_the_mode_where_gibbs_chains_never_come():
     age, n = torch.linspace(0, 1, 8, dtype=torch.float64), 500
     machines = [_two_modes(coupling=1.2 * float(beta)) for beta in age]
     state = _state(torch.zeros(8, n, 8, dtype=torch.float64), 8)
-    state, _ = trajectory_tempering(machines, state, steps=200, generator=_generator())
-    state, ratios = trajectory_tempering(machines, state, steps=100, generator=_generator(2))
+    state, _ = trajectory_tempering(machines, state, steps=200, generator=seeded(1))
+    state, ratios = trajectory_tempering(machines, state, steps=100, generator=seeded(2))
     found = (state.visible[-1].mean(1) > 0.5).double().mean().item()
     assert abs(found - 0.5) < 4 * math.sqrt(0.25 / n)
     exact = machines[-1].log_partition().item()
@@ -890,9 +887,9 @@ def test_trajectory_finds_the_mode_where_gibbs_chains_never_come():
 def test_a_single_machine_is_gibbs_and_has_no_ratios():
     rbm = _with(_parameters())
     start = _state(_binary(1, 20, 4))
-    moved, ratios = trajectory_tempering([rbm], start, steps=3, generator=_generator())
+    moved, ratios = trajectory_tempering([rbm], start, steps=3, generator=seeded(1))
     with torch.no_grad():
-        expected = gibbs(rbm, start.visible[0], steps=3, generator=_generator())
+        expected = gibbs(rbm, start.visible[0], steps=3, generator=seeded(1))
     assert torch.equal(moved.visible[0], expected)
     assert ratios.log_ratios.shape == ratios.swap_rates.shape == (0,)
 
@@ -900,7 +897,7 @@ def test_a_single_machine_is_gibbs_and_has_no_ratios():
 def test_error_of_a_single_chain_is_unknown():
     machines = _trajectory("bernoulli", 2)
     start = _state(torch.zeros(2, 1, 3).double(), 2)
-    _, ratios = trajectory_tempering(machines, start, steps=5, generator=_generator())
+    _, ratios = trajectory_tempering(machines, start, steps=5, generator=seeded(1))
     assert math.isnan(ratios.error)
 
 
@@ -914,8 +911,8 @@ HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str
 def test_rates_in_half_precision_count_every_step(dtype, swaps):
     rbm = RBM(2, 2, dtype=dtype)
     torch.nn.init.zeros_(rbm.weights)
-    start = tempered_start(rbm, n_temperatures=2, n_chains=2, generator=_generator())
-    options = {"steps": 2500, "generator": _generator()}
+    start = tempered_start(rbm, n_temperatures=2, n_chains=2, generator=seeded(1))
+    options = {"steps": 2500, "generator": seeded(1)}
     with torch.no_grad():
         _, rates = parallel_tempering(rbm, start, inverse_temperatures=[0, 1], swaps=swaps, **options)
         _, ratios = trajectory_tempering([rbm, rbm], start, **options)
@@ -930,10 +927,10 @@ def test_rare_swaps_in_half_precision_are_as_rare_as_they_should_be(dtype):
     with torch.no_grad():
         rbm.weights.zero_()
         rbm.visible_bias.fill_(14.0)
-        start = tempered_start(rbm, n_temperatures=2, n_chains=n, generator=_generator())
+        start = tempered_start(rbm, n_temperatures=2, n_chains=n, generator=seeded(1))
         # Means in the place of draws: all chains have the same energies, and their swaps a probability of e^-7.
         end, rates = parallel_tempering(
-            rbm, start, inverse_temperatures=[0, 1], steps=1, chain="mean_field", generator=_generator()
+            rbm, start, inverse_temperatures=[0, 1], steps=1, chain="mean_field", generator=seeded(1)
         )
     assert rates.item() == pytest.approx(math.exp(-7), rel=1e-3)
     swapped = (end.replica[0] == 1).double().mean().item()
@@ -946,7 +943,7 @@ def test_swap_probabilities_in_half_precision_are_those_of_the_machine(kind, dty
     rbm, reference = _machine(kind, scale=3.0)
     machine, exact = rbm.to(dtype), _machine(kind, scale=3.0)[0].to(dtype).double()
     reference = None if reference is None else reference.to(dtype)
-    state = tempered_start(machine, n_temperatures=3, n_chains=20, reference=reference, generator=_generator())
+    state = tempered_start(machine, n_temperatures=3, n_chains=20, reference=reference, generator=seeded(1))
     betas = [0.25, 0.5, 1.0]
     found = swap_probabilities(machine, state.visible, state.hidden, inverse_temperatures=betas, reference=reference)
     expected = swap_probabilities(

@@ -26,6 +26,7 @@ from interrupted import Stop, answers_of_ranks, start_process, stopping_at
 from scipy import sparse
 from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from values import seeded
 
 from toolkit import _checkpoint as checkpoint_module
 from toolkit._checkpoint import alike, fingerprint
@@ -47,13 +48,9 @@ N, V, H = 23, 5, 4
 # --- machines, data and trainers ------------------------------------------------------------------------------------
 
 
-def generator(seed: int = 1) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def rows(n: int = N, n_visible: int = V, seed: int = 7) -> Tensor:
     """Zeros and ones; with 23 of 5 units some rows are equal."""
-    return torch.randint(2, (n, n_visible), generator=generator(seed), dtype=torch.uint8)
+    return torch.randint(2, (n, n_visible), generator=seeded(seed), dtype=torch.uint8)
 
 
 def numbered(n: int, n_bits: int = 8) -> Tensor:
@@ -67,10 +64,10 @@ def numbers(batch: Tensor) -> list[int]:
 
 
 def machine(n_visible: int = V, n_hidden: int = H, **options) -> RBM:
-    rbm = RBM(n_visible, n_hidden, dtype=F64, generator=generator(0), **options)
+    rbm = RBM(n_visible, n_hidden, dtype=F64, generator=seeded(0), **options)
     with torch.no_grad():
         for parameter in rbm.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator(3), dtype=F64))
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=seeded(3), dtype=F64))
     return rbm
 
 
@@ -91,7 +88,7 @@ class Recorder(FusedTrainer):
 
 
 def recorder(n_visible: int = 8, batch_size: int = 5, **options) -> Recorder:
-    return Recorder(machine(n_visible), batch_size=batch_size, steps=1, generator=generator(2), **options)
+    return Recorder(machine(n_visible), batch_size=batch_size, steps=1, generator=seeded(2), **options)
 
 
 def equal(a: RBM, b: RBM) -> bool:
@@ -111,7 +108,7 @@ class Sampler(torch.utils.data.Sampler):
     """Batches of indices in a random order of its own."""
 
     def __init__(self, n: int) -> None:
-        self.n, self.generator = n, generator(9)
+        self.n, self.generator = n, seeded(9)
 
     def __iter__(self) -> Iterator[list[int]]:
         return iter([part.tolist() for part in torch.randperm(self.n, generator=self.generator).split(7)])
@@ -126,11 +123,9 @@ SOURCES: dict[str, Callable[[Tensor, Path], object]] = {
     "function": lambda data, path: lambda: iter(data.split(7)),
     "arrays": lambda data, path: [part.numpy() for part in data.split(7)],
     "chunks without rows": lambda data, path: [data[:0], data[:9], data[:0], data[9:], data[:0]],
-    "DataLoader": lambda data, path: DataLoader(
-        TensorDataset(data), batch_size=7, shuffle=True, generator=generator(9)
-    ),
+    "DataLoader": lambda data, path: DataLoader(TensorDataset(data), batch_size=7, shuffle=True, generator=seeded(9)),
     "DataLoader of a sampler that draws": lambda data, path: DataLoader(
-        TensorDataset(data), batch_size=7, sampler=RandomSampler(data, generator=generator(9))
+        TensorDataset(data), batch_size=7, sampler=RandomSampler(data, generator=seeded(9))
     ),
     "DataLoader of batches that are drawn": lambda data, path: DataLoader(
         TensorDataset(data), batch_sampler=Sampler(len(data))
@@ -143,7 +138,7 @@ every_source = pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("n", [23, 20, 3], ids=["a smaller last batch", "full batches", "less than a batch"])
 def test_every_epoch_gives_every_row_once_in_full_batches(source, n, tmp_path):
     trainer = recorder()
-    updates = train(trainer, source(numbered(n), tmp_path), epochs=3, learning_rate=0.1, generator=generator())
+    updates = train(trainer, source(numbered(n), tmp_path), epochs=3, learning_rate=0.1, generator=seeded(1))
     per_epoch = math.ceil(n / 5)
     assert updates == 3 * per_epoch == len(trainer.batches)
     for epoch in range(3):
@@ -158,7 +153,7 @@ def test_rows_are_in_a_new_order_in_each_epoch_and_the_same_in_each_run(source, 
     runs = []
     for seed in (1, 1, 2):
         trainer = recorder()
-        train(trainer, source(numbered(200), tmp_path), epochs=2, learning_rate=0.1, generator=generator(seed))
+        train(trainer, source(numbered(200), tmp_path), epochs=2, learning_rate=0.1, generator=seeded(seed))
         runs.append([number for batch in trainer.batches for number in numbers(batch)])
     assert runs[0] == runs[1] != runs[2]
     assert runs[0][:200] != runs[0][200:]
@@ -168,7 +163,7 @@ def test_rows_are_in_a_new_order_in_each_epoch_and_the_same_in_each_run(source, 
 def test_an_order_in_memory_is_a_uniform_permutation():
     """Each of the 6 orders of three rows comes in a sixth of the epochs, to five standard deviations."""
     trainer = recorder(batch_size=3)
-    train(trainer, numbered(3), epochs=3000, learning_rate=1e-9, generator=generator())
+    train(trainer, numbered(3), epochs=3000, learning_rate=1e-9, generator=seeded(1))
     counts = np.unique([tuple(numbers(batch)) for batch in trainer.batches], axis=0, return_counts=True)[1]
     assert len(counts) == 6
     assert np.abs(counts - 500).max() < 5 * math.sqrt(3000 / 6 * 5 / 6)
@@ -177,8 +172,8 @@ def test_an_order_in_memory_is_a_uniform_permutation():
 def test_a_file_is_read_in_blocks_from_all_over_it(tmp_path):
     """A file whose rows are sorted gives batches that are not: what one chunk holds is spread over the file."""
     data = (torch.arange(40_000)[:, None] >= 20_000).to(torch.uint8).expand(-1, 784)
-    trainer = Recorder(RBM(784, 2), batch_size=2000, steps=1, generator=generator(2))
-    train(trainer, file_of(tmp_path, data), epochs=1, learning_rate=1e-3, generator=generator())
+    trainer = Recorder(RBM(784, 2), batch_size=2000, steps=1, generator=seeded(2))
+    train(trainer, file_of(tmp_path, data), epochs=1, learning_rate=1e-3, generator=seeded(1))
     halves = torch.stack([batch[:, 0].double().mean() for batch in trainer.batches])
     assert halves.mean() == 0.5
     assert ((halves > 0.2) & (halves < 0.8)).all()
@@ -187,7 +182,7 @@ def test_a_file_is_read_in_blocks_from_all_over_it(tmp_path):
 def test_updates_are_those_of_the_engine(tmp_path):
     """The batches that were given, one by one to another engine, lead to the same machine."""
     trainer, chains = recorder(chains=torch.zeros(6, H)), torch.zeros(6, H)
-    train(trainer, numbered(N), epochs=4, learning_rate=linear_decay(0.1), generator=generator())
+    train(trainer, numbered(N), epochs=4, learning_rate=linear_decay(0.1), generator=seeded(1))
     twin = recorder(chains=chains)
     for batch, rate in zip(trainer.batches, trainer.rates, strict=True):
         twin.step(batch, learning_rate=rate)
@@ -196,10 +191,10 @@ def test_updates_are_those_of_the_engine(tmp_path):
 
 def test_an_iterator_serves_one_epoch():
     trainer = recorder()
-    train(trainer, iter(numbered(N).split(4)), epochs=1, learning_rate=0.1, generator=generator())
+    train(trainer, iter(numbered(N).split(4)), epochs=1, learning_rate=0.1, generator=seeded(1))
     assert sorted(number for batch in trainer.batches for number in numbers(batch)) == list(range(N))
     with pytest.raises(TypeError, match=r"can be read again for each epoch.*Found a generator, which can be read once"):
-        train(trainer, (x for x in ()), epochs=2, learning_rate=0.1, generator=generator())
+        train(trainer, (x for x in ()), epochs=2, learning_rate=0.1, generator=seeded(1))
 
 
 def test_one_chunk_is_held_at_a_time():
@@ -213,7 +208,7 @@ def test_one_chunk_is_held_at_a_time():
             yield chunk
             del chunk
 
-    train(recorder(), chunks, epochs=2, learning_rate=0.1, generator=generator())
+    train(recorder(), chunks, epochs=2, learning_rate=0.1, generator=seeded(1))
     assert len(alive) == 10
 
 
@@ -230,13 +225,13 @@ def test_without_a_generator_torchs_own_one_orders_rows():
 def test_the_callback_is_told_updates_and_epochs():
     told = []
     train(
-        recorder(), numbered(12), epochs=2, learning_rate=0.1, generator=generator(), callback=lambda *a: told.append(a)
+        recorder(), numbered(12), epochs=2, learning_rate=0.1, generator=seeded(1), callback=lambda *a: told.append(a)
     )
     assert told == [(1, 1), (2, 1), (3, 1), (4, 2), (5, 2), (6, 2)]
 
 
 def test_nothing_is_printed(capfd, tmp_path):
-    train(recorder(), numbered(12), epochs=2, learning_rate=0.1, generator=generator(), checkpoint=tmp_path / "c")
+    train(recorder(), numbered(12), epochs=2, learning_rate=0.1, generator=seeded(1), checkpoint=tmp_path / "c")
     assert capfd.readouterr() == ("", "")
 
 
@@ -247,7 +242,7 @@ def test_nothing_is_printed(capfd, tmp_path):
 def test_a_learning_rate_is_told_which_part_is_done(source, tmp_path):
     trainer = recorder()
     data = source(numbered(N), tmp_path)
-    train(trainer, data, epochs=2, learning_rate=lambda part: 1e-3 + part, generator=generator(), n_rows=N)
+    train(trainer, data, epochs=2, learning_rate=lambda part: 1e-3 + part, generator=seeded(1), n_rows=N)
     done = [epoch * N + 5 * batch for epoch in range(2) for batch in range(5)]
     assert trainer.rates == pytest.approx([1e-3 + rows / (2 * N) for rows in done], abs=1e-15)
 
@@ -265,7 +260,7 @@ def test_cosine_decay_is_half_a_cosine():
 
 def test_the_machine_ends_with_the_mean_of_its_last_parameters():
     trainer = recorder()
-    train(trainer, numbered(20), epochs=4, learning_rate=0.2, generator=generator(), average_from=0.5)
+    train(trainer, numbered(20), epochs=4, learning_rate=0.2, generator=seeded(1), average_from=0.5)
     for name, value in trainer.rbm.state_dict().items():
         expected = torch.stack([iterate[name] for iterate in trainer.iterates[8:]]).mean(0)
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
@@ -273,7 +268,7 @@ def test_the_machine_ends_with_the_mean_of_its_last_parameters():
 
 def test_a_mean_is_of_about_a_thousand_evenly_spaced_parameters():
     trainer = recorder(batch_size=1)
-    train(trainer, numbered(5), epochs=1000, learning_rate=0.2, generator=generator(), average_from=0.25)
+    train(trainer, numbered(5), epochs=1000, learning_rate=0.2, generator=seeded(1), average_from=0.25)
     for name, value in trainer.rbm.state_dict().items():
         expected = torch.stack([iterate[name] for iterate in trainer.iterates[1250:]][::3]).mean(
             0
@@ -285,9 +280,9 @@ def test_a_mean_is_of_about_a_thousand_evenly_spaced_parameters():
 
 @pytest.mark.portable
 def test_the_mean_of_a_machine_in_half_precision_is_kept_in_single():
-    rbm = RBM(8, 4, generator=generator(0), dtype=torch.bfloat16)
-    trainer = Recorder(rbm, batch_size=5, steps=1, generator=generator(2))
-    train(trainer, numbered(20), epochs=4, learning_rate=0.2, generator=generator(), average_from=0)
+    rbm = RBM(8, 4, generator=seeded(0), dtype=torch.bfloat16)
+    trainer = Recorder(rbm, batch_size=5, steps=1, generator=seeded(2))
+    train(trainer, numbered(20), epochs=4, learning_rate=0.2, generator=seeded(1), average_from=0)
     expected = torch.stack([iterate["weights"].double() for iterate in trainer.iterates]).mean(0)
     # Rounded once: half a step of bfloat16, and a little for means in the middle between two of its numbers.
     assert ((rbm.weights - expected).abs() <= (1 + 1e-4) * torch.finfo(torch.bfloat16).eps / 2 * expected.abs()).all()
@@ -310,8 +305,8 @@ def run_of(
     """Return what trains from the same start each time it is called."""
 
     def run(**more) -> tuple[RBM, list[int]]:
-        own = None if streams in ("none", "order") else generator(2)
-        order = {"none": None, "one": own, "two": generator(5), "order": generator(5)}[streams]
+        own = None if streams in ("none", "order") else seeded(2)
+        order = {"none": None, "one": own, "two": seeded(5), "order": seeded(5)}[streams]
         trainer = FusedTrainer(machine(), batch_size=4, steps=2, generator=own, **options)
         told: list[int] = []
         then = more.pop("callback", lambda *_: None)
@@ -361,16 +356,14 @@ def test_other_units_go_on_to_the_same_bits(kind, tmp_path):
     def run(**more) -> tuple[RBM, list[int]]:
         told: list[int] = []
         callback = more.pop("callback", lambda *_: None)
-        trainer = FusedTrainer(
-            machine(**units), batch_size=4, steps=1, chains=torch.zeros(3, H), generator=generator(2)
-        )
-        data = torch.randn(N, V, generator=generator(8))
+        trainer = FusedTrainer(machine(**units), batch_size=4, steps=1, chains=torch.zeros(3, H), generator=seeded(2))
+        data = torch.randn(N, V, generator=seeded(8))
 
         def told_and(update: int, epoch: int) -> None:
             told.append(update)
             callback(update, epoch)
 
-        train(trainer, data, epochs=2, learning_rate=0.01, generator=generator(), callback=told_and, **more)
+        train(trainer, data, epochs=2, learning_rate=0.01, generator=seeded(1), callback=told_and, **more)
         return trainer.rbm, told
 
     assert_goes_on(run, tmp_path / "c", stop=7, every=2)
@@ -466,15 +459,15 @@ OTHERS = [
 def test_a_checkpoint_of_something_else_is_refused(machine_options, others, message, tmp_path):
     options = {"batch_size": 4, "data": rows(), "chains": torch.zeros(6, H), **others}
     settings = {"epochs": 1, "learning_rate": 0.1, "checkpoint": tmp_path / "c"}
-    chains = {"steps": 1, "generator": generator()}
+    chains = {"steps": 1, "generator": seeded(1)}
     first = FusedTrainer(RBM(V, H, dtype=F64), batch_size=4, chains=torch.zeros(6, H), **chains)
-    train(first, rows(), generator=generator(), **settings)
+    train(first, rows(), generator=seeded(1), **settings)
     rbm = RBM(V, machine_options.get("n_hidden", H), dtype=machine_options.get("dtype", F64))
     before = {name: value.clone() for name, value in rbm.state_dict().items()}
     data = options.pop("data")
     options["chains"] = options["chains"][:, : rbm.n_hidden]
     with pytest.raises(ValueError, match=r"`checkpoint` should be of the same machine.*" + message):
-        train(FusedTrainer(rbm, **chains, **options), data, generator=generator(), **settings)
+        train(FusedTrainer(rbm, **chains, **options), data, generator=seeded(1), **settings)
     assert all(torch.equal(value, before[name]) for name, value in rbm.state_dict().items())
 
 
@@ -515,12 +508,12 @@ def test_what_differs_from_the_checkpoint_is_named(name, case, stop, tmp_path):
     def run(spoil=slice(0), order=5, draws=2, callback=None, average_from=0.5, **options) -> RBM:
         data = rows()
         data[spoil] ^= 1
-        settings = {"batch_size": 4, "steps": 2, "chains": torch.zeros(6, H), "generator": generator(draws)} | options
+        settings = {"batch_size": 4, "steps": 2, "chains": torch.zeros(6, H), "generator": seeded(draws)} | options
         torch.manual_seed(0)
         rbm = machine()
         before = [parameter.clone() for parameter in rbm.parameters()]
         more = {"average_from": average_from, "callback": callback, "n_rows": N, "checkpoint": path}
-        more |= {"generator": generator(order), "checkpoint_every": 3}
+        more |= {"generator": seeded(order), "checkpoint_every": 3}
         try:
             train(FusedTrainer(rbm, **settings), source(data, tmp_path), epochs=2, learning_rate=0.1, **more)
         except ValueError:
@@ -538,7 +531,7 @@ def test_what_differs_from_the_checkpoint_is_named(name, case, stop, tmp_path):
 
 def moved(x: Tensor, seed: int = 0) -> Tensor:
     """Return x with every entry moved by an ulp, up or down."""
-    up = torch.rand(x.shape, generator=generator(seed)) < 0.5
+    up = torch.rand(x.shape, generator=seeded(seed)) < 0.5
     return torch.nextafter(x, torch.where(up, math.inf, -math.inf).to(x))
 
 
@@ -549,7 +542,7 @@ LARGE = torch.Size([3001, 101])  # more than are looked at together
 @pytest.mark.parametrize("shape", [torch.Size([1, 1]), torch.Size([N, V]), LARGE], ids=str)
 def test_data_that_differ_by_rounding_are_alike(shape, dtype):
     for seed in range(20 if shape != LARGE else 2):
-        x = torch.randn(shape, generator=generator(seed), dtype=dtype) + 3 * (seed % 2)
+        x = torch.randn(shape, generator=seeded(seed), dtype=dtype) + 3 * (seed % 2)
         known = fingerprint(x)
         ulp = torch.finfo(dtype).eps
         noise = [moved(x, seed), torch.nextafter(x, x + 1), torch.nextafter(x, 0 * x), x * (1 + ulp), x * (1 - 4 * ulp)]
@@ -561,7 +554,7 @@ def test_data_that_differ_by_rounding_are_alike(shape, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_data_that_were_whitened_in_another_order_are_alike(dtype):
     """Single precision, where the sums of a product have their terms in reverse, rounded to the type."""
-    x, mixing = torch.randn(500, 40, generator=generator(0)), torch.randn(40, 40, generator=generator(1))
+    x, mixing = torch.randn(500, 40, generator=seeded(0)), torch.randn(40, 40, generator=seeded(1))
     found = []
     for order in (range(40), reversed(range(40))):
         total = torch.zeros(500, 40)
@@ -575,7 +568,7 @@ def test_data_that_were_whitened_in_another_order_are_alike(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_other_data_are_not_alike(dtype):
     """An entry that is another by a thousandth of it, wherever it is, if it is not small among the others."""
-    x = 1 + torch.rand(N, V, generator=generator(0), dtype=dtype)
+    x = 1 + torch.rand(N, V, generator=seeded(0), dtype=dtype)
     known = fingerprint(x)
     for entry in range(x.numel()):
         other = x.clone()
@@ -593,13 +586,13 @@ def test_other_data_are_not_alike(dtype):
         -x,
         x.to(F64 if dtype == torch.float32 else torch.float32),
     ]
-    others += [torch.cat([x[:-1], x[:1]]), x.roll(1, 0), 1 + torch.rand(N, V, generator=generator(1), dtype=dtype)]
+    others += [torch.cat([x[:-1], x[:1]]), x.roll(1, 0), 1 + torch.rand(N, V, generator=seeded(1), dtype=dtype)]
     assert not any(alike(known, fingerprint(other)) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_of_many_is_not_alike(dtype):
-    x = torch.randn(LARGE, generator=generator(0)).to(dtype)
+    x = torch.randn(LARGE, generator=seeded(0)).to(dtype)
     half = len(x) // 2  # of another piece
     for a, b in ((0, 1), (0, half), (half, 2 * half)):
         order = torch.arange(len(x))
@@ -608,7 +601,7 @@ def test_a_row_of_many_is_not_alike(dtype):
 
 
 def test_numbers_that_are_not_finite_are_compared_exactly():
-    x = torch.randn(LARGE, generator=generator(0), dtype=F64)
+    x = torch.randn(LARGE, generator=seeded(0), dtype=F64)
 
     def with_(*values: float, rows: tuple[int, ...] = (3, 2000)) -> dict[str, object]:
         other = moved(x)
@@ -627,7 +620,7 @@ def test_numbers_that_are_not_finite_are_compared_exactly():
 
 
 def test_integers_are_compared_exactly():
-    x = torch.randint(2**62, (N, V), generator=generator(0))
+    x = torch.randint(2**62, (N, V), generator=seeded(0))
     assert alike(fingerprint(x), fingerprint(x.clone()))
     other = x.clone()
     other[4, 2] ^= 1
@@ -645,15 +638,15 @@ def test_settings_are_alike_to_their_last_digits():
 @pytest.mark.parametrize("name", SOURCES)
 def test_data_that_another_processor_has_rounded_are_gone_on_with(name, stop, tmp_path):
     """Data, the temperatures and the biases that are theirs; a thousandth more in one entry is refused."""
-    data = torch.randn(N, V, generator=generator(8), dtype=F64)
+    data = torch.randn(N, V, generator=seeded(8), dtype=F64)
     betas, reference = torch.tensor([0.0, 1 / 3, 1.0]), data.mean(0)
 
     def run(data: Tensor, betas: Tensor, reference: Tensor, callback=None) -> tuple[RBM, list[int]]:
         torch.manual_seed(0)
         rbm, told = machine(visible="gaussian"), []
         options = {"chains": torch.zeros(6, H), "inverse_temperatures": betas, "reference": reference}
-        trainer = FusedTrainer(rbm, batch_size=4, steps=1, generator=generator(2), **options)
-        settings = {"epochs": 2, "learning_rate": 0.01, "n_rows": N, "generator": generator(5), "checkpoint_every": 3}
+        trainer = FusedTrainer(rbm, batch_size=4, steps=1, generator=seeded(2), **options)
+        settings = {"epochs": 2, "learning_rate": 0.01, "n_rows": N, "generator": seeded(5), "checkpoint_every": 3}
         told_and = lambda update, epoch: (told.append(update), callback and callback(update, epoch))  # noqa: E731
         source = SOURCES[name](data, tmp_path)
         train(trainer, source, checkpoint=path, callback=told_and, **settings)
@@ -692,7 +685,7 @@ def test_fewer_epochs_than_are_done_are_refused(tmp_path):
 
 def test_the_same_objects_go_on_where_they_were_stopped(tmp_path):
     """As in a notebook, where generators and machine are those of the call that was interrupted."""
-    own, order, rbm = generator(2), generator(5), machine()
+    own, order, rbm = seeded(2), seeded(5), machine()
     trainer = FusedTrainer(rbm, batch_size=4, steps=2, generator=own)
     settings = {"epochs": 3, "learning_rate": 0.1, "generator": order, "checkpoint": tmp_path / "c"}
     with pytest.raises(Stop):
@@ -720,7 +713,7 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
 
 def test_parameters_that_leave_the_finite_numbers_stop_training(tmp_path):
     path = tmp_path / "c"
-    trainer = Recorder(machine(8), batch_size=5, steps=1, generator=generator(2))
+    trainer = Recorder(machine(8), batch_size=5, steps=1, generator=seeded(2))
     rate = [0.1]
 
     def callback(update: int, epoch: int) -> None:
@@ -735,7 +728,7 @@ def test_parameters_that_leave_the_finite_numbers_stop_training(tmp_path):
             numbered(20),
             epochs=100,
             learning_rate=lambda part: rate[0],
-            generator=generator(),
+            generator=seeded(1),
             checkpoint=path,
             checkpoint_every=60,
             callback=callback,
@@ -756,12 +749,12 @@ def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
     with pytest.raises(Stop):
         run(checkpoint=path, checkpoint_every=5, callback=stopping_at(5))
     before = path.read_bytes()
-    trainer = FusedTrainer(machine(), batch_size=4, steps=2, generator=generator(2))
+    trainer = FusedTrainer(machine(), batch_size=4, steps=2, generator=seeded(2))
 
     def callback(update: int, epoch: int) -> None:
         trainer.rbm.weights.data[0, 0] = math.nan
 
-    settings = {"epochs": 3, "learning_rate": 0.1, "generator": generator(5), "checkpoint": path, "average_from": 0.5}
+    settings = {"epochs": 3, "learning_rate": 0.1, "generator": seeded(5), "checkpoint": path, "average_from": 0.5}
     with pytest.raises(DivergenceError) as found:
         train(trainer, rows(), callback=callback, **settings)
     assert found.value.last_good == 5
@@ -771,10 +764,10 @@ def test_a_run_that_went_on_and_diverges_is_back_at_its_checkpoint(tmp_path):
 
 
 def test_gaussian_units_at_a_high_rate_diverge_by_themselves():
-    trainer = FusedTrainer(machine(visible="gaussian"), batch_size=5, steps=1, generator=generator(2))
-    data = 10 * torch.randn(40, V, generator=generator(8), dtype=F64)
+    trainer = FusedTrainer(machine(visible="gaussian"), batch_size=5, steps=1, generator=seeded(2))
+    data = 10 * torch.randn(40, V, generator=seeded(8), dtype=F64)
     with pytest.raises(DivergenceError):
-        train(trainer, data, epochs=40, learning_rate=10.0, generator=generator())
+        train(trainer, data, epochs=40, learning_rate=10.0, generator=seeded(1))
     assert all(parameter.isfinite().all() for parameter in trainer.rbm.parameters())
 
 
@@ -789,7 +782,7 @@ def test_what_a_trainer_carries_on_is_looked_at():
             trainer.load_state_dict(state)
 
     with pytest.raises(DivergenceError, match=r"`fast.hidden_bias` is not finite"):
-        train(trainer, numbered(20), epochs=30, learning_rate=1e-3, generator=generator(), callback=callback)
+        train(trainer, numbered(20), epochs=30, learning_rate=1e-3, generator=seeded(1), callback=callback)
 
 
 def test_large_finite_parameters_are_no_divergence():
@@ -797,8 +790,8 @@ def test_large_finite_parameters_are_no_divergence():
     rbm = RBM(4, 2, dtype=torch.float32)
     with torch.no_grad():
         rbm.hidden_bias.fill_(3e38)
-    trainer = FusedTrainer(rbm, batch_size=5, steps=1, generator=generator())
-    assert train(trainer, numbered(10, 4), epochs=1, learning_rate=0.1, generator=generator()) == 2
+    trainer = FusedTrainer(rbm, batch_size=5, steps=1, generator=seeded(1))
+    assert train(trainer, numbered(10, 4), epochs=1, learning_rate=0.1, generator=seeded(1)) == 2
 
 
 def test_a_machine_that_is_not_finite_is_refused():
@@ -806,7 +799,7 @@ def test_a_machine_that_is_not_finite_is_refused():
     with torch.no_grad():
         trainer.rbm.weights[0, 0] = math.inf
     with pytest.raises(ValueError, match=r"parameters should be finite"):
-        train(trainer, numbered(10), epochs=1, learning_rate=0.1, generator=generator())
+        train(trainer, numbered(10), epochs=1, learning_rate=0.1, generator=seeded(1))
 
 
 # --- input ----------------------------------------------------------------------------------------------------------
@@ -857,17 +850,17 @@ def test_data_that_are_not_the_machines_are_refused(kind, data, error, message, 
     units, _, dtype = kind.partition(" ")
     options = {"categories": 4} if units == "categorical" else {}
     rbm = RBM(2 if options else 8, 3, visible=units, dtype=getattr(torch, dtype or "float64"), **options)
-    trainer = FusedTrainer(rbm, batch_size=50, steps=1, generator=generator())
+    trainer = FusedTrainer(rbm, batch_size=50, steps=1, generator=seeded(1))
     with pytest.raises(error, match=r"`data` " + message):
-        train(trainer, handed(data, tmp_path), epochs=2, learning_rate=0.1, generator=generator())
+        train(trainer, handed(data, tmp_path), epochs=2, learning_rate=0.1, generator=seeded(1))
 
 
 GOOD = {
     "bool": ("bernoulli", numbered(9).bool()),
     "int64": ("bernoulli", numbered(9).long()),
-    "probabilities": ("bernoulli", torch.rand(9, 8, generator=generator())),
+    "probabilities": ("bernoulli", torch.rand(9, 8, generator=seeded(1))),
     "half precision": ("bernoulli", numbered(9).half()),
-    "numbers": ("gaussian", 9 * torch.randn(9, 8, generator=generator())),
+    "numbers": ("gaussian", 9 * torch.randn(9, 8, generator=seeded(1))),
     "integers": ("gaussian", numbered(9) * 200),
     "categories": ("categorical", torch.eye(4, dtype=torch.bool).repeat(3, 2)),
 }
@@ -880,9 +873,9 @@ def test_data_of_any_type_are_taken(kind, data, handed, tmp_path):
     found = []
     for values in (data, data.double()):
         size, options = (2, {"categories": 4}) if kind == "categorical" else (8, {})
-        rbm = RBM(size, 3, visible=kind, dtype=F64, generator=generator(0), **options)
-        trainer = FusedTrainer(rbm, batch_size=4, steps=1, generator=generator())
-        train(trainer, handed(values, tmp_path), epochs=2, learning_rate=1e-4, generator=generator())
+        rbm = RBM(size, 3, visible=kind, dtype=F64, generator=seeded(0), **options)
+        trainer = FusedTrainer(rbm, batch_size=4, steps=1, generator=seeded(1))
+        train(trainer, handed(values, tmp_path), epochs=2, learning_rate=1e-4, generator=seeded(1))
         found.append(rbm)
     assert equal(*found)
 
@@ -896,14 +889,14 @@ def test_values_of_a_source_are_looked_at_once():
         data = numbered(20)
         return [data] if len(epochs) == 1 else [data * 3]
 
-    train(recorder(), source, epochs=2, learning_rate=1e-3, generator=generator())
+    train(recorder(), source, epochs=2, learning_rate=1e-3, generator=seeded(1))
     assert len(epochs) == 2
 
 
 def test_chunks_with_labels_are_refused():
     loader = DataLoader(TensorDataset(numbered(9), torch.arange(9)), batch_size=3)
     with pytest.raises(ValueError, match=r"should be one array or tensor, without labels. Found 2 parts"):
-        train(recorder(), loader, epochs=1, learning_rate=0.1, generator=generator())
+        train(recorder(), loader, epochs=1, learning_rate=0.1, generator=seeded(1))
 
 
 def test_what_a_function_raises_comes_out():
@@ -912,7 +905,7 @@ def test_what_a_function_raises_comes_out():
         raise FileNotFoundError("part 2")
 
     with pytest.raises(FileNotFoundError, match=r"part 2"):
-        train(recorder(), source, epochs=1, learning_rate=0.1, generator=generator())
+        train(recorder(), source, epochs=1, learning_rate=0.1, generator=seeded(1))
 
 
 WRONG = [
@@ -954,7 +947,7 @@ WRONG = [
     ("options", "message"), WRONG, ids=[message[:40] + str(i) for i, (_, message) in enumerate(WRONG)]
 )
 def test_wrong_arguments_are_refused(options, message):
-    settings = {"data": numbered(10), "epochs": 1, "learning_rate": 0.1, "generator": generator(), **options}
+    settings = {"data": numbered(10), "epochs": 1, "learning_rate": 0.1, "generator": seeded(1), **options}
     with pytest.raises((TypeError, ValueError), match=message):
         train(recorder(), settings.pop("data"), **settings)
 
@@ -992,7 +985,7 @@ def test_another_number_of_rows_than_was_told_is_noticed(name, n_rows, tmp_path)
             SOURCES[name](numbered(N), tmp_path),
             epochs=3,
             learning_rate=linear_decay(0.1),
-            generator=generator(),
+            generator=seeded(1),
             n_rows=n_rows,
         )
     assert len(trainer.batches) == math.ceil(N / 5)
@@ -1001,7 +994,7 @@ def test_another_number_of_rows_than_was_told_is_noticed(name, n_rows, tmp_path)
 def test_a_loader_that_drops_its_last_rows_is_counted_without_them():
     trainer = recorder()
     loader = DataLoader(numbered(N), batch_size=7, drop_last=True)
-    train(trainer, loader, epochs=2, learning_rate=linear_decay(0.1), generator=generator())
+    train(trainer, loader, epochs=2, learning_rate=linear_decay(0.1), generator=seeded(1))
     assert trainer.rates[5] == pytest.approx(0.05, abs=1e-15)
 
 
@@ -1013,7 +1006,7 @@ def test_data_in_the_byte_order_of_another_processor(tmp_path):
         if isinstance(values, np.memmap):
             np.save(tmp_path / "data.npy", array.astype(">f8"))
             values = np.load(tmp_path / "data.npy", mmap_mode="r")
-        train(trainer, values, epochs=1, learning_rate=0.1, generator=generator())
+        train(trainer, values, epochs=1, learning_rate=0.1, generator=seeded(1))
         machines.append(torch.cat(trainer.batches).sort(0).values)
     assert torch.equal(machines[0], machines[1])
     assert torch.equal(machines[0], machines[2])
@@ -1087,12 +1080,12 @@ def as_rank(rank: int, world: int, folder: Path) -> dict[str, object]:
 
     errors = []
     for spoil in SPOILT.values():
-        options = {"chains": torch.zeros(3, H), "fast_rate": 0.1, "generator": generator(), "group": group}
+        options = {"chains": torch.zeros(3, H), "fast_rate": 0.1, "generator": seeded(1), "group": group}
         rbm = machine()
         if rank:
             torch.nn.init.zeros_(rbm.weights)
         trainer = FusedTrainer(rbm, batch_size=5, steps=1, **options)
-        settings = {"data": data, "epochs": 2, "learning_rate": 0.1, "generator": generator()}
+        settings = {"data": data, "epochs": 2, "learning_rate": 0.1, "generator": seeded(1)}
         settings |= spoil(trainer, rank)
         try:
             train(trainer, settings.pop("data"), **settings)
@@ -1139,7 +1132,7 @@ def test_ranks_make_the_updates_of_one_process_on_the_joined_batches(ranks, name
     found = [rank[name] for rank in ranks[0]]
     options, chains = RANKED[name], chains_of(RANKED[name])
     options = options | ({} if chains is None else {"chains": chains})
-    alone = Steady(machine(), batch_size=5 * len(found), steps=1, generator=generator(), **options)
+    alone = Steady(machine(), batch_size=5 * len(found), steps=1, generator=seeded(1), **options)
     n_updates = len(found[0][0])
     assert n_updates == sum(1 for _ in found[-1][0]) > 4
     for update in range(n_updates):
@@ -1188,7 +1181,7 @@ def test_stopped_ranks_go_on_to_the_same_bits(ranks):
 
 
 def test_a_checkpoint_of_other_ranks_is_refused(ranks):
-    trainer = FusedTrainer(machine(), batch_size=3, steps=1, generator=generator())
+    trainer = FusedTrainer(machine(), batch_size=3, steps=1, generator=seeded(1))
     message = rf"Found `number of ranks` {len(ranks[0])} in .*, where it is 1 now"
     with pytest.raises(ValueError, match=message):
         train(trainer, rows(), epochs=2, learning_rate=0.1, generator=None, checkpoint=ranks[1] / "c")

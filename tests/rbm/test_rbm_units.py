@@ -23,6 +23,7 @@ from contract import BlockCase, finite_differences, relative_error
 from scipy import stats
 from scipy.special import expit, logsumexp
 from torch import Tensor, nn
+from values import seeded
 
 from toolkit import stop_gradient, unblock
 from toolkit.rbm import (
@@ -91,12 +92,8 @@ each_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
 each_enumerable_pair = pytest.mark.parametrize("pair", ENUMERABLE, ids=str)
 
 
-def _generator(seed: int = 1, device: str = "cpu") -> torch.Generator:
-    return torch.Generator(device).manual_seed(seed)
-
-
 def _parameters(pair: Pair, scale: float = 0.5, seed: int = 0) -> dict[str, nn.Parameter]:
-    generator, columns = _generator(seed), pair.n_visible * (pair.categories or 1)
+    generator, columns = seeded(seed), pair.n_visible * (pair.categories or 1)
     shapes = {"weights": (columns, pair.n_hidden), "visible_bias": (columns,), "hidden_bias": (pair.n_hidden,)}
     if pair.visible == "gaussian":
         shapes["visible_log_variance"] = (pair.n_visible,)
@@ -191,7 +188,7 @@ def _gradient(value: Tensor, rbm: RBM, **kwargs) -> dict[str, Tensor]:
 
 def _data(pair: Pair, n: int = 6, seed: int = 7) -> Tensor:
     """Visible units that any machine of this kind has an energy for."""
-    generator = _generator(seed)
+    generator = seeded(seed)
     if pair.visible == "gaussian":
         return torch.randn(n, pair.n_visible, generator=generator, dtype=torch.float64)
     if pair.visible == "bernoulli":
@@ -238,7 +235,7 @@ class TestDefinition:
     def test_samples_have_the_conditional_means_and_variances(self, pair):
         """A peer's Gaussian units have the right mean and no variance."""
         rbm, n = _rbm(pair), 50_000
-        table, generator = _table(rbm, pair), _generator()
+        table, generator = _table(rbm, pair), seeded(1)
         i, j = len(table.v) // 3, 3
         with torch.no_grad():
             draws = {
@@ -259,7 +256,7 @@ class TestDefinition:
 
     def test_samples_have_the_conditional_distribution(self, pair):
         rbm, n = _rbm(pair), 20_000
-        table, generator = _table(rbm, pair), _generator(2)
+        table, generator = _table(rbm, pair), seeded(2)
         i, j = len(table.v) // 3, 3
         with torch.no_grad():
             hidden = rbm.sample_hidden(_tensor(table.v[i]).expand(n, -1), generator=generator).numpy()
@@ -278,7 +275,7 @@ class TestDefinition:
 
     def test_statistics_are_minus_the_slope_of_the_free_energy(self, pair):
         rbm, data = _rbm(pair), _data(pair)
-        share = torch.rand(len(data), generator=_generator(), dtype=torch.float64)
+        share = torch.rand(len(data), generator=seeded(1), dtype=torch.float64)
         assert relative_error(rbm.statistics(data), _gradient(-rbm.free_energy(data).mean(), rbm)) < 1e-13
         found = rbm.statistics(data, share)
         assert relative_error(found, _gradient(-(share * rbm.free_energy(data)).sum(), rbm)) < 1e-13
@@ -286,7 +283,7 @@ class TestDefinition:
 
     def test_annealing_is_linear_in_the_energy(self, pair):
         rbm, data = _rbm(pair), _data(pair)
-        hidden = rbm.sample_hidden(data, generator=_generator()).detach()
+        hidden = rbm.sample_hidden(data, generator=seeded(1)).detach()
         for reference in (None, rbm.visible_bias.detach() * 0.3 + 0.1):
             zero, half, one = (rbm.joint.annealed(beta, reference) for beta in (0.0, 0.3, 1.0))
             energies = [machine.energy(data, hidden) for machine in (zero, half, one)]
@@ -370,7 +367,7 @@ def _layer(kind: str, dtype: torch.dtype = torch.float64):
 
 
 def _inputs(n: int = 5, scale: float = 2.0, dtype: torch.dtype = torch.float64) -> Tensor:
-    return scale * torch.randn(n, len(BIAS), generator=_generator(3), dtype=torch.float64).to(dtype)
+    return scale * torch.randn(n, len(BIAS), generator=seeded(3), dtype=torch.float64).to(dtype)
 
 
 def _valid(units: Tensor, kind: str) -> bool:
@@ -387,14 +384,14 @@ def _valid(units: Tensor, kind: str) -> bool:
 class TestLayer:
     def test_parameter_gradients(self, kind):
         layer, x = _layer(kind), _inputs()
-        units = layer.sample(x, _generator()).detach()
-        share = torch.rand(len(x), generator=_generator(4), dtype=torch.float64)
+        units = layer.sample(x, seeded(1)).detach()
+        share = torch.rand(len(x), generator=seeded(4), dtype=torch.float64)
         value = (share * (layer.log_weight(units) + (x * layer.statistic(units)).sum(-1))).sum()
         self._check(layer, value, layer.parameter_gradients(units, x, share))
 
     def test_normaliser_gradients(self, kind):
         layer, x = _layer(kind), _inputs()
-        share = torch.rand(len(x), generator=_generator(4), dtype=torch.float64)
+        share = torch.rand(len(x), generator=seeded(4), dtype=torch.float64)
         value = (share * layer.log_normaliser(x)).sum()
         self._check(layer, value, layer.normaliser_gradients(x, share))
 
@@ -422,7 +419,7 @@ class TestLayer:
         if kind in ("bernoulli", "categorical"):
             tolerance = max(tolerance, 2 * torch.finfo(dtype).eps * 4 * max(BIAS) * min(size, 10))
         torch.testing.assert_close(mean.double(), exact, rtol=0, atol=tolerance)
-        draw = layer.sample(x.expand(100, -1), _generator())
+        draw = layer.sample(x.expand(100, -1), seeded(1))
         assert draw.dtype == dtype
         assert _valid(draw, kind)
         if dtype in (torch.float64, torch.float32):  # in half precision its square does not fit
@@ -434,19 +431,19 @@ class TestLayer:
 
     def test_a_draw_carries_what_it_says(self, kind):
         layer, x = _layer(kind), _inputs(50).requires_grad_()
-        (slope,) = torch.autograd.grad(layer.sample(x, _generator()).sum(), x)
+        (slope,) = torch.autograd.grad(layer.sample(x, seeded(1)).sum(), x)
         assert torch.equal(slope, torch.full_like(x, float(layer.draws_carry_gradients)))
 
     def test_a_draw_has_the_same_bits_without_a_graph_and_leaves_its_input_alone(self, kind):
         layer, x = _layer(kind), _inputs(50)
-        before, (relaxed, units) = x.clone(), (kind != "rectified", [layer.sample(x, _generator())])
+        before, (relaxed, units) = x.clone(), (kind != "rectified", [layer.sample(x, seeded(1))])
         with torch.no_grad():
-            units.append(layer.sample(x, _generator()))
+            units.append(layer.sample(x, seeded(1)))
         assert torch.equal(units[0].detach().view(torch.int64), units[1].view(torch.int64))
         if relaxed:
-            units = [layer.relaxed_sample(x, 0.5, _generator())]
+            units = [layer.relaxed_sample(x, 0.5, seeded(1))]
             with torch.no_grad():
-                units.append(layer.relaxed_sample(x, 0.5, _generator()))
+                units.append(layer.relaxed_sample(x, 0.5, seeded(1)))
             assert torch.equal(units[0].detach(), units[1])
         assert torch.equal(x, before)
 
@@ -459,7 +456,7 @@ class TestLayer:
 
     def test_what_is_not_finite_is_refused(self, kind):
         layer = _layer(kind)
-        units = layer.sample(_inputs(), _generator()).detach()
+        units = layer.sample(_inputs(), seeded(1)).detach()
         layer.check(units, "data")
         for bad in (torch.nan, torch.inf):
             wrong = units.clone()
@@ -499,7 +496,7 @@ def test_rectified_units_are_infinitely_many_copies(x):
     (variance,) = torch.autograd.grad(layer.mean(x_.requires_grad_()), x_)
     assert variance.item() == pytest.approx((expit(copies) * expit(-copies)).sum(), rel=1e-11, abs=1e-300)
     if abs(x) < 100:
-        draws = layer.sample(x_.detach().expand(20_000, 1), _generator())
+        draws = layer.sample(x_.detach().expand(20_000, 1), seeded(1))
         spread = math.sqrt((expit(copies) * expit(-copies)).sum() / 20_000)
         assert abs(draws.mean().item() - expit(copies).sum()) < 4.5 * spread + 1e-12
 
@@ -507,7 +504,7 @@ def test_rectified_units_are_infinitely_many_copies(x):
 def test_rectified_units_in_half_precision_add_their_bias_in_single():
     """At 100 a step of bfloat16 is 1/2: the bias would be lost, and the counts be a quarter too low."""
     layer, n = Rectified(torch.tensor([0.25], dtype=torch.bfloat16)), 20_000
-    draws = layer.sample(torch.full((n, 1), 100.0, dtype=torch.bfloat16), _generator())
+    draws = layer.sample(torch.full((n, 1), 100.0, dtype=torch.bfloat16), seeded(1))
     assert draws.double().mean().item() == pytest.approx(100.25, abs=4.5 / math.sqrt(n))
 
 
@@ -577,8 +574,7 @@ class TestEnumeration:
         """Of log Z: the covariance of the statistics; here by autograd through both, and through `torch.func`."""
         rbm = _rbm(pair)
         directions = {
-            name: torch.randn(p.shape, generator=_generator(5), dtype=torch.float64)
-            for name, p in rbm.named_parameters()
+            name: torch.randn(p.shape, generator=seeded(5), dtype=torch.float64) for name, p in rbm.named_parameters()
         }
         second = []
         for value in (rbm.log_partition(), _twin(rbm.joint, _enumerated(rbm.joint))):
@@ -611,8 +607,8 @@ class TestEnumeration:
     @pytest.mark.parametrize("n", [1, 20_000])
     def test_exact_samples_have_the_joint_distribution(self, pair, n):
         rbm = _rbm(pair)
-        visible, hidden = rbm.sample_exactly(n, generator=_generator(2))
-        again = exact_samples(rbm.joint, n, _generator(2))
+        visible, hidden = rbm.sample_exactly(n, generator=seeded(2))
+        again = exact_samples(rbm.joint, n, seeded(2))
         assert torch.equal(visible, again[0])
         assert torch.equal(hidden, again[1])
         assert (visible.shape, hidden.shape) == ((n, rbm.n_columns), (n, rbm.n_hidden))
@@ -743,7 +739,7 @@ def test_exact_samples_from_many_blocks(pair, monkeypatch):
     monkeypatch.setattr("toolkit.rbm.machine.enumeration._CACHE", 2**11)
     monkeypatch.setattr("toolkit.rbm.machine.enumeration._BLOCK", 3)
     rbm, n = _rbm(pair, scale=0.7), 20_000
-    visible, hidden = rbm.sample_exactly(n, generator=_generator(3))
+    visible, hidden = rbm.sample_exactly(n, generator=seeded(3))
     expected = rbm.model_statistics()
     found = visible.T @ hidden / n
     spread = (expected["weights"] * (1 - expected["weights"]) / n).sqrt()
@@ -771,7 +767,7 @@ def test_exact_samples_from_machines_side_by_side():
     pair = PAIRS[0]
     rbm = _rbm(pair, scale=1.0)
     betas = torch.tensor([0.2, 1.0], dtype=torch.float64)
-    visible, hidden = exact_samples(rbm.joint.annealed(betas), 20_000, _generator())
+    visible, hidden = exact_samples(rbm.joint.annealed(betas), 20_000, seeded(1))
     assert (visible.shape, hidden.shape) == ((2, 20_000, 4), (2, 20_000, 3))
     for i, beta in enumerate(betas.tolist()):
         _check_joint_distribution(visible[i], hidden[i], _with_joint(rbm, rbm.joint.annealed(beta)), pair)
@@ -779,7 +775,7 @@ def test_exact_samples_from_machines_side_by_side():
 
 def test_exact_samples_draw_from_their_generator_alone():
     rbm, before = _rbm(PAIRS[0]), torch.get_rng_state()
-    rbm.sample_exactly(10, generator=_generator())
+    rbm.sample_exactly(10, generator=seeded(1))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -825,7 +821,7 @@ def test_a_machine_in_half_precision_is_summed_in_single(dtype):
     assert torch.equal(rbm.weights.grad, statistics["weights"])
     start = torch.zeros(200, 4, dtype=dtype)
     for chain in ("sampled", "straight_through", "mean_field"):
-        end = gibbs(rbm, start, steps=3, chain=chain, generator=_generator())
+        end = gibbs(rbm, start, steps=3, chain=chain, generator=seeded(1))
         assert end.dtype == dtype
         assert end.isfinite().all()
     visible, hidden = rbm.sample_exactly(10)
@@ -854,7 +850,7 @@ def test_autocast_does_not_reach_the_sums(pair):
     rbm = _rbm(pair).float()
     exact = rbm.log_partition()
     gradient, statistics = _gradient(exact, rbm), rbm.model_statistics()
-    draws = rbm.sample_exactly(5, generator=_generator())
+    draws = rbm.sample_exactly(5, generator=seeded(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = rbm.log_partition()
         assert found.dtype == torch.float32
@@ -862,7 +858,7 @@ def test_autocast_does_not_reach_the_sums(pair):
         for name, value in _gradient(found, rbm).items():
             assert torch.equal(value, gradient[name])
             assert torch.equal(rbm.model_statistics()[name], statistics[name])
-        for units, expected in zip(rbm.sample_exactly(5, generator=_generator()), draws, strict=True):
+        for units, expected in zip(rbm.sample_exactly(5, generator=seeded(1)), draws, strict=True):
             assert torch.equal(units, expected)
         parameters = {name: value.detach() for name, value in rbm.named_parameters()}
         # A backward pass of torch's own formulas has the types of what is around it: look at the value alone.
@@ -878,10 +874,10 @@ def test_devices(pair, device):
     assert value.item() == pytest.approx(_rbm(pair).log_partition().item(), rel=1e-12)
     found = {name: gradient.cpu() for name, gradient in _gradient(value, rbm).items()}
     assert relative_error(found, _rbm(pair).model_statistics()) < 1e-12
-    visible, hidden = rbm.sample_exactly(50, generator=_generator(device=device))
+    visible, hidden = rbm.sample_exactly(50, generator=seeded(1, device=device))
     for chain, temperature in (("sampled", None), ("mean_field", None), ("concrete", 0.5)):
         if chain != "concrete" or pair.hidden != "rectified":
-            end = gibbs(rbm, visible, steps=2, chain=chain, temperature=temperature, generator=_generator(1, device))
+            end = gibbs(rbm, visible, steps=2, chain=chain, temperature=temperature, generator=seeded(1, device))
             assert end.device.type == hidden.device.type == device
             assert end.isfinite().all()
 
@@ -910,7 +906,7 @@ class TestModule:
             rbm.double().free_energy(data).float(), single.free_energy(data.float()), rtol=1e-5, atol=1e-5
         )
         half = single.to(torch.bfloat16)
-        assert half.sample_hidden(data.bfloat16(), generator=_generator()).dtype == torch.bfloat16
+        assert half.sample_hidden(data.bfloat16(), generator=seeded(1)).dtype == torch.bfloat16
 
     def test_functional_calls_and_machines_side_by_side(self, pair):
         rbm, data = _rbm(pair), _data(pair)
@@ -947,10 +943,10 @@ def test_machines_that_were_saved_before_there_were_other_units_load():
 def test_chains_from_exact_draws_stay_there(pair, steps, beta):
     rbm = _rbm(pair, scale=0.9, seed=5)
     joint = rbm.joint.annealed(beta)
-    start, _ = exact_samples(joint, 20_000, _generator(2))
+    start, _ = exact_samples(joint, 20_000, seeded(2))
     with torch.no_grad():
-        end = gibbs(joint, start, steps=steps, generator=_generator(3))
-        hidden = joint.sample_hidden(end, _generator(4))
+        end = gibbs(joint, start, steps=steps, generator=seeded(3))
+        hidden = joint.sample_hidden(end, seeded(4))
     assert not torch.equal(start, end)
     _check_joint_distribution(end, hidden, _with_joint(rbm, joint), pair)
 
@@ -1064,7 +1060,7 @@ Trace = list[tuple[np.ndarray, Passed, Passed]]
 
 def _run(parameters: Mapping[str, Tensor], pair: Pair, chain: str, start: np.ndarray, steps: int = 2) -> Trace:
     w, b, c, variance = _arrays(parameters)
-    generator, trace, v = _generator(), [], start
+    generator, trace, v = seeded(1), [], start
     for _ in range(steps):
         hidden = _pass_on(pair.hidden, chain, v / variance @ w + c, variance, generator)
         visible = _pass_on(pair.visible, chain, hidden.value @ w.T + b, variance, generator)
@@ -1105,7 +1101,7 @@ def _chain_case(chain: str, pair: Pair) -> BlockCase:
 
     def loss(parameters):
         rbm = _machine(parameters, pair)
-        moved = gibbs(rbm, data, steps=2, chain=chain, temperature=_temperature(chain), generator=_generator())
+        moved = gibbs(rbm, data, steps=2, chain=chain, temperature=_temperature(chain), generator=seeded(1))
         return rbm.free_energy(data).mean() - rbm.free_energy(stop_gradient(moved, NEGATIVE_SAMPLES)).mean()
 
     def blocked(parameters):
@@ -1134,7 +1130,7 @@ def _straight_through_case(pair: Pair) -> BlockCase:
 
     def loss(parameters):
         rbm = _machine(parameters, pair)
-        return rbm.free_energy(gibbs(rbm, data, steps=2, chain="straight_through", generator=_generator())).mean()
+        return rbm.free_energy(gibbs(rbm, data, steps=2, chain="straight_through", generator=seeded(1))).mean()
 
     def witness(parameters, chain):
         trace = _run(parameters, pair, chain, data.numpy())
@@ -1196,9 +1192,9 @@ def test_a_chain_of_real_units_leaks_through_its_last_step_alone(hidden):
         slope = torch.autograd.grad(rbm.free_energy(moved).mean(), moved, retain_graph=True)[0]
         return moved, torch.autograd.grad(moved, list(rbm.parameters()), slope)
 
-    generator = _generator()
+    generator = seeded(1)
     _, long = leak(data, 6, generator)
-    generator = _generator()
+    generator = seeded(1)
     with torch.no_grad():
         near = gibbs(rbm, data, steps=5, generator=generator)
     _, last = leak(near, 1, generator)
@@ -1239,7 +1235,7 @@ def test_concrete_units_become_draws_as_they_cool():
     layers = (Bernoulli(torch.tensor([0.3, -1.0]).double()), Categorical(torch.tensor([0.3, -1.0, 0.5]).double(), 3))
     for layer in layers:
         x, n = torch.zeros(50_000, layer.n_columns).double(), 50_000
-        cold, warm = (layer.relaxed_sample(x, temperature, _generator()) for temperature in (1e-3, 1.0))
+        cold, warm = (layer.relaxed_sample(x, temperature, seeded(1)) for temperature in (1e-3, 1.0))
         mean = layer.mean(x[:1])
         assert ((cold.mean(0) - mean).abs() < 4.5 * (mean * (1 - mean) / n).sqrt()).all()
         assert ((cold - cold.round()).abs() > 0.01).double().mean() < 0.01
@@ -1279,8 +1275,8 @@ def test_noisy_rectified_units_have_another_stationary_distribution():
     states = _table(rbm, pair).v
     off = 0.5 * abs(stationary - exact).sum()
     with torch.no_grad():
-        start, _ = rbm.sample_exactly(n, generator=_generator(2))
-        end = gibbs(rbm, start, steps=15, chain="noisy_rectified", generator=_generator(3)).numpy()
+        start, _ = rbm.sample_exactly(n, generator=seeded(2))
+        end = gibbs(rbm, start, steps=15, chain="noisy_rectified", generator=seeded(3)).numpy()
     assert _distance(end, states, stationary) < 2 * _floor(stationary, n)
     assert _distance(end, states, exact) > 0.8 * off
     assert 10 * _floor(exact, n) < off < 0.2
@@ -1289,7 +1285,7 @@ def test_noisy_rectified_units_have_another_stationary_distribution():
 @pytest.mark.parametrize(("a", "off"), [(-1.0, 0.30), (0.0, 0.40), (2.0, 0.117), (8.0, 0.0)])
 def test_noisy_rectified_units_have_the_mean_of_counts_only_where_that_is_large(a, off):
     layer, n = Rectified(torch.zeros(1, dtype=torch.float64)), 200_000
-    draw = layer.noisy_sample(torch.full((n, 1), a, dtype=torch.float64), _generator()).numpy()
+    draw = layer.noisy_sample(torch.full((n, 1), a, dtype=torch.float64), seeded(1)).numpy()
     noise, spread = stats.norm, math.sqrt(expit(a))
     mean = a * noise.cdf(a / spread) + spread * noise.pdf(a / spread)  # of a rectified normal number
     square = (a**2 + spread**2) * noise.cdf(a / spread) + a * spread * noise.pdf(a / spread)
@@ -1404,7 +1400,7 @@ def test_functions_of_no_rows_have_none(pair):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["bernoulli", "gaussian", "categorical"])
 def test_base_rates_in_half_precision_count_every_row(kind, dtype):
-    generator = _generator()
+    generator = seeded(1)
     rate = torch.tensor([0.001, 0.5, 0.999])
     data = (torch.rand(100_000, 3, generator=generator) < rate).double()
     if kind == "gaussian":
@@ -1440,7 +1436,7 @@ def test_base_rate_bias_counts_in_float64(dtype):
 
 
 def test_variances_of_real_units_far_from_zero_are_theirs(monkeypatch):
-    data = 1000 + torch.randn(500, 3, generator=_generator())
+    data = 1000 + torch.randn(500, 3, generator=seeded(1))
     expected = data.double().var(0, correction=0).log()
     for size in (2**22, 100):
         monkeypatch.setattr(layers_module, "_ROWS", size)

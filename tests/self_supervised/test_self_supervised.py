@@ -7,6 +7,7 @@ import pytest
 import torch
 from accelerator import ACCELERATOR
 from contract import BlockCase
+from values import leaves
 
 from toolkit import unblock
 from toolkit.gradients import compare, field_jacobian
@@ -50,10 +51,6 @@ def wave(*shape, phase, size=1.0):
     """Return numbers in no order: a sine at steps that never repeat."""
     steps = torch.arange(math.prod(shape), dtype=torch.float64)
     return (size * torch.sin(2.3 * steps + phase) + 0.1 * phase).reshape(shape)
-
-
-def leaves(**values):
-    return lambda: {name: value.clone().requires_grad_() for name, value in values.items()}
 
 
 def held(parameters):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import jacfwd, jacrev, vmap
+from values import seeded
 
 from toolkit import unblock
 from toolkit.blocks import watched
@@ -22,10 +23,6 @@ pytestmark = [
 
 INF, NAN = math.inf, math.nan
 EPS = torch.finfo(torch.float64).eps
-
-
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 # --- twins -----------------------------------------------------------------------------------------------------------
@@ -44,13 +41,13 @@ SPREADS = {"unsure": 0.1, "mixed": 2.0, "sure": 200.0}
 
 
 def shifted(shape: tuple[int, ...], dim: int, spread: float) -> Tensor:
-    x = spread * torch.randn(shape, dtype=torch.float64, generator=generator())
+    x = spread * torch.randn(shape, dtype=torch.float64, generator=seeded())
     return x - x.amax(dim, keepdim=True)
 
 
 def row_of_its_own(x: Tensor, dim: int) -> Tensor:
     """Return a row quantity (*, 1)."""
-    return torch.randn(x.sum(dim, keepdim=True).shape, dtype=x.dtype, generator=generator(2))
+    return torch.randn(x.sum(dim, keepdim=True).shape, dtype=x.dtype, generator=seeded(2))
 
 
 @pytest.mark.portable
@@ -59,7 +56,7 @@ def row_of_its_own(x: Tensor, dim: int) -> Tensor:
 def test_fast_ways_have_the_numbers_of_their_plain_twins(shape, dim, spread):
     z = shifted(shape, dim, spread)
     y = _kernels.probabilities(z, dim)
-    g = 10 + torch.randn(shape, dtype=torch.float64, generator=generator(1))
+    g = 10 + torch.randn(shape, dtype=torch.float64, generator=seeded(1))
     scale = row_of_its_own(z, dim)
     log_sum = _kernels.log_sum_in_plain_operations(z, dim)
     log_y = _kernels.log_probabilities(z, dim)
@@ -103,8 +100,8 @@ def test_the_pieces_are_really_taken(monkeypatch):
 
 @pytest.mark.parametrize("layout", ["transposed", "expanded cotangent", "three dimensions", "0-dimensional"])
 def test_layouts_change_no_gradient(layout):
-    x = 3 * torch.randn(500, 200, dtype=torch.float64, generator=generator())
-    g = torch.randn(500, 200, dtype=torch.float64, generator=generator(1))
+    x = 3 * torch.randn(500, 200, dtype=torch.float64, generator=seeded())
+    g = torch.randn(500, 200, dtype=torch.float64, generator=seeded(1))
     dim = -1
     if layout == "transposed":
         x, g, dim = x.T, g.T, 0
@@ -134,12 +131,12 @@ functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTION
 @functions
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_a_recorded_shift_changes_no_bit(function, dtype):
-    x = (5 * torch.randn(300, 250, generator=generator())).to(dtype)
+    x = (5 * torch.randn(300, 250, generator=seeded())).to(dtype)
     x[7] = -INF
     x[8, 3:9] = -INF
     x.requires_grad_()
     value = function(x)
-    cotangent = torch.randn(value.shape, generator=generator(1)).to(dtype)
+    cotangent = torch.randn(value.shape, generator=seeded(1)).to(dtype)
     (gradient,) = torch.autograd.grad(value, x, cotangent)
     shifts = []
     with watched(lambda shift, name, site: shifts.append(name)):
@@ -153,14 +150,14 @@ def test_a_recorded_shift_changes_no_bit(function, dtype):
 @functions
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_one_input_is_kept_and_nothing_else(function, dtype):
-    x = torch.randn(300, 400, generator=generator()).to(dtype).requires_grad_()
+    x = torch.randn(300, 400, generator=seeded()).to(dtype).requires_grad_()
     kept = measure_memory(lambda: function(x.clone()).sum()).graph
     assert kept == pytest.approx(x.numel() * x.element_size(), rel=0.04)
 
 
 @functions
 def test_values_are_not_looked_at_where_they_cannot_be(function):
-    x = torch.randn(4, 6, dtype=torch.float64, generator=generator(), requires_grad=True)
+    x = torch.randn(4, 6, dtype=torch.float64, generator=seeded(), requires_grad=True)
 
     def gradient(x: Tensor) -> Tensor:
         return torch.autograd.grad(function(x).square().sum(), x)[0]
@@ -198,7 +195,7 @@ def test_a_mask_is_as_if_the_entries_were_not_there(name, opened, fill):
     function = MASKED[name]
     with unblock(*opened):
         found = function(x, where=MASK)
-        cotangent = torch.randn(found.shape, dtype=torch.float64, generator=generator())
+        cotangent = torch.randn(found.shape, dtype=torch.float64, generator=seeded())
         (gradient,) = torch.autograd.grad(found, x, cotangent)
     for row, mask in enumerate(MASK):
         short = batch()[row][mask].requires_grad_()
@@ -227,7 +224,7 @@ def test_rows_that_are_left_out_whole_have_gradient_zero(name):
 @masked
 @pytest.mark.parametrize("shape", [(3, 4), (4,), (3, 1), (1, 4), ()], ids=str)
 def test_masks_broadcast(name, shape):
-    mask = torch.rand(shape, generator=generator(4)) < 0.7
+    mask = torch.rand(shape, generator=seeded(4)) < 0.7
     mask = torch.tensor(True) if shape == () else mask
     x = batch()
     assert MASKED[name](x, where=mask).equal(MASKED[name](x, where=mask.expand(3, 4)))
@@ -284,7 +281,7 @@ def test_a_label_that_is_left_out_costs_infinity():
 @pytest.mark.parametrize("dims", [(0,), (0, 1), (1, 0), (-1, 0), (0, 1, 2), [1, 2]], ids=str)
 @pytest.mark.parametrize("keepdim", [False, True])
 def test_a_sum_over_several_dimensions_is_that_of_torch(dims, keepdim):
-    x = torch.randn(3, 4, 5, dtype=torch.float64, generator=generator(), requires_grad=True)
+    x = torch.randn(3, 4, 5, dtype=torch.float64, generator=seeded(), requires_grad=True)
     found, expected = logsumexp(x, dims, keepdim), torch.logsumexp(x, dims, keepdim)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-15)
     gradients = [torch.autograd.grad(y.square().sum(), x)[0] for y in (found, expected)]
@@ -352,8 +349,8 @@ def test_errors_name_what_was_found(call, error, message):
 @pytest.mark.parametrize("scale", [1.0, 3.0, 30.0], ids=["unsure", "some rows sure", "sure"])
 @pytest.mark.parametrize("dim", [0, 1, -1])
 def test_a_small_input_has_the_values_and_gradients_of_a_large_one(scale, dim, monkeypatch):
-    x = (scale * torch.randn(30, 7, dtype=torch.float64, generator=generator())).requires_grad_()
-    g = 1000 + torch.randn(30, 7, dtype=torch.float64, generator=generator(1))
+    x = (scale * torch.randn(30, 7, dtype=torch.float64, generator=seeded())).requires_grad_()
+    g = 1000 + torch.randn(30, 7, dtype=torch.float64, generator=seeded(1))
     labels = torch.zeros(x.select(dim, 0).shape, dtype=torch.int64)
     programs = {
         "softmax": (lambda: softmax(x, dim), g),
@@ -370,8 +367,8 @@ def test_a_small_input_has_the_values_and_gradients_of_a_large_one(scale, dim, m
 
 
 def test_the_gradient_by_the_probabilities_themselves_is_not_centred():
-    x = torch.randn(4, 3, generator=generator()).requires_grad_()
-    y, g = softmax(x), torch.randn(4, 3, generator=generator(1))
+    x = torch.randn(4, 3, generator=seeded()).requires_grad_()
+    y, g = softmax(x), torch.randn(4, 3, generator=seeded(1))
     (by_y,) = torch.autograd.grad((y * g).sum(), y, retain_graph=True)
     assert torch.equal(by_y, g)
     by_y, by_x = torch.autograd.grad((y * g).sum(), (y, x))

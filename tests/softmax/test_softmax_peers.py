@@ -14,6 +14,7 @@ import scipy.special
 import torch
 from torch import Tensor
 from torch.func import hessian, jacfwd, jacrev
+from values import doubles
 
 from toolkit.gradients.memory import measure_memory
 from toolkit.softmax import cross_entropy, log_softmax, logsumexp, softmax
@@ -32,10 +33,6 @@ functions = pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTION
 def draw(*shape: int, scale: float = 1.0, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(sum(shape) + 1)
     return (scale * torch.randn(shape, generator=generator, dtype=torch.float64)).to(dtype)
-
-
-def double(*values: float) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64)
 
 
 # --- JAX: tests/nn_test.py -------------------------------------------------------------------------------------------
@@ -76,9 +73,9 @@ def test_a_mask_gives_what_the_other_entries_give_alone(function, dim):
 @pytest.mark.parametrize("under", [100.0, -1e300, INF, -INF, NAN])
 def test_the_gradient_through_a_mask_does_not_see_what_lies_under_it(function, under):
     where = torch.tensor([True, False, True, True])
-    x = double(0.3, under, -1.0, 2.0).requires_grad_()
-    clean = double(0.3, -1.0, 2.0).requires_grad_()
-    weights = double(0.5, -1.0, 2.0)
+    x = doubles(0.3, under, -1.0, 2.0).requires_grad_()
+    clean = doubles(0.3, -1.0, 2.0).requires_grad_()
+    weights = doubles(0.5, -1.0, 2.0)
     value, expected = function(x, where=where), function(clean)
     if value.dim():
         value, expected = (value[where] * weights).sum(), (expected * weights).sum()
@@ -91,7 +88,7 @@ def test_the_gradient_through_a_mask_does_not_see_what_lies_under_it(function, u
 @functions
 def test_the_second_order_through_a_mask_is_that_of_the_other_entries(function):
     where = torch.tensor([True, False, True, True])
-    x, clean = double(0.3, 100.0, -1.0, 2.0), double(0.3, -1.0, 2.0)
+    x, clean = doubles(0.3, 100.0, -1.0, 2.0), doubles(0.3, -1.0, 2.0)
 
     def masked(x: Tensor) -> Tensor:
         y = function(x, where=where)
@@ -177,7 +174,7 @@ def test_logsumexp_of_special_rows(row, expected, dtype):
 
 @pytest.mark.parametrize("row", [[0.0] * 4, [1.0] * 4, [-INF, 0.0, 1.0], [-INF, -INF]], ids=str)
 def test_the_gradient_of_logsumexp_of_special_rows_is_the_softmax(row):
-    x = double(*row).requires_grad_()
+    x = doubles(*row).requires_grad_()
     (slope,) = torch.autograd.grad(logsumexp(x), x)
     torch.testing.assert_close(slope, softmax(x.detach()))
 
@@ -204,16 +201,16 @@ def test_logsumexp_under_a_mask_of_any_shape_is_that_of_scipy_with_zero_weights(
 def test_logsumexp_of_equal_terms_is_their_logarithm_and_that_of_their_number(n):
     for value in (0.0, 1.5, 1e3, -1e4, 1e-10):
         x = torch.full((n,), value, dtype=torch.float64)
-        torch.testing.assert_close(logsumexp(x), double(value + math.log(n))[0], rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(logsumexp(x), doubles(value + math.log(n))[0], rtol=1e-14, atol=1e-15)
 
 
 def test_logsumexp_is_that_of_exponentials_where_they_do_not_overflow():
     x = torch.arange(200, dtype=torch.float64)
     torch.testing.assert_close(logsumexp(x), x.exp().sum().log(), rtol=4e-15, atol=0)
-    pair = double(1000.0, 1000.0)
-    torch.testing.assert_close(logsumexp(pair), double(1000 + math.log(2))[0], rtol=1e-15, atol=0)
+    pair = doubles(1000.0, 1000.0)
+    torch.testing.assert_close(logsumexp(pair), doubles(1000 + math.log(2))[0], rtol=1e-15, atol=0)
     rows = torch.stack([x, x - 1e4, x + 1e4])
-    torch.testing.assert_close(logsumexp(rows), logsumexp(x) + double(0.0, -1e4, 1e4), rtol=1e-14, atol=0)
+    torch.testing.assert_close(logsumexp(rows), logsumexp(x) + doubles(0.0, -1e4, 1e4), rtol=1e-14, atol=0)
 
 
 # github.com/scipy/scipy/issues/18295
@@ -221,14 +218,14 @@ def test_logsumexp_is_that_of_exponentials_where_they_do_not_overflow():
 def test_what_is_tiny_beside_one_is_kept(row):
     expected = math.log1p(math.fsum(math.exp(value) for value in row if value != 0))
     # An exponential, a sum and a logarithm here, and others there, each to its last bit or two.
-    assert logsumexp(double(*row)).item() == pytest.approx(expected, rel=8 * 2**-52, abs=0)
+    assert logsumexp(doubles(*row)).item() == pytest.approx(expected, rel=8 * 2**-52, abs=0)
 
 
 # github.com/scipy/scipy/issues/21610
 @pytest.mark.portable
 @pytest.mark.parametrize("scale", [1.0, 1e3, 1e5, 1e8])
 def test_equal_terms_do_not_lose_the_digits_of_their_number(scale):
-    x = double(scale, scale, scale)
+    x = doubles(scale, scale, scale)
     # Each logarithm to its last bit or two, and the sum rounded once more.
     assert logsumexp(x).item() == pytest.approx(scale + math.log(3), rel=4 * 2**-52)
     assert log_softmax(x)[0].item() == pytest.approx(-math.log(3), rel=4 * 2**-52)
@@ -239,12 +236,12 @@ def test_equal_terms_do_not_lose_the_digits_of_their_number(scale):
 def test_infinite_elements_anywhere(values):
     with np.errstate(all="ignore"):
         expected = scipy.special.logsumexp(np.array(values))
-    torch.testing.assert_close(logsumexp(double(*values)), double(float(expected))[0], rtol=1e-15, atol=0)
+    torch.testing.assert_close(logsumexp(doubles(*values)), doubles(float(expected))[0], rtol=1e-15, atol=0)
 
 
 @functions
 def test_the_input_is_not_written_to(function):
-    x = double(1.0, -INF, 3.0, NAN)
+    x = doubles(1.0, -INF, 3.0, NAN)
     before = x.clone()
     function(x)
     function(x, where=torch.tensor([True, False, True, False]))

@@ -10,17 +10,14 @@ import scipy.special
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from values import seeded
 
 from toolkit import unblock
 from toolkit.softmax import SHIFT, _kernels, cross_entropy, log_softmax, logsumexp, softmax
 
 
-def generator(seed: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(shape, dtype=torch.float64, generator=generator(seed))
+    return scale * torch.randn(shape, dtype=torch.float64, generator=seeded(seed))
 
 
 WEIGHT = torch.tensor([0.3, 2.0, 0.0, 1.1, 0.7], dtype=torch.float64)
@@ -56,7 +53,7 @@ def same_with_gradient(ours, theirs, *inputs):
 @pytest.mark.parametrize("weight", [None, WEIGHT], ids=["unweighted", "weighted"])
 @pytest.mark.parametrize("ignore_index", [-100, 3, -1])
 def test_cross_entropy_of_labels_is_torchs(reduction, smoothing, weight, ignore_index, of_size):
-    logits, labels = normal(40, 5, scale=2), torch.randint(5, (40,), generator=generator(1))
+    logits, labels = normal(40, 5, scale=2), torch.randint(5, (40,), generator=seeded(1))
     labels[::7] = ignore_index
     options = {
         "weight": weight, "label_smoothing": smoothing, "ignore_index": ignore_index, "reduction": reduction
@@ -80,7 +77,7 @@ def test_cross_entropy_of_probabilities_is_torchs(reduction, smoothing, weight, 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_cross_entropy_of_images_has_torchs_dimension_of_classes(smoothing):
-    logits, labels = normal(2, 5, 3, 4), torch.randint(5, (2, 3, 4), generator=generator(1))
+    logits, labels = normal(2, 5, 3, 4), torch.randint(5, (2, 3, 4), generator=seeded(1))
     labels[0, 1] = -100
     options = {"weight": WEIGHT, "label_smoothing": smoothing}
     same_with_gradient(
@@ -132,7 +129,7 @@ def test_a_class_without_probability_may_be_impossible():
 def test_a_class_of_weight_zero_may_be_impossible(reduction, smoothing, kind, of_size):
     """An impossible class is the limit of unlikely ones, whose loss times 0 is 0."""
     logits, weight = normal(40, 5), WEIGHT.masked_fill(torch.arange(5) == 2, 0.0)
-    target = torch.randint(5, (40,), generator=generator(1)) if kind == "labels" else normal(40, 5, seed=1).softmax(1)
+    target = torch.randint(5, (40,), generator=seeded(1)) if kind == "labels" else normal(40, 5, seed=1).softmax(1)
     found, expected = (logits.clone().requires_grad_() for _ in range(2))
     impossible = torch.arange(5) == 2
     options = {"weight": weight, "label_smoothing": smoothing, "reduction": reduction}

@@ -22,6 +22,7 @@ from torch.distributions import (
     TransformedDistribution,
 )
 from torch.nn.functional import logsigmoid, softplus
+from values import doubles, leaves, seeded
 
 from toolkit import stochastic, unblock
 from toolkit.gradients import field_jacobian
@@ -45,27 +46,15 @@ from toolkit.stochastic import (
 )
 
 
-def _t(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
-def _leaves(**values):
-    return lambda: {name: value.clone().requires_grad_() for name, value in values.items()}
-
-
-def _generator(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 def _grad(loss, *parameters, **options):
     return torch.autograd.grad(loss, parameters, **options)
 
 
 # --- the programs ------------------------------------------------------------------------------------------------
 
-THETA, LOG_P, REWARDS = _t(0.2, -0.5, 1.0), _t(-1.0, 0.3, -0.4), _t(1.0, 0.3, -0.7)
+THETA, LOG_P, REWARDS = doubles(0.2, -0.5, 1.0), doubles(-1.0, 0.3, -0.4), doubles(1.0, 0.3, -0.7)
 DRAWS = torch.eye(3, dtype=torch.float64)[torch.tensor([0, 2, 2, 1, 0])]
-FEATURES = _t(0.5, -1.0, 2.0, 0.3, 0.7)
+FEATURES = doubles(0.5, -1.0, 2.0, 0.3, 0.7)
 
 
 def _sampled(p, c):
@@ -101,7 +90,7 @@ def _enumerated_witness(weights=0):
     return witness
 
 
-SIGN = _t(1, 1, -1, -1, 1, -1, 1, -1, 1, 1, -1, 1).reshape(3, 4)
+SIGN = doubles(1, 1, -1, -1, 1, -1, 1, -1, 1, 1, -1, 1).reshape(3, 4)
 COSTS = torch.arange(12, dtype=torch.float64).reshape(3, 4).sin()
 BASELINES = torch.arange(12, dtype=torch.float64).reshape(3, 4).cos()
 
@@ -121,8 +110,8 @@ def _dice_witness(box):
     return witness
 
 
-LOG_WEIGHTS = _t(0.3, -1.2, 0.8, 1.1, 0.4, -0.6).reshape(3, 2)
-LOG_PROBS = _t(-0.7, -1.9, -0.3, -1.1, -2.3, -0.8).reshape(3, 2)
+LOG_WEIGHTS = doubles(0.3, -1.2, 0.8, 1.1, 0.4, -0.6).reshape(3, 2)
+LOG_PROBS = doubles(-0.7, -1.9, -0.3, -1.1, -2.3, -0.8).reshape(3, 2)
 # By their weight in the program of the peers.
 IMPORTANCE = [
     (1, lambda p, c: iwae_loss(p["log_weights"])),
@@ -173,7 +162,7 @@ def _vimco(w, normal, jacobian, log_q, leaks):
     return by_weights, by_probs
 
 
-NOISE, UNIFORM, OF_DENSITY, OF_SAMPLE = _t(0.7, -1.1), _t(0.4, 1.3), _t(1.0, -0.6), _t(0.8, 0.3)
+NOISE, UNIFORM, OF_DENSITY, OF_SAMPLE = doubles(0.7, -1.1), doubles(0.4, 1.3), doubles(1.0, -0.6), doubles(0.8, 0.3)
 
 
 def _density(p, c):
@@ -201,7 +190,7 @@ def _implicit_witness(paths=1):
     return witness
 
 
-NOISES = _t(0.7, -1.1, 0.2, 1.4, -0.4, 0.9).reshape(3, 2)
+NOISES = doubles(0.7, -1.1, 0.2, 1.4, -0.4, 0.9).reshape(3, 2)
 HALF_LOG_TAU = 0.5 * math.log(2 * math.pi)
 
 
@@ -216,8 +205,8 @@ def _wake_samples_witness(parameters):
     return {"mean": by_mean / 2, "log_scale": -(w * (NOISES**2 - 1)).sum(0) / 2}
 
 
-BITS, COST, OF_BITS = _t(1, 0, 1), _t(0.3, 0.2, 0.9), _t(0.4, -0.7, 1.2)
-FIRST, SECOND = _t(0.9, -1.4, 0.2), _t(-0.3, 0.6, 1.1)
+BITS, COST, OF_BITS = doubles(1, 0, 1), doubles(0.3, 0.2, 0.9), doubles(0.4, -0.7, 1.2)
+FIRST, SECOND = doubles(0.9, -1.4, 0.2), doubles(-0.3, 0.6, 1.1)
 
 
 def _control(p, c):
@@ -261,16 +250,16 @@ CONSTANTS = {
         "of_sample": OF_SAMPLE,
         "noises": NOISES,
         "log_weights": LOG_WEIGHTS,
-        "constant": _t(HALF_LOG_TAU)[0],
+        "constant": doubles(HALF_LOG_TAU)[0],
     },
     "stochastic_draws": {"bits": BITS, "cost": COST, "of_bits": OF_BITS, "first": FIRST, "second": SECOND},
 }
 PARAMETERS = {
-    "stochastic_score": {"theta": THETA, "slope": _t(0.6)},
+    "stochastic_score": {"theta": THETA, "slope": doubles(0.6)},
     "stochastic_dice": {"theta": 0.5 * BASELINES + 0.1},
     "stochastic_importance": {"log_weights": LOG_WEIGHTS, "log_probs": LOG_PROBS},
-    "stochastic_path": {"mean": _t(0.5, -0.3), "log_scale": _t(-0.2, 0.4), "rate": _t(0.7, 1.9)},
-    "stochastic_draws": {"theta": _t(0.4, -0.8, 1.3)},
+    "stochastic_path": {"mean": doubles(0.5, -0.3), "log_scale": doubles(-0.2, 0.4), "rate": doubles(0.7, 1.9)},
+    "stochastic_draws": {"theta": doubles(0.4, -0.8, 1.3)},
 }
 LOSSES = {
     "stochastic_score": lambda p, c: _sampled(p, c) + _enumerated(p, c),
@@ -296,7 +285,7 @@ def _case(program, block, names, part, blocked, opened, **options):
     return BlockCase(
         id=block.name.replace(".", "-").replace("_", "-"),
         block=block,
-        parameters=_leaves(**{name: PARAMETERS[program][name] for name in names}),
+        parameters=leaves(**{name: PARAMETERS[program][name] for name in names}),
         loss=loss,
         blocked=blocked,
         opened=opened,
@@ -384,7 +373,7 @@ def test_the_mean_over_samples_is_the_gradient_of_the_expected_cost():
     log_q = theta.log_softmax(0)
     (expected,) = _grad((log_q.exp() * (log_q - LOG_P)).sum(), theta)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(found, _t(0.0395592300, -0.2471843031, 0.2076250730), rtol=0, atol=1e-10)
+    torch.testing.assert_close(found, doubles(0.0395592300, -0.2471843031, 0.2076250730), rtol=0, atol=1e-10)
 
 
 def test_an_open_cost_adds_an_entropy_bonus():
@@ -404,21 +393,21 @@ def test_open_sampling_weights_add_the_gradient_of_the_weights():
     theta = THETA.clone().requires_grad_()
     log_q = theta.log_softmax(0)
     (closed,) = _grad(enumerated_loss(log_q, log_q * REWARDS), theta, retain_graph=True)
-    torch.testing.assert_close(closed, _t(0.2981783306, 0.0546808845, -0.3528592151), rtol=0, atol=1e-10)
+    torch.testing.assert_close(closed, doubles(0.2981783306, 0.0546808845, -0.3528592151), rtol=0, atol=1e-10)
     with unblock(stochastic.SAMPLING_WEIGHTS):
         (opened,) = _grad(enumerated_loss(log_q, log_q * REWARDS), theta)
-    torch.testing.assert_close(opened, _t(0.0037695134, 0.0032069031, -0.0069764165), rtol=0, atol=1e-10)
+    torch.testing.assert_close(opened, doubles(0.0037695134, 0.0032069031, -0.0069764165), rtol=0, atol=1e-10)
 
 
 def test_an_impossible_outcome_does_not_count():
-    theta = _t(0.2, -math.inf, 1.0).requires_grad_()
+    theta = doubles(0.2, -math.inf, 1.0).requires_grad_()
     log_q = theta.log_softmax(0)
-    costs = magic_box(log_q) * _t(1.0, 5.0, -0.7) + log_q
+    costs = magic_box(log_q) * doubles(1.0, 5.0, -0.7) + log_q
     loss = enumerated_loss(log_q, costs)
     (gradient,) = _grad(loss, theta)
-    two = _t(0.2, 1.0).requires_grad_()
+    two = doubles(0.2, 1.0).requires_grad_()
     log_q = two.log_softmax(0)
-    (expected,) = _grad((log_q.exp() * _t(1.0, -0.7)).sum(), two)  # the mean score is 0
+    (expected,) = _grad((log_q.exp() * doubles(1.0, -0.7)).sum(), two)  # the mean score is 0
     torch.testing.assert_close(gradient[[0, 2]], expected)
     assert loss.isfinite()
     assert gradient[1] == 0
@@ -446,8 +435,8 @@ def test_the_exact_score_function_is_a_gradient_field_and_the_straight_through_o
     theta = THETA.clone().requires_grad_()
     assert field_jacobian(lambda: _enumerated_score_function(theta, lambda c: c - LOG_P), [theta]).is_gradient_field
 
-    logits = _t(0.4, -0.9).requires_grad_()
-    outcomes = _t(*itertools.product((0, 1), repeat=2))
+    logits = doubles(0.4, -0.9).requires_grad_()
+    outcomes = doubles(*itertools.product((0, 1), repeat=2))
     log_q = -softplus((1 - 2 * outcomes) * logits.detach()).sum(1)
 
     def through():
@@ -458,7 +447,7 @@ def test_the_exact_score_function_is_a_gradient_field_and_the_straight_through_o
     p = logits.detach().sigmoid()
     slope = p * (1 - p)
     # d/d theta_2 of p_1' E[2 b_1 b_2], and d/d theta_1 of p_2' E[b_1^2]
-    mixed = _t(2 * p[0], 1.0) * slope[0] * slope[1]
+    mixed = doubles(2 * p[0], 1.0) * slope[0] * slope[1]
     torch.testing.assert_close(field.jacobian[[0, 1], [1, 0]], mixed)
     assert log_q.exp().sum() == pytest.approx(1)
     assert not field.is_gradient_field
@@ -472,7 +461,7 @@ def _two_draws(theta, objective):
     total = 0.0
     for s1, s2 in itertools.product((0.0, 1.0), repeat=2):
         log_probs = torch.stack([logsigmoid((2 * s - 1) * x) for s, x in ((s1, theta), (s2, theta * (1 + s1)))])
-        costs = _t(s1, 0.9 * (s1 * s2 - 0.5 * s2))
+        costs = doubles(s1, 0.9 * (s1 * s2 - 0.5 * s2))
         total = total + log_probs.sum().exp().detach() * objective(log_probs, costs)
     return total
 
@@ -494,8 +483,8 @@ def _derivatives(value, theta, order=3):
 
 @pytest.mark.parametrize("baseline", [None, 0.4], ids=["no baseline", "baseline"])
 def test_dice_has_the_derivatives_of_the_mean_to_any_order(baseline):
-    theta = _t(0.3)[0].requires_grad_()
-    baselines = None if baseline is None else _t(baseline, -baseline)
+    theta = doubles(0.3)[0].requires_grad_()
+    baselines = None if baseline is None else doubles(baseline, -baseline)
     exact = _derivatives(_exact(theta), theta, 4)
     assert exact[:3] == pytest.approx([0.4501438726, 0.0361317228, -0.4657183021], abs=1e-10)
     # The weight of an outcome is its probability, a number: each derivative is the mean of those of the samples.
@@ -511,7 +500,7 @@ def test_a_baseline_of_dice_is_subtracted_from_the_costs_of_its_step_on():
 
 
 def test_a_surrogate_of_the_first_order_is_wrong_at_the_second():
-    theta = _t(0.3)[0].requires_grad_()
+    theta = doubles(0.3)[0].requires_grad_()
 
     def surrogate(log_probs, costs):
         to_go = costs.flip(0).cumsum(0).flip(0)
@@ -522,7 +511,7 @@ def test_a_surrogate_of_the_first_order_is_wrong_at_the_second():
 
 
 def test_with_its_box_open_dice_has_no_derivative_of_any_order():
-    theta = _t(0.3)[0].requires_grad_()
+    theta = doubles(0.3)[0].requires_grad_()
     with unblock(stochastic.MAGIC_BOX):
         value = _two_draws(theta, dice_loss)
     assert _derivatives(value, theta) == [0.0, 0.0, 0.0]
@@ -533,11 +522,11 @@ def test_with_its_box_open_dice_has_no_derivative_of_any_order():
 
 def _evidence_bound(mean, scale, noise=0.7, m=-0.2, t=1.3):
     z = mean + scale * noise
-    return Normal(_t(m)[0], _t(t)[0]).log_prob(z) - path_log_prob(Normal(mean, scale), z)
+    return Normal(doubles(m)[0], doubles(t)[0]).log_prob(z) - path_log_prob(Normal(mean, scale), z)
 
 
 def test_sticking_the_landing_drops_the_score():
-    mean, scale = _t(0.5, 0.8).unbind()
+    mean, scale = doubles(0.5, 0.8).unbind()
     mean.requires_grad_(), scale.requires_grad_()
     closed = _grad(_evidence_bound(mean, scale), mean, scale)
     with unblock(stochastic.DENSITY_PARAMETERS):
@@ -547,7 +536,7 @@ def test_sticking_the_landing_drops_the_score():
 
 
 def test_at_the_posterior_every_sample_has_gradient_zero():
-    mean, scale = (x.requires_grad_() for x in _t(-0.2, 1.3).unbind())
+    mean, scale = (x.requires_grad_() for x in doubles(-0.2, 1.3).unbind())
     for noise in (0.7, -2.0):
         assert [x.item() for x in _grad(_evidence_bound(mean, scale, noise), mean, scale)] == [0, 0]
     with unblock(stochastic.DENSITY_PARAMETERS):
@@ -566,7 +555,11 @@ def _mixture(loc, scale):
 
 @pytest.mark.parametrize("make", [lambda a, b: _tanh_normal(a, b, 0), _mixture], ids=["transformed", "mixture"])
 def test_nested_distributions_are_held_in_all_their_parts(make):
-    a, b, z = _t(0.3, -0.4).requires_grad_(), _t(0.6, 0.9).requires_grad_(), _t(0.1, 0.5).requires_grad_()
+    a, b, z = (
+        doubles(0.3, -0.4).requires_grad_(),
+        doubles(0.6, 0.9).requires_grad_(),
+        doubles(0.1, 0.5).requires_grad_(),
+    )
     z = z if make is not _mixture else z[0]
     q = make(a, b)
     plain, held = q.log_prob(z), path_log_prob(q, z)
@@ -577,8 +570,8 @@ def test_nested_distributions_are_held_in_all_their_parts(make):
 
 def test_a_weak_reference_to_an_inverse_is_made_again():
     """Earlier versions of torch keep the inverse of a transform that way."""
-    affine, z = AffineTransform(_t(0.3)[0], _t(1.7)[0]), _t(0.4)[0]
-    q = TransformedDistribution(Normal(_t(0.1)[0], _t(0.8)[0]), [affine])
+    affine, z = AffineTransform(doubles(0.3)[0], doubles(1.7)[0]), doubles(0.4)[0]
+    q = TransformedDistribution(Normal(doubles(0.1)[0], doubles(0.8)[0]), [affine])
     expected = q.log_prob(z)
     affine._inv = weakref.ref(affine)
     assert path_log_prob(q, z) == expected
@@ -588,7 +581,7 @@ def test_a_cached_inverse_does_not_hide_the_path():
     """With a cache, log_prob(rsample()) takes the sample before the transform from it, and not from the sample."""
     slopes = []
     for cache_size in (0, 1):
-        a, b = _t(0.3, -0.4).requires_grad_(), _t(0.6, 0.9).requires_grad_()
+        a, b = doubles(0.3, -0.4).requires_grad_(), doubles(0.6, 0.9).requires_grad_()
         q = _tanh_normal(a, b, cache_size)
         torch.manual_seed(0)
         slopes.append(torch.cat(_grad(path_log_prob(q, q.rsample()).sum(), a, b)))
@@ -597,7 +590,7 @@ def test_a_cached_inverse_does_not_hide_the_path():
 
 def test_a_cache_leaves_the_value_of_an_open_block_as_it_is():
     """Not the sample before the transform, whose inverse has another last bit."""
-    q = _tanh_normal(_t(0.3, -0.4).requires_grad_(), _t(0.6, 0.9), 1)
+    q = _tanh_normal(doubles(0.3, -0.4).requires_grad_(), doubles(0.6, 0.9), 1)
     torch.manual_seed(0)
     z = q.rsample((50,))
     closed = path_log_prob(q, z)
@@ -607,20 +600,20 @@ def test_a_cache_leaves_the_value_of_an_open_block_as_it_is():
 
 
 def test_parameters_that_cannot_be_found_are_refused():
-    q = Normal(_t(0.3)[0].requires_grad_(), 1.0)
+    q = Normal(doubles(0.3)[0].requires_grad_(), 1.0)
     q.network = torch.nn.Linear(1, 1)
     with pytest.raises(TypeError, match=r"^`distribution` should hold its parameters in tensors.*Found Linear\.$"):
-        path_log_prob(q, _t(0.1)[0])
+        path_log_prob(q, doubles(0.1)[0])
 
 
 def test_implicit_gradients_of_a_mixture_are_those_of_the_inverted_distribution_function():
-    parameters = [x.requires_grad_() for x in _t(0.4, -1.0, 0.8).unbind()]
+    parameters = [x.requires_grad_() for x in doubles(0.4, -1.0, 0.8).unbind()]
 
     def mixture(logit, first, second):
-        components = Normal(torch.stack([first, second]), _t(1.0, 0.5))
+        components = Normal(torch.stack([first, second]), doubles(1.0, 0.5))
         return MixtureSameFamily(Categorical(logits=torch.stack([logit, torch.zeros_like(logit)])), components)
 
-    z = _t(0.3)[0]
+    z = doubles(0.3)[0]
     found = _grad(implicit_sample(mixture(*parameters), z), *parameters)
     assert [x.item() for x in found] == pytest.approx([-0.6026953373, 0.3456654918, 0.6543345082], abs=1e-10)
 
@@ -630,7 +623,7 @@ def test_implicit_gradients_of_a_mixture_are_those_of_the_inverted_distribution_
             ends = []
             for step in (-1e-5, 1e-5):
                 moved = mixture(*(x + step * (i == j) for j, x in enumerate(parameters)))
-                low, high = _t(-9.0)[0], _t(9.0)[0]
+                low, high = doubles(-9.0)[0], doubles(9.0)[0]
                 for _ in range(60):
                     middle = (low + high) / 2
                     low, high = (middle, high) if moved.cdf(middle) < level else (low, middle)
@@ -650,19 +643,19 @@ class SeriesGamma(torch.distributions.Gamma):
 @pytest.mark.parametrize(("shape", "z"), [(2.3, 1.7), (12.0, 9.0), (0.3, 0.05)])
 def test_torch_has_the_same_gradient_of_a_gamma_sample(shape, z):
     """Torch's is an approximation: it differs from 2e-5 on, in float64 too."""
-    a = _t(shape)[0].requires_grad_()
-    (found,) = _grad(implicit_sample(SeriesGamma(a, _t(1.0)[0]), _t(z)[0]), a)
-    theirs = torch._standard_gamma_grad(a.detach(), _t(z)[0])
+    a = doubles(shape)[0].requires_grad_()
+    (found,) = _grad(implicit_sample(SeriesGamma(a, doubles(1.0)[0]), doubles(z)[0]), a)
+    theirs = torch._standard_gamma_grad(a.detach(), doubles(z)[0])
     assert theirs.item() == pytest.approx(found.item(), rel=1e-4)
     if shape == 2.3:
         assert found.item() == pytest.approx(0.9198276082, abs=1e-10)
 
 
 def test_implicit_gradients_are_those_of_torchs_normal():
-    mean, scale = (x.requires_grad_() for x in _t(0.5, 0.8).unbind())
+    mean, scale = (x.requires_grad_() for x in doubles(0.5, 0.8).unbind())
     q = Normal(mean, scale)
     z = q.rsample((5,))
-    weights = _t(0.1, -0.7, 1.3, 0.4, 0.9)
+    weights = doubles(0.1, -0.7, 1.3, 0.4, 0.9)
     for exact, found in zip(
         _grad(weights @ z.sin(), mean, scale),
         _grad(weights @ implicit_sample(q, z.detach()).sin(), mean, scale),
@@ -672,8 +665,8 @@ def test_implicit_gradients_are_those_of_torchs_normal():
 
 
 def test_an_implicit_sample_where_the_density_underflows_has_no_gradient():
-    mean = _t(0.0)[0].requires_grad_()
-    found = implicit_sample(Normal(mean, 1.0), _t(50.0, 1.0))
+    mean = doubles(0.0)[0].requires_grad_()
+    found = implicit_sample(Normal(mean, 1.0), doubles(50.0, 1.0))
     assert found.tolist() == [50.0, 1.0]
     (slope,) = _grad(found[0], mean)
     assert slope == 0
@@ -687,18 +680,20 @@ def test_only_continuous_scalars_have_implicit_samples(q):
 
 # --- several importance samples ----------------------------------------------------------------------------------
 
-THREE = _t(0.7, -1.1, 0.2)
+THREE = doubles(0.7, -1.1, 0.2)
 
 
 def _log_weights(mean, scale, noise):
     """A Gaussian prior and likelihood at x = 0.9: log-weights whose proposal's density holds its parameters."""
     z = mean + scale * noise
-    log_joint = Normal(_t(-0.2)[0], _t(1.3)[0]).log_prob(z) + Normal(z, _t(0.6)[0]).log_prob(_t(0.9)[0])
+    log_joint = Normal(doubles(-0.2)[0], doubles(1.3)[0]).log_prob(z) + Normal(z, doubles(0.6)[0]).log_prob(
+        doubles(0.9)[0]
+    )
     return log_joint - path_log_prob(Normal(mean, scale), z)
 
 
 def _bound_gradient(loss, noise, opened):
-    mean, scale = (x.requires_grad_() for x in _t(0.5, 0.8).unbind())
+    mean, scale = (x.requires_grad_() for x in doubles(0.5, 0.8).unbind())
     with unblock(*opened):
         return [-x.item() for x in _grad(loss(_log_weights(mean, scale, noise)), mean, scale)]
 
@@ -725,7 +720,7 @@ def _quadrature_mean(loss, opened, n=60, whole=False):
     nodes, weights = np.polynomial.hermite_e.hermegauss(n)
     weights = torch.from_numpy(np.outer(weights, weights).ravel() / (2 * math.pi))
     noise = torch.from_numpy(np.stack([x.ravel() for x in np.meshgrid(nodes, nodes, indexing="ij")]))
-    mean, scale = (x.expand(n * n).clone().requires_grad_() for x in _t(0.5, 0.8).unbind())
+    mean, scale = (x.expand(n * n).clone().requires_grad_() for x in doubles(0.5, 0.8).unbind())
     with unblock(*opened):
         value = loss(mean, scale, noise) if whole else loss(_log_weights(mean, scale, noise))
         slopes = _grad(n * n * value, mean, scale)
@@ -763,9 +758,9 @@ def test_the_blocked_weights_give_the_gradient_of_the_bound():
 
 def test_vimco_enumerated():
     """Bernoulli, K = 2: joint probabilities .06 and .42 of the two outcomes."""
-    phi = _t(0.4)[0].requires_grad_()
+    phi = doubles(0.4)[0].requires_grad_()
     log_q = logsigmoid(torch.stack([-phi, phi]))
-    log_w = _t(0.06, 0.42).log() - log_q
+    log_w = doubles(0.06, 0.42).log() - log_q
 
     def mean(loss):
         pairs = [list(pair) for pair in itertools.product((0, 1), repeat=2)]
@@ -784,7 +779,7 @@ def test_vimco_enumerated():
 
 def test_vimco_with_many_samples_and_weights_of_zero():
     """Against the definition, a log-sum for each sample; a weight of zero pulls the geometric mean to zero."""
-    log_w = torch.randn(40, 3, generator=_generator(), dtype=torch.float64) * 20
+    log_w = torch.randn(40, 3, generator=seeded(), dtype=torch.float64) * 20
     log_w[4, 1] = -math.inf
     log_q = torch.zeros(40, 3, dtype=torch.float64, requires_grad=True)
     (slopes,) = _grad(vimco_loss(log_w, log_q), log_q)
@@ -796,7 +791,7 @@ def test_vimco_with_many_samples_and_weights_of_zero():
 
 def test_the_wake_phase_of_the_proposal_is_that_of_the_posterior_and_no_gradient():
     """One sample of each outcome has the posterior as weights: KL(p(z|x) || q) for the proposal."""
-    joint, phi = _t(0.1, -0.7, 0.4).requires_grad_(), _t(0.5, 0.2, -0.3).requires_grad_()
+    joint, phi = doubles(0.1, -0.7, 0.4).requires_grad_(), doubles(0.5, 0.2, -0.3).requires_grad_()
 
     def loss():
         log_q = phi.log_softmax(0)
@@ -813,7 +808,7 @@ def test_the_wake_phase_of_the_proposal_is_that_of_the_posterior_and_no_gradient
 
 @pytest.mark.parametrize("loss", [iwae_loss, dreg_loss, lambda w: wake_loss(w, w)], ids=["iwae", "dreg", "wake"])
 def test_a_sample_without_weight_does_not_count(loss):
-    log_weights = _t(0.3, -math.inf, 1.0).requires_grad_()
+    log_weights = doubles(0.3, -math.inf, 1.0).requires_grad_()
     value = loss(log_weights)
     (slope,) = _grad(value, log_weights)
     assert value.isfinite()
@@ -839,10 +834,10 @@ def _rebar(theta, u, v, eta, temperature=0.5):
 
 
 def test_rebar_at_given_draws():
-    theta = _t(0.4)[0].requires_grad_()
-    (closed,) = _grad(_rebar(theta, _t(0.3), _t(0.6), 0.8), theta)
+    theta = doubles(0.4)[0].requires_grad_()
+    (closed,) = _grad(_rebar(theta, doubles(0.3), doubles(0.6), 0.8), theta)
     with unblock(stochastic.REBAR_SIGNAL):
-        (opened,) = _grad(_rebar(theta, _t(0.3), _t(0.6), 0.8), theta)
+        (opened,) = _grad(_rebar(theta, doubles(0.3), doubles(0.6), 0.8), theta)
     assert [closed.item(), opened.item()] == pytest.approx([-0.1654086786, -0.1900675240], abs=1e-10)
 
 
@@ -869,8 +864,8 @@ def test_rebar_is_unbiased_and_with_its_block_open_biased():
 
 def test_the_draws_of_rebar_have_the_distributions_that_they_should():
     """b is Bernoulli; z and its second draw are both logistic around theta, with b as their sign."""
-    theta = _t(0.7)[0]
-    b, z, other = relaxed_bernoulli(theta.expand(200_000), generator=_generator())
+    theta = doubles(0.7)[0]
+    b, z, other = relaxed_bernoulli(theta.expand(200_000), generator=seeded())
     p = theta.sigmoid().item()
     assert b.mean().item() == pytest.approx(p, abs=5 * math.sqrt(p * (1 - p) / 200_000))
     for relaxed in (z, other):
@@ -883,12 +878,12 @@ def test_the_draws_of_rebar_have_the_distributions_that_they_should():
 
 
 def test_the_second_draw_moves_with_theta_at_a_fixed_bit():
-    theta = _t(0.6, -1.1, 0.2, -0.3).requires_grad_()
-    draw = relaxed_bernoulli(theta, generator=_generator(3))
+    theta = doubles(0.6, -1.1, 0.2, -0.3).requires_grad_()
+    draw = relaxed_bernoulli(theta, generator=seeded(3))
     assert sorted(draw.sample.unique().tolist()) == [0, 1]
     assert not draw.sample.requires_grad
     (found,) = _grad(draw.conditional.sum(), theta)
-    generator = _generator(3)
+    generator = seeded(3)
     torch.rand(4, generator=generator, dtype=torch.float64)
     v, b, p = torch.rand(4, generator=generator, dtype=torch.float64), draw.sample, theta.sigmoid()
     uniform = torch.where(b > 0, v * p + 1 - p, (1 - v) * (1 - p))
@@ -900,7 +895,7 @@ def test_the_second_draw_moves_with_theta_at_a_fixed_bit():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_saturated_logits_give_finite_draws_and_gradients(dtype):
     theta = torch.tensor([-80.0, 80.0, 0.0], dtype=dtype, requires_grad=True)
-    b, z, other = relaxed_bernoulli(theta, generator=_generator())
+    b, z, other = relaxed_bernoulli(theta, generator=seeded())
     assert b.tolist()[:2] == [0, 1]
     assert b.dtype == z.dtype == other.dtype == dtype
     log_prob = -softplus((1 - 2 * b) * theta)
@@ -914,9 +909,9 @@ def test_straight_through_keeps_the_bits_and_is_biased_for_a_cost_that_is_not_li
     b, p = torch.tensor([0.0, 1.0]), torch.tensor([0.1, 0.7], requires_grad=True)
     assert torch.equal(straight_through(b, p), b)
 
-    theta = _t(0.4)[0].requires_grad_()
+    theta = doubles(0.4)[0].requires_grad_()
     log_q = logsigmoid(torch.stack([-theta, theta]))
-    b = straight_through(_t(0.0, 1.0), theta.sigmoid().expand(2))
+    b = straight_through(doubles(0.0, 1.0), theta.sigmoid().expand(2))
     (found,) = _grad(enumerated_loss(log_q, (b - 0.45) ** 3), theta)
     p = theta.sigmoid().item()
     exact = p * (1 - p) * (0.55**3 + 0.45**3)
@@ -1019,6 +1014,6 @@ def test_shapes_that_do_not_fit_are_refused(call, message):
 
 def test_a_gamma_has_no_distribution_function_that_torch_can_differentiate():
     """It raises, and does not give a gradient without the part of the shape."""
-    a = _t(2.3)[0].requires_grad_()
+    a = doubles(2.3)[0].requires_grad_()
     with pytest.raises((RuntimeError, NotImplementedError)):
-        _grad(implicit_sample(Gamma(a, _t(1.0)[0]), _t(1.7)[0]), a)
+        _grad(implicit_sample(Gamma(a, doubles(1.0)[0]), doubles(1.7)[0]), a)

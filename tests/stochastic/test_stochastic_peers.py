@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch.distributions import Bernoulli, Independent, Normal, OneHotCategoricalStraightThrough
+from values import doubles
 
 from toolkit import stochastic, unblock
 from toolkit.stochastic import (
@@ -27,12 +28,8 @@ def pyro():
     found.clear_param_store()
 
 
-def _t(*values):
-    return torch.tensor(values, dtype=torch.float64)
-
-
 def test_torchs_straight_through_variables_have_the_same_values_and_gradients():
-    logits = _t(0.3, -1.2, 0.8).requires_grad_()
+    logits = doubles(0.3, -1.2, 0.8).requires_grad_()
     of_samples = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q = OneHotCategoricalStraightThrough(logits=logits)
     torch.manual_seed(0)
@@ -50,16 +47,18 @@ def _gaussian(pyro):
     dist = pyro.distributions
 
     def model():
-        z = pyro.sample("z", dist.Normal(_t(-0.2)[0], _t(1.3)[0]))
-        pyro.sample("x", dist.Normal(z, _t(0.6)[0]), obs=_t(0.9)[0])
+        z = pyro.sample("z", dist.Normal(doubles(-0.2)[0], doubles(1.3)[0]))
+        pyro.sample("x", dist.Normal(z, doubles(0.6)[0]), obs=doubles(0.9)[0])
 
     def guide():
-        mean, scale = pyro.param("mean", lambda: _t(0.5)[0]), pyro.param("scale", lambda: _t(0.8)[0])
+        mean, scale = pyro.param("mean", lambda: doubles(0.5)[0]), pyro.param("scale", lambda: doubles(0.8)[0])
         pyro.sample("z", dist.Normal(mean, scale))
 
     def log_weights(mean, scale, noise):
         z = mean + scale * noise
-        log_joint = Normal(_t(-0.2)[0], _t(1.3)[0]).log_prob(z) + Normal(z, _t(0.6)[0]).log_prob(_t(0.9)[0])
+        log_joint = Normal(doubles(-0.2)[0], doubles(1.3)[0]).log_prob(z) + Normal(z, doubles(0.6)[0]).log_prob(
+            doubles(0.9)[0]
+        )
         return log_joint - path_log_prob(Normal(mean, scale), z)
 
     return model, guide, log_weights
@@ -73,8 +72,8 @@ def test_pyros_renyi_bound_at_order_zero_is_the_importance_weighted_bound(pyro):
     theirs = [pyro.param(name).grad.item() for name in ("mean", "scale")]
 
     torch.manual_seed(3)
-    noise = torch.stack([torch.normal(_t(0.0)[0], _t(1.0)[0]) for _ in range(3)])
-    mean, scale = (x.requires_grad_() for x in _t(0.5, 0.8).unbind())
+    noise = torch.stack([torch.normal(doubles(0.0)[0], doubles(1.0)[0]) for _ in range(3)])
+    mean, scale = (x.requires_grad_() for x in doubles(0.5, 0.8).unbind())
     with unblock(stochastic.DENSITY_PARAMETERS):
         log_w = log_weights(mean, scale, noise)
     assert -iwae_bound(log_w).item() == pytest.approx(value, rel=1e-12)
@@ -86,15 +85,15 @@ def _discrete(pyro):
     dist = pyro.distributions
 
     def model():
-        z = pyro.sample("z", dist.Bernoulli(_t(0.7)[0]))
-        pyro.sample("x", dist.Bernoulli(torch.where(z > 0, _t(0.6)[0], _t(0.2)[0])), obs=_t(1.0)[0])
+        z = pyro.sample("z", dist.Bernoulli(doubles(0.7)[0]))
+        pyro.sample("x", dist.Bernoulli(torch.where(z > 0, doubles(0.6)[0], doubles(0.2)[0])), obs=doubles(1.0)[0])
 
     def guide():
-        pyro.sample("z", dist.Bernoulli(logits=pyro.param("phi", lambda: _t(0.4)[0])))
+        pyro.sample("z", dist.Bernoulli(logits=pyro.param("phi", lambda: doubles(0.4)[0])))
 
-    phi = _t(0.4)[0].requires_grad_()
+    phi = doubles(0.4)[0].requires_grad_()
     log_q = torch.nn.functional.logsigmoid(torch.stack([-phi, phi]))
-    return model, guide, phi, log_q, _t(0.06, 0.42).log()
+    return model, guide, phi, log_q, doubles(0.06, 0.42).log()
 
 
 def test_pyros_renyi_bound_gives_a_discrete_proposal_no_gradient(pyro):
@@ -121,7 +120,7 @@ def test_pyros_elbo_of_a_discrete_proposal_drops_the_score_of_mean_zero(pyro):
         pyro.infer.Trace_ELBO().loss_and_grads(model, guide)
         theirs = pyro.param("phi").grad.item()
         torch.manual_seed(seed)
-        bit = Bernoulli(logits=_t(0.4)[0]).sample().long()
+        bit = Bernoulli(logits=doubles(0.4)[0]).sample().long()
         log_prob = log_q[bit]
         (score,) = torch.autograd.grad(log_prob, phi, retain_graph=True)
         loss = score_function_loss(log_prob[None], (log_prob - log_joint[bit])[None])
@@ -130,7 +129,7 @@ def test_pyros_elbo_of_a_discrete_proposal_drops_the_score_of_mean_zero(pyro):
 
 
 def test_pyros_distributions_are_held_too(pyro):
-    mean, z = _t(0.5, 0.1).requires_grad_(), _t(0.3, -0.7).requires_grad_()
+    mean, z = doubles(0.5, 0.1).requires_grad_(), doubles(0.3, -0.7).requires_grad_()
     theirs = path_log_prob(pyro.distributions.Normal(mean, 0.8).to_event(1), z)
     ours = path_log_prob(Independent(Normal(mean, 0.8), 1), z)
     assert theirs.item() == ours.item()

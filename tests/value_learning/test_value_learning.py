@@ -11,6 +11,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from torch import Tensor
 from torch.func import vmap
+from values import leaves
 
 from experiments.value_learning import Config, Walk, run, true_values
 from toolkit import Block, unblock
@@ -59,10 +60,6 @@ def tensor(*values: object) -> Tensor:
 
 def half_squares(errors: Tensor) -> Tensor:
     return 0.5 * errors.square().sum()
-
-
-def given(values: Tensors) -> Callable[[], dict[str, Tensor]]:
-    return lambda: {name: value.clone().requires_grad_() for name, value in values.items()}
 
 
 # --- witnesses: sums over samples, actions, steps, atoms, written out ------------------------------------------------
@@ -131,7 +128,7 @@ def one_step_case(id, block, function, parameters, next_values, predicted="q_tm1
     return BlockCase(
         id=id,
         block=block,
-        parameters=given(parameters),
+        parameters=leaves(**parameters),
         loss=lambda p: half_squares(function(p)),
         blocked=partial(witness, opened=False),
         opened=partial(witness, opened=True),
@@ -190,7 +187,7 @@ def many_steps_case(id, block, errors, weights) -> BlockCase:
     return BlockCase(
         id=id,
         block=block,
-        parameters=given({"v": VALUES}),
+        parameters=leaves(v=VALUES),
         loss=lambda p: half_squares(errors(p["v"])),
         blocked=many_steps(weights, opened=False),
         opened=many_steps(weights, opened=True),
@@ -274,7 +271,7 @@ def quantile_case(kappa: float) -> BlockCase:
     return BlockCase(
         id=f"quantile-q-learning-kappa-{kappa:g}",
         block=QUANTILE_TARGET,
-        parameters=given({"theta": draw(5, 3, 3, 3), "next": draw(6, 3, 4, 3)}),
+        parameters=leaves(theta=draw(5, 3, 3, 3), next=draw(6, 3, 4, 3)),
         loss=lambda p: quantile_q_learning(
             p["theta"], TAU, ACTIONS, R, D, p["next"], p["next"], huber_param=kappa
         ).sum(),
@@ -325,7 +322,7 @@ def gradient_td_case(name: str, block: Block, opened: str) -> BlockCase:
     return BlockCase(
         id=f"{name}-{opened}",
         block=block,
-        parameters=given(WEIGHTS),
+        parameters=leaves(**WEIGHTS),
         loss=partial(gradient_td_loss, name),
         blocked=gradient_td(name),
         opened=gradient_td(name, opened=frozenset({opened})),
@@ -397,7 +394,7 @@ BLOCK_CASES = [
     BlockCase(
         id="categorical-td-learning",
         block=CATEGORICAL_TARGET,
-        parameters=given({"logits": draw(1, 3, 5), "next": draw(2, 3, 4)}),
+        parameters=leaves(logits=draw(1, 3, 5), next=draw(2, 3, 4)),
         loss=lambda p: categorical_td_learning(ATOMS, p["logits"], R, D, NEXT_ATOMS, p["next"]).sum(),
         blocked=partial(c51_td, opened=False),
         opened=partial(c51_td, opened=True),
@@ -405,7 +402,7 @@ BLOCK_CASES = [
     BlockCase(
         id="categorical-q-learning",
         block=CATEGORICAL_TARGET,
-        parameters=given({"logits": draw(3, 3, 3, 5), "next": draw(4, 3, 3, 4)}),
+        parameters=leaves(logits=draw(3, 3, 3, 5), next=draw(4, 3, 3, 4)),
         loss=lambda p: categorical_q_learning(ATOMS, p["logits"], ACTIONS, R, D, NEXT_ATOMS, p["next"]).sum(),
         blocked=partial(c51_q, opened=False),
         opened=partial(c51_q, opened=True),
@@ -413,7 +410,7 @@ BLOCK_CASES = [
     BlockCase(
         id="categorical-double-q-learning",
         block=CATEGORICAL_TARGET,
-        parameters=given({"logits": draw(3, 3, 3, 5), "next": draw(4, 3, 3, 4), "selector": SELECTOR}),
+        parameters=leaves(logits=draw(3, 3, 3, 5), next=draw(4, 3, 3, 4), selector=SELECTOR),
         loss=lambda p: categorical_double_q_learning(
             ATOMS, p["logits"], ACTIONS, R, D, NEXT_ATOMS, p["next"], p["selector"]
         ).sum(),
@@ -429,7 +426,7 @@ BLOCK_CASES = [
     BlockCase(
         id="target-parameters",
         block=TARGET_PARAMETERS,
-        parameters=given({"weight": draw(14, 2, 3), "bias": draw(15, 2)}),
+        parameters=leaves(weight=draw(14, 2, 3), bias=draw(15, 2)),
         loss=averaged_network,
         blocked=partial(averaged_gradient, opened=False),
         opened=partial(averaged_gradient, opened=True),
@@ -612,7 +609,7 @@ def test_known_numbers(name):
         "td": TD_TARGET, "n-step": N_STEP_RETURNS, "td-lambda": LAMBDA_RETURNS, "expected-sarsa": EXPECTED_SARSA_TARGET,
         "c51": CATEGORICAL_TARGET, "qr": QUANTILE_TARGET,
     }  # fmt: skip
-    case = BlockCase(id=name, block=of[name], parameters=given(values), loss=loss, blocked=None)
+    case = BlockCase(id=name, block=of[name], parameters=leaves(**values), loss=loss, blocked=None)
     assert float(loss(values)) == pytest.approx(value, abs=1e-9)
     for found, expected in ((gradient(case), blocked), (gradient(case, (case.block,)), opened)):
         assert relative_error(found, expected) < 1e-9
@@ -705,14 +702,14 @@ def test_fixed_points_of_the_random_walk(opened, values):
 
 def test_the_saddle_of_gtd2_cancels_with_its_block_open():
     """The loss of the estimate has the gradient of GTD2 with the opposite sign."""
-    leaves = given(WEIGHTS)()
+    parameters = leaves(**WEIGHTS)()
     with unblock(ESTIMATED_ERROR):
-        total = gradient_td_loss("gtd2", leaves) + gradient_td_loss("estimate", leaves)
-        theta, _ = torch.autograd.grad(total, [*leaves.values()])
+        total = gradient_td_loss("gtd2", parameters) + gradient_td_loss("estimate", parameters)
+        theta, _ = torch.autograd.grad(total, [*parameters.values()])
     assert theta.abs().max() < 1e-15
     with unblock(GTD2_ESTIMATE):
-        total = gradient_td_loss("gtd2", leaves) + gradient_td_loss("estimate", leaves)
-        _, w = torch.autograd.grad(total, [*leaves.values()])
+        total = gradient_td_loss("gtd2", parameters) + gradient_td_loss("estimate", parameters)
+        _, w = torch.autograd.grad(total, [*parameters.values()])
     torch.testing.assert_close(w, PHI.T @ PHI @ WEIGHTS["w"])
 
 
@@ -859,7 +856,7 @@ def test_quantile_probabilities_may_differ_between_samples():
 
 
 def test_with_a_target_network_the_block_changes_no_bit_of_the_online_gradient():
-    online, target = (given({"weight": draw(seed, 3, 2)})()["weight"] for seed in (22, 23))
+    online, target = (leaves(weight=draw(seed, 3, 2))()["weight"] for seed in (22, 23))
     states, following = draw(24, 3, 2), draw(25, 3, 2)
 
     def slope(*opened: Block) -> Tensor:

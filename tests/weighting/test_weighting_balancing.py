@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract import BlockCase
 from torch.nn import functional
-from weighting_leaves import doubles, gradients, leaves, values_of, witness
+from values import doubles, gradients, leaves, values_of, witness
 
 from toolkit import unblock
 from toolkit.gradients import compare, field_jacobian

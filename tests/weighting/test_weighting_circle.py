@@ -3,7 +3,7 @@
 import pytest
 import torch
 from contract import BlockCase
-from weighting_leaves import doubles, gradients, leaves, values_of, witness
+from values import doubles, gradients, leaves, values_of, witness
 
 from toolkit import unblock
 from toolkit.gradients import field_jacobian

@@ -1,7 +1,14 @@
-"""Leaves and gradients that the tests of this room share."""
+"""Seeded generators, and values, leaves and gradients in float64, that the tests of all rooms share."""
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+
+def seeded(seed: int = 0, device: str = "cpu") -> torch.Generator:
+    """Return a new generator."""
+    return torch.Generator(device).manual_seed(seed)
 
 
 def doubles(*values) -> Tensor:
@@ -9,9 +16,11 @@ def doubles(*values) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def leaves(**values):
+def leaves(**values) -> Callable[[], dict[str, Tensor]]:
     """Return a function that makes new float64 leaves with these values."""
-    return lambda: {name: doubles(*value).requires_grad_() for name, value in values.items()}
+    return lambda: {
+        name: torch.as_tensor(value, dtype=torch.float64).clone().requires_grad_() for name, value in values.items()
+    }
 
 
 def values_of(parameters):
