@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from toolkit import stop_gradient
-from toolkit.gradients import _snapshot, audit, compare
+from toolkit.gradients import _parts, audit, compare
 
 ORIGINALS = [
     (owner, name, owner.__dict__.get(name))
@@ -748,7 +748,7 @@ def test_a_container_whose_method_is_decorated_is_named_by_its_caller(pair, tmp_
 def test_packages_are_installed_wherever_pip_puts_them(tmp_path, monkeypatch):
     (tmp_path / "target" / "package-1.0.dist-info").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", ["", str(tmp_path), str(tmp_path / "target")])
-    folders = _snapshot._installed()
+    folders = _parts._installed()
     assert str(tmp_path / "target") in folders
     assert not {"", str(tmp_path)}.intersection(folders)
 

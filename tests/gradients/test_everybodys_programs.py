@@ -2191,7 +2191,7 @@ def test_state_in_the_globals_of_a_module_is_found_in_a_package_when_runs_differ
         "    return value - STORE['mean']\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr("toolkit.gradients._snapshot.INSTALLED", (str(tmp_path),) if installed else ())
+    monkeypatch.setattr("toolkit.gradients._parts.INSTALLED", (str(tmp_path),) if installed else ())
     monkeypatch.delitem(sys.modules, "package_with_a_baseline", raising=False)
     package = importlib.import_module("package_with_a_baseline")
 
@@ -2235,7 +2235,7 @@ def test_keys_of_a_dict_are_not_printed():
 
 
 def test_data_are_not_copied_and_may_not_be_written_to(monkeypatch):
-    monkeypatch.setattr("toolkit.gradients._snapshot._LARGEST_STATE", 1000)
+    monkeypatch.setattr("toolkit.gradients._snapshot.LARGEST_STATE", 1000)
     w, small, large = _leaf(0, 3), torch.zeros(3, dtype=torch.float64), torch.ones(200, 3, dtype=torch.float64)
     cloned = []
     monkeypatch.setattr(torch.Tensor, "clone", lambda self: cloned.append(self.shape) or torch.clone(self))
@@ -2248,7 +2248,7 @@ def test_data_are_not_copied_and_may_not_be_written_to(monkeypatch):
     assert small.eq(0).all()
     assert (200, 3) not in cloned
     monkeypatch.undo()
-    monkeypatch.setattr("toolkit.gradients._snapshot._LARGEST_STATE", 1000)
+    monkeypatch.setattr("toolkit.gradients._snapshot.LARGEST_STATE", 1000)
 
     def writing():
         large.mul_(2)

@@ -26,8 +26,9 @@ from torch.utils.checkpoint import checkpoint
 from toolkit import block, compare, is_blocked, stop_gradient, stop_recording
 from toolkit.blocks import opened
 from toolkit.gradients._folding import Call, Node, folded
-from toolkit.gradients._gates import GateBoard, reachable_nodes
+from toolkit.gradients._gates import GateBoard
 from toolkit.gradients._layout import _apart, _crossings, _ordered, layered
+from toolkit.gradients._nodes import reachable_nodes
 from toolkit.gradients.graph import Graph, graph
 
 TARGET = block("test_graph.target", "The target is a label.")

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from toolkit.gradients._gates import GateBoard, Meeting, is_foreign
+from toolkit.gradients._gates import GateBoard, Meeting
+from toolkit.gradients._nodes import is_foreign
 from toolkit.gradients._program import (
     ALONE,
     CONSTANT,

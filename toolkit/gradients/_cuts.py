@@ -24,18 +24,14 @@ from toolkit.gradients._as_plain import (
     may_depend,
     unfolded,
 )
-from toolkit.gradients._gates import (
+from toolkit.gradients._gates import GateBoard, Meeting, Region, is_checkpointed, next_number
+from toolkit.gradients._nodes import (
     EVERY_BLOCK,
     Cut,
-    GateBoard,
-    Meeting,
-    Region,
     forget_source,
     gate_of,
-    is_checkpointed,
     is_cut,
     made_leaf,
-    next_number,
     reachable_nodes,
     successors,
 )

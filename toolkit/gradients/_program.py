@@ -18,8 +18,11 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_dynamo_compiling
 
 from toolkit.blocks import gated, no_graph, opened
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, gate_of, is_foreign, reachable_nodes
-from toolkit.gradients._snapshot import Parts, Snapshot, find_parts, unique, without_compiled_code
+from toolkit.gradients._eager import without_compiled_code
+from toolkit.gradients._gates import GateBoard
+from toolkit.gradients._nodes import EVERY_BLOCK, gate_of, is_foreign, reachable_nodes
+from toolkit.gradients._parts import Parts, find_parts, unique
+from toolkit.gradients._snapshot import Snapshot
 
 __all__ = [
     "ALONE",

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, has_storage, watched
+from toolkit.gradients._eager import without_compiled_code
 from toolkit.gradients._places import user_site
-from toolkit.gradients._snapshot import without_compiled_code
 
 __all__ = ["AliasWarning", "alias_guard"]
 

@@ -21,8 +21,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from toolkit.blocks import Gates, Site, carries_gradient, gated, has_storage
+from toolkit.gradients._eager import without_compiled_code
+from toolkit.gradients._parts import find_parts
 from toolkit.gradients._program import checked_dense, checked_function
-from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
+from toolkit.gradients._snapshot import Snapshot
 
 __all__ = ["gradcheck", "gradgradcheck"]
 

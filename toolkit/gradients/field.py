@@ -24,7 +24,8 @@ from torch.nn.modules._functions import BackwardHookFunction
 from toolkit._checks import integer
 from toolkit._random import seeded_generator
 from toolkit.gradients._answers import sentence
-from toolkit.gradients._gates import EVERY_BLOCK, GateBoard, roots_in
+from toolkit.gradients._gates import GateBoard
+from toolkit.gradients._nodes import EVERY_BLOCK, roots_in
 from toolkit.gradients._program import (
     CONSTANT,
     NO_PATH,

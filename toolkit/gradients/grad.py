@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
+from toolkit.gradients._nodes import EVERY_BLOCK, reachable_nodes
 
 __all__ = ["grad"]
 

@@ -15,9 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Gates, Site, gated, has_storage, opened
-from toolkit.gradients._gates import EVERY_BLOCK, reachable_nodes
+from toolkit.gradients._nodes import EVERY_BLOCK, reachable_nodes
+from toolkit.gradients._parts import find_parts
 from toolkit.gradients._program import checked_function, checked_loss, gradients_of
-from toolkit.gradients._snapshot import Snapshot, find_parts
+from toolkit.gradients._snapshot import Snapshot
 from toolkit.gradients.compare import text_table
 
 __all__ = ["Ledger", "LedgerEntry", "MemoryUse", "measure_memory", "memory_ledger"]

@@ -17,9 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import constants
+from toolkit.gradients._eager import without_compiled_code
+from toolkit.gradients._parts import find_parts
 from toolkit.gradients._places import user_site
 from toolkit.gradients._program import checked_dense, checked_function
-from toolkit.gradients._snapshot import Snapshot, find_parts, without_compiled_code
+from toolkit.gradients._snapshot import Snapshot
 
 __all__ = ["ModeFinding", "ModeReport", "mode_lint"]
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from toolkit.blocks import Site
-from toolkit.gradients._snapshot import INSTALLED
+from toolkit.gradients._parts import INSTALLED
 from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.source import text_of
 from toolkit.gradients.verdict import Kind

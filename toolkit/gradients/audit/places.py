@@ -33,9 +33,11 @@ from toolkit._tensors import HALF
 from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
 from toolkit.gradients._as_plain import unrecorded
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_by
-from toolkit.gradients._gates import reachable_nodes, replaced_by, roots_in
+from toolkit.gradients._gates import replaced_by
+from toolkit.gradients._nodes import reachable_nodes, roots_in
+from toolkit.gradients._parts import INSTALLED
 from toolkit.gradients._places import decorated
-from toolkit.gradients._snapshot import INSTALLED, Kept
+from toolkit.gradients._snapshot import Kept
 from toolkit.gradients._threads import this_thread
 
 __all__ = ["BareBlocks", "Escape"]

@@ -27,12 +27,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from toolkit.gradients._gates import gate_of, reachable_nodes, replacing
+from toolkit.gradients._eager import without_compiled_code
+from toolkit.gradients._gates import replacing
+from toolkit.gradients._nodes import gate_of, reachable_nodes
 from toolkit.gradients._program import keeping_selected
-from toolkit.gradients._snapshot import without_compiled_code
 from toolkit.gradients._threads import this_thread
 from toolkit.gradients.audit.answer import Audit
-from toolkit.gradients.audit.steps import Recorder, Refused, Unrecordable, backward_passes, root_of_pass
+from toolkit.gradients.audit.passes import Refused, backward_passes, root_of_pass
+from toolkit.gradients.audit.steps import Recorder, Unrecordable
 
 __all__ = ["Again", "Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun"]
 

@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,7 +23,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from toolkit.blocks import has_storage
 from toolkit.gradients._answers import Answers, Closed, Leak
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, CutBoard, Unrecordable
-from toolkit.gradients._gates import (
+from toolkit.gradients._eager import without_compiled_code
+from toolkit.gradients._nodes import (
     EVERY_BLOCK,
     gate_of,
     is_cut,
@@ -35,20 +36,18 @@ from toolkit.gradients._gates import (
     source_of,
     successors,
 )
+from toolkit.gradients._parts import Parts
 from toolkit.gradients._program import Answer, Parameters, coarsest, named_parameters
-from toolkit.gradients._snapshot import Parts, RandomState, Snapshot, without_compiled_code
-from toolkit.gradients._threads import this_thread
+from toolkit.gradients._snapshot import RandomState, Snapshot
 from toolkit.gradients.audit.answer import Audit
+from toolkit.gradients.audit.passes import Refused, backward_passes
 from toolkit.gradients.audit.places import BareBlocks
 from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
 from toolkit.gradients.compare import Comparison
 from toolkit.gradients.graph import graph_of_recorded
 from toolkit.gradients.verdict import equal, flat
 
-__all__ = ["AuditedStep", "Recorder", "Refused", "Unrecordable", "audited", "backward_passes"]
-
-# Makes the context of a backward pass from its loss and the tensors it differentiates by, None for every leaf.
-Begin = Callable[[Tensor, Collection[Tensor] | None], AbstractContextManager[None]]
+__all__ = ["AuditedStep", "Recorder", "Unrecordable", "audited"]
 
 _EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
 _NESTED = "it stops a nested tensor, which is recorded in the layout torch.jagged alone"
@@ -61,10 +60,6 @@ _OVERWRITTEN = "a tensor is changed in place that a derivative of the region nee
 _EAGER = "compiled functions ran in eager mode"
 _SCRIPTED = "stops inside of TorchScript are not looked into"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
-
-
-class Refused(ValueError):
-    """A step that cannot be audited; the message says why, in a sentence."""
 
 
 class Recorder:
@@ -563,69 +558,6 @@ def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) ->
             found.update(dict.fromkeys(regions, reason))
     if found:
         raise Unrecordable(found)
-
-
-@contextmanager
-def backward_passes(begin: Begin) -> Iterator[None]:
-    """Run every backward pass of this thread inside of the context that `begin` makes of its loss and its inputs."""
-    thread, running = this_thread(), False
-
-    def replaced(original: Callable[..., Any], root_of: Callable[..., tuple[Tensor, Any]]) -> Callable[..., Any]:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal running
-            if running or this_thread() != thread:
-                return original(*args, **kwargs)
-            running = True
-            try:
-                with begin(*root_of(*args, **kwargs)):
-                    return original(*args, **kwargs)
-            finally:
-                running = False
-
-        return backward
-
-    method, function = torch.Tensor.backward, torch.autograd.backward
-    torch.Tensor.backward = replaced(method, _root_of_method)  # type: ignore[method-assign]
-    torch.autograd.backward = replaced(function, root_of_pass)
-    try:
-        yield
-    finally:
-        torch.Tensor.backward, torch.autograd.backward = method, function  # type: ignore[method-assign]
-
-
-def _root_of_method(
-    value: Tensor,
-    gradient: Tensor | None = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> tuple[Tensor, Collection[Tensor] | None]:
-    return root_of_pass(value, gradient, inputs=inputs)
-
-
-def root_of_pass(
-    tensors: Any, grad_tensors: Any = None, *_: Any, inputs: Any = None, **__: Any
-) -> tuple[Tensor, Collection[Tensor] | None]:
-    """Return a scalar with the gradient of this backward pass, and its inputs.
-
-    Raises:
-        Refused: If it does not begin at tensors.
-    """
-    given = [tensors] if isinstance(tensors, Tensor | GradientEdge) else list(tensors)
-    values = [value for value in given if isinstance(value, Tensor)]
-    if len(values) < len(given):
-        raise Refused("The backward pass should begin at tensors. Found one that begins at a gradient edge.")
-    weights = [grad_tensors] if grad_tensors is None or isinstance(grad_tensors, Tensor) else list(grad_tensors)
-    weights += [None] * (len(values) - len(weights))
-    if len(values) == 1 and values[0].numel() == 1 and weights[0] is None:
-        root = values[0]
-    else:
-        pairs = zip(values, weights, strict=True)
-        root = torch.stack([(value if weight is None else value * weight).sum() for value, weight in pairs]).sum()
-    if inputs is None:
-        return root, None
-    ends = [inputs] if isinstance(inputs, Tensor | GradientEdge) else inputs
-    return root, [tensor for tensor in ends if isinstance(tensor, Tensor)] or None
 
 
 def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:

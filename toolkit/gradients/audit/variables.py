@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from toolkit.gradients._snapshot import Parts
+from toolkit.gradients._parts import Parts
 
 __all__ = ["modules_by_name", "objects_of", "parameters_of", "scopes_of"]
 
