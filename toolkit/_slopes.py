@@ -40,7 +40,7 @@ def value_and_slopes(
 
 
 def scalar(value: Tensor) -> Tensor:
-    """Return a loss if it is one."""
+    """Return the value of a loss; raise ValueError unless it is a scalar tensor."""
     if not isinstance(value, Tensor):
         raise ValueError(f"`loss` should return a tensor. Found {type(value).__name__}.")
     if value.dim():

@@ -63,8 +63,8 @@ def natural_gradient(
         divergence: A scalar: the mean of `kl_from_held`, say, at the same parameters.
         parameters: The tensors to differentiate by.
         damping: :math:`\lambda`, not negative.
-        iterations: The most steps of conjugate gradients; as many as numbers in the parameters solve exactly.
-        tolerance: They end when the residual is this share of the gradient.
+        iterations: The most steps of conjugate gradients. In exact arithmetic, the number of parameters suffices.
+        tolerance: Length of the residual, relative to the gradient, at which the steps end.
         radius: :math:`\delta`: the direction d is scaled to :math:`d^T F d / 2 = \delta`, the step of trust region
             policy optimisation before its line search. None: it is not scaled.
 

@@ -171,7 +171,7 @@ class CutBoard(GateBoard):
         return not (node is None or self.is_earlier(node) or self.leads_to_a_leaf(node, {}))
 
     def leads_to_a_leaf(self, node: Any, known: dict[Any, bool]) -> bool:
-        """Return whether the plain program has a graph behind this node; `known` keeps what was found."""
+        """Return whether the plain program has a graph behind this node; `known` caches the answers by node."""
         order, stack = list[Any](), [node]
         while stack:
             here = stack.pop()
@@ -216,7 +216,7 @@ class CutBoard(GateBoard):
         return gate_of(node) | self.regions_of(node)
 
     def forget_leaves(self) -> None:
-        """Make ordinary leaves of the made leaves."""
+        """Turn the leaves that stand for constants back into ordinary leaves."""
         for node in self._leaves:
             forget_source(node)
 
@@ -306,7 +306,7 @@ class CutBoard(GateBoard):
             self._in_forward = outer
 
     def close_regions(self, roots: Iterable[Any]) -> None:
-        """Close regions; blocks behind a derivative that a function or a hook takes in a backward pass are `inner`."""
+        """Close regions. If a function or a hook differentiates in a backward pass, the blocks behind are `inner`."""
         roots = list(roots)
         super().close_regions(roots)
         if torch._C._current_autograd_node() is not None:

@@ -264,7 +264,7 @@ def _copied(storage: Mapping[Any, Any]) -> dict[Any, Any]:
 
 
 def derivatives(value: Tensor, params: Mapping[str, Tensor], others: Iterable[Tensor] = ()) -> dict[str, Tensor | None]:
-    """Return parameter -> gradient, None without a path. `others` are differentiated by, too; the graph stays."""
+    """Return parameter -> gradient, None without a path. The graph is kept, and differentiated by `others` as well."""
     wanted = {name: parameter for name, parameter in params.items() if parameter.requires_grad}  # not frozen on the way
     found: dict[str, Tensor | None] = dict.fromkeys(params)
     if value.requires_grad and wanted:

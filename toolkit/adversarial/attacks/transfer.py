@@ -93,9 +93,9 @@ def ni_fgsm(
 ) -> Tensor:
     """Ascend with momentum by gradients that are taken ahead of the point: Nesterov's accelerated gradient.
 
-    As `mi_fgsm`, with the gradient at ``x_t + momentum * step_size * D g_t``, where g_t is the running sum of gradients
-    that are divided by their sum of absolute values, and D the number of features: in the authors' code the gradients
-    are divided by the mean of these values.
+    As `mi_fgsm`, with the gradient at ``x_t + momentum * step_size * D g_t``, where g_t is the running sum of
+    gradients divided by their L1 norm, and D the number of features. The factor D is that of the authors' code, which
+    divides gradients by their mean absolute value.
 
     Args:
         model: Inputs (N, ...) to logits (N, C).

@@ -106,8 +106,8 @@ def optimise(cases: Cases, chain: list[Affine], steps: int, errors: list[float])
     Args:
         cases: The cases.
         chain: The layers.
-        steps: How many.
-        errors: By how much any unit of each layer may be wrong for rounding; so much is taken off the bounds.
+        steps: Number of steps.
+        errors: Largest rounding error of a unit of each layer, which is subtracted from the bounds.
 
     Returns:
         The cases with the best bounds; the minimisers of the last step, (R, D); and for each layer the loss of the

@@ -46,14 +46,14 @@ _MONOTONE = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Sigmoid, nn.Tanh, nn
 class Affine(NamedTuple):
     """``z -> weight z + bias`` on flat vectors.
 
-    A product of several layers may cancel, and its rounding does not: it grows with the sizes.
+    The terms of a product of several layers may cancel. Their rounding errors do not: they grow with absolute values.
 
     Attributes:
         weight: (M, M of the layer before).
         bias: (M,).
         weight_size: The sums of the absolute values of the terms of `weight`, (M, M of the layer before).
-        bias_size: The same of `bias`, (M,).
-        terms: How many roundings `weight` and `bias` have, at most.
+        bias_size: The same sums for `bias`, (M,).
+        terms: The largest number of roundings behind an entry of `weight` or `bias`.
     """
 
     weight: Tensor

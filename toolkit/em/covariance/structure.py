@@ -87,7 +87,7 @@ class Structure(ABC):
 
     @abstractmethod
     def pool(self, scatter: Tensor) -> Tensor:
-        """Return the scatter of this structure from that of `wide`."""
+        """Return the scatter of this structure from a scatter of the structure `wide`."""
 
     @abstractmethod
     def restrict(self, covariance: Tensor) -> Tensor:

@@ -107,7 +107,7 @@ def choose_starts(
     reg_covar: float,
     generator: torch.Generator | None,
 ) -> list[GaussianParameters]:
-    """Return several starts of a fit: one M-step from the samples nearest to the means, where it is not singular."""
+    """Choose the means of several starts, and return the parameters that `start_at` gives for each."""
     return [
         start_at(x, sample_weight, means, keep=init != "kmeans", covariance_type=covariance_type, reg_covar=reg_covar)
         for means in choose_means(x, sample_weight, n_components, n_starts, init, generator)
@@ -150,7 +150,7 @@ def start_at(
     covariance_type: CovarianceType,
     reg_covar: float,
 ) -> GaussianParameters:
-    """Return the M-step from the samples nearest to each origin (K, D), float64; or with the origins as means."""
+    """Assign each sample to its nearest origin (K, D), float64, and return one M-step; `keep` the origins as means."""
     moved = start_from(x, None, origins, covariance_type, reg_covar, sample_weight)
     return dataclasses.replace(moved, means=origins) if keep else moved
 

@@ -26,9 +26,13 @@ _MOST_SAMPLES = 2000
 
 @dataclass(frozen=True, eq=False)
 class Agglomeration:
-    """Trees of at most 2,000 of the samples; `points` (N, D), centred, float64, are the samples in the metric of each.
+    """Ward's trees of the samples, or of a random 2,000 of them: one tree for each of several metrics.
 
-    `chosen` are the indices of the samples in the trees, and `merges` the linkage matrices of scipy.
+    Attributes:
+        x: The samples, (N, D), float64.
+        chosen: Indices of the samples in the trees.
+        points: The centred samples in the coordinates of each metric, (N, D).
+        merges: The linkage matrix of each tree, as scipy writes it.
     """
 
     x: Tensor

@@ -150,7 +150,7 @@ class DistributionMixture(Components):
 
     @property
     def n_parameters(self) -> int:
-        """Free parameters: the weights but one, and every number in `parameters`."""
+        """Number of free parameters: K - 1 weights and every number in `parameters`."""
         return self.n_components - 1 + sum(value.numel() for value in self.parameters.values())
 
     def to(self, target: torch.dtype | torch.device) -> Self:

@@ -147,7 +147,7 @@ def read_tables(path: Path) -> dict[str, list[Stop]]:
 
 
 def write_tables(path: Path, tables: Mapping[str, Iterable[Stop]], command: str) -> None:
-    """Write tables of expected stops, which `command` made."""
+    """Write tables of expected stops, with the command that makes them in the first lines."""
     rows = [_row(name, stop) for name, stops in tables.items() for stop in stops]
     path.write_text("\n".join([_HEAD.format(command=" ".join(command.split())), *rows]), "utf-8")
 

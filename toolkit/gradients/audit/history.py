@@ -97,7 +97,7 @@ class LeakHistory:
 
 
 class RepeatedAudit:
-    """Audits every n-th step of a training loop that calls it at the begin and at the end of a step.
+    """Audits every n-th step of a training loop that calls it at the beginning and at the end of a step.
 
     Attributes:
         history: The leaks so far.

@@ -162,9 +162,10 @@ class Recorder:
             refuse_strays(value, self.board)
 
     def part(self, value: Tensor) -> None:
-        """Make constants of the constants of the plain program that a backward pass from `value` has shared and freed.
+        """Detach the tensors that are constants of the plain program and whose graph a backward pass has freed.
 
-        Autograd runs the nodes behind them, and frees these; the next backward pass could not run them again.
+        Here such constants have a graph. The backward pass from `value` runs and frees its nodes, which the next
+        backward pass could not run again.
         """
         board, known = self.board, dict[Any, bool]()
         nodes = _plainly_behind([] if value.grad_fn is None else [value.grad_fn])
