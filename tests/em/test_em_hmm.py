@@ -26,6 +26,7 @@ from toolkit.em import log_likelihood as mixture_log_likelihood
 from toolkit.em import m_step as mixture_m_step
 from toolkit.em.estimators.hmm import CategoricalHMM, GaussianHMM
 from toolkit.em.hmm import _chain, _engine
+from toolkit.em.hmm import _plan as plans
 from toolkit.em.hmm import _recursions as recursions
 from toolkit.em.hmm._viterbi import best_paths
 from toolkit.gradients.memory import LiveBytes
@@ -71,7 +72,7 @@ def _cut(monkeypatch: pytest.MonkeyPatch, block: int | None) -> None:
     """Let sequences be cut into blocks of so many steps; 0: none is. None: as is estimated to be fastest."""
     if block is not None:
         monkeypatch.setattr(_engine, "is_short", lambda lengths, n_states: False)
-        monkeypatch.setattr(_engine, "plan", functools.partial(recursions.plan, block=block))
+        monkeypatch.setattr(_engine, "plan", functools.partial(plans.plan, block=block))
 
 
 # --- the witness: every path, one by one ------------------------------------------------------------------------------
@@ -309,7 +310,7 @@ def test_under_torch_func(kind):
 @pytest.mark.parametrize("lengths", [[1], [2], [1, 1], [33, 1, 17, 33, 2], [101], [64, 64, 130]], ids=str)
 def test_fast_pass_is_the_plain_recursion(lengths, k, block, monkeypatch):
     _cut(monkeypatch, block)
-    monkeypatch.setattr(recursions, "_CUT_BYTES", {"cpu": 200 * k})  # so that blocks come in several chunks
+    monkeypatch.setattr(plans, "_CUT_BYTES", {"cpu": 200 * k})  # so that blocks come in several chunks
     monkeypatch.setattr(recursions, "_KEPT_BYTES", {"cpu": 1000 * k})
     monkeypatch.setattr(_engine.Engine, "_run_slowly", None)
     parameters = model("diag", k=k)
@@ -499,10 +500,10 @@ def test_a_million_steps_in_bounded_memory():
 
 
 def test_many_states_are_cut_for_memory_alone(monkeypatch):
-    assert not recursions.plan([3000], 60).chains
-    monkeypatch.setattr(recursions, "_WHOLE_BYTES", 8 * 60 * 2999)
-    assert not recursions.plan([2999], 60).chains
-    assert recursions.plan([3000], 60).chains
+    assert not plans.plan([3000], 60).chains
+    monkeypatch.setattr(plans, "_WHOLE_BYTES", 8 * 60 * 2999)
+    assert not plans.plan([2999], 60).chains
+    assert plans.plan([3000], 60).chains
 
 
 @pytest.mark.parametrize("block", [None, 0, 2, 5, 16])

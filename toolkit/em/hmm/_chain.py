@@ -23,7 +23,8 @@ from scipy.linalg import blas
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.hmm._recursions import LARGEST, Consume, Emit, ForwardBackward, pass_seconds
+from toolkit.em.hmm._plan import pass_seconds
+from toolkit.em.hmm._recursions import LARGEST, Consume, Emit, ForwardBackward
 
 __all__ = ["Chain", "is_short"]
 

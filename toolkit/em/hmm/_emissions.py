@@ -26,7 +26,8 @@ from toolkit.em.gaussian import (
     precisions_cholesky,
     to_unconstrained,
 )
-from toolkit.em.hmm._recursions import Plan, smallest_exponent
+from toolkit.em.hmm._plan import Plan
+from toolkit.em.hmm._recursions import smallest_exponent
 
 __all__ = ["CategoricalEmissions", "Emissions", "GaussianEmissions", "Pass", "Prepared"]
 
@@ -48,7 +49,7 @@ class Pass(Protocol):
         """Return the log-probabilities or log-densities of some slots of a chunk, (K, end - begin)."""
 
     def emit(self, chunk: int, begin: int, out: Tensor) -> Tensor:
-        """Write scaled emission probabilities, and return the logs of the scales (see `_hmm_recursions.Emit`)."""
+        """Write scaled emission probabilities, and return the logs of the scales (see `_recursions.Emit`)."""
 
     def consume(self, chunk: int, posteriors: Tensor) -> None:
         """Add a chunk's posteriors (K, N) to the statistics of the M-step."""

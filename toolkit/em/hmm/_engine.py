@@ -19,7 +19,8 @@ from toolkit.em.engine.checks import check_weights
 from toolkit.em.hmm._chain import Chain, is_short
 from toolkit.em.hmm._emissions import Pass, Prepared
 from toolkit.em.hmm._logarithms import smooth, sums_over_paths
-from toolkit.em.hmm._recursions import Chunk, Consume, ForwardBackward, Plan, Workspace, forward_backward, plan
+from toolkit.em.hmm._plan import Chunk, Plan, plan
+from toolkit.em.hmm._recursions import Consume, ForwardBackward, Workspace, forward_backward
 from toolkit.em.hmm.parameters import DirichletPrior, HMMParameters, Posteriors, with_counts
 
 __all__ = ["Engine"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from toolkit.blocks import no_graph
-from toolkit.em.hmm._recursions import Chunk, Plan, plan
+from toolkit.em.hmm._plan import Chunk, Plan, plan
 
 __all__ = ["LogProb", "best_paths"]
 

@@ -37,7 +37,7 @@ from toolkit.em.engine.rounding import ROUNDING
 from toolkit.em.hmm._emissions import draw
 from toolkit.em.hmm._engine import Engine
 from toolkit.em.hmm._logarithms import smooth, sums_over_paths
-from toolkit.em.hmm._recursions import Plan
+from toolkit.em.hmm._plan import Plan
 from toolkit.em.hmm._viterbi import LogProb, best_paths
 from toolkit.em.hmm.parameters import DirichletPrior, HMMParameters, Posteriors, with_counts
 from toolkit.em.mixture import RESPONSIBILITIES
