@@ -16,6 +16,7 @@ import torch
 from contract import block_cases, peer_cases
 from folders import TESTS
 from torch import Tensor, nn
+from values import draw
 
 import toolkit
 from toolkit import Block, block, declared_blocks, stop_gradient, unblock
@@ -44,10 +45,6 @@ Tensors = Mapping[str, Tensor]
 LEAKY = declared_blocks().get("test_peers.shift") or block(
     "test_peers.shift", "A shift that no division undoes: opening it leaks, which the peers have to find as well."
 )
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def one_hot(labels: Tensor, n_classes: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""Seeded generators, and values, leaves and gradients in float64, that the tests of all rooms share."""
+"""Seeded generators, values, leaves and gradients in float64, and a table, that the tests of all rooms share."""
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -9,6 +10,11 @@ from torch import Tensor
 def seeded(seed: int = 0, device: str = "cpu") -> torch.Generator:
     """Return a new generator."""
     return torch.Generator(device).manual_seed(seed)
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    """Return normal numbers in float64, as a constant."""
+    return torch.randn(shape, generator=seeded(seed), dtype=torch.float64)
 
 
 def doubles(*values) -> Tensor:
@@ -40,3 +46,16 @@ def gradients(loss, parameters):
         name: torch.zeros_like(parameter) if gradient is None else gradient
         for (name, parameter), gradient in zip(parameters.items(), found, strict=True)
     }
+
+
+class Frame:
+    """A stand-in for a table with named columns."""
+
+    def __init__(self, x, columns):
+        self.x, self.columns, self.shape = x, np.array(columns, dtype=object), x.shape
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.x, dtype)
+
+    def __len__(self):
+        return len(self.x)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from contract import BlockCase
 from torch.func import hessian, jacrev
-from values import leaves
+from values import draw, leaves
 
 from toolkit import unblock
 from toolkit.curvature import (
@@ -20,11 +20,6 @@ from toolkit.curvature import (
     kl_from_held,
     kl_to_held,
 )
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
 
 # --- a network with two weights, whose derivatives are written by hand ------------------------------------------------
 

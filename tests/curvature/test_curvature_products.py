@@ -3,15 +3,11 @@
 import pytest
 import torch
 from folders import ROOT
+from values import draw
 
 from toolkit import unblock
 from toolkit.curvature import HELD_POLICY, hessian_product, kl_from_held, natural_gradient
 from toolkit.runner._zoo import read_programs
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
 
 FEATURES, LABELS = draw(1, 12, 4), torch.randint(3, (12,), generator=torch.Generator().manual_seed(2))
 

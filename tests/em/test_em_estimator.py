@@ -14,6 +14,7 @@ from sklearn import datasets as bundled
 from sklearn.exceptions import ConvergenceWarning
 from test_em_engine import far_and_narrow
 from torch.utils.data import DataLoader, TensorDataset
+from values import Frame
 
 from toolkit._data import choose, generator_of
 from toolkit._progress import Progress
@@ -823,19 +824,6 @@ def test_standard_errors_that_cannot_be_had():
 
 
 # --- hostile input -----------------------------------------------------------------------------------------------
-
-
-class Frame:
-    """A stand-in for a table with named columns."""
-
-    def __init__(self, x, columns):
-        self.x, self.columns, self.shape = x, np.array(columns, dtype=object), x.shape
-
-    def __array__(self, dtype=None, copy=None):
-        return np.array(self.x, dtype)
-
-    def __len__(self):
-        return len(self.x)
 
 
 HOSTILE = {

@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 import torch
 from contract import BlockCase, relative_error
+from test_em import gradient_of
 from torch import Tensor
 from torch import distributions as dist
 from torch.func import grad, jacrev, vmap
@@ -37,11 +38,6 @@ Leaves = Mapping[str, Tensor]
 
 def normal(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(shape, generator=seeded(seed), dtype=F64)
-
-
-def gradient_of(function: Callable[[Leaves], Tensor], leaves: Leaves) -> dict[str, Tensor]:
-    values = {name: value.detach().clone().requires_grad_() for name, value in leaves.items()}
-    return dict(zip(values, torch.autograd.grad(function(values), list(values.values())), strict=True))
 
 
 def flat(leaves: Leaves) -> Tensor:

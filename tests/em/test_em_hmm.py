@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from sklearn.base import clone
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from test_em import gradient_of
 from torch import Tensor
 from torch import distributions as dist
 from torch.func import grad
@@ -144,11 +145,6 @@ LENGTHS = [4, 1, 5]
 
 def leaves_of(parameters: hmm.HMMParameters) -> dict[str, Tensor]:
     return {name: leaf.clone().requires_grad_() for name, leaf in parameters.unconstrained().items()}
-
-
-def gradient_of(function: Callable[[Mapping[str, Tensor]], Tensor], leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    values = {name: value.detach().clone().requires_grad_() for name, value in leaves.items()}
-    return dict(zip(values, torch.autograd.grad(function(values), list(values.values())), strict=True))
 
 
 def case(kind: str) -> BlockCase:

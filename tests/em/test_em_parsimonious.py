@@ -10,6 +10,7 @@ import pytest
 import torch
 from contract import BlockCase, relative_error
 from scipy.optimize import minimize
+from test_em import samples
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal
 from torch.func import grad, jacrev, vmap
@@ -42,16 +43,6 @@ TWINS = {"VVV": "full", "EEE": "tied", "VVI": "diag", "VII": "spherical"}
 
 def start_type(model):
     return steps.model_of(model).start.name
-
-
-def samples(n: int = 60, d: int = 3, k: int = 3, seed: int = 0) -> Tensor:
-    """Draw overlapping clusters with correlated features."""
-    g = seeded(seed)
-    mixing = torch.randn(k, d, d, generator=g, dtype=F64) * 0.5 + torch.eye(d, dtype=F64)
-    centres = 1.5 * torch.randn(k, d, generator=g, dtype=F64)
-    labels = torch.randint(k, (n,), generator=g)
-    noise = torch.randn(n, d, generator=g, dtype=F64)
-    return centres[labels] + (mixing[labels] @ noise[..., None])[..., 0]
 
 
 def statistics(k: int = 3, d: int = 3, seed: int = 0) -> tuple[Tensor, Tensor]:

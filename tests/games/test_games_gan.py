@@ -9,6 +9,7 @@ from contract import BlockCase
 from torch import nn
 from torch.func import functional_call
 from torch.nn.functional import binary_cross_entropy_with_logits
+from values import draw
 
 from toolkit import unblock
 from toolkit.games import (
@@ -23,10 +24,6 @@ from toolkit.games import (
 )
 
 KINDS = ["minimax", "non_saturating", "hinge", "wasserstein"]
-
-
-def draw(seed, *shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 REAL, NOISE = draw(1, 4, 2), draw(2, 4, 3)

@@ -1079,19 +1079,6 @@ def test_training_that_leaves_the_finite_numbers_says_so():
     assert np.isfinite(machine.components_).all()
 
 
-class Frame:
-    """A stand-in for a table with named columns."""
-
-    def __init__(self, x, columns):
-        self.x, self.columns, self.shape = x, np.array(columns, dtype=object), x.shape
-
-    def __array__(self, dtype=None, copy=None):
-        return np.array(self.x, dtype)
-
-    def __len__(self):
-        return len(self.x)
-
-
 def test_features_are_remembered_and_compared():
     found, x = trained(BernoulliRBM)
     with pytest.raises(ValueError, match="X has 2 features, but BernoulliRBM is expecting 6"):

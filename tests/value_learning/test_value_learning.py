@@ -11,7 +11,7 @@ from accelerator import ACCELERATOR
 from contract import BlockCase, relative_error
 from torch import Tensor
 from torch.func import vmap
-from values import leaves
+from values import draw, leaves
 
 from experiments.value_learning import Config, Walk, run, true_values
 from toolkit import Block, unblock
@@ -199,10 +199,6 @@ def n_step_errors(v: Tensor, n: int = 3) -> Tensor:
 
 
 ATOMS, NEXT_ATOMS = tensor(-1.0, -0.5, 0.5, 1.25, 2.0), tensor(-1.5, 0.0, 0.75, 1.5)
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def triangles(z: Tensor, atoms: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from values import draw
 
 from toolkit import Block, unblock
 from toolkit.value_learning import (
@@ -50,10 +51,6 @@ def rlax() -> Any:
         library = pytest.importorskip("rlax")
     jax.config.update("jax_enable_x64", True)
     return library
-
-
-def draw(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 R, D = 0.5 * draw(1, 4), draw(2, 4).sigmoid() / 5 + 0.8
