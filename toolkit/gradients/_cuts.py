@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -35,6 +34,7 @@ from toolkit.gradients._nodes import (
     reachable_nodes,
     successors,
 )
+from toolkit.gradients._places import TOOLKIT, TORCH
 
 __all__ = ["WRITES_STAY_BLOCKED", "CutBoard", "Unrecordable", "changed_by"]
 
@@ -47,9 +47,7 @@ _MASK = "an attention takes it as a mask, and is computed in another way if a ma
 _CHECKPOINTED = "a checkpoint multiplies by it, and would multiply in another way when it computes again"
 _TAKES_NO_GRADIENT = ("is not differentiable with respect to argument", "don't support automatic differentiation")
 _HOOKS = "toolkit.gradients.hooks"
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_TOOLKIT = str(Path(__file__).parents[1]) + "/"
-_OVERRIDES = _TORCH + "overrides.py"
+_OVERRIDES = TORCH + "overrides.py"
 
 
 class Unrecordable(RuntimeError):
@@ -232,7 +230,7 @@ class CutBoard(GateBoard):
             frame.f_code.co_name == "__torch_function__" or _OVERRIDES in frame.f_code.co_filename
         ):
             frame = frame.f_back
-        if frame is not None and not frame.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
+        if frame is not None and not frame.f_code.co_filename.startswith((TORCH, TOOLKIT)):
             self.linear = False
 
     def is_hooked(self, node: Any) -> bool:

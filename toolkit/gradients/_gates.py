@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
@@ -39,6 +38,7 @@ from toolkit.gradients._nodes import (
     reachable_nodes,
     roots_in,
 )
+from toolkit.gradients._places import TOOLKIT, TORCH
 
 __all__ = [
     "GateBoard",
@@ -390,8 +390,6 @@ class _Gap:
         return self.start <= number and (self.end is None or number < self.end)
 
 
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_TOOLKIT = str(Path(__file__).parents[1]) + "/"
 _REPLACES = "toolkit.gradients.replaces"
 next_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
@@ -476,7 +474,7 @@ def _beyond_modes(frame: FrameType) -> FrameType:
 def _end_of_context(frame: FrameType) -> FrameType:
     """Return the frame of a context's end that calls the function `set_grad_enabled`; any other frame unchanged."""
     outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename.startswith((_TORCH, _TOOLKIT)):
+    while outer is not None and outer.f_code.co_filename.startswith((TORCH, TOOLKIT)):
         if outer.f_code.co_name == "__exit__" and outer.f_code.co_filename == torch.autograd.grad_mode.__file__:
             return outer
         outer = outer.f_back

@@ -11,10 +11,11 @@ import torch
 
 from toolkit.blocks import Site, site_of
 
-__all__ = ["decorated", "user_site"]
+__all__ = ["TOOLKIT", "TORCH", "decorated", "user_site"]
 
-_TORCH = str(Path(torch.__file__).parent) + "/"
-_TOOLKIT = str(Path(__file__).parent.parent) + "/"
+# The folders of the code of torch and of this library.
+TORCH = str(Path(torch.__file__).parent) + "/"
+TOOLKIT = str(Path(__file__).parent.parent) + "/"
 
 
 def user_site(frame: FrameType | None) -> Site:
@@ -44,4 +45,4 @@ def decorated(function: Any, internal: Callable[[str], bool]) -> Site | None:
 
 
 def _is_internal(file: str) -> bool:
-    return file.startswith((_TORCH, _TOOLKIT))
+    return file.startswith((TORCH, TOOLKIT))

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
@@ -36,19 +35,17 @@ from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_b
 from toolkit.gradients._gates import replaced_by
 from toolkit.gradients._nodes import reachable_nodes, roots_in
 from toolkit.gradients._parts import INSTALLED
-from toolkit.gradients._places import decorated
+from toolkit.gradients._places import TOOLKIT, TORCH, decorated
 from toolkit.gradients._snapshot import Kept
 from toolkit.gradients._threads import this_thread
 
 __all__ = ["BareBlocks", "Escape"]
 
-_TOOLKIT = str(Path(__file__).parents[2]) + "/"
-_TORCH = str(Path(torch.__file__).parent) + "/"
 # Parts of torch that are models, not internals: their stops concern the user.
-_MODELS = tuple(_TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/"))
+_MODELS = tuple(TORCH + part for part in ("nn/functional.py", "nn/modules/", "nn/utils/", "distributions/"))
 
 # Parts of torch whose stops belong to the line that calls them: `load_state_dict`, `state_dict`, `clip_grad_norm_`.
-_OF_THE_CALLER = tuple(_TORCH + part for part in ("nn/modules/module.py", "nn/utils/clip_grad.py"))
+_OF_THE_CALLER = tuple(TORCH + part for part in ("nn/modules/module.py", "nn/utils/clip_grad.py"))
 
 # Functions that user code may have bound to a name before the replacement: then only a mode sees the call.
 _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
@@ -62,7 +59,7 @@ _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
     (torch.asarray, torch, "asarray"),
 )
 # Modules that compute in another way while no gradient is recorded and no mode is active.
-_WITH_FAST_PATHS = frozenset(_TORCH + f"nn/modules/{name}.py" for name in ("activation", "transformer"))
+_WITH_FAST_PATHS = frozenset(TORCH + f"nn/modules/{name}.py" for name in ("activation", "transformer"))
 _CHECKPOINT = checkpoint._checkpoint_without_reentrant_generator.__code__
 _FAST_PATH = "a module of torch takes a fast path inside of it, which has no derivative"
 _STALE = "autocast keeps the cast of a weight that is updated before its next use, and a recorded region keeps none"
@@ -376,7 +373,7 @@ class BareBlocks:
         def take(*args: Any, **kwargs: Any) -> Any:
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             caller = self._caller()
-            if not caller.f_code.co_filename.startswith(_TORCH) and any(map(carries_gradient, given)):
+            if not caller.f_code.co_filename.startswith(TORCH) and any(map(carries_gradient, given)):
                 self._note_escape(kind, caller)
             return original(*args, **kwargs)
 
@@ -511,7 +508,7 @@ class BareBlocks:
             self._refuse_fast_path(frame, regions)
             if frame.f_code is _CHECKPOINT:  # without a graph it keeps the values, and runs nothing again
                 return bool(original()) and not regions
-            if not regions or frame.f_code.co_filename.startswith((_TOOLKIT, _TORCH)):
+            if not regions or frame.f_code.co_filename.startswith((TOOLKIT, TORCH)):
                 return bool(original())
             for region in regions:
                 self.partly.setdefault(region, "`is_grad_enabled()` answers in it as if it were closed")
@@ -581,7 +578,7 @@ class BareBlocks:
     def user_site(self) -> Site | None:
         """Return the place in the user's code, or in a package, that called torch."""
         frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith((_TOOLKIT, _TORCH)):
+        while frame is not None and frame.f_code.co_filename.startswith((TOOLKIT, TORCH)):
             frame = frame.f_back
         return None if frame is None else site_of(frame)
 
@@ -627,7 +624,7 @@ class BareBlocks:
             self.escapes[Escape(kind, str(site))] = None
 
     def _site_of_escape(self, frame: FrameType | None) -> Site | None:
-        while frame is not None and (frame.f_code.co_filename.startswith((_TORCH, copy.__file__)) or _passes_on(frame)):
+        while frame is not None and (frame.f_code.co_filename.startswith((TORCH, copy.__file__)) or _passes_on(frame)):
             frame = frame.f_back
         if frame is None or _is_machinery(frame.f_code.co_filename) or not self._mine():
             return None
@@ -736,7 +733,7 @@ def _requires_gradient(value: Any) -> bool:
 
 
 def _is_machinery(file: str) -> bool:
-    return file.startswith((_TOOLKIT, _TORCH)) and not file.startswith(_MODELS)
+    return file.startswith((TOOLKIT, TORCH)) and not file.startswith(_MODELS)
 
 
 def _unwraps(input: Any) -> bool:
@@ -761,7 +758,7 @@ def _caller() -> FrameType:
 def _outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:
     """Return the frame that called a package's function of the same name, for example a container's ``detach()``."""
     if frame.f_code.co_filename in _OF_THE_CALLER:
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(TORCH):
             frame = frame.f_back
     if not frame.f_code.co_filename.startswith(INSTALLED):
         return frame
@@ -782,13 +779,13 @@ def _package(frame: FrameType) -> str:
 def _passes_on(frame: FrameType) -> bool:
     """Return whether a call only passes through this frame, by modes or by the names of `torch.ops`."""
     code = frame.f_code
-    mode = code.co_name == "__torch_function__" and code.co_filename.startswith(_TOOLKIT)
-    return mode or code.co_filename == _TORCH + "_ops.py"
+    mode = code.co_name == "__torch_function__" and code.co_filename.startswith(TOOLKIT)
+    return mode or code.co_filename == TORCH + "_ops.py"
 
 
 def _is_decorating(frame: FrameType) -> bool:
     """Return whether torch enters a context for a function decorated with it."""
-    return frame.f_code.co_filename.startswith(_TORCH) and frame.f_code.co_name != "<module>"
+    return frame.f_code.co_filename.startswith(TORCH) and frame.f_code.co_name != "<module>"
 
 
 def _opens_with(frame: FrameType) -> bool:
