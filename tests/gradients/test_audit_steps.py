@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from toolkit import stop_gradient, stop_recording
 from toolkit.gradients import audit, audited, field_jacobian
+from toolkit.gradients.audit import variables
 from toolkit.gradients.audit.steps import Recorder
 
 # Under a dispatch mode torch itself crashes on some of the programs.
@@ -588,7 +589,7 @@ def test_a_parameter_of_the_optimizer_without_a_path_is_listed():
 
 
 @pytest.mark.parametrize("hides", [False, True])
-def test_parameters_are_named_by_the_variables_that_hold_them(hides):
+def test_parameters_are_named_by_the_variables_that_hold_them(hides, monkeypatch):
     class Agent:
         def __init__(self):
             self.temperature = torch.zeros(1, requires_grad=True)
@@ -596,12 +597,14 @@ def test_parameters_are_named_by_the_variables_that_hold_them(hides):
 
     agent, weights, biases = Agent(), [torch.ones(1, requires_grad=True)], {"b": torch.ones(1, requires_grad=True)}
     scale = torch.ones(1, requires_grad=True)
+    monkeypatch.setattr(variables, "gc", gc)
     if hides:
         gc.freeze()
     with audited() as step:
         y = (agent.critic(agent.actor.weight) * scale + weights[0]).detach() * agent.temperature.exp() + biases["b"]
         y.sum().backward()
     assert gc.get_freeze_count() == 0
+    gc.freeze()
     assert set(step.audits[0].effects[0].verdict.parameters) == {
         *("agent.actor.weight", "agent.critic.bias", "agent.critic.weight", "scale", "weights[0]")
     }
@@ -652,6 +655,8 @@ def test_stops_inside_of_torchscript_are_said_to_be_unseen():
     with audited() as step:
         (compiled(w) * w * len(listed)).sum().backward()
     assert step.audits[0].remarks == ["stops inside of TorchScript are not looked into"]
+    del listed, compiled
+    gc.collect()  # the next step would find them
 
 
 def test_the_scale_of_a_loss_is_said():

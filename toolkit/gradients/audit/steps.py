@@ -7,6 +7,7 @@ passes compute what they always compute. In front of a backward pass the answer 
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -106,12 +107,12 @@ class Recorder:
             Refused: If the graph of the step cannot be differentiated a second time.
         """
         scopes = scopes_of(sys._getframe(1))
-        alive = objects_of(nn.Module, torch.jit.ScriptFunction, torch.amp.GradScaler)
+        alive = objects_of(nn.Module, torch.jit.ScriptFunction, torch.amp.GradScaler, torch.optim.Optimizer)
         parts = Parts(modules=modules_by_name(alive, scopes))
         given = None if params is None else named_parameters(params, parts)
         if given is None and inputs is not None:
             given = parameters_of(list(inputs), parts, scopes)
-        answers = self._answers_for(value, given, parts, scopes)
+        answers = self._answers_for(value, given, parts, scopes, alive)
         comparison = Comparison(answers, answers.names(self.bare.partly), nested=self.bare.nested)
         return Audit(
             comparison,
@@ -129,10 +130,15 @@ class Recorder:
         )
 
     def _answers_for(
-        self, value: Tensor, params: Mapping[str, Tensor] | None, parts: Parts, scopes: Sequence[Mapping[str, Any]]
+        self,
+        value: Tensor,
+        params: Mapping[str, Tensor] | None,
+        parts: Parts,
+        scopes: Sequence[Mapping[str, Any]],
+        alive: Iterable[object],
     ) -> StepAnswers:
         try:
-            return StepAnswers(value, self.board, self.bare, params, parts, scopes)
+            return StepAnswers(value, self.board, self.bare, params, parts, scopes, alive)
         except RuntimeError as error:  # torch refuses a graph that has saved a constant before `part` made it one
             if self._parted and "detached in-place" in str(error):
                 places = set[str]().union(*(places for _, places in self._parted))
@@ -143,6 +149,8 @@ class Recorder:
         """Return the blocks that stayed closed, or opened only in part, with reasons."""
         earlier = dict.fromkeys(sorted(answers.earlier.difference(comparison.unopened)), _EARLIER)
         nested = dict.fromkeys(sorted(self.board.nested.difference(comparison.unopened)), _NESTED)
+        if any(tensor() is not None for tensor, _ in self._parted):
+            gc.collect()  # the graph of an earlier pass may end in a cycle, and keeps its values until then
         alive = [places for tensor, places in self._parted if tensor() is not None]
         shared = dict.fromkeys(sorted(set[str]().union(*alive).difference(comparison.unopened)), _SHARED)
         return earlier | nested | shared | dict.fromkeys(sorted(self.board.written), WRITES_STAY_BLOCKED)
@@ -211,6 +219,7 @@ class StepAnswers(Answers):
         params: Mapping[str, Tensor] | None,
         parts: Parts,
         scopes: Sequence[Mapping[str, Any]],
+        alive: Iterable[object],
     ) -> None:
         """Differentiate `value` by `params`, or by every leaf, with every block in place."""
         self._value, self.board, self._bare = value, board, bare
@@ -224,7 +233,7 @@ class StepAnswers(Answers):
         leaves = [node.variable for node in self.nodes if hasattr(node, "variable")]
         self.params = parameters_of(leaves, parts, scopes) if params is None else params
         known = {id(leaf) for leaf in leaves}
-        wanted = parameters_of(_beside(leaves), parts, scopes) if params is None else params
+        wanted = parameters_of(_beside(leaves, alive), parts, scopes) if params is None else params
         self.unreached = {name for name, parameter in wanted.items() if id(parameter) not in known}
         refuse_strays(value, board)
         self._cuts = [node for node in self.nodes if is_cut(node)]
@@ -605,10 +614,10 @@ def _scaling_of(value: Tensor, alive: Iterable[object]) -> list[str]:
     return [f"a GradScaler has multiplied the loss, gradients and leaks by {factor.item():g}"] * is_scaled
 
 
-def _beside(leaves: Sequence[Tensor]) -> list[Tensor]:
+def _beside(leaves: Sequence[Tensor], alive: Iterable[object]) -> list[Tensor]:
     """Return the other parameters of the optimisers that hold one of these leaves, and wait for a gradient."""
     known, beside = {id(leaf) for leaf in leaves}, dict[int, Tensor]()
-    for optimizer in objects_of(torch.optim.Optimizer):
+    for optimizer in (found for found in alive if isinstance(found, torch.optim.Optimizer)):
         held = [held for group in getattr(optimizer, "param_groups", ()) for held in group["params"]]
         if any(id(parameter) in known for parameter in held):
             beside |= {id(one): one for one in held if one.requires_grad and id(one) not in known}
