@@ -10,12 +10,13 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # OpenMP threads that spin while they wait make small models up to ten times slower on two cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help run run-all test test-portable mutants report docs bench atlas clean clean-venv
+.PHONY: help run run-all test test-all test-portable mutants report docs bench atlas clean clean-venv
 
 help:
 	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
 	@echo 'make run-all     the same, with more seeds, and the long forms of the configs that make run shortens'
 	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
+	@echo 'make test-all    the same, with the slow tests'
 	@echo 'make test-portable  the numerical tests, as on other machines'
 	@echo 'make mutants     break lines of the project, each of which a test has to notice'
 	@echo 'make report      draw the report again, from the records in results/'
@@ -46,12 +47,13 @@ report: $(VENV)/installed-run
 # One process of tests a core; a file stays in one, with its fixtures, and the examples of a document, which build on
 # each other. The order of files is that of `conftest.py`. Compiled tests are kept: to rewrite their assertions takes as
 # long as to collect them.
-test: export PYTHONDONTWRITEBYTECODE :=
-test: $(VENV)/installed-test
+test: TESTS = -m "not slow"
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+test test-all: $(VENV)/installed-test
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder
+	$(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder $(TESTS)
 
 test-portable: $(VENV)/installed-test
 	$(BIN)/python tests/machines.py

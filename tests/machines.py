@@ -83,7 +83,7 @@ MACHINES = {
     "no-vectors-reversed-sums": Machine(_OLD, _REVERSED, "DEFAULT"),
 }
 
-# The two that differ most from any machine of today, and from each other: what `make test` tries the riskiest tests on.
+# The two that differ most from any machine of today, and from each other: what `make test-all` tries the riskiest on.
 RISKIEST = ("no-vectors-reversed-sums", "avx2-two-threads")
 
 

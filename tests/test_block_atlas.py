@@ -41,6 +41,7 @@ def test_one_of_two_shifts_moves_the_gradient():
     assert float(cells["leak"][1]) > 0.1
 
 
+@pytest.mark.slow
 def test_a_block_keeps_less_than_an_open_one():
     told, key = _cells("em.responsibilities")["bytes kept"]
     closed, opened = (int(number.replace(",", "")) for number in re.findall(r"[\d,]+\d", told))
@@ -54,6 +55,7 @@ def test_the_table_names_the_configs_that_open_a_block():
     assert configs["em.responsibilities"] == sorted(configs["em.responsibilities"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["em.responsibilities", "rbm.negative_samples"])
 def test_every_cell_has_a_text_or_a_key(name):
     assert all(isinstance(text, str) and isinstance(key, str) for text, key in _cells(name).values())

@@ -87,6 +87,7 @@ def _done(command, installed):
     return subprocess.run(command, cwd=work, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_the_wheel_is_imported_and_not_the_checkout(installed):
     program = "import toolkit, importlib.util; print(toolkit.__file__, importlib.util.find_spec('experiments'))"
     done = _done([str(installed[1] / "python"), "-c", program], installed)

@@ -138,6 +138,7 @@ main(["list"])
 """
 
 
+@pytest.mark.slow
 def test_the_dependencies_alone_are_enough_to_list_everything():
     """`stopgrad list` imports every module, here without the packages of extras and of development."""
     needed = _needed(map(Requirement, PROJECT["project"]["dependencies"]))
@@ -158,6 +159,7 @@ def test_report_imports_neither_torch_nor_an_algorithm():
     assert not modules & {"torch", "toolkit.blocks", "toolkit.gradients", "scipy", "sklearn"}
 
 
+@pytest.mark.slow
 def test_the_core_imports_torch_and_nothing_that_it_does_not_need():
     modules = _modules_after("from toolkit import audit, unblock")
     assert {"torch", "toolkit.blocks", "toolkit.gradients"} <= modules

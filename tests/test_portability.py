@@ -24,6 +24,7 @@ def test_the_riskiest_tests_pass_on_another_machine(name, tmp_path):
         process.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in MACHINES if MACHINES[name].capability])
 def test_torch_takes_it_for_that_processor(name):
     machine = MACHINES[name]

@@ -545,6 +545,7 @@ def test_momentum_is_that_of_the_paper(momentum: float) -> None:
     torch.testing.assert_close(found, example, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generator_seed", [None, 0], ids=["from x", "random start"])
 @pytest.mark.parametrize("steps", [1, 8])
 def test_open_attack_is_differentiated_through_its_steps(steps: int, generator_seed: int | None) -> None:

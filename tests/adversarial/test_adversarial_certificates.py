@@ -131,6 +131,7 @@ def by_enumeration(model: nn.Sequential, x: Tensor, label: int, epsilon: float, 
     return least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["linf", "l1"])
 @pytest.mark.parametrize("widths", [(3, 6, 3), (2, 3, 3, 2)], ids=str)
 def test_worst_margin_is_the_least_over_all_patterns(widths: tuple[int, ...], norm: str) -> None:
@@ -213,6 +214,7 @@ def test_rectifiers_that_never_change_need_no_program(monkeypatch: pytest.Monkey
     torch.testing.assert_close(found.upper, exact, rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["64-32-10 at .2", "64-24-24-10 at .1"])
 def test_proofs_by_cases_and_by_programs_agree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, x, labels, epsilon = relu_network(name)
@@ -228,6 +230,7 @@ def test_proofs_by_cases_and_by_programs_agree(name: str, monkeypatch: pytest.Mo
     assert not cases.unknown.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_verdicts_do_not_depend_on_the_units_of_a_model(norm: str) -> None:
     """Rectified units are scaled over 14 decades and back in the next layer: the same function."""
@@ -268,6 +271,7 @@ def test_programs_do_not_depend_on_the_units_of_inputs(norm: str, unit: float, m
         assert torch.equal(found.broken, expected.broken)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["linf", "l1"])
 def test_a_solver_that_answers_anything_proves_nothing_false(norm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(0)
@@ -320,6 +324,7 @@ def test_bounds_of_units_hold_in_exact_arithmetic() -> None:
     assert misses
 
 
+@pytest.mark.slow
 def test_the_solver_prints_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(INSIDE, "_CASES", 0)
     model, x, labels, epsilon = relu_network("64-32-10 at .1")
@@ -402,6 +407,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "norm"), CASES, ids=[f"{name}, {norm}" for name, norm in CASES])
 def test_every_digit_has_a_verdict_and_what_is_broken_is_shown(name: str, norm: str) -> None:
     model, x, labels, epsilon = relu_network(name)
@@ -614,6 +620,7 @@ def test_constants_of_a_normalisation_are_its_statistics(name: str) -> None:
         assert (worst_margins(model, points, labels) >= found.lower - 1e-6).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_what_a_mask_holds_is_part_of_the_biases(norm: str) -> None:
     """A network of the free inputs alone, whose first biases have what the others contribute, is another witness."""
@@ -668,6 +675,7 @@ def test_rectifiers_may_stand_anywhere(order: str) -> None:
 # --- bounds ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**20),
@@ -779,6 +787,7 @@ def test_bounds_are_differentiable_in_the_parameters(bounded: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_training_on_intervals_certifies_what_ordinary_training_does_not() -> None:
     x, labels, held_out, held_out_labels = split_digits()
     held_out, held_out_labels = held_out[:200], held_out_labels[:200]

@@ -228,6 +228,7 @@ def test_bounds_in_pieces_are_differentiable(limit: int | None, monkeypatch: pyt
     torch.testing.assert_close((found[0] - found[1]) / (2 * step), expected, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.slow
 @names("norm", ["linf", "l2", "l1"])
 @names(("widths", "limit", "allowed"), [((96, 80), 2 * 80 * 96, 2 * 80 * 96), ((120, 8, 100), 4000, 2 * 120 * 64)])
 def test_memory_does_not_grow_with_the_samples(
@@ -298,6 +299,7 @@ def test_a_pool_that_divides_by_a_negative_number_is_refused() -> None:
         certify_interval(model, rows(1, 1, 4, 4, dtype=torch.float32), torch.tensor([0]), epsilon=0.1)
 
 
+@pytest.mark.slow
 def test_an_affine_model_whose_margin_is_rounding() -> None:
     """Without a rectifier there are no cases, and the linear bound is all that is known."""
     for seed in range(60):

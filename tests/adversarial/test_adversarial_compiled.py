@@ -31,6 +31,7 @@ def models(request):
         yield model, torch.compile(model, backend=request.param)
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch's own import of inductor
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)

@@ -43,6 +43,7 @@ def linear_classifier() -> tuple[nn.Linear, Tensor, Tensor]:
     return model.requires_grad_(False), held_out, held_out_labels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("norm", "epsilon"),
     [("linf", 0.05), ("linf", 0.1), ("linf", 0.2), ("l2", 0.25), ("l2", 0.5), ("l2", 1.0), ("l1", 1.0), ("l1", 2.0)],
@@ -57,6 +58,7 @@ def test_equals_the_closed_form_on_a_linear_classifier(norm: str, epsilon: float
     assert found.clean_accuracy > 0.94
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_equals_exact_verification_of_small_networks(name: str) -> None:
     model, x, labels, epsilon = relu_network(name)
@@ -96,6 +98,7 @@ def test_rows_are_counted_once() -> None:
     assert f"{found.robust_accuracy:.4f}" in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_is_an_attack_like_the_others() -> None:
     model, x, labels, epsilon = relu_network("64-32-10 at .1")
     found = evaluate_robustness(model, x, labels, epsilon=epsilon)
@@ -139,6 +142,7 @@ def test_attack_that_cheats_breaks_nothing() -> None:
     assert ((found.examples - x).abs() <= 1e-6).all()
 
 
+@pytest.mark.slow
 def test_model_without_gradients_is_broken_by_queries() -> None:
     """A staircase has derivative 0 almost everywhere: attacks by gradients stand still, and call it robust."""
     model, x, labels, _ = relu_network("64-32-10 standard")
@@ -178,6 +182,7 @@ def test_batches_do_not_matter_to_what_draws_nothing(norm: str) -> None:
     torch.testing.assert_close(one.examples, many.examples, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_sizes_bounds_and_masks_follow_their_rows() -> None:
     model, x, labels, _ = relu_network("64-32-10 at .2")
     epsilon = torch.linspace(0.0, 0.3, len(x), dtype=torch.float64)
@@ -208,6 +213,7 @@ def test_two_classes_and_no_rows() -> None:
     assert robust_accuracy(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilon=0.2) == 0.5
 
 
+@pytest.mark.slow
 def test_square_alone_needs_no_gradient() -> None:
     model, x, labels, _ = relu_network("64-32-10 standard")
 

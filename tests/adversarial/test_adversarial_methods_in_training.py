@@ -356,6 +356,7 @@ def test_power_iteration_is_a_setting() -> None:
 # --- perturbed weights -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_leave_every_bit_of_the_weights() -> None:
     """To add a perturbation in place and subtract it again would have changed most of them by now."""
     model, x, labels = small()
@@ -536,6 +537,7 @@ def trained(method: Method, *, epochs: int, n_labelled: int = 1200, **ball: obje
     return model
 
 
+@pytest.mark.slow
 def test_smoothness_learns_from_samples_without_a_label() -> None:
     """Forty labels, and 1160 digits without one."""
     _, _, x, labels = digits()

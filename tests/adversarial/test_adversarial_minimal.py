@@ -398,6 +398,7 @@ def _again(model: Fragile) -> Fragile:
 OPEN = {**ATTACKS, "deepfool l2, projected": (partial(deepfool, epsilon=0.5), "l2")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attack", "norm"), OPEN.values(), ids=OPEN)
 def test_open_attack_is_differentiated_through_its_steps(attack: Callable, norm: str) -> None:
     _, x, _ = two_dimensional()

@@ -77,6 +77,7 @@ def test_linear_model_is_attacked_to_its_exact_worst_case(
 SLOW = {"convolution at .1"}  # to train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in NETWORKS]
 )

@@ -268,6 +268,7 @@ def test_half_precision_is_near(make, shape, dtype) -> None:
 COMPILED = {**NETWORKS, "resnet's last stage": (lambda **options: NETWORKS["resnet"][0](**options)[7:], (12, 9, 10))}
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch's own compiler
 @pytest.mark.parametrize(

@@ -87,6 +87,7 @@ def test_the_curve_of_a_linear_model_is_exact():
     assert len(set(found.values())) > 2
 
 
+@pytest.mark.slow
 def test_the_curve_takes_the_other_fields_of_a_ball():
     mask = torch.arange(9) < 5
     run = partial(adv.robustness_curve, NET, X, LABELS, epsilons=[0.1, 0.3])

@@ -101,6 +101,7 @@ def _sparsest(model, x: Tensor, label: Tensor, *, overshoot: float) -> Tensor:
     return x
 
 
+@pytest.mark.slow
 def test_sparsefool_is_the_algorithm_of_the_paper():
     """The slope is that beyond the boundary; with the slope on it more coordinates change."""
     model = adv.mlp(20, 4, widths=[16], generator=torch.Generator().manual_seed(0)).double()
@@ -110,6 +111,7 @@ def test_sparsefool_is_the_algorithm_of_the_paper():
     torch.testing.assert_close(adv.sparsefool(model, x, labels), torch.stack(expected), rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_one_pixel_finds_what_an_exhaustive_search_finds():
     """Of a linear model the best pixel has the values of a corner: all pixels and corners are tried."""
     model = _linear(0, 3, 2 * 3 * 3)

@@ -38,6 +38,7 @@ def test_worst_examples_of_a_linear_model_are_exact() -> None:
     assert ((worst - pair.inputs).norm(dim=1) <= 0.5 + 1e-12).all()
 
 
+@pytest.mark.slow
 def test_runs_of_a_seed_are_the_same() -> None:
     settings = config()
     state = torch.get_rng_state()
@@ -58,6 +59,7 @@ def test_blocked_gradient_is_the_target_and_the_open_one_is_not() -> None:
     assert relative_error(opened, target) > 0.05
 
 
+@pytest.mark.slow
 def test_networks_of_other_numbers_of_steps_do_not_meet() -> None:
     """A network is trained as if it were alone."""
     both, alone = (run(config(attack_steps=steps), seed=0) for steps in ([1, 8], [8]))
@@ -68,6 +70,7 @@ def test_networks_of_other_numbers_of_steps_do_not_meet() -> None:
         assert torch.equal(both.parameters[name], value)
 
 
+@pytest.mark.slow
 def test_many_steps_need_the_block_and_one_does_not() -> None:
     """The finding, at the start of training on one seed: relative errors to the gradient of the worst case, memory."""
     settings = config(attack_steps=[1, 20], clean_steps=600, widths=[32], worst_starts=4, worst_steps=200)

@@ -35,6 +35,7 @@ UNSUITED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "message"), UNSUITED.values(), ids=UNSUITED)
 def test_an_unsuited_model_is_named(model, message):
     with pytest.warns(UserWarning, match=message):
@@ -82,6 +83,7 @@ def test_the_mean_answer_converges_to_the_integral_over_the_noise():
     assert ((found - expected).abs() < 5 * 0.5 / math.sqrt(samples)).all()
 
 
+@pytest.mark.slow
 def test_the_mean_of_a_random_model_is_attacked_without_luck():
     """The reported accuracy is that of many fresh draws together on the examples, up to a sample at the boundary."""
     model = Noisy(NET, 0.3)

@@ -452,6 +452,7 @@ def scores(digit_rows) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "standard"])
 def test_every_method_makes_digits_more_robust_than_standard_training(scores, method):
     found, standard = scores[method], scores["standard"]
@@ -926,6 +927,7 @@ def test_a_parameter_that_is_no_number_stops_training_at_the_last_checkpoint(tmp
 # --- catastrophic overfitting ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fgsm", "pgd"])
 def test_catastrophic_overfitting_is_told_with_its_epoch_and_its_cure_works(digit_rows, method):
     """FGSM at a radius of 0.3: accuracy under FGSM rises to the end, and many steps leave next to nothing.
@@ -1093,6 +1095,7 @@ def test_a_compiled_model_is_trained_as_it_is_written(digit_rows):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.portable
 def test_gradients_of_the_attack_in_half_precision_come_with_the_method(digit_rows):
     (x, labels), held_out = digit_rows
@@ -1103,6 +1106,7 @@ def test_gradients_of_the_attack_in_half_precision_come_with_the_method(digit_ro
     assert {parameter.dtype for parameter in model.parameters()} == {F64}
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 def test_a_gpu_trains_the_same_model_and_goes_on_to_the_same_bits(tmp_path):
     models = {}

@@ -154,6 +154,7 @@ def test_weights_are_perturbed_also_where_the_example_is_not_held() -> None:
 # --- how models are judged, and the other methods ------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scores_are_shares_of_the_held_out_digits_and_leave_the_modes_alone() -> None:
     settings = config(steps=60, evaluate_every=60)
     one = run(settings, seed=0)
@@ -180,6 +181,7 @@ def test_scores_are_shares_of_the_held_out_digits_and_leave_the_modes_alone() ->
     assert [module.training for module in frozen.modules()] == before
 
 
+@pytest.mark.slow
 def test_parts_of_the_held_out_images_are_judged_as_all(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = small("fgsm", steps=30, ensemble=[0.1])
     one = run(settings, seed=0)
@@ -192,6 +194,7 @@ def test_parts_of_the_held_out_images_are_judged_as_all(monkeypatch: pytest.Monk
     assert expected[0] <= whole["clean accuracy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fgsm", "free"])
 def test_other_methods_take_as_many_updates_as_the_first(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
@@ -238,6 +241,7 @@ def test_other_methods_depend_on_the_seed_alone_and_start_where_the_first_does()
 # --- findings ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_that_learns_one_step_falls_to_many_and_a_trained_against_many_does_not() -> None:
     """With seven seeds at most 0.4 % stand attacks towards every class, and 10 to 12 % trained against five steps."""
     name, once, clean = "adversarial_overfitting", "accuracy after one step (FGSM)", "clean accuracy"
@@ -301,6 +305,7 @@ def _found_by_the_probe(settings: Config, parameters: dict[str, Tensor]) -> floa
     return (probe.sum() / torch.stack([*worst, probe]).amax(0).sum()).item()
 
 
+@pytest.mark.slow
 def test_a_clean_answer_that_is_held_costs_clean_accuracy() -> None:
     """With eight seeds 5 to 7 %."""
     settings = config("adversarial_trades", steps=120, evaluate_every=120)
@@ -364,6 +369,7 @@ def _files(name: str, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "network", "changes"),
     [
@@ -408,6 +414,7 @@ def test_pixels_of_files_are_divided_by_255(tmp_path: Path) -> None:
     assert test.labels.tolist() == load_digits().target[300:307].tolist()
 
 
+@pytest.mark.slow
 def test_a_loss_of_a_network_with_statistics_has_its_target(tmp_path: Path) -> None:
     """To look for the target leaves the running statistics alone, which the attack of the next loss depends on."""
     changes = [f"path={_files('cifar10', tmp_path)}", "widths=[2]", "dtype=float64", "batch_size=20", "methods=[]"]

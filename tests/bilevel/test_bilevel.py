@@ -344,6 +344,7 @@ def test_first_order_maml_is_the_gradient_of_no_loss():
     assert field_jacobian(lambda: _maml(p, 0), p).is_gradient_field  # nothing is adapted, nothing blocked
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 def test_adaptation_compiles():
     compiled = torch.compile(lambda w: _maml({"w": w}), backend="aot_eager", fullgraph=True)
@@ -401,6 +402,7 @@ def test_the_hypergradient_is_the_known_one():
         assert _gradient(loss, _penalty()).item() == pytest.approx(-0.0595941247, abs=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [_implicit, _newton, _imaml], ids=["implicit", "newton", "implicit_maml"])
 def test_the_solution_is_redundant(loss):
     p = _start() if loss is _imaml else _penalty()

@@ -30,6 +30,7 @@ def _check(case):
             assert relative_error(found, witness(p)) <= case.tolerance, (case.id, opened)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     "device",

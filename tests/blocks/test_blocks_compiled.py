@@ -196,6 +196,7 @@ def test_a_block_that_is_not_in_the_graph_is_not_reached() -> None:
         compiled(_leaf())
 
 
+@pytest.mark.slow
 def test_more_states_than_dynamo_keeps() -> None:
     """With a full graph Dynamo gives up with an error, without one it runs the Python: both are right."""
     names = [f"compiled.many.{i}" for i in range(4)]
@@ -311,6 +312,7 @@ def test_unblock_inside_a_full_graph_raises() -> None:
     _check(named, torch.compile(named, backend="eager", fullgraph=True))
 
 
+@pytest.mark.slow
 def test_graph_breaks() -> None:
     def program(x: Tensor) -> Tensor:
         x = x * stop_gradient(x.exp(), TARGET)

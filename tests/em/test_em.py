@@ -728,6 +728,7 @@ def test_experiment_has_an_independent_target(kind):
     assert relative_error(found, experiment.target()) < 1e-12
 
 
+@pytest.mark.slow
 def test_overlapping_component_dies_without_the_block():
     """In 13 of 20 samples; where both survive, at seeds 9 to 14 and 16, they lose more. The least loss is 0.0068."""
 

@@ -153,6 +153,7 @@ OVERLAPPING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OVERLAPPING)
 def test_few_evaluations_to_the_maximum(name):
     x, k, few, more = OVERLAPPING[name]
@@ -189,6 +190,7 @@ def test_squarem_is_exact_along_a_line():
 # --- the guard -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_method
 def test_likelihood_never_falls(method):
     spikes = 0
@@ -354,6 +356,7 @@ def test_without_acceleration_it_is_a_loop(kind, tol):
         assert torch.equal(found.parameters.means, last.means)
 
 
+@pytest.mark.slow
 @pytest.mark.portable
 @pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 def test_without_tol_it_is_so_many_steps_whatever_rounding_says(kind):
@@ -389,6 +392,7 @@ def test_a_fall_within_rounding_is_none_and_one_beyond_it_ends_the_climb(method)
         assert all(after >= before for before, after in pairwise(found.history))
 
 
+@pytest.mark.slow
 @pytest.mark.portable
 def test_which_of_equal_climbs_is_the_best_does_not_hang_on_rounding():
     merits = [(False, 9.0), (True, 1.0), (True, 2.0 - 1e-13), (True, 2.0), (True, 2.0 + 1e-13), (True, 1.5)]
@@ -416,6 +420,7 @@ def permuted(parameters: GaussianParameters, rows) -> GaussianParameters:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tol", [1e-4, 1e-7])
 def test_tol_is_about_what_is_left(tol):
     left: dict[str, list[float]] = {method: [] for method in METHODS}
@@ -528,6 +533,7 @@ def test_type_is_kept_and_no_graph_is_built():
     assert found.log_likelihood == pytest.approx(again.log_likelihood, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.gpu
 @every_method
 def test_a_climb_on_a_gpu_is_that_on_the_cpu(method):

@@ -385,6 +385,7 @@ print(resident("VmHWM") - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="asks Linux for the peak of memory")
 def test_memory_stays_bounded(tmp_path):
     """Megabytes over the data: of a tensor (51), and of a file (90), of which a chunk alone may be in memory."""
@@ -584,6 +585,7 @@ def test_copies_of_one_sample_have_no_variance_but_rounding(copies, kind):
         assert float(values[0]) == -math.inf
 
 
+@pytest.mark.slow
 def test_a_spike_is_not_the_best_start():
     """Random starts on iris find one that is 0.5 nats higher than the maximum that is published."""
     x = datasets.iris().inputs
@@ -748,6 +750,7 @@ def test_a_far_sample_makes_no_ties_of_the_others():
 # --- beside scikit-learn --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_type
 def test_the_likelihood_never_falls_in_two_hundred_problems(kind):
     """Fifty for each type: sizes, overlaps, offsets and weights at random."""

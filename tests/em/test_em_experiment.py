@@ -62,6 +62,7 @@ def test_a_start_from_which_a_component_closes_in_on_a_few_samples_is_drawn_agai
     assert found["smallest weight"] > 0.05
 
 
+@pytest.mark.slow
 @every_config
 def test_seeds_differ(path):
     values = load_config(path).config.model_copy(update={"steps": 1})

@@ -427,6 +427,7 @@ def test_m_step_is_a_stationary_maximum_of_the_surrogate(name):
         assert q(nearby) < q(leaves)
 
 
+@pytest.mark.slow
 @every_latent
 def test_m_step_raises_the_surrogate_and_its_fixed_point_is_stationary(name):
     problem = PROBLEMS[name]
@@ -507,6 +508,7 @@ def random_problem(name: str, seed: int) -> tuple[object, Tensor]:
     return kind.start(x, k, generator=g, **options), x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bernoulli", "poisson", "categorical", "student", "factors"])
 def test_likelihood_never_falls(name):
     gains = singular = 0
@@ -528,6 +530,7 @@ def test_likelihood_never_falls(name):
     assert singular < (20 if name == "student" else 1)
 
 
+@pytest.mark.slow
 @every_problem
 def test_fit_climbs_to_a_stationary_point_by_every_road(name):
     problem = PROBLEMS[name]

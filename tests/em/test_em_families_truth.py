@@ -429,6 +429,7 @@ def wine() -> np.ndarray:
     return (x - x.mean(0)) / x.std(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("q", [1, 3])
 def test_one_factor_analyser_is_scikit_learns(q):
     x = wine()
@@ -625,6 +626,7 @@ def test_distribution_mixture_is_recovered(kind):
     assert all(slope.abs().max() < 1e-3 for slope in torch.autograd.grad(value, list(leaves.values())))
 
 
+@pytest.mark.slow
 @every_distribution
 def test_likelihood_of_distributions_never_falls_from_anywhere(kind):
     build, _, _ = KINDS[kind]
@@ -890,6 +892,7 @@ def test_parameters_that_do_not_fit_together(make, message):
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", ["standardised", "raw"])
 @pytest.mark.parametrize("name", ["breast_cancer", "wine"])
 def test_one_factor_analyser_is_as_likely_as_scikit_learns(name, units):

@@ -56,6 +56,7 @@ OPTIMISERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "name"), [("iris", name) for name in OPTIMISERS] + [(data, "Adam") for data in DATA if data != "iris"]
 )

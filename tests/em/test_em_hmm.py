@@ -353,6 +353,7 @@ def test_float32_keeps_the_likelihood(kind, monkeypatch):
         assert hmm.posteriors(parameters, x.float(), lengths).states.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.portable
 def test_rounding_errors_do_not_multiply(monkeypatch):
     _cut(monkeypatch, 0)
@@ -421,6 +422,7 @@ def test_a_state_that_is_improbable_for_one_step(block, monkeypatch):
     assert max(differences(found, plain).values()) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [[400], [5, 400]], ids=str)
 @pytest.mark.parametrize("block", [None, 0, 16])
 def test_a_path_that_was_given_up_and_comes_back(lengths, block, monkeypatch):
@@ -483,6 +485,7 @@ def test_data_that_no_path_explains():
         hmm.fit(parameters, x, [3, 2])
 
 
+@pytest.mark.slow
 def test_a_million_steps_in_bounded_memory():
     k, n = 8, 10**6
     parameters = model("diag", k=k, d=1)
@@ -706,6 +709,7 @@ def test_best_covariances_about_means_that_stay():
     assert torch.allclose(step.emissions.covariances[1], expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.portable
 @pytest.mark.parametrize("kind", ["diag", "categorical"])
 def test_acceleration_reaches_the_same_maximum_in_fewer_steps(kind):

@@ -258,6 +258,7 @@ def test_methods_agree_at_a_maximum(family):
 # --- standard errors: what they promise ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_bootstrap():
     x = clusters(300, 1, 4.0)
     best = fitted(x, kind="diag")
@@ -275,6 +276,7 @@ def test_bootstrap():
     assert (ours / expected).log().abs().max() < math.log(1.35)
 
 
+@pytest.mark.slow
 def test_intervals_cover_the_truth():
     """Of intervals of two standard errors, 95.4 % should hold the truth; 200 x 5 of them are counted."""
     share, centres, deviations = 0.4, torch.tensor([0.0, 3.5], dtype=F64), torch.tensor([1.0, 0.8], dtype=F64)

@@ -234,6 +234,7 @@ def test_surrogate_of_whole_samples_is_the_usual_one_with_its_curvature(kind):
     assert torch.allclose(found, hessian(lambda flat: surrogate(of(flat), x))(flat), rtol=1e-10, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_jacobian_of_the_open_em_map_is_the_rate_of_convergence():
     x = hide(samples(200, 2, 1), 0.4, keep_a_value=True)
     there = from_unconstrained(unconstrained("tied"), "tied")
@@ -403,6 +404,7 @@ def test_step_is_a_stationary_maximum_of_its_surrogate(kind):
         assert expected_log_joint(nearby) < expected_log_joint(leaves)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
@@ -440,6 +442,7 @@ def test_gradient_of_the_likelihood_is_zero_at_the_fixed_point(kind):
     assert max(slope.abs().max() for slope in slopes.values()) > 1e-2
 
 
+@pytest.mark.slow
 def test_one_component_is_at_the_maximum_that_bfgs_finds():
     x = incomplete(60, 3, 1)
     found = fit_missing(x, 1, reg_covar=0, tol=1e-14, generator=seeded())

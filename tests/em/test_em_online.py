@@ -228,6 +228,7 @@ def test_averaging(kind):
         assert torch.allclose(getattr(state.estimate, name), expected, rtol=1e-12, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_averaging_takes_the_noise_away():
     # One component, whose maximum is known: the mean of the stream.
     errors = {"last": 0.0, "averaged": 0.0}
@@ -254,6 +255,7 @@ def test_burn_in_keeps_the_parameters_while_the_statistics_move():
     assert difference(state.parameters, before) > 0.01
 
 
+@pytest.mark.slow
 @every_type
 def test_one_sample_at_a_time(kind):
     x, before = samples(600, 2, 2), mixture(kind, 2, 2)
@@ -384,6 +386,7 @@ def test_free_energy_by_definition(kind):
     assert math.isclose(believing.free_energy, expected, rel_tol=1e-11)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
@@ -409,6 +412,7 @@ def test_free_energy_never_falls(seed, kind, d, k, with_prior):
     assert all(after >= before - 1e-9 for before, after in pairwise(values))
 
 
+@pytest.mark.slow
 @every_type
 def test_incremental_em_arrives_where_em_does(kind):
     x = samples(200, 2, 2, seed=3)

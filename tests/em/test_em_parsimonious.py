@@ -485,6 +485,7 @@ def test_any_linear_map_of_the_data_maps_the_covariances(model):
     assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner_steps", [1, 2, 5])
 @pytest.mark.parametrize("model", ITERATIVE)
 def test_few_inner_steps_never_end_below_their_start(model, inner_steps):
@@ -695,6 +696,7 @@ def test_regularisation_keeps_what_is_shared(model):
     assert torch.linalg.eigvalsh(found.covariances).min() >= (0.999e-2 if model[:2] == "VV" else 1e-3)
 
 
+@pytest.mark.slow
 def test_restarts_keep_the_best():
     x = samples(100, 2, 5, seed=3)
     single = [

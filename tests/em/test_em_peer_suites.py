@@ -22,6 +22,7 @@ def listed(suite: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_test_passes_or_is_a_difference_with_a_reason(suite, tmp_path):
     package, n_passing = SUITES[suite]

@@ -212,6 +212,7 @@ def test_counts_of_features_that_are_all_there_change_nothing(kind):
     assert all(torch.allclose(a, b, rtol=1e-14) for a, b in zip(whole, counted, strict=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 2**31),
@@ -231,6 +232,7 @@ def test_objective_never_falls(seed, kind, d, k, n, weighted):
     assert all(after >= before - 1e-11 * max(1, abs(before)) for before, after in pairwise(values))
 
 
+@pytest.mark.slow
 @every_type
 def test_gradient_of_the_objective_is_zero_at_the_fixed_point(kind):
     x, parameters, belief = samples(), mixture(kind), prior(kind)
@@ -314,6 +316,7 @@ def test_default_of_features_that_depend_on_each_other_is_diagonal(n):
     assert torch.allclose(found.scale, x.var(0, correction=0).diag(), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_spikes_on_iris_are_gone_with_the_prior():
     # Started at two sets of six flowers and the rest, some maximum-likelihood fits end on flowers that share a plane.
     x, g = datasets.iris().inputs, seeded()

@@ -125,6 +125,7 @@ def check_published(found: Selection) -> None:
             assert value <= PUBLISHED[cell] + MISSED.get(cell, 0.01), cell  # at least its likelihood
 
 
+@pytest.mark.slow
 def test_iris_is_at_least_as_good_as_published(of_iris):
     check_published(of_iris)
     assert len(of_iris.candidates) == 4 * 14
@@ -152,6 +153,7 @@ def test_iris_with_more_components_is_at_least_as_good_as_published():
     assert len(found.candidates) == 5 * len(COLUMNS)
 
 
+@pytest.mark.slow
 def test_old_faithful_has_three_equal_ellipses():
     x = torch.tensor([[float(part) for part in pair.split()] for pair in FAITHFUL.split(",")], dtype=F64)
     x[:, 0] /= 1000
@@ -219,6 +221,7 @@ def test_criteria_disagree_where_they_should():
     assert found == {"aic": 2, "bic": 2, "icl": 1}
 
 
+@pytest.mark.slow
 def test_the_truth_is_found():
     g = seeded(3)
     shape = torch.tensor([0.5, 2.0], dtype=F64).sqrt()
@@ -446,6 +449,7 @@ def test_bad_arguments(name):
 # --- starts by agglomeration -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_trees_alone_find_the_published_maxima():
     """Without any randomness, as mclust: from Ward's partitions."""
     found = select(iris(), [2, 3], n_init=0, tol=1e-8)

@@ -107,6 +107,7 @@ TABLE = {  # separation: entropy, log-likelihood lost, deviation, per cent by wh
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("d", TABLE)
 def test_table_to_its_printed_digits(d, leaky, blocked):
     entropy, lost, width, outwards = TABLE[d]
@@ -231,6 +232,7 @@ def test_separations_are_trained_as_if_alone(opened):
         assert together[name][1] == pytest.approx(curve[0], rel=1e-8, abs=1e-10, nan_ok=True)
 
 
+@pytest.mark.slow
 def test_a_component_dies_when_clusters_are_close_and_only_without_the_block():
     short = config("separation", separations=[1.5, 4.0], n_samples=500, steps=150)
     open_close, open_apart = swept(short, BLOCK, seed=1)[WEIGHT]
@@ -241,6 +243,7 @@ def test_a_component_dies_when_clusters_are_close_and_only_without_the_block():
     assert abs(with_block[LOST][1]) < 1e-9
 
 
+@pytest.mark.slow
 def test_seeds_draw_other_samples_and_other_starts():
     assert swept(config("separation", steps=2), seed=0) != swept(config("separation", steps=2), seed=1)
     first, second = (run(config("population"), seed).parameters["means"] for seed in (0, 1))

@@ -16,6 +16,7 @@ from toolkit.em.engine.starts import choose_starts
 N_SETS = 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", programs())
 def test_one_start_finds_six_blobs(name):
     """On the same sets scikit-learn misses none. Without greedy seeds one start misses three to six of the twelve."""
@@ -100,6 +101,7 @@ def _hard_sets():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", em.COVARIANCE_TYPES)
 @pytest.mark.parametrize("name", _hard_sets())
 def test_the_best_of_several_starts_is_no_worse_than_the_best_alone(name, kind):

@@ -208,6 +208,7 @@ def test_a_search_in_parts_is_that_at_once(monkeypatch):
     assert run() == pytest.approx(at_once, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_search_ends_as_high_as_a_fit_from_its_best_start():
     x = _samples()
     fits = _fits_of(x, COVARIANCE_MODELS, (2, 3))

@@ -47,6 +47,7 @@ def test_one_backward_pass_serves_both_networks():
     torch.testing.assert_close(tuple(comparison.blocked.values()), own)
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 def test_compiled_losses_of_a_gan_without_a_break():
     """Closed and open: opening a block recompiles."""

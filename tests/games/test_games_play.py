@@ -343,6 +343,7 @@ SURROGATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 @pytest.mark.parametrize("name", SURROGATES)
 def test_many_games_at_once_and_compiled_ones_have_the_gradients_of_single_ones(name):

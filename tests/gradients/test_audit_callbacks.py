@@ -46,6 +46,7 @@ def _steps(net, n_steps, audit=None):
     return metrics
 
 
+@pytest.mark.slow
 def test_every_nth_step_is_audited(net):
     audit = RepeatedAudit(3)
     metrics = _steps(net, 7, audit)
@@ -59,6 +60,7 @@ def test_every_nth_step_is_audited(net):
     assert len(metrics[3]) == 6
 
 
+@pytest.mark.slow
 def test_a_history_is_drawn_stop_by_stop(net):
     audit = RepeatedAudit(2)
     _steps(net, 5, audit)
@@ -83,6 +85,7 @@ def test_backward_passes_of_a_step_are_told_apart():
     assert len(metrics) == 4
 
 
+@pytest.mark.slow
 def test_a_step_that_raises_is_left_behind(net):
     audit = RepeatedAudit(1)
     audit.begin(0, net)

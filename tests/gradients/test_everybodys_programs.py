@@ -1388,6 +1388,7 @@ class Agent:
         return (y * stop_gradient(y, "everybody.agent")).mean()
 
 
+@pytest.mark.slow
 def test_a_replay_buffer_before_the_network_does_not_keep_it_from_being_restored():
     agent = Agent(30_000)
     state = {name: value.clone() for name, value in agent.algorithm.net.state_dict().items()}

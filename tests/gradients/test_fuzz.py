@@ -23,7 +23,7 @@ def _findings(chunk):
     return {seed: check(generate(seed)) for seed in range(EACH * chunk, EACH * (chunk + 1))}
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", [0, 1, *(pytest.param(chunk, marks=pytest.mark.slow) for chunk in range(2, CHUNKS))])
 def test_every_answer_is_the_truth(chunk):
     wrong = {seed: finding.wrong for seed, finding in _findings(chunk).items() if finding.wrong}
     assert not wrong, f"`python tests/fuzzing.py {next(iter(wrong))}` prints the first as a short program"
@@ -76,6 +76,7 @@ def test_a_seed_is_a_program():
     assert generate(3).source() == generate(3).source() != generate(4).source()
 
 
+@pytest.mark.slow
 def test_every_statement_is_written():
     texts = [generate(seed).marked for seed in range(600)]
     every = [text for group in fuzzing.FLAT.values() for text in group] + list(fuzzing.INSIDE)

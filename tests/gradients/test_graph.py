@@ -631,6 +631,7 @@ def test_graphviz_gets_the_same_picture() -> None:
     assert [label for label, style in nodes.values() if "dashed" in style] == ["test_graph.target"]
 
 
+@pytest.mark.slow
 def test_pictures_are_the_same_in_every_run(capsys: pytest.CaptureFixture[str]) -> None:
     """Also where strings have other hashes."""
     script = (
@@ -805,6 +806,7 @@ def test_the_program_is_left_as_it_was_found(fail: bool) -> None:
     assert state() == before
 
 
+@pytest.mark.slow
 def test_a_graph_keeps_nothing_of_the_program_alive() -> None:
     kept = queue.SimpleQueue[weakref.ref[Tensor]]()
 

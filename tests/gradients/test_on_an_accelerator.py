@@ -65,6 +65,7 @@ def test_a_comparison() -> None:
     assert "accelerator.h" in str(there)
 
 
+@pytest.mark.slow
 def test_audits_of_a_loss_and_of_a_step() -> None:
     (net, loss), (moved, elsewhere) = _both()
     here, there = audit(loss, net), audit(elsewhere, moved)

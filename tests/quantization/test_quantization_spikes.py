@@ -212,6 +212,7 @@ def test_a_decay_can_be_learnt():
     assert found.tolist() == pytest.approx([0.9, 0.9])
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 def test_compiled_code_gives_the_same_blocked_and_open():
     compiled = torch.compile(fire, backend="aot_eager", fullgraph=True)

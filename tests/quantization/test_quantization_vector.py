@@ -463,6 +463,7 @@ def test_functions_map():
     torch.testing.assert_close(vmap(grad(loss))(z), torch.stack(each))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["straight_through", "rotation"])
 @pytest.mark.keeps_its_sums
 def test_compiled_code_gives_the_same_blocked_and_open(estimator):

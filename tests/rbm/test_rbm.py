@@ -704,6 +704,7 @@ def test_fused_trainer_leaves_no_trace_in_autograd():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_fused_trainer_learns(dtype):
     data = bars_and_stripes(3, dtype=dtype).inputs

@@ -194,6 +194,7 @@ class TestDistributions:
         model = torch.from_numpy(tables.probability)
         torch.testing.assert_close(chain_distribution(rbm, model, steps=5).detach(), model, rtol=1e-12, atol=0)
 
+    @pytest.mark.slow
     def test_chains_end_there(self, kind):
         """Sampled chains, started at the states that `data_distribution` counted."""
         rbm, states = _machine(_parameters(kind), kind), visible_states(_machine(_parameters(kind), kind))

@@ -84,6 +84,7 @@ def trained() -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow
 def test_all_ways_start_at_the_same_point(trained):
     assert len({round(curve[0], 12) for curve in trained.values()}) == 1
     assert all(len(curve) == 3 for curve in trained.values())

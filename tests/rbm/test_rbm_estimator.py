@@ -186,6 +186,7 @@ def test_learning_rate_falls_to_zero_only_if_asked():
 # --- what is learned -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["pcd", "cd", "fpcd", "tempering", "exact"])
 @every_machine
 def test_every_method_learns_more_than_independent_features(machine, method):
@@ -205,6 +206,7 @@ def independent(machine, train, x):
     return (x * np.log(p) + (1 - x) * np.log1p(-p)).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["iris", "wine", "breast_cancer"])
 def test_real_numbers_in_their_own_units_out_of_the_box(name):
     x = getattr(bundled, f"load_{name}")().data
@@ -397,6 +399,7 @@ def test_log_partition_that_cannot_be_enumerated_is_estimated(machine, monkeypat
 # --- draws and means -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_machine
 @pytest.mark.parametrize("exactly", [True, False], ids=["exactly", "by chains"])
 def test_draws_have_the_moments_of_the_model(machine, exactly, monkeypatch):
@@ -477,6 +480,7 @@ def test_offset_far_beyond_the_spread():
     assert np.allclose(near.transform(x), far.transform(x + 1e7), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_feature_that_is_constant_or_a_copy_keeps_a_variance():
     x = reals(100)
     x = np.column_stack([x, np.full(100, 7.0), x[:, 0]])
@@ -489,6 +493,7 @@ def test_feature_that_is_constant_or_a_copy_keeps_a_variance():
     assert abs(found.sample(100)[:, 4].mean() - 7) < 0.1
 
 
+@pytest.mark.slow
 def test_rectified_units_learn_real_numbers():
     x = reals(200)
     found = GaussianRBM(4, hidden="rectified", learning_rate=0.02, n_iter=50, random_state=0).fit(x)
@@ -552,6 +557,7 @@ CHUNKED = {
 }
 
 
+@pytest.mark.slow
 @every_machine
 @pytest.mark.parametrize("kind", CHUNKED)
 def test_chunks_are_learned_as_the_whole_is(machine, kind):
@@ -940,6 +946,7 @@ def test_an_argument_of_scikit_learn_gives_a_fit_of_its_length(given, rate, batc
     assert np.array_equal(fitted.components_, literal.fit(x).components_)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "values"),
     [

@@ -87,6 +87,7 @@ def test_clone_is_a_fit_from_the_beginning(machine, digits):
     assert np.array_equal(clone(once).fit(digits).components_, once.components_)
 
 
+@pytest.mark.slow
 def test_features_of_a_pipeline_serve_a_classifier():
     x, y = bundled.load_digits(return_X_y=True)
     pipeline = make_pipeline(
@@ -214,6 +215,7 @@ def test_gibbs_step_draws_from_the_conditionals():
     assert (once != twice).any()  # each call goes on drawing
 
 
+@pytest.mark.slow
 def test_memory_of_two_rows_that_are_each_others_opposite():
     """One Gibbs step from what was learned leads back to it, with a probability near 1."""
     x = np.array([[0.0], [1.0]]).repeat(6, 1)

@@ -196,6 +196,7 @@ def test_mean_weight_is_the_ratio_of_partition_functions(units: dict, direction:
     assert found.standard_error < 0.1
 
 
+@pytest.mark.slow
 @units_of_all_kinds
 def test_expectations_are_on_either_side_of_log_z(units: dict) -> None:
     rbm = _rbm(units, 4, 2, scale=1.5)
@@ -382,6 +383,7 @@ def _draws_of_a_wide_layer(rbm: RBM, n: int) -> Tensor:
     return (torch.rand(n, rbm.n_columns, generator=seeded(1), dtype=torch.float64) < 0.4).double()
 
 
+@pytest.mark.slow
 @on_all_devices
 def test_float32_agrees_with_float64(device: str) -> None:
     rbm = _rbm(n_visible=8, n_hidden=4, device=device)
@@ -436,6 +438,7 @@ def test_only_the_generator_is_drawn_from_and_nothing_is_changed(direction: str)
     assert all(parameter.grad is None for parameter in rbm.parameters())
 
 
+@pytest.mark.slow
 def test_schedule_of_salakhutdinov_and_murray() -> None:
     betas = salakhutdinov_schedule()
     assert len(betas) == 14_501
@@ -528,6 +531,7 @@ def digits_machine() -> tuple[RBM, Tensor, float]:
     return rbm, data, _log_partition(rbm)
 
 
+@pytest.mark.slow
 def test_log_z_of_digits_to_its_standard_error(digits_machine: tuple[RBM, Tensor, float]) -> None:
     """The chains are in float32, and part at the first draw that rounding decides: bounds are for any draws."""
     rbm, data, truth = digits_machine
@@ -767,6 +771,7 @@ def test_reconstruction_error_of_real_numbers_is_in_their_units_squared() -> Non
     assert reconstruction_error(rbm, visible).numpy() == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_reconstruction_error_falls_while_the_likelihood_falls() -> None:
     data = bars_and_stripes(3).inputs
     rbm = RBM(9, 8, dtype=torch.float64, generator=seeded(0))

@@ -136,6 +136,7 @@ def test_sampled_runs_are_identical_with_and_without_the_block():
     assert blocked == opened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["straight_through", "persistent"])
 def test_straight_through_draws_need_the_block(name):
     config = _config(name, steps=500, evaluate_every=500)
@@ -149,6 +150,7 @@ def test_straight_through_draws_need_the_block(name):
     assert harmless.metrics["objective"][-1] == pytest.approx(blocked.metrics["objective"][-1], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_mean_field_rises_and_falls_with_the_block_and_stalls_without():
     """Of 20 seeds all rise further with the block, by 0.28 to 0.75, and 17 end below the run without."""
     config = _config("mean_field", steps=1000, evaluate_every=100)
@@ -162,6 +164,7 @@ def test_mean_field_rises_and_falls_with_the_block_and_stalls_without():
     assert statistics.median(below) > 0.3
 
 
+@pytest.mark.slow
 def test_centred_steps_need_the_block_at_the_offsets():
     """Centred steps get 1.3 to 2.1 nats further, of 6 seeds. Open offsets ruin 14 of 20, to below -8.4, and no others.
 
@@ -281,6 +284,7 @@ def test_scikit_learn_is_judged_by_its_own_parameters():
     assert [values[0] for values in found["metrics"].values()] == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_the_estimator_of_this_project_is_better_than_scikit_learns():
     config = _config("defaults", methods=[])
     objectives = [found["metrics"]["objective"][-1] for found in _trained(config).values()]
@@ -294,6 +298,7 @@ def _curves(first: int, last: int, seed: int, **values) -> list[list[float]]:
     return [found["metrics"]["objective"] for found in _trained(config, seed).values()]
 
 
+@pytest.mark.slow
 def test_the_likelihood_of_cd_and_of_pcd_rises_and_falls():
     """Fischer & Igel 2010, in exact numbers.
 
@@ -386,6 +391,7 @@ def test_images_of_files_are_rounded_at_the_threshold(files):
     assert (raw == 111).any()
 
 
+@pytest.mark.slow
 def test_a_machine_of_files_is_trained_and_judged_from_both_sides(files, tmp_path):
     few = _overrides(
         files, n_hidden=8, steps=300, evaluate_every=300, learning_rate=0.2,
@@ -413,6 +419,7 @@ def test_a_machine_of_files_is_trained_and_judged_from_both_sides(files, tmp_pat
     assert "-96.61" in page
 
 
+@pytest.mark.slow
 def test_both_sides_agree_with_the_exact_likelihood(files):
     config = load_config(MNIST, _overrides(files, n_hidden=6, dtype="float64", inverse_temperatures=300)).config
     one = run(config, seed=0)

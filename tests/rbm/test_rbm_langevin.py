@@ -171,6 +171,7 @@ def test_variance_without_weights_is_too_large_by_the_closed_form(size, hidden):
     assert (np.abs(end.numpy().mean(0) - bias) < 5 * end.numpy().std(0) / math.sqrt(n)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hidden", ["drawn", "summed_out"])
 def test_bias_is_of_the_order_of_the_step_size(hidden):
     """With weights too: a quarter of the step size, about a quarter of the excess of the second moment."""
@@ -517,6 +518,7 @@ def test_no_graph_is_built_while_both_blocks_are_in_place():
 # --- half precision -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("hidden", ["drawn", "summed_out"])
 def test_rate_in_half_precision_counts_every_move(dtype, hidden):

@@ -871,6 +871,7 @@ def test_trajectory_of_temperatures_has_the_distributions_of_tempering():
     assert abs(ratios.log_ratios.sum().item() - truths[-1].log_partition + truths[0].log_partition) < 4 * ratios.error
 
 
+@pytest.mark.slow
 def test_trajectory_finds_the_mode_where_gibbs_chains_never_come():
     age, n = torch.linspace(0, 1, 8, dtype=torch.float64), 500
     machines = [_two_modes(coupling=1.2 * float(beta)) for beta in age]
@@ -906,6 +907,7 @@ def test_error_of_a_single_chain_is_unknown():
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
+@pytest.mark.slow
 @HALF
 @pytest.mark.parametrize("swaps", ["joint", "marginal"])
 def test_rates_in_half_precision_count_every_step(dtype, swaps):

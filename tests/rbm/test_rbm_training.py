@@ -160,6 +160,7 @@ def test_rows_are_in_a_new_order_in_each_epoch_and_the_same_in_each_run(source, 
     assert runs[0][:200] != list(range(200))
 
 
+@pytest.mark.slow
 def test_an_order_in_memory_is_a_uniform_permutation():
     """Each of the 6 orders of three rows comes in a sixth of the epochs, to five standard deviations."""
     trainer = recorder(batch_size=3)
@@ -169,6 +170,7 @@ def test_an_order_in_memory_is_a_uniform_permutation():
     assert np.abs(counts - 500).max() < 5 * math.sqrt(3000 / 6 * 5 / 6)
 
 
+@pytest.mark.slow
 def test_a_file_is_read_in_blocks_from_all_over_it(tmp_path):
     """A file whose rows are sorted gives batches that are not: what one chunk holds is spread over the file."""
     data = (torch.arange(40_000)[:, None] >= 20_000).to(torch.uint8).expand(-1, 784)
@@ -266,6 +268,7 @@ def test_the_machine_ends_with_the_mean_of_its_last_parameters():
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_a_mean_is_of_about_a_thousand_evenly_spaced_parameters():
     trainer = recorder(batch_size=1)
     train(trainer, numbered(5), epochs=1000, learning_rate=0.2, generator=seeded(1), average_from=0.25)

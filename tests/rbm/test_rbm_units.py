@@ -1263,6 +1263,7 @@ def _noisy_transition(rbm: RBM) -> np.ndarray:
     return transition
 
 
+@pytest.mark.slow
 def test_noisy_rectified_units_have_another_stationary_distribution():
     """A finding: the approximation of a draw moves the chain's distribution, by as much as quadrature predicts."""
     pair = Pair("bernoulli", "rectified", 3, 2)

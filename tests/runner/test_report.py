@@ -100,6 +100,7 @@ def parsed(page):
     return _Page(page.read_text())
 
 
+@pytest.mark.slow
 def test_every_block_stands_there_with_its_reason_and_verdict(results, parsed):
     text = " ".join(" ".join(parsed.text).split())
     for found in read_all(results):
@@ -734,6 +735,7 @@ class TestInABrowser:
         assert open_
         assert closed
 
+    @pytest.mark.slow
     def test_cards_are_filtered_and_searched(self, site, browser):
         _open(browser, site, 1400, "light")
         shown = (
@@ -803,6 +805,7 @@ def site(results):
     return write_site(results)
 
 
+@pytest.mark.slow
 def test_every_link_of_the_site_leads_to_a_file_of_it(site):
     pages = [site, *(site.parent / "pages").glob("*.html")]
     assert len(pages) == 1 + len(read_all(site.parent))

@@ -792,6 +792,7 @@ def test_a_batch_of_losses_is_the_losses(program):
     torch.testing.assert_close(found, torch.stack(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 @pytest.mark.parametrize("program", PEER_CASES)
 def test_a_compiled_loss_is_the_loss(program):

@@ -273,6 +273,7 @@ def test_a_comparison_leaves_the_centre_where_it_was():
 # --- compiled -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 def test_compiled_modules_keep_their_state():
     torch._dynamo.reset()

@@ -475,6 +475,7 @@ def test_a_maximum_in_another_precision_is_nan_without_the_block():
     torch.testing.assert_close(blocked, expected, rtol=1e-13, atol=4 * EPS)
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 @functions
 def test_compiles_whole_and_follows_the_block(name):

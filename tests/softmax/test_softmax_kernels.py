@@ -252,6 +252,7 @@ def test_masks_go_with_every_mode(name, dim):
     assert rows.equal(softmax(x, where=mask))
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 def test_the_mask_of_a_compiled_function():
     torch.compiler.reset()

@@ -185,6 +185,7 @@ def test_leading_dimensions_are_samples():
     torch.testing.assert_close(one, expected[1, 2])
 
 
+@pytest.mark.slow
 @shapes
 def test_gradcheck_of_first_and_second_order_in_both_modes(shape):
     leaves, labels = layer(*shape), labels_for(shape[0], shape[2])
@@ -283,6 +284,7 @@ def test_an_input_changed_in_place_before_the_backward_pass_is_refused():
 logit = st.floats(-300, 300) | st.sampled_from([0.0, 1.0, -40.0, 36.7, 300.0])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=100)
 @given(st.lists(logit, min_size=2, max_size=6), st.integers(0, 5), st.integers(1, 6))
 def test_every_component_is_exact_relative_to_itself(row, label, chunk_size):
@@ -472,6 +474,7 @@ def test_mistakes_are_named(mistake):
 # --- compiled, exported ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 @pytest.mark.parametrize("shape", [SHAPES["logits again"]], ids=["logits again"])
 def test_compiles_into_one_graph_and_follows_the_block(shape):
@@ -637,6 +640,7 @@ def test_no_large_tensor_is_kept_for_the_backward_pass():
     assert max(sizes) == 32
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the peak of a process is read from /proc")  # noqa: PTH110
 def test_the_process_grows_by_the_gradients_alone():
     """The peak of a process counts what operations take inside, which tensors do not show."""

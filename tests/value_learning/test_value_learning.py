@@ -1002,6 +1002,7 @@ def value_and_gradients(program, device: str = "cpu") -> list[Tensor]:
 BOTH = pytest.mark.parametrize("opened", [(), OF_PROGRAM], ids=["blocked", "open"])
 
 
+@pytest.mark.slow
 @pytest.mark.keeps_its_sums
 @BOTH
 def test_compiled_code_has_the_same_gradients(opened):

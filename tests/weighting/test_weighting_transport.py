@@ -118,6 +118,7 @@ def test_the_block_is_redundant_at_convergence():
     assert effect.verdict.kind == "redundant"
 
 
+@pytest.mark.slow
 def test_second_derivatives_are_wrong_with_the_block():
     def hessian():
         return torch.autograd.functional.hessian(lambda x: _loss(200)({"x": x}), POINTS()["x"]).reshape(6, 6)
