@@ -6,9 +6,10 @@ import re
 import mpmath
 import pytest
 import torch
-from test_policy_gradient import ACTIONS, ADVANTAGES, LOGITS, PEER_CASES, RHO, D, Q, R, V, tensor
+from test_policy_gradient import ACTIONS, ADVANTAGES, LOGITS, PEER_CASES, RHO, D, Q, R, V
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from values import doubles
 
 from toolkit import policy_gradient as pg
 from toolkit import unblock
@@ -23,7 +24,7 @@ def leaf(value):
 
 @pytest.mark.parametrize("opened", [[], [pg.SAMPLING], [pg.ADVANTAGE]], ids=["blocked", "sampling", "advantage"])
 def test_a_masked_action_changes_nothing(opened):
-    logits, q = tensor([0.2, -math.inf, 0.7]).requires_grad_(), tensor([1.0, 50.0, -0.3]).requires_grad_()
+    logits, q = doubles([0.2, -math.inf, 0.7]).requires_grad_(), doubles([1.0, 50.0, -0.3]).requires_grad_()
     allowed, of_allowed = leaf(logits[:, [0, 2]].detach()), leaf(q[:, [0, 2]].detach())
     for loss in (pg.expected_policy_gradient_loss, pg.qpg_loss, pg.rm_loss):
         if loss is not pg.expected_policy_gradient_loss and pg.SAMPLING in opened:
@@ -37,7 +38,7 @@ def test_a_masked_action_changes_nothing(opened):
 
 
 def test_saturated_logits_have_finite_losses_and_gradients():
-    logits = tensor([1e4, 0.0, -1e4], [-1e4, 1e4, 0.0]).requires_grad_()
+    logits = doubles([1e4, 0.0, -1e4], [-1e4, 1e4, 0.0]).requires_grad_()
     losses = [
         pg.policy_gradient_loss(logits, ACTIONS, ADVANTAGES),
         pg.expected_policy_gradient_loss(logits, Q),
@@ -53,17 +54,17 @@ def test_saturated_logits_have_finite_losses_and_gradients():
     "opened", [[], [pg.IMPORTANCE_WEIGHTS], [pg.ADVANTAGE]], ids=["blocked", "weights", "advantage"]
 )
 def test_an_action_that_the_policy_never_takes_has_no_weight(opened):
-    logits, advantages = tensor([0.2, -math.inf, 0.7], [0.1, 0.3, -0.5]).requires_grad_(), leaf(ADVANTAGES)
+    logits, advantages = doubles([0.2, -math.inf, 0.7], [0.1, 0.3, -0.5]).requires_grad_(), leaf(ADVANTAGES)
     with unblock(*opened):
         log_prob = logits.log_softmax(-1)[torch.arange(2), torch.tensor([1, 0])]
-        loss = pg.off_policy_pg_loss(log_prob, tensor(-1.0, -1.2), advantages)
-        alone = pg.off_policy_pg_loss(log_prob[1:], tensor(-1.2), advantages[1:]) / 2
+        loss = pg.off_policy_pg_loss(log_prob, doubles(-1.0, -1.2), advantages)
+        alone = pg.off_policy_pg_loss(log_prob[1:], doubles(-1.2), advantages[1:]) / 2
     torch.testing.assert_close(loss, alone)
     found, expected = (
         torch.autograd.grad(x, [logits, advantages], retain_graph=True, materialize_grads=True) for x in (loss, alone)
     )
     torch.testing.assert_close(found, expected)
-    assert pg.off_policy_pg_loss(tensor(math.nan), tensor(-1.0), tensor(1.0)).isnan()
+    assert pg.off_policy_pg_loss(doubles(math.nan), doubles(-1.0), doubles(1.0)).isnan()
 
 
 @pytest.mark.parametrize("wide", ["r_t", "discount_t", "rho_tm1", "lambda_"])
@@ -74,7 +75,7 @@ def test_rewards_of_numpy_in_double_precision_are_taken(wide):
         "r_t": R,
         "discount_t": D,
         "rho_tm1": RHO,
-        "lambda_": tensor(0.5, 0.6, 0.7, 0.8),
+        "lambda_": doubles(0.5, 0.6, 0.7, 0.8),
     }
     mixed = {name: value if name == wide else value.float() for name, value in arguments.items()}
     for found, expected in zip(*(pg.vtrace_td_error_and_advantage(**each) for each in (mixed, arguments)), strict=True):
@@ -91,23 +92,23 @@ def test_the_penalty_on_a_neighbouring_policy_is_no_rounding():
 
 
 def test_padding_may_hold_anything():
-    log_prob = tensor([-1.0, math.nan], [-0.5, -0.2]).requires_grad_()
+    log_prob = doubles([-1.0, math.nan], [-0.5, -0.2]).requires_grad_()
     mask = torch.tensor([[True, False], [True, True]])
-    loss = pg.grpo_loss(log_prob, tensor(1.0, -1.0), mask_t=mask)
+    loss = pg.grpo_loss(log_prob, doubles(1.0, -1.0), mask_t=mask)
     assert loss.item() == 0
     found = torch.autograd.grad(loss, log_prob)[0]
     assert found.tolist() == [[-0.5, 0.0], [0.25, 0.25]]
 
 
 def test_a_sample_without_tokens_counts_nothing():
-    log_prob = tensor([-1.0], [-0.5]).requires_grad_()
-    loss = pg.grpo_loss(log_prob, tensor(1.0, -1.0), mask_t=torch.tensor([[False], [True]]))
+    log_prob = doubles([-1.0], [-0.5]).requires_grad_()
+    loss = pg.grpo_loss(log_prob, doubles(1.0, -1.0), mask_t=torch.tensor([[False], [True]]))
     assert torch.autograd.grad(loss, log_prob)[0].tolist() == [[0.0], [0.5]]
 
 
 def test_the_log_probability_of_a_squashed_action_is_exact_where_the_action_rounds_to_one():
     generator = torch.Generator().manual_seed(3)
-    mean, log_std = tensor([0.3], [5.0], [-30.0]), tensor([-0.5], [0.2], [0.1])
+    mean, log_std = doubles([0.3], [5.0], [-30.0]), doubles([-0.5], [0.2], [0.1])
     action, log_prob = pg.squashed_gaussian_sample(mean, log_std, generator=generator)
     z = torch.randn(mean.shape, generator=generator.manual_seed(3), dtype=torch.float64)
     with mpmath.workdps(60):

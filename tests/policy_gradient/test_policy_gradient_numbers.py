@@ -22,14 +22,14 @@ from test_policy_gradient import (
     soft_actor,
     soft_critic,
     soft_temperature,
-    tensor,
 )
+from values import doubles
 
 from toolkit import policy_gradient as pg
 from toolkit import unblock
 
-THETA, REWARDS = tensor(0.2, -0.4, 0.7), tensor(1.0, 0.5, -0.3)
-OF_RETURN = tensor(0.2364722446, 0.0439607385, -0.2804329831)  # the gradient of J = 0.2438722164
+THETA, REWARDS = doubles(0.2, -0.4, 0.7), doubles(1.0, 0.5, -0.3)
+OF_RETURN = doubles(0.2364722446, 0.0439607385, -0.2804329831)  # the gradient of J = 0.2438722164
 
 
 def leaf(value):
@@ -42,7 +42,7 @@ def gradient(loss, *leaves, opened=()):
 
 
 def close(found, *expected):
-    torch.testing.assert_close(found, tensor(*expected), rtol=0, atol=6e-11)
+    torch.testing.assert_close(found, doubles(*expected), rtol=0, atol=6e-11)
 
 
 # --- sampled and all actions ------------------------------------------------------------------------------------------
@@ -76,7 +76,7 @@ def test_the_policy_gradient_loss():
 
 
 def test_an_actor_critic_with_an_open_advantage_overestimates_by_the_surprise():
-    logits, v, g = leaf(LOGITS), leaf(tensor(0.3, -0.2)), tensor(1.2, 0.5)
+    logits, v, g = leaf(LOGITS), leaf(doubles(0.3, -0.2)), doubles(1.2, 0.5)
     loss = partial(pg.actor_critic_loss, logits, ACTIONS, v, g)
     assert loss().item() == pytest.approx(0.8044613759, abs=6e-11)
     close(gradient(loss, v)[0], -0.45, -0.35)
@@ -84,7 +84,7 @@ def test_an_actor_critic_with_an_open_advantage_overestimates_by_the_surprise():
     surprise = -LOGITS.log_softmax(-1)[range(2), ACTIONS]
     fixed = leaf(g + surprise)
     at_the_fixed_point = partial(pg.actor_critic_loss, logits, ACTIONS, fixed, g)
-    torch.testing.assert_close(gradient(at_the_fixed_point, fixed, opened=[pg.ADVANTAGE])[0], tensor(0.0, 0.0))
+    torch.testing.assert_close(gradient(at_the_fixed_point, fixed, opened=[pg.ADVANTAGE])[0], doubles(0.0, 0.0))
 
 
 def test_regret_matching():
@@ -122,7 +122,7 @@ def test_a_baseline_of_the_others_has_no_bias_and_that_of_all_has_a_factor(k):
 
 def test_dividing_by_the_deviation_turns_the_gradient():
     found = expected_gradient(4, partial(pg.group_advantages, baseline="mean", scale="std"))
-    torch.testing.assert_close(found / OF_RETURN, tensor(1.177, 1.412, 1.214), rtol=0, atol=6e-4)
+    torch.testing.assert_close(found / OF_RETURN, doubles(1.177, 1.412, 1.214), rtol=0, atol=6e-4)
 
 
 def test_advantages_of_a_group():
@@ -147,7 +147,7 @@ def test_a_group_of_equal_rewards_and_one_of_integers():
 
 def test_the_clipped_surrogate():
     logits, adv = leaf(LOGITS), leaf(ADVANTAGES)
-    old = tensor(-0.9, -0.6)
+    old = doubles(-0.9, -0.6)
 
     def loss():
         ratios = pg.importance_ratios(logits.log_softmax(-1)[range(2), ACTIONS], old)
@@ -159,8 +159,8 @@ def test_the_clipped_surrogate():
 
 
 def test_an_upper_width_of_its_own():
-    ratios = leaf(tensor(1.25, 1.25))
-    loss = partial(pg.clipped_surrogate_pg_loss, ratios, tensor(1.0, 1.0), 0.2)
+    ratios = leaf(doubles(1.25, 1.25))
+    loss = partial(pg.clipped_surrogate_pg_loss, ratios, doubles(1.0, 1.0), 0.2)
     assert gradient(loss, ratios)[0].tolist() == [0, 0]
     wider = partial(loss, epsilon_high=0.3)
     assert gradient(wider, ratios)[0].tolist() == [-0.5, -0.5]
@@ -182,7 +182,7 @@ def test_the_ratio_of_a_policy_to_itself_has_the_gradient_of_reinforce():
 def test_the_divergence_that_each_estimator_pulls_down():
     """k1 pulls nothing, k2 the divergence that it estimates, and k3, which estimates it better, the other one."""
     theta = leaf(THETA)
-    reference = tensor(0.5, 0.1, -0.2).log_softmax(-1)
+    reference = doubles(0.5, 0.1, -0.2).log_softmax(-1)
 
     def expectation(estimate):
         log_prob = theta.log_softmax(-1)
@@ -212,7 +212,7 @@ def test_the_divergence_that_each_estimator_pulls_down():
 def test_an_importance_weight_that_carries_a_gradient_turns_it_for_rare_actions():
     """Over all actions of another policy: each term is multiplied by 1 + log pi."""
     theta = leaf(torch.zeros(4, dtype=torch.float64))
-    behaviour, q = tensor(0.1, 0.2, 0.3, 0.4), tensor(1.0, 0.5, -0.3, 0.2)
+    behaviour, q = doubles(0.1, 0.2, 0.3, 0.4), doubles(1.0, 0.5, -0.3, 0.2)
 
     def loss():
         log_prob = theta.log_softmax(-1)
@@ -220,12 +220,12 @@ def test_an_importance_weight_that_carries_a_gradient_turns_it_for_rare_actions(
 
     blocked, opened = (gradient(loss, theta, opened=names)[0] for names in ([], [pg.IMPORTANCE_WEIGHTS]))
     torch.testing.assert_close(blocked, -(q - q.mean()) / 4, rtol=0, atol=1e-15)
-    torch.testing.assert_close(opened, (1 - tensor(4.0)[0].log()) * blocked, rtol=0, atol=1e-15)
+    torch.testing.assert_close(opened, (1 - doubles(4.0)[0].log()) * blocked, rtol=0, atol=1e-15)
 
 
 def test_clipped_weights_have_no_score_where_they_are_clipped():
-    log_prob = leaf(tensor(-0.1, -3.0))
-    loss = partial(pg.off_policy_pg_loss, log_prob, tensor(-1.0, -1.0), tensor(2.0, 2.0), clip_rho=1.0)
+    log_prob = leaf(doubles(-0.1, -3.0))
+    loss = partial(pg.off_policy_pg_loss, log_prob, doubles(-1.0, -1.0), doubles(2.0, 2.0), clip_rho=1.0)
     blocked, opened = (gradient(loss, log_prob, opened=names)[0] for names in ([], [pg.IMPORTANCE_WEIGHTS]))
     assert blocked[0] == opened[0] == -1
     torch.testing.assert_close(opened[1], -2 * blocked[1])
@@ -296,7 +296,7 @@ def test_vtrace_on_policy_is_generalised_advantage_estimation():
 
 
 def test_a_trace_for_each_time():
-    traces = tensor(0.2, 0.9, 0.5, 0.1)
+    traces = doubles(0.2, 0.9, 0.5, 0.1)
     factors = (D * traces).tolist()
     errors = (R + D * V[1:] - V[:-1]).tolist()
     expected = [errors[3]]
@@ -390,8 +390,8 @@ def test_the_temperature_only_falls_if_it_is_open_and_the_losses_are_summed():
 
 
 def test_the_score_of_a_gaussian_and_the_path_through_its_draw():
-    mean, log_std = leaf(tensor(0.2)), leaf(tensor(-0.3))
-    normal = tensor([0.5], [-1.2])
+    mean, log_std = leaf(doubles(0.2)), leaf(doubles(-0.3))
+    normal = doubles([0.5], [-1.2])
 
     def loss():
         action = mean + log_std.exp() * normal
@@ -399,7 +399,7 @@ def test_the_score_of_a_gaussian_and_the_path_through_its_draw():
 
     blocked, opened = (torch.cat(gradient(loss, mean, log_std, opened=names)) for names in ([], [pg.ACTION]))
     close(blocked, -0.4724505827, -0.155)
-    torch.testing.assert_close(opened, tensor(0.0, -1.0), rtol=0, atol=1e-15)
+    torch.testing.assert_close(opened, doubles(0.0, -1.0), rtol=0, atol=1e-15)
     normal_law = torch.distributions.Normal(mean.detach(), log_std.detach().exp())
     torch.testing.assert_close(
         pg.gaussian_log_prob(normal[:, 0], mean.expand(2), log_std.expand(2)), normal_law.log_prob(normal[:, 0]).sum()
@@ -407,14 +407,14 @@ def test_the_score_of_a_gaussian_and_the_path_through_its_draw():
 
 
 def test_the_deterministic_policy_gradient():
-    a, m = tensor(0.4, -0.7), tensor([2.0, 0.5], [0.5, 1.0])
+    a, m = doubles(0.4, -0.7), doubles([2.0, 0.5], [0.5, 1.0])
     action, slope = leaf(a), leaf(-m @ a)
     loss = lambda: pg.dpg_loss(action, slope).sum()  # noqa: E731
     close(gradient(loss, action)[0], 0.45, -0.5)
     of_action, of_slope = gradient(loss, action, slope, opened=[pg.ACTION_TARGET])
     assert of_action.tolist() == [0, 0]
     close(of_slope, -0.45, 0.5)
-    bounded = 0.3 * tensor(0.45, -0.5) / 0.4525**0.5
+    bounded = 0.3 * doubles(0.45, -0.5) / 0.4525**0.5
     torch.testing.assert_close(gradient(lambda: pg.dpg_loss(action, slope, 0.3).sum(), action)[0], bounded)
     parameters, _, held = PEER_CASES["deterministic"]
     leaves = {name: leaf(value) for name, value in parameters.items()}
@@ -424,7 +424,7 @@ def test_the_deterministic_policy_gradient():
 
 def test_an_open_critic_that_learns_from_the_actions_of_the_policy_ends_one_too_high():
     """With the losses summed and rewards of ``2 a - 0.5``, the fixed point is ``r + 1``, and r with the block."""
-    actions = tensor([0.3], [-1.2], [0.8])
+    actions = doubles([0.3], [-1.2], [0.8])
     rewards = 2 * actions[:, 0] - 0.5
     critic = torch.nn.Linear(1, 1).double()
     for opened, bias in (([], -0.5), ([pg.CRITIC], 0.5)):
@@ -441,7 +441,7 @@ def test_an_open_critic_that_learns_from_the_actions_of_the_policy_ends_one_too_
 
 
 def test_one_critic_is_that_of_ddpg():
-    q, later, r, d = tensor(0.3, -0.2), tensor(1.0, 0.5), tensor(0.7, -0.3), tensor(0.9, 0.0)
+    q, later, r, d = doubles(0.3, -0.2), doubles(1.0, 0.5), doubles(0.7, -0.3), doubles(0.9, 0.0)
     expected = 0.5 * torch.nn.functional.mse_loss(q, r + d * later)
     torch.testing.assert_close(pg.td3_critic_loss(q[None], r, d, later[None]), expected)
     pessimistic = pg.td3_critic_loss(q[None], r, d, torch.stack([later, later + 1]))

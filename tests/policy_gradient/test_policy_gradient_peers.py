@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_policy_gradient import ACTIONS, ADVANTAGES, LOGITS, ON_TIMES, RHO, SLOPES, WEIGHTS, D, Q, R, V, tensor
+from test_policy_gradient import ACTIONS, ADVANTAGES, LOGITS, ON_TIMES, RHO, SLOPES, WEIGHTS, D, Q, R, V
+from values import doubles
 
 from toolkit import policy_gradient as pg
 from toolkit import unblock
@@ -76,7 +77,7 @@ CASES: dict[str, tuple[Callable, Callable, tuple, list, list]] = {
     "clipped_surrogate_pg_loss": (
         lambda ratios, adv: pg.clipped_surrogate_pg_loss(ratios, adv, 0.2),
         lambda p, flag, ratios, adv: p.rlax.clipped_surrogate_pg_loss(ratios, adv, 0.2, use_stop_gradient=flag),
-        (tensor(1.3, 1.1, 0.9, 0.7), ON_TIMES),
+        (doubles(1.3, 1.1, 0.9, 0.7), ON_TIMES),
         [],
         [pg.ADVANTAGE],
     ),
@@ -99,7 +100,7 @@ CASES: dict[str, tuple[Callable, Callable, tuple, list, list]] = {
         lambda p, flag, a, slope: p.np.sum(
             p.jax.vmap(lambda x, y: p.rlax.dpg_loss(x, y, 1.0, use_stop_gradient=flag))(a, slope)
         ),
-        (tensor([0.4, -0.7], [1.1, 0.2]), SLOPES),
+        (doubles([0.4, -0.7], [1.1, 0.2]), SLOPES),
         [],
         [pg.ACTION_TARGET],
     ),
@@ -167,8 +168,8 @@ def test_rlax_lets_the_advantage_of_vtrace_move_the_critic_although_it_is_told_t
         return p.np.sum(ON_TIMES.numpy() * found.pg_advantage)
 
     _, of_v, of_rho = theirs(peer, of_rlax, True, (V, RHO))
-    torch.testing.assert_close(of_v, tensor(-0.3, 1.0, -1.8, -0.3, 0.27))
-    torch.testing.assert_close(of_rho, tensor(0.67368, 0.0, 3.68, 0.0))
+    torch.testing.assert_close(of_v, doubles(-0.3, 1.0, -1.8, -0.3, 0.27))
+    torch.testing.assert_close(of_rho, doubles(0.67368, 0.0, 3.68, 0.0))
 
 
 def test_two_halves_of_rlax_disagree_on_the_default(peer):
