@@ -1100,9 +1100,10 @@ def test_an_atom_without_any_probability_adds_nothing_to_the_cross_entropy(opene
     atoms, return_, zero = torch.tensor([0.0, 1.0, 2.0]), torch.tensor(0.25), torch.tensor(0.0)
     logits = torch.tensor([0.3, 0.1, -torch.inf], requires_grad=True)
     rest = logits.detach()[:2].requires_grad_()
+    logits_t = torch.zeros(3, requires_grad=True)
     with unblock(*opened):
-        found = categorical_td_learning(atoms, logits, return_, zero, atoms, torch.zeros(3))
-        expected = categorical_td_learning(atoms[:2], rest, return_, zero, atoms[:2], torch.zeros(2))
+        found = categorical_td_learning(atoms, logits, return_, zero, atoms, logits_t)
+        expected = categorical_td_learning(atoms[:2], rest, return_, zero, atoms[:2], logits_t[:2])
     torch.testing.assert_close(found, expected)
     (gradient,) = torch.autograd.grad(found, logits)
     torch.testing.assert_close(gradient[:2], *torch.autograd.grad(expected, rest))
