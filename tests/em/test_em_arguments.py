@@ -89,3 +89,44 @@ def test_standard_errors_say_the_shape_of_all_samples():
     one = em.fit(SAMPLES, 1).parameters
     with pytest.raises(ValueError, match=r"^`x` should have shape \(N, 2\)\. Found \(6, 1\)\."):
         em.standard_errors(one, SAMPLES[:, :1])
+
+
+WEIGHTED = {
+    "log_likelihood": lambda weights: em.log_likelihood(MIXTURE, SAMPLES, weights),
+    "e_step": lambda weights: em.e_step(MIXTURE, SAMPLES, weights)[1],
+    "surrogate": lambda weights: em.surrogate(MIXTURE, SAMPLES, weights),
+    "evidence_lower_bound": lambda weights: em.evidence_lower_bound(MIXTURE, SAMPLES, weights),
+    "em_step": lambda weights: em.em_step(MIXTURE, SAMPLES, sample_weight=weights)[1],
+    "fit": lambda weights: (
+        em.fit(
+            SAMPLES, 2, sample_weight=weights, reg_covar=0.1, generator=torch.Generator().manual_seed(0)
+        ).log_likelihood
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTED)
+def test_weights_of_another_shape_are_refused_and_those_of_another_dtype_taken(name):
+    """A column would be broadcast against the samples, to a wrong number."""
+    n, call = len(SAMPLES), WEIGHTED[name]
+    for shape in [(n, 1), (1, n), (1,), (n - 1,), ()]:
+        with pytest.raises(ValueError, match=rf"`sample_weight` should have shape \({n},\)\. Found"):
+            call(torch.ones(shape, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"`sample_weight` should be a tensor or None\. Found list"):
+        call([1.0] * n)
+    expected = call(torch.arange(1, n + 1).to(SAMPLES))
+    for dtype in (torch.int64, torch.float32, torch.float64):
+        assert float(call(torch.arange(1, n + 1, dtype=dtype))) == pytest.approx(float(expected), rel=1e-6)
+
+
+@pytest.mark.parametrize("function", [hmm.log_likelihood, hmm.e_step, hmm.surrogate])
+@pytest.mark.parametrize("shape", [(2, 1), (1,), (3,)])
+def test_weights_of_sequences_are_one_for_each(function, shape):
+    with pytest.raises(ValueError, match=r"`sequence_weight` should have shape \(2,\)\. Found"):
+        function(MARKOV, STEPS, [2, len(STEPS) - 2], sequence_weight=torch.ones(shape).to(STEPS))
+
+
+@pytest.mark.parametrize("shape", [(len(SAMPLES), 1), (1,)])
+def test_weights_of_incomplete_samples_are_one_for_each(shape):
+    with pytest.raises(ValueError, match=r"`sample_weight` should have shape"):
+        em.surrogate_missing(MIXTURE, SAMPLES, torch.ones(shape).to(SAMPLES))

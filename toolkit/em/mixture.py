@@ -116,6 +116,7 @@ def log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = N
 
     Raises:
         TypeError: If `mixture` is no mixture.
+        ValueError: If `sample_weight` has another shape.
 
     Example:
         >>> from toolkit.em import m_step
@@ -141,6 +142,7 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
 
     Raises:
         TypeError: If `mixture` is no mixture.
+        ValueError: If `sample_weight` has another shape.
 
     References:
         Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm", 1977, section 4.3.
@@ -187,6 +189,7 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
 
     Raises:
         TypeError: If `mixture` is no mixture.
+        ValueError: If `sample_weight` has another shape.
 
     References:
         Fisher's identity: Dempster, Laird & Rubin, "Maximum likelihood from incomplete data via the EM algorithm",
@@ -230,6 +233,7 @@ def evidence_lower_bound(
 
     Raises:
         TypeError: If `mixture` is no mixture.
+        ValueError: If `sample_weight` has another shape.
 
     References:
         Neal & Hinton, "A view of the EM algorithm that justifies incremental, sparse, and other variants", 1998,
@@ -261,5 +265,16 @@ def expectation(probabilities: Tensor, values: Tensor) -> Tensor:
     return (probabilities * values.masked_fill(probabilities == 0, 0.0)).sum(-1)
 
 
+def check_shape_of_weights(weights: Tensor, shape: tuple[int, ...], name: str = "sample_weight") -> None:
+    """Raise an error unless weights are a tensor of this shape; its values are not looked at, so transforms pass."""
+    if not isinstance(weights, Tensor):
+        raise TypeError(f"`{name}` should be a tensor or None. Found {type(weights).__name__}.")
+    if weights.shape != shape:
+        raise ValueError(f"`{name}` should have shape {shape}. Found {tuple(weights.shape)}.")
+
+
 def _mean(values: Tensor, weights: Tensor | None) -> Tensor:
-    return values.mean() if weights is None else (weights * values).sum() / weights.sum()
+    if weights is None:
+        return values.mean()
+    check_shape_of_weights(weights, tuple(values.shape))
+    return (weights * values).sum() / weights.sum()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from toolkit.em.mixture import check_shape_of_weights
+
 __all__ = ["FLOATS", "check_covariance", "check_finite", "check_floats", "check_samples", "check_weights"]
 
 FLOATS = (torch.float32, torch.float64)
@@ -34,10 +36,7 @@ def check_weights(weights: Tensor | None, n: int, *, allow_zeros: bool = False, 
     """Raise an error unless weights (N,) are finite, not negative and, without `allow_zeros`, not all 0."""
     if weights is None:
         return
-    if not isinstance(weights, Tensor):
-        raise TypeError(f"`{name}` should be a tensor or None. Found {type(weights).__name__}.")
-    if weights.shape != (n,):
-        raise ValueError(f"`{name}` should have shape {(n,)}. Found {tuple(weights.shape)}.")
+    check_shape_of_weights(weights, (n,), name)
     sound = bool((weights.isfinite() & (weights >= 0)).all())
     if not sound or not (allow_zeros or bool((weights > 0).any())):
         should = "finite and not negative" if allow_zeros else "finite, not negative and not all 0"

@@ -41,6 +41,7 @@ from toolkit._checks import number
 from toolkit._data import Chunk
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, soft_counts, structure_of
+from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.samples import Prepared, prepare, total_over_ranks
 from toolkit.em.engine.statistics import MomentsPrior, Statistics
 from toolkit.em.gaussian import GaussianParameters, check_features
@@ -119,6 +120,7 @@ def em_step(
                 [4.2683]])
     """
     check_features(parameters, x)
+    check_weights(sample_weight, len(x))
     reg_covar = number("reg_covar", reg_covar, least=0)
     kind = parameters.covariance_type
     data = prepare(x, kind, parameters.n_components, sample_weight=sample_weight)

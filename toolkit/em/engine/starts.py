@@ -212,7 +212,7 @@ def _parts(x: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[slice, Ten
     """Yield slices of rows, their samples and their weights, float64, in small parts."""
     for i in range(0, len(x), _CHUNK):
         part = x[i : i + _CHUNK].double()
-        weights = part.new_ones(len(part)) if sample_weight is None else sample_weight[i : i + _CHUNK]
+        weights = part.new_ones(len(part)) if sample_weight is None else sample_weight[i : i + _CHUNK].double()
         yield slice(i, i + len(part)), part, weights
 
 

@@ -40,7 +40,7 @@ from toolkit.em.hmm._logarithms import smooth, sums_over_paths
 from toolkit.em.hmm._plan import Plan
 from toolkit.em.hmm._viterbi import LogProb, best_paths
 from toolkit.em.hmm.parameters import DirichletPrior, HMMParameters, Posteriors, with_counts
-from toolkit.em.mixture import RESPONSIBILITIES
+from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights
 
 __all__ = [
     "e_step",
@@ -99,6 +99,7 @@ def log_likelihood(
         Scalar, nats per step.
     """
     lengths = _check(parameters, x, lengths)
+    _check_weight(sequence_weight, lengths)
     values = log_likelihoods(parameters, x, lengths)
     return _per_step(values if sequence_weight is None else sequence_weight * values, lengths, sequence_weight)
 
@@ -126,6 +127,7 @@ def e_step(
         statistical analysis of probabilistic functions of Markov chains", 1970.
     """
     lengths = _check(parameters, x, lengths)
+    _check_weight(sequence_weight, lengths)
     with stop_recording(RESPONSIBILITIES):
         states, start, transitions = smooth(parameters, x, lengths, sequence_weight)
     return Posteriors(
@@ -190,6 +192,7 @@ def surrogate(
         for a given observation sequence", 2005.
     """
     lengths = _check(parameters, x, lengths)
+    _check_weight(sequence_weight, lengths)
     with stop_recording(RESPONSIBILITIES):
         states, start, transitions = smooth(parameters, x, lengths, sequence_weight)
     found = Posteriors(states=states, start=start, transitions=transitions, log_likelihoods=states.new_zeros(0))
@@ -461,6 +464,11 @@ def _check_lengths(lengths: Sequence[int] | None, n_steps: int | None) -> list[i
         short = found if len(found) < 10 else [*found[:8], "..."]
         raise ValueError(f"`lengths` should be positive integers{total}. Found {short}, which sum to {sum(found)}.")
     return found
+
+
+def _check_weight(weight: Tensor | None, lengths: Sequence[int]) -> None:
+    if weight is not None:
+        check_shape_of_weights(weight, (len(lengths),), "sequence_weight")
 
 
 def _per_step(values: Tensor, lengths: Sequence[int], weight: Tensor | None) -> Tensor:

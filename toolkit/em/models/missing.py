@@ -32,7 +32,7 @@ from toolkit.em.engine.checks import check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
-from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights, e_step
 from toolkit.em.models._common import check_table
 from toolkit.em.models._patterns import Incomplete, Moments, Pass
 from toolkit.em.models.prior import Prior
@@ -165,6 +165,7 @@ def surrogate_missing(parameters: GaussianParameters, x: Tensor, sample_weight: 
     """
     responsibilities, _ = e_step(MissingGaussian(parameters), x)
     weights = x.new_ones(len(x)) if sample_weight is None else sample_weight
+    check_shape_of_weights(weights, (len(x),))
     moments = _expected_moments(parameters, x, responsibilities * weights[:, None])
     # Zero in value, not in gradient: the moments are about the same means, held constant.
     shifts = parameters.means - moments.origins
