@@ -270,6 +270,61 @@ def test_a_frozen_model_can_be_attacked(name: str, norm: str, model: nn.Module, 
     assert torch.equal(run(name, norm, model, *batch), run(name, norm, model, *batch))
 
 
+class Wrapper:
+    def __init__(self, network):
+        self.parts = {"networks": [network]}
+
+    def __call__(self, x):
+        return self.parts["networks"][0](x)
+
+
+class Hiding(nn.Module):
+    def __init__(self, network):
+        super().__init__()
+        self.hidden = [network]
+
+    def forward(self, x):
+        return self.hidden[0](x)
+
+
+REGISTRY = {}
+
+
+class ByName:
+    def __call__(self, x):
+        return REGISTRY["network"](x)
+
+
+def _by_name(network):
+    REGISTRY["network"] = network
+    return ByName()
+
+
+HOLDERS = {
+    "object": Wrapper,
+    "method of an object": lambda network: Wrapper(network).__call__,
+    "module that hides it": Hiding,
+    "module inside of another": lambda network: nn.Sequential(Hiding(network)),
+    "registry": _by_name,
+    "function in a closure": lambda network: lambda x: Wrapper(network)(x),
+    "object in a long list": lambda network: partial(lambda _, one, x: one(x), [0.0] * 10**6, Wrapper(network)),
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_model_is_found_wherever_a_callable_keeps_it(holder: str, batch: tuple[Tensor, Tensor]) -> None:
+    x, labels = batch
+    network = nn.Sequential(nn.Linear(x[0].numel(), 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    network = nn.Sequential(nn.Flatten(), *network).to(x)
+    labels = labels % 3
+    expected = pgd(network.eval(), x, labels, epsilon=0.1, steps=3)
+    before = {name: value.clone() for name, value in network.train().state_dict().items()}
+    assert torch.equal(pgd(HOLDERS[holder](network), x, labels, epsilon=0.1, steps=3), expected)
+    assert all(module.training for module in network.modules())
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    REGISTRY.clear()
+
+
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
 def test_no_extra_passes(norm: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
     """ART runs the model twice more a batch, TRADES once more a step, for numbers that are known."""

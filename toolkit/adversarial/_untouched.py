@@ -4,16 +4,41 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from toolkit.blocks import no_graph
 
 __all__ = ["modules_in", "untouched"]
+
+# The longest search for modules.
+_MOST_SEARCHED, _MOST_ENTRIES = 20_000, 1_000
+
+# Values that refer to no module.
+_ATOMS = (
+    str,
+    bytes,
+    bool,
+    int,
+    float,
+    complex,
+    type(None),
+    Tensor,
+    np.ndarray,
+    np.generic,
+    torch.dtype,
+    torch.Generator,
+)
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LIBRARIES = ("torch.", "numpy.")
 
 _Buffers = dict[str, Tensor | None]
 
@@ -31,10 +56,9 @@ def untouched(model: object) -> Iterator[None]:
     pass, which moves the statistics of batch normalisation in place, unseen by autograd.
 
     Args:
-        model: The model, or a function of models: modules that a function, a `functools.partial` or a bound method
-            refers to are treated alike.
+        model: The model, or a callable that uses models: modules that it refers to are treated alike; see `modules_in`.
     """
-    modules = list({id(module): module for root in modules_in(model) for module in root.modules()}.values())
+    modules = modules_in(model)
     modes = [module.training for module in modules]
     kept = [(module._buffers, name, buffer) for module in modules for name, buffer in module._buffers.items()]
     devices = sorted({tensor.device.index for tensor in _tensors(modules) if tensor.is_cuda})
@@ -51,39 +75,57 @@ def untouched(model: object) -> Iterator[None]:
 
 
 def modules_in(model: object) -> list[nn.Module]:
-    """Return the modules that a callable refers to: by its closure, its defaults, its global names or its arguments."""
+    """Return the modules that a callable refers to, by its closure, defaults, global names, arguments or attributes.
+
+    The search looks at the first 1,000 entries of a container, and at 20,000 values.
+    """
     found: list[nn.Module] = []
-    seen: set[int] = set()
-    pending: list[Any] = [model]
-    while pending:
-        value = pending.pop()
-        if id(value) in seen:
+    seen: dict[int, Any] = {}  # with the values, so that no number is taken twice
+    pending = deque[Any]([model])
+    while pending and len(seen) < _MOST_SEARCHED:
+        value = pending.popleft()
+        if id(value) in seen or isinstance(value, _ATOMS):
             continue
-        seen.add(id(value))
-        if isinstance(value, nn.Module):
-            found.append(value)
-        else:
-            pending.extend(_referred(value))
+        for one in value.modules() if isinstance(value, nn.Module) else [value]:
+            if id(one) not in seen:
+                seen[id(one)] = one
+                found += [one] if isinstance(one, nn.Module) else []
+                pending.extend(islice(_referred(one), _MOST_ENTRIES))
     return found
 
 
-def _referred(value: Any) -> list[Any]:
-    """Return the values that a function or a container refers to; nothing for anything else."""
+def _referred(value: Any) -> Iterable[Any]:
+    """Return the values that a function, a container or an object refers to."""
     match value:
+        case type() | types.ModuleType():
+            return []
+        case nn.Module():
+            own = vars(value)
+            return [_function_of(type(value), "forward"), *(own[key] for key in own.keys() - _OF_EVERY_MODULE)]
         case functools.partial():
             return [value.func, *value.args, *value.keywords.values()]
         case types.MethodType():
             return [value.__self__, value.__func__]
         case types.FunctionType():
             cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-            names = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
-            named = [one for one in names if isinstance(one, nn.Module | types.FunctionType | functools.partial)]
+            names = _names(value.__code__) if _is_own(value) else []
+            named = [value.__globals__[name] for name in names if name in value.__globals__]
             return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *named]
         case list() | tuple():
-            return list(value)
+            return value
         case dict():
-            return list(value.values())
-    return []
+            return value.values()
+    return [_function_of(type(value), "__call__"), *getattr(value, "__dict__", {}).values()]
+
+
+def _function_of(kind: type, name: str) -> Any:
+    """Return a method of a class; None for one of a library, which names no models."""
+    method = getattr(kind, name, None)
+    return method if isinstance(method, types.FunctionType) and _is_own(method) else None
+
+
+def _is_own(function: types.FunctionType) -> bool:
+    return not (function.__module__ or "").startswith(_LIBRARIES)
 
 
 def _is_filled(cell: types.CellType) -> bool:
