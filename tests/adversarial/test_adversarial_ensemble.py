@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from relu_networks import NETWORKS, relu_network, split_digits
 from torch import Tensor, nn
 
+from toolkit import adversarial
 from toolkit.adversarial import (
     apgd,
     certify_linear,
@@ -261,3 +262,38 @@ def test_a_model_that_is_flat_around_its_inputs_is_broken_where_exact_search_bre
     assert torch.equal(found.robust, exact.robust)
     assert not exact.robust.all()
     assert without.robust.sum() > exact.robust.sum()
+
+
+@pytest.mark.parametrize("name", ["fgsm", "ni_fgsm", "linearised", "deepfool", "fab", "mi_fgsm", "pgd"])
+def test_every_attack_may_be_one_of_an_ensemble(name: str) -> None:
+    """Those that draw nothing take no generator."""
+    attack = getattr(adversarial, name)
+    x, labels = torch.rand(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2] * 2)
+    weight = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    for one in (attack, partial(attack)):
+        found = evaluate_robustness(lambda x: x @ weight.T, x, labels, epsilon=0.3, attacks={name: one})
+        assert found.broken.keys() == {name}
+
+
+def test_an_attack_of_ones_own_takes_a_generator_if_it_can() -> None:
+    given = []
+
+    def silent(model, x, labels, *, epsilon, norm, bounds, mask):
+        given.append(None)
+        return x
+
+    def drawing(model, x, labels, **options):
+        given.append(options["generator"])
+        return x
+
+    attacks = {"silent": silent, "drawing": drawing}
+    evaluate_robustness(
+        lambda x: x, torch.rand(3, 3).add(torch.eye(3)) / 2, torch.arange(3), epsilon=0.1, attacks=attacks
+    )
+    assert given[0] is None
+    assert isinstance(given[1], torch.Generator)
+
+
+def test_one_radius_is_no_curve() -> None:
+    with pytest.raises(TypeError, match=r"`epsilons` should be radii, as in \[0\.1, 0\.2\]\. Found float\."):
+        adversarial.robustness_curve(lambda x: x, torch.rand(3, 3), torch.arange(3), epsilons=0.1)

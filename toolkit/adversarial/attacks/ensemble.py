@@ -11,9 +11,10 @@ N samples, each of shape (...), C classes.
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Unpack
@@ -38,7 +39,7 @@ from toolkit.adversarial.balls.box import sizes_of
 
 __all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy", "robustness_curve", "standard_attacks"]
 
-# Called as attack(model, x, labels, epsilon=, norm=, bounds=, mask=, generator=).
+# Called as attack(model, x, labels, epsilon=, norm=, bounds=, mask=, generator=), without a generator if it takes none.
 Attack = Callable[..., Tensor]
 # The linearisation is tried towards so many classes at most: each takes a gradient.
 _MOST_TARGETS = 99
@@ -320,6 +321,8 @@ def robustness_curve(
         >>> robustness_curve(lambda x: x @ weight.T, x, torch.tensor([0, 0]), epsilons=[0.0, 0.2, 0.5])
         {0.0: 1.0, 0.2: 0.5, 0.5: 0.0}
     """
+    if not isinstance(epsilons, Iterable):
+        raise TypeError(f"`epsilons` should be radii, as in [0.1, 0.2]. Found {type(epsilons).__name__}.")
     radii = [number("epsilons", epsilon, least=0) for epsilon in epsilons]
     if not radii:
         raise ValueError("`epsilons` should be radii, at least one. Found none.")
@@ -417,7 +420,8 @@ class _Standing:
         epsilon = sizes_of("epsilon", threat.epsilon, left.x.device)
         epsilon = epsilon if epsilon.dim() > 1 else epsilon.expand(len(left.x))
         own = {"epsilon": epsilon, "norm": threat.norm, "bounds": threat.bounds, "mask": threat.mask}
-        found = attack(left.model, left.x, left.labels, **own, generator=self._generator)
+        draws = {"generator": self._generator} if _draws(attack) else {}
+        found = attack(left.model, left.x, left.labels, **own, **draws)
         found = torch.where(found.isnan(), left.x, found).clamp(left.ball.lower, left.ball.upper)
         found = left.ball.settle(found)
         logits = left.logits(found)
@@ -428,6 +432,20 @@ class _Standing:
         self._strength[rows] = strength.maximum(self._strength[rows])
         self.robust[rows[fallen]] = False
         return int(fallen.sum())
+
+
+def _draws(attack: Attack) -> bool:
+    """Return whether an attack takes a generator; the options of an attack of this project do not have one."""
+    try:
+        parameters = inspect.signature(attack).parameters
+    except ValueError:  # of a function in C
+        return True
+    inner: Any = attack
+    while isinstance(inner, partial):
+        inner = inner.func
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    is_own = (getattr(inner, "__module__", None) or "").startswith("toolkit.adversarial.")
+    return "generator" in parameters or (takes_any and not is_own)
 
 
 def _warn_of_a_ball_as_wide_as_the_box(attack: Setting) -> None:

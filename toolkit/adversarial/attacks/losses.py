@@ -40,7 +40,7 @@ def margin_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Raises:
         ValueError: If the shapes are others, or there are fewer than two classes.
-        TypeError: If `labels` are not integers.
+        TypeError: If `labels` are not integers, or `logits` are.
 
     Example:
         >>> margin_loss(torch.tensor([[200.0, 0.0]]), torch.tensor([0]))
@@ -62,7 +62,7 @@ def difference_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Raises:
         ValueError: If the shapes are others, or there are fewer than two classes.
-        TypeError: If `labels` are not integers.
+        TypeError: If `labels` are not integers, or `logits` are.
 
     References:
         Carlini and Wagner, "Towards evaluating the robustness of neural networks", 2017, their loss f6 without its
@@ -91,7 +91,7 @@ def dlr_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
     Raises:
         ValueError: If the shapes are others, or there are fewer than three classes.
-        TypeError: If `labels` are not integers.
+        TypeError: If `labels` are not integers, or `logits` are.
 
     References:
         Croce and Hein, "Reliable evaluation of adversarial robustness with an ensemble of diverse parameter-free
@@ -152,6 +152,8 @@ def _without_label(logits: Tensor, index: Tensor) -> Tensor:
 
 def class_index(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the labels as an index (N, 1) into the logits; raise if they cannot be one."""
+    if not logits.is_floating_point():
+        raise TypeError(f"`logits` should be floating point. Found {logits.dtype}.")
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(f"`logits` should have shape (N, C) with at least two classes. Found {tuple(logits.shape)}.")
     if labels.shape != logits.shape[:1]:

@@ -93,6 +93,8 @@ def box(x: Tensor, bounds: object) -> tuple[Tensor, Tensor]:
         sizes = [side.abs().masked_fill(side.isinf(), 0) for side in (lower, upper)]
         rounding = 2 * torch.finfo(x.dtype).eps * torch.maximum(*sizes)
         if not ((lower - x <= rounding) & (x - upper <= rounding)).all():
+            if x.isnan().any():
+                raise ValueError(f"`x` should be finite. Found NaN in row {int(x.isnan().nonzero()[0, 0])}.")
             raise ValueError(
                 f"`x` should lie within `bounds`, {_in_words(lower)} to {_in_words(upper)}. "
                 f"Found values from {x.min().item():.9g} to {x.max().item():.9g}."

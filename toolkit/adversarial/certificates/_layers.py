@@ -74,6 +74,8 @@ def plain_layers(model: nn.Module, activations: tuple[type[nn.Module], ...] = _M
         TypeError: If `model` is not a `torch.nn.Sequential` of known layers, or has hooks.
         ValueError: If a batch normalisation keeps no statistics, or a `torch.nn.LeakyReLU` is decreasing.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"`model` should be a torch.nn.Sequential. Found {type(model).__name__}.")
     layers = list(_flat(model))
     for layer in layers:
         if type(layer) not in _AFFINE + _RESHAPING + activations:

@@ -227,6 +227,8 @@ def _check_classifier(weight: Tensor, bias: Tensor | None, x: Tensor, labels: Te
     """Return weight and bias in float64 and the labels as an index; raise ValueError if shapes do not fit."""
     if weight.dim() != 2 or len(weight) < 2:
         raise ValueError(f"`weight` should have shape (C, D), at least two classes. Found {tuple(weight.shape)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"`bias` should have shape ({len(weight)},). Found {tuple(bias.shape)}.")
     check_inputs("x", x)
     if x.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"`x` should have shape (N, {weight.shape[1]}). Found {tuple(x.shape)}.")

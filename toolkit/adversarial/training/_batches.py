@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -95,7 +96,7 @@ def batches_of(
         check_scale("data", pair[0], ball, augment)
         known = [fingerprint(part) for part in pair] if noted else None
         return _in_memory(*pair, batch_size=batch_size, model=model, augment=augment, group=group, known=known)
-    if isinstance(data, str | bytes | dict) or not isinstance(data, Iterable):
+    if isinstance(data, str | bytes | dict | np.ndarray) or not isinstance(data, Iterable):
         raise TypeError(
             "`data` should be a tensor with `labels`, a Dataset, or an iterable of batches (inputs, labels). "
             f"Found {type(data).__name__}."

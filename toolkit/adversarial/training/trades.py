@@ -70,6 +70,7 @@ def trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6.0, a
         >>> from functools import partial
         >>> import torch
         >>> x, weight = torch.full((1, 2), 0.5), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> from toolkit.adversarial.training.trades import nearby_pgd
         >>> attack = partial(nearby_pgd, epsilon=0.25, steps=2)
         >>> trades_loss(lambda x: x @ weight.T, x, torch.tensor([0]), beta=6.0, attack=attack)
         tensor(0.4713)
@@ -105,6 +106,7 @@ def held_trades_loss(model: Model, x: Tensor, labels: Tensor, *, beta: float = 6
     Example:
         >>> from functools import partial
         >>> x, weight = torch.full((1, 2), 0.5), torch.tensor([[1.0, 1.0], [0.0, 0.0]])
+        >>> from toolkit.adversarial.training.trades import nearby_pgd
         >>> attack = partial(nearby_pgd, epsilon=0.25, steps=2)
         >>> held_trades_loss(lambda x: x @ weight.T, x, torch.tensor([0]), beta=6.0, attack=attack)
         tensor(0.4713)

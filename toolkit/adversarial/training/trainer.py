@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypedDict, Unpack
 
 import torch
@@ -190,6 +190,11 @@ def train(
         >>> history.scores["robust"][-1]
         1.0
     """
+    known = {field.name for field in fields(_Settings)}
+    if strange := sorted(options.keys() - known):
+        raise TypeError(f"The options of `train` should be among {', '.join(sorted(known))}. Found {strange[0]!r}.")
+    if "epsilon" not in options:
+        raise TypeError("`epsilon` should be the radius of the ball. Found none.")
     chosen = _Settings(**options)
     group, verbose = chosen.group, level(chosen.verbose)
     check_group(group)
