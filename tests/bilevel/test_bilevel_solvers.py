@@ -179,3 +179,10 @@ def test_the_neumann_series_is_its_sum(steps):
     found = neumann_series(lambda x: matrix @ x, b, steps=steps, step_size=0.02)
     torch.testing.assert_close(found.value, expected)
     torch.testing.assert_close(found.residual, (matrix @ expected - b).norm())
+
+
+def test_a_series_that_diverges_is_warned_of():
+    """The eigenvalue of I - A is -2."""
+    series = neumann_series(lambda x: 3 * x, torch.ones(1), steps=20, step_size=1.0)
+    assert not series.converged
+    assert neumann_series(lambda x: 0.5 * x, torch.ones(1), steps=2, step_size=1.0).converged

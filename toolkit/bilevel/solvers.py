@@ -214,9 +214,9 @@ def _inner(a: Tensor, b: Tensor) -> Tensor:
 def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: float) -> Solved:
     r"""Return the first terms of a series for the inverse, :math:`\alpha \sum_{j < k} (I - \alpha A)^j b`.
 
-    They converge to :math:`A^{-1} b` if all eigenvalues of :math:`I - \alpha A` are smaller than 1. For a Hessian A,
-    the k terms are the gradient through the last k steps of gradient descent with step size :math:`\alpha`, at a
-    minimum: see `unroll`.
+    They converge to :math:`A^{-1} b` if all eigenvalues of :math:`I - \alpha A` are below 1 in absolute value. For a
+    Hessian A, the k terms are the gradient through the last k steps of gradient descent with step size :math:`\alpha`,
+    at a minimum: see `unroll`.
 
     Args:
         operator: x to A x, both of the shape of `b`.
@@ -225,7 +225,8 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
         step_size: :math:`\alpha`.
 
     Returns:
-        `converged` is true whatever the residual: the sum is the answer to the question.
+        `converged` is false only if the residual is larger than that of 0, `b` itself: then the series diverges. A sum
+        that is cut off early is the answer to the question.
 
     Raises:
         ValueError: If a number is out of range, or `operator` returns another shape or dtype.
@@ -243,7 +244,7 @@ def neumann_series(operator: Operator, b: Tensor, *, steps: int, step_size: floa
     for _ in range(steps - 1):
         x = x - step_size * (_checked("operator", operator(x), b) - b)
     residual = torch.linalg.vector_norm(constants(operator(x) - b))
-    return Solved(x, residual, torch.tensor(steps, device=b.device), torch.tensor(True, device=b.device))
+    return Solved(x, residual, torch.tensor(steps, device=b.device), residual <= torch.linalg.vector_norm(constants(b)))
 
 
 def warn_unless_converged(solved: Solved, search: str) -> None:
