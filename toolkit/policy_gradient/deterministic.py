@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from toolkit._checks import number
 from toolkit._random import own_generator
-from toolkit._tensors import same_shape, tensors
+from toolkit._tensors import floating, same_shape, tensors
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -132,6 +132,7 @@ def td3_critic_loss(q_tm1: Tensor, r_t: Tensor, discount_t: Tensor, q_t: Tensor)
         >>> td3_critic_loss(torch.zeros(2, 1), one, 0.5 * one, torch.tensor([[2.0], [3.0]]))
         tensor(4.)
     """
+    floating(discount_t=discount_t)  # a flag of the end would be its opposite
     same_shape(r_t=r_t, discount_t=discount_t)
     for name, values in (("q_tm1", q_tm1), ("q_t", q_t)):
         if not isinstance(values, Tensor) or values.dim() == 0 or values.shape[1:] != r_t.shape or not len(values):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit._checks import choice, number
 from toolkit._random import own_generator
-from toolkit._tensors import same_shape
+from toolkit._tensors import floating, same_shape
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import scalar
 
@@ -106,6 +106,7 @@ def sac_critic_loss(
         tensor(1.1250)
     """
     scalar("log_alpha", log_alpha)
+    floating(discount_t=discount_t)  # a flag of the end would be its opposite
     same_shape(q_tm1=q_tm1, r_t=r_t, discount_t=discount_t, q_t=q_t, log_prob_t=log_prob_t)
     targets = stop_gradient(r_t + discount_t * (q_t - log_alpha.exp() * log_prob_t), SOFT_TARGET)
     return 0.5 * (q_tm1 - targets).square().mean()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts, number
 from toolkit._recursion import discounted_sums
-from toolkit._tensors import common_dtype, same_shape, wide
+from toolkit._tensors import common_dtype, floating, same_shape, wide
 from toolkit.blocks import block, stop_recording
 from toolkit.policy_gradient.sampled import ADVANTAGE, VALUE_TARGET
 
@@ -156,6 +156,7 @@ def vtrace(
         >>> vtrace(0 * one, 0 * one, one, 0.5 * one, torch.tensor([0.5, 3.0]))
         tensor([0.7500, 1.0000])
     """
+    floating(discount_t=discount_t)
     same_shape(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     lambda_ = _lambda(lambda_, r_t)
     dtype = common_dtype(v_tm1, v_t, r_t, discount_t, rho_tm1)
@@ -201,6 +202,7 @@ def vtrace_td_error_and_advantage(
         >>> vtrace_td_error_and_advantage(0 * one, 0 * one, one, 0.5 * one, torch.tensor([0.5, 3.0])).pg_advantage
         tensor([0.7500, 1.0000])
     """
+    floating(discount_t=discount_t)
     same_shape(v_tm1=v_tm1, v_t=v_t, r_t=r_t, discount_t=discount_t, rho_tm1=rho_tm1)
     clip_pg = number("clip_pg_rho_threshold", clip_pg_rho_threshold, above=0, infinite=True)
     lambda_ = _lambda(lambda_, r_t)
@@ -216,6 +218,7 @@ def vtrace_td_error_and_advantage(
 
 
 def _checked(r_t: Tensor, discount_t: Tensor, lambda_: float | Tensor, values: Tensor) -> float | Tensor:
+    floating(discount_t=discount_t)  # a flag of the end would be its opposite
     same_shape(r_t=r_t, discount_t=discount_t)
     expected = (*r_t.shape[:-1], r_t.shape[-1] + 1) if r_t.dim() else None
     if not isinstance(values, Tensor) or values.shape != expected:
