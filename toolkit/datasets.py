@@ -13,11 +13,13 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from toolkit._checks import integer, number
@@ -488,8 +490,14 @@ def _unpacked(path: Path) -> bytearray:
 
 
 def _bundled(loader: str, name: str, dtype: torch.dtype) -> Dataset:
+    inputs, labels = _arrays(loader)
+    return Dataset(torch.tensor(inputs, dtype=dtype), torch.tensor(labels, dtype=torch.int64), name)
+
+
+@cache
+def _arrays(loader: str) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     import sklearn.datasets
 
     load: Callable[..., Any] = getattr(sklearn.datasets, loader)
     inputs, labels = load(return_X_y=True)
-    return Dataset(torch.from_numpy(inputs).to(dtype), torch.from_numpy(labels).long(), name)
+    return inputs, labels
