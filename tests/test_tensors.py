@@ -19,7 +19,6 @@ def exact(x: float) -> float:
     return float(total)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_the_remainder_of_an_exponential_has_full_precision(dtype):
     """The direct form loses all digits below the rounding, and half of them at its root."""

@@ -101,7 +101,6 @@ def _sparsest(model, x: Tensor, label: Tensor, *, overshoot: float) -> Tensor:
     return x
 
 
-@pytest.mark.slow
 def test_sparsefool_is_the_algorithm_of_the_paper():
     """The slope is that beyond the boundary; with the slope on it more coordinates change."""
     model = adv.mlp(20, 4, widths=[16], generator=torch.Generator().manual_seed(0)).double()

@@ -46,7 +46,6 @@ def _steps(net, n_steps, audit=None):
     return metrics
 
 
-@pytest.mark.slow
 def test_every_nth_step_is_audited(net):
     audit = RepeatedAudit(3)
     metrics = _steps(net, 7, audit)

@@ -29,6 +29,7 @@ def test_every_answer_is_the_truth(chunk):
     assert not wrong, f"`python tests/fuzzing.py {next(iter(wrong))}` prints the first as a short program"
 
 
+@pytest.mark.slow
 def test_an_answer_is_seldom_refused():
     findings = [finding for chunk in range(CHUNKS) for finding in _findings(chunk).values() if not finding.skipped]
     refused = [reason for finding in findings for reason in finding.refused]

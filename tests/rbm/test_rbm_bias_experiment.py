@@ -90,6 +90,7 @@ def test_all_ways_start_at_the_same_point(trained):
     assert all(len(curve) == 3 for curve in trained.values())
 
 
+@pytest.mark.slow
 def test_order_of_the_ends(trained):
     order = ["the third term with its opposite sign", "blocked", "open", "CD-2", "the exact gradient"]
     ends = [trained[name][-1] for name in order]

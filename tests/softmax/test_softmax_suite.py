@@ -17,6 +17,7 @@ DIFFERENCES = dict(re.findall(r"^\| `(test_[^`]+)` \| (.+) \|$", PAGE.read_text(
 # pytest accepts no iterator as the values of a parameter.
 for mark in theirs.TestLogSumExp.test_gh22601_infinite_elements.pytestmark:
     object.__setattr__(mark, "args", (mark.args[0], list(mark.args[1])))
+pytest.mark.slow(theirs.TestLogSumExp.test_gh22601_infinite_elements)  # 324 times
 
 
 def tensor(a):
