@@ -54,6 +54,17 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ("elif not gradient.isfinite().all():", "elif gradient.isfinite().all():", "test_testing"),
     ],
     "audit": [
+        (
+            "if found.digests[: after.n_before] != self",
+            "if self.plain.digests[: after.n_before] != self",
+            "test_audit_reruns",
+        ),
+        ("= noise, precision\n", "= 1e9 * noise, precision\n", "test_audit_reruns"),
+        (
+            "entries = [entry for entry in entries if entry.holds()]",
+            "[entry.holds() for entry in entries]",
+            "test_audit_reruns",
+        ),
         ("            self._casts.clear()\n", "", "test_audit_steps"),
         ("if weight._version != version and", "if False and", "test_audit_steps"),
         ("        same = self.verdict == found.verdict or", "        same = True or", "test_audit_expectations"),

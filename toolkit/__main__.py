@@ -54,6 +54,9 @@ def main() -> None:
 @click.option("--continue", "continues", is_flag=True, help="Let the script go on after the answer.")
 @click.option("--verify", is_flag=True, help="Run the script again, without recording, and compare bit for bit.")
 @click.option(
+    "--rerun", is_flag=True, help="Run the script again without each stop that the recorded step cannot open."
+)
+@click.option(
     "--format",
     "form",
     type=click.Choice(["text", "json", "github"]),
@@ -71,6 +74,7 @@ def main() -> None:
 @click.option("--update", is_flag=True, help="Write the table of `--expect`.")
 @click.option("--page", "page_path", type=click.Path(path_type=Path, dir_okay=False), help="Write an HTML page.")
 @click.option("--witness", type=click.Path(path_type=Path), hidden=True)
+@click.option("--opened", metavar="PLACES", help="Places that a witness opens, as JSON.", hidden=True)
 def audit(
     words: tuple[str, ...],
     module: str | None,
@@ -79,11 +83,13 @@ def audit(
     all_passes: bool,
     continues: bool,
     verify: bool,
+    rerun: bool,
     form: str,
     expect: Path | None,
     update: bool,
     page_path: Path | None,
     witness: Path | None,
+    opened: str | None,
 ) -> None:
     """Find the places that stop a gradient in a program, and the effect of each.
 
@@ -118,6 +124,8 @@ def audit(
     program = words[0] if module is None else module
     file, _, function = program.rpartition(":")
     if module is None and file and function.isidentifier() and not Path(program).is_file():
+        if rerun:
+            _stop("`--rerun` should stand beside a script. Found a function, which runs again without it.")
         answers = {0: _answer_of_function(file, function, words[1:])}
         verified, code = "", 0
     else:
@@ -128,8 +136,8 @@ def audit(
         script = Script(program, module is not None, words[1:] if module is None else words)
         question = Question(step, None if all_passes else backward or 1, continues)
         if witness is not None:
-            _bear_witness(script, question, witness)
-        answers, verified, code = _answers_of_script(script, question, verify=verify)
+            _bear_witness(script, question, witness, opened)
+        answers, verified, code = _answers_of_script(script, question, verify=verify, rerun=rerun)
     named = {f"step {step}, backward pass {number}" if number else "": answer for number, answer in answers.items()}
     pages = [] if page_path is None else _write_pages(page_path, named, program)
     is_valid = all(answer.valid for answer in answers.values()) and not verified.startswith("NOT")
@@ -213,7 +221,7 @@ def _answer_of_function(path: str, name: str, arguments: Sequence[str]) -> Any:
         return _asked(f"{path}:{name}", lambda: audited(loss, params))
 
 
-def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dict[int, Any], str, int]:
+def _answers_of_script(script: Any, question: Any, *, verify: bool, rerun: bool) -> tuple[dict[int, Any], str, int]:
     """Return backward pass -> answer, a sentence about the second run, and the exit status of the script."""
     from toolkit.gradients.audit.scripts import RecordedRun
 
@@ -221,7 +229,9 @@ def _answers_of_script(script: Any, question: Any, *, verify: bool) -> tuple[dic
     code = _run(run, script)
     if not run.audits:
         sys.exit(code) if code else _stop(f"The script should come to {question}. Found its end after {run.progress}.")
-    return run.audits, _verified(run) if verify else "", code
+    verified = _verified(run) if verify else ""
+    _rerun(run) if rerun else _advise(run)
+    return run.audits, verified, code
 
 
 def _run(run: Any, script: Any) -> int:
@@ -278,9 +288,22 @@ def _put_aside() -> None:
     sys.stdout = sys.stderr
 
 
-def _bear_witness(script: Any, question: Any, path: Path) -> NoReturn:
+def _bear_witness(script: Any, question: Any, path: Path, opened: str | None) -> NoReturn:
+    """Run a script without recording, write the numbers of its backward passes to a file, and end as the script ends.
+
+    With places, these are open in the step that is asked about.
+    """
     from toolkit.gradients.audit.scripts import ScriptRun
 
+    if opened is not None:
+        import torch
+
+        from toolkit.gradients.audit.reruns import OpenedRun
+
+        opened_run = OpenedRun(question, json.loads(opened))
+        code = _run(opened_run, script)
+        torch.save(opened_run.found, path)
+        sys.exit(code)
     run = ScriptRun(question, digests=True)
     code = _run(run, script)
     path.write_text(json.dumps([[digest.loss, *digest.gradients] for digest in run.digests]), "utf-8")
@@ -289,15 +312,7 @@ def _bear_witness(script: Any, question: Any, path: Path) -> NoReturn:
 
 def _verified(run: Any) -> str:
     """Run this command again without recording; return whether it computes the same."""
-    import subprocess
-    import tempfile
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "witness.json"
-        arguments = sys.orig_argv[1:]
-        at = arguments.index("audit") + 1
-        command = [sys.executable, *arguments[:at], "--witness", str(path), *arguments[at:]]
-        subprocess.run(command, stdout=sys.stderr, env=run.lessons.environment(), check=False)
+    with _witness(run) as path:
         found = json.loads(path.read_text("utf-8")) if path.is_file() else []
     recorded = [[digest.loss, *digest.gradients] for digest in run.digests]
     if found == recorded:
@@ -310,6 +325,45 @@ def _verified(run: Any) -> str:
             n_others = len(set(plain[1:]) ^ set(watched[1:]))
             return f"NOT verified: with and without recording, {n_others} gradients are not the same; the loss is"
     return f"NOT verified: the script has {len(recorded)} backward passes recorded, and {len(found)} without recording"
+
+
+@contextlib.contextmanager
+def _witness(run: Any, *options: str) -> Iterator[Path]:
+    """Run this command again as a witness, and yield the file that it writes, which may be missing."""
+    import subprocess
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "witness"
+        arguments = sys.orig_argv[1:]
+        at = arguments.index("audit") + 1
+        command = [sys.executable, *arguments[:at], "--witness", str(path), *options, *arguments[at:]]
+        subprocess.run(command, stdout=sys.stderr, env=run.lessons.environment(), check=False)
+        yield path
+
+
+def _rerun(run: Any) -> None:
+    """Answer for the stops that the recorded step cannot open, each by a further run of this command."""
+    import torch
+
+    from toolkit.gradients.audit.reruns import Found, answer_by_reruns
+
+    def again(places: Sequence[str]) -> Found:
+        click.echo(f"rerun: without {places[0]}" if places else "rerun: as it is", err=True)
+        with _witness(run, "--opened", json.dumps(list(places))) as path:
+            return torch.load(path, weights_only=False) if path.is_file() else Found()
+
+    answer_by_reruns(run, again)
+
+
+def _advise(run: Any) -> None:
+    """Remark on the stops that the recorded step cannot open."""
+    from toolkit.gradients.audit.reruns import left_for_reruns
+
+    for answer in run.audits.values():
+        if n_left := len(left_for_reruns(answer)):
+            them = "the stop that is" if n_left == 1 else f"the {n_left} stops that are"
+            answer.remarks.append(f"`--rerun` removes {them} not opened in a further run of the script")
 
 
 def _write_pages(path: Path, answers: dict[str, Any], program: str) -> list[Path]:

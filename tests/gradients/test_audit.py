@@ -165,28 +165,36 @@ def test_set_grad_enabled_with_a_region_is_opened(pair):
     torch.testing.assert_close(opened["weight"], open_loss.blocked["weight"], rtol=1e-12, atol=0)
 
 
-def test_set_grad_enabled_without_a_region_is_listed(pair):
-    def loss():
-        torch.set_grad_enabled(False)
+def test_set_grad_enabled_without_a_region_is_opened_by_another_run(pair):
+    def loss(call=torch.set_grad_enabled):
+        call(False)
         held = pair.a(pair.x).exp()
         torch.set_grad_enabled(True)
         return (pair.a(pair.x) * held).sum()
 
     found = audit(loss, pair.a)
     assert found.valid
-    assert found.effects == []
-    assert "no end at which a region could be closed" in found.unopened[0].reason
+    _is_without(found, "set_grad_enabled", loss(lambda mode: None), pair.a)
 
 
-def test_detach_in_place_is_listed(pair):
-    def loss():
+def test_detach_in_place_is_opened_by_another_run(pair):
+    def loss(*, stops=True):
         held = pair.a(pair.x).exp()
-        held.detach_()
+        if stops:
+            held.detach_()
         return (pair.a(pair.x) * held).sum()
 
     found = audit(loss, pair.a)
     assert found.valid
-    assert [entry.kind for entry in found.unopened] == ["detach_()"]
+    _is_without(found, "detach_()", loss(stops=False), pair.a)
+
+
+def _is_without(found, kind, value, net):
+    (effect,) = found.effects
+    assert (found.kinds[effect.name], found.unopened) == (kind, [])
+    expected = torch.autograd.grad(value, list(net.parameters()))
+    for gradient, name in zip(expected, dict(net.named_parameters()), strict=True):
+        torch.testing.assert_close(found.gradient([effect.name])[name], gradient)
 
 
 # --- names, places, verdicts -------------------------------------------------------------------------------------

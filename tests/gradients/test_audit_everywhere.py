@@ -54,7 +54,8 @@ A, B = nn.Linear(4, 3), nn.Linear(4, 3)
 x, y = torch.randn(6, 4), torch.randn(6, 4)
 """
 REGIONS = {"no_grad", "inference_mode", "set_grad_enabled"}
-STOPS = {"detach", "tensor", "asarray", "new_tensor", "stop"}
+SWITCHES = {"torch.set_grad_enabled", "torch.autograd.set_grad_enabled"}
+STOPS = {"detach", "detach_", "tensor", "asarray", "new_tensor", "stop"}
 
 
 class Program:
@@ -105,6 +106,14 @@ class _Without(ast.NodeTransformer):
             return node
         self.found += 1
         return node.args[0] if node.args else node.func.value
+
+    def visit_Expr(self, node):
+        self.generic_visit(node)
+        call = node.value
+        if not (isinstance(call, ast.Call) and self._is_here(call) and ast.unparse(call.func) in SWITCHES):
+            return node
+        self.found += 1
+        return ast.Pass()
 
     def visit_Attribute(self, node):
         self.generic_visit(node)
@@ -523,10 +532,46 @@ PROGRAMS = {
             torch._C._set_grad_enabled(False)  # listed: has no end
             held = a.exp()
             torch._C._set_grad_enabled(True)
-            torch.set_grad_enabled(False)  # listed: has no end
+            torch.set_grad_enabled(False)  # opened
             more = a.exp()
             torch.set_grad_enabled(True)
             return (a * held * more * a.sin().detach()).sum()  # opened
+    """,
+    "switched-to-what-it-was": """
+        def quietly(f, *args):
+            before = torch.is_grad_enabled()
+            torch.autograd.set_grad_enabled(False)  # opened
+            try:
+                return f(*args)
+            finally:
+                torch.autograd.set_grad_enabled(before)
+
+        def loss():
+            a = A(x)
+            slope, = torch.autograd.grad(a.exp().sum(), a, create_graph=True)
+            return (a * quietly(A, x).exp() + quietly(B, x) * a + slope * a).sum()
+    """,
+    "switched-by-a-decorator-or-a-guard": """
+        def loss():
+            @torch.set_grad_enabled(False)  # opened
+            def held(x):
+                return A(x).exp()
+            a = A(x)
+            guard = torch.set_grad_enabled(True)
+            with guard:
+                more = A(x).sin()
+            return (a * held(x) * more).sum()
+    """,
+    "detached-in-place": """
+        def loss():
+            a, b = A(x), B(x)
+            held = a.exp()
+            held.detach_()  # opened
+            keep = b * 2
+            same = keep
+            same.detach_()  # opened
+            parts = torch.stack([a, b]).sin().detach_()  # opened
+            return (a * held * keep + same.cos() * b).sum() + (parts * a).sum()
     """,
     # --- state ---
     "average-in-place": """

@@ -214,7 +214,6 @@ def test_compiled_functions_run_in_eager_mode(write, tmp_path):
     assert "computes the same" in found.stdout
 
 
-@pytest.mark.slow
 def test_functions_that_are_compiled_while_the_script_is_recorded_run_in_eager_mode(write, tmp_path):
     write(
         """

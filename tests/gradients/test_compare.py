@@ -656,15 +656,17 @@ def test_single_effects_that_cancel_are_warned_of() -> None:
     assert "cancel to 0% of the largest single leak" in str(comparison)
 
 
-def test_single_effects_that_miss_a_path_are_warned_of() -> None:
+@pytest.mark.parametrize(("scale", "share"), [(1.0, "41%"), (1e-3, "0.07%")])
+def test_single_effects_that_miss_a_path_are_warned_of(scale: float, share: str) -> None:
     x = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
 
     def loss() -> Tensor:  # one path crosses both blocks: opened one by one, neither shows it
-        return x.exp() + stop_gradient(stop_gradient(x, "nested.inner") ** 2, "nested.outer")
+        return x.exp() + scale * stop_gradient(stop_gradient(x, "nested.inner") ** 2, "nested.outer")
 
     comparison = compare(loss, x)
-    assert comparison.interaction == pytest.approx(1.4 / (math.exp(0.7) + 1.4), rel=1e-12)
-    assert "along paths that cross several of them" in str(comparison)
+    crossing = 1.4 * scale
+    assert comparison.interaction == pytest.approx(crossing / (math.exp(0.7) + crossing), rel=1e-9)
+    assert f"by another {share} of its size, along paths that cross several of them" in str(comparison)
 
 
 def test_effects_that_add_up_are_not_warned_of() -> None:

@@ -19,11 +19,14 @@ from toolkit.blocks._eager import GradientFlowError
 from toolkit.blocks._names import Block
 
 # For other rooms of this project, not re-exported by `toolkit`.
+from toolkit.blocks._names import is_site as is_site
 from toolkit.blocks._names import known_name as known_name
+from toolkit.blocks._names import register as register
 from toolkit.blocks._sites import Site as Site
 from toolkit.blocks._sites import site_of as site_of
 from toolkit.blocks._switch import Gates as Gates
 from toolkit.blocks._switch import gated as gated
+from toolkit.blocks._switch import is_left_out as is_left_out
 from toolkit.blocks._switch import is_quiet as is_quiet
 from toolkit.blocks._switch import opened as opened
 from toolkit.blocks._switch import region_at as region_at

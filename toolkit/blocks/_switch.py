@@ -142,6 +142,15 @@ def region_at(site: Site, *, both_modes: bool) -> AbstractContextManager[None] |
     return None if state.gates is None else state.gates.region(key, site, both_modes=both_modes)
 
 
+def is_left_out(site: Site) -> bool:
+    """Return whether a call is to do nothing, because its place is open, and count the place as reached."""
+    state, key = current.get(), str(site)
+    if key not in state.open:
+        return False
+    _mark_reached(state, key)
+    return True
+
+
 def let_pass(state: State, name: str, input: Tensor) -> Tensor:
     """Return a tensor as its open block gives it out; where nothing is recorded that is the tensor itself."""
     if carries_gradient(input):

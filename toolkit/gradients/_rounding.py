@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 from toolkit.gradients._answers import Answers, Leak
 from toolkit.gradients.verdict import Floats, Verdict, flat, norm, rounding, unobserved
 
-__all__ = ["Rounding"]
+__all__ = ["Rounding", "RoundingOfRuns"]
 
 # The number of random changes of the parameters that show how far rounding moves a leak.
 _NUDGES = 6
@@ -56,7 +56,7 @@ class Rounding:
                 noise = self._noise(names, leak, rows)
                 told = beyond & (leaks > _MOST_NOISE * noise)
                 if not told.any():
-                    if self._answers.precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
+                    if self._precision <= torch.finfo(torch.float32).eps and self._vanishes[beyond].all():
                         return Verdict("redundant")
                     size = max(math.hypot(*opened), math.hypot(*blocked))
                     return Verdict("noise", noise=_MOST_NOISE * math.hypot(*noise) / size)
@@ -93,6 +93,10 @@ class Rounding:
             part = self._derivative(edges, last, cotangents)
         moved = flat(part).double() * _PART - leak.parts[last].double()
         return bool(norm([moved]) <= self._answers.precision**0.5 * shares[last])
+
+    @property
+    def _precision(self) -> float:
+        return self._answers.precision
 
     @cached_property
     def _allowed(self) -> Floats:
@@ -182,6 +186,29 @@ class Rounding:
     @cached_property
     def _blocked_norm(self) -> float:
         return math.sqrt(self._squares.sum())
+
+
+class RoundingOfRuns(Rounding):
+    """Distinguishes a leak from rounding that is the difference between two runs of a program."""
+
+    def __init__(self, answers: Answers, squares: Floats, noise: Floats, precision: float) -> None:
+        """Judge by the noise of each parameter's gradient in both runs together, (P,)."""
+        super().__init__(answers, squares)
+        self._measured, self._coarsest = noise, precision
+
+    @property
+    def _precision(self) -> float:
+        return self._coarsest
+
+    def _is_clear(self, names: Sequence[str], leak: Leak, rows: Floats) -> bool:
+        return False
+
+    @cached_property
+    def _vanishes(self) -> NDArray[np.bool_]:
+        return self._measured >= 0.1 * np.sqrt(self._squares)
+
+    def _noise(self, names: Sequence[str], leak: Leak, rows: Floats) -> Floats:
+        return self._measured
 
 
 def _norms(rows: Floats) -> tuple[Floats, Floats, Floats]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice
-from toolkit.blocks import Block, declared_blocks
+from toolkit.blocks import Block, Site, declared_blocks
 from toolkit.gradients._answers import Answers, Closed, Leak, Unrepeatable, answers_of, sentence
 from toolkit.gradients._gates import Meeting
 from toolkit.gradients._program import Parameters
-from toolkit.gradients._rounding import Rounding
+from toolkit.gradients._rounding import Rounding, RoundingOfRuns
 from toolkit.gradients.verdict import (
     BlockEffect,
     Floats,
@@ -95,6 +95,7 @@ class Comparison:
         self.effects, self.sets, self.unopened = [], [], {}
         self.interaction = 0.0
         self._together: BlockEffect | None = None
+        self._measured_apart: set[str] = set()
         self._rounding = Rounding(answers, self._products_when_blocked[:, 3])
         self._names = [] if self.reason else _selected(blocks, self.meetings)
         with answers.quietly() if answers.gated is not None else nullcontext():
@@ -146,6 +147,33 @@ class Comparison:
         self._answers.check_unmodified()
         return self._effect(names, self._answers.leak(names))
 
+    def _measured(self, sites: Mapping[str, Site], leak: Leak, noise: Floats, precision: float) -> BlockEffect:
+        """Return the effect of opening blocks together from a leak that another run of the program has shown.
+
+        Args:
+            sites: Block -> its place.
+            leak: The leak.
+            noise: The norm of the change of the leak under rounding, for each parameter, (P,).
+            precision: The coarsest rounding of the program, relative.
+        """
+        for name, site in sites.items():
+            self.meetings.setdefault(name, Meeting(site, calls=1))
+        names, rows = list(sites), self._products(leak)
+        verdict = RoundingOfRuns(self._answers, rows[:, 3], noise, precision).verdict(names, leak, rows)
+        (effect,) = self._effects([_Judged(names, verdict, np.vstack([rows.sum(0), rows]))])
+        return effect
+
+    def _include(self, effect: BlockEffect) -> None:
+        """Add an effect that another run of the program has shown."""
+        self.effects.append(effect)
+        self._measured_apart.add(effect.name)
+        self.unopened.pop(effect.name, None)
+
+    @property
+    def _at_once(self) -> list[BlockEffect]:
+        """The effects of blocks that open together, too."""
+        return [effect for effect in self.effects if effect.name not in self._measured_apart]
+
     def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
         """Split the gradient with all blocks open by the set of blocks that each path crosses.
 
@@ -156,7 +184,7 @@ class Comparison:
         With more than 12 blocks only sets of up to two blocks are split off, with a `UserWarning`. Paths across three
         blocks or more are then in none of the parts.
         """
-        opened = [name for name in self._names if name not in self.unopened]
+        opened = [effect.name for effect in self._at_once]
         largest = len(opened)
         if largest > _MOST_BLOCKS_ATTRIBUTED:
             largest = 2
@@ -235,10 +263,10 @@ class Comparison:
         if not self.interaction <= self._answers.precision**0.5:
             found.append(
                 "single effects mislead: all blocks together change the gradient by another "
-                f"{self.interaction:.0%} of its size, along paths that cross several of them (see attribution)"
+                f"{_percent(self.interaction)} of its size, along paths that cross several of them (see attribution)"
             )
-        largest = max(effect.leak for effect in self.effects)
-        single = any(not effect.verdict.is_silent for effect in self.effects)
+        largest = max(effect.leak for effect in self._at_once)
+        single = any(not effect.verdict.is_silent for effect in self._at_once)
         if self._together.leak < 0.1 * largest and single:
             found.append(
                 f"single effects mislead: opened together, the blocks cancel to {self._together.leak / largest:.0%} of "
@@ -496,3 +524,7 @@ def _row(effect: BlockEffect) -> tuple[str, ...]:
     verdict = str(effect.verdict)
     verdict = verdict if len(verdict) <= _WIDEST_VERDICT else f"{verdict[: _WIDEST_VERDICT - 2]}…]"
     return (effect.name, verdict, *numbers, effect.site)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 0.01 else f"{100 * share:.1g}%"

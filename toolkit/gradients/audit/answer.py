@@ -6,18 +6,19 @@ import html
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
 from toolkit.blocks import Block, Site
+from toolkit.gradients._answers import Leak
 from toolkit.gradients._endings import by_module
 from toolkit.gradients.audit.places import BareBlocks, Escape
 from toolkit.gradients.compare import Comparison, html_table, text_table
 from toolkit.gradients.graph import Graph
-from toolkit.gradients.verdict import BlockEffect
+from toolkit.gradients.verdict import BlockEffect, Floats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -72,6 +73,7 @@ class Audit:
         sets: Effects of places that act only together, as `Comparison.sets`.
         is_recorded: Whether the answer was taken from a step while it ran, and not from a program that runs again.
         one_mode: Places that only stop reverse mode while a forward-mode derivative passes: `torch.no_grad`.
+        reruns: Places that were opened in a run of their own, because the recorded step could not open them.
     """
 
     valid: bool
@@ -88,6 +90,7 @@ class Audit:
     one_mode: list[str]
     unreached: dict[str, str]
     sets: list[BlockEffect]
+    reruns: list[str]
 
     def __init__(
         self,
@@ -124,7 +127,7 @@ class Audit:
         self.unopened = [Unopened(self.kinds[place], place, reason) for place, reason in reasons.items()]
         self.escapes = list(bare.escapes)
         self.one_mode = list(bare.one_mode)
-        self.sets = comparison.sets
+        self.sets, self.reruns = comparison.sets, []
         self.unreached = dict(unreached)
         self.sites = {name: meeting.site for name, meeting in comparison.meetings.items()} | bare.sites
 
@@ -139,6 +142,30 @@ class Audit:
     def attribution(self) -> dict[frozenset[str], dict[str, Tensor]]:
         """Split the gradient by the places that each path crosses, as `Comparison.attribution`."""
         return self._comparison.attribution()
+
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        """Name -> parameter that the program was differentiated by."""
+        return self._comparison.parameters
+
+    def _measured(self, places: Iterable[str], leak: Leak, noise: Floats, precision: float) -> BlockEffect:
+        """Return the effect of places that were open together in another run; see `Comparison._measured`."""
+        return self._comparison._measured({place: self.sites[place] for place in places}, leak, noise, precision)
+
+    def _include(self, effect: BlockEffect, closed: str = "") -> None:
+        """Add the effect of a place that was open in another run, but for the part that `closed` tells of."""
+        self._comparison._include(effect)
+        order, place = list(self.kinds), effect.name
+        self.effects.sort(key=lambda effect: order.index(effect.name))
+        if closed:
+            self._close(place, closed)
+        else:
+            self.unopened = [entry for entry in self.unopened if entry.site != place]
+        self.reruns.append(place)
+
+    def _close(self, place: str, reason: str) -> None:
+        """Change the reason why a place could not be opened."""
+        self.unopened = [replace(entry, reason=reason) if entry.site == place else entry for entry in self.unopened]
 
     def __getitem__(self, place: Block | str) -> BlockEffect:
         return self._comparison[place]
@@ -162,6 +189,7 @@ class Audit:
             "remarks": self.remarks,
             "escapes": [vars(entry) for entry in self.escapes],
             "one_mode": self.one_mode,
+            "reruns": self.reruns,
             "unreached": self.unreached,
         }
 
@@ -216,7 +244,9 @@ class Audit:
         head, *rows = self._comparison.rows(order)
         partly = {entry.site for entry in self.unopened}
         kinds = {**self.kinds, **dict.fromkeys((found.name for found in self.sets), "together")}
-        named = [(name, kinds[name] + ", in part" * (name in partly), *cells) for name, *cells in rows]
+        kinds |= {name: f"{kinds[name]}, in part" for name in partly & kinds.keys()}
+        kinds |= {name: f"{kinds[name]}, rerun" for name in self.reruns}
+        named = [(name, kinds[name], *cells) for name, *cells in rows]
         return [tuple(row[:-1]) for row in [("where", "what", *head[1:]), *named]]
 
     def notes(self) -> list[str]:

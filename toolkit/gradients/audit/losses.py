@@ -57,6 +57,8 @@ def audit(loss: Callable[[], Tensor], params: Parameters = None) -> Audit:
     bare = BareBlocks()
     bare.refuse_another()
     with answers_of(loss, params, bare.replaced, bare.sparing) as answers:
+        for place in bare.decorators:
+            answers.board.meetings.pop(place, None)
         comparison = Comparison(answers, nested=bare.nested)
         kept = [] if comparison.reason else _kept_from_earlier_calls(answers)
         cached = [f"the results of {name}" for name in answers.program.parts.cached]

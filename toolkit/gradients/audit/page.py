@@ -52,6 +52,8 @@ def _summary(found: Audit) -> str:
         return f'<p class="invalid"><strong>Invalid.</strong> {_text(found.reason)}. Believe nothing below.</p>'
     head = f"loss {found.loss:.6g}, {len(found.blocked)} parameters, gradient {_norm(found):.6g}"
     source = "The answer is taken from the graph of the step itself."
+    if found.reruns:
+        source = "The answer is taken from the graph of the step itself, or where it says so from another run."
     if not found.is_recorded:
         source = "With every place closed, the loss and every gradient are those of the plain program, bit for bit."
     head = f"<p><strong>{_text(head)}.</strong> {source} Each place below was opened alone.</p>"
@@ -68,6 +70,7 @@ def _effect(found: Audit, effect: BlockEffect) -> str:
     named = "" if effect.name == str(site) else f" <strong>{_text(effect.name)}</strong>"
     why = f"<p>{_text(effect.why)}</p>" if effect.why else ""
     calls = f", {effect.calls} times" if effect.calls > 1 else ""
+    calls += ", in a run without it" if effect.name in found.reruns else ""
     return f"""<section>
 <h3><span class="verdict {verdict.kind}">{_text(verdict.label)}</span> <code>{_text(kind)}</code>{named}
 <span class="where">{_text(str(site))}, in {_text(site.function)}{calls}</span></h3>

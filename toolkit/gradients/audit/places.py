@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from toolkit._tensors import HALF
-from toolkit.blocks import Site, carries_gradient, has_storage, region_at, site_of, stop_at
+from toolkit.blocks import Site, carries_gradient, has_storage, is_left_out, region_at, site_of, stop_at
 from toolkit.gradients._as_plain import unrecorded
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_by
 from toolkit.gradients._gates import replaced_by
@@ -65,6 +65,7 @@ _FAST_PATH = "a module of torch takes a fast path inside of it, which has no der
 _STALE = "autocast keeps the cast of a weight that is updated before its next use, and a recorded region keeps none"
 _PACKAGE = __name__.partition(".")[0] + "."
 _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
+_ITSELF = "it stops the tensor object itself, which cannot be opened afterwards"
 _WITHOUT_END = "a call without `with` has no end at which a region could be closed"
 
 # One audit at a time: the replaced attributes are those of the whole process.
@@ -104,6 +105,7 @@ class BareBlocks:
         partly: Place of a region -> the parts that stay blocked while it is open.
         one_mode: Places of regions that pass a forward-mode derivative, open or closed.
         nested: Place -> the regions around it, from the outside.
+        decorators: Places of calls that turned out to make a decorator, whose place is that of the function.
         spares: Regions whose writes into older tensors stay blocked.
         is_constant: Says whether a tensor is a constant while every place is closed.
         close_regions: Closes regions behind tensors before a derivative; None without recorded regions.
@@ -120,6 +122,7 @@ class BareBlocks:
     one_mode: dict[str, None] = field(default_factory=dict)
     elsewhere: dict[str, None] = field(default_factory=dict)
     nested: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    decorators: set[str] = field(default_factory=set)
     spares: Collection[str] = frozenset()
     is_constant: Callable[[Tensor], bool] = lambda tensor: _is_stopped(tensor)
     close_regions: Callable[..., None] | None = None
@@ -261,8 +264,10 @@ class BareBlocks:
         def detach_(input: Tensor) -> Any:
             site = self._site("detach_()", self._caller())
             if site is not None and carries_gradient(input):
+                if is_left_out(site):
+                    return input
                 # The name refers to a stopped tensor from here on, but the object cannot get a gate.
-                self.real[str(site)] = "it stops the tensor object itself, which cannot be opened afterwards"
+                self._note_without_a_block(site, _ITSELF)
             elif site is not None:
                 stop_at(input, site)
             return original(input)
@@ -417,6 +422,13 @@ class BareBlocks:
         with torch._C.DisableTorchFunction():
             return torch._C.TensorBase.detach(input)
 
+    def _note_without_a_block(self, site: Site, reason: str) -> None:
+        """Note a call that no block can stand for: another run of the program can leave it out, if there is one."""
+        if self.close_regions is None:
+            region_at(site, both_modes=False)
+        else:
+            self.real[str(site)] = reason
+
     # --- what stops a region ---
 
     def _enter(self, kind: str | None, original: Any) -> Any:
@@ -463,10 +475,14 @@ class BareBlocks:
         def init(context: Any, mode: bool) -> None:
             caller = _caller()
             site = None if mode or _is_decorating(caller) else self._site("set_grad_enabled", caller)
-            # Without a ``with`` its end cannot be seen, so it keeps the real block.
+            # Without a ``with`` its end cannot be seen.
             if site is not None and not _opens_with(caller):
-                self.real[str(site)] = _WITHOUT_END
+                context.prev, context.mode = torch._C.is_grad_enabled(), mode
                 context.__dict__["_toolkit_place"] = str(site)
+                if is_left_out(site):
+                    context.__dict__["_toolkit"] = [(None, self._region, self._closed)]
+                    return
+                self._note_without_a_block(site, _WITHOUT_END)
                 site = None
             context.prev, context.mode = torch._C.is_grad_enabled(), mode
             if site is None or not self._begin(context, site, "set_grad_enabled"):
@@ -480,6 +496,7 @@ class BareBlocks:
             place = context.__dict__.pop("_toolkit_place", None)  # it is none: the place is the function's
             for places in (self.real, self.kinds, self.sites):
                 places.pop(place, None)
+            self.decorators.update([place] if place else [])
             with torch._C.DisableTorchFunction():  # the program itself switches nothing on
                 return original(context, function)
 

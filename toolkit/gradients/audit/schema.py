@@ -109,6 +109,7 @@ class AnswerSchema(_Schema):
         remarks: Remarks for the reader.
         escapes: Places where a value leaves the graph for good.
         one_mode: Places that stop reverse mode alone.
+        reruns: Places that were opened in a run of their own.
         unreached: Parameter without a path to the loss -> the end of its path, if known.
     """
 
@@ -125,4 +126,5 @@ class AnswerSchema(_Schema):
     remarks: list[str]
     escapes: list[PlaceSchema]
     one_mode: list[str]
+    reruns: list[str]
     unreached: dict[str, str]

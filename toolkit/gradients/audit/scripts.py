@@ -36,7 +36,7 @@ from toolkit.gradients.audit.answer import Audit
 from toolkit.gradients.audit.passes import Refused, backward_passes, root_of_pass
 from toolkit.gradients.audit.steps import Recorder, Unrecordable
 
-__all__ = ["Again", "Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun"]
+__all__ = ["Again", "Digest", "Lessons", "Question", "RecordedRun", "Refused", "Script", "ScriptRun", "key_of"]
 
 # The environment variable with the lessons of earlier starts of this script.
 _LESSONS = "STOPGRAD_AUDIT_LESSONS"
@@ -126,6 +126,7 @@ class ScriptRun:
         steps: The number of training steps that are over.
         backward_passes: The number of backward passes of the present step.
         answered: Whether a backward pass that is asked about has come.
+        is_attending: Whether the step that is asked about runs, or one from which it is recorded.
         lessons: The lessons of earlier starts.
     """
 
@@ -133,7 +134,7 @@ class ScriptRun:
         """Prepare a run."""
         self.question, self.digests, self.steps, self.answered = question, list[Digest](), 0, False
         self._takes_digests, self.backward_passes = digests, 0
-        self.lessons, self._attended, self._attends = Lessons.read(), ExitStack(), False
+        self.lessons, self._attended, self.is_attending = Lessons.read(), ExitStack(), False
         self._thread, self._is_passing, self._others = this_thread(), False, dict[str, None]()
         self._gradients = self._transforms = self._processes = self._in_step = 0
 
@@ -188,7 +189,7 @@ class ScriptRun:
             original(optimiser, *args, **kwargs)
             if this_thread() != self._thread:
                 return
-            if not self.steps and not self._attends and self.lessons.earlier >= self.question.step - 1:
+            if not self.steps and not self.is_attending and self.lessons.earlier >= self.question.step - 1:
                 self._start()
 
         setattr(torch.optim.Optimizer, "__init__", init)  # noqa: B010 - its type is that of one signature
@@ -201,13 +202,13 @@ class ScriptRun:
             setattr(torch.optim.Optimizer, "__init__", original)  # noqa: B010
 
     def _start(self) -> None:
-        self._attends = True
+        self.is_attending = True
         self._attended.enter_context(self.attending())
 
     def stop(self) -> None:
         """Attend no more."""
         self._attended.close()
-        self._attends = False
+        self.is_attending = False
 
     @contextmanager
     def _gradients_taken(self) -> Iterator[None]:
@@ -257,9 +258,9 @@ class ScriptRun:
         if self.steps == self.question.step - 1:
             self._in_step = self.backward_passes
         self.steps, self.backward_passes = self.steps + 1, 0
-        if not self._attends and self.steps == self.question.step - 1 - self.lessons.earlier:
+        if not self.is_attending and self.steps == self.question.step - 1 - self.lessons.earlier:
             self._start()
-        elif self._attends and self.steps == self.question.step:
+        elif self.is_attending and self.steps == self.question.step:
             self.stop()
         if self.answered and not self.question.continues:
             raise _Answered
@@ -296,12 +297,14 @@ class RecordedRun(ScriptRun):
 
     Attributes:
         audits: Number of a backward pass -> its answer.
+        keys: Number of a backward pass -> key of each parameter (see `key_of`) -> its name, as far as keys are unique.
     """
 
     def __init__(self, question: Question, *, digests: bool = False) -> None:
         """Prepare a run."""
         super().__init__(question, digests=digests)
         self.audits: dict[int, Audit] = {}
+        self.keys: dict[int, dict[str, str]] = {}
         self._recorder: Recorder | None = None
         self._suspects = list[str]()
 
@@ -351,7 +354,8 @@ class RecordedRun(ScriptRun):
                 if self._recorder.reaches_beyond(value) and self.lessons.earlier < _MOST_STEPS_EARLIER:
                     self._start_earlier()
                 with self._heard():
-                    self.audits[self.backward_passes] = self._recorder.answer(value, inputs, None)
+                    answer = self.audits[self.backward_passes] = self._recorder.answer(value, inputs, None)
+                    self.keys[self.backward_passes] = {key_of(*entry): entry[0] for entry in answer._parameters.items()}
             elif value.grad_fn is not None:
                 with self._heard():
                     self._recorder.prepare(value)
@@ -487,6 +491,14 @@ def _root_of_grad(
     outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **__: Any
 ) -> tuple[Tensor, Collection[Tensor] | None]:
     return root_of_pass(outputs, grad_outputs, inputs=_listed(inputs))
+
+
+def key_of(name: str, parameter: Tensor) -> str:
+    """Return what is the same in another run of a script: the name, or the value of a parameter whose name is a number.
+
+    A number is the place among the parameters of one graph.
+    """
+    return f"a tensor of shape {tuple(parameter.shape)}, {_hashed(parameter)}" if " #" in name else name
 
 
 def _hashed(tensor: Tensor) -> str:

@@ -48,9 +48,11 @@ from toolkit.gradients.compare import Comparison
 from toolkit.gradients.graph import graph_of_recorded
 from toolkit.gradients.verdict import equal, flat
 
-__all__ = ["AuditedStep", "Recorder", "Unrecordable", "audited"]
+__all__ = ["EARLIER", "AuditedStep", "Recorder", "Storages", "Unrecordable", "audited", "shaken"]
 
-_EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
+EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
+"""The reason why a place stays closed whose tensors lead to a graph that is gone."""
+
 _NESTED = "it stops a nested tensor, which is recorded in the layout torch.jagged alone"
 _INNER = "a derivative inside of the step reaches it, so that its opening changes more than this gradient"
 _NOT_DERIVED = "an operation inside of it has no derivative"
@@ -87,7 +89,7 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the body of a ``with``; afterwards no tensor leads to a cut."""
-        storages = _Storages()
+        storages = Storages()
         try:
             with without_compiled_code(), self.bare.replaced(storages), self.board.forward():
                 yield
@@ -147,7 +149,7 @@ class Recorder:
 
     def _closed(self, answers: StepAnswers, comparison: Comparison) -> dict[str, str]:
         """Return the blocks that stayed closed, or opened only in part, with reasons."""
-        earlier = dict.fromkeys(sorted(answers.earlier.difference(comparison.unopened)), _EARLIER)
+        earlier = dict.fromkeys(sorted(answers.earlier.difference(comparison.unopened)), EARLIER)
         nested = dict.fromkeys(sorted(self.board.nested.difference(comparison.unopened)), _NESTED)
         if any(tensor() is not None for tensor, _ in self._parted):
             gc.collect()  # the graph of an earlier pass may end in a cycle, and keeps its values until then
@@ -325,7 +327,7 @@ class StepAnswers(Answers):
         carried = any(self.board.meetings[name].carried for name in names)
         leaks, reached = self._leaks(names) if carried else ({}, self.plain.reached)
         if carried and not leaks and self._leads_to_freed(names):
-            raise Closed(_EARLIER)
+            raise Closed(EARLIER)
         return Leak({name: flat(leak) for name, leak in leaks.items()}, reached, carried=carried)
 
     def _leads_to_freed(self, open: Collection[str]) -> bool:
@@ -347,30 +349,15 @@ class StepAnswers(Answers):
         """Return the gradient with the cotangents of every node scaled by about 1, as the step does not run again."""
         plain, arrived = self.plain, self._arrived
         try:
-            with self.passing(()), self._shaken(seed, size):
+            with self.passing(()), shaken(self.nodes, seed, size):
                 found, self._arrived = self._derivatives([self._value], None, self._cuts)
-                shaken = {name: plain.gradients[name] if g is None else g for name, g in found.items()}
-                self.plain = replace(plain, gradients=shaken)
+                moved = {name: plain.gradients[name] if g is None else g for name, g in found.items()}
+                self.plain = replace(plain, gradients=moved)
                 return self.gradient(open)
         except Closed:
             return None
         finally:
             self.plain, self._arrived = plain, arrived
-
-    @contextmanager
-    def _shaken(self, seed: int, size: float) -> Iterator[None]:
-        """Scale the cotangents that come to each node by random factors, the same each time.
-
-        A cotangent is one of several numbers of its node that are rounded, in the forward pass too; so each factor is
-        off by four times the size, as far as that is small.
-        """
-        size = max(size, min(4 * size, 2**-10))
-        handles = [node.register_prehook(_scaling(f"{seed} {index}", size)) for index, node in enumerate(self.nodes)]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
@@ -397,7 +384,7 @@ class StepAnswers(Answers):
         if opened & self.board.nested:
             raise Closed(_NESTED)
         if opened & self.earlier.difference(*(gate_of(cut) for cut in self._cuts if cut.source is not None)):
-            raise Closed(_EARLIER)
+            raise Closed(EARLIER)
         if opened & self._bent:
             raise Closed("a hook or a custom function behind it may not be linear")
         leaks, reached = dict[str, Tensor](), set(self.plain.reached)
@@ -440,7 +427,7 @@ class StepAnswers(Answers):
                 with self.board.keeping_hooks(self.nodes), self._bare.undoing():
                     gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
-                raise Closed(_EARLIER) if "second time" in str(error) else error from error
+                raise Closed(EARLIER) if "second time" in str(error) else error from error
             _add(found, zip(wanted, gradients, strict=False))
             at_ends = dict(zip(ends, gradients[len(wanted) :], strict=True))
             _add(arrived, ((cut, at_ends[cut]) for cut in cuts))
@@ -564,10 +551,26 @@ def refuse_strays(value: Tensor, board: CutBoard, open: Collection[str] = ()) ->
         regions = regions_of(node) - opened
         found.update(dict.fromkeys(regions & board.blurred, _BLURRED))
         for behind in filter(strays, [node, *_plainly_behind([node])]) if some_stray else ():
-            reason = _EARLIER if board.is_earlier(behind) else "a hook or a custom function behind it would run"
+            reason = EARLIER if board.is_earlier(behind) else "a hook or a custom function behind it would run"
             found.update(dict.fromkeys(regions, reason))
     if found:
         raise Unrecordable(found)
+
+
+@contextmanager
+def shaken(nodes: Sequence[Any], seed: int, size: float) -> Iterator[None]:
+    """Scale the cotangents that come to each node by random factors, the same each time.
+
+    A cotangent is one of several numbers of its node that are rounded, in the forward pass too; so each factor is off
+    by four times the size, as far as that is small.
+    """
+    size = max(size, min(4 * size, 2**-10))
+    handles = [node.register_prehook(_scaling(f"{seed} {index}", size)) for index, node in enumerate(nodes)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _scaling(seed: str, size: float) -> Callable[[tuple[Tensor | None, ...]], tuple[Tensor | None, ...]]:
@@ -644,14 +647,14 @@ def _sum(a: Tensor, b: Tensor) -> Tensor:
     return a + b if a.layout is b.layout else a.to_dense() + b.to_dense()
 
 
-class _Storages:
+class Storages:
     """The memory of the tensors that exist now, as long as they do."""
 
     def __init__(self) -> None:
         kept = [tensor.untyped_storage() for tensor in objects_of(Tensor) if has_storage(tensor)]
         self._alive = {storage._cdata: StorageWeakRef(storage) for storage in kept}
 
-    def storages(self) -> _Storages:
+    def storages(self) -> Storages:
         """Return itself: the places ask whether it contains the memory of a tensor."""
         return self
 

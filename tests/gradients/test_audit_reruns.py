@@ -1,0 +1,336 @@
+"""``audit train.py --rerun``: stops that a recorded step cannot open are removed in further runs of the script."""
+
+import contextlib
+import json
+import os
+import subprocess
+import textwrap
+
+import pytest
+import torch
+import warm
+from folders import ROOT
+from torch import nn
+
+from toolkit.gradients.audit.schema import AnswerSchema
+
+HEAD = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+"""
+
+WGAN_GP = """
+critic, generator = nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 1)), nn.Linear(3, 2)
+first, second = (torch.optim.Adam(net.parameters(), 1e-3) for net in (critic, generator))
+for step in range(3):
+    real, fake, a = torch.randn(8, 2), generator(torch.randn(8, 3)), torch.rand(8, 1)
+    middle = (a * real + (1 - a) * fake.detach()).requires_grad_(True)
+    slope, = torch.autograd.grad(critic(middle).sum(), middle, create_graph=True)
+    penalty = (slope.norm(dim=1) - 1).square().mean()
+    first.zero_grad()
+    (critic(fake.detach()).mean() - critic(real).mean() + 10 * penalty).backward()
+    first.step()
+    second.zero_grad()
+    (-critic(generator(torch.randn(8, 3))).mean()).backward()
+    second.step()
+"""
+
+INNER_LOOP = """
+w = torch.randn(1, 8, requires_grad=True)
+v = torch.randn(8, 1, requires_grad=True)
+optimizer = torch.optim.SGD([w, v], 1e-2)
+for step in range(3):
+    x = torch.randn(10, 1)
+    parameters = [w, v]
+    for _ in range(2):
+        error = (torch.tanh(x[:5] @ parameters[0]) @ parameters[1] - x[:5].sin()).square().mean() / w.norm().detach()
+        slopes = torch.autograd.grad(error, parameters, create_graph=True)
+        parameters = [p - 0.1 * slope.detach() for p, slope in zip(parameters, slopes)]
+    optimizer.zero_grad()
+    (torch.tanh(x[5:] @ parameters[0]) @ parameters[1] - x[5:].sin()).square().mean().backward()
+    optimizer.step()
+"""
+
+CLIPPED = """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+for step in range(3):
+    y = net(torch.randn(7, 4))
+    h = y * 2
+    h.register_hook(lambda g: g.clamp(-0.01, 0.01))
+    optimizer.zero_grad()
+    ((h * y).mean() + (h.detach() * y).mean()).backward()
+    optimizer.step()
+"""
+
+SWITCHED = """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+for step in range(3):
+    x = torch.randn(7, 4)
+    torch.set_grad_enabled(False)
+    target = net(x).tanh()
+    torch.set_grad_enabled(True)
+    optimizer.zero_grad()
+    (net(x) - target).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def ask(tmp_path):
+    def ask(text, *arguments):
+        (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(text))
+        found = subprocess.run(
+            [warm.python(), "-m", "toolkit", "audit", "train.py", "--json", *arguments],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert found.returncode == 0, found.stderr
+        return json.loads(found.stdout)
+
+    return ask
+
+
+class _Over(Exception):
+    pass
+
+
+def _gradient(text, number):
+    """Run a script up to its backward pass `number`; return the gradient of all its parameters, as one vector."""
+    names, count = {}, 0
+
+    def backward(value):
+        nonlocal count, found
+        count += 1
+        if count < number:
+            return original(value)
+        modules = {key: one for key, one in names.items() if isinstance(one, nn.Module)}
+        leaves = [one for key, one in sorted(names.items()) if isinstance(one, torch.Tensor) and one.requires_grad]
+        leaves = [
+            *(one for one in leaves if one.is_leaf and "middle" not in names),
+            *nn.ModuleDict(modules).parameters(),
+        ]
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True)
+        pairs = zip(gradients, leaves, strict=True)
+        found = torch.cat([(torch.zeros_like(leaf) if g is None else g).flatten() for g, leaf in pairs])
+        raise _Over
+
+    original, found = torch.Tensor.backward, None
+    with pytest.MonkeyPatch.context() as patch, torch.random.fork_rng(), contextlib.suppress(_Over):
+        patch.setattr(torch.Tensor, "backward", backward)
+        exec(compile(HEAD + text, "train.py", "exec"), names)
+    return found
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "without", "step", "number"),
+    [
+        (WGAN_GP, "(1 - a) * fake.detach()", "(1 - a) * (fake if step == 1 else fake.detach())", 3, 3),
+        slow(INNER_LOOP, "w.norm().detach()", "(w.norm() if step == 1 else w.norm().detach())", 2, 2),
+        (INNER_LOOP, "slope.detach()", "(slope if step == 1 else slope.detach())", 2, 2),
+        slow(CLIPPED, "h.detach()", "(h if step == 1 else h.detach())", 2, 2),
+        slow(SWITCHED, "torch.set_grad_enabled(False)", "step == 1 or torch.set_grad_enabled(False)", 2, 2),
+    ],
+    ids=["gradient_penalty", "inner_loss", "inner_step", "hook", "statement"],
+)
+def test_the_effect_is_that_of_the_script_without_the_stop(ask, text, stop, without, step, number):
+    found = ask(text, "--step", str(step), "--rerun")
+    AnswerSchema.model_validate(found)
+    lines = (HEAD + text).splitlines()
+    (line,) = (index for index, line in enumerate(lines, start=1) if stop in line)
+    column = lines[line - 1].index(stop) + stop.index(stop.split(" ")[-1]) + 1
+    place = f"train.py:{line}:{column}"
+    assert place in found["reruns"]
+    assert found["unopened"] == []
+    (effect,) = (effect for effect in found["effects"] if effect["name"] == place)
+    plain, opened = _gradient(text, number), _gradient(text.replace(stop, without), number)
+    assert effect["leak"] == pytest.approx((opened - plain).norm().item(), rel=1e-4)  # sums of 100 float32 numbers
+    assert effect["ratio"] == pytest.approx((opened.norm() / plain.norm()).item(), rel=1e-4)
+    assert effect["verdict"]["kind"] == ("cuts" if text is WGAN_GP else "partial")
+
+
+@pytest.mark.slow
+def test_without_the_option_the_answer_names_it(ask):
+    found = ask(INNER_LOOP, "--step", "2")
+    assert "`--rerun` removes the 2 stops that are not opened in a further run of the script" in found["remarks"]
+    assert [len(found[key]) for key in ("effects", "unopened", "reruns")] == [0, 2, 0]
+
+
+def test_a_script_that_computes_something_else_when_it_runs_again_is_not_compared(ask):
+    found = ask(INNER_LOOP.replace("w = torch", "torch.seed()\nw = torch"), "--step", "2", "--rerun")
+    assert [len(found[key]) for key in ("effects", "unopened", "reruns")] == [0, 2, 0]
+    assert "the script computes another gradient" in " ".join(found["remarks"])
+
+
+@pytest.mark.slow
+def test_rounding_is_no_effect(ask):
+    """The shift of a softmax drops out of its gradient, also of the one that an inner derivative takes."""
+    found = ask(
+        """
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        for step in range(3):
+            x = torch.randn(7, 4, requires_grad=True)
+            y = net(x)
+            p = (y - y.amax(1, keepdim=True).detach()).exp()
+            slope, = torch.autograd.grad((p / p.sum(1, keepdim=True))[:, 0].sum(), x, create_graph=True)
+            optimizer.zero_grad()
+            slope.square().sum().backward()
+            optimizer.step()
+        """,
+        *("--step", "2", "--rerun"),
+    )
+    assert [effect["verdict"]["kind"] for effect in found["effects"]] == ["redundant"]
+    assert len(found["reruns"]) == 1
+
+
+@pytest.mark.slow
+def test_stops_that_do_not_open_then_either_say_why(ask):
+    text = """
+        net = nn.Linear(4, 3)
+        held = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD([*net.parameters(), *held.parameters()], 1e-2)
+        for step in range(3):
+            x = torch.randn(7, 4)
+            torch.set_grad_enabled(False)
+            target = held(x)
+            torch.set_grad_enabled(True)
+            torch.set_grad_enabled(False)
+            best = net(x).exp().mul_(2)
+            best.add_(best.exp())
+            torch.set_grad_enabled(True)
+            y = net(x)
+            optimizer.zero_grad()
+            (y - target * best).square().mean().backward()
+            optimizer.step()
+        """
+    found = ask(text, "--step", "2", "--rerun")
+    told = {entry["site"].split(":")[1]: entry["reason"] for entry in found["unopened"]}
+    assert told.keys() == {"11", "14"}
+    assert told["11"] == (
+        "opened, it gives a gradient to held.bias, held.weight, which the recorded step does not reach"
+    )
+    assert told["14"].startswith("opened, the script fails: RuntimeError: one of the variables needed for gradient")
+
+
+def test_a_stop_that_changes_an_earlier_backward_pass_is_not_compared_afterwards(ask):
+    text = """
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        for step in range(3):
+            x = torch.randn(7, 4)
+            torch.set_grad_enabled(False)
+            target = net(x).tanh()
+            torch.set_grad_enabled(True)
+            optimizer.zero_grad()
+            (net(x) - target).square().mean().backward(retain_graph=True)
+            (net(x) * target).mean().backward()
+            optimizer.step()
+        """
+    first, second = ask(text, "--step", "2", "--all", "--rerun")
+    assert [effect["verdict"]["kind"] for effect in first["effects"]] == ["partial"]
+    assert [entry["reason"] for entry in second["unopened"]] == [
+        "opened, it changes an earlier backward pass of the step"
+    ]
+
+
+@pytest.mark.slow
+def test_a_script_that_goes_on_without_the_step(ask):
+    text = SWITCHED.replace("    (net(x)", "    if target.requires_grad:\n        continue\n    (net(x)")
+    (entry,) = ask(text, "--step", "2", "--rerun")["unopened"]
+    assert entry["reason"] == "opened, the script does not come to this backward pass"
+
+
+@pytest.mark.slow
+def test_a_named_block_and_parameters_without_a_name(ask):
+    text = """
+        from toolkit import stop_gradient
+        make = lambda *shape: torch.randn(*shape).requires_grad_()
+        class Holder:
+            __slots__ = ("both",)
+        holder = Holder()
+        holder.both = (make(3), make(3))
+        optimizer = torch.optim.SGD(list(holder.both), 1e-2)
+        def step():
+            a, b = (one * 1 for one in holder.both)
+            error = (a * b).sum().sin()
+            slope, = torch.autograd.grad(error * stop_gradient(a, "script.inner").sum(), a, create_graph=True)
+            optimizer.zero_grad()
+            (slope * b).sum().backward()
+            optimizer.step()
+        step()
+        step()
+        """
+    found = ask(text, "--step", "2", "--rerun")
+    assert found["reruns"] == ["script.inner"]
+    (effect,) = found["effects"]
+    assert all(" #" in name for name in effect["per_parameter"])
+    assert effect["verdict"]["kind"] == "partial"
+
+
+def test_a_function_is_refused(tmp_path):
+    (tmp_path / "loss.py").write_text("def make(): ...")
+    found = subprocess.run(
+        [warm.python(), "-m", "toolkit", "audit", "loss.py:make", "--rerun"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert found.stderr.startswith("error: `--rerun` should stand beside a script.")
+
+
+@pytest.mark.slow
+def test_stops_that_act_only_together_are_a_set(ask):
+    """One stop is inside of the other, and an operation in place keeps the recorded step from opening them."""
+    text = """
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        for step in range(3):
+            y = net(torch.randn(7, 4))
+            y.register_hook(lambda g: g.clamp(-1, 1))
+            with torch.no_grad():
+                best = y.detach().exp()
+            optimizer.zero_grad()
+            (y * best).square().mean().backward()
+            optimizer.step()
+        """
+    found = ask(text, "--step", "2", "--rerun")
+    (together,) = found["sets"]
+    assert together["name"] == "train.py:11:5 + train.py:12:16"
+    without = text.replace("torch.no_grad()", "torch.set_grad_enabled(step == 1)")
+    without = without.replace("y.detach()", "(y if step == 1 else y.detach())")
+    plain, opened = (_gradient(textwrap.dedent(one), 2) for one in (text, without))
+    assert together["leak"] == pytest.approx((opened - plain).norm().item(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_stop_of_the_tensor_object_itself(ask, tmp_path):
+    text = """
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        for step in range(3):
+            y = net(torch.randn(7, 4))
+            features = y.sin()
+            step == 9 or features.detach_()
+            optimizer.zero_grad()
+            (y * features).mean().backward()
+            optimizer.step()
+        """
+    (effect,) = ask(text, "--step", "2", "--rerun", "--page", "page.html")["effects"]
+    assert "in &lt;module&gt;, in a run without it</span>" in (tmp_path / "page.html").read_text()
+    plain, opened = (_gradient(textwrap.dedent(one), 2) for one in (text, text.replace("step == 9", "step == 1")))
+    assert effect["leak"] == pytest.approx((opened - plain).norm().item(), rel=1e-4)
+    assert effect["verdict"]["kind"] == "partial"

@@ -1,0 +1,284 @@
+"""Further runs of a script, for the stops that its recorded step cannot open.
+
+Nothing is recorded in them. In the first one every stop is in place, and it has to give the recorded gradients bit for
+bit. In each other one a stop is removed, in the step that is asked about alone. The leak is the difference.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from toolkit.blocks import is_site, opened, register
+from toolkit.gradients._answers import Leak, sentence
+from toolkit.gradients._cuts import WRITES_STAY_BLOCKED
+from toolkit.gradients._eager import without_compiled_code
+from toolkit.gradients._parts import Parts
+from toolkit.gradients._program import coarsest, keeping_selected, nodes_of
+from toolkit.gradients.audit.answer import Audit
+from toolkit.gradients.audit.places import BareBlocks
+from toolkit.gradients.audit.scripts import Digest, Question, RecordedRun, Script, ScriptRun, key_of
+from toolkit.gradients.audit.steps import EARLIER, Storages, shaken
+from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
+from toolkit.gradients.verdict import BlockEffect, equal, flat, norm
+
+__all__ = ["Found", "OpenedRun", "answer_by_reruns", "left_for_reruns"]
+
+_DIFFERS = "`--rerun` opens nothing: when it runs again, the script computes another gradient"
+_CHANGES = "opened, it changes an earlier backward pass of the step"
+_NEVER_COMES = "opened, the script does not come to this backward pass"
+_ONE_NAME = "`--rerun` opens nothing: two parameters have no name, and equal values"
+
+# A removal changes nothing here: the graph is freed, or the writes of a region into older tensors are state.
+_FINAL = frozenset({EARLIER, WRITES_STAY_BLOCKED})
+
+# Random changes of the cotangents, which show how far rounding moves a gradient.
+_NUDGES = 3
+
+
+class Pass(NamedTuple):
+    """A backward pass that is asked about.
+
+    Attributes:
+        n_before: The number of attended backward passes before it.
+        gradients: Key of a parameter (see `key_of`) -> gradient, None without a path.
+        noise: Key -> norm of the change of this gradient under rounding.
+        precision: The coarsest rounding, relative.
+    """
+
+    n_before: int
+    gradients: dict[str, Tensor | None]
+    noise: dict[str, float]
+    precision: float
+
+
+@dataclass
+class Found:
+    """The results of a run.
+
+    Attributes:
+        passes: Number of a backward pass that is asked about -> its gradients.
+        digests: The loss and the gradients of each attended backward pass.
+        reached: The open places that a gradient-carrying tensor reached.
+        met: The places that the step came to.
+        closed: Place -> the reason why it stayed closed.
+        partly: Place -> the parts that stayed blocked.
+        error: The error with which the script ended.
+    """
+
+    passes: dict[int, Pass] = field(default_factory=dict)
+    digests: list[Digest] = field(default_factory=list)
+    reached: frozenset[str] = frozenset()
+    met: frozenset[str] = frozenset()
+    closed: dict[str, str] = field(default_factory=dict)
+    partly: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+
+
+class OpenedRun(ScriptRun):
+    """A run in which some places are removed from the step that is asked about.
+
+    Attributes:
+        found: The results.
+    """
+
+    def __init__(self, question: Question, places: Collection[str]) -> None:
+        """Prepare a run."""
+        super().__init__(replace(question, continues=False))
+        self.found, self._places = Found(), places
+
+    def run(self, script: Script) -> None:
+        """Run a script until the question is answered, or to its end."""
+        try:
+            super().run(script)
+        except Exception as error:
+            self.found.error = f"{type(error).__name__}: {sentence(error)}"
+            raise
+
+    @contextmanager
+    def attending(self) -> Iterator[None]:
+        """Remove the places from the step that is asked about."""
+        for place in self._places:
+            if not is_site(place):  # the name of a block that may not have run yet
+                register(place, "")
+        bare = BareBlocks()
+        with without_compiled_code(), bare.replaced(Storages()), opened(*self._places) as reached:
+            try:
+                yield
+            finally:
+                self.found.reached |= reached
+                self.found.met |= bare.sites.keys()
+                self.found.closed |= bare.real
+                self.found.partly |= bare.partly
+
+    @contextmanager
+    def passing(self, value: Tensor, inputs: Collection[Tensor] | None, *, is_asked: bool) -> Iterator[None]:
+        """Run a backward pass, and keep its numbers."""
+        if self.is_attending and value.grad_fn is not None:
+            if is_asked:
+                self.found.passes[self.backward_passes] = _pass_of(value, inputs, len(self.found.digests))
+            self.found.digests.append(Digest.of(value, inputs))
+        yield
+
+
+def left_for_reruns(audit: Audit) -> list[str]:
+    """Return the places that are not open in any part, for which a run without them is of use."""
+    known = {effect.name for effect in audit.effects}
+    closed = [entry.site for entry in audit.unopened if entry.site not in known and entry.reason not in _FINAL]
+    return closed if audit.valid else []
+
+
+def answer_by_reruns(run: RecordedRun, again: Callable[[Sequence[str]], Found]) -> None:
+    """Add the effects of the stops that the answers of a run leave closed.
+
+    Args:
+        run: The run; its answers are changed.
+        again: Runs its script once more without some places.
+    """
+    places = dict.fromkeys(place for audit in run.audits.values() for place in left_for_reruns(audit))
+    if not places:
+        return
+    plain = again(())
+    entries = [_Entry(number, audit, run.keys[number], plain) for number, audit in run.audits.items()]
+    entries = [entry for entry in entries if entry.holds()]
+    for place in places if entries else ():
+        found = again([place])
+        for entry in entries:
+            if place in left_for_reruns(entry.audit):
+                entry.add(place, found)
+    for entry in entries:
+        entry.find_set(again)
+
+
+class _Closed(Exception):
+    """Places that do not open in a further run either; the message is the reason."""
+
+
+class _Entry(NamedTuple):
+    """An answer of a recorded run, and the further run in which every stop is in place.
+
+    Attributes:
+        number: The number of the backward pass.
+        audit: The answer.
+        keys: Key of a parameter (see `key_of`) -> its name in the answer.
+        plain: The results of the further run.
+    """
+
+    number: int
+    audit: Audit
+    keys: Mapping[str, str]
+    plain: Found
+
+    def holds(self) -> bool:
+        """Return whether the further run gives the gradient of the answer, bit for bit; if not, remark on it."""
+        audit, plain = self.audit, self.plain.passes.get(self.number)
+        if len(self.keys) < len(audit.blocked):
+            remark = _ONE_NAME
+        elif plain is None or plain.gradients.keys() - self.keys.keys() or not all(map(self._is_plain, self.keys)):
+            remark = _DIFFERS
+        else:
+            return True
+        audit.remarks.append(remark)
+        return False
+
+    def add(self, place: str, found: Found) -> None:
+        """Add the effect of a place to the answer, or the reason why there is none."""
+        try:
+            self.audit._include(self._effect([place], found), found.partly.get(place, ""))
+        except _Closed as error:
+            self.audit._close(place, str(error))
+
+    def find_set(self, again: Callable[[Sequence[str]], Found]) -> None:
+        """Add a smallest set of places that act only together, if one of them needs a further run."""
+        rest = [effect.name for effect in self.audit.effects if effect.verdict.is_silent]
+        loudest = self._loud(rest, again)
+        for name in rest if loudest and len(rest) > 2 else ():
+            if found := self._loud([other for other in rest if other != name], again):
+                rest, loudest = [other for other in rest if other != name], found
+        self.audit.sets += [loudest] if loudest else []
+
+    def _loud(self, places: Sequence[str], again: Callable[[Sequence[str]], Found]) -> BlockEffect | None:
+        """Return the effect of places that are open together, None if there is none or no further run is needed."""
+        if len(places) < 2 or not set(places) & set(self.audit.reruns):
+            return None
+        try:
+            effect = self._effect(places, again(places))
+        except _Closed:
+            return None
+        return None if effect.verdict.is_silent else effect
+
+    def _effect(self, places: Sequence[str], found: Found) -> BlockEffect:
+        """Return the effect of places that a further run has opened.
+
+        Raises:
+            _Closed: If they did not open.
+        """
+        before, after = self.plain.passes[self.number], found.passes.get(self.number)
+        for place in places:
+            if reason := found.closed.get(place):
+                raise _Closed(reason)
+            if is_site(place) and not found.error and place not in found.met:
+                raise _Closed("a further run of the script does not come to it")
+        if after is None:
+            raise _Closed(f"opened, the script fails: {found.error}" if found.error else _NEVER_COMES)
+        if found.digests[: after.n_before] != self.plain.digests[: before.n_before]:
+            raise _Closed(_CHANGES)
+        if further := ", ".join(sorted(after.gradients.keys() - self.keys.keys())):
+            raise _Closed(f"opened, it gives a gradient to {further}, which the recorded step does not reach")
+        leak = self._leak(after, carried=not found.reached.isdisjoint(places))
+        noise = [before.noise.get(key, 0.0) + after.noise.get(key, 0.0) for key in self.keys]
+        return self.audit._measured(places, leak, np.array(noise), max(before.precision, after.precision))
+
+    def _leak(self, after: Pass, *, carried: bool) -> Leak:
+        """Return the difference between two runs.
+
+        A constant that the step makes a leaf is none without the stop; its gradient counts as unchanged.
+        """
+        parts = dict[str, Tensor]()
+        for key, name in self.keys.items():
+            found, blocked = after.gradients.get(key), self.audit.blocked[name]
+            if found is not None and not equal(found, blocked.cpu()):
+                parts[name] = flat(found).to(flat(blocked)) - flat(blocked)
+            elif found is None and blocked.any() and isinstance(self.audit._parameters[name], nn.Parameter):
+                parts[name] = -flat(blocked)
+        reached = frozenset(name for key, name in self.keys.items() if after.gradients.get(key) is not None)
+        return Leak(parts, reached, carried=carried)
+
+    def _is_plain(self, key: str) -> bool:
+        found, blocked = self.plain.passes[self.number].gradients.get(key), self.audit.blocked[self.keys[key]]
+        return not blocked.any() if found is None else equal(found, blocked.cpu())
+
+
+# --- in the further run -----------------------------------------------------------------------------------------------
+
+
+def _pass_of(value: Tensor, inputs: Collection[Tensor] | None, n_before: int) -> Pass:
+    """Return the gradients of a backward pass that is about to begin, and how far rounding moves them."""
+    scopes, nodes = scopes_of(sys._getframe(1)), nodes_of(value)
+    parts = Parts(modules=modules_by_name(objects_of(nn.Module), scopes))
+    leaves = [node.variable for node in nodes if hasattr(node, "variable")] if inputs is None else list(inputs)
+    params = parameters_of(leaves, parts, scopes)
+    keys = {name: key_of(name, parameter) for name, parameter in params.items()}
+    gradients, precision = _gradients(value, params), coarsest(nodes, params)
+    noise = dict.fromkeys(keys.values(), 0.0)
+    for seed in range(_NUDGES):
+        with shaken(nodes, seed, precision):
+            moved = _gradients(value, params)
+        for name, gradient in gradients.items():
+            if gradient is not None and (other := moved[name]) is not None:
+                noise[keys[name]] = max(noise[keys[name]], norm([flat(other) - flat(gradient)]))
+    kept = {keys[name]: None if gradient is None else gradient.detach().cpu() for name, gradient in gradients.items()}
+    return Pass(n_before, kept, noise, precision)
+
+
+def _gradients(value: Tensor, params: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    with keeping_selected():
+        found = torch.autograd.grad(value, list(params.values()), retain_graph=True, allow_unused=True)
+    return dict(zip(params, found, strict=True))
