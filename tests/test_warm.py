@@ -120,6 +120,14 @@ def test_processes_that_it_spawns_are_warm_too(tmp_path):
     assert (done.returncode, done.stdout) == (0, "[(4, True)]\n"), done.stderr
 
 
+@pytest.mark.parametrize(("setting", "expected"), [(signal.SIG_IGN, "True"), (signal.SIG_DFL, "False")])
+def test_it_ignores_the_interrupt_as_a_new_process_does(setting, expected):
+    program = "import signal; print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)"
+    for python in (warm.python(), sys.executable):
+        set_before = functools.partial(signal.signal, signal.SIGINT, setting)
+        assert subprocess.check_output([python, "-c", program], text=True, preexec_fn=set_before).strip() == expected
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_command_ends_the_copy(number):
     program = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"

@@ -59,10 +59,11 @@ for name in os.listdir("/proc/self/fd"):
         pass  # the folder itself, closed by now
 server = socket.socket(socket.AF_UNIX)
 server.connect(address)
-request = json.dumps([words, options, os.getcwd(), dict(os.environ), files]).encode()
+ignores = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+request = json.dumps([words, options, os.getcwd(), dict(os.environ), ignores, files]).encode()
 socket.send_fds(server, [len(request).to_bytes(8, "big")], files)
 server.sendall(request)
-for number in (signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGTERM,) if ignores else (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: server.send(bytes([number])))
 status = int(server.recv(16) or b"1")
 if status < 0:
@@ -129,8 +130,11 @@ def _serve(listener: socket.socket) -> socket.socket:
                 pass
 
 
-def _received(client: socket.socket) -> tuple[list[str], list[str], str, dict[str, str], dict[int, int]]:
-    """Return arguments, options of Python, folder, environment, and files: their number there -> here."""
+def _received(client: socket.socket) -> tuple[list[str], list[str], str, dict[str, str], bool, dict[int, int]]:
+    """Return arguments, options of Python, folder, environment, whether SIGINT is ignored, and files.
+
+    Of the files: their number there -> here.
+    """
     size, files, _, _ = socket.recv_fds(client, 8, _MOST_FILES)
     text = bytearray()
     while len(text) < int.from_bytes(size, "big"):
@@ -210,12 +214,14 @@ def _main(listener: socket.socket, executable: str) -> None:
     gc.collect()
     gc.freeze()  # a collection would copy all of this memory
     client = _serve(listener)
-    arguments, options, folder, environment, files = _received(client)
+    arguments, options, folder, environment, ignores, files = _received(client)
     if child := os.fork():
         for file in files.values():
             os.close(file)
         _attend(client, child)
     client.close()
+    # A shell lets its background jobs ignore it; the server's own setting is that of the tests.
+    signal.signal(signal.SIGINT, signal.SIG_IGN if ignores else signal.default_int_handler)
     _take(files, environment, folder, options)
     modules: dict[str, Any] = sys.modules
     modules["numpy"].random.seed()  # from the system, as at a start
