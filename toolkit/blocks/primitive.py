@@ -14,7 +14,7 @@ import torch
 import torch.fx
 from torch import Tensor, compiler
 from torch.compiler import is_dynamo_compiling
-from torch.fx import _symbolic_trace
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.jit._trace import TracerWarning
 from torch.utils._contextlib import _wrap_generator
 
@@ -220,7 +220,7 @@ def stop_recording(name: Block | str) -> Generator[None, None, None]:
 
 def _warn_in_trace(key: str) -> None:
     """Warn where a program is traced whose operations come out without the region that they were in."""
-    symbolic = _symbolic_trace._is_fx_tracing_flag and not compiler.is_compiling()
+    symbolic = not compiler.is_compiling() and is_fx_symbolic_tracing()
     by_operator = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # as `func.linearize`
     if torch._C._get_tracing_state() is not None or (symbolic and not by_operator):
         warnings.warn(
