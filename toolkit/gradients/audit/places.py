@@ -60,7 +60,6 @@ _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
 )
 # Modules that compute in another way while no gradient is recorded and no mode is active.
 _WITH_FAST_PATHS = frozenset(TORCH + f"nn/modules/{name}.py" for name in ("activation", "transformer"))
-_CHECKPOINT = checkpoint._checkpoint_without_reentrant_generator.__code__
 _FAST_PATH = "a module of torch takes a fast path inside of it, which has no derivative"
 _STALE = "autocast keeps the cast of a weight that is updated before its next use, and a recorded region keeps none"
 _PACKAGE = __name__.partition(".")[0] + "."
@@ -523,7 +522,7 @@ class BareBlocks:
         def is_grad_enabled() -> bool:
             frame, regions = _caller(), self._entered()
             self._refuse_fast_path(frame, regions)
-            if frame.f_code is _CHECKPOINT:  # without a graph it keeps the values, and runs nothing again
+            if frame.f_code.co_filename == checkpoint.__file__:  # without a graph it keeps values, runs nothing again
                 return bool(original()) and not regions
             if not regions or frame.f_code.co_filename.startswith((TOOLKIT, TORCH)):
                 return bool(original())
