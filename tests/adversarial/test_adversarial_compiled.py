@@ -33,7 +33,6 @@ def models(request):
 
 @pytest.mark.slow
 @pytest.mark.keeps_its_sums
-@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch's own import of inductor
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_a_compiled_model_is_attacked_like_the_model_itself(attack, models):
     model, compiled = models

@@ -270,7 +270,6 @@ COMPILED = {**NETWORKS, "resnet's last stage": (lambda **options: NETWORKS["resn
 
 @pytest.mark.slow
 @pytest.mark.keeps_its_sums
-@pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")  # by torch's own compiler
 @pytest.mark.parametrize(
     ("network", "backend"),
     [

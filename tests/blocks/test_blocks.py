@@ -41,9 +41,7 @@ from toolkit import (
 TARGET = block("test_blocks.target", "The target is a label.")
 OTHER = block("test_blocks.other", "Another quantity that is held constant.")
 
-# torch's forward mode decomposes some operations with its own deprecated `torch.jit.script`.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node:UserWarning"),  # torch.func.linearize's own
 ]
 
@@ -1228,7 +1226,7 @@ def test_fx_traces_trees() -> None:
 
 def _jit_trace(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.trace` is deprecated", DeprecationWarning)
+        warnings.filterwarnings("ignore", "`torch.jit.trace` is deprecated")
         return torch.jit.trace(f, _leaf(0.5))
 
 

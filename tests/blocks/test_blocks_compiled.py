@@ -21,7 +21,6 @@ OTHER = block("test_compiled.other", "Another quantity that is held constant.")
 
 # Warnings of torch about itself.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
     # Dynamo reads `.grad` of what crosses a graph break; strict export tells of the prefix that `scope` sets.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning"),

@@ -14,9 +14,8 @@ from toolkit.blocks import Block
 
 GUARDED = block("test_on_flow.guarded", "No derivative should come here.")
 
-# Warnings of torch about itself: forward mode uses its own deprecated function, Dynamo reads `.grad` at a graph break.
+# Dynamo reads `.grad` at a graph break.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
 
@@ -118,9 +117,9 @@ def test_a_zero_that_arrives_is_a_derivative() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("adhoc", r"the block 'test_on_flow/adhoc' at \S*test_blocks_on_flow\.py:29:17\. Found a gradient"),
-        (GUARDED.name, r"the block 'test_on_flow\.guarded' at \S*test_blocks_on_flow\.py:29:17\. Found a gradient"),
-        (None, r"the block at \S*test_blocks_on_flow\.py:29:17\. Found a gradient"),
+        ("adhoc", r"the block 'test_on_flow/adhoc' at \S*test_blocks_on_flow\.py:28:17\. Found a gradient"),
+        (GUARDED.name, r"the block 'test_on_flow\.guarded' at \S*test_blocks_on_flow\.py:28:17\. Found a gradient"),
+        (None, r"the block at \S*test_blocks_on_flow\.py:28:17\. Found a gradient"),
     ],
     ids=["ad hoc", "declared", "no name"],
 )
@@ -170,7 +169,7 @@ def test_compiled_code_raises(backend: str) -> None:
     torch._dynamo.reset()
     compiled, x = torch.compile(_guarded, backend=backend), _leaf()
     for _ in range(2):
-        with pytest.raises(GradientFlowError, match=r"'test_on_flow\.guarded' at \S*test_blocks_on_flow\.py:29:17"):
+        with pytest.raises(GradientFlowError, match=r"'test_on_flow\.guarded' at \S*test_blocks_on_flow\.py:28:17"):
             compiled(x).backward()
         with unblock(GUARDED):
             torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], 3 * x.detach() ** 2)

@@ -46,9 +46,6 @@ from toolkit.em import (
 from toolkit.em.engine import fused
 from toolkit.em.engine import samples as _samples
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F64 = torch.float64
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)
 

@@ -28,9 +28,6 @@ from toolkit.em.models import (
     fit_family,
 )
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F64 = torch.float64
 NAN, INF = math.nan, math.inf
 Leaves = Mapping[str, Tensor]

@@ -32,9 +32,6 @@ from toolkit.em.hmm import _recursions as recursions
 from toolkit.em.hmm._viterbi import best_paths
 from toolkit.gradients.memory import LiveBytes
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F64 = torch.float64
 KINDS = (*COVARIANCE_TYPES, "categorical")
 every_kind = pytest.mark.parametrize("kind", KINDS)

@@ -32,9 +32,6 @@ from toolkit.em.information import (
 from toolkit.em.mixture import Family
 from toolkit.em.models import BernoulliMixture, CategoricalMixture, PoissonMixture, StudentMixture
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F64 = torch.float64
 F = TypeVar("F", bound=Family)
 every_type = pytest.mark.parametrize("kind", COVARIANCE_TYPES)

@@ -53,8 +53,6 @@ from toolkit.em.models.missing import (
 )
 from toolkit.em.models.prior import Prior
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 NAN = math.nan
 
 

@@ -31,9 +31,6 @@ from toolkit.em.models.parsimonious import (
 )
 from toolkit.em.models.search import fit_parsimonious
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 F64 = torch.float64
 every_model = pytest.mark.parametrize("model", COVARIANCE_MODELS)
 TRIANGULAR = ("EEE", "VEE", "EVV", "VVV")

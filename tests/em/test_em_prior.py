@@ -36,8 +36,6 @@ from toolkit.em import (
 )
 from toolkit.em.models.prior import Prior
 
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 
 def prior(kind: CovarianceType, d: int = 3, k: int = 3, seed: int = 2) -> Prior:
     """Return a prior that is symmetric in nothing."""

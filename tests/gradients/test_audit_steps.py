@@ -647,7 +647,6 @@ def test_a_function_decorated_inside_of_a_region_leaves_the_region_closed():
     assert region.leak == pytest.approx((2 * w.square()).norm().item(), rel=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 def test_stops_inside_of_torchscript_are_said_to_be_unseen():
     listed = torch.jit.script(nn.ModuleList([nn.ReLU()]))  # has no `forward`
     compiled = torch.jit.CompilationUnit("def held(x):\n    return x.detach()\n").held

@@ -291,14 +291,10 @@ PROGRAMS = [
     no_block,
 ]
 
-TORCH_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
-
 # torch does not nest forward mode, nor put it over an inner reverse mode; `enable_grad` switches on reverse mode alone.
 ONLY_REVERSE = [inner_gradient, jacobian_forward, region_with_recording_inside]
 
 
-@TORCH_WARNS
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_a_right_program_passes_in_both_modes_and_at_second_order(program) -> None:
     w, both = _point(), program not in ONLY_REVERSE
@@ -307,7 +303,6 @@ def test_a_right_program_passes_in_both_modes_and_at_second_order(program) -> No
     assert gradgradcheck(program, w, check_fwd_over_rev=both, check_rev_over_rev=True)
 
 
-@TORCH_WARNS
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if p is not no_block], ids=lambda program: program.__name__)
 def test_torch_alone_rejects_it(program) -> None:
     with pytest.raises(GradcheckError, match="Jacobian mismatch"):

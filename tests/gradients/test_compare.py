@@ -377,11 +377,6 @@ PROGRAMS: list[Program] = [
 ]
 
 
-# torch's forward mode decomposes some operations with its own deprecated `torch.jit.script`.
-TORCH_WARNS = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
-
-@TORCH_WARNS
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_every_set_of_open_gates_is_the_real_removal_bit_for_bit(program: Program) -> None:
     parameters = _parameters()

@@ -13,9 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from toolkit import stop_gradient, stop_recording, unblock
 from toolkit.gradients import mode_lint
 
-# torch's forward mode decomposes some operations with its own deprecated `torch.jit.script`.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
-
 
 def _line(marker: str) -> int:
     """Return the line of this file that ends with a comment."""

@@ -34,9 +34,7 @@ from toolkit.softmax import (
     softmax,
 )
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     # Dynamo makes an instance of `torch.autograd.Function` when it traces one.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
@@ -312,7 +310,6 @@ def test_reductions_are_those_of_torch(reduction):
     torch.testing.assert_close(cross_entropy(x, LABELS, reduction=reduction), expected, rtol=1e-14, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_losses_within_two_forward_derivatives_are_the_same():
     """There they are plain operations. Along t the second derivative is the variance of t under the softmax."""
     x = torch.tensor([[0.3, -1.2, 2.0], [1e3, 1e3, -1.0]], dtype=torch.float64)

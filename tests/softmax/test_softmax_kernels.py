@@ -16,7 +16,6 @@ from toolkit.gradients.memory import measure_memory
 from toolkit.softmax import SHIFT, _kernels, cross_entropy, log_softmax, logsumexp, naive_softmax, softmax
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
     # Dynamo makes an instance of `torch.autograd.Function` when it traces one.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]

@@ -25,9 +25,6 @@ from toolkit.softmax import SHIFT, cross_entropy
 from toolkit.softmax import linear_cross_entropy as exported
 from toolkit.softmax.linear import _losses_in_plain_autograd, linear_cross_entropy
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 INF, NAN = math.inf, math.nan
 EPS = torch.finfo(torch.float64).eps
 DEVICES = ["cpu", pytest.param(ACCELERATOR, marks=pytest.mark.gpu)]

@@ -19,9 +19,6 @@ from values import doubles
 from toolkit.gradients.memory import measure_memory
 from toolkit.softmax import cross_entropy, log_softmax, logsumexp, softmax
 
-# The first forward-mode derivative of a process makes torch import its own scripted decompositions.
-pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-
 INF, NAN = math.inf, math.nan
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 NORMALISERS: dict[str, Callable[..., Tensor]] = {"softmax": softmax, "log_softmax": log_softmax}
