@@ -129,6 +129,19 @@ def test_a_stopped_mask_of_an_attention_is_refused():
             F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
 
+def test_stopped_targets_of_a_cross_entropy_in_chunks_are_refused():
+    torch.manual_seed(1)
+    hidden, head, options = nn.Parameter(torch.randn(8, 3)), nn.Linear(3, 4), nn.LinearCrossEntropyOptions()
+
+    def loss():
+        targets = stop_gradient(head(hidden).softmax(-1), "bits.targets")
+        return F.linear_cross_entropy(hidden, head.weight, targets, options=options)
+
+    with audited({"hidden": hidden, **dict(head.named_parameters())}):
+        with pytest.raises(RuntimeError, match=r"bits\.targets: a cross entropy in chunks takes it as its targets"):
+            loss()
+
+
 def test_the_field_of_a_program_with_a_recurrent_layer_in_a_region():
     torch.manual_seed(1)
     teacher, x = TEACHERS["lstm"]()

@@ -16,12 +16,28 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-__all__ = ["DEPENDS_ON_A_GRAPH", "PRODUCTS", "computed_as_plain", "mask_of", "may_depend", "unfolded", "unrecorded"]
+__all__ = ["DEPENDS_ON_A_GRAPH", "PRODUCTS", "choosing", "computed_as_plain", "may_depend", "unfolded", "unrecorded"]
 
 _MEMORY = torch._C.TensorBase.__dict__["data"].__get__
 PRODUCTS = frozenset({torch.matmul, Tensor.matmul, torch.linalg.matmul, F.linear})
 
 _NORMS = frozenset({torch.norm, Tensor.norm, torch.linalg.norm, torch.linalg.matrix_norm})
+
+_IN_CHUNKS = getattr(F, "linear_cross_entropy", None)  # newer than torch 2.10
+
+# Function -> the argument that it looks at to choose a path, and why a constant there is refused.
+_CHOOSING: dict[Any, tuple[int, str, str]] = {
+    F.scaled_dot_product_attention: (
+        3,
+        "attn_mask",
+        "an attention takes it as a mask, and is computed in another way if a mask requires a gradient",
+    ),
+    _IN_CHUNKS: (
+        2,
+        "target",
+        "a cross entropy in chunks takes it as its targets, and has no chunks if they require a gradient",
+    ),
+}
 
 DEPENDS_ON_A_GRAPH = frozenset(
     {
@@ -39,6 +55,7 @@ DEPENDS_ON_A_GRAPH = frozenset(
         torch.nuclear_norm,
         F.multi_head_attention_forward,
         F.scaled_dot_product_attention,
+        _IN_CHUNKS,
     }
 )
 
@@ -48,6 +65,8 @@ def may_depend(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
     if func in _NORMS:  # of singular values
         orders = [order for order in (*args[1:], *kwargs.values()) if isinstance(order, str | int | float)]
         return any(order in ("nuc", 2, -2) for order in orders)
+    if func is _IN_CHUNKS:
+        return kwargs.get("options") is not None
     return func not in PRODUCTS or _is_stack_with_gaps(args)
 
 
@@ -96,12 +115,12 @@ def unfolded(
     return product if right.ndim > 1 else product.squeeze(-1)
 
 
-def mask_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return the mask of an attention, which takes a slower path for one that requires a gradient."""
-    if func is not F.scaled_dot_product_attention:
-        return None
-    mask: Tensor | None = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-    return mask
+def choosing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, str]:
+    """Return the argument whose gradient makes a function take another path, and why a constant there is refused."""
+    if func not in _CHOOSING:
+        return None, ""
+    place, name, reason = _CHOOSING[func]
+    return args[place] if len(args) > place else kwargs.get(name), reason
 
 
 def _is_stack_with_gaps(args: tuple[Any, ...]) -> bool:

@@ -16,13 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_leaves
 
 from toolkit.blocks import Site, carries_gradient
-from toolkit.gradients._as_plain import (
-    PRODUCTS,
-    computed_as_plain,
-    mask_of,
-    may_depend,
-    unfolded,
-)
+from toolkit.gradients._as_plain import PRODUCTS, choosing, computed_as_plain, may_depend, unfolded
 from toolkit.gradients._gates import GateBoard, Meeting, Region, is_checkpointed, next_number
 from toolkit.gradients._nodes import (
     EVERY_BLOCK,
@@ -43,7 +37,6 @@ WRITES_STAY_BLOCKED = "it updates older tensors in place, as an average of weigh
 
 _VIEW = "a view of it, which is in use, becomes a leaf that requires a gradient"
 _NO_DERIVATIVE = "an operation takes it that has no derivative by it"
-_MASK = "an attention takes it as a mask, and is computed in another way if a mask requires a gradient"
 _CHECKPOINTED = "a checkpoint multiplies by it, and would multiply in another way when it computes again"
 _TAKES_NO_GRADIENT = ("is not differentiable with respect to argument", "don't support automatic differentiation")
 _HOOKS = "toolkit.gradients.hooks"
@@ -266,7 +259,9 @@ class CutBoard(GateBoard):
             return computed_as_plain(func, args, kwargs, self.is_constant)
         if not constant:
             return func(*args, **kwargs)
-        reason = _MASK if any(tensor is mask_of(func, args, kwargs) for tensor in constant) else ""
+        chosen_by, reason = choosing(func, args, kwargs)
+        if all(tensor is not chosen_by for tensor in constant):
+            reason = ""
         if func in PRODUCTS and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             reason = _CHECKPOINTED
         if reason:
