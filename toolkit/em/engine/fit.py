@@ -217,7 +217,7 @@ def climb_prepared(
 
     if prior is None and not swallowed and is_small(data, structure, first.n_components):
         small = SmallData(pass_data, structure, first.n_components, ridge)
-        unscale = None if data.scale is None else torch.linalg.inv(data.scale).mT.numpy()
+        unscale = None if data.whitening is None else data.whitening.mT.numpy()
 
         def unpack(position: Tensor) -> SmallMixture:
             there = origin.unpack(position)

@@ -43,6 +43,7 @@ class Prepared:
     Attributes:
         centre: (D,), float64: the origin.
         scale: (D, D), float64, lower triangular: a sample is ``centre + scale @ z``. None: it is ``centre + z``.
+        whitening: (D, D), the inverse of `scale`, or None.
         scatter: (D, D) for full and tied, else (D,), float64: the weighted mean of ``z z^T``, or of ``z * z``.
         total_weight: The sum of the weights over all ranks; the number of samples if there are none.
         n_samples: Number of samples with a weight, over all ranks.
@@ -54,6 +55,7 @@ class Prepared:
 
     centre: Tensor
     scale: Tensor | None
+    whitening: Tensor | None
     scatter: Tensor
     total_weight: float
     n_samples: int
@@ -81,10 +83,7 @@ class Prepared:
 
     def ridge(self, reg_covar: float) -> Tensor | float:
         """Return the addition to covariances of coordinates for an addition of `reg_covar` to variances of samples."""
-        if self.scale is None:
-            return reg_covar
-        whitening: Tensor = torch.linalg.inv(self.scale)
-        return reg_covar * (whitening @ whitening.mT)
+        return reg_covar if self.whitening is None else reg_covar * (self.whitening @ self.whitening.mT)
 
     @functools.cached_property
     def log_volume(self) -> float:
@@ -93,7 +92,7 @@ class Prepared:
 
     def as_samples(self) -> Prepared:
         """Return the coordinates of the pass as if they were the samples."""
-        return dataclasses.replace(self, centre=torch.zeros_like(self.centre), scale=None)
+        return dataclasses.replace(self, centre=torch.zeros_like(self.centre), scale=None, whitening=None)
 
 
 @no_graph()
@@ -129,8 +128,8 @@ def prepare(
     length = chunk_length(first[0], covariance_type, n_components)
     weight, n_samples, centre, covariance = _moments(rows(length), first[0], correlated, group)
     scale = _cholesky_of_correlations(covariance) if correlated else None
-    unscale = None if scale is None else torch.linalg.inv(scale)
-    scatter = covariance if unscale is None else unscale @ covariance @ unscale.mT
+    whitening = None if scale is None else torch.linalg.inv(scale)
+    scatter = covariance if whitening is None else whitening @ covariance @ whitening.mT
 
     def chunks() -> Iterator[Chunk]:
         for part, weights in rows(length):
@@ -138,13 +137,14 @@ def prepare(
             if weights is not None and not bool(weights.all()):
                 # A sample of weight 0 may have any value, but must not give an infinity.
                 centred = centred.masked_fill((weights == 0)[:, None], 0.0)
-            framed = centred.mT if unscale is None else unscale @ centred.mT
+            framed = centred.mT if whitening is None else whitening @ centred.mT
             # Copies of the weights as well: a source may fill the same memory again.
             yield framed.to(part.dtype).contiguous(), weights if weights is None or not cache else weights.clone()
 
     return Prepared(
         centre=centre,
         scale=scale,
+        whitening=whitening,
         scatter=scatter,
         total_weight=weight,
         n_samples=n_samples,
@@ -213,8 +213,8 @@ def _moments(
     One pass: the moments of each chunk about its own mean are merged (Chan, Golub & LeVeque 1983, equation 2.1).
     """
     n_features = like.shape[1]
-    mean = torch.zeros(n_features, dtype=torch.float64, device=like.device)
-    weight, scatter = mean.sum(), mean[:, None] * mean if correlated else mean
+    zeros = torch.zeros(n_features, dtype=torch.float64, device=like.device)
+    sums = zeros.sum(), zeros, zeros[:, None] * zeros if correlated else zeros
     count = 0
     for part, weights in chunks:
         if not len(part):
@@ -223,13 +223,14 @@ def _moments(
         w = x.new_ones(len(x)) if weights is None else weights.to(torch.float64)
         if weights is not None and not bool(w.all()):
             x, w = x[w > 0], w[w > 0]
-        count += len(x)
         total = w.sum()
         own = (w @ x) / total.clamp(min=torch.finfo(torch.float64).tiny)
         x = x - own
         y = x if weights is None else x * w[:, None]
         inner = y.mT @ x if correlated else (y * x).sum(0)
-        weight, mean, scatter = _merge((weight, mean, scatter), (total, own, inner))
+        sums = _merge(sums, (total, own, inner)) if count else (total, own, inner)
+        count += len(x)
+    weight, mean, scatter = sums
     if group is not None:
         weight, mean, scatter, counts = _merge_ranks(weight, mean, scatter, mean.new_tensor(count), group)
         count = int(counts)
