@@ -201,7 +201,8 @@ class BaseMixture(DensityMixin, BaseEstimator):  # type: ignore[misc]
         """Return a function of the log-joints (B, K) for all samples, computed batch by batch."""
         check_is_fitted(self, "weights_")
         parts, form = self._read(x)
-        return form.give(torch.cat([question(found) for found in self._log_joints(parts)]))
+        answers = [question(found) for found in self._log_joints(parts)]
+        return form.give(answers[0] if len(answers) == 1 else torch.cat(answers))
 
     @no_graph()
     def _totals(self, x: object, sample_weight: object) -> tuple[float, float, float]:

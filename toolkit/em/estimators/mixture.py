@@ -418,7 +418,7 @@ class GaussianMixture(BaseMixture):
         return Marginal(self._parameters()) if self.missing else self._parameters()
 
     def _log_joints(self, parts: Iterable[Tensor]) -> Iterator[Tensor]:
-        few = tensor(self.weights_).device.type == "cpu"
+        few = not isinstance(self.weights_, Tensor) or self.weights_.device.type == "cpu"
         mixture = None
         for part in parts:
             if self.missing and bool(part.isnan().any()):
