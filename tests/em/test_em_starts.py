@@ -8,10 +8,11 @@ from values import seeded
 
 from benchmarks.em_starts import misses, programs
 from toolkit import em
-from toolkit.em.covariance import structure_of
+from toolkit.em.covariance import structure, structure_of
 from toolkit.em.engine.restarts import NARROWEST
 from toolkit.em.engine.seeding import lloyd, seeds
 from toolkit.em.engine.starts import choose_starts
+from toolkit.em.estimators._collapse import collapsed_components
 
 N_SETS = 12
 
@@ -49,6 +50,43 @@ def test_seeds_of_missing_values_compare_the_shared_features():
     for seed in range(20):
         chosen = set(seeds(points, 2, None, seeded(seed), seen=seen)[0].tolist())
         assert chosen in ({0, 2}, {1, 2})  # samples 0 and 1 agree in the feature that both have
+
+
+@pytest.mark.parametrize("kind", em.COVARIANCE_TYPES)
+@pytest.mark.parametrize("weighted", [False, True], ids=["equal", "weighted"])
+def test_few_samples_start_as_many_do(monkeypatch, kind, weighted):
+    """Arrays and tensors run the same code: the same draws, samples and clusters, and numbers to rounding."""
+    x = torch.from_numpy(make_blobs(150, 3, centers=4, cluster_std=3.0, random_state=0)[0])
+    weights = torch.linspace(0.5, 2.0, 150, dtype=torch.float64) if weighted else None
+    found = []
+    for few in (2**30, 0):
+        monkeypatch.setattr(structure, "_FEW", few)
+        points = x - x.mean(0)
+        chosen = seeds(points, 4, weights, seeded(), n_starts=3)
+        means, labels = lloyd(points, points[chosen], 10, weights=torch.ones(150, dtype=torch.float64))
+        starts = choose_starts(
+            x, weights, 4, 2, covariance_type=kind, init="kmeans", reg_covar=1e-6, generator=seeded()
+        )
+        leaves = [leaf for start in starts for leaf in (start.log_weights, start.means, start.covariances)]
+        found.append((chosen, labels, [means, *leaves], [collapsed_components(start, 1.0) for start in starts]))
+    (chosen, labels, values, collapsed), (their_chosen, their_labels, their_values, their_collapsed) = found
+    assert torch.equal(chosen, their_chosen)
+    assert torch.equal(labels, their_labels)
+    assert collapsed == their_collapsed
+    for ours, theirs in zip(values, their_values, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_seeds_of_few_samples_use_the_known_draws():
+    """One number for the first mean, then four for each other, where cumulative squared distances are inverted."""
+    points = torch.tensor([[0.0], [1.0], [8.0], [9.0], [10.0]], dtype=torch.float64)
+    for seed in range(10):
+        draws = torch.rand(5, generator=seeded(seed), dtype=torch.float64)
+        first = int(5 * draws[0])
+        distances = (points[:, 0] - points[first, 0]).square()
+        drawn = [int((distances.cumsum(0) <= u * distances.sum()).sum()) for u in draws[1:]]
+        left = [float(torch.minimum(distances, (points[:, 0] - points[i, 0]).square()).sum()) for i in drawn]
+        assert seeds(points, 2, None, seeded(seed))[0].tolist() == [first, drawn[left.index(min(left))]]
 
 
 def test_a_seed_without_a_value_is_completed_by_its_neighbours():

@@ -147,13 +147,13 @@ class _Full(_Matrices):
 
     def has_variance(self, covariances: Tensor, common: Tensor, least: float) -> Tensor:
         # Relative to the common covariance: a direction without any variance must not count.
-        values, vectors = torch.linalg.eigh(common)
-        kept = values > len(values) * torch.finfo(values.dtype).eps * values[-1]
+        of = library(common)
+        values, vectors = of.linalg.eigh(common)
+        kept = values > len(values) * of.finfo(values.dtype).eps * values[-1]
         if not bool(kept.any()):
-            return torch.ones_like(covariances[:, 0, 0], dtype=torch.bool)
-        directions = vectors[:, kept] * values[kept].rsqrt()
-        sound: Tensor = torch.linalg.eigvalsh(directions.mT @ covariances @ directions).amin(-1) > least
-        return sound
+            return cast(Tensor, of.ones_like(covariances[:, 0, 0], dtype=of.bool))
+        directions = vectors[:, kept] / of.sqrt(values[kept])
+        return cast(Tensor, of.linalg.eigvalsh(directions.mT @ covariances @ directions)[..., 0] > least)
 
     def quadratics(self, n_features: int, most: int) -> list[Quadratics]:
         return _groups(n_features, most)
@@ -252,8 +252,8 @@ def _factor_of_array(covariances: Any) -> Any:
     scales, size = np.linalg.diagonal(lower), lower.shape[-1]
     if not (scales * scales > size * np.finfo(lower.dtype).eps * np.linalg.diagonal(covariances)).all():
         return None
-    # The inverse of a general matrix has rounding errors above the diagonal.
-    return (np.linalg.inv(lower) * _arrays(_lower, size)[0]).mT
+    identity = torch.eye(size, dtype=torch.float64, device="cpu")
+    return torch.linalg.solve_triangular(torch.from_numpy(lower), identity, upper=False).numpy().mT
 
 
 FULL = _Full()
@@ -340,10 +340,6 @@ def symmetric_products(products: Tensor, n_features: int) -> Tensor:
 def _above_diagonal(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     rows, columns = torch.triu_indices(size, size, 1, device=device)
     return rows, columns
-
-
-def _lower(size: int, device: torch.device) -> tuple[Tensor]:
-    return (torch.ones(size, size, dtype=torch.float64, device=device).tril(),)
 
 
 def _places(size: int, device: torch.device) -> tuple[Tensor]:

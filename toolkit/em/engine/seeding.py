@@ -6,13 +6,20 @@ N samples, D features, K means, R starts.
 from __future__ import annotations
 
 import math
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from toolkit.em.covariance.structure import as_arrays, doubles, library
 
 __all__ = ["LLOYD_STEPS", "device_of", "distinct", "lloyd", "nearest", "seeds", "squared_distances"]
 
 LLOYD_STEPS = 10
+
+# Tensors, or arrays: the same code takes both.
+_Values: TypeAlias = Any
 
 # Candidates for each mean beside log K. With two, as in scikit-learn, k-means from one start missed one of twelve blobs
 # in 4 of 400 cases, with four in none.
@@ -41,6 +48,7 @@ def distinct(points: Tensor, weights: Tensor, n_means: int, generator: torch.Gen
     return order[(repeated + 2 * (weights[order] == 0)).argsort(stable=True)][:n_means]
 
 
+@np.errstate(all="ignore")
 def seeds(
     points: Tensor,
     n_means: int,
@@ -70,46 +78,52 @@ def seeds(
         Arthur & Vassilvitskii, "k-means++: the advantages of careful seeding", 2007, sections 2.2 and 5.
     """
     weights = torch.ones_like(points[:, 0]) if weights is None else weights
-    odds = weights.expand(n_starts, -1)
-    chosen: list[Tensor] = []
+    points, weights, seen = as_arrays(points.numel() * n_starts * (_CANDIDATES + n_means), points, weights, seen)
+    of, rows, n_candidates = library(points), range(n_starts), _CANDIDATES + int(math.log(n_means))
+    n_draws = n_starts * (1 + n_candidates * (n_means - 1))
+    draws = torch.rand(n_draws, generator=generator, device=device_of(generator, points), dtype=torch.float64)
+    uniform = draws.to(points.device) if of is torch else draws.numpy()
+    first, others = uniform[:n_starts].reshape(n_starts, 1), uniform[n_starts:].reshape(-1, n_starts, n_candidates)
+    odds = of.broadcast_to(weights, (n_starts, len(points)))
+    chosen = []
     for i in range(n_means):
-        enough = (odds > 0).any(1, keepdim=True)  # else there are fewer distinct samples than means
-        cumulative = torch.where(enough, odds, weights).double().cumsum(1)
-        shape = n_starts, _CANDIDATES + int(math.log(n_means)) if i else 1
-        draws = torch.rand(shape, generator=generator, device=device_of(generator, points), dtype=torch.float64)
-        drawn = torch.searchsorted(cumulative, draws.to(points.device) * cumulative[:, -1:], right=True)
-        drawn = drawn.clamp(max=len(points) - 1)
+        enough = (odds > 0).any(1)[:, None]  # else there are fewer distinct samples than means
+        cumulative = doubles(of.where(enough, odds, weights)).cumsum(1)
+        target = (others[i - 1] if i else first) * cumulative[:, -1:]
+        drawn = (cumulative[:, None] <= target[:, :, None]).sum(2).clip(max=len(points) - 1)
         after = squared_distances(points, drawn, seen) * weights
         if i:
-            after = torch.minimum(odds[:, None], after)
-        best = _first_least(after.sum(2))[:, None]
-        chosen.append(drawn.gather(1, best)[:, 0])
-        odds = after.take_along_dim(best[:, :, None], 1)[:, 0]
-    return torch.stack(chosen, 1)
+            after = of.minimum(odds[:, None], after)
+        best = _first_least(after.sum(2))
+        chosen.append(drawn[rows, best])
+        odds = after[rows, best]
+    return torch.as_tensor(of.stack(chosen, 1))
 
 
-def squared_distances(points: Tensor, chosen: Tensor, seen: Tensor | None) -> Tensor:
+def squared_distances(points: _Values, chosen: _Values, seen: _Values) -> Any:
     """Return the squared distances of all samples from chosen ones, (R, C, N).
 
     Args:
-        points: (N, D); 0 where a feature is missing.
+        points: (N, D), a tensor or an array as all others; 0 where a feature is missing.
         chosen: (R, C): indices of samples.
         seen: As in `lloyd`. Features that one of both samples lacks do not count, so samples with many features are
             the more likely seeds.
     """
-    if seen is None:
-        # As differences: products would cancel.
+    # As differences: products would cancel.
+    if seen is None and isinstance(points, Tensor):
         return torch.cdist(points[chosen], points, compute_mode="donot_use_mm_for_euclid_dist").square()
-    both = seen[chosen][:, :, None] * seen
-    return (both * (points[chosen][:, :, None] - points).square()).sum(3)
+    differences = points[chosen][:, :, None] - points
+    return (differences * differences if seen is None else seen[chosen][:, :, None] * seen * differences**2).sum(3)
 
 
-def _first_least(values: Tensor) -> Tensor:
+def _first_least(values: _Values) -> Any:
     """Return the place of the least value in each row (R, C); values that differ by rounding count as equal."""
-    least = values.amin(1, keepdim=True)
-    return (values <= (1 + _ROUNDING) * least).to(torch.int8).argmax(1)
+    of = library(values)
+    least = of.amin(values, 1)[:, None]
+    return of.asarray(values <= (1 + _ROUNDING) * least, dtype=of.int8).argmax(1)
 
 
+@np.errstate(all="ignore")
 def lloyd(
     points: Tensor, means: Tensor, n_steps: int, *, weights: Tensor, seen: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -122,49 +136,51 @@ def lloyd(
         weights: (N,).
         seen: (N, D): 1 where a feature is observed, 0 where it is missing. None: all are observed.
     """
-    labels = torch.arange(means.shape[1], device=means.device)[:, None]
+    points, means, weights, seen = as_arrays(points.numel() * means[:, :, 0].numel(), points, means, weights, seen)
+    of = library(points)
+    labels = of.arange(means.shape[1], device=points.device)[:, None]
     weighted = weights[:, None] * points
     mass = weights[:, None] if seen is None else weights[:, None] * seen
     members_of = nearest(points, means, seen)
     for _ in range(n_steps):
-        members = (members_of[:, None] == labels).to(points.dtype)
+        members = of.asarray(members_of[:, None] == labels, dtype=points.dtype)
         counts = members @ mass
-        means = torch.where(counts > 0, members @ weighted / counts, means)
+        means = of.where(counts > 0, members @ weighted / of.where(counts > 0, counts, 1.0), means)
         before, members_of = members_of, nearest(points, means, seen)
-        if torch.equal(members_of, before):
+        if bool((members_of == before).all()):
             break
-    return means, members_of
+    return torch.as_tensor(means), torch.as_tensor(members_of)
 
 
-def nearest(points: Tensor, means: Tensor, seen: Tensor | None = None) -> Tensor:
+def nearest(points: _Values, means: _Values, seen: _Values = None) -> Any:
     """Return the index of the nearest mean of each sample, in the observed features: (R, N).
 
     Distances that differ by rounding count as equal, and the first mean comes first: see `toolkit.em.engine.rounding`.
 
     Args:
-        points: As in `lloyd`.
+        points: As in `lloyd`, a tensor or an array as all others.
         means: (R, K, D).
         seen: As in `lloyd`.
     """
-    half_squares = means.square() / 2
-    size = max(1, 2**20 // means[:, :, 0].numel())
+    of, half_squares = library(points), means * means / 2
+    size = max(1, 2**20 // math.prod(means.shape[:2]))
     found = []
     for start in range(0, len(points), size):
         part = points[start : start + size]
         own = half_squares.sum(2)[..., None] if seen is None else half_squares @ seen[start : start + size].mT
-        distances = torch.baddbmm(own, means, part.mT.expand(len(means), -1, -1), alpha=-1)
-        error = 64 * torch.finfo(points.dtype).eps * own
+        distances = own - means @ part.mT
+        error = 64 * of.finfo(points.dtype).eps * own
+        low, high = distances - error, distances + error
         # One by one: `argmin` over a dimension that is not the last takes thirty times as long.
-        least = distances[:, 0] - error[:, 0]
-        index = torch.zeros_like(least, dtype=torch.int64)
+        least = low[:, 0]
+        index = of.zeros_like(least, dtype=of.int64)
         for k in range(1, means.shape[1]):
-            nearer = distances[:, k] + error[:, k] < least
-            index.masked_fill_(nearer, k)
-            least = torch.where(nearer, distances[:, k] - error[:, k], least)
+            nearer = high[:, k] < least
+            index, least = of.where(nearer, k, index), of.where(nearer, low[:, k], least)
         found.append(index)
-    return torch.cat(found, 1)
+    return of.concatenate(found, 1)
 
 
-def device_of(generator: torch.Generator | None, x: Tensor) -> torch.device:
+def device_of(generator: torch.Generator | None, x: Any) -> torch.device:
     """Return the device on which random numbers are drawn."""
     return x.device if generator is None else generator.device

@@ -6,15 +6,18 @@ N samples, D features, K components, R starts.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
+from toolkit.em.covariance.structure import as_arrays, doubles, library
 from toolkit.em.engine.checks import check_covariance, check_finite, check_floats, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, nearest, seeds
 from toolkit.em.gaussian import GaussianParameters
@@ -155,6 +158,7 @@ def start_at(
     return dataclasses.replace(moved, means=origins) if keep else moved
 
 
+@np.errstate(all="ignore")
 def start_from(
     x: Tensor,
     responsibilities: Tensor | None,
@@ -165,10 +169,14 @@ def start_from(
 ) -> GaussianParameters:
     """Return the M-step from responsibilities (N, K), by default those of the nearest origin (K, D)."""
     n_components, n_features = origins.shape
-    counts, first = origins.new_zeros(n_components), torch.zeros_like(origins)
     structure = structure_of(covariance_type)
     wide = structure.wide
-    second = origins.new_zeros(wide.shape(n_components, n_features))
+    shape = wide.shape(n_components, n_features)
+    size = x.numel() * n_components + math.prod(shape)
+    x, responsibilities, origins, sample_weight = as_arrays(size, x, responsibilities, origins, sample_weight)
+    of = library(origins)
+    counts, first = of.zeros_like(origins[:, 0]), of.zeros_like(origins)
+    second = of.zeros(shape, dtype=origins.dtype, device=origins.device)
     for rows, part, weights in _parts(x, sample_weight):
         if responsibilities is None:
             labels = nearest(part - origins[0], (origins - origins[0])[None])[0]
@@ -183,37 +191,38 @@ def start_from(
             second[k] += wide.moments((shares[:, None] * differences).mT[None], differences.mT[None])[0]
     # A count of at least one sample: an empty component would be lost before the first step.
     total = counts.sum()
-    weights = torch.maximum(counts, total / len(x))
-    safe = torch.where(counts > 0, counts, 1.0)
+    weights = of.maximum(counts, total / len(x))
+    safe = of.where(counts > 0, counts, 1.0)
     shifts = first / safe[:, None]
     scatter = second - wide.products(counts[:, None] * shifts, shifts)
     covariances = _covariances(scatter, safe, total, structure)
     return GaussianParameters(
-        log_weights=weights.log() - weights.sum().log(),
-        means=origins + shifts,
-        precisions_cholesky=structure.factor(structure.regularise(covariances, reg_covar)),
+        log_weights=torch.as_tensor(of.log(weights) - of.log(weights.sum())),
+        means=torch.as_tensor(origins + shifts),
+        precisions_cholesky=torch.as_tensor(structure.factor(structure.regularise(covariances, reg_covar))),
         covariance_type=covariance_type,
     )
 
 
-def _covariances(scatter: Tensor, counts: Tensor, total: Tensor, structure: Structure) -> Tensor:
+def _covariances(scatter: Any, counts: Any, total: Any, structure: Structure) -> Any:
     """Return covariances from the components' `wide` scatter; the common one where a component is degenerate."""
-    n_components, n_features = len(scatter), scatter.shape[-1]
-    pooled = structure.pool(scatter.sum(0, keepdim=True))
-    common = structure.estimate(pooled, total.expand(1, n_features))
+    of, n_features = library(scatter), scatter.shape[-1]
+    pooled = structure.pool(scatter.sum(0)[None])
+    common = structure.estimate(pooled, of.broadcast_to(total, (1, n_features)))
     if structure.is_shared:
         return common
-    own = structure.estimate(structure.pool(scatter), counts[:, None].expand(n_components, n_features))
+    own = structure.estimate(structure.pool(scatter), of.broadcast_to(counts[:, None], (len(scatter), n_features)))
     sound = structure.has_variance(own, common[0], _LEAST)
-    return torch.where(sound.view(-1, *[1] * (own.ndim - 1)), own, common)
+    return of.where(sound.reshape(-1, *[1] * (own.ndim - 1)), own, common)
 
 
-def _parts(x: Tensor, sample_weight: Tensor | None) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield slices of rows, their samples and their weights, float64, in small parts."""
+def _parts(x: Any, sample_weight: Any) -> Iterator[tuple[slice, Any, Any]]:
+    """Yield slices of rows, their samples and their weights, float64, in small parts; tensors or arrays."""
+    of = library(x)
     for i in range(0, len(x), _CHUNK):
-        part = x[i : i + _CHUNK].double()
-        weights = part.new_ones(len(part)) if sample_weight is None else sample_weight[i : i + _CHUNK].double()
-        yield slice(i, i + len(part)), part, weights
+        part = doubles(x[i : i + _CHUNK])
+        every = of.ones(len(part), device=part.device) if sample_weight is None else sample_weight[i : i + _CHUNK]
+        yield slice(i, i + len(part)), part, doubles(every)
 
 
 def check_init(init: str) -> None:

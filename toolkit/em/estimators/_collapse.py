@@ -5,10 +5,11 @@ D features, K components.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from toolkit.blocks import no_graph
+from toolkit.em.covariance.structure import as_arrays, library
 from toolkit.em.gaussian import GaussianParameters
 
 # The least variance of the whole mixture, in units of `reg_covar`, that counts as resolved.
@@ -16,6 +17,7 @@ _RESOLVED = 100.0
 
 
 @no_graph()
+@np.errstate(all="ignore")
 def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> list[int]:
     """Return the components that are empty, or whose variance in some direction comes from `reg_covar` alone.
 
@@ -37,23 +39,21 @@ def collapsed_components(parameters: GaussianParameters, reg_covar: float) -> li
         [1]
     """
     parameters = parameters.to(torch.float64)
-    weights, covariances = parameters.weights, parameters.as_type("full").covariances
-    shifts = parameters.means - weights @ parameters.means
+    full = parameters.as_type("full").covariances
+    weights, means, covariances = as_arrays(full.numel(), parameters.weights, parameters.means, full)
+    of = library(weights)
+    shifts = means - weights @ means
     whole = (weights[:, None, None] * covariances).sum(0) + (weights[:, None] * shifts).mT @ shifts
-    values, vectors = torch.linalg.eigh(whole)
-    smallest = torch.finfo(torch.float64).eps * len(values)
+    values, vectors = of.linalg.eigh(whole)
+    smallest = of.finfo(values.dtype).eps * len(values)
     resolved = values > max(_RESOLVED * reg_covar, smallest * float(values[-1]))
-    empty = weights < torch.finfo(torch.float64).eps * len(weights)
+    empty = weights < of.finfo(values.dtype).eps * len(weights)
     if not bool(resolved.any()):
         return list(range(len(weights)))
     directions = vectors[:, resolved]
     own = directions.mT @ covariances @ directions
     # Twice `reg_covar`: half of the variance is then the data's own.
-    held_up = torch.linalg.eigvalsh(own).amin(-1) <= 2 * reg_covar
-    scaled = directions / values[resolved].sqrt()
-    singular = torch.linalg.eigvalsh(scaled.mT @ covariances @ scaled).amin(-1) <= smallest
-    return _indices(empty | held_up | singular)
-
-
-def _indices(chosen: Tensor) -> list[int]:
-    return [i for i, yes in enumerate(chosen.tolist()) if yes]
+    held_up = of.linalg.eigvalsh(own)[..., 0] <= 2 * reg_covar
+    scaled = directions / of.sqrt(values[resolved])
+    singular = of.linalg.eigvalsh(scaled.mT @ covariances @ scaled)[..., 0] <= smallest
+    return [k for k, yes in enumerate((empty | held_up | singular).tolist()) if yes]

@@ -111,6 +111,6 @@ def _of_all(points: Tensor, chosen: Tensor, labels: Tensor) -> Tensor:
     n_clusters = int(labels.max()) + 1
     counts = labels.bincount(minlength=n_clusters)[:, None]
     means = points.new_zeros(n_clusters, points.shape[1]).index_add_(0, labels, points[chosen]) / counts
-    found = nearest(points, means[None])[0]
+    found: Tensor = nearest(points, means[None])[0]
     found[chosen] = labels
     return found
