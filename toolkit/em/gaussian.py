@@ -22,10 +22,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from toolkit._checks import instance, number
+from toolkit.em.components import Components
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, Structure, soft_counts, structure_of
 
 __all__ = [
@@ -43,7 +43,7 @@ _COORDINATES = ("log_weights", "means", "log_cholesky")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GaussianParameters:
+class GaussianParameters(Components):
     """Parameters of a Gaussian mixture.
 
     Attributes:
@@ -63,7 +63,6 @@ class GaussianParameters:
         tensor([[-2.8052, -2.3998]])
     """
 
-    log_weights: Tensor
     means: Tensor
     precisions_cholesky: Tensor
     covariance_type: CovarianceType
@@ -97,11 +96,6 @@ class GaussianParameters:
         )
 
     @property
-    def n_components(self) -> int:
-        """K."""
-        return self.means.shape[0]
-
-    @property
     def n_features(self) -> int:
         """D."""
         return self.means.shape[1]
@@ -111,11 +105,6 @@ class GaussianParameters:
         """Number of free parameters, for BIC and AIC."""
         k, d = self.means.shape
         return k - 1 + k * d + self._structure.n_parameters(k, d)
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights of the components, (K,); they sum to 1."""
-        return self.log_weights.exp()
 
     @property
     def precisions(self) -> Tensor:
@@ -175,15 +164,6 @@ class GaussianParameters:
         factor = self._structure.to_matrices(self.precisions_cholesky, *self.means.shape)
         narrow = structure_of(covariance_type).from_matrices(factor)
         return dataclasses.replace(self, precisions_cholesky=narrow, covariance_type=covariance_type)
-
-    def to(self, target: torch.dtype | torch.device) -> GaussianParameters:
-        """Return the parameters in another floating-point type, or on another device."""
-        return dataclasses.replace(
-            self,
-            log_weights=self.log_weights.to(target),
-            means=self.means.to(target),
-            precisions_cholesky=self.precisions_cholesky.to(target),
-        )
 
     @property
     def _structure(self) -> Structure:

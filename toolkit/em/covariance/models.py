@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer
+from toolkit.em.components import Movable
 from toolkit.em.covariance.axes import DIAG, SPHERICAL
 from toolkit.em.covariance.matrices import FULL, TIED, factored
 from toolkit.em.covariance.orientations import (
@@ -62,7 +63,7 @@ COVARIANCE_MODELS: tuple[CovarianceModel, ...] = get_args(CovarianceModel)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ParsimoniousCovariances:
+class ParsimoniousCovariances(Movable):
     """Covariances of K components that share volume, shape or orientation.
 
     Leading dimensions, the same for all three, are batches.

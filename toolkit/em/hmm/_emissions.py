@@ -19,6 +19,7 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts, number
 from toolkit.blocks import no_graph
+from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
 from toolkit.em.gaussian import (
     GaussianParameters,
@@ -104,7 +105,7 @@ class Emissions(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GaussianEmissions:
+class GaussianEmissions(Movable):
     """A Gaussian for each state.
 
     Attributes:
@@ -205,12 +206,6 @@ class GaussianEmissions:
         weights = values["means"].new_zeros(len(values["means"]))
         mixture = from_unconstrained({**values, "log_weights": weights}, self.covariance_type)
         return dataclasses.replace(self, means=mixture.means, precisions_cholesky=mixture.precisions_cholesky)
-
-    def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return the emissions in another floating-point type, or on another device."""
-        return dataclasses.replace(
-            self, means=self.means.to(target), precisions_cholesky=self.precisions_cholesky.to(target)
-        )
 
     def prepare(self, x: Tensor, plan: Plan) -> PreparedGaussian:
         """Return data (N, D) laid out for the fast pass."""
@@ -375,7 +370,7 @@ def scaled(log_prob: Tensor, out: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class CategoricalEmissions:
+class CategoricalEmissions(Movable):
     """A distribution over symbols 0 to M - 1 for each state.
 
     Attributes:
@@ -450,10 +445,6 @@ class CategoricalEmissions:
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
         """Return the emissions at these coordinates."""
         return dataclasses.replace(self, log_probabilities=values["log_probabilities"].log_softmax(1))
-
-    def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return the emissions in another floating-point type, or on another device."""
-        return dataclasses.replace(self, log_probabilities=self.log_probabilities.to(target))
 
     def prepare(self, x: Tensor, plan: Plan) -> PreparedSymbols:
         """Return symbols (N,) laid out for the fast pass."""

@@ -14,13 +14,14 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from toolkit.em.components import Movable
 from toolkit.em.hmm._emissions import CategoricalEmissions, Emissions, check_prior, normalise
 
 __all__ = ["DirichletPrior", "HMMParameters", "Posteriors"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class HMMParameters:
+class HMMParameters(Movable):
     """Parameters of a hidden Markov model.
 
     Attributes:
@@ -78,15 +79,6 @@ class HMMParameters:
             emissions=self.emissions.with_unconstrained(rest),
         )
 
-    def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return the parameters in another floating-point type, or on another device."""
-        return dataclasses.replace(
-            self,
-            log_start=self.log_start.to(target),
-            log_transition=self.log_transition.to(target),
-            emissions=self.emissions.to(target),
-        )
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Posteriors:
@@ -106,7 +98,7 @@ class Posteriors:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirichletPrior:
+class DirichletPrior(Movable):
     """Dirichlet concentrations, each one number or a tensor that broadcasts. 1 is no prior: maximum likelihood.
 
     Attributes:
@@ -122,14 +114,6 @@ class DirichletPrior:
     def __post_init__(self) -> None:
         for name in ("start", "transition", "emission"):
             check_prior(name, getattr(self, name))
-
-    def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return the prior in another floating-point type, or on another device."""
-        names = ("start", "transition", "emission")
-        values = {name: getattr(self, name) for name in names}
-        return dataclasses.replace(
-            self, **{name: value.to(target) for name, value in values.items() if isinstance(value, Tensor)}
-        )
 
     def log_density(self, parameters: HMMParameters) -> Tensor:
         """Return the log of the prior density up to a constant, nats; probabilities of 0 are left out."""

@@ -5,10 +5,7 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -16,11 +13,10 @@ from torch import Tensor
 from toolkit._checks import integer
 from toolkit.em.covariance import soft_counts
 from toolkit.em.engine.checks import check_finite, check_floats, check_weights
-from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
+from toolkit.em.engine.seeding import LLOYD_STEPS, lloyd, seeds
 
 __all__ = [
     "FAR",
-    "Components",
     "centres",
     "check_finite_floats",
     "check_shape",
@@ -38,46 +34,6 @@ __all__ = [
 
 # e^-40 is less than a rounding error of 1: coordinates beyond it change no likelihood, and would spoil extrapolation.
 FAR = 40.0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Components:
-    """The weights of a mixture.
-
-    Attributes:
-        log_weights: (K,), nats; the weights sum to 1.
-    """
-
-    log_weights: Tensor
-
-    @property
-    def n_components(self) -> int:
-        """K."""
-        return len(self.log_weights)
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights of the components, (K,); they sum to 1."""
-        return self.log_weights.exp()
-
-    def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return the mixture in another floating-point type, or on another device."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {name: value.to(target) for name, value in values.items() if isinstance(value, Tensor)}
-        return dataclasses.replace(self, **moved)
-
-    def _labels(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Draw the components of `n` samples, (N,)."""
-        n = integer("n", n)
-        weights = self.weights.to(device_of(generator, self.log_weights))
-        return torch.multinomial(weights, n, replacement=True, generator=generator).to(self.log_weights.device)
-
-    def _check_fields(self, **shapes: tuple[int, ...]) -> None:
-        """Raise a ValueError unless the fields have these shapes."""
-        for name, shape in {"log_weights": (self.n_components,), **shapes}.items():
-            found = tuple(getattr(self, name).shape)
-            if found != shape or 0 in shape:
-                raise ValueError(f"`{name}` should have shape {shape}, nowhere 0. Found {found}.")
 
 
 def shares(counts: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ from torch.distributions import Distribution
 
 from toolkit._checks import integer
 from toolkit.blocks import carries_gradient, constants, no_graph
+from toolkit.em.components import Components
 from toolkit.em.engine.seeding import device_of
 from toolkit.em.models._common import (
-    Components,
     check_start,
     clamp_coordinates,
     is_wrapped,

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph, stop_gradient
+from toolkit.em.components import Components
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 from toolkit.em.models._common import (
-    Components,
     centres,
     check_finite_floats,
     check_shape,

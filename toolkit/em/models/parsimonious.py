@@ -10,7 +10,6 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit.em.components import Components
 from toolkit.em.covariance import Structure, soft_counts
 from toolkit.em.covariance.models import (
     COVARIANCE_MODELS,
@@ -50,7 +50,7 @@ INNER_STEPS_OF_EM = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ParsimoniousParameters:
+class ParsimoniousParameters(Components):
     """Parameters of a parsimonious Gaussian mixture; satisfies `toolkit.em.Family`.
 
     Attributes:
@@ -72,7 +72,6 @@ class ParsimoniousParameters:
         tensor([[-2.8052, -2.3998]])
     """
 
-    log_weights: Tensor
     means: Tensor
     structure: ParsimoniousCovariances
 
@@ -96,19 +95,9 @@ class ParsimoniousParameters:
         return self.structure.model
 
     @property
-    def n_components(self) -> int:
-        """K."""
-        return self.means.shape[0]
-
-    @property
     def n_features(self) -> int:
         """D."""
         return self.means.shape[1]
-
-    @property
-    def weights(self) -> Tensor:
-        """Weights of the components, (K,); they sum to 1."""
-        return self.log_weights.exp()
 
     @property
     def covariances(self) -> Tensor:
@@ -185,20 +174,6 @@ class ParsimoniousParameters:
             log_weights=values["log_weights"].log_softmax(0),
             means=values["means"],
             structure=self.structure.with_unconstrained(values),
-        )
-
-    def to(self, target: torch.dtype | torch.device) -> ParsimoniousParameters:
-        """Return the parameters in another floating-point type, or on another device."""
-        structure = self.structure
-        return ParsimoniousParameters(
-            log_weights=self.log_weights.to(target),
-            means=self.means.to(target),
-            structure=dataclasses.replace(
-                structure,
-                log_volumes=structure.log_volumes.to(target),
-                log_shapes=structure.log_shapes.to(target),
-                axes=structure.axes.to(target),
-            ),
         )
 
     def to_gaussian(self) -> GaussianParameters:

@@ -18,7 +18,6 @@ N samples, D features, K components.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
+from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
 from toolkit.em.gaussian import GaussianParameters
 
@@ -37,7 +37,7 @@ _SHRINKAGE = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prior:
+class Prior(Movable):
     r"""A conjugate prior of the parameters of a Gaussian mixture.
 
     MAP EM never lowers ``log_likelihood(parameters, x) + prior.log_density(parameters) / N``, in nats per sample, where
@@ -227,15 +227,6 @@ class Prior:
             - 0.5 * self.shrinkage * whitened.square().sum(-1)
         ).sum()
         return self._log_density_of_weights(parameters.log_weights) + means + self._log_density_of_spreads(parameters)
-
-    def to(self, target: torch.dtype | torch.device) -> Prior:
-        """Return the prior in another floating-point type, or on another device."""
-        return dataclasses.replace(
-            self,
-            concentration=self.concentration.to(target),
-            mean=self.mean.to(target),
-            scale=self.scale.to(target),
-        )
 
     def _log_density_of_weights(self, log_weights: Tensor) -> Tensor:
         alpha = self.concentration

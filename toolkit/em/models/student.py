@@ -21,11 +21,11 @@ from torch.special import polygamma
 
 from toolkit._checks import choice, number
 from toolkit.blocks import no_graph, stop_gradient
+from toolkit.em.components import Components
 from toolkit.em.covariance import Structure, structure_of
 from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, to_unconstrained
 from toolkit.em.mixture import RESPONSIBILITIES, e_step
 from toolkit.em.models._common import (
-    Components,
     centres,
     check_finite_floats,
     check_shape,

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
+from toolkit.em.components import Components
 from toolkit.em.engine.seeding import device_of, seeds
 from toolkit.em.models._common import (
-    Components,
     check_shape,
     check_start,
     clamp_coordinates,

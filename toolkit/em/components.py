@@ -1,0 +1,62 @@
+"""The base of all parameters: tensors side by side that move together, and the weights of a mixture.
+
+N samples, K components.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from toolkit._checks import integer
+
+__all__ = ["Components", "Movable"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Movable:
+    """A dataclass whose fields are tensors, records of tensors, and settings."""
+
+    def to(self, target: torch.dtype | torch.device) -> Self:
+        """Return it in another floating-point type, or on another device."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: value.to(target) for name, value in values.items() if hasattr(value, "to")}
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Components(Movable):
+    """The weights of a mixture.
+
+    Attributes:
+        log_weights: (K,), nats; the weights sum to 1.
+    """
+
+    log_weights: Tensor
+
+    @property
+    def n_components(self) -> int:
+        """K."""
+        return self.log_weights.shape[0]
+
+    @property
+    def weights(self) -> Tensor:
+        """Weights of the components, (K,); they sum to 1."""
+        return self.log_weights.exp()
+
+    def _labels(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Draw the components of `n` samples, (N,)."""
+        n = integer("n", n)
+        weights = self.weights if generator is None else self.weights.to(generator.device)
+        return torch.multinomial(weights, n, replacement=True, generator=generator).to(self.log_weights.device)
+
+    def _check_fields(self, **shapes: tuple[int, ...]) -> None:
+        """Raise a ValueError unless the fields have these shapes."""
+        for name, shape in {"log_weights": (self.n_components,), **shapes}.items():
+            found = tuple(getattr(self, name).shape)
+            if found != shape or 0 in shape:
+                raise ValueError(f"`{name}` should have shape {shape}, nowhere 0. Found {found}.")
