@@ -22,10 +22,11 @@ class Movable:
     """A dataclass whose fields are tensors, records of tensors, and settings."""
 
     def to(self, target: torch.dtype | torch.device) -> Self:
-        """Return it in another floating-point type, or on another device."""
+        """Return it in another floating-point type, or on another device; itself if it is there."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         moved = {name: value.to(target) for name, value in values.items() if hasattr(value, "to")}
-        return dataclasses.replace(self, **moved)
+        stays = all(value is values[name] for name, value in moved.items())
+        return self if stays else dataclasses.replace(self, **moved)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

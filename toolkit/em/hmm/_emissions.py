@@ -9,6 +9,7 @@ N steps, D features, M symbols, K states. A chunk has its slots as columns, in t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -128,7 +129,7 @@ class GaussianEmissions(Movable):
     covariance_type: CovarianceType
 
     def __post_init__(self) -> None:
-        self._mixture()
+        _ = self._mixture  # checks the shapes
 
     @classmethod
     def from_covariances(cls, *, means: Tensor, covariances: Tensor, covariance_type: CovarianceType) -> Self:
@@ -153,7 +154,7 @@ class GaussianEmissions(Movable):
     @property
     def covariances(self) -> Tensor:
         """Shaped by the type."""
-        return self._mixture().covariances
+        return self._mixture.covariances
 
     def check(self, x: Tensor) -> None:
         """Raise a ValueError unless `x` has shape (N, D)."""
@@ -162,7 +163,7 @@ class GaussianEmissions(Movable):
 
     def log_prob(self, x: Tensor) -> Tensor:
         """Return the log-density of each step in each state, (N, K), nats. `x` is (N, D)."""
-        return self._mixture().log_joint(x)
+        return self._mixture.log_joint(x)
 
     def m_step(self, x: Tensor, posteriors: Tensor, *, prior: float | Tensor = 1.0, reg_covar: float = 0.0) -> Self:
         r"""Return means :math:`\sum_n \gamma_{nk} x_n / N_k` and the covariances about them.
@@ -198,7 +199,7 @@ class GaussianEmissions(Movable):
 
     def unconstrained(self) -> dict[str, Tensor]:
         """Return ``means`` and ``log_cholesky`` (see `to_unconstrained`)."""
-        values = to_unconstrained(self._mixture())
+        values = to_unconstrained(self._mixture)
         return {name: values[name] for name in ("means", "log_cholesky")}
 
     def with_unconstrained(self, values: Mapping[str, Tensor]) -> Self:
@@ -211,6 +212,7 @@ class GaussianEmissions(Movable):
         """Return data (N, D) laid out for the fast pass."""
         return PreparedGaussian.of(x, plan)
 
+    @functools.cached_property
     def _mixture(self) -> GaussianParameters:
         return GaussianParameters(
             log_weights=self.means.new_zeros(self.means.shape[:1]),
@@ -285,7 +287,7 @@ class GaussianPass:
         structure = structure_of(emissions.covariance_type)
         self._means = emissions.means - data.centre
         k, d = self._means.shape
-        log_determinants = emissions._mixture().log_determinants.expand(k)
+        log_determinants = emissions._mixture.log_determinants.expand(k)
         self._constant = log_determinants - 0.5 * d * math.log(2 * math.pi)
         # Terms that all states share are kept: the log-density itself is needed, not only its differences between
         # states.

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-import torch
 from torch import Tensor
 
 from toolkit.em.components import Movable
@@ -120,8 +119,9 @@ class DirichletPrior(Movable):
         terms = [(self.start, parameters.log_start), (self.transition, parameters.log_transition)]
         if isinstance(parameters.emissions, CategoricalEmissions):
             terms.append((self.emission, parameters.emissions.log_probabilities))
+        terms = [(prior, logs) for prior, logs in terms if isinstance(prior, Tensor) or prior != 1]
         values = (((prior - 1) * logs.masked_fill(logs == -math.inf, 0.0)).sum() for prior, logs in terms)
-        return torch.stack(list(values)).sum()
+        return sum(values, start=parameters.log_start.new_zeros(()))
 
 
 def with_counts(
