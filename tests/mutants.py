@@ -81,7 +81,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("                for kept in reversed(undone):", "                for kept in undone:", "test_audit_steps"),
         ("states if states and any(map(carries_gradient, leaves)) else []", "states", "test_audit_steps"),
-        ("            return any(map(_unwraps, arguments))", "            return True", "test_audit_steps"),
+        ("            return any(map(unwraps, arguments))", "            return True", "test_audit_steps"),
         (
             "            raise Unrecordable(dict.fromkeys(sorted(regions), _FAST_PATH))",
             "            return",

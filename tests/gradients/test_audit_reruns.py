@@ -334,3 +334,32 @@ def test_a_stop_of_the_tensor_object_itself(ask, tmp_path):
     plain, opened = (_gradient(textwrap.dedent(one), 2) for one in (text, text.replace("step == 9", "step == 1")))
     assert effect["leak"] == pytest.approx((opened - plain).norm().item(), rel=1e-4)
     assert effect["verdict"]["kind"] == "partial"
+
+
+def test_a_stop_that_another_thread_comes_to_as_well_is_not_compared(ask):
+    """Without the stop the backward pass of the function nests without end; autograd then takes another thread."""
+    text = """
+        class Fixed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                y = x.sin()
+                ctx.save_for_backward(x, y)
+                return y
+            @staticmethod
+            def backward(ctx, gradient):
+                x, y = ctx.saved_tensors
+                with torch.enable_grad():
+                    f = (x + y.detach() / 4).sin()
+                return torch.autograd.grad(f, x, gradient, retain_graph=True)[0]
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            Fixed.apply(net(torch.randn(4, 3))).mean().backward()
+            optimizer.step()
+        """
+    found = ask(text, "--step", "2", "--rerun")
+    assert found["reruns"] == []
+    assert [entry["reason"] for entry in found["unopened"]] == [
+        "a further run of the script comes to it in another thread, too, where it stays in place"
+    ]

@@ -1279,3 +1279,27 @@ def test_a_graph_that_the_program_differentiates_twice_is_its_own_error():
 
     with pytest.raises(RuntimeError, match="backward through the graph a second time"), audited():
         step()
+
+
+def test_a_subclass_of_tensors_sets_a_leaf_inside():
+    """The tool makes a constant of it without a `detach_` that is taken for one of the program."""
+
+    class Tagged(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            made = func(*(one.plain if isinstance(one, Tagged) else one for one in args), **(kwargs or {}))
+            return tag(made) if isinstance(made, torch.Tensor) else made
+
+    def tag(tensor):
+        made = tensor.as_subclass(Tagged)
+        made.plain = tensor
+        return made
+
+    net, x = nn.Linear(3, 2), torch.randn(4, 3)
+    with audited(net) as answer:
+        y = net(x)
+        held = tag(y.sin()).detach().requires_grad_()
+        (slope,) = torch.autograd.grad((held * held).plain.sum(), held.plain, create_graph=True)
+        (y * slope).mean().backward()
+    (found,) = answer.audits
+    assert [entry.kind for entry in found.unopened] == ["detach()"]

@@ -48,6 +48,7 @@ __all__ = [
     "next_number",
     "replaced_by",
     "replacing",
+    "unwraps",
 ]
 
 
@@ -425,10 +426,12 @@ class _Watch(TorchFunctionMode):
             return handle
         elif func == _GRAD_FN:
             self._board.hand_out_a_node()
-        elif (func is Tensor.requires_grad_ or func == _REQUIRE_GRADIENT) and not self._board.may_require(
-            args[0], required=all(args[1:]) and kwargs.get("requires_grad", True)
-        ):
-            return args[0]
+        elif func is Tensor.requires_grad_ or func == _REQUIRE_GRADIENT:
+            if unwraps(args[0]):
+                with self:  # the tensor inside of it is the one that is set
+                    return type(args[0]).__torch_function__(func, (type(args[0]),), args, kwargs)
+            if not self._board.may_require(args[0], required=all(args[1:]) and kwargs.get("requires_grad", True)):
+                return args[0]
         if self._board.keeps_out(func, args, kwargs):
             with unrecorded():
                 return func(*args, **kwargs)
@@ -448,6 +451,16 @@ class _Watch(TorchFunctionMode):
             self._board.mend(context)
         elif args == (True,):
             self._board.pierce(context)
+
+
+def unwraps(input: Any) -> bool:
+    """Return whether a subclass of tensors handles torch's functions itself."""
+    return (
+        type(input) not in (Tensor, torch.nn.Parameter)
+        and isinstance(input, Tensor)
+        and type(input).__torch_function__ is not torch._C._disabled_torch_function_impl
+        and torch._C._is_torch_function_enabled()
+    )
 
 
 def replaced_by(func: Callable[..., Any]) -> Callable[..., Any]:

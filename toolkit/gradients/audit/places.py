@@ -32,7 +32,7 @@ from toolkit._tensors import HALF
 from toolkit.blocks import Site, carries_gradient, has_storage, is_left_out, region_at, site_of, stop_at
 from toolkit.gradients._as_plain import unrecorded
 from toolkit.gradients._cuts import WRITES_STAY_BLOCKED, Unrecordable, changed_by
-from toolkit.gradients._gates import replaced_by
+from toolkit.gradients._gates import replaced_by, unwraps
 from toolkit.gradients._nodes import reachable_nodes, roots_in
 from toolkit.gradients._parts import INSTALLED
 from toolkit.gradients._places import TOOLKIT, TORCH, decorated
@@ -253,7 +253,7 @@ class BareBlocks:
 
     def _detach(self, original: Any) -> Any:
         def detach(input: Tensor) -> Any:
-            if _unwraps(input):
+            if unwraps(input):
                 return self._unwrapped(detach, input)
             return self._stopped("detach()", input, lambda: original(input))
 
@@ -275,7 +275,7 @@ class BareBlocks:
 
     def _data(self, original: Any) -> Any:
         def get(input: Tensor) -> Any:
-            if _unwraps(input):
+            if unwraps(input):
                 return self._unwrapped(get, input)
             if not carries_gradient(input):
                 return self._aliased(original.__get__(input))
@@ -575,7 +575,7 @@ class BareBlocks:
             ours = all(type(mode).__module__.startswith(_PACKAGE) for mode in modes)
             if not (ours and _caller().f_code.co_filename in _WITH_FAST_PATHS):
                 return bool(original(arguments))
-            return any(map(_unwraps, arguments))
+            return any(map(unwraps, arguments))
 
         return has_torch_function
 
@@ -750,16 +750,6 @@ def _requires_gradient(value: Any) -> bool:
 
 def _is_machinery(file: str) -> bool:
     return file.startswith((TOOLKIT, TORCH)) and not file.startswith(_MODELS)
-
-
-def _unwraps(input: Any) -> bool:
-    """Return whether a subclass of tensors handles torch's functions itself."""
-    return (
-        type(input) not in (Tensor, nn.Parameter)
-        and isinstance(input, Tensor)
-        and type(input).__torch_function__ is not torch._C._disabled_torch_function_impl
-        and torch._C._is_torch_function_enabled()
-    )
 
 
 def _caller() -> FrameType:

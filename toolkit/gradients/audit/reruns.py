@@ -34,6 +34,7 @@ __all__ = ["Found", "OpenedRun", "answer_by_reruns", "left_for_reruns"]
 _DIFFERS = "`--rerun` opens nothing: when it runs again, the script computes another gradient"
 _CHANGES = "opened, it changes an earlier backward pass of the step"
 _NEVER_COMES = "opened, the script does not come to this backward pass"
+_ELSEWHERE = "a further run of the script comes to it in another thread, too, where it stays in place"
 _ONE_NAME = "`--rerun` opens nothing: two parameters have no name, and equal values"
 
 # A removal changes nothing here: the graph is freed, or the writes of a region into older tensors are state.
@@ -68,6 +69,7 @@ class Found:
         digests: The loss and the gradients of each attended backward pass.
         reached: The open places that a gradient-carrying tensor reached.
         met: The places that the step came to.
+        elsewhere: Calls in other threads, with their places.
         closed: Place -> the reason why it stayed closed.
         partly: Place -> the parts that stayed blocked.
         error: The error with which the script ended.
@@ -77,6 +79,7 @@ class Found:
     digests: list[Digest] = field(default_factory=list)
     reached: frozenset[str] = frozenset()
     met: frozenset[str] = frozenset()
+    elsewhere: frozenset[str] = frozenset()
     closed: dict[str, str] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
     error: str = ""
@@ -115,6 +118,7 @@ class OpenedRun(ScriptRun):
             finally:
                 self.found.reached |= reached
                 self.found.met |= bare.sites.keys()
+                self.found.elsewhere |= bare.elsewhere.keys()
                 self.found.closed |= bare.real
                 self.found.partly |= bare.partly
 
@@ -224,6 +228,8 @@ class _Entry(NamedTuple):
         for place in places:
             if reason := found.closed.get(place):
                 raise _Closed(reason)
+            if any(call.endswith(f" at {place}") for call in found.elsewhere):
+                raise _Closed(_ELSEWHERE)
             if is_site(place) and not found.error and place not in found.met:
                 raise _Closed("a further run of the script does not come to it")
         if after is None:
