@@ -75,7 +75,9 @@ class Gridworld:
         policy = torch.full_like(self.rewards, 1 / 4)
         for _ in range(100):
             best = self.action_values(policy).argmax(-1)
-            policy = torch.nn.functional.one_hot(best, 4).to(self.rewards)
+            before, policy = policy, torch.nn.functional.one_hot(best, 4).to(self.rewards)
+            if torch.equal(before, policy):
+                break
         return self.expected_return(policy).item()
 
 

@@ -16,7 +16,7 @@ import warm
 from click.testing import CliRunner
 from folders import ROOT
 
-from toolkit.runner import _jobs, _units
+from toolkit.runner import _command, _jobs, _site, _units
 from toolkit.runner._choice import _products
 from toolkit.runner._command import main
 from toolkit.runner._comparison import folder_of
@@ -321,6 +321,26 @@ def test_the_first_page_is_drawn_before_the_last_unit_has_run(tmp_path, monkeypa
     monkeypatch.setattr(_units, "record_of", watched)
     _run(one, tmp_path / "results", str(other), "--jobs", "1")
     assert seen == [False, True, True, True]
+
+
+def test_pages_are_drawn_no_more_often_than_they_are_looked_at(tmp_path, monkeypatch):
+    paths = [toy.install(f"toy_often_{name}", tmp_path) for name in "abc"]
+    drawn = []
+
+    def counted(*arguments, **more):
+        drawn.append(arguments)
+        return write_site(*arguments, **more)
+
+    write_site = _site.write_site
+    monkeypatch.setattr(_site, "write_site", counted)
+    _run(paths[0], tmp_path / "results", *map(str, paths[1:]), "--jobs", "1")
+    assert len(drawn) == 2  # the first record, and the end
+    assert {page.stem for page in (tmp_path / "results" / "pages").glob("*.html")} == {path.stem for path in paths}
+
+    drawn.clear()
+    monkeypatch.setattr(_command, "_DRAWN_EVERY", 0)
+    _run(paths[0], tmp_path / "results", *map(str, paths[1:]), "--jobs", "1", "--force")
+    assert len(drawn) == 1 + len(paths) + 1
 
 
 def test_damage_is_told_on_the_page_and_by_the_command_and_the_other_pages_are_drawn(tmp_path):

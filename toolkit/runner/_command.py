@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import shutil
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from toolkit.runner._units import Unit
 
 __all__ = ["main"]
+
+_DRAWN_EVERY = 10  # seconds between two drawings of pages, which read all records and nobody looks at more often
 
 RESULTS = click.option(
     "--results", type=click.Path(path_type=Path, file_okay=False), default=Path("results"), show_default=True,
@@ -145,18 +148,23 @@ def _run(configs: Sequence[LoadedConfig], results: Path, **options: Any) -> None
 
 
 class _Pages:
-    """Draws the pages while units run: after the first record, and whenever a config has all its seeds."""
+    """Draws the pages while units run: after the first record, and then of configs that have all their seeds."""
 
     def __init__(self, units: Sequence[Unit], results: Path) -> None:
         self._units, self._results = units, results
         self._left = Counter(unit.label for unit in units)
-        self._drawn = False
+        self._complete: set[str] = set()
+        self._next = -math.inf
 
     def on_record(self, unit: Unit) -> None:
-        """Count a record, and draw the page of its config if that is due."""
+        """Count a record, and draw the pages of complete configs if the last drawing is some time ago."""
         self._left[unit.label] -= 1
-        if not self._drawn or not self._left[unit.label]:
-            self._drawn = self._write([unit.path.stem])
+        if not self._left[unit.label]:
+            self._complete.add(unit.path.stem)
+        first = self._next == -math.inf
+        if (self._complete or first) and time.monotonic() >= self._next and self._write(self._complete):
+            self._complete.clear()
+            self._next = time.monotonic() + _DRAWN_EVERY
 
     def draw(self) -> bool:
         """Draw the pages of all configs, with all times; return whether that was possible."""
