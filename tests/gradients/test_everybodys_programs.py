@@ -13,6 +13,7 @@ import importlib
 import io
 import itertools
 import math
+import os
 import queue
 import subprocess
 import sys
@@ -1564,6 +1565,44 @@ def test_a_block_that_only_the_first_run_meets_is_no_silence(ask, keep, is_inner
     else:
         with pytest.raises(RuntimeError, match=r"should do the same .* its first run alone meets 't.kept'"):
             compare(loss, {"u": u, "v": v})
+
+
+@pytest.mark.parametrize("keep", UNSEEN)
+@pytest.mark.parametrize("ask", [compare, audit])
+@pytest.mark.parametrize("is_all", [False, True], ids=["in part", "all of it"])
+def test_what_the_first_run_alone_computes_in_a_region_is_no_silence(ask, keep, is_all):
+    u, v = _leaf(0, 3), _leaf(1, 3)
+    kept = keep(lambda: u.tanh())
+
+    def loss():
+        with torch.no_grad() if ask is audit else stop_recording("t.kept_inside"):
+            held = kept() if is_all else kept() * u
+        return (held * v * u).sum()
+
+    reason = "its first run alone meets some operations inside of regions"
+    if ask is audit:
+        assert reason in audit(loss, {"u": u, "v": v}).reason
+    else:
+        with pytest.raises(RuntimeError, match=rf"should do the same .* {reason}, .* not restored\.$"):
+            compare(loss, {"u": u, "v": v})
+
+
+@pytest.mark.parametrize("ask", [compare, audit])
+def test_a_first_run_of_another_loss_is_no_silence(ask, monkeypatch):
+    monkeypatch.setenv("STOPGRAD_IS_WARM", "")
+    u = _leaf(0, 3)
+
+    def loss():
+        held = u.exp() if os.environ.get("STOPGRAD_IS_WARM") else u.sin()
+        os.environ["STOPGRAD_IS_WARM"] = "1"
+        return (u * (held.detach() if ask is audit else stop_gradient(held, "t.warm"))).sum()
+
+    reason = "its first run alone gives another loss"
+    if ask is audit:
+        assert reason in audit(loss, {"u": u}).reason
+    else:
+        with pytest.raises(RuntimeError, match=reason):
+            compare(loss, {"u": u})
 
 
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")

@@ -170,6 +170,8 @@ class ProgramAnswers(Answers):
         self.reason, self.differs, self._is_quiet = "", False, False
         self.board, value, moved = self._recorded()
         self._first_meetings = {} if value is None else dict(self.board.meetings)
+        self._first_unrecorded = 0 if value is None else self.board.unrecorded
+        self._first_value = None if value is None else value.item()
         self.params = self._all_leaves(value) if program.given is None else program.given
         self.plain = program.answer(self.params, around=False)
         self._first_loss = self.plain.loss
@@ -290,10 +292,19 @@ class ProgramAnswers(Answers):
                 self.remarks.append(f"equal to a plain run to rounding, not to the bit: {found}")
             else:
                 self.reason = self._explained(found)
+        elif self._is_first_apart():
+            self.reason = f"its first run alone gives another loss: {self._first_value!r}, then {self.plain.loss!r}"
         for name in [name for name, meeting in board.meetings.items() if not meeting.calls]:
             if not self._meets(name):
                 del board.meetings[name]
         return board
+
+    def _is_first_apart(self) -> bool:
+        """Return whether the first run gave another loss than a run that is watched in the same way gives now."""
+        if self._first_value in (None, self.plain.loss):
+            return False
+        again = self._recorded()[1]
+        return again is not None and again.item() == self.plain.loss
 
     def _lost_since(self, meetings: Mapping[str, Meeting]) -> str:
         """Return the reason if a run met these blocks alone because the program kept the results of an earlier one."""
@@ -302,9 +313,11 @@ class ProgramAnswers(Answers):
     @cached_property
     def _kept_blocks(self) -> str:
         """The reason why runs after the first may lack blocks, from another run that is watched as the first was."""
-        lost = _fewer(self._recorded()[0].meetings, self._first_meetings)
-        names = ", ".join(map(repr, lost))
-        return f"its first run alone meets {names}, and keeps the result where it is not restored" if lost else ""
+        again = self._recorded()[0]
+        met = ", ".join(map(repr, _fewer(again.meetings, self._first_meetings)))
+        if not met and again.unrecorded < self._first_unrecorded:
+            met = "some operations inside of regions"
+        return f"its first run alone meets {met}, and keeps the result where it is not restored" if met else ""
 
     def _meets(self, name: str) -> bool:
         """Return whether the program reaches a block that it asks about (`is_blocked`) once this block is open."""
@@ -325,15 +338,17 @@ class ProgramAnswers(Answers):
 
     def _run_again(self, open: Collection[str]) -> Answer:
         """Run the program with these blocks really removed; raise if it computes something else."""
-        answer, meetings = self._opened(open), self.board.meetings
-        if any(meetings[name].carried for name in open if name in meetings) and not answer.opened and self._kept_blocks:
+        answer, met = self._opened(open), [name for name in open if name in self.board.meetings]
+        is_missed = not answer.opened and any(self.board.meetings[name].carried for name in met)
+        is_missed |= self._first_unrecorded > 0 and not self.board.regions.isdisjoint(met)
+        if is_missed and self._kept_blocks:
             raise Unrepeatable(f"`loss` should do the same each time it runs. Found {self._kept_blocks}.")
         # A derivative inside of the program that reaches one of the blocks changes values.
         if math.isclose(answer.loss, self._first_loss, rel_tol=self._loss_rounding):
             return answer
         if (again := self.program.loss()) != self._first_loss:
             why = self._explained(f"the loss is {self._first_loss!r}, then {again!r}")
-            raise Unrepeatable(f"`loss` should do the same each time it runs. Found {why}")
+            raise Unrepeatable(f"`loss` should do the same each time it runs. Found {why}.")
         return answer
 
     def _opened(self, open: Collection[str], nudge: tuple[int, float] | None = None) -> Answer:

@@ -89,6 +89,7 @@ class GateBoard(Gates):
         elsewhere: Blocks that other threads reached meanwhile.
         hooked: Whether a tensor got a hook, which acts on every derivative through it.
         opened: The blocks that a derivative passes now.
+        unrecorded: The number of operations on tensors that carry a gradient where nothing is recorded.
     """
 
     records: bool = False
@@ -105,6 +106,7 @@ class GateBoard(Gates):
     elsewhere: set[str] = field(default_factory=set)
     start: int = 0
     opened: Collection[str] = frozenset()
+    unrecorded: int = 0
     _in_forward: bool = False
     _regions: list[Region] = field(default_factory=list)
     _aliases: list[tuple[str, Tensor, int]] = field(default_factory=list)
@@ -414,6 +416,8 @@ class _Watch(TorchFunctionMode):
         kwargs, func = kwargs or {}, replaced_by(func)
         if self._board.records:
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        elif not torch._C.is_grad_enabled():
+            self._board.unrecorded += any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))
         if func in self._derivatives:
             self._board.derive(roots_in((args, kwargs)))
             with self._board.deriving():

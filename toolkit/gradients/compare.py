@@ -307,7 +307,7 @@ class Comparison:
                 leak = self._answers.leak([name])
                 judged.append(self._judge([name], leak))
             except Unrepeatable as error:
-                self.reason = str(error).partition(" Found ")[2]
+                self.reason = str(error).partition(" Found ")[2].removesuffix(".")
                 return
             except Exception as error:
                 fails = "" if isinstance(error, Closed) else "opened, the program fails: "
