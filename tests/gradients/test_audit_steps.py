@@ -741,6 +741,36 @@ def test_a_stop_in_front_of_a_freed_graph_of_frozen_parameters_is_not_redundant(
     assert [effect.verdict.kind for effect in audit.effects] == ["redundant"][is_freed:]
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_gradients_are_asked_for_inside_of_the_step_while_its_graph_is_kept(is_kept):
+    w = torch.tensor(3.0, requires_grad=True)
+    with audited({"w": w}) as step:
+        with torch.no_grad():
+            scale = w.exp()
+        (w * scale).backward(retain_graph=is_kept)
+        (place,) = [effect.name for effect in step.audits[0].effects]
+        if is_kept:
+            assert step.audits[0].gradient([place])["w"] == pytest.approx(4 * math.exp(3), rel=1e-6)
+        else:
+            with pytest.raises(RuntimeError, match=r"graph is freed; ask inside of `audited`, after `backward\(retain"):
+                step.audits[0].gradient([place])
+    with pytest.raises(RuntimeError, match="the step is over"):
+        step.audits[0].gradient([place])
+
+
+def test_a_change_through_data_in_front_of_the_backward_pass_is_refused_with_its_place():
+    w, v = (torch.tensor(number, requires_grad=True) for number in (3.0, 0.5))
+
+    @audited({"w": w, "v": v})
+    def step():
+        loss = w * w.exp() * v
+        w.data.mul_(0.5)
+        loss.backward()
+
+    with pytest.raises(RuntimeError, match=r"Found [\w/.]+:\d+:9: the memory is changed where autograd cannot see it"):
+        step()
+
+
 def test_recording_that_is_switched_off_inside_of_a_region_is_on_again_behind_it():
     w = torch.tensor(3.0, requires_grad=True)
     with audited({"w": w}) as step:

@@ -110,6 +110,7 @@ class BareBlocks:
         close_regions: Closes regions behind tensors before a derivative; None without recorded regions.
         open_regions: Gives the recorded regions that the program is in, those of declared blocks among them.
         regions_without_casts: Likewise, also where recording is switched on again; autocast keeps no casts there.
+        is_active: Whether the attributes are replaced now.
         elsewhere: Calls of other threads in the meantime, which are not analysed.
     """
 
@@ -127,12 +128,12 @@ class BareBlocks:
     close_regions: Callable[..., None] | None = None
     open_regions: Callable[[], Collection[str]] = frozenset
     regions_without_casts: Callable[[], Collection[str]] = frozenset
+    is_active: bool = False
     _thread: tuple[int, int] = field(default_factory=this_thread)
     _region: _Entered | None = None
     _here: FrameType | None = None
     _state: Container[int] = frozenset()
     _copies: Container[int] = frozenset()
-    _is_active: bool = False
     _closed: tuple[str, ...] = ()
     _writes: set[str] = field(default_factory=set)
     _undone: list[Kept] | None = None
@@ -156,7 +157,7 @@ class BareBlocks:
         outer = self._region, self._here, self._state
         self._region, self._here, self._state = None, None, program.storages() if program else frozenset()
         self._closed = ()
-        if self._is_active:  # a run of the program between derivatives of an earlier one
+        if self.is_active:  # a run of the program between derivatives of an earlier one
             try:
                 yield
             finally:
@@ -164,14 +165,14 @@ class BareBlocks:
             return
         if not _one_audit.acquire(blocking=False):
             raise RuntimeError(_ANOTHER)
-        self._is_active = True
+        self.is_active = True
         try:
             with _replaced(self._replacements()):
                 self._bound_earlier = {original: getattr(owner, name) for original, owner, name in _BOUND_EARLIER}
                 with _Watch(self):
                     yield
         finally:
-            self._is_active = False
+            self.is_active = False
             _one_audit.release()
 
     @contextmanager
@@ -236,6 +237,10 @@ class BareBlocks:
             raise
         finally:
             self.spares = outer
+
+    def through_data(self) -> list[str]:
+        """Return the recorded places of `.data`, through which a program may change memory unseen by autograd."""
+        return [place for place, kind in self.kinds.items() if kind == ".data" and place not in self.real]
 
     @contextmanager
     def undoing(self) -> Iterator[None]:

@@ -41,6 +41,7 @@ from toolkit.gradients._parts import Parts
 from toolkit.gradients._program import Answer, Parameters, coarsest, named_parameters
 from toolkit.gradients._snapshot import RandomState, Snapshot
 from toolkit.gradients.audit.answer import Audit
+from toolkit.gradients.audit.losses import HIDDEN_CHANGE
 from toolkit.gradients.audit.passes import Refused, backward_passes
 from toolkit.gradients.audit.places import BareBlocks
 from toolkit.gradients.audit.variables import modules_by_name, objects_of, parameters_of, scopes_of
@@ -62,6 +63,7 @@ _SHARED = "an earlier backward pass has used its values, too"
 _OVERWRITTEN = "a tensor is changed in place that a derivative of the region needs"
 _EAGER = "compiled functions ran in eager mode"
 _SCRIPTED = "stops inside of TorchScript are not looked into"
+_OVER = "the step is over, or its graph is freed; ask inside of `audited`, after `backward(retain_graph=True)`"
 _BEYOND = "the loss reaches a graph from before the recording, whose places are unknown"
 
 
@@ -264,10 +266,13 @@ class StepAnswers(Answers):
                 raise Unrecordable(dict.fromkeys(sorted(shared), _SHARED)) from error
             raise error.__cause__ or error from None
         except Exception as error:  # the first nodes of a closed region run, and need what they saved
-            if not (regions := self._failing()):
-                raise
-            reason = _OVERWRITTEN if "modified by an inplace operation" in str(error) else _NOT_DERIVED
-            raise Unrecordable(dict.fromkeys(sorted(regions), reason)) from error
+            is_changed = "modified by an inplace operation" in str(error)
+            if regions := self._failing():
+                reason = _OVERWRITTEN if is_changed else _NOT_DERIVED
+                raise Unrecordable(dict.fromkeys(sorted(regions), reason)) from error
+            if hidden := self._bare.through_data() if is_changed else ():
+                raise Unrecordable(dict.fromkeys(hidden, HIDDEN_CHANGE)) from error
+            raise
 
     def _shared(self) -> set[str]:
         """Return the blocks that make freed constants of the plain program; none if its own graph is freed, too."""
@@ -427,7 +432,10 @@ class StepAnswers(Answers):
                 with self.board.keeping_hooks(self.nodes), self._bare.undoing():
                     gradients = torch.autograd.grad(outputs, inputs, cotangents, retain_graph=True, allow_unused=True)
             except RuntimeError as error:
-                raise Closed(EARLIER) if "second time" in str(error) else error from error
+                if "second time" not in str(error) and not self._is_forgotten(error):
+                    raise
+                over = self._is_forgotten(error) or any(map(is_freed, reachable_nodes(self._value.grad_fn, ())))
+                raise Closed(_OVER if over else EARLIER) from error
             _add(found, zip(wanted, gradients, strict=False))
             at_ends = dict(zip(ends, gradients[len(wanted) :], strict=True))
             _add(arrived, ((cut, at_ends[cut]) for cut in cuts))
@@ -438,6 +446,10 @@ class StepAnswers(Answers):
             }
             outputs, cotangents = [source_of(leaf) for leaf in further], list(further.values())
         return found, arrived
+
+    def _is_forgotten(self, error: RuntimeError) -> bool:
+        """Return whether a derivative fails because the recording is over, which makes constants of some tensors."""
+        return not self._bare.is_active and "detached in-place" in str(error)
 
     def _passes(self, cut: Any, opened: frozenset[str]) -> bool:
         return gate_of(cut) <= opened and self._goes_on(cut)
