@@ -25,7 +25,7 @@ ORIGINALS = [
             torch.Tensor,
             ("detach", "detach_", "data", "new_tensor", "item", "tolist", "numpy", "__array__", "__float__"),
         ),
-        (torch, ("detach", "tensor", "is_grad_enabled")),
+        (torch, ("detach", "detach_", "tensor", "is_grad_enabled")),
         (nn.Parameter, ("__new__",)),
         (torch.autograd.Variable, ("__new__",)),
         (torch.no_grad, ("__enter__", "__exit__")),
@@ -177,16 +177,42 @@ def test_set_grad_enabled_without_a_region_is_opened_by_another_run(pair):
     _is_without(found, "set_grad_enabled", loss(lambda mode: None), pair.a)
 
 
-def test_detach_in_place_is_opened_by_another_run(pair):
+@pytest.mark.parametrize(
+    "detach", [torch.detach_, torch.Tensor.detach_, torch.ops.aten.detach_, lambda held: torch.detach_(held)]
+)
+def test_detach_in_place_is_opened_by_another_run(pair, detach):
     def loss(*, stops=True):
         held = pair.a(pair.x).exp()
         if stops:
-            held.detach_()
+            detach(held)
         return (pair.a(pair.x) * held).sum()
 
     found = audit(loss, pair.a)
     assert found.valid
     _is_without(found, "detach_()", loss(stops=False), pair.a)
+
+
+def test_stops_of_a_chain_open_together_and_the_audit_says_so(pair):
+    def loss():
+        a = pair.a(pair.x)
+        for _ in range(2):  # one stop, however often it runs
+            a = a * a.cos().detach()
+        return (a * a.exp().detach().sin().detach() * a.tanh().data.sin().data).sum()
+
+    found = audit(loss, pair.a)
+    line = f"{HERE}:{loss.__code__.co_firstlineno + 4}"
+    chain = "stands for 2 stops, which open together: their expressions begin there"
+    assert found.remarks == [f"{line}:21 {chain}", f"{line}:55 {chain}"]
+
+    def opened():
+        a = pair.a(pair.x)
+        for _ in range(2):
+            a = a * a.cos().detach()
+        return (a * a.exp().sin() * a.tanh().sin().detach()).sum()
+
+    expected = torch.autograd.grad(opened(), list(pair.a.parameters()))
+    for gradient, name in zip(expected, dict(pair.a.named_parameters()), strict=True):
+        torch.testing.assert_close(found.gradient([f"{line}:21"])[name], gradient)
 
 
 def _is_without(found, kind, value, net):

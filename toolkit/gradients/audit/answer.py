@@ -121,7 +121,7 @@ class Audit:
         self.remarks = list(comparison.remarks)
         if bare.elsewhere:
             self.remarks.append(f"in another thread, and not looked into: {', '.join(bare.elsewhere)}")
-        self.remarks += remarks
+        self.remarks += [*bare.chains(), *remarks]
         reasons = {**comparison.unopened, **bare.real, **closed}
         reasons |= {place: reason for place, reason in bare.partly.items() if place not in reasons}
         self.unopened = [Unopened(self.kinds[place], place, reason) for place, reason in reasons.items()]

@@ -12,12 +12,13 @@ from __future__ import annotations
 import copy
 import dis
 import functools
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +55,9 @@ _BOUND_EARLIER: tuple[tuple[Any, Any, str], ...] = (
     (torch.ops.aten.detach, Tensor, "detach"),
     (torch.ops.aten.detach.default, Tensor, "detach"),
     (torch._C.TensorBase.detach_, Tensor, "detach_"),
+    (torch.detach_, Tensor, "detach_"),
+    (torch.ops.aten.detach_, Tensor, "detach_"),
+    (torch.ops.aten.detach_.default, Tensor, "detach_"),
     (torch.tensor, torch, "tensor"),
     (torch._C.TensorBase.new_tensor, Tensor, "new_tensor"),
     (torch.asarray, torch, "asarray"),
@@ -140,6 +144,7 @@ class BareBlocks:
     _bound_earlier: dict[Any, Callable[..., Any]] = field(default_factory=dict)
     _aliases: Any = field(default_factory=WeakIdKeyDictionary)
     _casts: Any = field(default_factory=WeakIdKeyDictionary)
+    _calls: dict[str, dict[tuple[int, int], tuple[CodeType, Any]]] = field(default_factory=dict)
 
     @staticmethod
     def refuse_another() -> None:
@@ -190,6 +195,7 @@ class BareBlocks:
             (Tensor, "detach", self._detach),
             (torch, "detach", self._detach),
             (Tensor, "detach_", self._detach_in_place),
+            (torch, "detach_", self._detach_in_place),
             (Tensor, "data", self._data),
             (torch, "asarray", self._asarray),
             (torch, "tensor", functools.partial(self._copy, "torch.tensor()", 0)),
@@ -237,6 +243,15 @@ class BareBlocks:
             raise
         finally:
             self.spares = outer
+
+    def chains(self) -> list[str]:
+        """Return a sentence for each place that stands for several stops, as the links of a chain do."""
+        numbers = {place: len({span for _, span in calls.values()}) for place, calls in self._calls.items()}
+        return [
+            f"{place} stands for {number} stops, which open together: their expressions begin there"
+            for place, number in numbers.items()
+            if number > 1
+        ]
 
     def through_data(self) -> list[str]:
         """Return the recorded places of `.data`, through which a program may change memory unseen by autograd."""
@@ -633,7 +648,11 @@ class BareBlocks:
         elif _is_machinery(file):
             return None
         else:
-            site = site_of(_outside_of_wrapper(frame, kind))
+            frame = _outside_of_wrapper(frame, kind)
+            site = site_of(frame)
+            calls = self._calls.setdefault(str(site), {})
+            if (call := (id(frame.f_code), frame.f_lasti)) not in calls:
+                calls[call] = (frame.f_code, _span(frame))  # of code that is kept, as its number is its key
         key = str(site)
         self.kinds.setdefault(key, kind)
         self.sites.setdefault(key, site)
@@ -785,6 +804,11 @@ def _outside_of_wrapper(frame: FrameType, kind: str) -> FrameType:
 
 def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+def _span(frame: FrameType) -> Any:
+    """Return where the expression that a frame has reached begins and ends in the source."""
+    return next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
 
 
 def _passes_on(frame: FrameType) -> bool:
