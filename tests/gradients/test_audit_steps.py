@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fuzzing import check_step, generate
-from torch import nn
+from torch import is_grad_enabled, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -781,6 +781,24 @@ def test_recording_that_is_switched_off_inside_of_a_region_is_on_again_behind_it
     assert w.grad == 9
     assert [effect.leak for effect in step.audits[0].effects] == [0, 6]
     assert "without `with`" in step.audits[0].unopened[0].reason
+
+
+@pytest.mark.parametrize(
+    "is_on", [lambda: torch._C.is_grad_enabled(), lambda: is_grad_enabled(), lambda: torch.is_grad_enabled()]
+)
+def test_a_switch_back_inside_of_a_region_does_not_switch_recording_on(is_on):
+    w = torch.tensor(3.0, requires_grad=True)
+    with audited({"w": w}) as step:
+        with torch.no_grad():
+            before = is_on()
+            torch.set_grad_enabled(False)
+            torch.set_grad_enabled(before)
+            scale = w * w
+        (w * scale).backward()
+    assert w.grad == 9
+    *switches, region = step.audits[0].unopened
+    assert [entry.kind for entry in switches] == ["set_grad_enabled"] * 2
+    assert region.reason == "`is_grad_enabled()` answers in it as if it were closed"
 
 
 def _leaks(answer, name=""):

@@ -71,6 +71,9 @@ _DERIVATIVES = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.b
 _ITSELF = "it stops the tensor object itself, which cannot be opened afterwards"
 _WITHOUT_END = "a call without `with` has no end at which a region could be closed"
 
+# Under another name than that of torch, which an audit replaces.
+_is_recording = torch.is_grad_enabled
+
 # One audit at a time: the replaced attributes are those of the whole process.
 _one_audit = threading.Lock()
 _ANOTHER = "`audit` should run once at a time in a process. Found another one running."
@@ -206,7 +209,7 @@ class BareBlocks:
             (torch, "linspace", functools.partial(self._taken, "linspace()")),
             (torch, "logspace", functools.partial(self._taken, "logspace()")),
             (torch.autograd.Variable, "__new__", self._variable),
-            (torch, "is_grad_enabled", self._is_grad_enabled),
+            *((owner, "is_grad_enabled", self._is_grad_enabled) for owner in _naming(torch.is_grad_enabled)),
             (torch.overrides, "has_torch_function", self._has_torch_function),
             (torch.autograd, "_engine_run_backward", self._backward),
             (torch, "clear_autocast_cache", self._clear_autocast_cache),
@@ -469,7 +472,7 @@ class BareBlocks:
             if inner is None:
                 return original(context, *error)
             inner.__exit__(*error)
-            if torch._C.is_grad_enabled() != context.prev:  # switched inside, by a call without ``with``
+            if _is_recording() != context.prev:  # switched inside, by a call without ``with``
                 torch._C._set_grad_enabled(context.prev)
             return None
 
@@ -485,7 +488,7 @@ class BareBlocks:
         if inner is None:
             self._closed = self._closed if site is None else (*self._closed, str(site))
             return False
-        context.prev = torch._C.is_grad_enabled()  # for an end after the attributes are restored
+        context.prev = _is_recording()  # for an end after the attributes are restored
         self._region = _Entered(str(site))
         inner.__enter__()
         return True
@@ -496,14 +499,14 @@ class BareBlocks:
             site = None if mode or _is_decorating(caller) else self._site("set_grad_enabled", caller)
             # Without a ``with`` its end cannot be seen.
             if site is not None and not _opens_with(caller):
-                context.prev, context.mode = torch._C.is_grad_enabled(), mode
+                context.prev, context.mode = _is_recording(), mode
                 context.__dict__["_toolkit_place"] = str(site)
                 if is_left_out(site):
                     context.__dict__["_toolkit"] = [(None, self._region, self._closed)]
                     return
                 self._note_without_a_block(site, _WITHOUT_END)
                 site = None
-            context.prev, context.mode = torch._C.is_grad_enabled(), mode
+            context.prev, context.mode = _is_recording(), mode
             if site is None or not self._begin(context, site, "set_grad_enabled"):
                 context.__dict__.pop("_toolkit", None)
                 original(context, mode)
@@ -722,7 +725,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if region is None:
-            if torch._C.is_grad_enabled():
+            if _is_recording():
                 bare.note_writes(changed, leaves)
             return func(*args, **kwargs)
         one_mode = forward_ad._current_level >= 0 and bare.kinds[region.site] != "inference_mode"
@@ -770,6 +773,17 @@ def _has_tangent(input: Tensor) -> bool:
 
 def _requires_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _naming(function: Any) -> list[Any]:
+    """Return the modules that know a function of torch by its name: torch, and those that have imported it."""
+    name = function.__name__
+    return [
+        module
+        for path, module in list(sys.modules.items())
+        if getattr(module, "__dict__", {}).get(name) is function
+        and (path in ("torch", "torch._C") or path.partition(".")[0] not in ("torch", "toolkit"))
+    ]
 
 
 def _is_machinery(file: str) -> bool:
