@@ -553,6 +553,14 @@ def kept(name, module):
     return module
 
 
+@contextlib.contextmanager
+def restored(before, now):
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(before)
+
+
 shared = kept("shared", nn.Linear(3, 3))
 """
 
@@ -792,25 +800,30 @@ class Program:
     def source(self, open: Iterable[str] = ()) -> str:
         """Return the text from which the stops in `open` are removed, on the same lines."""
         named = 'stop_gradient({1}, "{0}")', 'stop_recording("{0}")'
-        tensor, region = named if self.named else _BARE.get(self.seed % 5, ("({1}).detach()", "torch.no_grad()"))
-        text = _without(self.marked, open)
+        form = 0 if self.seed % 5 == 1 and "torch.func" in self.marked else self.seed % 5  # no `detach_` of its tensors
+        tensor, region = named if self.named else _BARE.get(form, ("({1}).detach()", "torch.no_grad()"))
+        text = _without(self.marked, open, "({} * 1.0)" if "detach_" in tensor else "({})")
         while _STOP.search(text):
             text = _STOP.sub(lambda m: tensor.format(*m.groups()), text)
+        if "detach_" in tensor:
+            text = text.replace("with ⟦", "with restored(torch._C.is_grad_enabled(), torch.set_grad_enabled(False)), ⟦")
+            text = re.sub(r", ⟦\w+⟧", "", text)
         return _REGION.sub(lambda m: m[1] + region.format(m[2]), text)
 
 
 # The remainder of the seed by 5 -> other forms of a stop and of a region.
 _BARE = {
+    1: ("({1} * 1.0).detach_()", "torch.no_grad()"),
     3: ("({1}).data", "torch.set_grad_enabled(False)"),
     4: ("torch.autograd.Variable({1})", "torch.autograd.grad_mode.no_grad()"),
 }
 
 
-def _without(marked: str, open: Iterable[str]) -> str:
+def _without(marked: str, open: Iterable[str], opened: str = "({})") -> str:
     """Take some stops out of a marked text; from the inside out, so those that stay are set aside as ‹x›."""
     open = frozenset(open)
     while _STOP.search(marked):
-        marked = _STOP.sub(lambda m: f"({m[2]})" if m[1] in open else f"‹{m[1]}|{m[2]}›", marked)
+        marked = _STOP.sub(lambda m: opened.format(m[2]) if m[1] in open else f"‹{m[1]}|{m[2]}›", marked)
     regions = {"with ": "if True", "@": "# removed"}
     marked = _REGION.sub(lambda m: regions[m[1]] if m[2] in open else m[0], marked)
     return marked.replace("‹", "⟨").replace("›", "⟩")
