@@ -51,7 +51,7 @@ from toolkit.gradients.verdict import equal, flat
 
 __all__ = ["EARLIER", "AuditedStep", "Recorder", "Storages", "Unrecordable", "audited", "shaken"]
 
-EARLIER = "it stops a tensor of an earlier step, whose graph is freed"
+EARLIER = "it stops a tensor of an earlier backward pass, whose graph is freed"
 """The reason why a place stays closed whose tensors lead to a graph that is gone."""
 
 _NESTED = "it stops a nested tensor, which is recorded in the layout torch.jagged alone"
