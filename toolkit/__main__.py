@@ -349,7 +349,7 @@ def _rerun(run: Any) -> None:
     from toolkit.gradients.audit.reruns import Found, answer_by_reruns
 
     def again(places: Sequence[str]) -> Found:
-        click.echo(f"rerun: without {places[0]}" if places else "rerun: as it is", err=True)
+        click.echo(f"rerun: without {' + '.join(places)}" if places else "rerun: as it is", err=True)
         with _witness(run, "--opened", json.dumps(list(places))) as path:
             return torch.load(path, weights_only=False) if path.is_file() else Found()
 

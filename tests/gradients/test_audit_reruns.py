@@ -78,19 +78,23 @@ for step in range(3):
 """
 
 
+def _asked(folder, text, *arguments):
+    (folder / "train.py").write_text(HEAD + textwrap.dedent(text))
+    return subprocess.run(
+        [warm.python(), "-m", "toolkit", "audit", "train.py", "--json", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
 @pytest.fixture
 def ask(tmp_path):
     def ask(text, *arguments):
-        (tmp_path / "train.py").write_text(HEAD + textwrap.dedent(text))
-        found = subprocess.run(
-            [warm.python(), "-m", "toolkit", "audit", "train.py", "--json", *arguments],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
+        found = _asked(tmp_path, text, *arguments)
         assert found.returncode == 0, found.stderr
         return json.loads(found.stdout)
 
@@ -239,9 +243,7 @@ def test_a_stop_that_changes_an_earlier_backward_pass_is_not_compared_afterwards
         """
     first, second = ask(text, "--step", "2", "--all", "--rerun")
     assert [effect["verdict"]["kind"] for effect in first["effects"]] == ["partial"]
-    assert [entry["reason"] for entry in second["unopened"]] == [
-        "opened, it changes an earlier backward pass of the step"
-    ]
+    assert [entry["reason"] for entry in second["unopened"]] == ["opened, it changes an earlier backward pass"]
 
 
 @pytest.mark.slow
@@ -363,3 +365,52 @@ def test_a_stop_that_another_thread_comes_to_as_well_is_not_compared(ask):
     assert [entry["reason"] for entry in found["unopened"]] == [
         "a further run of the script comes to it in another thread, too, where it stays in place"
     ]
+
+
+@pytest.mark.slow
+def test_a_region_whose_result_passes_such_a_stop_acts_together_with_it(ask):
+    """The recorded graph has nothing of the region, as its only tensor is detached in place."""
+    text = """
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        for step in range(3):
+            x = torch.randn(7, 4)
+            with torch.no_grad():
+                best = net(x).exp()
+                step == 9 or best.detach_()
+            optimizer.zero_grad()
+            (net(x) * best).square().mean().backward()
+            optimizer.step()
+        """
+    found = ask(text, "--step", "2", "--rerun")
+    assert [effect["verdict"]["kind"] for effect in found["effects"]] == ["no-op"]
+    (together,) = found["sets"]
+    assert together["name"] == "train.py:12:22 + train.py:10:5"
+    without = text.replace("torch.no_grad()", "torch.set_grad_enabled(step == 1)").replace("step == 9", "step == 1")
+    plain, opened = (_gradient(textwrap.dedent(one), 2) for one in (text, without))
+    assert together["leak"] == pytest.approx((opened - plain).norm().item(), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_stops_that_do_not_open_together_are_told(tmp_path):
+    """Each alone changes nothing, as the other is in place."""
+    text = """
+        net = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+        for step in range(3):
+            x = torch.randn(7, 4)
+            with torch.no_grad():
+                best = net(x).detach().exp()
+                best /= best.sum()
+                best += best.square()
+                best *= best
+            optimizer.zero_grad()
+            (net(x) * best).square().mean().backward()
+            optimizer.step()
+        """
+    found = _asked(tmp_path, text, "--step", "2", "--rerun")
+    assert found.returncode == 0, found.stderr
+    assert "Traceback" not in found.stderr
+    (remark,) = json.loads(found.stdout)["remarks"]
+    start = "not opened together: train.py:11:16 + train.py:10:5: opened, the script fails: RuntimeError: one of the"
+    assert remark.startswith(start)

@@ -285,6 +285,8 @@ class BareBlocks:
     def _detach_in_place(self, original: Any) -> Any:
         def detach_(input: Tensor) -> Any:
             site = self._site("detach_()", self._caller())
+            if site is not None:
+                self._note_nested(site)
             if site is not None and carries_gradient(input):
                 if is_left_out(site):
                     return input

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -32,7 +32,7 @@ from toolkit.gradients.verdict import BlockEffect, equal, flat, norm
 __all__ = ["Found", "OpenedRun", "answer_by_reruns", "left_for_reruns"]
 
 _DIFFERS = "`--rerun` opens nothing: when it runs again, the script computes another gradient"
-_CHANGES = "opened, it changes an earlier backward pass of the step"
+_CHANGES = "opened, it changes an earlier backward pass"
 _NEVER_COMES = "opened, the script does not come to this backward pass"
 _ELSEWHERE = "a further run of the script comes to it in another thread, too, where it stays in place"
 _ONE_NAME = "`--rerun` opens nothing: two parameters have no name, and equal values"
@@ -70,6 +70,7 @@ class Found:
         reached: The open places that a gradient-carrying tensor reached.
         met: The places that the step came to.
         elsewhere: Calls in other threads, with their places.
+        nested: Place -> the regions around it.
         closed: Place -> the reason why it stayed closed.
         partly: Place -> the parts that stayed blocked.
         error: The error with which the script ended.
@@ -80,6 +81,7 @@ class Found:
     reached: frozenset[str] = frozenset()
     met: frozenset[str] = frozenset()
     elsewhere: frozenset[str] = frozenset()
+    nested: dict[str, tuple[str, ...]] = field(default_factory=dict)
     closed: dict[str, str] = field(default_factory=dict)
     partly: dict[str, str] = field(default_factory=dict)
     error: str = ""
@@ -103,7 +105,8 @@ class OpenedRun(ScriptRun):
             super().run(script)
         except Exception as error:
             self.found.error = f"{type(error).__name__}: {sentence(error)}"
-            raise
+            if not self._places:  # else it is an answer, and no error of the script
+                raise
 
     @contextmanager
     def attending(self) -> Iterator[None]:
@@ -119,6 +122,7 @@ class OpenedRun(ScriptRun):
                 self.found.reached |= reached
                 self.found.met |= bare.sites.keys()
                 self.found.elsewhere |= bare.elsewhere.keys()
+                self.found.nested |= bare.nested
                 self.found.closed |= bare.real
                 self.found.partly |= bare.partly
 
@@ -202,20 +206,35 @@ class _Entry(NamedTuple):
     def find_set(self, again: Callable[[Sequence[str]], Found]) -> None:
         """Add a smallest set of places that act only together, if one of them needs a further run."""
         rest = [effect.name for effect in self.audit.effects if effect.verdict.is_silent]
-        loudest = self._loud(rest, again)
+        rest += self._unlisted(set(rest) & set(self.audit.reruns))
+        try:
+            loudest = self._loud(rest, again)
+        except _Closed as error:
+            self.audit.remarks.append(f"not opened together: {' + '.join(rest)}: {error}")
+            return
         for name in rest if loudest and len(rest) > 2 else ():
-            if found := self._loud([other for other in rest if other != name], again):
-                rest, loudest = [other for other in rest if other != name], found
+            with suppress(_Closed):
+                if found := self._loud([other for other in rest if other != name], again):
+                    rest, loudest = [other for other in rest if other != name], found
         self.audit.sets += [loudest] if loudest else []
 
+    def _unlisted(self, places: Collection[str]) -> list[str]:
+        """Return the regions around these places, and the stops inside of them, that the recorded graph lacks."""
+        nested = self.plain.nested
+        around = {region for place in places for region in nested.get(place, ())}
+        inside = {place for place, regions in nested.items() if not set(places).isdisjoint(regions)}
+        listed = {effect.name for effect in self.audit.effects} | {entry.site for entry in self.audit.unopened}
+        return sorted((around | inside) - listed)
+
     def _loud(self, places: Sequence[str], again: Callable[[Sequence[str]], Found]) -> BlockEffect | None:
-        """Return the effect of places that are open together, None if there is none or no further run is needed."""
+        """Return the effect of places that are open together, None if there is none or no further run is needed.
+
+        Raises:
+            _Closed: If they did not open.
+        """
         if len(places) < 2 or not set(places) & set(self.audit.reruns):
             return None
-        try:
-            effect = self._effect(places, again(places))
-        except _Closed:
-            return None
+        effect = self._effect(places, again(places))
         return None if effect.verdict.is_silent else effect
 
     def _effect(self, places: Sequence[str], found: Found) -> BlockEffect:
