@@ -10,13 +10,14 @@ INSTALL := $(PIP) install --quiet --constraint constraints.txt
 # OpenMP threads that spin while they wait make small models up to ten times slower on two cores.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: help run run-all test test-all test-portable mutants report docs bench atlas clean clean-venv
+.PHONY: help run run-all test test-all test-newest test-portable mutants report docs bench atlas clean clean-venv
 
 help:
 	@echo 'make run         run every config in configs/ and the bug zoo, and draw the report'
 	@echo 'make run-all     the same, with more seeds, and the long forms of the configs that make run shortens'
 	@echo 'make test        linter, types, tests, and the examples in docstrings and documents'
 	@echo 'make test-all    the same, with the slow tests'
+	@echo 'make test-newest  the types and the tests that are not slow, with the newest release of every package'
 	@echo 'make test-portable  the numerical tests, as on other machines'
 	@echo 'make mutants     break lines of the project, each of which a test has to notice'
 	@echo 'make report      draw the report again, from the records in results/'
@@ -24,7 +25,7 @@ help:
 	@echo 'make bench       measure this project beside its peers'
 	@echo 'make atlas       audit the losses of public packages, in a virtual environment of their own'
 	@echo 'make clean       delete caches and built documents; results/ and .venv stay'
-	@echo 'make clean-venv  delete .venv'
+	@echo 'make clean-venv  delete .venv and .venv-newest'
 
 run: $(VENV)/installed-run
 	$(BIN)/stopgrad run configs
@@ -55,6 +56,14 @@ test test-all: $(VENV)/installed-test
 	$(BIN)/mypy
 	$(BIN)/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder $(TESTS)
 
+# Without `constraints.txt`, as a user installs. A comment for the type checker may be needed with one torch alone.
+test-newest:
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade pip
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable . --group test --group check
+	$(VENV)-newest/bin/mypy --no-warn-unused-ignores
+	$(VENV)-newest/bin/python -m pytest --numprocesses auto --dist loadscope --no-loadscope-reorder -m "not slow"
+
 test-portable: $(VENV)/installed-test
 	$(BIN)/python tests/machines.py
 
@@ -79,7 +88,7 @@ clean:
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 clean-venv:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-newest
 
 # Each stamp is newer than what it was installed from, so a second `make` installs nothing.
 $(VENV)/installed-run: pyproject.toml constraints.txt
