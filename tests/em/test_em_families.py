@@ -338,6 +338,8 @@ def test_complete_surrogate_is_likelihood_minus_both_entropies(name):
     weight = torch.arange(1.0, 1 + len(problem.x), dtype=F64)
     weighted = problem.mixture.complete_surrogate(problem.x, weight)
     assert torch.isclose(weighted, (weight * (a.logsumexp(-1) - entropy)).sum() / weight.sum(), rtol=1e-12)
+    with pytest.raises(ValueError, match="`sample_weight` should have shape"):  # a column would broadcast
+        problem.mixture.complete_surrogate(problem.x, weight[:, None])
 
 
 @pytest.mark.parametrize("name", [name for name in PROBLEMS if name != "poisson-large"])

@@ -1,6 +1,6 @@
 """The base of all parameters: tensors side by side that move together, and the weights of a mixture.
 
-N samples, K components.
+N samples, D features, K components.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 
-__all__ = ["Components", "Movable"]
+__all__ = ["Components", "Located", "Movable"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,3 +61,20 @@ class Components(Movable):
             found = tuple(getattr(self, name).shape)
             if found != shape or 0 in shape:
                 raise ValueError(f"`{name}` should have shape {shape}, nowhere 0. Found {found}.")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Located(Components):
+    """The weights and the means of a mixture.
+
+    Attributes:
+        log_weights: (K,), nats; the weights sum to 1.
+        means: (K, D).
+    """
+
+    means: Tensor
+
+    @property
+    def n_features(self) -> int:
+        """D."""
+        return self.means.shape[1]

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from toolkit._checks import instance, number
-from toolkit.em.components import Components
+from toolkit.em.components import Located
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, Structure, soft_counts, structure_of
 
 __all__ = [
@@ -43,7 +43,7 @@ _COORDINATES = ("log_weights", "means", "log_cholesky")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class GaussianParameters(Components):
+class GaussianParameters(Located):
     """Parameters of a Gaussian mixture.
 
     Attributes:
@@ -63,7 +63,6 @@ class GaussianParameters(Components):
         tensor([[-2.8052, -2.3998]])
     """
 
-    means: Tensor
     precisions_cholesky: Tensor
     covariance_type: CovarianceType
 
@@ -94,11 +93,6 @@ class GaussianParameters(Components):
             precisions_cholesky=precisions_cholesky(covariances, covariance_type),
             covariance_type=covariance_type,
         )
-
-    @property
-    def n_features(self) -> int:
-        """D."""
-        return self.means.shape[1]
 
     @property
     def n_parameters(self) -> int:

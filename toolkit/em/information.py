@@ -33,7 +33,7 @@ from toolkit._checks import choice
 from toolkit.blocks import no_graph, unblock
 from toolkit.em.engine.checks import check_samples
 from toolkit.em.engine.coordinates import Layout, flat
-from toolkit.em.mixture import RESPONSIBILITIES, Family, check_mixture, e_step, log_density
+from toolkit.em.mixture import RESPONSIBILITIES, Family, check_mixture, e_step, expectation, log_density
 
 __all__ = [
     "ErrorMethod",
@@ -130,7 +130,7 @@ def complete_information(mixture: Family, x: Tensor, sample_weight: Tensor | Non
     at = _Coordinates(mixture, x, sample_weight)
 
     def expected(position: Tensor, x: Tensor, held: Tensor) -> Tensor:
-        return (held * at.mixture(position).log_joint(x).masked_fill(held == 0, 0.0)).sum()
+        return expectation(held, at.mixture(position).log_joint(x)).sum()
 
     here = at.mixture(at.position)
     return -_sum(

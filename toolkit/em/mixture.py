@@ -125,7 +125,7 @@ def log_likelihood(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = N
         >>> log_likelihood(two, x)
         tensor(-2.4490)
     """
-    return _mean(log_density(mixture, x), sample_weight)
+    return mean(log_density(mixture, x), sample_weight)
 
 
 def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -160,7 +160,7 @@ def e_step(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> 
     """
     check_mixture(mixture)
     log_joint = mixture.log_joint(x)
-    return log_responsibilities(log_joint).exp(), _mean(log_joint.logsumexp(-1), sample_weight)
+    return log_responsibilities(log_joint).exp(), mean(log_joint.logsumexp(-1), sample_weight)
 
 
 def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) -> Tensor:
@@ -206,7 +206,7 @@ def surrogate(mixture: Mixture, x: Tensor, sample_weight: Tensor | None = None) 
     """
     check_mixture(mixture)
     log_joint = mixture.log_joint(x)
-    return _mean(expectation(log_responsibilities(log_joint).exp(), log_joint), sample_weight)
+    return mean(expectation(log_responsibilities(log_joint).exp(), log_joint), sample_weight)
 
 
 def evidence_lower_bound(
@@ -252,7 +252,7 @@ def evidence_lower_bound(
     check_mixture(mixture)
     log_joint = mixture.log_joint(x)
     log_r = log_responsibilities(inverse_temperature * log_joint)
-    return _mean(expectation(log_r.exp(), log_joint - log_r), sample_weight)
+    return mean(expectation(log_r.exp(), log_joint - log_r), sample_weight)
 
 
 def log_responsibilities(log_joint: Tensor) -> Tensor:
@@ -273,7 +273,8 @@ def check_shape_of_weights(weights: Tensor, shape: tuple[int, ...], name: str = 
         raise ValueError(f"`{name}` should have shape {shape}. Found {tuple(weights.shape)}.")
 
 
-def _mean(values: Tensor, weights: Tensor | None) -> Tensor:
+def mean(values: Tensor, weights: Tensor | None) -> Tensor:
+    """Return the weighted mean over the samples (N,); None: all weights are 1."""
     if weights is None:
         return values.mean()
     check_shape_of_weights(weights, tuple(values.shape))

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em.components import Components
-from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.components import Located
+from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
 from toolkit.em.models._common import (
     centres,
     check_finite_floats,
@@ -50,7 +50,7 @@ _LEAST_NOISE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class FactorAnalysers(Components):
+class FactorAnalysers(Located):
     r"""A mixture of factor analysers, or of probabilistic principal component analysers.
 
     Attributes:
@@ -80,7 +80,6 @@ class FactorAnalysers(Components):
                  [2., 5.]]]), tensor([[0.4082]]))
     """
 
-    means: Tensor
     loadings: Tensor
     noise: Tensor
     noise_type: NoiseType
@@ -158,11 +157,6 @@ class FactorAnalysers(Components):
         )
 
     @property
-    def n_features(self) -> int:
-        """D."""
-        return self.means.shape[1]
-
-    @property
     def n_factors(self) -> int:
         """Number of factors, q."""
         return self.loadings.shape[2]
@@ -231,6 +225,9 @@ class FactorAnalysers(Components):
 
         Returns:
             Scalar, nats per sample, to be maximised.
+
+        Raises:
+            ValueError: If `sample_weight` has another shape.
         """
         responsibilities, _ = e_step(self, x)
         factors, covariance = self.e_step_of_factors(x)
@@ -242,8 +239,7 @@ class FactorAnalysers(Components):
         constant = self.log_weights - 0.5 * (noise.log() + spread).sum(1)
         constant = constant - 0.5 * (self.n_features + self.n_factors) * math.log(2 * math.pi)
         expected = (constant[:, None] - 0.5 * (errors + of_factors)).mT
-        values = (responsibilities * expected.masked_fill(responsibilities == 0, 0.0)).sum(-1)
-        return values.mean() if sample_weight is None else (sample_weight * values).sum() / sample_weight.sum()
+        return mean(expectation(responsibilities, expected), sample_weight)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
         r"""Return weighted means, then loadings and noise by one step with expected factors about these means.

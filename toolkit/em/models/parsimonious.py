@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit.em.components import Components
+from toolkit.em.components import Located
 from toolkit.em.covariance import Structure, soft_counts
 from toolkit.em.covariance.models import (
     COVARIANCE_MODELS,
@@ -50,7 +50,7 @@ INNER_STEPS_OF_EM = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ParsimoniousParameters(Components):
+class ParsimoniousParameters(Located):
     """Parameters of a parsimonious Gaussian mixture; satisfies `toolkit.em.Family`.
 
     Attributes:
@@ -72,7 +72,6 @@ class ParsimoniousParameters(Components):
         tensor([[-2.8052, -2.3998]])
     """
 
-    means: Tensor
     structure: ParsimoniousCovariances
 
     def __post_init__(self) -> None:
@@ -93,11 +92,6 @@ class ParsimoniousParameters(Components):
     def model(self) -> CovarianceModel:
         """One of the fourteen."""
         return self.structure.model
-
-    @property
-    def n_features(self) -> int:
-        """D."""
-        return self.means.shape[1]
 
     @property
     def covariances(self) -> Tensor:

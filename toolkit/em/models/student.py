@@ -21,10 +21,10 @@ from torch.special import polygamma
 
 from toolkit._checks import choice, number
 from toolkit.blocks import no_graph, stop_gradient
-from toolkit.em.components import Components
+from toolkit.em.components import Located
 from toolkit.em.covariance import Structure, structure_of
 from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, to_unconstrained
-from toolkit.em.mixture import RESPONSIBILITIES, e_step
+from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
 from toolkit.em.models._common import (
     centres,
     check_finite_floats,
@@ -52,7 +52,7 @@ _STIRLING = 32.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StudentMixture(Components):
+class StudentMixture(Located):
     r"""A mixture of multivariate Student's t distributions.
 
     .. math:: a_{nk} = \log \pi_k + \log \frac{\Gamma(\frac{\nu_k + D}{2})}{\Gamma(\frac{\nu_k}{2})}
@@ -85,7 +85,6 @@ class StudentMixture(Components):
                 [0.5000]])
     """
 
-    means: Tensor
     precisions_cholesky: Tensor
     degrees_of_freedom: Tensor
     covariance_type: ScatterType
@@ -185,11 +184,6 @@ class StudentMixture(Components):
         )
 
     @property
-    def n_features(self) -> int:
-        """D."""
-        return self.means.shape[1]
-
-    @property
     def n_parameters(self) -> int:
         """Free parameters: the weights but one, means, scatters, and degrees of freedom if they are estimated."""
         k, d = self.means.shape
@@ -262,6 +256,9 @@ class StudentMixture(Components):
 
         Returns:
             Scalar, nats per sample, to be maximised.
+
+        Raises:
+            ValueError: If `sample_weight` has another shape.
         """
         responsibilities, _ = e_step(self, x)
         scales, log_scales = self.e_step_of_scales(x)
@@ -271,8 +268,7 @@ class StudentMixture(Components):
         shape = degrees / 2
         gamma = torch.xlogy(shape, shape) - shape.lgamma() + (shape - 1) * log_scales - shape * scales
         expected = normal + gamma.masked_fill(self.degrees_of_freedom.isinf(), 0.0)
-        values = (responsibilities * expected.masked_fill(responsibilities == 0, 0.0)).sum(-1)
-        return values.mean() if sample_weight is None else (sample_weight * values).sum() / sample_weight.sum()
+        return mean(expectation(responsibilities, expected), sample_weight)
 
     def m_step(self, x: Tensor, responsibilities: Tensor) -> Self:
         r"""Return means and scatters by one step with expected scales, then the best degrees of freedom with these.
