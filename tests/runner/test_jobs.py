@@ -48,6 +48,7 @@ def _outcome(record):
     return variants, record.data["comparison"]
 
 
+@pytest.mark.keeps_its_sums  # the processes of several jobs have those of torch
 def test_side_by_side_leaves_the_same_records_as_one_after_the_other(tmp_path):
     path = toy.install("toy_jobs", tmp_path)
     for jobs in ("1", "2"):
