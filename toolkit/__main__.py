@@ -188,7 +188,8 @@ def _holds(path: Path, expected: list[Any] | None, answers: dict[int, Any], form
     found = [stop for backward, answer in answers.items() for stop in stops_of(answer, path.parent, backward)]
     if expected is None:
         write_tables(path, {_TABLE: found}, shlex.join(["stopgrad", *sys.argv[1:]]))
-        click.echo(f"expectations: {len(found)} stops in {path}", err=True)
+        plural = "" if len(found) == 1 else "s"
+        click.echo(f"expectations: {len(found)} stop{plural} in {path}", err=True)
         return True
     told = differences(expected, found)
     for difference in told:

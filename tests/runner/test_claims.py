@@ -60,12 +60,12 @@ def test_a_claim_that_the_records_contradict_is_named(claim, broken):
 @pytest.mark.parametrize(
     ("ends", "says"),
     [
-        ((1.0, 0.5), "with it, training ends better by 0.5 (6 of 6 seeds)"),
-        ((0.5, 1.0), "with it, training ends worse by 0.5 (6 of 6 seeds)"),
-        ((1.0, 1.0), "with it, training ends at the same value"),
-        ((1.0, math.nan), "with it, training ends well; without it, every run broke off"),
-        ((math.nan, 1.0), "with it, every run broke off"),
-        ((math.nan, math.nan), "with it, every run broke off"),
+        ((1.0, 0.5), "with the block, training ends better by 0.5 (6 of 6 seeds)"),
+        ((0.5, 1.0), "with the block, training ends worse by 0.5 (6 of 6 seeds)"),
+        ((1.0, 1.0), "with the block, training ends at the same value"),
+        ((1.0, math.nan), "with the block, training ends well; without the block, every run broke off"),
+        ((math.nan, 1.0), "with the block, every run broke off"),
+        ((math.nan, math.nan), "with the block, every run broke off"),
     ],
 )
 def test_a_verdict_is_a_sentence(ends, says):
@@ -88,10 +88,10 @@ def test_a_blocked_run_that_broke_off_has_no_verdict_at_the_last_step():
     for record in records:
         record.data["comparison"]["first"]["effects"]["open"]["verdict"]["label"] = "partial"
         record.data["variants"][BLOCKED]["diverged_at"] = 3
-    assert verdicts(records) == ["open is partial at the first step; with it, every run broke off"]
+    assert verdicts(records) == ["open is partial at the first step; with the block, every run broke off"]
 
 
-def test_blocks_that_are_opened_together_are_them():
+def test_blocks_that_are_opened_together_are_plural():
     records = [_record(seed, {}) for seed in range(5)]
     for record in records:
         effects = record.data["comparison"]
@@ -99,7 +99,7 @@ def test_blocks_that_are_opened_together_are_them():
             effects[when]["effects"]["a + b"] = {"verdict": {"kind": "partial", "label": "partial"}}
         record.data["variants"]["a + b"] = record.data["variants"].pop("open")
     assert verdicts(records)[0].startswith(
-        "a + b is partial at the first and the last step; with them, training ends b"
+        "a + b is partial at the first and the last step; with the blocks, training ends b"
     )
 
 

@@ -303,7 +303,7 @@ def test_two_configs_of_one_name_are_refused(tmp_path):
 def test_a_run_ends_with_its_verdicts_the_page_and_the_next_command(tmp_path):
     done = _run(toy.install("toy_ends", tmp_path), tmp_path / "results", "--jobs", "1")
     *_, count, page, following = done.stdout.splitlines()
-    assert "toy_ends: toy_ends.shift is redundant at the first and the last step; with it" in done.stdout
+    assert "toy_ends: toy_ends.shift is redundant at the first and the last step; with the block" in done.stdout
     assert count.startswith("1 config in ")
     assert page == f"page: {tmp_path}/results/index.html"
     assert (tmp_path / "results" / "index.html").is_file()

@@ -57,7 +57,7 @@ main.add_command(
         params=audit.params,
         help=audit.help,
         callback=_audit,
-        short_help="Find what stops a gradient in a program.",
+        short_help="Measure the effect of each stop of a program.",
     )
 )
 

@@ -159,7 +159,7 @@ def verdict_of(effect: Mapping[str, Any]) -> Mapping[str, Any]:
 def verdicts(records: Sequence[Record]) -> list[str]:
     """Return a line for each open variant: the verdicts on its gradient, and the block's effect on training."""
     return [
-        f"{name} {_gradient(records, name)}; {_training(compared(records, name), 'them' if ' + ' in name else 'it')}"
+        f"{name} {_gradient(records, name)}; {_training(compared(records, name), plural=' + ' in name)}"
         for name in records[-1].data["variants"]
         if name != BLOCKED
     ]
@@ -223,21 +223,20 @@ def _told(effect: Mapping[str, Any]) -> str:
     return label if label.startswith(("cuts", "makes")) else f"is {label}"
 
 
-def _training(found: Difference, it: str) -> str:
-    seeds = len(found.gains)
+def _training(found: Difference, *, plural: bool) -> str:
+    seeds, block = len(found.gains), "the blocks" if plural else "the block"
     match found.kind:
         case "better" | "worse":
             count = found.better if found.kind == "better" else found.worse
-            return f"with {it}, training ends {found.kind} by {abs(found.size):.3g} ({count} of {seeds} seeds)"
+            return f"with {block}, training ends {found.kind} by {abs(found.size):.3g} ({count} of {seeds} seeds)"
         case "same":
-            return f"with {it}, training ends at the same value"
+            return f"with {block}, training ends at the same value"
         case "undecided":
-            plural = "" if seeds == 1 else "s"
-            return f"with {it}, training ends neither better nor worse for sure ({seeds} seed{plural})"
+            return f"the difference in training is undecided ({seeds} seed{'' if seeds == 1 else 's'})"
         case "broke off":
-            return f"with {it}, training ends well; without {it}, every run broke off"
+            return f"with {block}, training ends well; without {block}, every run broke off"
         case "none":
-            return f"with {it}, every run broke off"
+            return f"with {block}, every run broke off"
 
 
 def broken_claims(records: Sequence[Record]) -> list[str]:
