@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from collections.abc import Collection
 
 import calls
 import numpy as np
@@ -13,22 +14,42 @@ from toolkit._checks import broadcasts, choice, integer, number
 
 NUMBERS = {name: found for name, function in calls.FUNCTIONS.items() if (found := calls.numbers_of(function))}
 
-# The rooms of plain functions of tensors.
+# The rooms of functions of tensors.
 OF_TENSORS = (
+    "adversarial",
+    "em",
     "games",
     "policy_gradient",
     "quantization",
+    "rbm",
     "self_supervised",
+    "softmax",
     "stochastic",
     "value_learning",
     "weighting",
 )
-TENSORS = {
-    name: found
-    for name, function in calls.FUNCTIONS.items()
-    if name.split(".")[0] in OF_TENSORS and isinstance(calls.CALLS.get(name), calls.Call)
-    if (found := [key for key, given in calls.parameters_of(function).items() if given.annotation == "Tensor"])
-}
+
+# In inner loops, whose callers check: the layers of a machine, and the examples of a method of training. The swap rates
+# may be a list.
+UNCHECKED = re.compile(
+    r"rbm\.(Bernoulli|Categorical|Gaussian|Rectified|Joint)\b|adversarial\.\w+\.example$|rbm\.spread_temperatures$"
+)
+
+
+def _annotated(rooms: Collection[str], *annotations: str) -> dict[str, list[str]]:
+    """Return the parameters of public functions that have one of the annotations."""
+    return {
+        name: found
+        for name, function in calls.FUNCTIONS.items()
+        if name.split(".")[0] in rooms and isinstance(calls.CALLS.get(name), calls.Call) and not UNCHECKED.match(name)
+        if (found := [key for key, given in calls.parameters_of(function).items() if given.annotation in annotations])
+    }
+
+
+TENSORS = _annotated(OF_TENSORS, "Tensor")
+MODELS = _annotated(["adversarial"], "Model", "Attack", "Callable[[Tensor], Tensor]", "nn.Module") | _annotated(
+    ["rbm"], "RBM", "RBM | Joint", "TemperedState"
+)
 
 REFUSED = [True, np.True_, "2", math.nan]
 
@@ -65,6 +86,14 @@ def test_all_but_tensors_is_refused(name: str) -> None:
     for argument in TENSORS[name]:
         for value in (None, "2", [1.0, 2.0], 0.5, np.ones(2)):
             with pytest.raises((ValueError, TypeError), match=rf"^`{argument}` should .*\. Found .*\.$"):
+                calls.CALLS[name](**{argument: value})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_all_but_models_is_refused(name: str) -> None:
+    for argument in set(MODELS[name]) & set(calls.CALLS[name].arguments):
+        for value in (None, "2", [1.0, 2.0], 0.5, torch.ones(2)):
+            with pytest.raises(TypeError, match=rf"^`{argument}` should .*\. Found .*\.$"):
                 calls.CALLS[name](**{argument: value})
 
 

@@ -88,6 +88,13 @@ def test_a_generator_is_drawn_from_and_nothing_global_is(name: str) -> None:
     assert _same(first, _answer(name, generator=seeded(1)))
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_all_but_generators_is_refused(name: str) -> None:
+    for wrong in ("0", 0.5, [0]):
+        with pytest.raises(TypeError, match=r"generator.* be (a torch\.Generator|torch\.Generator|of type Generator)"):
+            _answer(name, generator=wrong)
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in TRAINED])
 def test_none_is_torchs_global_generator(name: str) -> None:
     with torch.random.fork_rng([]):

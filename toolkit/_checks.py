@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 from typing import Any
 
-__all__ = ["broadcasts", "choice", "index", "instance", "integer", "level", "number", "real"]
+__all__ = ["broadcasts", "choice", "function", "index", "instance", "integer", "level", "number", "real"]
 
 
 def integer(name: str, value: object, least: int = 1, most: int | None = None) -> int:
@@ -89,13 +89,19 @@ def choice(name: str, value: object, choices: Iterable[str]) -> None:
 
 
 def instance(name: str, value: object, kind: type) -> None:
-    """Raise a TypeError unless `value` is of a class; the message names an attribute of it that is."""
+    """Raise a TypeError unless `value` is of a class; the message names its attribute to pass instead."""
     if not isinstance(value, kind):
         held = [each for each in ("parameters", "parameters_") if isinstance(getattr(value, each, None), kind)]
-        hint = f" Its `{held[0]}` are." if held else ""
+        hint = f" Pass its `{held[0]}`." if held else ""
         raise TypeError(
             f"`{name}` should be of type {kind.__name__}. Found an object of type {type(value).__name__}.{hint}"
         )
+
+
+def function(name: str, value: object, of: str = "the inputs") -> None:
+    """Raise a TypeError unless `value` can be called."""
+    if not callable(value):
+        raise TypeError(f"`{name}` should be a function of {of}. Found {type(value).__name__}.")
 
 
 def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:

@@ -6,7 +6,7 @@ import torch
 
 from toolkit._checks import index
 
-__all__ = ["own_generator", "seeded_generator", "starts_at_random"]
+__all__ = ["check_generator", "own_generator", "seeded_generator", "starts_at_random"]
 
 
 def own_generator(generator: torch.Generator | None) -> torch.Generator:
@@ -20,9 +20,14 @@ def own_generator(generator: torch.Generator | None) -> torch.Generator:
     """
     if generator is None:
         return torch.Generator().manual_seed(int(torch.randint(2**62, (), device="cpu")))
-    if not isinstance(generator, torch.Generator):
-        raise TypeError(f"`generator` should be a torch.Generator, or None. Found {type(generator).__name__}.")
+    check_generator(generator)
     return generator
+
+
+def check_generator(generator: object) -> None:
+    """Raise a TypeError unless `generator` is a torch.Generator or None."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"`generator` should be a torch.Generator, or None. Found {type(generator).__name__}.")
 
 
 def seeded_generator(generator: torch.Generator | int | None) -> torch.Generator:

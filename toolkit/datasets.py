@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from toolkit._checks import integer, number
+from toolkit._checks import instance, integer, number
 
 __all__ = [
     "Dataset",
@@ -135,6 +135,8 @@ def two_gaussians(
     """
     n_samples, n_features = integer("n_samples", n_samples), integer("n_features", n_features)
     separation = number("separation", separation)
+    if generator is not None:
+        instance("generator", generator, torch.Generator)
     device = None if generator is None else generator.device
     labels = torch.randint(2, (n_samples,), generator=generator, device=device)
     inputs = torch.randn(n_samples, n_features, generator=generator, dtype=dtype, device=device)

@@ -784,7 +784,7 @@ def test_principal_components_are_uncorrelated_and_ordered():
 def test_the_result_of_a_fit_in_place_of_its_mixture_is_named(function):
     x = torch.tensor([[0.0], [1.0], [5.0], [6.0]], dtype=torch.float64)
     fitted = fit(x, 2, covariance_type="diag", generator=torch.Generator().manual_seed(0))
-    with pytest.raises(TypeError, match=r"should be a mixture. Found .* Climb. Its `parameters` are one.$"):
+    with pytest.raises(TypeError, match=r"should be a mixture. Found .* Climb. Pass its `parameters`.$"):
         function(fitted, x)
     with pytest.raises(TypeError, match=r"should be a mixture. Found an object of type Tensor.$"):
         function(x, x)

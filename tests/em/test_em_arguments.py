@@ -59,9 +59,9 @@ def test_samples_are_no_mixture(function, argument, arguments):
 
 def test_the_result_of_a_fit_is_told_to_hold_the_mixture():
     found = em.fit(SAMPLES, 2, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(TypeError, match=r"Found an object of type Climb\. Its `parameters` are\.$"):
+    with pytest.raises(TypeError, match=r"Found an object of type Climb\. Pass its `parameters`\.$"):
         em.impute(found, SAMPLES)
-    with pytest.raises(TypeError, match=r"Its `parameters` are\.$"):
+    with pytest.raises(TypeError, match=r"Pass its `parameters`\.$"):
         em.spikes(PARSIMONIOUS)
 
 

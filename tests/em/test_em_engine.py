@@ -310,7 +310,7 @@ def test_arguments_of_another_type():
         fit([[1.0, 2.0], [3.0, 4.0]], 1)
     with pytest.raises(TypeError, match=r"`prior` should be a Prior or None. Found 'default'"):
         fit(samples(), 2, prior="default")
-    with pytest.raises(TypeError, match=r"`generator` should be a torch.Generator or None. Found 0"):
+    with pytest.raises(TypeError, match=r"`generator` should be a torch.Generator, or None. Found int"):
         fit(samples(), 2, generator=0)
 
 

@@ -930,7 +930,7 @@ WRONG = [
     ({"learning_rate": "a"}, "`learning_rate` should be positive and finite. Found 'a'"),
     ({"learning_rate": lambda part: "a"}, "`learning_rate` should return finite numbers, .* Found 'a' at 0"),
     ({"average_from": "a"}, "`average_from` should be at least 0 and less than 1. Found 'a'"),
-    ({"generator": 3}, "`generator` should be a torch.Generator, or None. Found 3"),
+    ({"generator": 3}, "`generator` should be a torch.Generator, or None. Found int"),
     ({"callback": "foo"}, "`callback` should be a function, or None. Found str"),
     ({"checkpoint": "."}, "`checkpoint` should be a file, not a folder. Found '.'"),
     ({"checkpoint": 3}, "`checkpoint` should be a path, or None. Found 3"),

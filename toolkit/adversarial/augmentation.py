@@ -11,6 +11,7 @@ from torch import Tensor
 
 from toolkit._checks import integer
 from toolkit._random import own_generator
+from toolkit._tensors import tensors
 
 __all__ = ["random_crop_flip"]
 
@@ -42,6 +43,7 @@ def random_crop_flip(x: Tensor, *, padding: int = 4, flip: bool = True, generato
         >>> random_crop_flip(x, padding=1, generator=torch.Generator().manual_seed(1))
         tensor([[[[3., 2., 1.]]]])
     """
+    tensors(x=x)
     if x.dim() != 4:
         raise ValueError(f"`x` should have shape (N, C, H, W). Found {tuple(x.shape)}.")
     padding, generator = integer("padding", padding, 0), own_generator(generator)

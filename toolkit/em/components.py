@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer
+from toolkit._random import check_generator
+from toolkit._tensors import tensors
 
 __all__ = ["Components", "Located", "Movable"]
 
@@ -39,6 +41,11 @@ class Components(Movable):
 
     log_weights: Tensor
 
+    def __post_init__(self) -> None:
+        kinds = {field.name: str(field.type) for field in dataclasses.fields(self)}
+        values = {name: getattr(self, name) for name, kind in kinds.items() if kind.startswith("Tensor")}
+        tensors(**{name: value for name, value in values.items() if value is not None or "None" not in kinds[name]})
+
     @property
     def n_components(self) -> int:
         """K."""
@@ -52,6 +59,7 @@ class Components(Movable):
     def _labels(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw the components of `n` samples, (N,)."""
         n = integer("n", n)
+        check_generator(generator)
         weights = self.weights if generator is None else self.weights.to(generator.device)
         return torch.multinomial(weights, n, replacement=True, generator=generator).to(self.log_weights.device)
 

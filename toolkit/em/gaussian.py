@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from toolkit._checks import instance, number
+from toolkit._tensors import floating, tensors
 from toolkit.em.components import Located
 from toolkit.em.covariance import COVARIANCE_TYPES, CovarianceType, Structure, soft_counts, structure_of
 
@@ -68,6 +69,7 @@ class GaussianParameters(Located):
 
     def __post_init__(self) -> None:
         structure = structure_of(self.covariance_type)
+        super().__post_init__()
         if self.means.ndim != 2 or 0 in self.means.shape:
             raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
         k, d = self.means.shape
@@ -87,6 +89,7 @@ class GaussianParameters(Located):
         Raises:
             ValueError: If a covariance is not positive definite, or the shapes do not fit together.
         """
+        tensors(weights=weights, means=means, covariances=covariances)
         return cls(
             log_weights=weights.log(),
             means=means,
@@ -195,6 +198,7 @@ def m_step(
     """
     structure = structure_of(covariance_type)
     reg_covar = number("reg_covar", reg_covar, least=0)
+    floating(x=x, responsibilities=responsibilities)
     if x.ndim != 2 or responsibilities.ndim != 2 or len(x) != len(responsibilities):
         raise ValueError(
             "`x` and `responsibilities` should have shapes (N, D) and (N, K). "

@@ -25,6 +25,7 @@ from toolkit._checks import integer
 from toolkit.blocks import is_blocked, no_graph, variable
 from toolkit.em.engine.acceleration import Climb
 from toolkit.em.engine.checks import check_samples
+from toolkit.em.engine.seeding import device_of
 from toolkit.em.mixture import (
     RESPONSIBILITIES,
     Family,
@@ -197,7 +198,7 @@ def _batches(
     x: Tensor, batch_size: int | None, generator: torch.Generator | None
 ) -> Iterator[tuple[Tensor | None, bool]]:
     """Yield the rows of each batch, each sample once in a pass, and whether a pass begins."""
-    device = x.device if generator is None else generator.device
+    device = device_of(generator, x)
     while True:
         if batch_size is None:
             yield None, True

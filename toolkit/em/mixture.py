@@ -75,7 +75,7 @@ def check_mixture(mixture: object, argument: str = "mixture") -> None:
     """Raise TypeError unless `mixture` has a log-joint density; the results of fits hold a mixture, and are none."""
     if not hasattr(mixture, "log_joint"):
         held = [name for name in ("parameters", "parameters_") if hasattr(getattr(mixture, name, None), "log_joint")]
-        hint = f" Its `{held[0]}` are one." if held else ""
+        hint = f" Pass its `{held[0]}`." if held else ""
         raise TypeError(f"`{argument}` should be a mixture. Found an object of type {type(mixture).__name__}.{hint}")
 
 

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from toolkit._checks import index, integer
+from toolkit._checks import index, instance, integer
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Bernoulli, Gaussian, log_one_plus_exp
@@ -494,6 +494,7 @@ def _centred(joint: Joint, reference: Tensor) -> tuple[Joint, Tensor, Tensor | N
 
 def check_states(rbm: RBM, visible: Tensor) -> None:
     """Raise unless `visible` has rows of states that the units can be in; means will not do."""
+    instance("rbm", rbm, RBM)
     rbm.check_rows(visible, "visible")
     rbm.joint.visible.check(visible, "visible")
     between = (visible != 0) & (visible != 1)
@@ -503,6 +504,7 @@ def check_states(rbm: RBM, visible: Tensor) -> None:
 
 def joint_in_full_precision(rbm: RBM) -> Joint:
     """Return the machine's joint distribution in float32 at least, or raise if it is not finite."""
+    instance("rbm", rbm, RBM)
     for name, parameter in rbm.named_parameters():
         if not bool(parameter.isfinite().all()):
             wrong = parameter[~parameter.isfinite()][0]

@@ -30,10 +30,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from toolkit._checks import choice, integer
+from toolkit._tensors import tensors
 from toolkit.blocks import block, no_graph, stop_gradient
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Categorical, Layer
-from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.model import RBM, joint_of
 from toolkit.rbm.surrogates.divergence import graph_if_open
 
 __all__ = [
@@ -292,7 +293,7 @@ def bias(field: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> Bias:
 
 def _enumerable(rbm: RBM | Joint) -> Joint:
     """Return the machine as a function of its parameters, if the table of both layers' states can be kept."""
-    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    joint = joint_of(rbm)
     for name, layer in (("visible", joint.visible), ("hidden", joint.hidden)):
         if layer.n_states is None:
             raise ValueError(f"The {name} units should have finitely many states. Found {type(layer).__name__} units.")
@@ -306,6 +307,7 @@ def _enumerable(rbm: RBM | Joint) -> Joint:
 
 def _check_distribution(start: Tensor, joint: Joint) -> None:
     n_states = joint.visible.n_states
+    tensors(start=start)
     if start.shape != (n_states,):
         raise ValueError(f"`start` should have shape ({n_states},). Found {tuple(start.shape)}.")
     if start.dtype != joint.weights.dtype:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from toolkit._checks import instance
 from toolkit.blocks import no_graph
 from toolkit.rbm.annealing import Sandwich, check_states, joint_in_full_precision
 from toolkit.rbm.machine.joint import Joint
@@ -118,6 +119,7 @@ def pseudo_log_likelihood(rbm: RBM, visible: Tensor) -> Tensor:
         >>> pseudo_log_likelihood(RBM(3, 2, generator=torch.Generator().manual_seed(0)), torch.zeros(1, 3))
         tensor([-2.0724])
     """
+    instance("rbm", rbm, RBM)
     if not isinstance(rbm.joint.visible, Bernoulli | Categorical):
         raise ValueError(
             "`rbm` should have Bernoulli or categorical visible units, whose states can be summed. "

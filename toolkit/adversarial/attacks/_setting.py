@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
+from toolkit._checks import function
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks.losses import Loss, margin_slope
 from toolkit.adversarial.balls import Ball, BallOptions, Region, ball_of, per_sample
@@ -254,8 +255,7 @@ def setting(
             `gradient_dtype` is given for a model that is not a `torch.nn.Module`.
         ValueError: As in `Ball.around`, or if there is not one label, or target, per sample.
     """
-    if not callable(model):
-        raise TypeError(f"`model` should be a function of the inputs. Found {type(model).__name__}.")
+    function("model", model)
     threat = ball_of(**ball)
     with ordinary_tensors(), stop_recording(EXAMPLE), untouched(model):
         x = _ordinary("x", x)
@@ -298,6 +298,7 @@ def _entry(name: str | int, output: Any) -> Any:
 
 def at_a_copy(model: Callable[[Tensor], Tensor], point: Tensor) -> tuple[Tensor, Tensor]:
     """Return the tensor to differentiate by, and the output of the model for a copy of a point: see `slopes_at`."""
+    function("model", model)
     if point.is_leaf:
         with no_graph():
             copy = point.clone()

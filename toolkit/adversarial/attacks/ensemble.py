@@ -25,6 +25,7 @@ from torch import Tensor
 from toolkit._checks import integer, level, number
 from toolkit._progress import Progress
 from toolkit._random import seeded_generator
+from toolkit._tensors import tensors
 from toolkit.adversarial.attacks._random_directions import random_directions
 from toolkit.adversarial.attacks._setting import CommonOptions, NoGradientError, Pick, Setting, setting, untargeted
 from toolkit.adversarial.attacks._suitability import warn_of_unsuited_models
@@ -326,6 +327,7 @@ def robustness_curve(
     radii = [number("epsilons", epsilon, least=0) for epsilon in epsilons]
     if not radii:
         raise ValueError("`epsilons` should be radii, at least one. Found none.")
+    tensors(x=x, **({} if labels is None else {"labels": labels}))
     draws = seeded_generator(generator)
     standing = torch.ones(len(x), dtype=torch.bool, device=x.device)
     shares = {}

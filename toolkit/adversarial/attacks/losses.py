@@ -152,6 +152,9 @@ def _without_label(logits: Tensor, index: Tensor) -> Tensor:
 
 def class_index(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the labels as an index (N, 1) into the logits; raise if they cannot be one."""
+    for name, value, kind in (("logits", logits, "a tensor"), ("labels", labels, "a tensor of integers")):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"`{name}` should be {kind}. Found {type(value).__name__}.")
     if not logits.is_floating_point():
         raise TypeError(f"`logits` should be floating point. Found {logits.dtype}.")
     if logits.dim() != 2 or logits.shape[1] < 2:

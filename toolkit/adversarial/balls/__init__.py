@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice
-from toolkit.adversarial.balls.box import Bounds, box, free, per_sample, sizes_of
+from toolkit.adversarial.balls.box import Bounds, box, check_inputs, free, per_sample, sizes_of
 from toolkit.adversarial.balls.l1 import L1Ball
 from toolkit.adversarial.balls.l2 import L2Ball
 from toolkit.adversarial.balls.linf import LinfBall
@@ -127,10 +127,7 @@ class Ball:
             ValueError: If `x` is not a batch of samples or lies outside of `bounds`, `epsilon` is neither one for all
                 nor one for each, or `mask` does not broadcast to `x`.
         """
-        if not x.is_floating_point():
-            raise TypeError(f"`x` should be floating point. Found {x.dtype}.")
-        if x.dim() < 2:
-            raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
+        check_inputs("x", x)
         # A finite radius beyond any difference of two inputs: infinity minus infinity would be NaN.
         epsilon = torch.finfo(x.dtype).max / 4 if self.epsilon is None else self.epsilon
         radius = per_sample("epsilon", epsilon, x, by_feature=self.has_features)

@@ -15,9 +15,37 @@ from torch import Tensor
 from toolkit.adversarial.balls._rounding import round_inward
 from toolkit.blocks import no_graph
 
-__all__ = ["Bounds", "box", "draw", "features", "free", "norm_of", "per_sample", "room", "sizes_of", "sum_of", "wide"]
+__all__ = [
+    "Bounds",
+    "box",
+    "check_inputs",
+    "draw",
+    "features",
+    "free",
+    "norm_of",
+    "per_sample",
+    "room",
+    "sizes_of",
+    "sum_of",
+    "wide",
+]
 
 Bounds = tuple[float | Tensor, float | Tensor] | None
+
+
+def check_inputs(name: str, x: object) -> None:
+    """Raise unless `x` is a batch of floating-point samples.
+
+    Raises:
+        TypeError: If `x` is not a tensor, or not floating point.
+        ValueError: If `x` does not have shape (N, ...).
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"`{name}` should be a tensor. Found {type(x).__name__}.")
+    if not x.is_floating_point():
+        raise TypeError(f"`{name}` should be floating point. Found {x.dtype}.")
+    if x.dim() < 2:
+        raise ValueError(f"`{name}` should have shape (N, ...). Found {tuple(x.shape)}.")
 
 
 def per_sample(argument: str, value: object, x: Tensor, *, by_feature: bool = False) -> Tensor:

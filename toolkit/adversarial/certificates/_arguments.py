@@ -1,4 +1,4 @@
-"""Checks of inputs and labels, common to all certificates: a wrong kind raises an error and is never converted.
+"""The check of labels, common to all certificates: a wrong kind raises an error and is never converted.
 
 N samples, C classes.
 """
@@ -8,22 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["check_inputs", "class_labels"]
-
-
-def check_inputs(name: str, x: object) -> None:
-    """Raise unless `x` is a batch of floating-point samples.
-
-    Raises:
-        TypeError: If `x` is not a tensor, or not floating point.
-        ValueError: If `x` does not have shape (N, ...).
-    """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"`{name}` should be a tensor. Found {type(x).__name__}.")
-    if not x.is_floating_point():
-        raise TypeError(f"`{name}` should be floating point. Found {x.dtype}.")
-    if x.dim() < 2:
-        raise ValueError(f"`{name}` should have shape (N, ...). Found {tuple(x.shape)}.")
+__all__ = ["class_labels"]
 
 
 def class_labels(labels: object, x: Tensor, n_classes: int) -> Tensor:

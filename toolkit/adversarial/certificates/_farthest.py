@@ -17,8 +17,7 @@ from torch import Tensor
 from toolkit._checks import choice
 from toolkit.adversarial.balls import Bounds, box, per_sample
 from toolkit.adversarial.balls._rounding import add_inward, shrink
-from toolkit.adversarial.balls.box import free
-from toolkit.adversarial.certificates._arguments import check_inputs
+from toolkit.adversarial.balls.box import check_inputs, free
 from toolkit.blocks import no_graph
 
 __all__ = ["FARTHEST", "BallAndBox", "ball_and_box", "least_rate"]

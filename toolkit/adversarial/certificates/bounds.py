@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from toolkit.adversarial.balls import Bounds, Norm
-from toolkit.adversarial.certificates._arguments import check_inputs, class_labels
+from toolkit.adversarial.balls.box import check_inputs
+from toolkit.adversarial.certificates._arguments import class_labels
 from toolkit.adversarial.certificates._farthest import FARTHEST, BallAndBox, ball_and_box
 from toolkit.adversarial.certificates._layers import (
     affine_chain,

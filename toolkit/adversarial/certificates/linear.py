@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit._tensors import shape_of, tensors
 from toolkit.adversarial.balls import Bounds, Norm
-from toolkit.adversarial.certificates._arguments import check_inputs, class_labels
+from toolkit.adversarial.balls.box import check_inputs
+from toolkit.adversarial.certificates._arguments import class_labels
 from toolkit.adversarial.certificates._farthest import FARTHEST, ball_and_box, least_rate
 from toolkit.blocks import no_graph
 
@@ -123,7 +125,7 @@ def robust_loss_linear(
         >>> robust_loss_linear(weight, None, torch.full((1, 2), 0.5), torch.tensor([0]), epsilon=0.5)
         tensor(0.6931, dtype=torch.float64)
     """
-    if len(weight) != 2:
+    if len(shape_of("weight", weight)) != 2 or len(weight) != 2:
         raise ValueError(
             f"`weight` should have shape (2, D): the worst case is exact for two classes. Found {tuple(weight.shape)}."
         )
@@ -225,6 +227,7 @@ def _product(slope: Tensor, room: Tensor) -> Tensor:
 
 def _check_classifier(weight: Tensor, bias: Tensor | None, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return weight and bias in float64 and the labels as an index; raise ValueError if shapes do not fit."""
+    tensors(weight=weight, **({} if bias is None else {"bias": bias}))
     if weight.dim() != 2 or len(weight) < 2:
         raise ValueError(f"`weight` should have shape (C, D), at least two classes. Found {tuple(weight.shape)}.")
     if bias is not None and bias.shape != weight.shape[:1]:

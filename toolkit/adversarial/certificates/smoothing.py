@@ -13,10 +13,10 @@ import torch
 from scipy.stats import beta, norm
 from torch import Tensor
 
-from toolkit._checks import integer, number
+from toolkit._checks import function, integer, number
 from toolkit._random import own_generator
 from toolkit.adversarial._untouched import untouched
-from toolkit.adversarial.certificates._arguments import check_inputs
+from toolkit.adversarial.balls.box import check_inputs
 from toolkit.blocks import no_graph
 
 __all__ = ["ABSTAIN", "SmoothedCertificate", "certify_smoothing"]
@@ -96,6 +96,7 @@ def certify_smoothing(
         >>> found.predictions.item(), 1.3 < found.radius.item() < 1.4
         (0, True)
     """
+    function("model", model)
     check_inputs("x", x)
     sigma, confidence = number("sigma", sigma, above=0), number("confidence", confidence, above=0, below=1)
     samples, batch_size = integer("samples", samples), integer("batch_size", batch_size)

@@ -11,9 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit._checks import function
+from toolkit._tensors import tensors
 from toolkit.adversarial.attacks._setting import EXAMPLE, Setting, at_a_copy
 from toolkit.adversarial.attacks.losses import margin_loss
-from toolkit.adversarial.balls.box import draw
+from toolkit.adversarial.balls.box import check_inputs, draw
 from toolkit.blocks import stop_gradient, variable
 
 __all__ = [
@@ -86,6 +88,9 @@ def found_by(attack: Attack, model: Model, x: Tensor, labels: Tensor, **argument
     Raises:
         ValueError: If the examples have another shape than `x`.
     """
+    function("model", model)
+    function("attack", attack, "a model, inputs and labels")
+    check_inputs("x", x)
     example = attack(model, x, labels, **arguments)
     if example.shape != x.shape:
         raise ValueError(
@@ -115,6 +120,8 @@ def clean_and_moved(model: Model, x: Tensor, example: Tensor) -> tuple[Tensor, T
 
 def logits_at(model: Model, x: Tensor) -> Tensor:
     """Return the logits at inputs, (N, C). The model gets a copy: it may write into its input."""
+    function("model", model)
+    tensors(x=x)
     return checked(model(x.clone()))
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from toolkit._checks import function
+from toolkit._tensors import same_shape
 from toolkit.adversarial.attacks._setting import EXAMPLE
 from toolkit.adversarial.balls import Ball, Bounds, Norm, Region, per_sample
 from toolkit.adversarial.training._terms import Model, checked, cross_entropy
@@ -96,10 +98,8 @@ def free_loss(
         >>> replay.next_perturbation()
         tensor([[-0.2500, -0.2500]])
     """
-    if perturbation.shape != x.shape:
-        raise ValueError(
-            f"`perturbation` should have the shape of `x`, {tuple(x.shape)}. Found {tuple(perturbation.shape)}."
-        )
+    function("model", model)
+    same_shape(x=x, perturbation=perturbation)
     ball = Ball(epsilon, norm, bounds).around(x)
     example = variable(stop_gradient(ball.settle(ball.project(x + perturbation)), EXAMPLE))
     stride = per_sample("epsilon", epsilon, x).to(x.dtype)

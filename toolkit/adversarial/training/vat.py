@@ -14,7 +14,7 @@ from toolkit._checks import integer, number
 from toolkit._random import own_generator
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.balls import Ball, Bounds, Norm, per_sample
-from toolkit.adversarial.balls.box import draw, features, norm_of, wide
+from toolkit.adversarial.balls.box import check_inputs, draw, features, norm_of, wide
 from toolkit.adversarial.training._terms import (
     Model,
     clean_and_moved,
@@ -259,8 +259,7 @@ def virtual_divergence(clean: Tensor, moved: Tensor) -> Tensor:
 
 
 def _batch(x: Tensor) -> Tensor:
-    if x.dim() < 2:
-        raise ValueError(f"`x` should have shape (N, ...). Found {tuple(x.shape)}.")
+    check_inputs("x", x)
     return x.clone() if x.is_inference() else x
 
 

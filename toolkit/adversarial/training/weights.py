@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from toolkit._checks import number
+from toolkit._checks import function, number
 from toolkit.blocks import block, no_graph, stop_recording
 
 __all__ = ["WEIGHT_PERTURBATION", "awp_loss", "reweighted", "weight_perturbation"]
@@ -54,6 +54,7 @@ def awp_loss(model: nn.Module, loss: Callable[[nn.Module], Tensor], *, gamma: fl
         tensor(3.5000, grad_fn=<SumBackward0>)
     """
     gamma, weights = number("gamma", gamma, least=0), _weights(model)
+    function("loss", loss, "a model")
     if not weights:
         return loss(model)
 

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer
+from toolkit._tensors import tensors
 from toolkit.em.components import Movable
 from toolkit.em.covariance.axes import DIAG, SPHERICAL
 from toolkit.em.covariance.matrices import FULL, TIED, factored
@@ -223,6 +224,7 @@ def covariances_from_scatter(
     """
     chosen = model_of(model)
     inner_steps = integer("inner_steps", inner_steps, 0)
+    tensors(counts=counts, scatter=scatter)
     diagonals = not chosen.structure.is_matrix and scatter.ndim == 2
     if counts.ndim != 1 or not (diagonals or (scatter.ndim == 3 and scatter.shape[1] == scatter.shape[2])):
         raise ValueError(

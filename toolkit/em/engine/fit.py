@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup, all_gather_object, get_world_size
 
 from toolkit._checks import integer, number
 from toolkit._data import Rows, rows_of, smallest
+from toolkit._random import check_generator
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb, climb_family, ranked
@@ -144,8 +145,7 @@ def fit(
     max_iter = integer("max_iter", max_iter, 0)
     if prior is not None and not hasattr(prior, "log_density"):
         raise TypeError(f"`prior` should be a Prior or None. Found {prior!r}.")
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"`generator` should be a torch.Generator or None. Found {generator!r}.")
+    check_generator(generator)
     rows = _agreed_rows(x, sample_weight, n_components, covariance_type, group)
     data = prepare(rows, covariance_type, n_components, cache=cache, group=group)
     if n_components > data.n_samples:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from toolkit._random import check_generator
 from toolkit.em.covariance.structure import as_arrays, doubles, library
 
 __all__ = ["LLOYD_STEPS", "device_of", "distinct", "lloyd", "nearest", "seeds", "squared_distances"]
@@ -183,4 +184,5 @@ def nearest(points: _Values, means: _Values, seen: _Values = None) -> Any:
 
 def device_of(generator: torch.Generator | None, x: Any) -> torch.device:
     """Return the device on which random numbers are drawn."""
+    check_generator(generator)
     return x.device if generator is None else generator.device

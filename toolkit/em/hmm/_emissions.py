@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import broadcasts, number
+from toolkit._tensors import floating, integers
 from toolkit.blocks import no_graph
 from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, Quadratics, Structure, soft_counts, structure_of
+from toolkit.em.engine.seeding import device_of
 from toolkit.em.gaussian import (
     GaussianParameters,
     from_unconstrained,
@@ -181,6 +183,7 @@ class GaussianEmissions(Movable):
         """
         check_prior("prior", prior)
         reg_covar = number("reg_covar", reg_covar, least=0)
+        floating(x=x, posteriors=posteriors)
         counts = soft_counts(posteriors.sum(0))
         centre = x.mean(0)
         means = centre + posteriors.mT @ (x - centre) / counts[:, None]
@@ -191,8 +194,9 @@ class GaussianEmissions(Movable):
 
     def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw an emission of each state (N,), (N, D)."""
+        integers(states=states)
         shape = (len(states), self.n_features)
-        device = self.means.device if generator is None else generator.device
+        device = device_of(generator, self.means)
         noise = torch.randn(shape, generator=generator, dtype=self.means.dtype, device=device).to(self.means.device)
         structure = structure_of(self.covariance_type)
         return self.means[states] + structure.colour(self.precisions_cholesky, noise, states)
@@ -433,11 +437,14 @@ class CategoricalEmissions(Movable):
         """
         check_prior("prior", prior)
         number("reg_covar", reg_covar, least=0)
+        integers(x=x)
+        floating(posteriors=posteriors)
         counts = posteriors.new_zeros(self.n_symbols, self.n_states).index_add(0, x, posteriors).mT
         return self._estimate(counts, prior)
 
     def sample(self, states: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Draw a symbol of each state (N,), (N,) int64."""
+        integers(states=states)
         return draw(self.log_probabilities.exp()[states], generator)
 
     def unconstrained(self) -> dict[str, Tensor]:
@@ -528,7 +535,7 @@ def normalise(counts: Tensor, log_before: Tensor, prior: float | Tensor) -> Tens
 
 def draw(probabilities: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw an index from each row, (N,)."""
-    device = probabilities.device if generator is None else generator.device
+    device = device_of(generator, probabilities)
     cumulative = probabilities.cumsum(-1)
     uniform = torch.rand(probabilities.shape[:-1], generator=generator, dtype=torch.float64, device=device)
     threshold = uniform.to(cumulative) * cumulative[..., -1]

@@ -34,6 +34,7 @@ from toolkit.blocks import no_graph, stop_recording
 from toolkit.em.engine.acceleration import Accelerate, Climb, climb
 from toolkit.em.engine.coordinates import Layout, flat
 from toolkit.em.engine.rounding import ROUNDING
+from toolkit.em.engine.seeding import device_of
 from toolkit.em.hmm._emissions import draw
 from toolkit.em.hmm._engine import Engine
 from toolkit.em.hmm._logarithms import smooth, sums_over_paths
@@ -422,7 +423,7 @@ def sample(
         first = draw(parameters.log_start.exp().expand(len(lengths), -1), generator)
     elif first.shape != (len(lengths),) or int(first.min()) < 0 or int(first.max()) >= k:
         raise ValueError(f"`first` should be {len(lengths)} states from 0 to {k - 1}. Found {first.tolist()}.")
-    device = first.device if generator is None else generator.device
+    device = device_of(generator, first)
     uniform = torch.rand(sum(lengths), generator=generator, dtype=torch.float64, device=device).tolist()
     # A chain has to be drawn step by step; bisection of lists is the fastest way in Python.
     rows = [list(itertools.accumulate(row)) for row in parameters.log_transition.double().exp().tolist()]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, structure_of
-from toolkit.em.engine.seeding import nearest
+from toolkit.em.engine.seeding import device_of, nearest
 from toolkit.em.gaussian import GaussianParameters
 
 __all__ = ["Agglomeration"]
@@ -52,7 +52,7 @@ class Agglomeration:
         from scipy.spatial.distance import pdist
 
         x = x.to(torch.float64)
-        device = x.device if generator is None else generator.device
+        device = device_of(generator, x)
         chosen = torch.arange(len(x), device=x.device)
         if len(x) > _MOST_SAMPLES:
             chosen = torch.randperm(len(x), generator=generator, device=device)[:_MOST_SAMPLES].to(x.device)

@@ -13,7 +13,7 @@ from torch import Tensor
 from toolkit._checks import integer
 from toolkit.em.covariance import soft_counts
 from toolkit.em.engine.checks import check_finite, check_floats, check_weights
-from toolkit.em.engine.seeding import LLOYD_STEPS, lloyd, seeds
+from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, lloyd, seeds
 
 __all__ = [
     "FAR",
@@ -137,7 +137,7 @@ def centres(x: Tensor, weights: Tensor) -> Tensor:
 
 def standard_normal(shape: tuple[int, ...], like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Draw standard normal numbers in the type and on the device of `like`."""
-    device = like.device if generator is None else generator.device
+    device = device_of(generator, like)
     return torch.randn(shape, generator=generator, dtype=like.dtype, device=device).to(like.device)
 
 

@@ -76,6 +76,7 @@ class DistributionMixture(Components):
     max_steps: int = 20
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._check_fields()
         integer("max_steps", self.max_steps)
         if not self.parameters or "log_weights" in self.parameters:

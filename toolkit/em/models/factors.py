@@ -86,6 +86,7 @@ class FactorAnalysers(Located):
     noise_floor: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_noise_type(self.noise_type)
         if self.loadings.ndim != 3:
             raise ValueError(f"`loadings` should have shape (K, D, q). Found {tuple(self.loadings.shape)}.")

@@ -29,7 +29,7 @@ from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.covariance import DIAG, CovarianceType, soft_counts, structure_of
 from toolkit.em.engine.acceleration import Accelerate, Climb, ClimbOptions, climb_family, ranked
 from toolkit.em.engine.checks import check_weights
-from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, seeds, squared_distances
+from toolkit.em.engine.seeding import LLOYD_STEPS, device_of, distinct, lloyd, seeds, squared_distances
 from toolkit.em.engine.starts import Init, check_init
 from toolkit.em.gaussian import GaussianParameters, check_features
 from toolkit.em.mixture import RESPONSIBILITIES, check_shape_of_weights, e_step
@@ -479,7 +479,7 @@ def draw_missing(
     """
     check_features(parameters, x)
     n_draws = integer("n_draws", n_draws)
-    device = x.device if generator is None else generator.device
+    device = device_of(generator, x)
     data = Incomplete.of(x, None, parameters.n_components)
     draws = []
     for _ in range(n_draws):

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._tensors import tensors
 from toolkit.blocks import no_graph
 from toolkit.em.components import Movable
 from toolkit.em.covariance import CovarianceType, soft_counts, structure_of
@@ -75,6 +76,7 @@ class Prior(Movable):
     scale: Tensor
 
     def __post_init__(self) -> None:
+        tensors(concentration=self.concentration, mean=self.mean, scale=self.scale)
         if self.concentration.ndim != 1 or not bool((self.concentration >= 1).all()):
             raise ValueError(
                 f"`concentration` should be (K,) numbers, at least 1 each. Found {self.concentration.tolist()}."
@@ -125,6 +127,7 @@ class Prior(Movable):
         """
         n_components = integer("n_components", n_components)
         structure = structure_of(covariance_type)
+        tensors(x=x)
         if x.ndim != 2 or 0 in x.shape:
             raise ValueError(f"`x` should have shape (N, D), at least (1, 1). Found {tuple(x.shape)}.")
         mean, covariance = _mean_and_covariance(x.double(), sample_weight)

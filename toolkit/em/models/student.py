@@ -20,9 +20,11 @@ from torch import Tensor
 from torch.special import polygamma
 
 from toolkit._checks import choice, number
+from toolkit._tensors import tensors
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.components import Located
 from toolkit.em.covariance import Structure, structure_of
+from toolkit.em.engine.seeding import device_of
 from toolkit.em.gaussian import GaussianParameters, from_unconstrained, m_step, to_unconstrained
 from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
 from toolkit.em.models._common import (
@@ -92,6 +94,7 @@ class StudentMixture(Located):
     reg_covar: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         choice("covariance_type", self.covariance_type, ("full", "diag"))
         if self.means.ndim != 2:
             raise ValueError(f"`means` should have shape (K, D). Found {tuple(self.means.shape)}.")
@@ -118,6 +121,7 @@ class StudentMixture(Located):
             ValueError: If a scatter is not positive definite, degrees of freedom are not positive, or the shapes do
                 not fit together.
         """
+        tensors(degrees_of_freedom=degrees_of_freedom, scatters=scatters)
         if not bool((degrees_of_freedom > 0).all()):
             raise ValueError(f"`degrees_of_freedom` should be positive. Found {degrees_of_freedom.tolist()}.")
         gaussian = GaussianParameters.from_covariances(
@@ -335,7 +339,7 @@ class StudentMixture(Located):
         normal = standard_normal((n, self.n_features), self.means, generator)
         deviations = self._structure.colour(self.precisions_cholesky, normal, labels)
         shape = 0.5 * self._finite_degrees[labels]
-        device = shape.device if generator is None else generator.device
+        device = device_of(generator, shape)
         scales = torch._standard_gamma(shape.to(device), generator=generator).to(shape.device) / shape
         scales = torch.where(self.degrees_of_freedom[labels].isinf(), 1.0, scales)
         return self.means[labels] + deviations * scales.rsqrt()[:, None], labels

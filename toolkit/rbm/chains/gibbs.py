@@ -11,7 +11,7 @@ from torch import Tensor
 from toolkit._checks import integer
 from toolkit.rbm.chains.units import Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
-from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.model import RBM, joint_of
 
 __all__ = ["gibbs"]
 
@@ -62,7 +62,7 @@ def gibbs(
         [[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]]
     """
     steps = integer("steps", steps)
-    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    joint = joint_of(rbm)
     unit = unit_of(chain, temperature, joint)
     if isinstance(rbm, RBM):
         rbm.check_visible(visible)

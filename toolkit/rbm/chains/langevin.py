@@ -19,7 +19,7 @@ from toolkit._checks import choice, integer, number
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Gaussian
-from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.model import RBM, joint_of
 
 __all__ = ["HiddenInMoves", "gibbs_langevin"]
 
@@ -162,7 +162,7 @@ def _log_ratio(
 
 
 def _gaussian(rbm: RBM | Joint) -> tuple[Joint, Gaussian]:
-    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    joint = joint_of(rbm)
     if not isinstance(joint.visible, Gaussian):
         raise ValueError(f"`rbm` should have Gaussian visible units. Found {type(joint.visible).__name__} units.")
     return joint, joint.visible

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from toolkit._checks import instance
 from toolkit.rbm.machine.joint import Joint
-from toolkit.rbm.machine.model import RBM
 
-__all__ = ["TemperedState", "check_state", "joint_of", "new_state", "swap", "take"]
+__all__ = ["TemperedState", "check_state", "new_state", "swap", "take"]
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,9 @@ def new_state(visible: Tensor, hidden: Tensor) -> TemperedState:
     return TemperedState(visible, hidden, replica, fresh, torch.zeros_like(replica[0]), 0)
 
 
-def joint_of(rbm: RBM | Joint) -> Joint:
-    """Return the machine as a `Joint`."""
-    return rbm.joint if isinstance(rbm, RBM) else rbm
-
-
 def check_state(state: TemperedState, n_temperatures: int, joint: Joint) -> None:
     """Raise a ValueError or TypeError unless a state is one of this machine at so many temperatures."""
+    instance("state", state, TemperedState)
     n_visible, n_hidden = joint.weights.shape[-2:]
     for name, units, columns in (("visible", state.visible, n_visible), ("hidden", state.hidden, n_hidden)):
         if units.ndim != 3 or len(units) != n_temperatures or units.shape[2] != columns or not units.shape[1]:

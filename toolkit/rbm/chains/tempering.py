@@ -19,11 +19,11 @@ from torch import Tensor
 
 from toolkit._checks import choice, integer
 from toolkit.blocks import no_graph
-from toolkit.rbm.chains.state import TemperedState, check_state, joint_of, new_state, swap, take
+from toolkit.rbm.chains.state import TemperedState, check_state, new_state, swap, take
 from toolkit.rbm.chains.units import UNITS, Chain, unit_of
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Layer
-from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.model import RBM, joint_of
 
 __all__ = [
     "Swaps",

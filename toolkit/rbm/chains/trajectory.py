@@ -19,10 +19,10 @@ from torch.nn.functional import logsigmoid
 
 from toolkit._checks import integer
 from toolkit.blocks import no_graph
-from toolkit.rbm.chains.state import TemperedState, check_state, joint_of, swap, take
+from toolkit.rbm.chains.state import TemperedState, check_state, swap, take
 from toolkit.rbm.machine.joint import Joint
 from toolkit.rbm.machine.layers import Layer
-from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.model import RBM, joint_of
 
 __all__ = ["TrajectoryRatios", "trajectory_tempering"]
 

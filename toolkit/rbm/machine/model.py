@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from toolkit._checks import choice, integer
+from toolkit._random import check_generator
 from toolkit.blocks import no_graph
 from toolkit.rbm.machine.enumeration import ENUMERABLE_UNITS, exact_samples, log_partition, model_statistics
 from toolkit.rbm.machine.joint import Joint
@@ -105,8 +106,9 @@ class RBM(nn.Module):
         if visible == "categorical":
             categories = integer("categories", categories, 2)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if not dtype.is_floating_point:
-            raise ValueError(f"`dtype` should be a floating-point type. Found {dtype}.")
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"`dtype` should be a floating-point type. Found {dtype!r}.")
+        check_generator(generator)
         self.visible_units, self.hidden_units, self.categories = visible, hidden, categories
         self.n_visible = n_visible
         n_columns = n_visible * (categories or 1)
@@ -181,6 +183,8 @@ class RBM(nn.Module):
         Returns:
             (\*).
         """
+        self.check_visible(visible)
+        self._check_units(hidden, "hidden", self.n_hidden)
         return self.joint.energy(visible, hidden)
 
     def free_energy(self, visible: Tensor) -> Tensor:
@@ -214,18 +218,22 @@ class RBM(nn.Module):
 
     def hidden_mean(self, visible: Tensor) -> Tensor:
         r"""Return :math:`E[h \mid v]`, (\*, H), from `visible`, (\*, V): for zeros and ones, probabilities."""
+        self.check_visible(visible)
         return self.joint.hidden_mean(visible)
 
     def visible_mean(self, hidden: Tensor) -> Tensor:
         r"""Return :math:`E[v \mid h]`, (\*, V), from `hidden`, (\*, H): for zeros and ones, probabilities."""
+        self._check_units(hidden, "hidden", self.n_hidden)
         return self.joint.visible_mean(hidden)
 
     def sample_hidden(self, visible: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw the hidden units given the visible ones, (\*, H), from `visible`, (\*, V)."""
+        self.check_visible(visible)
         return self.joint.sample_hidden(visible, generator)
 
     def sample_visible(self, hidden: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
         r"""Draw the visible units given the hidden ones, (\*, V), from `hidden`, (\*, H)."""
+        self._check_units(hidden, "hidden", self.n_hidden)
         return self.joint.sample_visible(hidden, generator)
 
     def log_partition(self) -> Tensor:
@@ -337,11 +345,14 @@ class RBM(nn.Module):
 
     def check_visible(self, visible: Tensor) -> None:
         """Raise unless `visible` has the columns and dtype of this machine; its values are not checked."""
-        _check_tensor(visible, "visible")
-        if visible.ndim < 1 or visible.shape[-1] != self.n_columns:
-            raise ValueError(f"`visible` should have shape (*, {self.n_columns}). Found {tuple(visible.shape)}.")
-        if visible.dtype != self.weights.dtype:
-            raise TypeError(f"`visible` should have the parameters' type {self.weights.dtype}. Found {visible.dtype}.")
+        self._check_units(visible, "visible", self.n_columns)
+
+    def _check_units(self, units: Tensor, argument: str, columns: int) -> None:
+        _check_tensor(units, argument)
+        if units.ndim < 1 or units.shape[-1] != columns:
+            raise ValueError(f"`{argument}` should have shape (*, {columns}). Found {tuple(units.shape)}.")
+        if units.dtype != self.weights.dtype:
+            raise TypeError(f"`{argument}` should have the parameters' type {self.weights.dtype}. Found {units.dtype}.")
 
     def check_rows(self, rows: Tensor, argument: str) -> None:
         """Raise unless `rows` is a matrix of visible units, with at least one row; its values are not checked."""
@@ -392,6 +403,15 @@ def base_rate_bias(data: Tensor) -> Tensor:
     layer = Bernoulli(data[0])
     layer.check(data, "data")
     return layer.base_rates(data)["bias"]
+
+
+def joint_of(rbm: RBM | Joint) -> Joint:
+    """Return the machine as a `Joint`; raise a TypeError if it is none."""
+    if isinstance(rbm, Joint):
+        return rbm
+    if not isinstance(rbm, RBM):
+        raise TypeError(f"`rbm` should be an RBM or a Joint. Found an object of type {type(rbm).__name__}.")
+    return rbm.joint
 
 
 def _check_tensor(value: object, argument: str) -> None:

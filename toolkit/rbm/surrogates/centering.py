@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from toolkit._checks import number
+from toolkit._checks import instance, number
 from toolkit.blocks import block, stop_gradient
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
-from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.model import RBM, joint_of
 from toolkit.rbm.surrogates.divergence import Energy, checked_joint, contrastive_divergence
 
 __all__ = [
@@ -93,6 +93,7 @@ def centering_offsets(rbm: RBM | Joint, data: Tensor, *, previous: Offsets | Non
     visible = joint.visible.statistic(data).mean(0)
     hidden = joint.hidden.statistic(joint.hidden_mean(data)).mean(0)
     if previous is not None:
+        instance("previous", previous, Offsets)
         visible, hidden = previous.visible.lerp(visible, rate), previous.hidden.lerp(hidden, rate)
     return Offsets(*stop_gradient((visible, hidden), CENTERING_OFFSETS))
 
@@ -126,7 +127,8 @@ def centered(rbm: RBM | Joint, offsets: Offsets) -> Joint:
         >>> loss = contrastive_divergence(machine, data, steps=1, generator=torch.Generator().manual_seed(1))
         >>> loss.backward()
     """
-    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    joint = joint_of(rbm)
+    instance("offsets", offsets, Offsets)
     for name, layer in (("visible", joint.visible), ("hidden", joint.hidden)):
         found = getattr(offsets, name).shape
         if found != (layer.n_columns,):

@@ -22,7 +22,7 @@ from toolkit.blocks import Block, block, is_blocked, no_graph, stop_gradient
 from toolkit.rbm.chains.gibbs import gibbs
 from toolkit.rbm.chains.units import Chain
 from toolkit.rbm.machine.joint import Joint
-from toolkit.rbm.machine.model import RBM
+from toolkit.rbm.machine.model import RBM, joint_of
 
 __all__ = [
     "HIDDEN_POSTERIORS",
@@ -207,7 +207,7 @@ def expected_energy(rbm: RBM | Joint, visible: Tensor) -> Tensor:
     """
     if isinstance(rbm, RBM):
         rbm.check_visible(visible)
-    joint = rbm.joint if isinstance(rbm, RBM) else rbm
+    joint = joint_of(rbm)
     x = joint.to_hidden(visible)
     # Outside of the graph if no gradient may flow: the posterior is as large as all hidden units.
     with graph_if_open(HIDDEN_POSTERIORS):
@@ -287,8 +287,7 @@ def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
 
     The values of `data` are checked as well, but not in compiled code, where reading them would end the graph.
     """
-    if not isinstance(rbm, RBM | Joint):
-        raise TypeError(f"`rbm` should be an RBM or a Joint. Found an object of type {type(rbm).__name__}.")
+    joint = joint_of(rbm)
     for argument, value in rows.items():
         if isinstance(rbm, RBM):
             rbm.check_rows(value, argument)
@@ -296,7 +295,6 @@ def checked_joint(rbm: RBM | Joint, **rows: Tensor) -> Joint:
             raise ValueError(
                 f"`{argument}` should have shape (N, {rbm.visible.n_columns}) with N > 0. Found {tuple(value.shape)}."
             )
-    joint = rbm.joint if isinstance(rbm, RBM) else rbm
     if "data" in rows and not is_compiling():
         with no_graph():
             joint.visible.check(rows["data"], "data")

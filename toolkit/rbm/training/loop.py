@@ -18,6 +18,7 @@ from toolkit._checkpoint import alike, as_json, fingerprint
 from toolkit._checks import integer, number
 from toolkit._distributed import exchange, same_on_all, together, world_of
 from toolkit._divergence import not_finite
+from toolkit._random import check_generator
 from toolkit._run import Course, Run, global_generator, rate_at, with_prefix
 from toolkit.rbm.training._batches import NO_ROWS, Chunks, Data, batches, chunks_of
 from toolkit.rbm.training.fused import FusedTrainer
@@ -152,8 +153,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         """Raise TypeError or ValueError if a value has the wrong type or is out of its range."""
-        if self.generator is not None and not isinstance(self.generator, torch.Generator):
-            raise TypeError(f"`generator` should be a torch.Generator, or None. Found {self.generator!r}.")
+        check_generator(self.generator)
         if not callable(self.learning_rate):
             object.__setattr__(self, "learning_rate", number("learning_rate", self.learning_rate, above=0))
         if self.n_rows is not None:

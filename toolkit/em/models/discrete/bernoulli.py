@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from toolkit._checks import number
+from toolkit._tensors import tensors
 from toolkit.blocks import no_graph
 from toolkit.em.components import Components
 from toolkit.em.engine.seeding import device_of, seeds
@@ -72,6 +73,7 @@ class BernoulliMixture(Components):
     pseudo_count: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_parameters("logits", self.logits)
         self._check_fields(logits=(self.n_components, self.logits.shape[1]))
         number("pseudo_count", self.pseudo_count, least=0)
@@ -83,6 +85,7 @@ class BernoulliMixture(Components):
         Raises:
             ValueError: If a probability is out of range, or the shapes do not fit together.
         """
+        tensors(weights=weights, probabilities=probabilities)
         if not bool(((probabilities >= 0) & (probabilities <= 1)).all()):
             raise ValueError(f"`probabilities` should be from 0 to 1. Found {probabilities.tolist()}.")
         logits = log_of(probabilities) - log_of(1 - probabilities)

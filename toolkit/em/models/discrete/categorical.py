@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import integer, number
+from toolkit._tensors import tensors
 from toolkit.blocks import no_graph
 from toolkit.em.components import Components
 from toolkit.em.engine.seeding import device_of, seeds
@@ -74,6 +75,7 @@ class CategoricalMixture(Components):
     pseudo_count: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.n_categories:
             raise ValueError("`n_categories` should be at least one number. Found none.")
         for n in self.n_categories:
@@ -89,7 +91,9 @@ class CategoricalMixture(Components):
         Raises:
             ValueError: If a probability is negative, a row does not sum to 1, or the shapes do not fit together.
         """
+        tensors(weights=weights)
         for table in probabilities:
+            tensors(probabilities=table)
             if not bool((table >= 0).all()) or not bool(((table.sum(1) - 1).abs() < 1e-4).all()):
                 raise ValueError(f"`probabilities` should not be negative, and sum to 1. Found {table.tolist()}.")
         return cls(

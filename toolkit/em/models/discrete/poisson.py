@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import number
+from toolkit._tensors import tensors
 from toolkit.blocks import no_graph
 from toolkit.em.components import Components
 from toolkit.em.engine.seeding import device_of, seeds
@@ -82,6 +83,7 @@ class PoissonMixture(Components):
     prior_rates: Tensor | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_parameters("log_rates", self.log_rates)
         shapes: dict[str, tuple[int, ...]] = {"log_rates": (self.n_components, self.log_rates.shape[1])}
         if self.prior_rates is not None:
@@ -100,6 +102,7 @@ class PoissonMixture(Components):
         Raises:
             ValueError: If a rate is negative or not finite, or the shapes do not fit together.
         """
+        tensors(weights=weights, rates=rates)
         if not bool(((rates >= 0) & (rates < torch.inf)).all()):
             raise ValueError(f"`rates` should be finite and not negative. Found {rates.tolist()}.")
         return cls(
