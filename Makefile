@@ -41,6 +41,8 @@ run-all: run
 	$(BIN)/stopgrad run configs/adversarial_trades.toml --set steps=400 --set ensemble=[0.1,0.2,0.3]
 	$(BIN)/stopgrad run configs/adversarial_vat.toml --set steps=200 --set ensemble=[0.5,1.0]
 	$(BIN)/stopgrad run configs/rbm_bars_and_stripes.toml --set steps=3000
+	$(BIN)/stopgrad run configs/rbm_straight_through.toml --set steps=600 --set learning_rate=0.5
+	$(BIN)/stopgrad run configs/rbm_persistent.toml --set steps=480 --set learning_rate=0.5
 
 report: $(VENV)/installed-run
 	$(BIN)/stopgrad report
