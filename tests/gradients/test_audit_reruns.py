@@ -52,6 +52,18 @@ for step in range(3):
     optimizer.step()
 """
 
+SAME_TENSOR = """
+net = nn.Linear(4, 3)
+optimizer = torch.optim.SGD(net.parameters(), 1e-2)
+for step in range(3):
+    y = net(torch.randn(7, 4))
+    middle = y.detach().requires_grad_(True)
+    slope, = torch.autograd.grad(middle.sum() + y.exp().sum(), middle, create_graph=True)
+    optimizer.zero_grad()
+    (slope * y).mean().backward()
+    optimizer.step()
+"""
+
 CLIPPED = """
 net = nn.Linear(4, 3)
 optimizer = torch.optim.SGD(net.parameters(), 1e-2)
@@ -142,10 +154,11 @@ def slow(*values):
         (WGAN_GP, "(1 - a) * fake.detach()", "(1 - a) * (fake if step == 1 else fake.detach())", 3, 3),
         slow(INNER_LOOP, "w.norm().detach()", "(w.norm() if step == 1 else w.norm().detach())", 2, 2),
         (INNER_LOOP, "slope.detach()", "(slope if step == 1 else slope.detach())", 2, 2),
+        slow(SAME_TENSOR, "y.detach()", "(y if step == 1 else y.detach())", 2, 2),
         slow(CLIPPED, "h.detach()", "(h if step == 1 else h.detach())", 2, 2),
         slow(SWITCHED, "torch.set_grad_enabled(False)", "step == 1 or torch.set_grad_enabled(False)", 2, 2),
     ],
-    ids=["gradient_penalty", "inner_loss", "inner_step", "hook", "statement"],
+    ids=["gradient_penalty", "inner_loss", "inner_step", "same_tensor", "hook", "statement"],
 )
 def test_the_effect_is_that_of_the_script_without_the_stop(ask, text, stop, without, step, number):
     found = ask(text, "--step", str(step), "--rerun")

@@ -61,6 +61,7 @@ class State(NamedTuple):
     reached: tuple[Reached, ...] = ()
     gates: Gates | None = None
     compares: bool = False
+    leaves_out: bool = False
     watches: tuple[Watch, ...] = ()
     prefix: str = ""
     changes: tuple[Callable[[State], State], ...] = ()
@@ -92,13 +93,19 @@ def is_quiet() -> bool:
 
 
 @contextmanager
-def opened(*names: Block | str) -> Iterator[Reached]:
-    """Open blocks as `unblock` does, and hand out the set of those reached instead of raising for the others."""
+def opened(*names: Block | str, leaves_out: bool = False) -> Iterator[Reached]:
+    """Open blocks as `unblock` does, and hand out the set of those reached instead of raising for the others.
+
+    Args:
+        names: The blocks.
+        leaves_out: Whether an open block gives out its input itself, as if the source was without the call.
+    """
     names_opened = frozenset(known_name(name) for name in names)
     reached = Reached()
 
     def change(state: State) -> State:
-        return state._replace(open=state.open | names_opened, reached=(*state.reached, reached))
+        reaching = (*state.reached, reached)
+        return state._replace(open=state.open | names_opened, reached=reaching, leaves_out=leaves_out)
 
     with entered(change, names_opened):
         yield reached
@@ -156,7 +163,7 @@ def let_pass(state: State, name: str, input: Tensor) -> Tensor:
     if carries_gradient(input):
         _mark_reached(state, name)
     # Within a comparison as if the call was not there; otherwise with the bits of an open gate.
-    itself = state.compares or not (torch.is_grad_enabled() or forward_ad._current_level >= 0)
+    itself = state.compares or state.leaves_out or not (torch.is_grad_enabled() or forward_ad._current_level >= 0)
     return input if itself else alias(input)
 
 

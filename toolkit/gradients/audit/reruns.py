@@ -115,7 +115,7 @@ class OpenedRun(ScriptRun):
             if not is_site(place):  # the name of a block that may not have run yet
                 register(place, "")
         bare = BareBlocks()
-        with without_compiled_code(), bare.replaced(Storages()), opened(*self._places) as reached:
+        with without_compiled_code(), bare.replaced(Storages()), opened(*self._places, leaves_out=True) as reached:
             try:
                 yield
             finally:
