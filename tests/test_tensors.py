@@ -6,7 +6,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from toolkit._tensors import exponential_remainder
+from toolkit._tensors import bounded, exponential_remainder
 
 
 def exact(x: float) -> float:
@@ -40,3 +40,14 @@ def test_the_remainder_of_an_exponential_at_its_ends():
     found = exponential_remainder(x)
     assert found.tolist() == [0, math.inf, math.inf, math.inf], "the exponential of 100 is beyond float32"
     assert torch.autograd.grad(found.sum(), x)[0].tolist() == [0, -1, math.inf, math.inf]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "slopes"), [((0, 1), [0, 1, 1, 1, 0]), ((0,), [0, 1, 1, 1, 1]), ((-9, 1), [1, 1, 1, 1, 0])]
+)
+def test_a_bounded_tensor_has_a_gradient_at_its_bounds(bounds, slopes):
+    x = torch.tensor([-1.0, 0.0, 0.5, 1.0, 2.0], requires_grad=True)
+    found = bounded(x, *bounds)
+    assert torch.equal(found, x.clamp(*bounds))
+    assert torch.autograd.grad(found.sum(), x)[0].tolist() == slopes
+    assert bounded(torch.tensor(math.nan), 0, 1).isnan()

@@ -16,6 +16,7 @@ __all__ = [
     "HALF",
     "INTEGERS",
     "autocasts",
+    "bounded",
     "common_dtype",
     "exact_products",
     "exponential_remainder",
@@ -46,6 +47,12 @@ def common_dtype(*tensors: Tensor) -> torch.dtype:
 def largest_exponent(dtype: torch.dtype) -> float:
     """Return a number whose exponential is finite in this type, by a margin for sums."""
     return math.log(torch.finfo(dtype).max) - 1
+
+
+def bounded(input: Tensor, least: float = -math.inf, most: float = math.inf) -> Tensor:
+    """Return ``input.clamp(least, most)`` with the gradient 1 at the bounds, where that of torch is 0 since 2.14."""
+    input = input if least == -math.inf else input.masked_fill(input < least, least)
+    return input if most == math.inf else input.masked_fill(input > most, most)
 
 
 def exponential_remainder(input: Tensor) -> Tensor:

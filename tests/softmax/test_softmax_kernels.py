@@ -374,3 +374,13 @@ def test_the_gradient_by_the_probabilities_themselves_is_not_centred():
     by_y, by_x = torch.autograd.grad((y * g).sum(), (y, x))
     assert torch.equal(by_y, g)
     torch.testing.assert_close(by_x, torch.autograd.grad(torch.softmax(x, -1), x, g)[0])
+
+
+@pytest.mark.parametrize("row", [[200.0, 0.0, -50.0], [200.0]], ids=["sure", "single"])
+def test_plain_operations_have_the_gradient_of_a_row_without_doubt(row):
+    """All but one of the exponentials are 0, so that sums are at the bounds that hold them."""
+    z = (torch.tensor([row]) - max(row)).requires_grad_()
+    y = _kernels.probabilities_in_plain_operations(z, 1)
+    log_sum = _kernels.log_sum_in_plain_operations(z, 1)
+    assert torch.autograd.grad(y[0, 0], z)[0].tolist() == [[0.0] * len(row)]
+    assert torch.autograd.grad(log_sum.sum(), z)[0].tolist() == [[1.0] + [0.0] * (len(row) - 1)]

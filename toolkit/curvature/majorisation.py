@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 from toolkit._checks import choice, number
-from toolkit._tensors import floating, same_shape, wide
+from toolkit._tensors import bounded, floating, same_shape, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = [
@@ -221,7 +221,7 @@ def _log_weights(r: Tensor, kind: Kind, scale: float) -> Tensor:
 
 def _log_one_plus_square(z: Tensor) -> Tensor:
     """Return ``log(1 + z^2)``, also where the square is too large for its dtype."""
-    near, far = z.clamp(-_FAR, _FAR), z.abs().clamp(min=_FAR)
+    near, far = bounded(z, -_FAR, _FAR), bounded(z.abs(), _FAR)
     return torch.where(z.abs() < _FAR, near.square().log1p(), 2 * far.log())
 
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, number
-from toolkit._tensors import common_dtype, exponential_remainder, largest_exponent, same_shape, shape_of, wide
+from toolkit._tensors import (
+    bounded,
+    common_dtype,
+    exponential_remainder,
+    largest_exponent,
+    same_shape,
+    shape_of,
+    wide,
+)
 from toolkit.blocks import block, stop_gradient
 from toolkit.policy_gradient._shapes import one_for_each_row
 from toolkit.policy_gradient.sampled import ADVANTAGE
@@ -219,7 +227,7 @@ def off_policy_pg_loss(
     same_shape(log_prob_t=log_prob_t, behaviour_log_prob_t=behaviour_log_prob_t, adv_t=adv_t)
     rho = (log_prob_t - behaviour_log_prob_t).exp()
     if clip_rho is not None:
-        rho = rho.clamp(max=number("clip_rho", clip_rho, above=0))
+        rho = bounded(rho, most=number("clip_rho", clip_rho, above=0))
     # An action that the policy would never take has the weight 0, and 0 * -inf is NaN.
     scores = log_prob_t.nan_to_num(nan=math.nan, posinf=math.inf, neginf=0.0)
     return -(stop_gradient(rho, IMPORTANCE_WEIGHTS) * scores * stop_gradient(adv_t, ADVANTAGE)).mean()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit._checks import broadcasts, number
 from toolkit._recursion import discounted_sums
-from toolkit._tensors import common_dtype, floating, same_shape, wide
+from toolkit._tensors import bounded, common_dtype, floating, same_shape, wide
 from toolkit.blocks import block, stop_recording
 from toolkit.policy_gradient.sampled import ADVANTAGE, VALUE_TARGET
 
@@ -213,7 +213,7 @@ def vtrace_td_error_and_advantage(
         weight = lambda_ if isinstance(lambda_, float) else lambda_.expand_as(r_t)[..., :-1]
         later = v_tm1[..., 1:] + weight * errors[..., 1:]
         q_estimate = r_t + discount_t * torch.cat([later, v_t[..., -1:]], -1)
-        pg_advantage = rho_tm1.clamp(max=clip_pg) * (q_estimate - v_tm1)
+        pg_advantage = bounded(rho_tm1, most=clip_pg) * (q_estimate - v_tm1)
     return VTraceOutput(errors.to(dtype), pg_advantage.to(dtype), q_estimate.to(dtype))
 
 
@@ -258,7 +258,7 @@ def _vtrace_targets(
 ) -> Tensor:
     clip = number("clip_rho_threshold", clip_rho_threshold, above=0, infinite=True)
     with stop_recording(VTRACE_TARGET):
-        traces = rho_tm1.clamp(max=1)
-        weights = traces if clip == 1 else rho_tm1.clamp(max=clip)
+        traces = bounded(rho_tm1, most=1)
+        weights = traces if clip == 1 else bounded(rho_tm1, most=clip)
         errors = weights * (torch.addcmul(r_t, discount_t, v_t) - v_tm1)
         return v_tm1 + discounted_sums(errors, discount_t * traces * lambda_)

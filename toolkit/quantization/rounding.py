@@ -10,7 +10,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit._random import own_generator
-from toolkit._tensors import floating, shape_of, wide
+from toolkit._tensors import bounded, floating, shape_of, wide
 from toolkit.blocks import block, stop_gradient
 
 __all__ = ["ONE_HOT", "ROUND", "SIGN", "TOP_K", "gumbel_softmax", "one_hot_ste", "round_ste", "sign_ste", "top_k_ste"]
@@ -83,7 +83,7 @@ def sign_ste(x: Tensor) -> Tensor:
         ([1.0, -1.0], tensor([1., 0.]))
     """
     shape_of("x", x)
-    clipped = torch.where(x.abs() > 1, x.sign(), x)  # the gradient of `clamp` at its ends is 0 since torch 2.14
+    clipped = bounded(x, -1, 1)
     return clipped + stop_gradient(torch.where(x >= 0, 1.0, -1.0).to(x.dtype) - clipped, SIGN)
 
 

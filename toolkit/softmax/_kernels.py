@@ -17,6 +17,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from toolkit._tensors import bounded
+
 # Elements of one piece: 128 KiB of float32, so that an input, a cotangent and a result fit into a core's cache.
 _PIECE = 1 << 15
 # Elements of a small input, whose time is that of the calls.
@@ -57,7 +59,7 @@ def probabilities_in_plain_operations(z: Tensor, dim: int) -> Tensor:
     """Specify `probabilities`, of shifted inputs."""
     e = z.exp()
     # The maximum alone contributes 1: the sum is smaller only in a row of -inf, where it is 0.
-    return e / e.sum(dim, keepdim=True).clamp(min=1)
+    return e / bounded(e.sum(dim, keepdim=True), 1)
 
 
 def small_probabilities(x: Tensor, dim: int) -> Tensor | None:
@@ -166,7 +168,7 @@ def log_sum_in_plain_operations(z: Tensor, dim: int) -> Tensor:
     at_peak = z == 0
     # The term of one maximum is exactly 1 and belongs to log1p; as `e - 1` it only adds its derivative.
     excess = (e - at_peak.to(e.dtype)).sum(dim, keepdim=True) + (at_peak.sum(dim, keepdim=True) - 1)
-    return excess.clamp(min=0).log1p().masked_fill(excess < 0, -math.inf)
+    return bounded(excess, 0).log1p().masked_fill(excess < 0, -math.inf)
 
 
 def log_probabilities(x: Tensor, dim: int) -> Tensor:

@@ -48,7 +48,7 @@ from torch.compiler import is_compiling, is_exporting
 from torch.nn.functional import nll_loss
 
 from toolkit._checks import choice, index, number
-from toolkit._tensors import INTEGERS, wide
+from toolkit._tensors import INTEGERS, bounded, wide
 from toolkit.blocks import block, is_quiet, stop_gradient
 from toolkit.softmax._differentiation import (
     cross_entropy_of_rows,
@@ -149,7 +149,7 @@ def log_softmax(input: Tensor, dim: int | Sequence[int] = -1, *, where: Tensor |
     dim = _checked(input, "input", dim, _SEVERAL)
     x, _ = _shifted(input, dim)
     if _is_plain():
-        log_y = x - log_sum_in_plain_operations(x, dim).clamp(min=0)
+        log_y = x - bounded(log_sum_in_plain_operations(x, dim), 0)
     else:
         log_y = log_softmax_of_rows(x, dim)
     return log_y if log_y.dtype == input.dtype else log_y.to(input.dtype)
@@ -351,7 +351,7 @@ def cross_entropy(
     kept = (labels != ignored).to(x.device)
     at = labels.long().masked_fill(~kept, 0).unsqueeze(dim)
     if _is_plain():
-        losses = log_sum_in_plain_operations(x, dim).clamp(min=0) - x.gather(dim, at)
+        losses = bounded(log_sum_in_plain_operations(x, dim), 0) - x.gather(dim, at)
     else:
         losses = cross_entropy_of_rows(x, at, dim)
     own = kept.to(losses.dtype)

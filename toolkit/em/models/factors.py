@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from toolkit._checks import choice, integer, number
+from toolkit._tensors import bounded
 from toolkit.blocks import no_graph, stop_gradient
 from toolkit.em.components import Located
 from toolkit.em.mixture import RESPONSIBILITIES, e_step, expectation, mean
@@ -308,7 +309,7 @@ class FactorAnalysers(Located):
             log_weights=log_weights_of(values),
             means=values["means"],
             loadings=values["loadings"],
-            noise=values["log_noise"].exp().clamp(min=self.noise_floor),
+            noise=bounded(values["log_noise"].exp(), self.noise_floor),
         )
 
     @no_graph()
