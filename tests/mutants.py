@@ -157,7 +157,7 @@ TABLE: dict[str, list[tuple[str, str, str]]] = {
     "softmax": [
         ("shift = stop_gradient(finite_maximum(x, dim), SHIFT)", "shift = finite_maximum(x, dim)", "test_softmax"),
         (
-            "log_sum_in_plain_operations(x, dim).clamp(min=0) - x.gather",
+            "bounded(log_sum_in_plain_operations(x, dim), 0) - x.gather",
             "log_sum_in_plain_operations(x, dim) + x.gather",
             "test_softmax",
         ),

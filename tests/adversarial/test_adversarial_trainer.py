@@ -1435,7 +1435,11 @@ WRONG: dict[str, tuple[dict[str, object], type[Exception], str]] = {
         ValueError,
         r"`bounds` should be \(0, 1\) where `data` is bytes.* Found \(0, 255\)",
     ),
-    "batches of bytes": ({"data": [(BYTES, LABELS)], "epsilon": 8.0}, ValueError, "where `data` is bytes"),
+    "batches of bytes": (
+        {"data": [(BYTES, LABELS)], "epsilon": 8.0, "bounds": None},
+        ValueError,
+        "where `data` is bytes",
+    ),
     "held-out bytes": (
         {"data": (X, LABELS), "evaluate": (BYTES, LABELS), "bounds": (0, 255)},
         ValueError,
@@ -1495,7 +1499,8 @@ def test_bytes_may_be_brought_to_any_scale():
     run(twin, (BYTES.double(), LABELS), epsilon=8.0, bounds=(0, 255))
     for one, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other)
-    run(data=(BYTES, LABELS), epsilon=1.0)
+    with pytest.warns(UserWarning, match="less than the box is wide, 1. Found 1"):
+        run(data=(BYTES, LABELS), epsilon=1.0)
 
 
 def test_a_length_that_is_not_the_number_of_batches_is_said():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import inspect
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,7 @@ from toolkit.adversarial.attacks.multi_target import linearised, multi_target
 from toolkit.adversarial.attacks.square import square
 from toolkit.adversarial.balls import Ball, BallFields
 from toolkit.adversarial.balls._rounding import laid_out_as
-from toolkit.adversarial.balls.box import sizes_of
+from toolkit.adversarial.balls.box import sizes_of, warn_of_a_radius_as_wide_as_the_box
 
 __all__ = ["Evaluation", "ensemble", "evaluate_robustness", "robust_accuracy", "robustness_curve", "standard_attacks"]
 
@@ -197,7 +196,9 @@ def evaluate_robustness(
         setting(model, x, labels, **untargeted(options)) as whole,
         Progress(verbose=verbose, interval=1, callback=None) as progress,
     ):
-        _warn_of_a_ball_as_wide_as_the_box(whole)
+        threat = whole.threat
+        if len(whole.x) and threat.epsilon is not None:
+            warn_of_a_radius_as_wide_as_the_box(threat.epsilon, threat.norm, threat.bounds)
         parts = [
             _Standing(whole.rows(rows), draws)
             for rows in torch.arange(len(whole.x), device=whole.x.device).split(batch_size)
@@ -448,19 +449,6 @@ def _draws(attack: Attack) -> bool:
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     is_own = (getattr(inner, "__module__", None) or "").startswith("toolkit.adversarial.")
     return "generator" in parameters or (takes_any and not is_own)
-
-
-def _warn_of_a_ball_as_wide_as_the_box(attack: Setting) -> None:
-    threat = attack.threat
-    if threat.norm == "linf" and threat.bounds is not None and len(attack.x):
-        least, most = (torch.as_tensor(side).double() for side in threat.bounds)
-        width, smallest = float(most.max() - least.min()), torch.as_tensor(threat.epsilon).min()
-        if smallest >= width:
-            warnings.warn(
-                f"`epsilon` should be less than the box is wide, {width:g}. Found {smallest:g}, "
-                "with which everything in the box is allowed. Are the pixels on another scale?",
-                stacklevel=3,
-            )
 
 
 def _stages(name: str, attack: Attack | Stages) -> Stages:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import warnings
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "room",
     "sizes_of",
     "sum_of",
+    "warn_of_a_radius_as_wide_as_the_box",
     "wide",
 ]
 
@@ -181,6 +183,19 @@ def norm_of(tensor: Tensor, order: int = 2) -> Tensor:
 def sum_of(tensor: Tensor) -> Tensor:
     """Return the sum over the features of every sample, (N, 1, ...)."""
     return tensor.sum(features(tensor), keepdim=True)
+
+
+def warn_of_a_radius_as_wide_as_the_box(epsilon: float | Tensor, norm: str, bounds: Bounds) -> None:
+    """Warn the caller's caller if a ball in Linf is as wide as its box, as with a radius of 8 for pixels in [0, 1]."""
+    if norm == "linf" and bounds is not None:
+        least, most = (torch.as_tensor(side).double() for side in bounds)
+        width, smallest = float(most.max() - least.min()), torch.as_tensor(epsilon).min()
+        if smallest >= width:
+            warnings.warn(
+                f"`epsilon` should be less than the box is wide, {width:g}. Found {smallest:g}, "
+                "with which everything in the box is allowed. Are the pixels on another scale?",
+                stacklevel=3,
+            )
 
 
 def _in_words(bound: Tensor) -> str:

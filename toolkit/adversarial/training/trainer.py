@@ -20,6 +20,7 @@ from toolkit._divergence import DivergenceError
 from toolkit._progress import Progress
 from toolkit._run import Course
 from toolkit.adversarial.balls import Bounds, Norm
+from toolkit.adversarial.balls.box import warn_of_a_radius_as_wide_as_the_box
 from toolkit.adversarial.training._arguments import (
     Plan,
     check_group,
@@ -233,6 +234,7 @@ def train(
             group=group,
             noted=checkpoint is not None or group is not None,
         )
+    warn_of_a_radius_as_wide_as_the_box(ball["epsilon"], ball["norm"], ball["bounds"])
     settings: dict[str, Any] = {
         **plan.settings(),
         "epochs": course.epochs,
