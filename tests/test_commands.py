@@ -152,7 +152,7 @@ def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
     run = _done(["stopgrad", "run", str(project / "configs"), "--results", str(project / "results")], installed)
     assert run.returncode == 0, run.stderr
     assert "contradict" not in run.stdout
-    assert "with it, training ends better" in run.stdout
+    assert "with the block, training ends better" in run.stdout
     tests = _done([str(binaries / "python"), "-m", "pytest", "-q", "-p", "no:cacheprovider", str(project)], installed)
     assert tests.returncode == 0, tests.stdout
 

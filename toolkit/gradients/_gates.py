@@ -38,7 +38,7 @@ from toolkit.gradients._nodes import (
     reachable_nodes,
     roots_in,
 )
-from toolkit.gradients._places import TOOLKIT, TORCH
+from toolkit.gradients._places import TOOLKIT, TORCH, serves_toolkit
 
 __all__ = [
     "GateBoard",
@@ -416,7 +416,7 @@ class _Watch(TorchFunctionMode):
         kwargs, func = kwargs or {}, replaced_by(func)
         if self._board.records:
             self._board.make_views(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        elif not torch._C.is_grad_enabled():
+        elif not torch._C.is_grad_enabled() and not serves_toolkit(sys._getframe(1)):
             self._board.unrecorded += any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves((args, kwargs)))
         if func in self._derivatives:
             self._board.derive(roots_in((args, kwargs)))

@@ -11,11 +11,18 @@ import torch
 
 from toolkit.blocks import Site, site_of
 
-__all__ = ["TOOLKIT", "TORCH", "decorated", "user_site"]
+__all__ = ["TOOLKIT", "TORCH", "decorated", "serves_toolkit", "user_site"]
 
 # The folders of the code of torch and of this library.
 TORCH = str(Path(torch.__file__).parent) + "/"
 TOOLKIT = str(Path(__file__).parent.parent) + "/"
+
+
+def serves_toolkit(frame: FrameType | None) -> bool:
+    """Return whether this library's own code runs in a frame, or has called torch there."""
+    while frame is not None and frame.f_code.co_filename.startswith(TORCH):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(TOOLKIT)
 
 
 def user_site(frame: FrameType | None) -> Site:

@@ -247,6 +247,11 @@ def as_arrays(size: int, *values: Tensor | None) -> list[Any]:
     return [None if value is None else value.resolve_neg().numpy() for value in values]
 
 
+def as_tensor(values: Any) -> Tensor:
+    """Return a tensor for an array; a tensor is returned as it is, on its device."""
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
+
+
 def doubles(values: Any) -> Any:
     """Return a tensor or an array in float64."""
     return values.double() if isinstance(values, Tensor) else values.astype(np.float64, copy=False)

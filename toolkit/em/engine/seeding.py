@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit._random import check_generator
-from toolkit.em.covariance.structure import as_arrays, doubles, library
+from toolkit.em.covariance.structure import as_arrays, as_tensor, doubles, library
 
 __all__ = ["LLOYD_STEPS", "device_of", "distinct", "lloyd", "nearest", "seeds", "squared_distances"]
 
@@ -80,7 +80,8 @@ def seeds(
     """
     weights = torch.ones_like(points[:, 0]) if weights is None else weights
     points, weights, seen = as_arrays(points.numel() * n_starts * (_CANDIDATES + n_means), points, weights, seen)
-    of, rows, n_candidates = library(points), range(n_starts), _CANDIDATES + int(math.log(n_means))
+    of, n_candidates = library(points), _CANDIDATES + int(math.log(n_means))
+    rows = of.arange(n_starts, device=points.device)
     n_draws = n_starts * (1 + n_candidates * (n_means - 1))
     draws = torch.rand(n_draws, generator=generator, device=device_of(generator, points), dtype=torch.float64)
     uniform = draws.to(points.device) if of is torch else draws.numpy()
@@ -98,7 +99,7 @@ def seeds(
         best = _first_least(after.sum(2))
         chosen.append(drawn[rows, best])
         odds = after[rows, best]
-    return torch.as_tensor(of.stack(chosen, 1))
+    return as_tensor(of.stack(chosen, 1))
 
 
 def squared_distances(points: _Values, chosen: _Values, seen: _Values) -> Any:
@@ -150,7 +151,7 @@ def lloyd(
         before, members_of = members_of, nearest(points, means, seen)
         if bool((members_of == before).all()):
             break
-    return torch.as_tensor(means), torch.as_tensor(members_of)
+    return as_tensor(means), as_tensor(members_of)
 
 
 def nearest(points: _Values, means: _Values, seen: _Values = None) -> Any:

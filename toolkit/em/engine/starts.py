@@ -17,7 +17,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.blocks import no_graph
 from toolkit.em.covariance import CovarianceType, Structure, structure_of
-from toolkit.em.covariance.structure import as_arrays, doubles, library
+from toolkit.em.covariance.structure import as_arrays, as_tensor, doubles, library
 from toolkit.em.engine.checks import check_covariance, check_finite, check_floats, check_weights
 from toolkit.em.engine.seeding import LLOYD_STEPS, distinct, lloyd, nearest, seeds
 from toolkit.em.gaussian import GaussianParameters
@@ -197,9 +197,9 @@ def start_from(
     scatter = second - wide.products(counts[:, None] * shifts, shifts)
     covariances = _covariances(scatter, safe, total, structure)
     return GaussianParameters(
-        log_weights=torch.as_tensor(of.log(weights) - of.log(weights.sum())),
-        means=torch.as_tensor(origins + shifts),
-        precisions_cholesky=torch.as_tensor(structure.factor(structure.regularise(covariances, reg_covar))),
+        log_weights=as_tensor(of.log(weights) - of.log(weights.sum())),
+        means=as_tensor(origins + shifts),
+        precisions_cholesky=as_tensor(structure.factor(structure.regularise(covariances, reg_covar))),
         covariance_type=covariance_type,
     )
 
