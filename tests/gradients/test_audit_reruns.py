@@ -241,19 +241,8 @@ def test_stops_that_do_not_open_then_either_say_why(ask):
 
 
 def test_a_stop_that_changes_an_earlier_backward_pass_is_not_compared_afterwards(ask):
-    text = """
-        net = nn.Linear(4, 3)
-        optimizer = torch.optim.SGD(net.parameters(), 1e-2)
-        for step in range(3):
-            x = torch.randn(7, 4)
-            torch.set_grad_enabled(False)
-            target = net(x).tanh()
-            torch.set_grad_enabled(True)
-            optimizer.zero_grad()
-            (net(x) - target).square().mean().backward(retain_graph=True)
-            (net(x) * target).mean().backward()
-            optimizer.step()
-        """
+    twice = "backward(retain_graph=True)\n    (net(x) * target).mean().backward()"
+    text = SWITCHED.replace("backward()", twice)
     first, second = ask(text, "--step", "2", "--all", "--rerun")
     assert [effect["verdict"]["kind"] for effect in first["effects"]] == ["partial"]
     assert [entry["reason"] for entry in second["unopened"]] == ["opened, it changes an earlier backward pass"]
