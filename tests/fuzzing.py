@@ -1139,7 +1139,9 @@ class _Checker:
             unopened = self.unopened(asked)
         else:
             sites = {f"{FILE}:{line}:": stop for line, stop in self.program.places.items()}
-            names = {stop: e.name for e in asked.effects for site, stop in sites.items() if e.name.startswith(site)}
+            other = "detach()" if ".data" in self.program.source() else None  # beside the stop, in its line
+            effects = [effect.name for effect in asked.effects if asked.kinds[effect.name] != other]
+            names = {stop: name for name in effects for site, stop in sites.items() if name.startswith(site)}
             unopened = {
                 sites.get(place[: place.rindex(":") + 1], ""): why for place, why in self.unopened(asked).items()
             }

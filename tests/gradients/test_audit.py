@@ -614,6 +614,23 @@ def test_a_stop_inside_of_another_one_gets_a_row_with_it(pair):
         torch.testing.assert_close(gradient, expected)
 
 
+def test_data_inside_of_a_region_gets_a_row_with_it(pair):
+    def loss():
+        with torch.no_grad():
+            target = pair.b(pair.x).data
+        return ((pair.b(pair.x) - target) ** 2).mean() + (pair.a(pair.x) * target).sum()
+
+    found = audit(loss, {"a": pair.a.weight, "b": pair.b.weight})
+    assert [found.kinds[effect.name] for effect in found.effects] == ["no_grad", ".data"]
+    assert all(effect.verdict.is_silent for effect in found.effects)
+    (together,) = found.sets
+    expected = _plain(
+        lambda: (pair.a(pair.x) * pair.b(pair.x)).sum() + 0 * pair.b(pair.x).sum(), [pair.a.weight, pair.b.weight]
+    )
+    for gradient, truth in zip(found.gradient(together.name.split(" + ")).values(), expected, strict=True):
+        torch.testing.assert_close(gradient, truth)
+
+
 def test_blocks_behind_each_other_that_act_together_are_a_set(pair):
     def loss():
         inner = stop_gradient(pair.b(pair.x), "set.inner")

@@ -302,7 +302,7 @@ class BareBlocks:
         def get(input: Tensor) -> Any:
             if unwraps(input):
                 return self._unwrapped(get, input)
-            if not carries_gradient(input):
+            if not (carries_gradient(input) or (self._closed and not self._is_state(input))):
                 return self._aliased(original.__get__(input))
             return self._stopped(".data", input, lambda: original.__get__(input))
 
