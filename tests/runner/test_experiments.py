@@ -286,10 +286,10 @@ def test_force_runs_finished_seeds_again(tmp_path, monkeypatch):
     assert CliRunner().invoke(main, arguments).exit_code == 0
     (record,) = results.glob("toy_force/*/seed-000/record.json")
     before = record.stat().st_mtime_ns
-    assert "has a record already\n" in CliRunner().invoke(main, arguments).stderr
+    assert CliRunner().invoke(main, arguments).stderr.count("toy_force: all 2 seeds have records already\n") == 1
     module = tmp_path / "experiments" / "toy_force.py"
     os.utime(module, ns=(before + 1, before + 1))
-    older = f"seed 1 (2 of 2) has a record already, older than {module}; `--force` runs it again\n"
+    older = f"already, older than {module}; renew with `--force`\n"
     assert older in CliRunner().invoke(main, arguments).stderr
     assert record.stat().st_mtime_ns == before
     assert CliRunner().invoke(main, [*arguments, "--force"]).exit_code == 0

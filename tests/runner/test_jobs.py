@@ -69,7 +69,7 @@ def test_a_record_without_times_is_completed_by_the_next_run(tmp_path):
     data = json.loads(file.read_text())
     data["variants"]["blocked"]["seconds_per_step"] = None
     file.write_text(json.dumps(data))
-    assert "seed 0 (1 of 2) has a record already" in _run(path, tmp_path).stderr
+    assert "toy_untimed: all 2 seeds have records already" in _run(path, tmp_path).stderr
     assert json.loads(file.read_text())["variants"]["blocked"]["seconds_per_step"] > 0
 
 

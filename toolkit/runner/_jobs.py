@@ -6,6 +6,7 @@ Each unit leaves its record, so units need no order, and those that finished are
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
@@ -82,13 +83,21 @@ class _Run:
         for unit in units:
             records.setdefault((unit.folder(self._root), unit.seed), unit)
         left = [unit for unit in records.values() if self._force or not self._is_finished(unit)]
-        for unit in records.values():
-            if unit not in left:
-                older = is_older(unit.folder(self._root), unit.seed, unit.module)
-                why = f", older than {unit.module}; `--force` runs it again" if older else ""
-                self._progress.say(f"{unit} has a record already{why}")
-                self._unmeasured.append(unit)
+        finished = [unit for unit in records.values() if unit not in left]
+        for (label, why), group in itertools.groupby(finished, lambda unit: (unit.label, self._age(unit))):
+            same = list(group)
+            if len(same) == same[0].seeds > 1:
+                self._progress.say(f"{label}: all {len(same)} seeds have records already{why}")
+            else:
+                for unit in same:
+                    self._progress.say(f"{unit} has a record already{why}")
+        self._unmeasured += finished
         return left
+
+    def _age(self, unit: Unit) -> str:
+        """Return a remark if a record is older than its experiment."""
+        older = is_older(unit.folder(self._root), unit.seed, unit.module)
+        return f", older than {unit.module}; renew with `--force`" if older else ""
 
     def all_of(self, units: list[Unit], workers: Callable[[int], contextlib.AbstractContextManager[Workers]]) -> None:
         """Run the units in their order; a unit whose process is killed runs again.
