@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import re
 import sys
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 import torch
 
 from benchmarks._measure import Row
+from benchmarks._options import options
 from tests.fuzzing import check, generate
 
 ON_REQUEST = True
@@ -59,23 +59,23 @@ class Tally:
 
 def rows() -> Iterator[Row]:
     """Run the programs, print what is wrong and why answers were refused, and yield how often."""
-    options = _options()
-    seeds = range(options.seed, options.seed + options.programs)
+    chosen = options()
+    seeds = range(chosen.seed, chosen.seed + chosen.programs)
     chunks = [seeds[start : start + _CHUNK] for start in range(0, len(seeds), _CHUNK)]
     total, start = Tally(), time.perf_counter()
-    with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+    with ProcessPoolExecutor(chosen.jobs, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
         for done, tally in enumerate(pool.map(tally_of, chunks), 1):
             total.add(tally)
             for seed, lines in tally.wrong.items():
                 print(*(f"seed {seed}: {line}" for line in lines), sep="\n", flush=True)
             if done % 20 == 0:
                 print(f"{done * _CHUNK} programs, {len(total.wrong)} wrong", file=sys.stderr, flush=True)
-    rate = options.programs / (time.perf_counter() - start)
+    rate = chosen.programs / (time.perf_counter() - start)
     for what, reasons in (("refused", total.reasons), ("skipped", total.skipped)):
         for reason, count in reasons.most_common():
             print(f"{what} {count} times: {reason}")
     note = f"of {total.programs} programs, seeds {seeds.start} to {seeds.stop - 1}"
-    told = f"{total.answers} answers, {rate:.1f} programs per second in {options.jobs} processes"
+    told = f"{total.answers} answers, {rate:.1f} programs per second in {chosen.jobs} processes"
     yield Row("wrong / programs", len(total.wrong) / total.programs, "0", f"{len(total.wrong)} {note}; {told}")
     refused = f"{len(total.refused)} {note}; {sum(total.skipped.values())} more have no truth"
     yield Row("refused / programs", len(total.refused) / total.programs, "below 0.02", refused)
@@ -102,11 +102,3 @@ def tally_of(seeds: range) -> Tally:
 def _general(reason: str) -> str:
     """Return a reason without the names and numbers of one program."""
     return re.sub(r"\b[a-z]*\d[\w.+-]*", "_", reason)[:160]
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks fuzz")
-    parser.add_argument("--programs", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--jobs", type=int, default=1)
-    return parser.parse_known_args()[0]

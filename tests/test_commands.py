@@ -12,6 +12,8 @@ import pytest
 import warm
 from folders import ROOT
 
+from benchmarks._options import options
+
 # Shown for data or devices that are not here.
 NOT_HERE = ("own_data",)
 
@@ -147,7 +149,12 @@ def test_every_file_that_readme_shows_is_there():
 def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
     work, binaries = installed
     project = work / "own"
-    assert _done(["stopgrad", "init", str(project)], installed).returncode == 0
+    told = _done(["stopgrad", "init", str(project)], installed)
+    assert told.returncode == 0
+    assert told.stdout.splitlines()[-2:] == [
+        f"next: cd {project}, then: stopgrad run configs",
+        "test: pytest (if it is missing: pip install pytest)",
+    ]
     assert "exists already" in _done(["stopgrad", "init", str(project)], installed).stderr
     run = _done(["stopgrad", "run", str(project / "configs"), "--results", str(project / "results")], installed)
     assert run.returncode == 0, run.stderr
@@ -173,11 +180,12 @@ def test_a_project_of_ones_own_runs_beside_bundled_experiments(installed, tmp_pa
     assert "records of 2 of 2 seeds" in done.stdout
 
 
-def test_help_answers_within_half_a_second():
+@pytest.mark.parametrize("module", ["experiments", "benchmarks"])
+def test_help_answers_within_half_a_second(module):
     """The processor time of a new interpreter: the clock would measure the load of the machine."""
     program = (
         "import resource, subprocess, sys\n"
-        "subprocess.run([sys.executable, '-m', 'experiments', '--help'], check=True, stdout=subprocess.DEVNULL)\n"
+        f"subprocess.run([sys.executable, '-m', {module!r}, '--help'], check=True, stdout=subprocess.DEVNULL)\n"
         "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
         "print(used.ru_utime + used.ru_stime)"
     )
@@ -188,3 +196,33 @@ def test_help_answers_within_half_a_second():
         for _ in range(3)
     ]
     assert min(times) < 0.5
+
+
+def test_help_of_the_benchmarks_names_each_of_them(capsys):
+    with pytest.raises(SystemExit) as ended:
+        options(["--help"])
+    assert ended.value.code == 0
+    listed = re.findall(r"^  (\w+)  +[`A-Z]", capsys.readouterr().out.partition("benchmarks:")[2], re.MULTILINE)
+    modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")} | {"atlas", "gallery"}
+    assert sorted(listed) == sorted(name for name in modules if not name.startswith("_"))
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("bloks", "NAME should be one of .* Found 'bloks'"),
+        ("fuzz --program-count 2", "unrecognized arguments: --program-count"),
+        ("--threads", "--threads: expected one argument"),
+    ],
+)
+def test_a_mistake_in_the_command_of_the_benchmarks_runs_none(words, told, capsys):
+    with pytest.raises(SystemExit) as ended:
+        options(words.split())
+    assert ended.value.code == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("words", ["--threads 2 blocks em", "blocks --threads 2 em", "blocks em --threads 2"])
+def test_options_of_the_benchmarks_stand_anywhere(words):
+    chosen = options(words.split())
+    assert (chosen.names, chosen.threads) == (["blocks", "em"], 2)

@@ -8,7 +8,6 @@ Each program in `programs/` builds the losses of one package; `records/` holds t
 
 from __future__ import annotations
 
-import argparse
 import pkgutil
 import warnings
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from importlib.metadata import version
 import torch
 
 from benchmarks._measure import Row
+from benchmarks._options import options
 from benchmarks.atlas import programs
 from benchmarks.atlas.comparison import compared_losses
 from benchmarks.atlas.links import repository
@@ -27,9 +27,7 @@ ON_REQUEST = True
 
 def rows() -> Iterator[Row]:
     """Write the record of each package, or of the one that is named; yield the share of answers that differ."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks atlas")
-    parser.add_argument("--package", help="the name in the package index")
-    chosen = parser.parse_known_args()[0].package
+    chosen = options().package
     for info in pkgutil.iter_modules(programs.__path__, f"{programs.__name__}."):
         package = info.name.rpartition(".")[2].replace("_", "-")
         if chosen in (None, package):
