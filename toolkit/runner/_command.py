@@ -279,7 +279,10 @@ def list_command(experiment: str | None, configs: Path) -> None:
 @main.command(short_help="Lay out a project of your own.")
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 def init(folder: Path) -> None:
-    """Lay out a project of your own in FOLDER: one experiment, one config, one test, with comments."""
+    """Lay out a project of your own in FOLDER: one experiment, one config, one test, with comments.
+
+    The test needs pytest, which is not installed with this package: ``pip install pytest``.
+    """
     source = BUNDLE / "docs" / "project"
     files = [path.relative_to(source) for path in sorted(source.rglob("*")) if path.suffix in (".py", ".toml")]
     taken = [folder / file for file in files if (folder / file).exists()]
@@ -294,6 +297,7 @@ def init(folder: Path) -> None:
     for file in files:
         click.echo(folder / file)
     click.echo(f"next: cd {shlex.quote(str(folder))}, then: stopgrad run configs")
+    click.echo("test: pytest (if it is missing: pip install pytest)")
 
 
 @contextlib.contextmanager

@@ -1,4 +1,7 @@
-"""The random walk: its blocked gradient is the stated one, and opening the block changes it. Run by `pytest`."""
+"""The random walk: its blocked gradient is the stated one, and opening the block changes it.
+
+Run it in the folder of the project by `pytest`; if the command is missing: `pip install pytest`.
+"""
 
 import sys
 import tomllib
