@@ -153,7 +153,7 @@ def test_a_project_of_ones_own_runs_and_passes_its_test(installed):
     assert told.returncode == 0
     assert told.stdout.splitlines()[-2:] == [
         f"next: cd {project}, then: stopgrad run configs",
-        "test: pytest (if it is missing: pip install pytest)",
+        "test: python -m pytest (which needs: pip install pytest)",
     ]
     assert "exists already" in _done(["stopgrad", "init", str(project)], installed).stderr
     run = _done(["stopgrad", "run", str(project / "configs"), "--results", str(project / "results")], installed)

@@ -297,7 +297,7 @@ def init(folder: Path) -> None:
     for file in files:
         click.echo(folder / file)
     click.echo(f"next: cd {shlex.quote(str(folder))}, then: stopgrad run configs")
-    click.echo("test: pytest (if it is missing: pip install pytest)")
+    click.echo("test: python -m pytest (which needs: pip install pytest)")
 
 
 @contextlib.contextmanager

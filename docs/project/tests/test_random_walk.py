@@ -1,6 +1,6 @@
 """The random walk: its blocked gradient is the stated one, and opening the block changes it.
 
-Run it in the folder of the project by `pytest`; if the command is missing: `pip install pytest`.
+Run it in the folder of the project: `python -m pytest`, after `pip install pytest`.
 """
 
 import sys
