@@ -3,7 +3,7 @@ Contrastive divergence: a machine that teaches its own sampler
 ==============================================================
 
 Contrastive divergence raises the energy of samples that the machine draws itself. The samples are data: the block holds
-them constant. A draw of 0 or 1 has no derivative, so that its leak is zero. With straight-through draws, which are
+them constant. A draw of 0 or 1 has no derivative, so its leak is zero. With straight-through draws, which are
 differentiated as if they were probabilities, there is a leak, and learning stops.
 """
 

@@ -1,8 +1,8 @@
-"""Meta-learning adapts a copy that has forgotten where it came from.
+"""Meta-learning adapts a copy that is cut off from the initial parameters.
 
-MAML learns a start from which few steps of gradient descent fit a new task. The steps are taken on a copy of the
-network. If the copy is detached, the outer loss falls from step to step of the inner loop, but no gradient reaches the
-start, and nothing is learned. In the library higher such a copy is the default.
+MAML learns initial parameters from which few steps of gradient descent fit a new task. The steps are taken on a copy of
+the network. If the copy is detached, the outer loss falls from step to step of the inner loop, but no gradient reaches
+the initial parameters, and nothing is learned. In the library higher such a copy is the default.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A ratio that is always 1 is simplified.
+"""The detach in a ratio that is always 1 is left out.
 
 With one update for each batch of samples, the ratio of new to old policy in PPO and GRPO is exp(l - l.detach()): always
 1, which many readers take for a mistake. Its gradient is that of l. Without the block the two halves cancel in the

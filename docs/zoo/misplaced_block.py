@@ -1,4 +1,4 @@
-"""The block of the discriminator's step stands in the generator's.
+"""The detach of the discriminator's step is repeated in the generator's.
 
 The discriminator's step detaches the fake batch. The same line is copied into the generator's step, usually to silence
 an error about the graph. There it removes the generator's whole gradient. The loss still changes, because the
