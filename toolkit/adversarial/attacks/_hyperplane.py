@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from toolkit.adversarial.balls import Norm
-from toolkit.adversarial.balls.box import sum_of, wide
+from toolkit.adversarial.balls.box import column, sum_of, wide
 from toolkit.blocks import no_graph
 
 __all__ = ["ORDER", "inner", "reach_together", "shortest_move"]
@@ -38,8 +38,7 @@ def shortest_move(norm: Norm, point: Tensor, slope: Tensor, gain: Tensor, lower:
     dtype = wide(point)
     slope, gain, start = slope.to(dtype), gain.to(dtype), point.to(dtype)
     with no_graph():
-        column = (-1, *[1] * (point.dim() - 1))
-        towards = (slope * gain.sign().view(column)).sign()
+        towards = (slope * column(gain.sign(), slope)).sign()
         largest = slope.abs().flatten(1).amax(1, keepdim=True)
         largest = largest.masked_fill(largest == 0, 1)
     room = torch.where(towards > 0, upper.to(dtype) - start, start - lower.to(dtype)).masked_fill(towards == 0, 0)

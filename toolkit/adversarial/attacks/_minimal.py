@@ -19,7 +19,7 @@ from toolkit.adversarial.attacks._setting import AttackOptions, Pick, Setting, d
 from toolkit.adversarial.attacks.losses import difference_loss
 from toolkit.adversarial.balls import BallOptions, Norm, Region, ball_of, per_sample
 from toolkit.adversarial.balls._rounding import laid_out_as
-from toolkit.adversarial.balls.box import norm_of, wide
+from toolkit.adversarial.balls.box import by_row, column, norm_of, wide
 from toolkit.blocks import no_graph, variable
 
 __all__ = ["MinimalOptions", "Nearest", "Planes", "Search", "check_only_l2", "minimal_search", "strength"]
@@ -126,7 +126,7 @@ class Search:
             neither = ~nearest.is_found & distance.isinf()
             better = torch.where(neither, found > nearest.strength, distance < nearest.distance)
         return Nearest(
-            torch.where(better.view(-1, *[1] * (example.dim() - 1)), example, nearest.example),
+            by_row(better, example, nearest.example),
             torch.where(better, distance, nearest.distance),
             torch.where(better, found, nearest.strength),
         )
@@ -204,7 +204,6 @@ class Search:
 
         Boundaries that `start` seems to be beyond already are left out. If no boundary remains, the move is zero.
         """
-        column = (-1, *[1] * (start.dim() - 1))
         best = torch.full_like(self.radius, torch.inf)
         move, slope, gain = torch.zeros_like(planes.slopes[0]), planes.slopes[0], torch.zeros_like(planes.values[0])
         away = start.to(move.dtype) - planes.point.to(move.dtype)
@@ -217,8 +216,8 @@ class Search:
                 size = torch.where(share < 0.999, 1e30 * (2 - share), self.length(way))
                 shorter = (size < best) & (need > 0)
                 best = torch.where(shorter, size, best)
-            move = torch.where(shorter.view(column), way, move)
-            slope = torch.where(shorter.view(column), candidate, slope)
+            move = by_row(shorter, way, move)
+            slope = by_row(shorter, candidate, slope)
             gain = torch.where(shorter, need, gain)
         return move, slope, gain
 
@@ -246,13 +245,12 @@ class Search:
             size = self.length(example.double() - self.ball.x.double())
             slack = (example[:1].numel() + 8) * torch.finfo(torch.float64).eps  # rounding of the norm itself
             inside = size <= self.radius * (1 - slack)
-        return laid_out_as(self.attack.x, torch.where(inside.view(-1, *[1] * (example.dim() - 1)), example, projected))
+        return laid_out_as(self.attack.x, by_row(inside, example, projected))
 
     def _shorten(self, nearest: Nearest) -> Nearest:
         """Look for the boundary between the clean input and the example, by secants that aim a little beyond it."""
         x, end = self.attack.x.to(wide(self.attack.x)), nearest.example
         way = end.to(x.dtype) - x
-        column = (-1, *[1] * (x.dim() - 1))
         low, high = torch.zeros_like(nearest.strength), torch.ones_like(nearest.strength)
         below, above = strength(self.attack, self.attack.model(self.attack.x.clone())), nearest.strength
         for _ in range(5):
@@ -260,7 +258,7 @@ class Search:
                 crosses = (above > 0) & (below < 0)
             share = torch.where(crosses, below / torch.where(crosses, below - above, 1), 0.5)
             position = low + (high - low) * (0.97 * share + 0.03)
-            example = self.move(self.attack.x, position.view(column).to(x.dtype) * way)
+            example = self.move(self.attack.x, column(position, x).to(x.dtype) * way)
             logits = self.attack.model(example.clone())
             nearest = self.offer(nearest, example, logits)
             value = strength(self.attack, logits)

@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit._random import own_generator
 from toolkit.adversarial.attacks._minimal import strength
 from toolkit.adversarial.attacks._setting import CommonOptions, setting
-from toolkit.adversarial.balls.box import draw, norm_of
+from toolkit.adversarial.balls.box import by_row, draw, norm_of
 
 __all__ = ["random_directions"]
 
@@ -53,9 +53,9 @@ def random_directions(
             direction = noise if number % _FRESH == 0 else towards + _WIDTH * noise
             tried = attack.ball.farthest(direction.to(attack.x.dtype))
             value = strength(attack, attack.logits(tried))
-            better = (value > best).view(-1, *[1] * (tried.dim() - 1))
+            better = value > best
             best = torch.maximum(value, best)
-            example = torch.where(better, tried, example)
+            example = by_row(better, tried, example)
             unit = direction * noise[:1].numel() ** 0.5 / norm_of(direction)
-            towards = torch.where(better, unit, towards)
+            towards = by_row(better, unit, towards)
         return attack.ball.settle(example)

@@ -17,6 +17,7 @@ from toolkit._checks import choice, integer
 from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial.attacks._setting import GradientOptions, Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, dlr_loss, margin_loss, targeted_dlr_loss
+from toolkit.adversarial.balls.box import by_row
 from toolkit.blocks import no_graph
 
 __all__ = ["apgd"]
@@ -197,8 +198,8 @@ def _ascend(climb: _Climb, steps: int, loss: str | Loss, until: str, share: floa
             climb.last = losses
             better = losses > climb.greatest
             climb.greatest = torch.where(better, losses, climb.greatest)
-        climb.best = torch.where(_as(better, climb.best), climb.point, climb.best)
-        climb.slope = torch.where(_as(better, climb.best), gradient, climb.slope)
+        climb.best = by_row(better, climb.point, climb.best)
+        climb.slope = by_row(better, gradient, climb.slope)
         if until == "success":
             succeeded = climb.attack.succeeds(logits)
             if succeeded.any():
@@ -229,12 +230,11 @@ def _check(climb: _Climb, gradient: Tensor, n_steps: int) -> Tensor:
     """
     stalled = climb.kept & (climb.greatest <= climb.reference)
     halved = (climb.rises < _RISING * n_steps) | stalled
-    climb.length = torch.where(_as(halved, climb.length), climb.length / 2, climb.length)
+    climb.length = by_row(halved, climb.length / 2, climb.length)
     climb.kept, climb.reference, climb.rises = ~halved, climb.greatest, torch.zeros_like(climb.rises)
-    back = _as(halved, climb.point)
-    climb.point = torch.where(back, climb.best, climb.point)
+    climb.point = by_row(halved, climb.best, climb.point)
     climb.last = torch.where(halved, climb.greatest, climb.last)
-    return torch.where(back, climb.slope, gradient)
+    return by_row(halved, climb.slope, gradient)
 
 
 def _checkpoints(steps: int) -> dict[int, int]:
@@ -260,7 +260,3 @@ def _objective(attack: Setting, loss: str | Loss) -> Loss | None:
         return dlr_loss
     labels = attack.labels
     return lambda logits, targets: -targeted_dlr_loss(logits, labels, targets)
-
-
-def _as(rows: Tensor, like: Tensor) -> Tensor:
-    return rows.view(-1, *[1] * (like.dim() - 1))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from toolkit._checks import integer, number
 from toolkit.adversarial.attacks._minimal import MinimalOptions, Nearest, Search, check_only_l2, minimal_search
-from toolkit.adversarial.balls.box import sum_of
+from toolkit.adversarial.balls.box import column, sum_of
 from toolkit.blocks import no_graph
 
 __all__ = ["carlini_wagner"]
@@ -111,7 +111,6 @@ def _descend(
     example, mean, square = x, torch.zeros_like(x), torch.zeros_like(x)
     least = torch.full_like(weight, torch.inf)  # value of the objective
     waited = torch.zeros_like(index)
-    column = (-1, *[1] * (x.dim() - 1))
     for step in range(steps):
         point, slope, logits, value = part.linearise(example.to(search.attack.x.dtype))
         record = part.offer(record, point, logits)
@@ -121,7 +120,7 @@ def _descend(
             objective = sum_of((point - clean).square()).flatten() + weight * (-value).clamp(min=0)
             better = objective < 0.999 * least
             least, waited = torch.minimum(objective, least), torch.where(better, 0, waited + 1)
-        gradient = 2 * (point - clean) - torch.where(value > 0, 0, weight).view(column) * slope
+        gradient = 2 * (point - clean) - column(torch.where(value > 0, 0, weight), slope) * slope
         mean = 0.9 * mean + 0.1 * gradient
         square = 0.999 * square + 0.001 * gradient.square()
         first, second = 1 - 0.9 ** (step + 1), 1 - 0.999 ** (step + 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from toolkit._checks import integer, number
 from toolkit.adversarial.attacks._minimal import MinimalOptions, check_only_l2, minimal_search
 from toolkit.adversarial.balls import L2Ball
-from toolkit.adversarial.balls.box import norm_of
+from toolkit.adversarial.balls.box import column, norm_of
 from toolkit.blocks import no_graph
 
 __all__ = ["ddn"]
@@ -75,17 +75,17 @@ def ddn(
         attack = search.attack
         nearest, clean_logits = search.start()
         assert isinstance(attack.ball, L2Ball)
-        column, example = (-1, *[1] * (attack.x.dim() - 1)), attack.x
+        example = attack.x
         _, slope, logits, value = search.linearise(example)
         way = search.to_plane(example, slope, search.margin(logits, slope, example) - value)
-        first = radius = search.length(way).view(column)
+        first = radius = column(search.length(way), way)
         for step in range(steps):
             point, gradient, logits = attack.gradient(example)
             if step:
                 nearest = search.offer(nearest, point, logits)
                 with no_graph():
                     change = torch.where(attack.succeeds(logits), 1 - shrinkage, 1 + shrinkage)
-                radius = radius * change.double().view(column)
+                radius = radius * column(change.double(), way)
             alpha = attack.sign * first * (0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)
             offset = (point - attack.x).to(way.dtype) + alpha.to(way.dtype) * attack.ball.direction(gradient)
             length = norm_of(offset)

@@ -17,7 +17,7 @@ from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import inner
 from toolkit.adversarial.attacks._minimal import MinimalOptions, Nearest, Search, minimal_search
 from toolkit.adversarial.attacks.losses import Loss
-from toolkit.adversarial.balls.box import wide
+from toolkit.adversarial.balls.box import by_row, column, wide
 from toolkit.blocks import no_graph
 
 __all__ = ["fab"]
@@ -130,19 +130,19 @@ def _step(
     extrapolation: float,
     retreat: float,
 ) -> tuple[Nearest, Tensor]:
-    x, column = search.attack.x, (-1, *[1] * (example.dim() - 1))
+    x = search.attack.x
     point, slope, logits, value = search.linearise(example, loss)
     start, clean = point.to(slope.dtype), x.to(slope.dtype)
     here = search.to_plane(point, slope, -value)
     there = search.to_plane(x, slope, search.margin(logits, slope, point) - value - inner(slope, clean - start))
     lengths = search.length(here), search.length(there)
     share = lengths[0] / (lengths[0] + lengths[1]).clamp(min=torch.finfo(torch.float64).tiny)
-    share = share.clamp(max=pull).to(start.dtype).view(column)
+    share = column(share.clamp(max=pull).to(start.dtype), start)
     target = (1 - share) * (start + extrapolation * here) + share * (clean + extrapolation * there)
     moved = search.move(start, target - start)
     logits = search.attack.model(moved.clone())
     nearest = search.offer(nearest, moved, logits)
     with no_graph():
-        crossed = search.attack.succeeds(logits).view(column)
+        crossed = search.attack.succeeds(logits)
     back = search.move(clean, retreat * (moved.to(clean.dtype) - clean))
-    return nearest, torch.where(crossed, back, moved)
+    return nearest, by_row(crossed, back, moved)

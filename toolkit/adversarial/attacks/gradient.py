@@ -19,6 +19,7 @@ from toolkit._checks import integer
 from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial.attacks._setting import GradientOptions, Setting, setting
 from toolkit.adversarial.attacks.losses import Loss, margin_loss
+from toolkit.adversarial.balls.box import by_row
 
 __all__ = ["fgsm", "pgd", "rs_fgsm"]
 
@@ -200,4 +201,4 @@ def _stronger(attack: Setting, loss: Loss | None, one: Tensor, other: Tensor) ->
     """Return for every sample the example with the greater loss."""
     measure = margin_loss if loss is None else loss
     values = [attack.sign * measure(attack.logits(example), attack.goal) for example in (one, other)]
-    return torch.where((values[1] > values[0]).view(-1, *[1] * (one.dim() - 1)), other, one)
+    return by_row(values[1] > values[0], other, one)

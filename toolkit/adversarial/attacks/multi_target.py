@@ -20,7 +20,7 @@ from toolkit._random import own_generator
 from toolkit.adversarial.attacks._setting import CommonOptions, Setting, differentiate, setting, untargeted
 from toolkit.adversarial.attacks.losses import class_index, difference_loss
 from toolkit.adversarial.balls._rounding import follow
-from toolkit.adversarial.balls.box import draw
+from toolkit.adversarial.balls.box import by_row, draw
 from toolkit.blocks import no_graph, variable
 
 __all__ = ["linearised", "multi_target"]
@@ -282,4 +282,4 @@ def _better(pairs: _Pairs, example: Tensor, logits: Tensor, best: Tensor, values
         reached = difference_loss(logits, pairs.attack.labels)
         better = reached > values
         values = torch.where(better, reached, values)
-    return torch.where(better.view(-1, *[1] * (best.dim() - 1)), example, best), values
+    return by_row(better, example, best), values

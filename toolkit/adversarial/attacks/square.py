@@ -18,9 +18,9 @@ from toolkit._random import own_generator
 from toolkit.adversarial.attacks._hyperplane import ORDER, reach_together
 from toolkit.adversarial.attacks._minimal import strength
 from toolkit.adversarial.attacks._setting import AttackOptions, Setting, setting
-from toolkit.adversarial.balls import L1Ball, L2Ball, Norm
+from toolkit.adversarial.balls import Norm, RoundRegion
 from toolkit.adversarial.balls._rounding import laid_out_as
-from toolkit.adversarial.balls.box import norm_of, wide
+from toolkit.adversarial.balls.box import by_row, norm_of, wide
 
 __all__ = ["square"]
 
@@ -105,7 +105,7 @@ def square(
             value, success = strength(part, logits), part.succeeds(logits)
             # The start is kept in any case: the clean input is not on the sphere that is searched.
             better = success | (value > best[alive]) | (query == 1)
-            example = example.index_copy(0, alive, torch.where(_column(better, here), tried, here))
+            example = example.index_copy(0, alive, by_row(better, tried, here))
             best = best.index_copy(0, alive, torch.where(better, value, best[alive]))
             done = done.index_copy(0, alive, success)
         return laid_out_as(attack.x, example)
@@ -171,7 +171,7 @@ def _corner(part: Setting, here: Tensor, drawn: Tensor, shape: tuple[int, int, i
     tried = torch.where(square, torch.where(up, upper, lower), here)
     other = torch.where(square, torch.where(up, lower, upper), here)
     same = (tried == here).flatten(1).all(1)
-    return torch.where(_column(same, here), other, tried)
+    return by_row(same, other, tried)
 
 
 def _moved_bump(
@@ -188,7 +188,7 @@ def _moved_bump(
     bump = bumps[turned[:, None, None], places[0], places[1]]
     signs = drawn[:, 5:].sub(0.5).sign().to(dtype)[:, :, None, None]
     powers = offset.abs() ** order
-    assert isinstance(part.ball, L2Ball | L1Ball)
+    assert isinstance(part.ball, RoundRegion)
     radius = part.ball.radius.to(dtype).view(-1, 1, 1, 1)
     left = (radius**order - powers.sum((1, 2, 3), keepdim=True)).clamp(min=0) / shape[0]
     budget = (left + (powers * (inside | emptied)).sum((2, 3), keepdim=True)) ** (1 / order)
@@ -203,7 +203,7 @@ def _moved_bump(
 def _onto_sphere(part: Setting, offset: Tensor, norm: Norm) -> Tensor:
     """Return ``x + clip(s * offset)`` on the sphere, or the point of the box where it does not reach the sphere."""
     ball = part.ball
-    assert isinstance(ball, L2Ball | L1Ball)
+    assert isinstance(ball, RoundRegion)
     offset = offset.view_as(part.x).to(ball.down.dtype)
     if norm == "l2":
         size = norm_of(offset)
@@ -248,10 +248,6 @@ def _half(height: int, width: int, like: Tensor) -> Tensor:
     n_rings = max(height, width) // 2 + 1
     rings = 1 / torch.arange(1, n_rings + 1, device=like.device, dtype=wide(like)) ** 2
     return rings.flip(0).cumsum(0).flip(0)[distance.clamp(max=n_rings - 1)]
-
-
-def _column(values: Tensor, like: Tensor) -> Tensor:
-    return values.view(-1, *[1] * (like.dim() - 1))
 
 
 _STEPS: dict[Norm, Callable[..., Tensor]] = {

@@ -8,7 +8,7 @@ N samples, each of shape (...) with D features in all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from toolkit.adversarial.balls.box import Bounds, box, check_inputs, free, per_s
 from toolkit.adversarial.balls.l1 import L1Ball
 from toolkit.adversarial.balls.l2 import L2Ball
 from toolkit.adversarial.balls.linf import LinfBall
+from toolkit.adversarial.balls.region import Region, RoundRegion
 from toolkit.blocks import no_graph
 
 __all__ = [
@@ -30,49 +31,13 @@ __all__ = [
     "LinfBall",
     "Norm",
     "Region",
+    "RoundRegion",
     "ball_of",
     "box",
     "per_sample",
 ]
 
 Norm = Literal["linf", "l2", "l1"]
-
-
-class Region(Protocol):
-    """A ball around given inputs. Every tensor has the shape and dtype of the clean inputs, (N, ...)."""
-
-    @property
-    def x(self) -> Tensor:
-        """Clean inputs."""
-
-    @property
-    def lower(self) -> Tensor:
-        """Least value of every coordinate in the box (in Linf: in the set)."""
-
-    @property
-    def upper(self) -> Tensor:
-        """Greatest value of every coordinate in the box (in Linf: in the set)."""
-
-    def direction(self, gradient: Tensor) -> Tensor:
-        """Return the steepest ascent direction of unit norm; zero for samples whose gradient is zero."""
-
-    def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
-        """Return the projection of a step of length `stride`, (N or 1, 1, ...), up the gradient; down if negative."""
-
-    def farthest(self, gradient: Tensor) -> Tensor:
-        """Return the point of the set at which a linear function with this gradient is largest. Not differentiable."""
-
-    def project(self, example: Tensor) -> Tensor:
-        """Return the nearest point of the set, up to rounding."""
-
-    def sample(self, generator: torch.Generator) -> Tensor:
-        """Draw a start from the ball, uniformly, and bring it into the box."""
-
-    def settle(self, example: Tensor) -> Tensor:
-        """Return the projected `example`, moved towards the clean input by the roundings that left the set."""
-
-    def rows(self, index: Tensor) -> Region:
-        """Return the region of some samples, by their indices or a Boolean tensor, (N,)."""
 
 
 _REGIONS: dict[str, type[LinfBall] | type[L2Ball] | type[L1Ball]] = {"linf": LinfBall, "l2": L2Ball, "l1": L1Ball}

@@ -19,13 +19,14 @@ from toolkit.blocks import no_graph
 __all__ = [
     "Bounds",
     "box",
+    "by_row",
     "check_inputs",
+    "column",
     "draw",
     "features",
     "free",
     "norm_of",
     "per_sample",
-    "room",
     "sizes_of",
     "sum_of",
     "warn_of_a_radius_as_wide_as_the_box",
@@ -70,7 +71,7 @@ def per_sample(argument: str, value: object, x: Tensor, *, by_feature: bool = Fa
         raise ValueError(
             f"`{argument}` should be one number or one per sample, ({len(x)},). Found shape {tuple(sizes.shape)}."
         )
-    return sizes.reshape(-1, *[1] * (x.dim() - 1))
+    return column(sizes, x)
 
 
 def sizes_of(argument: str, value: object, device: torch.device | None = None) -> Tensor:
@@ -174,6 +175,16 @@ def features(tensor: Tensor) -> tuple[int, ...]:
     return tuple(range(1, tensor.dim()))
 
 
+def column(values: Tensor, like: Tensor) -> Tensor:
+    """Return one value per sample as (N, 1, ...), to be broadcast against `like`, (N, ...)."""
+    return values.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def by_row(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Return the samples of `one` where the condition, (N,), holds, and those of `other` elsewhere."""
+    return torch.where(column(condition, one), one, other)
+
+
 def norm_of(tensor: Tensor, order: int = 2) -> Tensor:
     """Return the norm of every sample, (N, 1, ...)."""
     norm: Tensor = torch.linalg.vector_norm(tensor, order, features(tensor), keepdim=True)
@@ -201,9 +212,3 @@ def warn_of_a_radius_as_wide_as_the_box(epsilon: float | Tensor, norm: str, boun
 def _in_words(bound: Tensor) -> str:
     least, most = bound.min().item(), bound.max().item()
     return f"{least:g}" if least == most else f"({least:g} to {most:g})"
-
-
-def room(x: Tensor, lower: Tensor, upper: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``lower - x`` and ``upper - x``, in at least single precision."""
-    centre = x.to(wide(x))
-    return lower.to(centre.dtype) - centre, upper.to(centre.dtype) - centre

@@ -5,14 +5,15 @@ N samples, each of shape (...) with D features in all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.adversarial.balls._rounding import shrink
-from toolkit.adversarial.balls.box import draw, room, sum_of
+from toolkit.adversarial.balls.box import column, draw, sum_of
+from toolkit.adversarial.balls.region import RoundRegion
 from toolkit.blocks import no_graph
 
 __all__ = ["L1Ball"]
@@ -21,39 +22,23 @@ _FEW = 32  # coordinates to select before all are sorted
 
 
 @dataclass(frozen=True)
-class L1Ball:
-    """``{x + d : |d|_1 <= epsilon, lower <= x_i + d_i <= upper}``.
+class L1Ball(RoundRegion):
+    """``{x + d : |d|_1 <= epsilon, lower <= x_i + d_i <= upper}``."""
 
-    Attributes:
-        x: Clean inputs.
-        radius: Epsilon, float64, (N or 1, 1, ...).
-        lower: Least value in the box.
-        upper: Greatest value in the box.
-        down: ``lower - x``, at least ``-epsilon``, in at least single precision.
-        up: ``upper - x``, at most epsilon, in at least single precision.
-        free: 1 where a coordinate may change, 0 where it may not; None if all may.
-    """
-
-    x: Tensor
-    radius: Tensor
-    lower: Tensor
-    upper: Tensor
-    down: Tensor
-    up: Tensor
-    free: Tensor | None = None
+    order = 1
 
     @classmethod
-    def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> L1Ball:
+    def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> Self:
         """Return the ball around `x`, cut by the box."""
-        down, up = room(x, lower, upper)
-        most = radius.to(up.dtype)
-        return cls(x, radius, lower, upper, torch.maximum(down, -most), torch.minimum(up, most), free)
+        ball = super().around(x, radius, lower, upper, free)
+        most = radius.to(ball.up.dtype)
+        return replace(ball, down=torch.maximum(ball.down, -most), up=torch.minimum(ball.up, most))
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Return the unit vector of the coordinate with the largest gradient, shared evenly among ties."""
-        gradient = self._masked(gradient)
+        gradient = self.masked(gradient)
         size = gradient.abs()
-        largest = (size == size.flatten(1).amax(1).view(_column(size))) & (size > 0)
+        largest = (size == column(size.flatten(1).amax(1), size)) & (size > 0)
         signs = gradient.sign() * largest
         return signs / sum_of(largest.to(signs.dtype)).clamp(min=1)
 
@@ -105,24 +90,11 @@ class L1Ball:
         """Draw uniformly from the ball, and clip to the box."""
         with no_graph():
             # Of D + 1 exponential draws, D divided by the sum of all are uniform in the simplex.
-            size = self._masked(self._exponential(self.x, generator))
+            size = self.masked(self._exponential(self.x, generator))
             rest = self._exponential(self.radius.expand(len(self.x), *self.radius.shape[1:]), generator)
             share = size / (sum_of(size) + rest.to(size.dtype))
             signs = draw(torch.rand, self.x, generator).sub_(0.5).sign()
         return self.project((self.x + self.radius * signs * share).to(self.x.dtype))
-
-    def settle(self, example: Tensor) -> Tensor:
-        """Shrink examples that are out of the ball by a rounding, in float64, then round towards the clean input."""
-        return shrink(example, self.x, self.radius, 1)
-
-    def rows(self, index: Tensor) -> L1Ball:
-        """Return the ball of some samples."""
-        radius = self.radius.expand(len(self.x), *self.radius.shape[1:])[index]
-        kept = (self.lower[index], self.upper[index], self.down[index], self.up[index])
-        return L1Ball(self.x[index], radius, *kept, None if self.free is None else self.free[index])
-
-    def _masked(self, tensor: Tensor) -> Tensor:
-        return tensor if self.free is None else tensor * self.free
 
     @staticmethod
     def _exponential(like: Tensor, generator: torch.Generator) -> Tensor:
@@ -131,7 +103,7 @@ class L1Ball:
 
     def _greedy(self, gradient: Tensor) -> Tensor:
         """Return the displacement in the set that raises a linear function most; its direction is a constant."""
-        gradient = self._masked(gradient.to(self.down.dtype))
+        gradient = self.masked(gradient.to(self.down.dtype))
         budget, signs = self.radius.to(self.down.dtype).flatten(1), gradient.sign()
         limit = torch.maximum(signs * self.up, signs * self.down).flatten(1)
         with no_graph():
@@ -150,7 +122,7 @@ class L1Ball:
         radius = self.radius.to(size.dtype)
         with no_graph():
             flat, most = size.flatten(1), limit.flatten(1)
-            target = radius.expand(_column(size, len(flat))).flatten(1)
+            target = radius.flatten(1).expand(len(flat), 1)
             # Above its size a coordinate is 0, below size - limit it is at its limit; between, it falls with slope 1.
             bends = torch.cat([flat, (flat - most).clamp(min=0)], 1)
             turns = torch.cat([torch.ones_like(flat), -torch.ones_like(flat)], 1)
@@ -162,10 +134,10 @@ class L1Ball:
             slope = slopes.gather(1, reached).clamp(min=1)
             guess = bends.gather(1, reached) - (target - sums.gather(1, reached)) / slope
             inside = torch.minimum(flat, most).sum(1, keepdim=True) <= target
-            guess = guess.clamp(min=0).masked_fill(inside, 0).view(_column(size))
+            guess = column(guess.clamp(min=0).masked_fill(inside, 0), size)
             held = size - guess >= limit
             between = ((size > guess) & ~held).to(size.dtype)
-            outside = (~inside).to(size.dtype).view(_column(size))
+            outside = column((~inside).to(size.dtype), size)
         count = sum_of(between)
         exact = (sum_of(between * size) + sum_of(limit.masked_fill(~held, 0)) - radius) / count.clamp(min=1)
         # With no coordinate between 0 and its limit lambda does not move with the point.
@@ -187,7 +159,3 @@ def _steepest(size: Tensor, limit: Tensor, budget: Tensor) -> Tensor:
             return order
         count *= 2
     return size.argsort(dim=1, descending=True, stable=True)
-
-
-def _column(like: Tensor, n: int | None = None) -> tuple[int, ...]:
-    return (len(like) if n is None else n, *[1] * (like.dim() - 1))

@@ -12,45 +12,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from toolkit.adversarial.balls._rounding import follow, is_positive, shrink
-from toolkit.adversarial.balls.box import draw, features, norm_of, room, sum_of, wide
+from toolkit.adversarial.balls._rounding import follow, is_positive
+from toolkit.adversarial.balls.box import draw, features, norm_of, sum_of, wide
+from toolkit.adversarial.balls.region import RoundRegion
 from toolkit.blocks import carries_gradient, no_graph
 
 __all__ = ["L2Ball"]
 
 
 @dataclass(frozen=True)
-class L2Ball:
-    """``{x + d : |d|_2 <= epsilon, lower <= x_i + d_i <= upper}``.
+class L2Ball(RoundRegion):
+    """``{x + d : |d|_2 <= epsilon, lower <= x_i + d_i <= upper}``."""
 
-    Attributes:
-        x: Clean inputs.
-        radius: Epsilon, float64, (N or 1, 1, ...).
-        lower: Least value in the box.
-        upper: Greatest value in the box.
-        down: ``lower - x``, in at least single precision.
-        up: ``upper - x``, in at least single precision.
-        free: 1 where a coordinate may change, 0 where it may not; None if all may.
-    """
-
-    x: Tensor
-    radius: Tensor
-    lower: Tensor
-    upper: Tensor
-    down: Tensor
-    up: Tensor
-    free: Tensor | None = None
-
-    @classmethod
-    def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> L2Ball:
-        """Return the ball around `x`, cut by the box."""
-        return cls(x, radius, lower, upper, *room(x, lower, upper), free)
+    order = 2
 
     def direction(self, gradient: Tensor) -> Tensor:
         """Return ``gradient / |gradient|_2``, also where the squares of the gradient overflow or vanish."""
-        gradient = gradient.to(wide(gradient))
-        if self.free is not None:
-            gradient = gradient * self.free
+        gradient = self.masked(gradient.to(wide(gradient)))
         norm = norm_of(gradient)
         with no_graph():
             limits = torch.finfo(norm.dtype)
@@ -80,10 +58,6 @@ class L2Ball:
             offset = self.radius * share ** (1 / dimensions) * towards
         return self.project(self.x + offset.to(self.x.dtype))
 
-    def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
-        """Return ``project(example + stride * gradient / |gradient|_2)``."""
-        return self.project(torch.addcmul(example, self.direction(gradient), stride))
-
     def farthest(self, gradient: Tensor) -> Tensor:
         """Return the point of the set at which a linear function with this gradient is largest, up to rounding.
 
@@ -109,16 +83,6 @@ class L2Ball:
             length = torch.minimum((factor * slope).masked_fill(slope == 0, 0), limit)
             moved = self.x.double() + length.view_as(towards) * towards.sign()
             return self.settle(torch.clamp(moved.to(self.x.dtype), self.lower, self.upper))
-
-    def settle(self, example: Tensor) -> Tensor:
-        """Shrink examples that are out of the ball by a rounding, in float64, then round towards the clean input."""
-        return shrink(example, self.x, self.radius, 2)
-
-    def rows(self, index: Tensor) -> L2Ball:
-        """Return the ball of some samples."""
-        radius = self.radius.expand(len(self.x), *self.radius.shape[1:])[index]
-        kept = (self.lower[index], self.upper[index], self.down[index], self.up[index])
-        return L2Ball(self.x[index], radius, *kept, None if self.free is None else self.free[index])
 
     def _scale(self, offset: Tensor) -> Tensor:
         """Return the s of `project`: ``s^2 = (epsilon^2 - |held|^2) / |free|^2``, at most 1.

@@ -12,24 +12,15 @@ from torch import Tensor
 
 from toolkit.adversarial.balls._rounding import add_inward, follow, laid_out_as, to_dtype_inward
 from toolkit.adversarial.balls.box import draw
+from toolkit.adversarial.balls.region import Region
 from toolkit.blocks import no_graph
 
 __all__ = ["LinfBall"]
 
 
 @dataclass(frozen=True)
-class LinfBall:
-    """``{x + d : |d_i| <= epsilon, lower <= x_i + d_i <= upper}``.
-
-    Attributes:
-        x: Clean inputs.
-        lower: Least value of every coordinate, rounded inwards once.
-        upper: Greatest value of every coordinate, rounded inwards once.
-    """
-
-    x: Tensor
-    lower: Tensor
-    upper: Tensor
+class LinfBall(Region):
+    """``{x + d : |d_i| <= epsilon, lower <= x_i + d_i <= upper}``; the ends of both are rounded inwards once."""
 
     @classmethod
     def around(cls, x: Tensor, radius: Tensor, lower: Tensor, upper: Tensor, free: Tensor | None) -> LinfBall:
@@ -44,10 +35,6 @@ class LinfBall:
     def direction(self, gradient: Tensor) -> Tensor:
         """Return the signs of the gradient. Their derivative is zero, so no gradient ever flows through them."""
         return gradient.sign()
-
-    def step(self, example: Tensor, gradient: Tensor, stride: Tensor) -> Tensor:
-        """Return ``project(example + stride * sign(gradient))``."""
-        return self.project(torch.addcmul(example, self.direction(gradient), stride))
 
     def farthest(self, gradient: Tensor) -> Tensor:
         """Return the corner of the set at which a linear function with this gradient is largest."""
@@ -65,7 +52,3 @@ class LinfBall:
     def settle(self, example: Tensor) -> Tensor:
         """Return `example`, laid out as the clean inputs: the bounds are rounded inwards already."""
         return laid_out_as(self.x, example)
-
-    def rows(self, index: Tensor) -> LinfBall:
-        """Return the ball of some samples."""
-        return LinfBall(self.x[index], self.lower[index], self.upper[index])

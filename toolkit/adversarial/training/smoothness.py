@@ -15,7 +15,7 @@ from toolkit._random import own_generator, starts_at_random
 from toolkit.adversarial._untouched import untouched
 from toolkit.adversarial.attacks._setting import GradientOptions, setting
 from toolkit.adversarial.balls import Ball, Norm, per_sample
-from toolkit.adversarial.balls.box import features
+from toolkit.adversarial.balls.box import by_row, features
 from toolkit.adversarial.training._terms import (
     Attack,
     Model,
@@ -181,7 +181,7 @@ def linearity_pgd(
             point, gradient, logits = attack.gradient(example, cross_entropy)
             along = ((point - attack.x) * slope).sum(features(point))
             above = cross_entropy(logits, attack.labels) - clean >= along
-            towards = torch.where(above.view(-1, *[1] * (point.dim() - 1)), gradient - slope, slope - gradient)
+            towards = by_row(above, gradient - slope, slope - gradient)
             example = attack.ball.step(point, towards, stride)
         return attack.ball.settle(example)
 
